@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
     from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError
     from nbdist.notebook.jobs import Job
-    from nbdist.world.functions import attach, distributed, run
     from nbdist.world.result import CellResult
-    from nbdist.world.world import World
+    from nbdist.world.world import World, attach, distributed, run
 
 __all__ = [
     "CellResult",
@@ -55,9 +54,9 @@ _MODULES = {
     "CellResult": "nbdist.world.result",
     "Job": "nbdist.notebook.jobs",
     "World": "nbdist.world.world",
-    "attach": "nbdist.world.functions",
-    "distributed": "nbdist.world.functions",
-    "run": "nbdist.world.functions",
+    "attach": "nbdist.world.world",
+    "distributed": "nbdist.world.world",
+    "run": "nbdist.world.world",
 }
 
 

@@ -189,7 +189,7 @@ def test_error_in_a_script(tmp_path: Path) -> None:
     assert re.fullmatch(r"1 of 1 rank failed \(1\); first: rank 1 .+: KeyError: 1", caught[1])
     assert re.fullmatch(r"1 of 2 ranks failed \(1\); first: rank 1 .+: BadShard: bad 1", caught[2])
     assert lines[0] == "Traceback (most recent call last):"
-    assert re.findall(r'^  File .+/(\w+\.py)"', done.stderr, re.M) == ["train.py", "functions.py"]
+    assert re.findall(r'^  File .+/(\w+\.py)"', done.stderr, re.M) == ["train.py", "world.py"]
     assert "nbdist.errors.WorkerError: 1 of 2 ranks failed (1); first: rank 1 " in done.stderr
     (place,) = [line for line in lines if line.startswith("File ")]
     assert place.startswith(f"File {tmp_path}/train.py:12, in train(shard)")

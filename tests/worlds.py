@@ -43,7 +43,7 @@ class SharedLink(Link):
         try:
             self.call(StopWorld(0.0), SOON)
         except (AgentLost, StartError):
-            print("the shared agent's last lines:", *self.agents[0].last_lines(), sep="\n")  # noqa: T201
+            print("the shared agent's last lines:", *self.agent.last_lines(), sep="\n")  # noqa: T201
             super().close()
         while self.arrived:
             item = self.arrived.popleft()

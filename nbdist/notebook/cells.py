@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from nbdist.wire.work import Task, Work
     from nbdist.world.names import NameTable, Shipped
     from nbdist.world.result import CellResult
-    from nbdist.world.running import RunningTask
-    from nbdist.world.sent import News
+    from nbdist.world.running import News, RunningTask
     from nbdist.world.world import World
 
 

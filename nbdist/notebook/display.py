@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from nbdist.notebook.options import NbDist
-    from nbdist.world.running import RunningTask
-    from nbdist.world.sent import News
+    from nbdist.world.running import News, RunningTask
 
 
 FIRST_DRAWING = 0.15

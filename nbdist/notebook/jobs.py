@@ -18,7 +18,7 @@ from nbdist.errors import CellTimeout, Interrupted, JobLost, JobTimeout, NbdistE
 from nbdist.notebook.idle import counted_stops, held_stops, is_main_thread
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
-from nbdist.world.following import TICK
+from nbdist.world.recovery import TICK
 from nbdist.world.result import CellResult, raised
 from nbdist.world.running import RunningTask
 

@@ -19,10 +19,10 @@ from nbdist.notebook.shipping.free_names import names_bound
 from nbdist.notebook.shipping.versions import Gathered, assigned_in
 from nbdist.notebook.why import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
+from nbdist.world.exchange import Wanted
 from nbdist.world.names import list_names
 from nbdist.world.recovery import healing_text, scaled_text
 from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
-from nbdist.world.snapshots import Wanted
 from nbdist.world.spec import default_log_dir
 from nbdist.world.states import State, size_text
 from nbdist.world.world import World

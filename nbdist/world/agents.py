@@ -34,8 +34,10 @@ from nbdist.wire.door import (
     DOOR,
     MOST_BYTES,
     Accepted,
+    Attach,
     Describe,
     Look,
+    Refused,
     Said,
     WorldInfo,
     connect_to,
@@ -92,6 +94,9 @@ def module_of(launcher: str) -> str:
 ANSWER_TIMEOUT = 15.0
 """Seconds; a world that is only slow, on a busy machine, is not to be missing from the list."""
 
+ADMIT_TIMEOUT = 30.0
+"""Seconds; longer than an agent has a notebook wait while its workers start or heal."""
+
 AGENTS = (AGENT.encode(), HEAD.encode())
 """In the command line of whatever serves a notebook, before its runtime folder."""
 
@@ -120,6 +125,10 @@ class Found:
         """Whether no notebook has it."""
         return not self.info.notebook
 
+    def refusal(self, why: object) -> UsageError:
+        """Return the error that says why it cannot be attached to."""
+        return UsageError(f"World {self.name} cannot be attached to: {why}.")
+
     def is_called(self, name: str) -> bool:
         """Say whether this is its name, its pool's, or the number of its process."""
         return name in (self.info.name, self.info.pool, str(self.agent))
@@ -139,9 +148,6 @@ class Asking:
         except OSError:
             self.close()
             raise
-
-    def __repr__(self) -> str:
-        return f"<Asking process {self.process}>"
 
     def answer(self, timeout: float) -> Said:
         """Wait for the answer; raises OSError, and BadFrame for what is none.
@@ -168,9 +174,6 @@ class Worlds:
     def __init__(self, question: Describe | Look, timeout: float) -> None:
         self._question, self._timeout = question, timeout
         self._asked: dict[Path, Asking] = {}
-
-    def __repr__(self) -> str:
-        return f"<Worlds, silent {[*map(str, self._asked)]}>"
 
     def found(self) -> list[Found]:
         """Ask each of them.
@@ -312,6 +315,23 @@ class AttachedAgent:
         # The guard is the last to end.
         self._guard = os.pidfd_open(admitted.guard)
         self._agent = os.pidfd_open(admitted.agent)
+
+    @classmethod
+    def admitted(cls, found: Found, socket: str) -> AttachedAgent:
+        """Ask at the door of this world to be connected to; UsageError where it refuses."""
+        try:
+            asking = Asking(found.folder, Attach(__version__, os.getpid(), socket))
+            try:
+                answer = asking.answer(ADMIT_TIMEOUT)
+                if not isinstance(answer, Accepted):
+                    other = "its agent says something else"
+                    raise found.refusal(answer.why if isinstance(answer, Refused) else other)
+                return cls(found, asking, answer)
+            except BaseException:
+                asking.close()
+                raise
+        except (OSError, BadFrame) as error:
+            raise found.refusal(error) from None
 
     def __repr__(self) -> str:
         return f"<AttachedAgent {self.pid}>"

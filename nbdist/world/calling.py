@@ -33,7 +33,6 @@ from nbdist.wire.work import Call, Kind, Script, Task
 from nbdist.world.names import WORKERS_OWN
 from nbdist.world.result import CellResult, raised
 from nbdist.world.running import RunningTask
-from nbdist.world.sent import NOBODY
 from nbdist.world.session import Session
 
 
@@ -163,7 +162,7 @@ def ask(session: Session, running: RunningTask, rank: int) -> None:
             session.reply(running, {rank: None})
         # Without a box IPython raises NotImplementedError, without a stdin Python these.
         except (NotImplementedError, OSError, RuntimeError, ValueError):
-            session.refuse(running, NOBODY)
+            session.refuse(running)
         else:
             session.reply(running, answers)
         return
@@ -189,9 +188,6 @@ class MovingLine:
         self._is_terminal = bool(getattr(stream, "isatty", bool)())
         self._shown = ""
         self._draw_at = 0.0
-
-    def __repr__(self) -> str:
-        return f"<MovingLine {self._shown!r}>"
 
     def is_due(self, now: float) -> bool:
         """Say whether it may be drawn: four times a second, or again after other lines."""
@@ -233,10 +229,10 @@ def run_call(
     kwargs: Mapping[str, Any],
 ) -> CellResult[Any]:
     """Call the function on all ranks at once, and wait; raises what a cell raises."""
-    call = _FunctionCall(title_of(function), function, args, kwargs)
-    payload, segment = pack_frames(_Packing(call, session.namespace).pickled().frames)
+    call = _FunctionCall(session.namespace, function, args, kwargs)
+    payload, segment = pack_frames(call.pickled().frames)
     try:
-        arguments = {"title": call.title, "packed": payload}
+        arguments = {"title": title_of(function), "packed": payload}
         running = session.submit(session.task(Call("call", arguments)))
         return outcome(session, running)
     finally:
@@ -322,20 +318,12 @@ def title_of(function: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class _FunctionCall:
-    """What is to be called; `title` is what people call the function."""
+    """A call that is pickled with the names of `__main__` that its functions use."""
 
-    title: str
+    namespace: dict[str, Any]
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-
-
-class _Packing:
-    """Pickles a call with the names of `__main__` that its functions use, as far as they go."""
-
-    def __init__(self, call: _FunctionCall, namespace: dict[str, Any]) -> None:
-        self._call = call
-        self._namespace = namespace
 
     def pickled(self) -> Pickled:
         """Return all of it in one pickle, so that what shares objects still does."""
@@ -343,40 +331,39 @@ class _Packing:
         pickled = self._pickle_call(names)
         needs = pickled.needs
         while new := {name for name in needs - names.keys() if self._is_ours(name)}:
-            names.update({name: self._namespace[name] for name in sorted(new)})
+            names.update({name: self.namespace[name] for name in sorted(new)})
             needs = frozenset().union(*(self._pickle(name, names[name]).needs for name in new))
         return self._pickle_call(names) if names else pickled
 
     def _is_ours(self, name: str) -> bool:
         """Say whether the caller has it and it is not one of those that every worker has."""
         is_system = SYSTEM_NAMES.fullmatch(name) and name not in SCRIPT_NAMES
-        return name in self._namespace and not is_system and name not in WORKERS_OWN
+        return name in self.namespace and not is_system and name not in WORKERS_OWN
 
     def _pickle_call(self, names: Mapping[str, Any]) -> Pickled:
-        call = self._call
+        call = (self.function, self.args, self.kwargs)
         try:
-            return pickle((call.function, call.args, call.kwargs, names), self._namespace)
+            return pickle((*call, names), self.namespace)
         except PICKLING_ERRORS as problem:
             for name, value in self._parts().items():
                 self._pickle(name, value)
-            self._refuse(call.title, (call.function, call.args, call.kwargs), problem)
+            self._refuse(title_of(self.function), call, problem)
 
     def _parts(self) -> dict[str, Any]:
         """Return the function and its arguments, under the names that people know them by."""
-        call = self._call
-        named = {f"argument {index}": value for index, value in enumerate(call.args, 1)}
-        named.update(call.kwargs)
+        named = {f"argument {index}": value for index, value in enumerate(self.args, 1)}
+        named.update(self.kwargs)
         with suppress(TypeError, ValueError):  # no signature, or it does not fit
-            named = dict(inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments)
-        return {call.title: call.function, **named}
+            named = dict(inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments)
+        return {title_of(self.function): self.function, **named}
 
     def _pickle(self, name: str, value: Any) -> Pickled:
         try:
-            return pickle(value, self._namespace, sketch=True)
+            return pickle(value, self.namespace, sketch=True)
         except PICKLING_ERRORS as problem:
             self._refuse(name, value, problem)
 
     def _refuse(self, name: str, value: Any, problem: Exception) -> NoReturn:
-        path, kind, why, remedy = blame(name, value, fails_in(self._namespace), problem)
+        path, kind, why, remedy = blame(name, value, fails_in(self.namespace), problem)
         remedy = remedy.replace("the cell", "the function")
         raise VariableNotSent(name, path, kind, why, remedy) from None

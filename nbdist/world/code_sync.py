@@ -13,15 +13,16 @@ import stat
 import subprocess
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import translate
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Protocol
 
 from nbdist.errors import CodeNotSent
 from nbdist.wire.code_tree import OWN_NAMES, CodeFile, landmark, part_of
 from nbdist.wire.messages import CodeHeld, GetCode, PutCode, Reply, Request, Starting
+from nbdist.wire.views import PACKAGES
 from nbdist.words import count, size_text
 
 IGNORE_FILE = ".nbdistignore"
@@ -116,9 +117,6 @@ class CodeListing:
         self._is_cut_short = False
         self._root = f"{folder}/"
         self._stamps: dict[str, Stamp | None] = {}  # None where another change may not show
-
-    def __repr__(self) -> str:
-        return f"<CodeListing of {self.folder}, {count(len(self.files), 'file')}>"
 
     def look(self) -> bool:
         """Look again; return True if any file differs from the last time.  Raises OSError."""
@@ -300,11 +298,8 @@ LANDMARKS_LOOKED_AT = 100
 """Files by which a node tells whether it shares the folder, and how many these are taken from."""
 
 
-class Asks(Protocol):
-    """What calls a node: `Link.calling`."""
-
-    def __call__(self, request: Request) -> Generator[Starting, None, Reply]:
-        """Return its reply at the end, and come round now and then."""
+Asks = Callable[[Request], Generator[Starting, None, Reply]]
+"""What calls a node, `Link.calling`: it comes round now and then, and returns the reply."""
 
 
 class CodeSync:
@@ -318,10 +313,6 @@ class CodeSync:
         self.is_shared = False
         self._sent: Mapping[str, CodeFile] | None = None
         self._told = ""
-
-    def __repr__(self) -> str:
-        state = "shared" if self.is_shared else "in sync" if self._sent else "not sent"
-        return f"<CodeSync {self.listing} {state}>"
 
     def take_note(self) -> str:
         """Return what is to be said of files that stay here, where it is new; else ""."""
@@ -374,3 +365,38 @@ class CodeSync:
         found = {p: mark for p in paths[:LANDMARKS_LOOKED_AT] if (mark := landmark(p))}
         oldest = sorted(found, key=lambda path: found[path][1])[:LANDMARKS]
         return {path: found[path] for path in oldest}
+
+
+_MISSING = re.compile(r"No module named '([\w.]+)'")
+
+
+def missing_text(
+    message: str, host: str, folder: Path, path: Sequence[str], code: CodeSync | None
+) -> str:
+    """Say where the module lies here that an error's message says `host` lacks; "" for no such.
+
+    `folder` is the notebook's, `path` its `sys.path`; `code` keeps the folder in step there.
+    """
+    found = _MISSING.search(message)
+    if found is None:
+        return ""
+    path_of = found[1].replace(".", "/")
+    files = (f"{path_of}.py", f"{path_of}/__init__.py")
+    if file := next((each for each in files if (folder / each).is_file()), ""):
+        if code is None:
+            where = "is in the notebook's folder, which"
+            return f"`{file}` {where} {host} does not have: `--sync-code` sends it."
+        why = code.listing.why_not(file)
+        return why and (
+            f"`{file}` is in the notebook's folder, but `--sync-code` leaves it out: {why}. "
+            f"`!{file}` in {IGNORE_FILE} sends it."
+        )
+    module = found[1].partition(".")[0]
+    spec = PathFinder.find_spec(module, [entry for entry in path if entry])
+    origin = (spec.origin or next(iter(spec.submodule_search_locations or ()), "")) if spec else ""
+    if not origin:
+        return ""
+    if PACKAGES.match(origin):
+        return f"`{module}` is installed on the notebook's machine, but not on {host}."
+    place = str(Path(origin).parent if spec and spec.submodule_search_locations is None else origin)
+    return f"`{module}` is in {place}, which {host} does not have: install it there."

@@ -76,9 +76,6 @@ class Watch:
         self._next = started + min(hang_timeout, FIRST_LOOK)
         self._hurried: float | None = None
 
-    def __repr__(self) -> str:
-        return f"<Watch {waits_text(self.places)}>"
-
     def hurry(self, now: float) -> None:
         """Look soon, and often: some ranks have finished, or shall."""
         if self._hurried is None:

@@ -29,35 +29,27 @@ from nbdist.system.folders import JoinedFolder, RuntimeFolder
 from nbdist.system.processes import left_behind
 from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.messages import (
-    Abort,
     Aborted,
     Answer,
     Ask,
     Attached,
     Came,
     Down,
-    Enter,
     Hello,
-    Interrupt,
     Leave,
-    LetGo,
-    Locate,
     Located,
     Outputs,
     Received,
     Remember,
     Reply,
     Request,
-    Run,
     Silent,
-    Spare,
     Starting,
     Up,
     Used,
     to_bytes,
     up_from,
 )
-from nbdist.wire.work import InputReply
 from nbdist.world.agents import AGENT, AgentProcess, AttachedAgent, require_open_files
 
 log = logging.getLogger("nbdist.world")
@@ -75,6 +67,9 @@ DETACH_LINGER = 500
 TICK = 0.25
 SHORTEST_WAIT = 0.001
 """A queue's `get` with some microseconds can find them negative, and waits for ever."""
+
+Agent = AgentProcess | AttachedAgent
+"""What serves the world: this machine's agent, or the head of agents on several."""
 
 Item = tuple[int, str, Output]
 Arrived = Item | Received | Located | Aborted | Used | Came | Silent | AgentLost
@@ -122,10 +117,11 @@ class Link:
         self._starting = Starting(0)
         self._launched = threading.Event()
         self._identity = b""
-        self.agents: list[AgentProcess | AttachedAgent] = []
+        self._agent: Agent | None = None
         self.module = module
-        self._launch: Callable[[], AgentProcess | AttachedAgent]
-        self._launch = partial(AgentProcess, self._runtime, module, fork_server=fork_server)
+        self._launch: Callable[[], Agent] = partial(
+            AgentProcess, self._runtime, module, fork_server=fork_server
+        )
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
     def open(self) -> None:
@@ -139,12 +135,18 @@ class Link:
 
     def __repr__(self) -> str:
         state = "lost" if self._lost else "closed" if self._closing else "up"
-        return f"<Link {state} {self.agents} {len(self._answers)} calls open>"
+        return f"<Link {state} {self._agent} {len(self._answers)} calls open>"
 
     def check_process(self) -> None:
         """Raise ForkedProcess in a fork of the process that made it: its thread is not there."""
         if os.getpid() != self.pid:
             raise ForkedProcess("nbdist")
+
+    @property
+    def agent(self) -> Agent:
+        """What serves the world, once it was started."""
+        assert self._agent is not None
+        return self._agent
 
     @property
     def is_up(self) -> bool:
@@ -185,7 +187,7 @@ class Link:
             yield from self._until_done(answer, timeout, tick)
             return answer.result()
         except FutureTimeoutError:
-            raise _lost(self.agents[0]) from None
+            raise _lost(self.agent) from None
 
     def take_over(self, agent: AttachedAgent) -> Attached:
         """Open it to an agent that is there; return what that says.  Raises as `call` does."""
@@ -196,7 +198,7 @@ class Link:
         try:
             attached = self._attached.result(HELLO_TIMEOUT)
         except FutureTimeoutError:
-            raise self._lost or _lost(self.agents[0]) from None
+            raise self._lost or _lost(self.agent) from None
         self._numbers = itertools.count(attached.next_call)
         return attached
 
@@ -210,41 +212,18 @@ class Link:
         number = next(self._numbers)
         answer.add_done_callback(lambda _: self._answers.pop(number, None))
         self._answers[number] = answer
-        self._send(Ask(number, request))
+        self.send(Ask(number, request))
         return answer
 
-    def run(self, packed: Run) -> None:
-        """Send a task to the agents; what it shows arrives in `arrived`."""
-        self._send(packed)
-
-    def locate(self, ranks: tuple[int, ...]) -> None:
-        """Ask where these ranks are; `Located` arrives in `arrived`."""
-        self._send(Locate(ranks))
-
-    def abort(self, ranks: tuple[int, ...]) -> None:
-        """Abort the collectives that these ranks wait in."""
-        self._send(Abort(ranks))
-
-    def interrupt(self, ranks: tuple[int, ...]) -> None:
-        """Have these ranks leave what they run."""
-        self._send(Interrupt(ranks))
-
-    def spare(self, ranks: tuple[int, ...]) -> None:
-        """Have none of these be ended because they have not left it, until the next interrupt."""
-        self._send(Spare(ranks))
-
-    def let_go(self, task_id: str, ranks: tuple[int, ...]) -> None:
-        """Have these ranks no longer keep what they sent back of a task."""
-        self._send(LetGo(task_id, ranks))
-
-    def enter(self, rank: int, reply: InputReply) -> None:
-        """Give this rank what was typed for it."""
-        self._send(Enter(rank, reply))
+    def send(self, message: Down) -> None:
+        """Send a message that has no reply; what it leads to arrives in `arrived`."""
+        self._waiting.append(message)
+        self._wake_up()
 
     def remember(self, memory: Remember) -> None:
         """Have the agent keep this for the next notebook."""
         self._is_remembered = True
-        self._send(memory)
+        self.send(memory)
 
     def wait(self, timeout: float) -> None:
         """Wait until something is in `arrived`, at most `timeout` seconds.
@@ -283,15 +262,16 @@ class Link:
         if self._closing or os.getpid() != self.pid:  # a fork of the notebook owns nothing here
             return ""
         self._closing = True
-        self._send(Leave())
+        self.send(Leave())
         if self._opened:
             self._launched.wait(LEAVE_TIMEOUT)
-        for agent in self.agents:
-            agent.end(LEAVE_TIMEOUT)
-        left = [said for agent in self.agents if (said := left_behind(agent.last_lines()))]
+        left = ""
+        if self._agent is not None:
+            self._agent.end(LEAVE_TIMEOUT)
+            left = left_behind(self._agent.last_lines())
         self._end()
         self._folder.close()
-        return "; ".join(left)
+        return left
 
     def detach(self) -> None:
         """End the link alone: agents that outlive their notebook go on, and others end."""
@@ -310,8 +290,8 @@ class Link:
         # First: what was said last is to come before the end.
         self._socket.close(DETACH_LINGER if self._is_detached else 0)
         self._context.term()
-        for agent in self.agents:
-            agent.close()
+        if self._agent is not None:
+            self._agent.close()
         ends = (self._wake, self._wake_end, self.asides, self._asides_end)
         # Who wakes it later is not to write to what has these numbers then.
         self._wake_end = self._asides_end = CLOSED
@@ -319,10 +299,6 @@ class Link:
             os.close(end)
 
     # --- the notebook's thread ----------------------------------------------------------
-
-    def _send(self, message: Down) -> None:
-        self._waiting.append(message)
-        self._wake_up()
 
     def _wake_up(self) -> None:
         _write_to(self._wake_end)
@@ -349,36 +325,33 @@ class Link:
             yield self._starting
 
     def _start_error(self, why: str) -> StartError:
-        if not self.agents:
+        if (agent := self._agent) is None:
             return StartError(None, os.uname().nodename, self.module, why)
-        agent = self.agents[0]
         return StartError(None, agent.host, agent.command, why, agent.last_lines())
 
     # --- the link's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self.agents = [self._launch()]
+            agent = self._agent = self._launch()
         except OSError as error:
             self._hello.set_exception(error)
             return
         finally:
             self._launched.set()
         try:
-            self._serve()
+            self._serve(agent)
         except Exception:
             # A fault of ours; callers that wait must not do so for ever.
-            log.exception("the link to %s has failed", self.agents[0].host)
-            self._fail(self.agents[0])
+            log.exception("the link to %s has failed", agent.host)
+            self._fail(agent)
 
-    def _serve(self) -> None:
+    def _serve(self, agent: Agent) -> None:
         """Pass messages on, both ways, until the agent has ended."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
-        for agent in self.agents:
-            poller.register(agent.fileno(), zmq.POLLIN)
-        ends = {agent.fileno(): agent for agent in self.agents}
+        poller.register(agent.fileno(), zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._socket in ready:
@@ -389,8 +362,9 @@ class Link:
             self._write()
             if self._is_detached:
                 return
-            for end in ends.keys() & ready.keys():
-                self._agent_ended(ends[end])
+            if agent.fileno() in ready:
+                self._read()  # its last messages
+                self._fail(agent)
                 return
 
     def _write(self) -> None:
@@ -445,12 +419,7 @@ class Link:
         if self.tells_all or any(_is_aside(item) for item in items):
             _write_to(self._asides_end)
 
-    def _agent_ended(self, agent: AgentProcess | AttachedAgent) -> None:
-        """Take in its last messages; called in the link's thread, which ends then."""
-        self._read()
-        self._fail(agent)
-
-    def _fail(self, agent: AgentProcess | AttachedAgent) -> None:
+    def _fail(self, agent: Agent) -> None:
         """Fail all calls that wait."""
         lost = _lost(agent)
         log.debug("agent ended: %s", lost)
@@ -464,7 +433,7 @@ class Link:
         self._arrive(lost)
 
 
-def _lost(agent: AgentProcess | AttachedAgent) -> AgentLost:
+def _lost(agent: Agent) -> AgentLost:
     return AgentLost(agent.host, agent.exit_code(), "".join(agent.last_lines()[-1:]))
 
 

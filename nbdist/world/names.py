@@ -87,11 +87,6 @@ class NameTable:
         self._is_found = False
         self._bound_since: set[str] = set()
 
-    def __repr__(self) -> str:
-        owners = [owner for owner, _ in self.owners().values()]
-        ours, theirs = owners.count("notebook"), owners.count("workers")
-        return f"<NameTable {ours} names sent, {theirs} names of the workers>"
-
     def copy(self) -> NameTable:
         """Copy it as it is now; a notice that is given by one is given by both."""
         copied = NameTable(self.namespace)
@@ -295,7 +290,10 @@ class NameTable:
         return [
             name
             for name, (owner, ranks) in self.owners().items()
-            if owner == "notebook" and ranks and name in self.namespace and self._holds(name)
+            if owner == "notebook"
+            and (ranks and name in self.namespace)
+            and (record := self.record(name))
+            and record.holds_objects
         ]
 
     def owners(self) -> dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]]:
@@ -335,10 +333,6 @@ class NameTable:
         is_first = name not in self._noticed
         self._noticed.add(name)
         return is_first
-
-    def _holds(self, name: str) -> bool:
-        record = self.record(name)
-        return record is not None and record.holds_objects
 
     def _kind(self, name: str) -> int:
         kinds = (entry.kind for _, entry in self._entries(name) if isinstance(entry, Own))

@@ -60,7 +60,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_sparse_array(value: Any) -> bool:
-    return _is_a_any(value, "scipy.sparse", "spmatrix", "sparray")
+    return _is_a(value, "scipy.sparse", "spmatrix", "sparray")
 
 
 def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
@@ -71,9 +71,9 @@ def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
         raise UsageError(f"`{name}` ({type_name(value)}) has no dimension {dim} to split.")
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return len(value), lambda start, end: value[start:end]
-    if _is_a_any(value, "polars", "DataFrame", "Series"):
+    if _is_a(value, "polars", "DataFrame", "Series"):
         return len(value), lambda start, end: value.slice(start, end - start)
-    if _is_a_any(value, "pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"):
+    if _is_a(value, "pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"):
         return len(value), lambda start, end: _arrow_copy(value.slice(start, end - start))
     if hasattr(value, "iloc"):  # DataFrame and Series of pandas
         return len(value), lambda start, end: value.iloc[start:end]
@@ -130,7 +130,7 @@ def _laid_out_as(value: Any, sparse: Any) -> Any:
 def _arrow_copy(part: Any) -> Any:
     """Copy rows of pyarrow's, which would send all that they are a part of."""
     arrow = sys.modules["pyarrow"]
-    if not _is_a_any(part, "pyarrow", "Table", "RecordBatch"):
+    if not _is_a(part, "pyarrow", "Table", "RecordBatch"):
         whole = arrow.Table if isinstance(part, arrow.ChunkedArray) else arrow.RecordBatch
         return _arrow_copy(whole.from_arrays([part], ["values"])).column(0)
     sink = arrow.BufferOutputStream()
@@ -197,7 +197,7 @@ def _end_to_end(values: Sequence[Any], dim: int) -> Any:
         return polars.concat([*values], how="horizontal" if dim else "vertical")
     if dim == 0 and (polars := _library_of("polars", "Series", values)):
         return polars.concat([*values])
-    if dim == 0 and _is_a_any(first, "pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"):
+    if dim == 0 and _is_a(first, "pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"):
         return _joined_arrow(values)
     if all(type(value) is type(first) for value in values) and type(first) in (list, tuple):
         return type(first)(chain.from_iterable(values))
@@ -246,13 +246,10 @@ def _library_of(library: str, kind: str, values: Sequence[Any]) -> ModuleType | 
     return None
 
 
-def _is_a(value: Any, library: str, kind: str) -> bool:
-    found = getattr(sys.modules.get(library), kind, None)
-    return found is not None and isinstance(value, found)
-
-
-def _is_a_any(value: Any, library: str, *kinds: str) -> bool:
-    return any(_is_a(value, library, kind) for kind in kinds)
+def _is_a(value: Any, library: str, *kinds: str) -> bool:
+    """Return True if it is of one of these classes of a library that was imported."""
+    module = sys.modules.get(library)
+    return any(isinstance(value, getattr(module, kind, ())) for kind in kinds)
 
 
 def _joining_errors() -> tuple[type[Exception], ...]:

@@ -10,23 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Literal
 
 from nbdist.output.rank_transcript import Piece, Shown
 from nbdist.values.shared_memory import Segment
-from nbdist.wire.work import Attempt, Call, Source, Task, Work
+from nbdist.wire.work import Attempt, Call, Source, Task
 from nbdist.world.names import Shipped
 from nbdist.world.running import RunningTask
 from nbdist.world.states import Renumbering
-
-
-@dataclass(frozen=True)
-class SetupCell:
-    """A cell to run again; the segment holds its names, and is kept open for that."""
-
-    task: Task
-    segment: Segment | None
 
 
 class Setup:
@@ -38,57 +29,48 @@ class Setup:
     def __init__(self) -> None:
         self.problem = ""
         self.is_replaying = False
-        self._cells: dict[str, SetupCell] = {}
-
-    def __repr__(self) -> str:
-        return f"<Setup of {len(self._cells)} cells>"
+        self._tasks: dict[str, Task] = {}
+        self._segments: dict[str, Segment] = {}  # with the names of a cell, open as long as it is
 
     @property
     def tasks(self) -> list[Task]:
         """What is to be run in a new worker, in order."""
-        return [kept.task for kept in self._cells.values()]
+        return [*self._tasks.values()]
 
     @property
     def kept(self) -> tuple[tuple[str, Task], ...]:
         """The same, with their keys."""
-        return tuple((key, each.task) for key, each in self._cells.items())
+        return (*self._tasks.items(),)
 
     def take_over(self, kept: Iterable[tuple[str, Task]]) -> None:
         """Run these too, whose names the agent holds."""
-        self._cells |= {key: SetupCell(task, None) for key, task in kept}
+        self._tasks |= dict(kept)
 
     def keep(self, key: str, task: Task, segment: Segment | None) -> None:
         """Run this cell too from now on; in the place of the one with the same key."""
-        old = self._cells.get(key)
-        self._cells[key] = SetupCell(replace(task, attempt=Attempt()), segment)
-        if old is not None and old.segment is not None:
-            old.segment.close()
+        self._tasks[key] = replace(task, attempt=Attempt())
+        if (old := self._segments.pop(key, None)) is not None:
+            old.close()
+        if segment is not None:
+            self._segments[key] = segment
 
     def forget(self) -> None:
         """Run none any more."""
-        for kept in self._cells.values():
-            if kept.segment is not None:
-                kept.segment.close()
-        self._cells.clear()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._tasks.clear()
 
     def renumber(self, ranks: Renumbering) -> None:
         """Have cells follow the ranks that they ran on; those for all are for all there are."""
-        self.scale(ranks.before, ranks.after)
-        if not ranks.moved:
-            return  # as for a cell of ranks that there are none of now, but may be again
-        everyone = tuple(range(ranks.after))
-        for key, kept in [*self._cells.items()]:
-            if kept.task.ranks != everyone:
-                task = replace(kept.task, ranks=ranks.of(kept.task.ranks))
-                self._cells[key] = replace(kept, task=task)
-
-    def scale(self, before: int, after: int) -> None:
-        """Have cells that ran on all ranks of a world run on all of them when there are more."""
-        everyone = tuple(range(before))
-        for key, kept in self._cells.items():
-            if kept.task.ranks == everyone:
-                task = replace(kept.task, ranks=tuple(range(after)))
-                self._cells[key] = replace(kept, task=task)
+        everyone = tuple(range(ranks.before))
+        for key, task in self._tasks.items():
+            on = task.ranks
+            if on == everyone:
+                on = tuple(range(ranks.after))
+            elif ranks.moved:  # else there may be ranks again of which there are none now
+                on = ranks.of(on)
+            self._tasks[key] = replace(task, ranks=on)
 
 
 MOST_TASKS = 2_000
@@ -148,9 +130,6 @@ class Past:
         self._characters = 0
         self._count = 0
 
-    def __repr__(self) -> str:
-        return f"<Past of {len(self._tasks)} tasks>"
-
     @property
     def tasks(self) -> list[PastTask]:
         """All that are kept, in the order in which they first ran."""
@@ -165,11 +144,13 @@ class Past:
         now = self._count
         for name, shipped in running.shipped.items():
             self.sent.append(Sent(now, name, replace(shipped, kept=None)))
-        kind = _kind_of(running)
-        if kind is None:
-            self._note_gathered(running.task.work)
+        task = _past(running, now)
+        if task is None:
+            match running.task.work:  # what went home: `nbdist.world.exchange` makes such tasks
+                case Call("values.gather", {"expressions": asked}):
+                    if len(self.gathered) < MOST_TASKS:
+                        self.gathered.update(dict.fromkeys(map(str, asked)))
             return
-        task = _past(running, kind, now)
         key = running.task.key or f"task {now}"
         failed = f"failed {key}"
         if task.status == "ok":
@@ -200,12 +181,6 @@ class Past:
         """Return how each name of the notebook last went along, up to this task."""
         return {each.name: each for each in self.sent if each.task <= task}
 
-    def _note_gathered(self, work: Work) -> None:
-        """Note what went home; `nbdist.world.exchange` makes such tasks."""
-        match work:
-            case Call("values.gather", {"expressions": asked}) if len(self.gathered) < MOST_TASKS:
-                self.gathered.update(dict.fromkeys(map(str, asked)))
-
     def _drop(self, key: str) -> PastTask | None:
         task = self._tasks.pop(key, None)
         if task is not None:
@@ -213,34 +188,19 @@ class Past:
         return task
 
 
-def _kind_of(running: RunningTask) -> Kind | None:
-    """Say what it was; None for what leaves nothing on the workers."""
+def _past(running: RunningTask, now: int) -> PastTask | None:
+    """Note what a task was, and what became of it; None for what leaves nothing on the workers."""
     task = running.task
+    kind: Kind
     match task.work:
         case Source(text):
-            return "cell" if text.strip() else None
-        case Call("values.bind_pushed"):
-            return "push"
-        case Call():
-            return "call" if running.made else None
-    return "script"
-
-
-def _is_figure(piece: Piece) -> bool:
-    return isinstance(piece, Shown) and any(
-        kind.startswith("image/") for kind in piece.display.data
-    )
-
-
-def _past(running: RunningTask, kind: Kind, now: int) -> PastTask:
-    task = running.task
-    match task.work:
-        case Source(text):
-            pass
-        case Call(op):
-            text = op
+            kind = "cell"
+        case Call(text):
+            kind = "push" if text == "values.bind_pushed" else "call"
         case script:
-            text = " ".join([script.name, *script.args])
+            kind, text = "script", " ".join([script.name, *script.args])
+    if not text.strip() or (kind == "call" and not running.made):
+        return None
     cause = running.transcript.root_cause()
     status: Status = "ok"
     if any(each.state != "ok" for each in running.transcript):
@@ -254,8 +214,14 @@ def _past(running: RunningTask, kind: Kind, now: int) -> PastTask:
         status=status,
         made=running.made,
         shows_value=running.shows_value,
-        draws=any(map(_is_figure, chain.from_iterable(each.pieces for each in running.transcript))),
+        draws=any(_is_figure(piece) for each in running.transcript for piece in each.pieces),
         first=now,
         last=now,
         error=getattr(cause[1], "name", "") if cause else "",
+    )
+
+
+def _is_figure(piece: Piece) -> bool:
+    return isinstance(piece, Shown) and any(
+        kind.startswith("image/") for kind in piece.display.data
     )

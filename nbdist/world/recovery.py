@@ -1,7 +1,9 @@
-"""How a group becomes another one: healed, with ranks replaced, scaled; and what is said of it.
+"""The loop over a task that runs, and how its group is kept whole; what is said of both.
 
-Runs in the notebook's process, on `Workers`.  Each way ends in the same four steps: ask the
-agent, take in whom it has now, advance the state, run the set-up cells in what is new.
+On IPython's own thread, or that of the script which has made the world; all acts on `Workers`.
+What is to be done about a task is decided in `RunningTask.next_steps`; here it is done.  A group
+becomes another one (healed, with ranks replaced, scaled) in the same four steps: ask the agent,
+take in whom it has now, advance the state, run the set-up cells in what is new.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace as but
-from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import TypeAlias
 
 from nbdist.errors import (
     AgentLost,
@@ -35,59 +37,45 @@ from nbdist.output.events import (
     Failure,
     RankError,
 )
-from nbdist.wire.messages import Grow, Heal, Healed, Kill, Scale
-from nbdist.wire.views import PACKAGES
+from nbdist.wire.messages import (
+    Abort,
+    Grow,
+    Heal,
+    Healed,
+    Interrupt,
+    Kill,
+    Locate,
+    Scale,
+    Spare,
+)
+from nbdist.wire.views import Place
 from nbdist.wire.work import Task
 from nbdist.words import name_ranks, one_line
-from nbdist.world.code_sync import IGNORE_FILE, CodeSync
-from nbdist.world.following import finish, follow
+from nbdist.world.code_sync import missing_text
+from nbdist.world.hangs import ANSWER_TIMEOUT, differing
 from nbdist.world.names import list_names
-from nbdist.world.running import RunningTask
+from nbdist.world.running import News, RunningTask, Step
 from nbdist.world.spec import scaled
 from nbdist.world.states import Event, State, size_text
 from nbdist.world.workers import Workers
 
-_MISSING = re.compile(r"No module named '([\w.]+)'")
+TICK = 0.25
+"""Seconds between two yields when nothing is said: enough for a clock that people read."""
 
+EAGER_SECONDS, EAGER_TICK = 0.2, 0.05
+"""The same for the first moments, so that the first drawing comes when it is due."""
 
-def missing_text(
-    message: str, host: str, folder: Path, path: Sequence[str], code: CodeSync | None
-) -> str:
-    """Say where the module lies here that an error's message says `host` lacks; "" for no such.
+LEAVE_SECONDS = 0.3
+"""In which a Stop turns out to be the begin of a restart of the kernel: Jupyter sends both."""
 
-    `folder` is the notebook's, `path` its `sys.path`; `code` keeps the folder in step there.
-    """
-    found = _MISSING.search(message)
-    if found is None:
-        return ""
-    if (file := _file_in(folder, found[1])) is not None:
-        if code is None:
-            where = "is in the notebook's folder, which"
-            return f"`{file}` {where} {host} does not have: `--sync-code` sends it."
-        why = code.listing.why_not(file)
-        return why and (
-            f"`{file}` is in the notebook's folder, but `--sync-code` leaves it out: {why}. "
-            f"`!{file}` in {IGNORE_FILE} sends it."
-        )
-    module = found[1].partition(".")[0]
-    spec = PathFinder.find_spec(module, [entry for entry in path if entry])
-    origin = (spec.origin or next(iter(spec.submodule_search_locations or ()), "")) if spec else ""
-    if not origin:
-        return ""
-    if PACKAGES.match(origin):
-        return f"`{module}` is installed on the notebook's machine, but not on {host}."
-    place = str(Path(origin).parent if spec and spec.submodule_search_locations is None else origin)
-    return f"`{module}` is in {place}, which {host} does not have: install it there."
+SPARE_SECONDS = 0.6
+"""In which it turns out, before control is given back, which ranks are not ended any more."""
 
+LEFTOVERS_GRACE = 1.5
+"""Seconds for GPUs to end collectives that all have joined, and for nccl2 to notice that."""
 
-def _file_in(folder: Path, module: str) -> str | None:
-    """Find a module's file below the folder; relative to it."""
-    path = module.replace(".", "/")
-    for name in (f"{path}.py", f"{path}/__init__.py"):
-        if (folder / name).is_file():
-            return name
-    return None
-
+Following: TypeAlias = Generator[News, float | None, None]
+"""What is sent to it is how long it may take to come round again, in seconds; None for `TICK`."""
 
 HEAL_TIMEOUT = 150.0
 """Seconds; longer than an agent takes when ranks do not meet, one after the other."""
@@ -110,16 +98,130 @@ LASTING = (
 )
 """Failures that another attempt would meet again, or that were wanted."""
 
-# --- from one group to another ----------------------------------------------------------------
+# --- one task, to its end ---------------------------------------------------------------------
 
-# A group is broken once a rank has died or its connections have ended, and the state says so.
-# What is done about it is one request to the agent, `Heal`: new workers in the place of the
-# dead, then one group of all, in place.  `replace` kills first, `scale` has another size.
+
+def follow(workers: Workers, running: RunningTask) -> Following:
+    """Yield what ranks have shown since the last time, until all of them have finished.
+
+    Comes round every `TICK` seconds at least, with nothing if need be, so that a clock can
+    move on; with `send(0.0)` at once, for whom has more to do.  The first Stop interrupts the
+    ranks and goes on for `Patience.control_timeout` seconds at most; the second ends it at once,
+    with ranks unfinished.  So does the end of this process, where the workers outlive it: that
+    is not to stop them.
+    """
+    before, longest = running.stops_met, TICK
+    while running.unfinished:
+        with running.counting_stops():
+            # Stop first: it may have come as the task was sent, or to the consumer.
+            is_stopped = running.stops > running.stops_met
+            is_first = is_stopped and not running.is_stopping
+            if workers.is_left(LEAVE_SECONDS if is_first else 0.0):
+                return
+            if is_stopped:
+                running.stops_met = running.stops
+                _meet_stop(workers, running, running.stops - before)
+            if time.monotonic() >= running.give_up_at - SPARE_SECONDS:
+                _spare(workers, running)
+                if running.unfinished:
+                    workers.advance(Event.GAVE_UP)
+                    return
+            # Then what comes up, for as long as there is nothing to ask the ranks for.
+            now = time.monotonic()
+            tick = min(longest, TICK if running.age > EAGER_SECONDS else EAGER_TICK)
+            left = running.give_up_at - SPARE_SECONDS - now
+            wait = min(tick, left, running.seconds_to_look(now))
+            workers.receive(max(0.0, wait))
+            # Then what these facts make necessary.
+            for step in running.next_steps(time.monotonic()):
+                _take(workers, running, step)
+        sent = yield running.take_news()
+        longest = TICK if sent is None else sent
+
+
+def interrupt(workers: Workers, running: RunningTask) -> None:
+    """Have the ranks that still run it leave it; again, with less patience.
+
+    Of a task that holds Stop, the first time, only wait for them.
+    """
+    if not running.unfinished:
+        return
+    waits = running.patience.holds_stop and not running.is_stopping
+    workers.advance(Event.INTERRUPT)
+    running.stop(time.monotonic())
+    if not waits:
+        workers.link.send(Interrupt(running.unfinished))
+
+
+def _meet_stop(workers: Workers, running: RunningTask, number: int) -> None:
+    """Interrupt the ranks; at the second Stop give control back, though they still run.
+
+    Where nobody waits for control, the second interrupts them again.
+    """
+    is_waited_for = running.patience.control_timeout is not None
+    if number == 1 or not (running.is_stopping and is_waited_for):
+        interrupt(workers, running)
+    if number > 1 and is_waited_for:
+        running.give_up_at = 0.0
+
+
+def _spare(workers: Workers, running: RunningTask) -> None:
+    """Have those that have not stopped be ended only if Stop is pressed again, and not now.
+
+    A rank that answers the question after that is still alive: its agent takes both in this order.
+    """
+    if running.interrupts > 1:
+        return
+    workers.link.send(Spare(running.unfinished))
+    running.spared = frozenset(_locate(workers, running))
+
+
+def _take(workers: Workers, running: RunningTask, step: Step) -> None:
+    """Do what is to be done.
+
+    Collectives are aborted on all ranks: a connection is ended by the one that accepted it,
+    wherever it is, and a rank that is busy now must not wait later for one of these.
+    """
+    match step:
+        case Step.LOCATE:
+            # All: with nccl a rank can have finished the task before its collectives have
+            # ended, with gloo what it began shows whether the others can meet.
+            workers.link.send(Locate(workers.everyone))
+        case Step.ABORT:
+            workers.advance(Event.ABORTED)
+            running.abort(time.monotonic())
+            workers.link.send(Abort(workers.everyone))
+        case Step.ABORT_FOR_DEAD:
+            workers.link.send(Abort(workers.everyone))
+        case Step.TIME_OUT:
+            _locate(workers, running)
+            if running.unfinished:
+                running.timed_out = running.doing
+                interrupt(workers, running)
+        case Step.END_SURVIVORS:
+            workers.link.call(Kill(running.unfinished))
+        case Step.END_UNWAKEABLE:
+            ranks = running.unwakeable
+            why = f"gloo did not wake {name_ranks(ranks)} from a collective that had ended"
+            workers.link.call(Kill(ranks, why))
+
+
+def _locate(workers: Workers, running: RunningTask) -> dict[int, Place]:
+    """Return where all ranks of the world are."""
+    running.places = {}
+    workers.link.send(Locate(workers.everyone))
+    deadline = time.monotonic() + ANSWER_TIMEOUT
+    while not (running.places or running.lost) and (left := deadline - time.monotonic()) > 0:
+        workers.receive(left)
+    return running.places
 
 
 def end(workers: Workers, running: RunningTask) -> None:
     """Do what is left to do once all ranks have finished a task, and keep with it what it was."""
-    finish(workers, running)
+    _abort_leftovers(workers, running)
+    if running.crew.heals and running.explains_death({}):
+        # The survivors are asked what they were in as long as they know.
+        running.why_died = running.explains_death(_locate(workers, running))
     # In a stalled network they could not meet now, and the next cell has them do so.  Where they
     # do, some may be restarted for it.
     again = () if running.was_stalled else heal(workers)
@@ -133,6 +235,28 @@ def end(workers: Workers, running: RunningTask) -> None:
     if not (running.restart or is_again):
         workers.past.add(running)
     running.is_over = True
+
+
+def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
+    """End collectives that a failed task began and that no rank will complete.
+
+    The next task's would meet them, and give wrong results.
+    """
+    if not running.transcript.errors or workers.state is not State.READY or not workers.has_group:
+        return
+    runs_ahead = running.crew.runs_ahead
+    enough = time.monotonic() + (LEFTOVERS_GRACE if runs_ahead else 0.0)
+    looks = 0
+    while looks < 2 or time.monotonic() < enough:
+        places = _locate(workers, running)
+        running.differing = differing(places)
+        if not any(place.unfinished for place in places.values()):
+            return
+        looks += 1
+        if runs_ahead:
+            workers.receive(EAGER_TICK)
+    workers.advance(Event.ABORTED)
+    workers.link.send(Abort(workers.everyone))
 
 
 def _lacking_text(workers: Workers, running: RunningTask) -> str:
@@ -150,7 +274,7 @@ def _lacking_text(workers: Workers, running: RunningTask) -> str:
     if not workers.is_elsewhere:
         return ""
     host = workers.machines.name(rank)
-    return missing_text(failure.message, host, workers.folder, sys.path, workers.code)
+    return missing_text(failure.message, host, Path(workers.spec.cwd), sys.path, workers.code)
 
 
 def undefined_name(error: RankError) -> str:
@@ -169,6 +293,13 @@ def _who_has(workers: Workers, name: str, rank: int) -> str:
     return f"{name_ranks(ranks)} {verb} `{name}`: `%dist_sync {name} --from {ranks[0]}`."
 
 
+# --- from one group to another ----------------------------------------------------------------
+
+# A group is broken once a rank has died or its connections have ended, and the state says so.
+# What is done about it is one request to the agent, `Heal`: new workers in the place of the
+# dead, then one group of all, in place.  `replace` kills first, `scale` has another size.
+
+
 def heal(workers: Workers) -> tuple[int, ...]:
     """Do about deaths and broken collectives what `on_failure` says; the ranks that are new by it.
 
@@ -180,13 +311,20 @@ def heal(workers: Workers) -> tuple[int, ...]:
         return ()
     if not workers.dead or workers.on_failure == "heal":
         # Workers in the place of the dead, and a group of all.
-        replaced, _ = _regroup(workers, Event.HEAL, Heal(), HEAL_TIMEOUT)
-        replay(workers, {*replaced, *workers.renumbering.new})
-        return replaced
+        return _renew(workers, Heal())
     if workers.on_failure == "stop":
         workers.shutdown()
-    else:
-        _restart_all(workers)
+        return ()
+    # All workers anew, as torchrun does.
+    dead = workers.dead
+    try:
+        workers.start_anew()
+        workers.problem = ""
+    except (AgentLost, StartError) as error:
+        workers.problem = str(error)
+        return ()
+    workers.replaced = dead
+    replay(workers, workers.everyone)
     return ()
 
 
@@ -195,8 +333,7 @@ def grow(workers: Workers) -> None:
     if not workers.have_come or workers.state is not State.READY:
         return
     workers.have_come = {}
-    replaced, _ = _regroup(workers, Event.SCALE, Grow(), SCALE_TIMEOUT)
-    replay(workers, {*replaced, *workers.renumbering.new})
+    _renew(workers, Grow())
 
 
 def replace(workers: Workers, ranks: Iterable[int]) -> None:
@@ -207,8 +344,7 @@ def replace(workers: Workers, ranks: Iterable[int]) -> None:
     while not workers.dead.keys() >= ending and time.monotonic() < deadline:
         workers.receive(max(0.0, deadline - time.monotonic()))
     if workers.state is State.BROKEN:
-        replaced, _ = _regroup(workers, Event.HEAL, Heal(), HEAL_TIMEOUT)
-        replay(workers, replaced)
+        _renew(workers, Heal())
 
 
 def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
@@ -219,7 +355,7 @@ def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
     """
     before = workers.size
     spec, workers.warning = scaled(workers.spec, workers.config, size, keep=keep)
-    replaced, why = _regroup(workers, Event.SCALE, Scale(spec, tuple(keep)), SCALE_TIMEOUT)
+    replaced, why = _regroup(workers, Scale(spec, tuple(keep)))
     if workers.lost is not None:
         raise workers.lost
     if workers.is_elsewhere:  # where machines come and go, the size changes without being asked for
@@ -232,12 +368,19 @@ def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
         raise ScaleError(before, size, why)
 
 
-def _regroup(
-    workers: Workers, event: Event, request: Heal | Scale | Grow, timeout: float
-) -> tuple[tuple[int, ...], str]:
+def _renew(workers: Workers, request: Heal | Grow) -> tuple[int, ...]:
+    """Have the agent form another group, and run the set-up cells there; the ranks replaced."""
+    replaced, _ = _regroup(workers, request)
+    replay(workers, {*replaced, *workers.renumbering.new})
+    return replaced
+
+
+def _regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, ...], str]:
     """Have the agent form another group; the ranks that it has replaced, and why not more."""
+    heals = isinstance(request, Heal)
+    timeout = HEAL_TIMEOUT if heals else SCALE_TIMEOUT
     made = workers.running.made if workers.running and workers.running.died else frozenset()
-    workers.advance(event)
+    workers.advance(Event.HEAL if heals else Event.SCALE)
     outcome, workers.problem = Event.HEAL_FAILED, "it was interrupted"
     try:
         is_stopped = workers.running is not None and workers.running.ends_after_stop
@@ -259,19 +402,6 @@ def _regroup(
         return (), ""
     finally:
         workers.advance(outcome)
-
-
-def _restart_all(workers: Workers) -> None:
-    """Start all workers anew, as torchrun does."""
-    dead = workers.dead
-    try:
-        workers.start_anew()
-        workers.problem = ""
-    except (AgentLost, StartError) as error:
-        workers.problem = str(error)
-        return
-    workers.replaced = dead
-    replay(workers, workers.everyone)
 
 
 # --- set-up cells -----------------------------------------------------------------------------
@@ -314,7 +444,7 @@ def _run(workers: Workers, task: Task) -> NbdistError | None:
 
 def refusal(workers: Workers) -> NbdistError | None:
     """Return why no task can be sent now, with the remedy; None where one can."""
-    if workers.state.takes_tasks:
+    if workers.state is State.READY:
         return None
     if workers.state in (State.STOPPED, State.STARTING, State.STOPPING):
         return WorldNotStarted("The cell")
@@ -325,17 +455,12 @@ def refusal(workers: Workers) -> NbdistError | None:
         if running.is_stopping:
             return running.not_stopped
         return WorldBusy(running.unfinished, running.age)
-    return _death(workers)
-
-
-def _death(workers: Workers) -> NbdistError:
-    """Return why the workers share no group; said again for every task until a restart."""
-    running, dead = workers.running, workers.dead
+    # Why they share no group is said again for every task until a restart.
     if running is not None and running.died:
         running.fate = healing_text(workers, running.deaths)
         if error := running.error():
             return error
-    return death(workers, dead) if dead else WorldBroken(workers.problem)
+    return death(workers, workers.dead) if workers.dead else WorldBroken(workers.problem)
 
 
 def death(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
@@ -351,7 +476,7 @@ def _restart_text(workers: Workers, running: RunningTask) -> str:
     """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" for no further attempt."""
     done, most = running.task.attempt.number, running.task.attempt.most
     cause = running.transcript.root_cause()
-    if done >= most or cause is None or running.stops or not workers.state.takes_tasks:
+    if done >= most or cause is None or running.stops or workers.state is not State.READY:
         return ""
     error = running.error()
     if not isinstance(error, WorkerError) or isinstance(error, RanksReleased):

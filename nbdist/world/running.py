@@ -1,6 +1,6 @@
-"""What is to be done about a task while its ranks run it.
+"""A task that ranks have been given: what they say, what is to be done, what became of it.
 
-No I/O: `Workers` feeds it with what comes up, and the loop of `nbdist.world.following` asks it
+No I/O: `Workers` feeds it with what comes up, and the loop of `nbdist.world.recovery` asks it
 for the next steps, and takes them.
 """
 
@@ -10,13 +10,43 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any, Self
 
-from nbdist.errors import AgentLost
-from nbdist.output.events import Died, Display, Done, Failure, InputRequest, Output, Update
-from nbdist.wire.views import Place
-from nbdist.world.hangs import UNCHANGED, differing, in_one_line, never_meet, why_aborted, why_died
-from nbdist.world.sent import News, SentTask
+from nbdist.config import CONTROL_TIMEOUT, Patience
+from nbdist.errors import (
+    KEPT,
+    AgentLost,
+    CellTimeout,
+    NbdistError,
+    RanksNotStopped,
+    RanksReleased,
+    WorkerDied,
+    WorkerError,
+)
+from nbdist.output.events import (
+    NAME_PROBLEM,
+    Died,
+    Display,
+    Done,
+    Failure,
+    InputRequest,
+    Moved,
+    Output,
+    Update,
+)
+from nbdist.output.transcript import Transcript, follows
+from nbdist.values.payload import Payload, as_read, open_payload
+from nbdist.values.pickling import unpickle
+from nbdist.wire.messages import Attached, Silent
+from nbdist.wire.views import Place, Usage
+from nbdist.wire.work import Task, unpack
+from nbdist.words import name_ranks
+from nbdist.world import hangs
+from nbdist.world.names import Shipped
+from nbdist.world.result import CellResult, Contents, as_raised
+from nbdist.world.states import Machines, Prompts
 
 GPU_UNCHANGED = 1.5
 """Seconds without a change after which ranks are taken to wait on their GPUs for one that has
@@ -34,11 +64,190 @@ class Step(Enum):
     END_UNWAKEABLE = "end ranks that wait in what has been aborted, and that nothing wakes"
 
 
-class RunningTask(SentTask):
-    """A task as `SentTask` knows it, and the next steps, until all of its ranks have ended it."""
+News = list[tuple[int, Output]]
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The workers at the time when the task was sent: how many, where, and what they share.
+
+    `heals` says whether the policy for deaths is to replace the dead, `namespace` is where
+    what they send back finds its classes.
+    """
+
+    size: int
+    backend: str
+    machines: Machines
+    pids: Mapping[int, int]
+    namespace: dict[str, Any]
+    heals: bool
+
+    @property
+    def has_group(self) -> bool:
+        """Whether there is a group whose collectives can be aborted."""
+        return self.backend != "none"
+
+    @property
+    def runs_ahead(self) -> bool:
+        """With nccl a rank can have finished the task before its collectives have ended."""
+        return "nccl" in self.backend
+
+
+class RunningTask:
+    """A task from the time when it was sent: what its ranks have said, and where they are.
+
+    `transcript` has all that they have shown so far, `shipped` says what its names are.  When it
+    is over, `fate` says what was done about ranks that died (`fated`), and `restart` why it is to
+    be run again, "" where it is not.  `shows_value`: a rank has shown what its last line gave.
+    `was_stalled`: when Stop came a network between them was.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        patience: Patience,
+        crew: Crew,
+        shipped: Mapping[str, Shipped] | None = None,
+        started: tuple[float, int] | None = None,
+        ended: Mapping[int, float] | None = None,
+    ) -> None:
+        """Take note of a task that is being sent.
+
+        Or was `started` earlier, by the monotonic clock and by that on the wall, by another
+        notebook; these ranks have `ended` it before anybody could see that.
+        """
+        self.task = task
+        self.shipped: Mapping[str, Shipped] = shipped or {}
+        self.patience = patience
+        self.transcript = Transcript(task.ranks)
+        self.prompts = Prompts()
+        self.crew = crew
+        self.aborted: dict[int, Place] = {}
+        self.places: dict[int, Place] = {}
+        self.moved: dict[int, Moved] = {}
+        self.usage: Mapping[int, Usage] = {}
+        self.silent = Silent((), 0.0)
+        self.stops = 0
+        self.stops_met = 0  # of these, so many have been acted on
+        self.raises_stops = False  # one that comes now ends what is being done
+        self.interrupts = 0
+        self.spared: frozenset[int] = frozenset()  # these are ended only if Stop comes again
+        self.give_up_at = float("inf")
+        self.is_stopping = self.is_over = self.shows_value = self.was_stalled = False
+        self.lost: AgentLost | None = None
+        self.fate = self.restart = self.why_died = self.differing = self.lacking = ""
+        self.fated: tuple[int, ...] = ()
+        self.timed_out: str | None = None  # where its ranks were
+        self._why_aborted = ""
+        self._news: News = []
+        self._has_met_death = False
+        self._started, self._started_ns = started or (time.monotonic(), time.time_ns())
+        self._ended = dict(ended or {})
+        self._watch = hangs.Watch(self._started, patience.hang_timeout)
+        self.transcript.start(self._started)
 
     def __repr__(self) -> str:
         return f"<RunningTask {self.task.id[:8]} unfinished {self.unfinished}>"
+
+    @classmethod
+    def found(cls, there: Attached, crew: Crew) -> Self:
+        """Make the task that ranks were given by another notebook, as it was then."""
+        assert there.run is not None
+        patience = Patience(**there.memory.patience)
+        if patience.control_timeout is None:  # somebody waits for it now
+            patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
+        started, task = (there.started, there.started_ns), unpack(there.run.task)
+        return cls(task, patience, crew, started=started, ended=there.ended)
+
+    # --- what is known --------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """The ranks that still run it."""
+        return tuple(track.rank for track in self.transcript if track.finished is None)
+
+    @property
+    def bytes_moved(self) -> tuple[int, int]:
+        """How many bytes of how many its ranks have packed, as far as they have said."""
+        moved = self.moved.values()
+        return sum(each.done for each in moved), sum(each.total for each in moved)
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was sent, without those in which a rank waited for somebody to type."""
+        now = time.monotonic()
+        return now - self._started - self.prompts.seconds(now)
+
+    def seconds_until(self, time_ns: int) -> float:
+        """Count from when it was sent to a time on the clock."""
+        return max(0.0, (time_ns - self._started_ns) / 1e9)
+
+    @property
+    def deaths(self) -> dict[int, Died]:
+        """The ranks whose processes have ended, and how."""
+        return {each.rank: each.died for each in self.transcript if each.died is not None}
+
+    @property
+    def died(self) -> bool:
+        """Whether the process of any rank ended."""
+        return bool(self.deaths)
+
+    @property
+    def _why_ended(self) -> str:
+        """Why its agent has ended a rank, the first one; "" where only Stop ended some."""
+        whys = (f"{died.why}." for died in self.deaths.values() if died.why and not died.by_stop)
+        return next(whys, "")
+
+    @property
+    def killed_by_stop(self) -> tuple[int, ...]:
+        """The ranks that Stop did not end; none where others have died for another reason."""
+        deaths = self.deaths
+        return tuple(deaths) if all(died.by_stop for died in deaths.values()) else ()
+
+    @property
+    def waits(self) -> str:
+        """Which machine or network is silent, and which ranks wait; "" for neither."""
+        stalled = hangs.stalled_text(self.places, self.crew.machines)
+        return " · ".join(filter(None, [hangs.silent_text(self.silent), stalled, self._waiting]))
+
+    @property
+    def _waiting(self) -> str:
+        """Which ranks wait in which collective, and where the others are; "" if none waits.
+
+        Nor where one waits for your input, for whom all others may wait.
+        """
+        if self.prompts.ranks:
+            return ""
+        unfinished = self.unfinished
+        places = {rank: self._watch.places.get(rank, Place()) for rank in unfinished}
+        waiting = any(place.operation for place in places.values())
+        others = set(range(self.crew.size)) - set(self.task.ranks)
+        # Who waits in a cell for some ranks may wait for those that do not run it.
+        if not waiting or (self.age < self.patience.hang_timeout and not others):
+            return ""
+        done = set(self.task.ranks) - set(unfinished)
+        finished = f" · {name_ranks(done)} finished" if done else ""
+        absent = f" · not in this cell: {name_ranks(others)}" if others else ""
+        verdict = (
+            " · these calls do not match and would wait forever" if hangs.never_meet(places) else ""
+        )
+        return hangs.waits_text(places, self.task.source) + finished + absent + verdict
+
+    @property
+    def doing(self) -> str:
+        """Where those are that have not finished, as far as is known."""
+        places = {rank: self._watch.places.get(rank) for rank in self.unfinished}
+        known = {rank: place for rank, place in places.items() if place is not None}
+        return hangs.waits_text(known, self.task.source)
+
+    @property
+    def not_stopped(self) -> RanksNotStopped:
+        """Say who has not left it, and whether that may still cost variables."""
+        return RanksNotStopped(self.unfinished, self.doing, is_safe=self._is_safe)
+
+    @property
+    def _is_safe(self) -> bool:
+        return self.spared.issuperset(self.unfinished)
 
     # --- what is to be done ---------------------------------------------------------------
 
@@ -95,13 +304,15 @@ class RunningTask(SentTask):
         if len(unfinished) == self.crew.size:
             # With gloo ranks whose sizes differ meet, and get what is wrong.
             runs_ahead = self.crew.runs_ahead
-            is_known = never_meet(self.places) or (runs_ahead and bool(differing(self.places)))
+            is_known = hangs.never_meet(self.places) or (
+                runs_ahead and bool(hangs.differing(self.places))
+            )
             return self._watch.is_dead_end(
                 unfinished, now, is_known=is_known, runs_ahead=runs_ahead
             )
         has_failed = bool(self.transcript.errors)
         # The sooner the better where the task has failed anyway.
-        unchanged = GPU_UNCHANGED if has_failed and self.crew.runs_ahead else UNCHANGED
+        unchanged = GPU_UNCHANGED if has_failed and self.crew.runs_ahead else hangs.UNCHANGED
         if not self._watch.never(unfinished, now, unchanged):
             return False
         finished = (place for rank, place in self.places.items() if rank not in unfinished)
@@ -150,10 +361,6 @@ class RunningTask(SentTask):
         """Say whether Stop came a second time, to somebody who waits; `before` were met then."""
         return self.patience.control_timeout is not None and self.stops > before + 1
 
-    def time_out(self) -> None:
-        """Note that it takes too long, and where its ranks are."""
-        self.timed_out = self.doing
-
     def take_places(self, places: Mapping[int, Place], now: float) -> None:
         """Take in where ranks are."""
         self.places = dict(places)
@@ -170,12 +377,14 @@ class RunningTask(SentTask):
         unfinished = self.unfinished
         self.take_aborted({rank: self._watch.places[rank] for rank in unfinished}, now)
         ran, failed = self.task.ranks, {*self.transcript.errors, *unfinished}
-        self.differing = differing(self.places)
-        self._why_aborted = why_aborted(self.aborted, self.places, ran, failed, self.crew.size)
+        self.differing = hangs.differing(self.places)
+        self._why_aborted = hangs.why_aborted(
+            self.aborted, self.places, ran, failed, self.crew.size
+        )
 
     def explains_death(self, places: Mapping[int, Place]) -> str:
         """Say why gloo has ended a rank, by where the others were; "" for other deaths."""
-        said = (why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
+        said = (hangs.why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
         return next(filter(None, said), "")
 
     def take_loss(self, lost: AgentLost) -> None:
@@ -187,7 +396,7 @@ class RunningTask(SentTask):
     def receive(self, rank: int, output: Output) -> None:
         """Take in an output of the task."""
         if isinstance(output, Failure) and self._is_of_abort(rank, output):
-            output = in_one_line(output, self.aborted.get(rank), self.task.script)
+            output = hangs.in_one_line(output, self.aborted.get(rank), self.task.script)
         now = time.monotonic()
         if isinstance(output, Done | Died):
             now = self._ended.pop(rank, now)
@@ -226,3 +435,99 @@ class RunningTask(SentTask):
         """Say whether an abort led to it: gloo raises, with nccl the worker interrupts itself."""
         is_interrupt = failure.name == "KeyboardInterrupt" and not self.is_stopping
         return failure.connections == "ended" or (is_interrupt and rank in self.aborted)
+
+    # --- what became of it ----------------------------------------------------------------
+
+    def received(self, rank: int) -> Mapping[str, Shipped]:
+        """Return what of `shipped` this rank has, as far as is known."""
+        error = self.transcript[rank].error
+        was_refused = isinstance(error, Failure) and error.name == NAME_PROBLEM
+        return {} if was_refused else self.shipped
+
+    def let_go(self) -> None:
+        """Keep no memory of what was shipped: a task is kept for longer than its names."""
+        self.shipped = {name: replace(each, kept=None) for name, each in self.shipped.items()}
+
+    @property
+    def made(self) -> frozenset[str]:
+        """Names that it bound on any rank, without what it imported."""
+        return frozenset().union(*(done.made for done in self._done().values()))
+
+    def result(self) -> CellResult[Any]:
+        """Return what has become of it so far; does not raise for failed ranks.
+
+        Last values, which another may be unable to read, are for `value` one by one.
+        """
+        values = {
+            rank: None if self.task.keeps else self.value(done)
+            for rank, done in self._done().items()
+            if done.status == "ok"
+        }
+        seconds = self.transcript.elapsed(time.monotonic())
+        errors = self.transcript.errors
+        return CellResult(
+            self.task, self.transcript, seconds, errors, values, self.crew.machines.by_rank
+        )
+
+    def error(self) -> NbdistError | None:
+        """Return the one error that a failed or unfinished task raises; None when all went well."""
+        if self.lost is not None:
+            return self.lost
+        cause = self.transcript.root_cause()
+        if self.timed_out is not None and (cause is None or _is_of_stop(cause[1])):
+            late, killed, timeout = self.unfinished, self.killed_by_stop, self.patience.timeout
+            is_safe = self._is_safe
+            return CellTimeout(timeout or 0.0, self.timed_out, late, killed, is_safe=is_safe)
+        if self.unfinished:
+            return self.not_stopped
+        if cause is None:
+            return None
+        rank, first = cause
+        host, pid = self.crew.machines.name(rank), self.crew.pids.get(rank, 0)
+        errors, ran = self.transcript.errors, len(self.task.ranks)
+        own = {rank: error for rank, error in errors.items() if not follows(error)}
+        seconds = self.seconds_until(first.time_ns)
+        if isinstance(first, Died):
+            code, end = first.exit_code, first.end
+            died = WorkerDied(rank, host, pid, errors, ran, seconds, code, end)
+            for fact in filter(None, (self._why_ended, self.why_died, self.fate)):
+                died.add(fact)
+            return died
+        if not own and self.aborted and not self.is_stopping:
+            return RanksReleased(rank, host, pid, errors, self._why_aborted, self.fate)
+        error = WorkerError(
+            *(rank, host, pid, own or errors, ran, seconds),
+            cause=(first.name, first.message),
+            who=self.crew.machines.who([rank]),
+        )
+        if self.aborted:
+            error.add(f"{hangs.released_text(self.aborted)}{'' if self.fate else KEPT}.")
+        differing = f"Before that: {self.differing}." if self.differing else ""
+        for fact in filter(None, (self._why_ended, self.fate, differing, self.lacking)):
+            error.add(fact)
+        done = self.transcript[rank].done
+        contents = Contents.read(done.values if done else None, self.crew.namespace)
+        return as_raised(error, first.kinds, contents)
+
+    def payloads(self) -> dict[int, Payload]:
+        """Return the values that were fetched, as they came."""
+        fetched = {rank: done.values for rank, done in self._done().items()}
+        return {rank: each for rank, each in fetched.items() if isinstance(each, Payload)}
+
+    def _done(self) -> dict[int, Done]:
+        return {track.rank: track.done for track in self.transcript if track.done is not None}
+
+    def value(self, done: Done) -> Any:
+        """Read what a rank has brought back."""
+        if not isinstance(done.values, Payload):
+            return None
+        values = unpickle(open_payload(done.values), self.crew.namespace)
+        values = as_read(values, done.values)
+        if len(self.task.fetch) == 1 and not self.task.keeps:
+            return values[self.task.fetch[0]]
+        return values
+
+
+def _is_of_stop(error: Died | Failure) -> bool:
+    """Say whether it is what Stop leads to."""
+    return error.by_stop if isinstance(error, Died) else follows(error)

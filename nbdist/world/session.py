@@ -1,7 +1,7 @@
 """The engine of a world: a task from `submit` to its end, on workers that it keeps whole.
 
-Runs in the notebook's process, on the thread that has made the world.  Below it are the loop
-over one task (`following`), and what is done about the group (`recovery`).
+Runs in the notebook's process, on the thread that has made the world.  Below it the loop over
+one task, and what is done about the group, are in `nbdist.world.recovery`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from nbdist.readers import read_restarts
 from nbdist.values.payload import open_payload, pack_frames
 from nbdist.values.shared_memory import Segment
 from nbdist.wire.control import Question
-from nbdist.wire.messages import Consult, Reply, Request
+from nbdist.wire.messages import Consult, Enter, LetGo, Reply, Request
 from nbdist.wire.views import WorkerStatus
 from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
-from nbdist.world import following, recovery
+from nbdist.world import recovery
 from nbdist.world.agents import module_of
 from nbdist.world.names import Shipped
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
-from nbdist.world.sent import NOBODY
-from nbdist.world.states import State
+from nbdist.world.states import NOBODY, Renumbering, State
 from nbdist.world.workers import Workers
 
 LOOK_TIMEOUT = 10.0
@@ -109,7 +108,7 @@ class Session(Workers):
             raise BadRanks(format_ranks(task.ranks), self.size, f"there is no rank {missing[0]}")
         return task
 
-    def follow(self, running: RunningTask, *, answers: bool = False) -> following.Following:
+    def follow(self, running: RunningTask, *, answers: bool = False) -> recovery.Following:
         """Yield what its ranks have shown since the last time, until all have finished it.
 
             for news in session.follow(running):
@@ -125,12 +124,12 @@ class Session(Workers):
         for who has more to do than to wait.
         """
         before = running.stops_met
-        steps, longest = following.follow(self, running), None
+        steps, longest = recovery.follow(self, running), None
         with suppress(StopIteration):
             while True:
                 longest = yield steps.send(longest)
                 if not answers:
-                    self.refuse(running, NOBODY)
+                    self.refuse(running)
         while not (running.unfinished or running.is_over or running.wants_control(before)):
             with running.counting_stops(), running.raising_stops():
                 recovery.end(self, running)
@@ -156,17 +155,17 @@ class Session(Workers):
     def reply(self, running: RunningTask, answers: Mapping[int, str | None]) -> None:
         """Give each of these ranks what was typed for it, None for the end of all input."""
         for rank, text in answers.items():
-            self.link.enter(rank, InputReply(running.prompts[rank].number, text))
+            self.link.send(Enter(rank, InputReply(running.prompts[rank].number, text)))
             running.prompts.answered(rank, time.monotonic())
 
-    def refuse(self, running: RunningTask, problem: str) -> None:
-        """Tell all ranks that want something typed why nobody can."""
+    def refuse(self, running: RunningTask) -> None:
+        """Tell all ranks that want something typed that nobody can."""
         for rank in running.prompts.ranks:
             number = running.prompts[rank].number
-            self.link.enter(rank, InputReply(number, problem=problem))
+            self.link.send(Enter(rank, InputReply(number, problem=NOBODY)))
             running.prompts.drop(rank, time.monotonic())
 
-    def attempts(self, task: Task, most: int = 0) -> Iterator[Task]:
+    def attempts(self, task: Task, most: int) -> Iterator[Task]:
         """Yield the task, to be submitted and followed; again where it is to be run again.
 
         At most `most` times more: torchrun's `--max-restarts`.  `running.restart` says why.
@@ -176,14 +175,10 @@ class Session(Workers):
             if self.running is None or not self.running.restart:
                 return
 
-    def run(self, task: Task, most: int = 0) -> CellResult[Any]:
-        """Send a task and wait for it, again at most `most` times where it fails.
-
-        Raises its error, or KeyboardInterrupt after Stop.
-        """
-        for attempt in self.attempts(task, most):
-            running = self.submit(attempt)
-            self.wait(running)
+    def run(self, task: Task) -> CellResult[Any]:
+        """Send a task and wait for it.  Raises its error, or KeyboardInterrupt after Stop."""
+        running = self.submit(task)
+        self.wait(running)
         self.check(running)
         return running.result()
 
@@ -204,7 +199,7 @@ class Session(Workers):
     def interrupt(self) -> None:
         """Have the ranks that run a task leave it; does nothing when none does."""
         if self.running is not None:
-            following.interrupt(self, self.running)
+            recovery.interrupt(self, self.running)
 
     def wait_for_stop(self) -> None:
         """Give ranks time again that had not left yet when Stop gave control back.
@@ -235,7 +230,7 @@ class Session(Workers):
     def let_go_of(self, task: Task, ranks: Iterable[int]) -> None:
         """The same, of values that were lent inside of what these ranks returned."""
         if lent := tuple(ranks):
-            self.link.let_go(task.id, lent)
+            self.link.send(LetGo(task.id, lent))
 
     # --- the group ------------------------------------------------------------------------
 
@@ -264,7 +259,7 @@ class Session(Workers):
             self.configure(before)
             raise
         # Only now: on other machines it is known late how many there are.
-        self.setup.scale(size, self.size)
+        self.setup.renumber(Renumbering(size, self.size, {}))
         error = recovery.replay(self, self.everyone)
         self.give_back(kept)
         if error:

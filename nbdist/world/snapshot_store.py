@@ -125,9 +125,6 @@ class SnapshotStore:
         self.root = root
         self.owner = owner
 
-    def __repr__(self) -> str:
-        return f"<SnapshotStore {self.root}, {len(self.all())} snapshots>"
-
     # --- reading --------------------------------------------------------------------------
 
     def all(self) -> list[Snapshot]:
@@ -185,21 +182,19 @@ class SnapshotStore:
 
     def damaged(self, snapshot: Snapshot, problem: str) -> UsageError:
         """Return the error that says so, and names the next older one that looks intact."""
-        older = [each for each in self.of(snapshot.name) if each.stamp < snapshot.stamp]
+        older = (each for each in self.of(snapshot.name) if each.stamp < snapshot.stamp)
+        intact = next((each for each in older if not (each.problem or each.distrust)), None)
         remedy = "There is no older one."
-        for each in older:
-            if not (each.problem or each.distrust):
-                remedy = f"`%dist_restore --name {each.key}` takes the one of {each.clock}."
-                break
+        if intact is not None:
+            remedy = f"`%dist_restore --name {intact.key}` takes the one of {intact.clock}."
         return UsageError(f"The snapshot `{snapshot.key}` is damaged: {problem}. {remedy}")
 
     def distrusted(self, snapshot: Snapshot, why: str) -> UsageError:
         """Return the error that says so, and what to do where it is to be trusted all the same."""
         return UsageError(
             f"`{snapshot.key}` was not restored, because {why}: restoring a snapshot can run "
-            f"code. If you trust everyone who could have written it, copy it"
-            " to a folder of your own "
-            f"(`cp -r`, then `chmod -R go-w`) below {self.root}, or set NBDIST_SNAPSHOT_DIR."
+            "code. If you trust everyone who could have written it, copy it to a folder of your "
+            f"own (`cp -r`, then `chmod -R go-w`) below {self.root}, or set NBDIST_SNAPSHOT_DIR."
         )
 
     # --- writing --------------------------------------------------------------------------
@@ -234,11 +229,13 @@ class SnapshotStore:
         except folders.Untrusted as error:
             raise UsageError(
                 f"No snapshot was written: {error}, and files that others can write are never "
-                f"restored"
-                ". Take another name, or another folder: NBDIST_SNAPSHOT_DIR."
+                "restored. Take another name, or another folder: NBDIST_SNAPSHOT_DIR."
             ) from None
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise UsageError(
+                f"No snapshot was written: {error.strerror or error} ({self.root}); earlier ones "
+                "are as they were. `NBDIST_SNAPSHOT_DIR` names another folder."
+            ) from None
 
     @contextmanager
     def _part(self, name: str) -> Iterator[Path]:
@@ -299,12 +296,6 @@ class SnapshotStore:
             (self.root / name / ".lock").unlink()
             (self.root / name).rmdir()
         return removed
-
-    def _unwritable(self, error: OSError) -> UsageError:
-        return UsageError(
-            f"No snapshot was written: {error.strerror or error} ({self.root}); earlier ones are "
-            "as they were. `NBDIST_SNAPSHOT_DIR` names another folder."
-        )
 
 
 @contextmanager

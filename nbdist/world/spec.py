@@ -2,7 +2,8 @@
 
 Runs in the notebook.  `Here.now` looks at the process; all else follows from what it has seen,
 from files that options name, and from the GPUs that there are.  The file of `--env-file` is
-parsed, never sourced: nothing in it is run or expanded.
+parsed, never sourced: nothing in it is run or expanded.  A task takes along what has changed in
+the notebook's folder, `sys.path` and environment since the workers' start.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,8 +25,9 @@ from nbdist.errors import BadTopology, UsageError
 from nbdist.seats import Position, Seats, seat_more
 from nbdist.system import folders
 from nbdist.system.limits import memory_limits
-from nbdist.wire.spec import NBDIST_DECIDES, WorldSpec, check_nvls, versions_here
-from nbdist.words import one_line, size_text
+from nbdist.wire.spec import NBDIST_DECIDES, NBDIST_SETS, WorldSpec, check_nvls, versions_here
+from nbdist.wire.work import Surroundings
+from nbdist.words import count, one_line, size_text
 
 _LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
 _COMMENT = re.compile(r"\s+#.*|^#.*")
@@ -139,8 +142,8 @@ class Here:
 
 def make_spec(
     config: WorldConfig, run: str = "", here: Here | None = None
-) -> tuple[WorldSpec, str, str]:
-    """Work out the spec, the name of its backend ("none" for no group), and a warning or "".
+) -> tuple[WorldSpec, str]:
+    """Work out the spec, and a warning or "".
 
     `run` is the name of a world without one.  Raises UsageError for what cannot be.
     """
@@ -155,10 +158,9 @@ def make_spec(
     is_foreign = python != here.python
     is_other = is_here and (is_foreign or bool(config.wrap))
     can_fork = not (is_other or any(map(READ_AT_START.fullmatch, given)))
-    backend = config.backend or "gloo"
     spec = WorldSpec(
         world_size=size_of(config) or 1,
-        backend=None if backend == "none" else backend,
+        backend=_backend(config.backend or "gloo"),
         environ=environ,
         cwd=here.cwd,
         sys_path=path_for(here, first, is_foreign=is_foreign),
@@ -181,25 +183,29 @@ def make_spec(
         return _on_this_machine(spec, config, here)
     # The size, seats and backend follow when machines have come, and each one's GPUs and cores.
     with_gpus = config.backend or topology.GPU_BACKEND
-    return spec, backend, check_nvls(with_gpus, given, shared=config.share_gpus)
+    return spec, check_nvls(with_gpus, given, shared=config.share_gpus)
 
 
-def _on_this_machine(
-    spec: WorldSpec, config: WorldConfig, here: Here
-) -> tuple[WorldSpec, str, str]:
+def _backend(name: str) -> str | None:
+    return None if name == "none" else name
+
+
+def _on_this_machine(spec: WorldSpec, config: WorldConfig, here: Here) -> tuple[WorldSpec, str]:
     """Add what its GPUs and cores decide; the rest as `make_spec`."""
     visible = topology.visible_gpus(spec.environ)
     gpus = visible if config.gpus is None else topology.parse_gpus(config.gpus, visible)
-    layout = layout_of(config, len(gpus), here.cores)
-    backend = config.backend or topology.default_backend(len(gpus))
+    if config.layout is not None:
+        layout = topology.parse_layout(config.layout)
+    else:
+        workers = topology.parse_workers(str(config.n))
+        layout = topology.Layout(1, topology.resolve(workers, len(gpus), here.cores))
     spec = replace(
         spec,
-        backend=None if backend == "none" else backend,
+        backend=_backend(config.backend or topology.default_backend(len(gpus))),
         gpus=gpus,
         room=(layout.per_node,) * layout.nodes if layout.nodes > 1 else (),
     )
-    spec, warning = scaled(spec, config, size_of(config) or layout.world_size, here.cores)
-    return spec, backend, warning
+    return scaled(spec, config, size_of(config) or layout.world_size, here.cores)
 
 
 def scaled(
@@ -265,14 +271,6 @@ def given_environ(config: WorldConfig) -> dict[str, str]:
     _check_names(in_file, f"--env-file {file}")
     _check_names(config.env, "--env")
     return {**(DEBUG_VARIABLES if config.debug else {}), **in_file, **config.env}
-
-
-def layout_of(config: WorldConfig, gpus: int, cores: int) -> topology.Layout:
-    """Read the nodes and workers that `-j`, or else `-n`, means here."""
-    if config.layout is not None:
-        return topology.parse_layout(config.layout)
-    workers = topology.parse_workers(str(config.n))
-    return topology.Layout(1, topology.resolve(workers, gpus, cores))
 
 
 def size_of(config: WorldConfig) -> int | None:
@@ -365,9 +363,13 @@ def path_for(here: Here, given: str, *, is_foreign: bool) -> tuple[str, ...]:
     first = [entry for entry in given.split(os.pathsep) if entry]
     if not is_foreign:
         return (*first, *here.sys_path)
-    roots = {os.path.realpath(root) for root in here.prefixes}
-    real = ((entry, os.path.realpath(entry)) for entry in here.sys_path)
-    return (*first, *(entry for entry, at in real if not entry or not _is_below(at, roots)))
+    roots = tuple(f"{os.path.realpath(root)}/" for root in here.prefixes)
+    added = (
+        entry
+        for entry in here.sys_path
+        if not entry or not f"{os.path.realpath(entry)}/".startswith(roots)
+    )
+    return (*first, *added)
 
 
 def _argv(argv: Sequence[str]) -> tuple[str, ...]:
@@ -381,5 +383,95 @@ def _argv(argv: Sequence[str]) -> tuple[str, ...]:
     return (*argv[:1],) if is_kernel else (*argv,)
 
 
-def _is_below(path: str, roots: set[str]) -> bool:
-    return any(path == root or path.startswith(f"{root}/") for root in roots)
+# --- what has changed since the workers were described --------------------------------------
+
+
+SET_ON_IMPORT = re.compile(
+    r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|PYTORCH_NVML_BASED_CUDA_CHECK|TORCHINDUCTOR_CACHE_DIR"
+    r"|QT_QPA_.*|PYDEVD_.*|WANDB_SERVICE|_.*"
+)
+"""Variables that sklearn, torch, Lightning, polars and others set: they are not mentioned."""
+
+MOST_NAMES = 6
+"""Variables that one line names."""
+
+
+class NotebookSurroundings:
+    """Compares the notebook's surroundings with those that the workers were described with."""
+
+    def __init__(self, config: WorldConfig, spec: WorldSpec) -> None:
+        self._config, self._spec = config, spec
+        self._start = self._seen = Here.now()
+        self._here: Surroundings | None = None
+        self._said: Mapping[str, str | None] = {}
+        self._note = ""
+        # A notebook that takes a world over may be in another folder.
+        if spec.cwd != self._start.cwd:
+            self._here = Surroundings(self._start.cwd, spec.cwd)
+
+    def now(self) -> Surroundings | None:
+        """Return what is other than it was; None where nothing is."""
+        seen = self._seen
+        with suppress(FileNotFoundError):  # the folder was removed: the last one stays
+            folder, path, environ = os.getcwd(), (*sys.path,), dict(os.environ)
+            if (folder, path, environ) != (seen.cwd, seen.sys_path, seen.environ):
+                self._seen = replace(seen, cwd=folder, sys_path=path, environ=environ)
+                self._here = self._compare()
+        return self._here
+
+    def take_note(self) -> str:
+        """Return a line about variables that have changed since it was last asked for; or ""."""
+        said, self._note = self._note, ""
+        return said
+
+    def _compare(self) -> Surroundings | None:
+        now, path = self._seen, None
+        given: Mapping[str, str] = self._config.env
+        with suppress(UsageError):  # the file of `--env-file` has gone
+            given = given_environ(self._config)
+        if now.sys_path != self._start.sys_path:
+            first = given.get("PYTHONPATH", "")
+            path = path_for(now, first, is_foreign=self._spec.own_path)
+        changes, own = changed(self._start.environ, now.environ), {*NBDIST_SETS, *given}
+        followed = {name: "" for name in {**self._said, **changes} if name not in own}
+        if self._config.launched_by != LOCAL:  # what is right here need not be on others
+            followed = copied(self._config.copy_env or "", followed)
+        sent = {name: value for name, value in changes.items() if name in followed}
+        self._note = self._text(changes, followed) or self._note
+        self._said = changes
+        if now.cwd == self._spec.cwd and path is None and not sent:
+            return None
+        return Surroundings(now.cwd, self._spec.cwd, path, sent)
+
+    def _text(self, changes: Mapping[str, str | None], followed: Collection[str]) -> str:
+        """Word the line about what has changed since the last one."""
+        said, absent = self._said, object()
+        names = [name for name in {**said, **changes} if not SET_ON_IMPORT.fullmatch(name)]
+        new = [name for name in names if said.get(name, absent) != changes.get(name, absent)]
+        restart = [name for name in new if name not in followed or READ_AT_START.fullmatch(name)]
+        too = [name for name in new if name not in restart]
+        texts = []
+        if too:
+            texts.append(f"{_list(too)} changed in the notebook, and on the ranks too")
+        if restart:
+            is_here = self._config.launched_by == LOCAL
+            option = "" if is_here else f" --env {min(restart)}=..."
+            texts.append(
+                f"{_list(restart)} changed in the notebook after the workers started: "
+                f"`%dist_restart{option}` gives it to them"
+            )
+        return " · ".join(texts)
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables of `after` that differ, and None for those that it lacks."""
+    found: dict[str, str | None] = {n: v for n, v in after.items() if before.get(n) != v}
+    found.update(dict.fromkeys(before.keys() - after.keys()))
+    return {name: value for name, value in found.items() if not name.startswith("NBDIST_")}
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in sorted(names)[:MOST_NAMES])
+    left = len(names) - MOST_NAMES
+    title = "environment variable" if len(names) == 1 else "environment variables"
+    return f"{title} {shown}" + (f" and {count(left, 'other')}" if left > 0 else "")

@@ -1,11 +1,18 @@
-"""The states of a world as one table; all that changes a state goes through `next_state`."""
+"""What a world and its ranks are in.  Pure.
+
+The states of a world as one table, and all that changes a state goes through `next_state`; on
+which machine each rank is, and which rank it has become; which ranks wait for what somebody types.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from nbdist.errors import UsageError
+from nbdist.output.events import InputRequest
+from nbdist.topology import parse_ranks
 from nbdist.wire.node_messages import Processes
 from nbdist.wire.spec import WorldSpec
 from nbdist.words import count, format_ranks, name_ranks
@@ -24,11 +31,6 @@ class State(Enum):
     HEALING = "rebuilding the process group"
     LOST = "lost: the agent has ended"
     STOPPING = "stopping"
-
-    @property
-    def takes_tasks(self) -> bool:
-        """Whether a task can start now."""
-        return self is State.READY
 
     @property
     def has_workers(self) -> bool:
@@ -57,11 +59,13 @@ class Event(Enum):
     STOPPED = "all stopped"
 
 
+FORMED = (State.READY, State.RUNNING, State.INTERRUPTING, State.STUCK, State.BROKEN)
+"""Those in which the workers have a group, whole or broken."""
+
 TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.STOPPED, Event.START): State.STARTING,
     (State.STARTING, Event.STARTED): State.READY,
     (State.STARTING, Event.START_FAILED): State.STOPPED,
-    (State.STARTING, Event.STOP): State.STOPPING,
     (State.READY, Event.TASK): State.RUNNING,
     (State.RUNNING, Event.TASK_DONE): State.READY,
     (State.RUNNING, Event.INTERRUPT): State.INTERRUPTING,
@@ -72,36 +76,20 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.STUCK, Event.GAVE_UP): State.STUCK,
     # The ranks that did not stop have come back after all.
     (State.STUCK, Event.TASK_DONE): State.READY,
-    (State.READY, Event.RANK_DIED): State.BROKEN,
-    (State.RUNNING, Event.RANK_DIED): State.BROKEN,
-    (State.INTERRUPTING, Event.RANK_DIED): State.BROKEN,
-    (State.STUCK, Event.RANK_DIED): State.BROKEN,
-    (State.BROKEN, Event.RANK_DIED): State.BROKEN,
-    # A failed task had left collectives under way.
-    (State.READY, Event.ABORTED): State.BROKEN,
-    (State.RUNNING, Event.ABORTED): State.BROKEN,
-    (State.INTERRUPTING, Event.ABORTED): State.BROKEN,
-    (State.STUCK, Event.ABORTED): State.BROKEN,
-    (State.BROKEN, Event.ABORTED): State.BROKEN,
     (State.BROKEN, Event.TASK_DONE): State.BROKEN,
     (State.BROKEN, Event.HEAL): State.HEALING,
     (State.READY, Event.SCALE): State.HEALING,
     (State.HEALING, Event.HEALED): State.READY,
     (State.HEALING, Event.HEAL_FAILED): State.BROKEN,
     (State.HEALING, Event.RANK_DIED): State.HEALING,
-    (State.HEALING, Event.STOP): State.STOPPING,
     (State.BROKEN, Event.INTERRUPT): State.BROKEN,
     (State.BROKEN, Event.GAVE_UP): State.BROKEN,
-    (State.READY, Event.STOP): State.STOPPING,
-    (State.RUNNING, Event.STOP): State.STOPPING,
-    (State.INTERRUPTING, Event.STOP): State.STOPPING,
-    (State.STUCK, Event.STOP): State.STOPPING,
-    (State.BROKEN, Event.STOP): State.STOPPING,
-    (State.STOPPING, Event.STOP): State.STOPPING,
     (State.STOPPING, Event.STOPPED): State.STOPPED,
     (State.LOST, Event.START): State.STARTING,
-    (State.LOST, Event.STOP): State.STOPPING,
-    (State.STOPPED, Event.STOP): State.STOPPING,
+    **{(state, Event.RANK_DIED): State.BROKEN for state in FORMED},
+    # A failed task had left collectives under way.
+    **{(state, Event.ABORTED): State.BROKEN for state in FORMED},
+    **{(state, Event.STOP): State.STOPPING for state in State},
     **{(state, Event.AGENT_LOST): State.LOST for state in State},
 }
 
@@ -114,7 +102,7 @@ def next_state(state: State, event: Event) -> State:
         raise RuntimeError(f"{event} cannot happen to a world that is {state}") from None
 
 
-# --- on which machine each rank of a world is, and which rank it has become.  Pure ------------
+# --- on which machine each rank of a world is, and which rank it has become -------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +211,118 @@ def moved_text(moved: Mapping[int, int]) -> str:
     if len(moved) < 2 or not is_in_order:
         return ", ".join(f"rank {rank} is now rank {moved[rank]}" for rank in old)
     return f"{name_ranks(old)} are now {name_ranks(new)}"
+
+
+# --- which ranks wait for input --------------------------------------------------------------
+
+
+SETTLE_SECONDS = 0.1
+"""Seconds that a rank is given to ask before one that comes after it."""
+
+STAY_SECONDS = 0.3
+"""Seconds that the one who was answered last is given to ask again before others."""
+
+NOBODY = (
+    "input() and breakpoint() need JupyterLab or a terminal; this run has neither (nbclient, "
+    "papermill). Set a variable instead of calling input()."
+)
+
+TO_RANKS = "-r"
+
+
+class Prompts:
+    """Those at which ranks of a task wait, one a rank; times are monotonic seconds.
+
+    They are answered in the order of the ranks, one after the other: what is typed is for one
+    rank, as its prompt says, since programs that ask differ in what they have to be told, and a
+    debugger always does.  A rank that has been answered comes again first if it asks again soon,
+    so that a conversation with the debugger of one rank, or two questions of one cell, are not
+    torn apart.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, InputRequest] = {}
+        self._changed = 0.0
+        self._last: int | None = None
+        self._answered = float("-inf")
+        self._seconds = 0.0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Who asks."""
+        return tuple(sorted(self._open))
+
+    def __getitem__(self, rank: int) -> InputRequest:
+        return self._open[rank]
+
+    def seconds(self, now: float) -> float:
+        """Count those in which any rank has waited for somebody to type."""
+        return self._seconds + (now - self._changed if self._open else 0.0)
+
+    def receive(self, rank: int, request: InputRequest, now: float) -> None:
+        """Take in what a rank asks; what it asked before it has given up."""
+        self._count(now)
+        self._open[rank] = request
+
+    def drop(self, rank: int, now: float) -> None:
+        """Forget what it asks: it has ended, or somebody has answered."""
+        self._count(now)
+        self._open.pop(rank, None)
+
+    def answered(self, rank: int, now: float) -> None:
+        """Note that it has been answered."""
+        self.drop(rank, now)
+        self._last, self._answered = rank, now
+
+    def next(self, now: float, unfinished: Collection[int]) -> int | None:
+        """Choose the rank that is to be answered now; None where one that is due may come yet."""
+        if not self._open:
+            return None
+        if self._last in self._open:
+            return self._last
+        may_come = self._last in unfinished and now - self._answered < STAY_SECONDS
+        others = set(unfinished) - self._open.keys() - {self._last}
+        may_come |= bool(others) and now - self._changed < SETTLE_SECONDS
+        return None if may_come else min(self._open)
+
+    def _count(self, now: float) -> None:
+        self._seconds = self.seconds(now)
+        self._changed = now
+
+    # --- what is typed --------------------------------------------------------------------
+
+    def prompt(self, rank: int) -> str:
+        """Write what stands before the input box: `[rank 3] ipdb> `."""
+        return f"[rank {rank}] {self._open[rank].prompt}"
+
+    def answers(self, rank: int, typed: str, size: int) -> dict[int, str]:
+        """Say which ranks get what of a line that was typed for this one.
+
+        `-r all c`, in a debugger, is for all those that wait in one now; UsageError for ranks
+        that there are not.
+        """
+        words = typed.split(maxsplit=2)
+        if not self._open[rank].by_debugger or len(words) < 2 or words[0] != TO_RANKS:
+            return {rank: typed}
+        chosen = parse_ranks(words[1], size)
+        waiting = [each for each in chosen if each in self._open and self._open[each].by_debugger]
+        if not waiting:
+            raise UsageError(f"`{typed}`: none of these ranks is in the debugger.")
+        return dict.fromkeys(waiting, words[2] if len(words) > 2 else "")
+
+    @property
+    def text(self) -> str:
+        """`rank 3 waits for your input`; how to answer several at once; "" where none does.
+
+        Said in the head of a cell that runs.
+        """
+        ranks = self.ranks
+        if not ranks:
+            return ""
+        debugged = [rank for rank in ranks if self._open[rank].by_debugger]
+        what = "is in the debugger" if len(debugged) == len(ranks) else "waits for your input"
+        if len(ranks) == 1:
+            return f"{name_ranks(ranks)} {what}"
+        what = what.replace("is in", "are in").replace("waits", "wait") + ", one at a time"
+        also = " · `-r all c` goes to all of them" if len(debugged) == len(ranks) else ""
+        return f"{name_ranks(ranks)} {what}{also}"

@@ -1,29 +1,30 @@
-"""The workers of a world: their start and end, and what comes up from them.
+"""The workers of a world: what is known of them, their start and end, what comes up from them.
 
-Records of the workers' `logging` go to the loggers of this process.  A record of local rank 0 on
-node1 comes to the logger `nbdist.node1.0`, so that handlers and levels that the user has set
-there, on `nbdist` or on the root logger, apply: but not those of the root logger that write where
-what ranks write is shown.
+Runs in the notebook's process, on the thread that has made the world.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
+import threading
 import time
-import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from nbdist.config import Patience
-from nbdist.errors import AgentLost, StartError
+from nbdist import topology
+from nbdist.config import LOCAL, OnFailure, Patience, WorldConfig
+from nbdist.errors import AgentLost, StartError, WorldNotStarted
 from nbdist.output.events import Died, Done, InputRequest, Moved, Record, Visible
 from nbdist.wire.messages import (
     Aborted,
     Attached,
     Came,
+    Enter,
+    Healed,
     Located,
     Received,
     Remember,
@@ -36,107 +37,19 @@ from nbdist.wire.messages import (
     Used,
     WorldStarted,
 )
-from nbdist.wire.views import Place
+from nbdist.wire.node_messages import processes
+from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import InputReply, Task
 from nbdist.words import count
 from nbdist.world.agents import module_of
+from nbdist.world.code_sync import CodeSync
 from nbdist.world.link import CALL_TIMEOUT, Link
 from nbdist.world.names import NameTable, Shipped
-from nbdist.world.past import Past
-from nbdist.world.running import RunningTask
-from nbdist.world.sent import NOBODY
-from nbdist.world.spec import wanted_elsewhere
-from nbdist.world.states import Event, State
-from nbdist.world.world_state import Standing
-
-ROOT = "nbdist"
-
-
-def wanted_level(*, is_shown: bool) -> int | None:
-    """Say from which level on records are handled here; None where none would be.
-
-    Without a handler logging itself would print them, which the worker's has done.
-    """
-    known = logging.Logger.manager.loggerDict
-    loggers = [
-        logger
-        for name, logger in [*known.items()]
-        if name.startswith(f"{ROOT}.") and isinstance(logger, logging.Logger)
-    ]
-    # A logger that has neither a level nor handlers is as the one above it.
-    own = [logger for logger in loggers if logger.handlers or logger.level]
-    listening = [each for each in (logging.getLogger(ROOT), *own) if any(_handlers(each, is_shown))]
-    return min((each.getEffectiveLevel() for each in listening), default=None)
-
-
-def hand_over(record: Record, *, is_shown: bool) -> None:
-    """Have this process's handlers handle it, if there are any.
-
-    Where what ranks write `is_shown`, handlers of the root logger that write to the same place,
-    as that of `logging.basicConfig`, do not: they would say it twice, and without its rank.
-    """
-    logger = logging.getLogger(f"{ROOT}.{record.host}.{record.local_rank}")
-    handlers = [*_handlers(logger, is_shown)]
-    if not logger.isEnabledFor(record.level) or not handlers:
-        return
-    try:
-        logged = as_logged(record)
-        if logger.filter(logged):
-            for handler in handlers:
-                if logged.levelno >= handler.level:
-                    handler.handle(logged)
-    except Exception:  # noqa: BLE001 (a user's handler or filter can raise anything)
-        # As logging does about a handler's error: it must not end a cell that it has no part in.
-        if logging.raiseExceptions:
-            traceback.print_exc(file=sys.stderr)
-
-
-def _handlers(logger: logging.Logger, is_shown: bool) -> Iterator[logging.Handler]:  # noqa: FBT001
-    """Yield those of a logger and of those above it, as logging finds them."""
-    each: logging.Logger | None = logger
-    while each is not None:
-        is_root = each.parent is None
-        for handler in each.handlers:
-            if not (is_root and is_shown and _writes_here(handler)):
-                yield handler
-        each = each.parent if each.propagate else None
-
-
-def _writes_here(handler: logging.Handler) -> bool:
-    """Say whether it writes where this process does; rich's has a console."""
-    stream = getattr(handler, "stream", getattr(getattr(handler, "console", None), "file", None))
-    ours = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    return stream is not None and any(stream is each for each in ours)
-
-
-def as_logged(record: Record) -> logging.LogRecord:
-    """Return it as logging has it, with the worker's `host`, `rank` and `local_rank`."""
-    file = os.path.basename(record.pathname)
-    return logging.makeLogRecord(
-        {
-            "name": record.name,
-            "msg": record.message,
-            "args": None,
-            "levelno": record.level,
-            "levelname": record.level_name,
-            "pathname": record.pathname,
-            "filename": file,
-            "module": os.path.splitext(file)[0],
-            "lineno": record.line,
-            "funcName": record.function,
-            "created": record.created,
-            "msecs": record.created % 1 * 1000,
-            "threadName": record.thread,
-            "process": record.pid,
-            "processName": f"rank{record.rank}",
-            "exc_text": record.exception or None,
-            "stack_info": record.stack or None,
-            "host": record.host,
-            "rank": record.rank,
-            "local_rank": record.local_rank,
-        }
-    )
-
+from nbdist.world.past import Past, Setup
+from nbdist.world.result import hand_over, wanted_level
+from nbdist.world.running import Crew, RunningTask
+from nbdist.world.spec import NotebookSurroundings, make_spec, scaled, wanted_elsewhere
+from nbdist.world.states import NOBODY, Event, Machines, Renumbering, State, compare, next_state
 
 log = logging.getLogger("nbdist.world")
 
@@ -154,9 +67,219 @@ STOP_TIMEOUT = 20.0
 QUIET_SECONDS = 2.0
 """Of a start, before anything is said of it."""
 
+LATE_KEPT = 1000
+"""Outputs of threads that outlived their task; all text is in the log files too."""
 
-class Workers(Standing):
-    """The workers of a world; `following` and `recovery` act on them."""
+
+class Workers:
+    """The workers of a world; the loop over a task and what heals their group act on them.
+
+    `state` changes through `advance` alone.  `late` has what ranks have shown outside of
+    tasks, `problem` why they share no group, `lacks` what is missing in their libraries,
+    `way_back` what has machines come that are missing.  `names` says who has which, `past` what
+    has run since the start, `dead` which ranks have died, `replaced` where others are now,
+    `have_come` which machines have come that could be taken in, `renumbering` what the last
+    forming of the group has made of them, `code` what keeps the notebook's folder in step,
+    `surroundings` what of the notebook's has changed since.  `is_elsewhere`: they are not, or
+    not all, on the notebook's machine.  `leaving` is set, in any thread, when this process is
+    about to end.
+    """
+
+    def __init__(self, config: WorldConfig, there: Attached | None = None) -> None:
+        """Work out the spec of a new world, with nothing started; or take in one that is there."""
+        self.state = State.STOPPED
+        self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
+        self.pids: Mapping[int, int] = {}
+        self.logs: Mapping[int, str] = {}
+        self.lacks: tuple[str, ...] = ()
+        self.problem = self.way_back = self.warning = ""
+        self.machines = Machines()
+        self.is_elsewhere = False
+        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
+        self.names = NameTable(self.namespace)
+        self.dead: dict[int, Died] = {}
+        self.replaced: dict[int, Died] = {}
+        self.setup = Setup()
+        self.past = Past()
+        self.renumbering = Renumbering(0, 0, {})
+        self._renumbered: Renumbering | None = None  # since `take_moved`
+        self.have_come: dict[str, None] = {}
+        self.lost: AgentLost | None = None
+        self.running: RunningTask | None = None
+        self.leaving = threading.Event()
+        self._link: Link | None = None
+        self._remembered = Remember({})
+        self.config: WorldConfig
+        self.spec: WorldSpec
+        spec = there.spec if there else None
+        if spec is None:
+            spec, self.warning = make_spec(config)
+        self._take_spec(config, spec)
+
+    # --- what there is --------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """How many there are, or will be."""
+        return self.spec.world_size
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self.spec.name
+
+    @property
+    def backend(self) -> str:
+        """That of their group; `none` where they share none."""
+        return self.spec.backend or "none"
+
+    @property
+    def layout(self) -> str:
+        """`1x4`; simulated nodes and workers on each, `2x4`."""
+        seat = self.spec.seat(0)
+        return f"{seat.nodes}x{seat.local_world_size}"
+
+    @property
+    def crew(self) -> Crew:
+        """The workers as they are now."""
+        heals = self.on_failure == "heal"
+        return Crew(self.size, self.backend, self.machines, self.pids, self.namespace, heals)
+
+    @property
+    def has_group(self) -> bool:
+        """Whether there is a group whose collectives can be aborted."""
+        return self.spec.backend is not None
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks."""
+        return tuple(range(self.size))
+
+    def resolve(self, n: int | str) -> int:
+        """Say how many workers `n` means here."""
+        workers = topology.parse_workers(str(n))
+        if self.config.launched_by != LOCAL and not isinstance(workers, int):
+            return self.size  # other machines have been asked
+        return topology.resolve(workers, len(self.spec.gpus), topology.usable_cores())
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """The ranks that have something of a task left to do."""
+        return () if self.running is None else self.running.unfinished
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no rank has anything of a task left to do."""
+        return not self.unfinished
+
+    @property
+    def link(self) -> Link:
+        """The connection to the agents of a world that has workers."""
+        if self._link is None:
+            raise WorldNotStarted("This")
+        self._link.check_process()
+        return self._link
+
+    @property
+    def on_failure(self) -> OnFailure:
+        """What the death of a worker leads to."""
+        return self.config.on_failure
+
+    @on_failure.setter
+    def on_failure(self, policy: OnFailure) -> None:
+        self.config = self.config.but(on_failure=policy)
+
+    def is_left(self, seconds: float = 0.0) -> bool:
+        """Say whether this process is about to end, and the workers stay; wait for that so long."""
+        return self.config.detach and self.leaving.wait(seconds)
+
+    # --- what changes ---------------------------------------------------------------------
+
+    def advance(self, event: Event) -> None:
+        """Go to another state: there is no other door."""
+        self.state = next_state(self.state, event)
+
+    def configure(self, config: WorldConfig) -> None:
+        """Work out the spec of the workers; UsageError for what cannot be."""
+        spec, self.warning = make_spec(config, self.name)
+        self._take_spec(config, spec)
+
+    def _take_spec(self, config: WorldConfig, spec: WorldSpec) -> None:
+        self.config, self.spec = config, spec
+        self.code = CodeSync(Path(spec.cwd)) if config.sync_code else None
+        self.surroundings = NotebookSurroundings(config, spec)
+
+    def remember(self, patience: Patience | None = None) -> None:
+        """Tell the agent what only this process knows, where another may take the world over."""
+        may_be = self.config.detach or self._remembered.options.get("detach")
+        if self._link is None or not self._link.is_up or not may_be:
+            return
+        memory = self.memory(patience or self.config.patience)
+        if memory != self._remembered:
+            self._remembered = memory
+            self._link.remember(memory)
+
+    def memory(self, patience: Patience) -> Remember:
+        """Return what another notebook has to know, where another launcher may be the usual one."""
+        options = {**vars(self.config), "launcher": self.config.launched_by}
+        return Remember(options, dict(vars(patience)), self.setup.kept)
+
+    def take_healed(self, healed: Healed) -> None:
+        """Take in what the agent says of the workers there are now, more or fewer."""
+        found = compare(processes(self.pids, self.spec.seats), processes(healed.pids, healed.seats))
+        self.pids, self.logs, self.problem = healed.pids, healed.logs, healed.problem
+        self.way_back = healed.way_back
+        after = found.after
+        if found.before != after and healed.spec is None:
+            self.spec, _ = scaled(self.spec, self.config, after)
+            self.config = self.config.of_size(after)
+        self.spec = healed.spec or replace(self.spec, seats=healed.seats)
+        if found.before != after or found.moved:
+            self.names.renumbered(found.was, after)
+            self.setup.renumber(found)
+            self.past.renumber(found)
+        # One that was to be added may have died instead, and numbers are others' now.
+        self.dead = {
+            rank: died
+            for rank, died in self.dead.items()
+            if rank < after and (died.pid == self.pids[rank] or not found.moved)
+        }
+        self._place(healed.hosts, self.machines.name(0))
+        self.renumbering = found
+        self._renumbered = self._renumbered.then(found) if self._renumbered else found
+
+    def _place(self, hosts: Mapping[int, str], host: str) -> None:
+        """Note where all ranks are: where nothing is said of it, on this one machine."""
+        self.is_elsewhere = bool(hosts)
+        if hosts:
+            self.machines = Machines.of(hosts, self.spec)
+        else:
+            self.machines = Machines.one(host, self.size)
+
+    def replace_dead(self, made: Collection[str]) -> tuple[int, ...]:
+        """Note that they were replaced, and lack what the cell in which they died `made`."""
+        ranks = tuple(self.dead)
+        self.names.replaced(ranks, made)
+        self.replaced |= self.dead
+        self.dead = {}
+        return ranks
+
+    def take_replaced(self) -> dict[int, Died]:
+        """Return the ranks that have died and been replaced since this was last asked, and how."""
+        replaced, self.replaced = self.replaced, {}
+        return replaced
+
+    def told(self, ranks: Iterable[int]) -> None:
+        """Note that an error has said that these were replaced."""
+        for rank in ranks:
+            self.replaced.pop(rank, None)
+
+    def take_moved(self) -> Mapping[int, int]:
+        """Return what ranks have become that have other numbers since this was last asked."""
+        found, self._renumbered = self._renumbered, None
+        return found.moved if found else {}
+
+    # --- a task ---------------------------------------------------------------------------
 
     def send(
         self,
@@ -176,7 +299,7 @@ class Workers(Standing):
         self.running = running
         self.names.sent(running.shipped)
         with running.counting_stops():  # ranks may have begun when it comes
-            link.run(packed)
+            link.send(packed)
         return running
 
     # --- start and end --------------------------------------------------------------------
@@ -211,8 +334,8 @@ class Workers(Standing):
             )
         assert isinstance(started, WorldStarted)
         self.pids, self.logs, self.lacks = started.pids, started.logs, started.lacks
-        self._become(started.spec)
-        self._place(started.hosts, self._link.agents[0].host)
+        self.spec = started.spec or self.spec  # what other machines decide
+        self._place(started.hosts, self._link.agent.host)
         if self.code is not None and self.is_elsewhere:  # now that it is known who shares it
             yield from self.code.bringing(self._link.calling, anew=True)
         self.advance(Event.STARTED)
@@ -251,7 +374,12 @@ class Workers(Standing):
             self.advance(Event.STOP)
             self._stop(RESTART_GRACE)
             self.advance(Event.STOPPED)
-        self._forget_outputs()
+        self.running = None  # what the workers before had still to say is dropped
+        self.late.clear()
+        while self._link is not None and self._link.arrived:
+            item = self._link.arrived.popleft()
+            if isinstance(item, Received) and self._link.is_up:
+                self._link.received(item)
         if agent_too:
             self.close_link()
         self.start()
@@ -285,7 +413,7 @@ class Workers(Standing):
         self.have_come = dict.fromkeys(there.came)
         self.past.forgotten = there.forgotten
         self.setup.take_over(there.memory.setup)
-        self._place(there.hosts, link.agents[0].host)
+        self._place(there.hosts, link.agent.host)
         self.advance(Event.START)
         self.advance(Event.STARTED)
         if there.run is not None:
@@ -310,15 +438,6 @@ class Workers(Standing):
         self.names.let_go()
         link = self.detach_link()
         return link.close() if link is not None else ""
-
-    def _forget_outputs(self) -> None:
-        """Drop what the workers before had still to say."""
-        self.running = None
-        self.late.clear()
-        while self._link is not None and self._link.arrived:
-            item = self._link.arrived.popleft()
-            if isinstance(item, Received) and self._link.is_up:
-                self._link.received(item)
 
     # --- what comes up --------------------------------------------------------------------
 
@@ -346,7 +465,9 @@ class Workers(Standing):
                     if self.running is not None:
                         self.running.take_places(places, time.monotonic())
                 case Aborted(places):
-                    self._take_aborted(places)
+                    if self.running is not None:
+                        self.advance(Event.ABORTED)
+                        self.running.take_aborted(places, time.monotonic())
                 case Came(host):
                     self.have_come[host] = None
                 case Silent() as silent:
@@ -375,11 +496,6 @@ class Workers(Standing):
         self.advance(Event.AGENT_LOST)
         self.close_link()
 
-    def _take_aborted(self, places: Mapping[int, Place]) -> None:
-        if self.running is not None:
-            self.advance(Event.ABORTED)
-            self.running.take_aborted(places, time.monotonic())
-
     def _take(self, rank: int, task_id: str, output: Any) -> None:
         if isinstance(output, Record):
             host = self.machines.name(rank) or output.host
@@ -399,7 +515,7 @@ class Workers(Standing):
                 running.moved[rank] = output
             return
         if running is None and isinstance(output, InputRequest):
-            self.link.enter(rank, InputReply(output.number, problem=NOBODY))
+            self.link.send(Enter(rank, InputReply(output.number, problem=NOBODY)))
             return
         if running is None:
             self.late.append((rank, output))

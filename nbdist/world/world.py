@@ -1,24 +1,33 @@
-"""World: N workers as one, the public face of a session."""
+"""World: N workers as one, the public face of a session; and the public functions beside it.
+
+On the notebook's thread, or that of a script.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from nbdist.config import Changes, Patience, WorldConfig, takes_changes, takes_options
+from nbdist.errors import NbdistError
+from nbdist.system.folders import JoinedFolder
 from nbdist.values.payload import Payload, pack_names
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
 from nbdist.wire.views import Stack, WorkerStatus
 from nbdist.wire.work import Call, Task, Work
-from nbdist.world import calling, exchange, snapshots
+from nbdist.world import calling, exchange
+from nbdist.world.agents import AttachedAgent, Found, to_attach, worlds
 from nbdist.world.calling import find_script
 from nbdist.world.exchange import Scatter
-from nbdist.world.following import Following
+from nbdist.world.link import Link
 from nbdist.world.parts import Joining
+from nbdist.world.recovery import Following
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session
@@ -52,13 +61,6 @@ class World:
         Args:
         """
         self.session = Session(config)
-
-    @classmethod
-    def of(cls, session: Session) -> World:
-        """Make one of a session that has workers already."""
-        world = cls.__new__(cls)
-        world.session = session
-        return world
 
     def __repr__(self) -> str:
         return repr(self.session).replace("Session", "World", 1)
@@ -394,9 +396,9 @@ class World:
         states, for `restore` in this world or a later one.  The 3 newest of a name are kept.
         Raises UsageError where it cannot be written, with nothing changed.
         """
-        words, name = snapshots.arguments(variables, names, name)
-        wanted = snapshots.wanted_to_save(words, name)
-        return snapshots.take(self.session, self.snapshot_store, wanted.names, wanted.name)
+        words, name = exchange.snapshot_arguments(variables, names, name)
+        wanted = exchange.wanted_to_save(words, name)
+        return exchange.save(self.session, self.snapshot_store, wanted.names, wanted.name)
 
     def restore(
         self,
@@ -405,7 +407,7 @@ class World:
         names: Sequence[str] | None = None,
         ranks: Sequence[int] | None = None,
         from_rank: int | None = None,
-    ) -> snapshots.Restored:
+    ) -> exchange.Restored:
         """Bind what a snapshot has, by default all of it, on all ranks or some.
 
         By default this notebook's newest, or the newest of a `name`.  With `from_rank` every
@@ -413,13 +415,115 @@ class World:
         or of another size, with nothing bound.
         """
         store = self.snapshot_store
-        words, name = snapshots.arguments(variables, names, name)
-        wanted = snapshots.wanted_to_restore(store, words, name)
+        words, name = exchange.snapshot_arguments(variables, names, name)
+        wanted = exchange.wanted_to_restore(store, words, name)
         found = store.find(wanted.name)  # before workers are started for it
-        return snapshots.restore(self._started, store, found, wanted.names, ranks, from_rank)
+        return exchange.restore(self._started, store, found, wanted.names, ranks, from_rank)
 
     @property
     def snapshot_store(self) -> SnapshotStore:
         """Where its snapshots lie."""
         config = self.session.config
         return SnapshotStore(root_folder(self.session.spec.log_dir), owner_of(config.pool))
+
+
+# --- `nbdist.run`, `nbdist.distributed`, `nbdist.attach` ---------------------------------------
+
+
+def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellResult[R]:
+    """Call a function on new workers, one per GPU; they end with the call.
+
+    Without GPUs one per core, at most 4.  `distributed` says how many, and more; with
+    `World` they stay.  Raises what `World.start` and `World.run` raise.
+    """
+    try:
+        return _call(WorldConfig(), function, args, kwargs)
+    except NbdistError as error:
+        raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
+
+
+class Distributed(Generic[P, R]):
+    """A function whose call starts workers, runs it on all of them, and ends them.
+
+    `function` is the function itself: `world.run(train.function, data)` calls it on workers
+    that exist already.  Raises UsageError for `options` that can never be.
+    """
+
+    def __init__(self, function: Callable[P, R], options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.options = options
+        self._config = WorldConfig(**options)
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> CellResult[R]:
+        try:
+            return _call(self._config, self.function, args, kwargs)
+        except NbdistError as error:
+            raise error.with_traceback(None)  # noqa: B904 (see run)
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"<distributed({options}) {self.function!r}>"
+
+
+@overload
+def distributed(function: Callable[P, R], /) -> Distributed[P, R]: ...
+
+
+@overload
+def distributed(
+    *, n: int | str = "auto", **options: Any
+) -> Callable[[Callable[P, R]], Distributed[P, R]]: ...
+
+
+def distributed(function: Any = None, /, **options: Any) -> Any:
+    """Decorate a function: each call of it is made on new workers, which end with it.
+
+        @nbdist.distributed(n=4)
+        def train(model, steps): ...
+
+        trained = train(model, 100).rank(0)
+
+    `options` are those of `World`; without any, `@nbdist.distributed` will do.
+    """
+    if function is not None:
+        return Distributed(function, options)
+    return functools.partial(Distributed, options=options)
+
+
+def _call(
+    config: WorldConfig, function: Callable[..., Any], args: Any, kwargs: Any
+) -> CellResult[Any]:
+    with World(**vars(config)) as world:
+        return world.run(function, *args, **kwargs)
+
+
+def attach(name: str | None = None) -> World:
+    """Take over a world that was started with `detach=True` and whose process has gone.
+
+    By its name, its pool's, or the number of its agent's process; without, the only one that
+    nobody has.  What it runs goes on: `world.catch_up()` shows what was missed, and waits.
+
+    Raises:
+        UsageError: there is no such world, or somebody has it.
+    """
+    return take_over(to_attach(worlds(), name), sys.modules["__main__"].__dict__)
+
+
+def take_over(found: Found, namespace: dict[str, Any]) -> World:
+    """Take this one over, with its names in this namespace; raises UsageError as `attach` does."""
+    try:
+        folder = JoinedFolder(found.folder)
+        link = Link(folder=folder)  # its socket is bound before the agent is asked to connect
+    except OSError as error:
+        raise found.refusal(error) from None
+    try:
+        there = link.take_over(AttachedAgent.admitted(found, folder.socket))
+        session = Session(WorldConfig(**there.memory.options), there)
+        session.attach(link, there, namespace)
+    except BaseException:
+        link.detach()
+        raise
+    world = World.__new__(World)
+    world.session = session
+    return world

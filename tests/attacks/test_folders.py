@@ -284,7 +284,7 @@ def cleaned(parent: Path) -> Iterator[World]:
 def runtime_of(cleaned: World) -> Path:
     """The folder of its sockets, as its agent's command line has it."""
     assert cleaned.session._link is not None
-    return Path(cleaned.session._link.agents[0].command.split()[-2])
+    return Path(cleaned.session._link.agent.command.split()[-2])
 
 
 def test_a_living_worlds_folder_stays(cleaned: World) -> None:

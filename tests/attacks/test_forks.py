@@ -181,7 +181,7 @@ def two_ranks_with_a_variable(world: World) -> None:
 
 def tree(world: World) -> list[psutil.Process]:
     """The guard, the agent, the fork server, the workers."""
-    guard = psutil.Process(world.session.link.agents[0].pid)
+    guard = psutil.Process(world.session.link.agent.pid)
     return [guard, *guard.children(recursive=True)]
 
 
@@ -273,7 +273,7 @@ def test_no_further_process_at_the_start(world: World) -> None:
 
 def test_the_agent_needs_no_thread_for_a_worker(world: World) -> None:
     """Where a thread of zmq's cannot be started, zmq aborts the process."""
-    (agent,) = psutil.Process(world.session.link.agents[0].pid).children()
+    (agent,) = psutil.Process(world.session.link.agent.pid).children()
     before = agent.num_threads()
     world.scale(4)
     assert agent.num_threads() == before

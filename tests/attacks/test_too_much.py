@@ -151,14 +151,14 @@ def displays_that_nobody_takes(world: World, guard: int, file: Path) -> None:
 
 def test_displays_that_nobody_takes(world: World, tmp_path: Path) -> None:
     """They are kept up to a limit; then the notebook gets the newest, and how many it does not."""
-    displays_that_nobody_takes(world, world.session.link.agents[0].pid, tmp_path / "shown")
+    displays_that_nobody_takes(world, world.session.link.agent.pid, tmp_path / "shown")
 
 
 @pytest.mark.own_agent
 def test_stop_in_a_flood_of_displays(tmp_path: Path) -> None:
     """Control is back within 5 s, or more on busy processors, with all that is kept drawn."""
     file, pressed, busy = tmp_path / "full", list[float](), SOON / 60
-    patience = f"import nbdist.world.sent\nnbdist.world.sent.CONTROL_TIMEOUT *= {busy}"
+    patience = f"import nbdist.world.running\nnbdist.world.running.CONTROL_TIMEOUT *= {busy}"
     notebook = Notebook("%load_ext nbdist", patience, "%dist_init -n 4")
 
     def press() -> None:

@@ -124,7 +124,7 @@ def test_stop_as_a_batch_is_acknowledged(world: World) -> None:
     assert arrived.has_stopped
     for _ in range(3):  # each takes the acknowledgement along that waits for a message
         assert world.gather("kept") == [0, 1, 2, 3]
-    assert link.agents[0].last_lines() == []
+    assert link.agent.last_lines() == []
 
 
 def test_other_sizes(world: World) -> None:

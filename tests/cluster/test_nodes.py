@@ -46,7 +46,7 @@ def test_all_are_waited_for(launchers: None, tmp_path: Path) -> None:
     with World(launcher="here", python=str(python), log_dir="", show=False) as world:
         world.start()
         assert {row.host for row in world.status()} == {"node0", "node1"}
-        head = world.session.link.agents[0].pid
+        head = world.session.link.agent.pid
         pids = {child.pid for child in psutil.Process(head).children(recursive=True)}
         listening = [
             each.laddr.port
@@ -64,7 +64,7 @@ def test_a_machine_that_cannot_come_back(launchers: None) -> None:
     with World(layout="1:2x1", launcher="here", log_dir="", show=False) as world:
         world.start()
         wait_until(lambda: has_ranks(world, 2), "the second machine is there")
-        everyone = psutil.Process(world.session.link.agents[0].pid).children(recursive=True)
+        everyone = psutil.Process(world.session.link.agent.pid).children(recursive=True)
         guard, agent = (each for each in everyone if each.cmdline()[-2:] == ["--node", "1"])
         assert agent.ppid() == guard.pid
         agent.kill()

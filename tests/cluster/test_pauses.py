@@ -114,7 +114,7 @@ def test_a_connection_that_is_lost(world: World, tmp_path: Path) -> None:
 
     Nor where the head is paused for longer than it waits for agents.
     """
-    (head,) = psutil.Process(world.session.link.agents[0].pid).children()
+    (head,) = psutil.Process(world.session.link.agent.pid).children()
     second, gate = agents(head.pid)["1"], tmp_path / "gate"
     pids = dict(world.pids)
     running = world.session.submit(world.session.task(COUNT.format(gate=str(gate))))
@@ -140,7 +140,7 @@ def test_an_agent_that_is_paused(world: World, tmp_path: Path) -> None:
 
     Where the pause is too long the machine is lost, and nothing is left there once it is over.
     """
-    head, gate = world.session.link.agents[0].pid, tmp_path / "gate"
+    head, gate = world.session.link.agent.pid, tmp_path / "gate"
     second = agents(head)["1"]
     silent = f"node1 does not respond and counts as lost after {LINK_TIMEOUT} s"
     running = world.session.submit(world.session.task(LOOP.format(gate=str(gate))))

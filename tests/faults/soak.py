@@ -102,7 +102,7 @@ def _anonymous_kib(process: psutil.Process) -> int:
 def _serving(world: World) -> list[psutil.Process]:
     """Those processes of a world that are no workers."""
     workers = set(world.pids.values())
-    guard = psutil.Process(world.session.link.agents[0].pid)
+    guard = psutil.Process(world.session.link.agent.pid)
     return [guard, *(p for p in guard.children(recursive=True) if p.pid not in workers)]
 
 

@@ -32,7 +32,7 @@ Part = Callable[[World, Host, float], None]
 
 def pause_head(world: World, host: Host, seconds: float) -> None:
     """Have the head stand still."""
-    _pause(world.session.link.agents[0].pid, seconds)
+    _pause(world.session.link.agent.pid, seconds)
 
 
 def pause_agent(world: World, host: Host, seconds: float) -> None:

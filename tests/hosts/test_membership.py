@@ -198,7 +198,7 @@ def test_what_is_on_its_way_when_a_rank_has_finished(world: World, hosts: list[H
 
 def test_what_kills_the_head(started: World, hosts: list[Host]) -> None:
     """With its guard it ends: nothing is left of it on any host, and the notebook is told."""
-    psutil.Process(started.session.link.agents[0].pid).kill()
+    psutil.Process(started.session.link.agent.pid).kill()
     with pytest.raises(AgentLost):
         started.execute("import time\ntime.sleep(99)")
     wait_until(lambda: not ours_on(hosts[0]), "node1 has ended its agent")

@@ -42,7 +42,7 @@ def start_killed_in_queue(world: World) -> None:
     """Start it, and kill its head and the guard above that once it waits in the queue."""
     for text in world.session.starting_texts():
         if "waits in Slurm's queue" in text:
-            guard = psutil.Process(world.session.link.agents[0].pid)
+            guard = psutil.Process(world.session.link.agent.pid)
             for each in [guard, *guard.children()]:
                 each.kill()
 
@@ -130,7 +130,7 @@ def test_a_salloc_that_is_killed(slurm_here: Slurm, hosts: list[Host]) -> None:
     """
     with make_world(salloc="-p main") as world:
         (before,) = slurm_here.jobs()
-        guard = psutil.Process(world.session.link.agents[0].pid)
+        guard = psutil.Process(world.session.link.agent.pid)
         below = guard.children(recursive=True)
         (salloc,) = (each for each in below if each.name() == "salloc")
         said = dies_when(world, salloc.kill)
@@ -236,7 +236,7 @@ def test_an_allocation_of_its_own(
         shown = slurm_here.run("squeue", "--noheader", "--format=%j %D %C %l").stdout
         assert shown.split() == ["mine", "2", "4", "7:00"]
         assert world.size == 2
-        (head,) = children_of(world.session.link.agents[0].pid)
+        (head,) = children_of(world.session.link.agent.pid)
         os.kill(head, signal.SIGKILL)
         wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
         with pytest.raises(AgentLost):

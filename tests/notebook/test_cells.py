@@ -32,7 +32,7 @@ def test_all_steps_are_taken() -> None:
 
 PRESS = """
 import os, pathlib, signal, sys, tempfile, time
-FOLLOWING = ("world/following.py", "world/session.py", "world/running.py", "world/workers.py",
+FOLLOWING = ("world/recovery.py", "world/session.py", "world/running.py", "world/workers.py",
              "notebook/cells.py", "notebook/display.py", "/contextlib.py")
 def stop_at(number):
     '''Press Stop at this line of those that follow a cell, once its ranks have begun.'''

@@ -23,7 +23,7 @@ from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Done, Failure, Output, Text
 from nbdist.output.transcript import Transcript
 from nbdist.words import aligned
-from nbdist.world.sent import News
+from nbdist.world.running import News
 
 
 def took(*outputs: Output) -> tuple[Transcript, News]:

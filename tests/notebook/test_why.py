@@ -11,8 +11,7 @@ from nbdist.errors import WorkerDied
 from nbdist.notebook.why import Why, idle_end, why_died, why_of
 from nbdist.output.events import IGNORES_STOP, Died, Text
 from nbdist.wire.work import Source, Task
-from nbdist.world.running import RunningTask
-from nbdist.world.sent import Crew
+from nbdist.world.running import Crew, RunningTask
 from nbdist.world.states import Machines
 from tests.output.lab import Panel
 

@@ -30,8 +30,7 @@ from nbdist.wire.work import Call, Source, Task, Work
 from nbdist.wire.work import Script as ScriptFile
 from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Past
-from nbdist.world.running import RunningTask
-from nbdist.world.sent import Crew
+from nbdist.world.running import Crew, RunningTask
 from nbdist.world.states import Machines
 
 TRANSFORM = TransformerManager().transform_cell

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.functions`: a script's world goes on in another process."""
+"""Tests of `nbdist.world.world`: a script's world goes on in another process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from nbdist.errors import UsageError, WorkerDied
 from nbdist.world.agents import Found, worlds
-from nbdist.world.functions import attach
 from nbdist.world.states import State
+from nbdist.world.world import attach
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.own_agent

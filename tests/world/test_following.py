@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.following`: Ctrl-C, wherever it comes while a task runs."""
+"""Tests of `nbdist.world.recovery`: Ctrl-C, wherever it comes while a task runs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_second_stop_gives_control_back(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that catch the first one still run then; the next cell waits for them."""
-    monkeypatch.setattr("nbdist.world.sent.CONTROL_TIMEOUT", 2 * SOON)  # after one Stop
+    monkeypatch.setattr("nbdist.world.running.CONTROL_TIMEOUT", 2 * SOON)  # after one Stop
     leave = threading.Timer(SOON, (tmp_path / "open").touch)
     running = world.submit(
         world.task(

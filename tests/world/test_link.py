@@ -107,8 +107,8 @@ def test_an_agent_that_answers_no_more(caplog: pytest.LogCaptureFixture) -> None
     """A call ends when it has waited for so long, or when the agent has ended."""
     with opened() as link:
         assert link.call(GetStatus()) == ()
-        assert repr(link) == f"<Link up {link.agents} 0 calls open>"
-        agent = psutil.Process(link.agents[0].pid).children()[0]
+        assert repr(link) == f"<Link up {link.agent} 0 calls open>"
+        agent = psutil.Process(link.agent.pid).children()[0]
         agent.suspend()
         with pytest.raises(AgentLost):
             link.call(GetStatus(), timeout=0.2)
@@ -120,7 +120,7 @@ def test_an_agent_that_answers_no_more(caplog: pytest.LogCaptureFixture) -> None
             list(calling)
         link.wait(SOON)
         assert [*link.arrived] == [caught.value]
-        assert repr(link).startswith("<Link lost [<AgentProcess")
+        assert repr(link).startswith("<Link lost <AgentProcess")
         assert not link.is_up
         with pytest.raises(AgentLost):
             link.call(GetStatus())

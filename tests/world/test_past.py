@@ -14,8 +14,7 @@ from nbdist.wire.work import Call, Script, Source, Task, Work
 from nbdist.world import past as module
 from nbdist.world.names import Shipped
 from nbdist.world.past import Past
-from nbdist.world.running import RunningTask
-from nbdist.world.sent import Crew
+from nbdist.world.running import Crew, RunningTask
 from nbdist.world.states import Machines
 
 CREW = Crew(2, "gloo", Machines.one("here", 2), {0: 100, 1: 101}, {}, heals=True)

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.workers` and `nbdist.worker.publishing`, with real workers."""
+"""Tests of `nbdist.world.result` and `nbdist.worker.publishing`, with real workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from nbdist.worker.publishing import plain
-from nbdist.world.workers import hand_over
+from nbdist.world.result import hand_over
 from nbdist.world.world import World
 from tests.worlds import NewWorld
 

@@ -22,12 +22,12 @@ from nbdist.errors import (
     WorldBusy,
     WorldNotStarted,
 )
-from nbdist.world.code_sync import CodeSync
-from nbdist.world.recovery import healing_text, missing_text, replaced_text
+from nbdist.world.code_sync import CodeSync, missing_text
+from nbdist.world.recovery import healing_text, replaced_text
 from nbdist.world.spec import scaled
 from nbdist.world.states import State
+from nbdist.world.workers import Workers
 from nbdist.world.world import World
-from nbdist.world.world_state import Standing
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -371,7 +371,7 @@ def test_words() -> None:
     """Of one rank and of several."""
     assert replaced_text([2], "x") == "rank 2 was restarted and its variables (x) are gone"
     assert replaced_text([2, 0], "") == "ranks 0,2 were restarted and their variables are gone"
-    two: Any = Standing(WorldConfig(2, log_dir=""))
+    two: Any = Workers(WorldConfig(2, log_dir=""))
     assert healing_text(two, [1]).endswith(" are gone; other ranks are unaffected.")
     assert healing_text(two, [0, 1]).endswith(" are gone.")
 

@@ -12,8 +12,7 @@ from nbdist.errors import CellTimeout, RanksNotStopped, WorkerDied
 from nbdist.output.events import Died, Done, Failure, InputRequest, Text
 from nbdist.wire.views import Place
 from nbdist.wire.work import Source, Task
-from nbdist.world.running import RunningTask, Step
-from nbdist.world.sent import Crew
+from nbdist.world.running import Crew, RunningTask, Step
 from nbdist.world.states import Machines
 
 WAITS = Place(line=1, operation="barrier", is_calm=True)
@@ -134,7 +133,7 @@ def test_it_takes_too_long(backend: str) -> None:
     task.prompts.drop(0, now + 600)
     assert Step.TIME_OUT in task.next_steps(now + 1101)
     task.take_places({0: WAITS, 1: Place(line=1)}, now)
-    task.time_out()
+    task.timed_out = task.doing
     task.stop(now + 1101)
     assert Step.TIME_OUT not in task.next_steps(now + 1200)
     stopped = Failure("KeyboardInterrupt", "", (), 1)

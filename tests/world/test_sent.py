@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.sent`: whose turn it is, and for whom a line is."""
+"""Tests of `nbdist.world.states`: whose turn it is, and for whom a line is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nbdist.errors import AgentLost, RanksNotStopped, RanksReleased, UsageError
 from nbdist.output.events import Done, Failure, InputRequest, Moved
 from nbdist.wire.messages import Silent
 from nbdist.wire.views import Place
-from nbdist.world.sent import SETTLE_SECONDS, STAY_SECONDS, Prompts
+from nbdist.world.states import SETTLE_SECONDS, STAY_SECONDS, Prompts
 from tests.world.test_running import WAITS, running
 
 
@@ -137,7 +137,7 @@ def test_an_error_of_its_own_before_it_takes_too_long() -> None:
     task = running(patience=Patience(timeout=1.0))
     task.receive(0, Failure("ValueError", "bad shard", (), 1))
     task.receive(0, Done("error", 0.1))
-    task.time_out()
+    task.timed_out = task.doing
     task.receive(1, Failure("KeyboardInterrupt", "", (), 2))
     task.receive(1, Done("error", 0.1))
     assert "ValueError: bad shard" in str(task.error())

@@ -83,18 +83,18 @@ def test_another_launchers_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with World(1, log_dir="") as world:
         session = world.session
         session.run(session.task("x = 7"))
-        before, agent = session.pids, session.link.agents[0]
+        before, agent = session.pids, session.link.agent
         with pytest.raises(
             UsageError, match=r"`--launcher nowhere`: available: here, .*local, .*ssh"
         ):
             session.restart(launcher="nowhere", n=2)
         assert (session.pids, session.size, session.config.launched_by) == (before, 1, "local")
         session.restart(keep=["x"], launcher="here")
-        assert "nbdist.cluster" in session.link.agents[0].command
+        assert "nbdist.cluster" in session.link.agent.command
         assert not psutil.pid_exists(agent.pid)
         assert list(session.run(session.task(fetch=("x",)))) == [7]
         session.restart(launcher="local")
-        assert "nbdist.agent" in session.link.agents[0].command
+        assert "nbdist.agent" in session.link.agent.command
 
 
 @pytest.mark.parametrize("ranks", ["0", [7], [-1], ["0"]])

@@ -10,7 +10,7 @@ from nbdist.errors import WorkerDied, WorkerError
 from nbdist.values.shared_memory import Segment, to_end
 from nbdist.wire.work import Attempt, Source, Task
 from nbdist.world.past import Setup
-from nbdist.world.states import State
+from nbdist.world.states import Renumbering, State
 from nbdist.world.world import World
 from tests.faults.test_deaths import DIES, SUM, ends
 
@@ -62,7 +62,7 @@ def test_another_number_of_ranks(after: int) -> None:
     setup = Setup()
     for key, ranks in (("all", (0, 1, 2, 3)), ("some", (0, 1))):
         setup.keep(key, Task(key, ranks), None)
-    setup.scale(4, after)
+    setup.renumber(Renumbering(4, after, {}))
     assert [task.ranks for task in setup.tasks] == [tuple(range(after)), (0, 1)]
 
 

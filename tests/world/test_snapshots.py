@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.snapshots`: what comes back on which ranks, and what a death leaves."""
+"""Tests of `nbdist.world.exchange`: what comes back on which ranks, and what a death leaves."""
 
 from __future__ import annotations
 

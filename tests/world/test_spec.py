@@ -130,8 +130,8 @@ def test_several_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
     with pytest.raises(NotEnoughGpus, match="`--share-gpus` for several on one"):
         spec_of(n=4)
-    spec, backend, said = make_spec(WorldConfig(n=4, share_gpus=True))
-    assert (spec.share_gpus, spec.gpus, backend) == (True, ("0",), "cpu:gloo,cuda:nccl")
+    spec, said = make_spec(WorldConfig(n=4, share_gpus=True))
+    assert (spec.share_gpus, spec.gpus, spec.backend) == (True, ("0",), "cpu:gloo,cuda:nccl")
     assert said.startswith("4 ranks of nccl on 1 GPU with `--share-gpus`: slow")
     assert scaled(spec, WorldConfig(), 8)[1].startswith(
         "8 ranks of nccl on 1 GPU with `--share-gpus`"
@@ -144,8 +144,8 @@ def test_a_class_of_nccl(monkeypatch: pytest.MonkeyPatch, hosts: str | None) -> 
     monkeypatch.setattr(topology, "installed_gpus", lambda: 2)
     asked = WorldConfig(n=2, hosts=hosts, backend="cpu:gloo,cuda:nccl-legacy")
     monkeypatch.setattr(spec, "versions_here", lambda: {"torch": "2.14.1+cu130"})
-    made, backend, _ = make_spec(asked)
-    assert backend == made.backend == "cpu:gloo,cuda:nccl-legacy"
+    made, _ = make_spec(asked)
+    assert made.backend == "cpu:gloo,cuda:nccl-legacy"
     assert "NCCL_RAS_ENABLE" in torchrun_variables(made, 0, 1)
     if hosts is None:
         with pytest.raises(NotEnoughGpus):
@@ -163,17 +163,17 @@ def test_ranks_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a MIG slice of its own, and may share the card; NVLS, if wanted, is spoken of."""
     monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
-    spec, backend, said = make_spec(WorldConfig(n=2))
-    assert (spec.share_gpus, backend, said) == (False, "cpu:gloo,cuda:nccl", "")
+    spec, said = make_spec(WorldConfig(n=2))
+    assert (spec.share_gpus, spec.backend, said) == (False, "cpu:gloo,cuda:nccl", "")
     assert [spec.gpus_of(rank) for rank in (0, 1)] == [("MIG-a",), ("MIG-b",)]
     with pytest.raises(NotEnoughGpus, match="3 ranks asked, 2 GPUs visible"):
         spec_of(n=3)
     on = {"NCCL_NVLS_ENABLE": "1"}
     with pytest.raises(UsageError, match="cannot work where several ranks are on one GPU"):
         spec_of(n=2, env=on)
-    assert make_spec(WorldConfig(n=2, env=on, backend="gloo"))[2] == ""
+    assert make_spec(WorldConfig(n=2, env=on, backend="gloo"))[1] == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert make_spec(WorldConfig(n=1, env=on))[2].startswith("NCCL_NVLS_ENABLE=1: faster, but")
+    assert make_spec(WorldConfig(n=1, env=on))[1].startswith("NCCL_NVLS_ENABLE=1: faster, but")
     elsewhere = WorldConfig(hosts="a,b", share_gpus=True, env=on)
     with pytest.raises(UsageError, match="NCCL_NVLS_ENABLE=1 cannot work"):
         make_spec(elsewhere)
@@ -192,13 +192,13 @@ HERE = Here(
 
 def test_what_workers_take_after() -> None:
     """The spec follows from options and process alone."""
-    spec, backend, warning = make_spec(WorldConfig(n=2), "run", HERE)
-    assert (backend, warning, spec.name, spec.log_limit) == ("gloo", "", "run", 1 << 20)
+    spec, warning = make_spec(WorldConfig(n=2), "run", HERE)
+    assert (spec.backend, warning, spec.name, spec.log_limit) == ("gloo", "", "run", 1 << 20)
     assert (spec.environ, spec.cwd, spec.argv) == (HERE.environ, "/work", HERE.argv)
     assert (spec.python, spec.sys_path, spec.threads) == (HERE.python, HERE.sys_path, 4)
     assert make_spec(WorldConfig("auto"), "run", HERE)[0].world_size == topology.AUTO_LIMIT
     assert make_spec(WorldConfig("cpu"), "run", HERE)[0].world_size == 8
-    assert make_spec(WorldConfig(9), "run", HERE)[2].startswith("9 workers on 8 CPU cores")
+    assert make_spec(WorldConfig(9), "run", HERE)[1].startswith("9 workers on 8 CPU cores")
 
 
 def test_what_another_interpreter_takes_after() -> None:
@@ -260,7 +260,7 @@ def test_a_world_elsewhere_is_not_judged_by_this_machine(monkeypatch: pytest.Mon
     """There may be more GPUs; for how many workers hosts have room is known, where it was said."""
     monkeypatch.setattr(topology, "installed_gpus", lambda: 0)
     config = WorldConfig(hosts="a:4,b:2", gpus="0,1", env={"LD_LIBRARY_PATH": "/x"})
-    spec, _, said = make_spec(config, "run", HERE)
+    spec, said = make_spec(config, "run", HERE)
     assert (spec.gpus, spec.gpus_asked, spec.use_fork_server, said) == ((), "0,1", False, "")
     there = replace(spec, backend="nccl", seats=fill((4, 2)), world_size=6)
     assert scaled(there, config, 5) == (replace(there, world_size=5), "")

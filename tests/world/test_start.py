@@ -150,7 +150,7 @@ def test_a_wrapper_that_stays(tmp_path: Path) -> None:
         assert failure is not None
         assert failure.name == "KeyboardInterrupt"
         assert world.gather("__import__('os').getpid()") == [worker]
-        os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
+        os.kill(world.session.link.agent.pid, signal.SIGKILL)
         psutil.wait_procs(processes, timeout=SOON)
         assert not any(process.is_running() for process in processes)
 

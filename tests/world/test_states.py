@@ -68,9 +68,8 @@ def test_stop_button_is_legal_while_a_cell_may_run(state: State):
 
 
 def test_cells_run_only_in_a_ready_world():
-    """A cell starts from the one state that says it takes cells."""
+    """A cell starts from one state."""
     assert {state for (state, event) in TRANSITIONS if event is Event.TASK} == {State.READY}
-    assert {state for state in State if state.takes_tasks} == {State.READY}
 
 
 def test_what_is_not_in_the_table_raises():

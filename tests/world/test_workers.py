@@ -157,7 +157,7 @@ def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
     """
     for backend in ("none", "gloo"):
         with new_world(2, backend=backend) as world:
-            agent = psutil.Process(world.session.link.agents[0].pid)
+            agent = psutil.Process(world.session.link.agent.pid)
             processes = agent, *agent.children(recursive=True)
             assert not any("NBDIST_TEST_RUN" in " ".join(each.cmdline()) for each in processes)
             listening = [

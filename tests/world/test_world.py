@@ -446,7 +446,7 @@ def test_agent_killed() -> None:
     """Status has no workers any more, a cell says once that it is gone; a restart works."""
     with World(2, log_dir="") as world:
         workers = list(world.pids.values())
-        os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
+        os.kill(world.session.link.agent.pid, signal.SIGKILL)
         wait_until(lambda: world.status() == () and world.state is State.LOST, "it is known")
         wait_until(lambda: not any(map(psutil.pid_exists, workers)), "the workers end with it")
         with pytest.raises(AgentLost, match="was killed by SIGKILL"):
@@ -454,7 +454,7 @@ def test_agent_killed() -> None:
         world.restart()
         assert world.gather("rank") == [0, 1]
         running = begin(world, "import time\ntime.sleep(600)")
-        os.kill(world.session.link.agents[0].pid, signal.SIGKILL)
+        os.kill(world.session.link.agent.pid, signal.SIGKILL)
         ran = follow(world, running)
         assert isinstance(ran.error, AgentLost)
         assert "%dist_restart" in str(ran.error)

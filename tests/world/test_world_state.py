@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.world_state`: what is known of workers, before any of them is there."""
+"""Tests of `nbdist.world.workers`: what is known of workers, before any of them is there."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from nbdist.errors import WorldNotStarted
 from nbdist.seats import Position
 from nbdist.wire.messages import Healed
 from nbdist.wire.work import Surroundings
-from nbdist.world.spec import make_spec
+from nbdist.world.spec import NotebookSurroundings, make_spec
 from nbdist.world.states import State
+from nbdist.world.workers import Workers
 from nbdist.world.world import World
-from nbdist.world.world_state import NotebookSurroundings, Standing
 
 
 def test_before_the_start() -> None:
     """How many there will be, in what layout and group; nothing can be sent."""
-    there = Standing(WorldConfig(layout="2x2", log_dir=""))
+    there = Workers(WorldConfig(layout="2x2", log_dir=""))
     assert (there.state, there.size, there.layout) == (State.STOPPED, 4, "2x2")
     assert (there.everyone, there.has_group, there.is_idle) == ((0, 1, 2, 3), True, True)
     assert there.resolve("3") == 3
     with pytest.raises(WorldNotStarted):
         _ = there.link
-    assert not Standing(WorldConfig(1, backend="none", log_dir="")).has_group
+    assert not Workers(WorldConfig(1, backend="none", log_dir="")).has_group
 
 
 def test_what_another_notebook_has_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """By which launcher the machines came, also where this process is in no allocation."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    there = Standing(WorldConfig(2, log_dir=""))
+    there = Workers(WorldConfig(2, log_dir=""))
     memory = there.memory(there.config.patience)
     monkeypatch.delenv("SLURM_JOB_ID")
     assert WorldConfig(**memory.options).launched_by == "slurm"
@@ -42,13 +42,13 @@ def test_what_another_notebook_has_to_know(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_ranks_that_have_other_numbers_now() -> None:
     """By node and process it is known who became whom, once for whoever asks."""
-    there = Standing(WorldConfig(layout="2x1", log_dir=""))
+    there = Workers(WorldConfig(layout="2x1", log_dir=""))
     there.pids = {0: 100, 1: 101}
     there.take_healed(Healed({0: 101}, {0: ""}, (Position(1, 0),)))
     assert (there.size, there.pids) == (1, {0: 101})
     assert there.take_moved() == {1: 0}
     assert there.take_moved() == {}
-    assert Standing(there.config).size == 1  # after a restart, too
+    assert Workers(there.config).size == 1  # after a restart, too
 
 
 pytestmark = pytest.mark.shared_world(2)
@@ -154,7 +154,7 @@ def test_on_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     """Only what `--copy-env` names is right there; of all else is said how to set it."""
     monkeypatch.chdir(tmp_path)
     config = WorldConfig(n=2, hosts="node1", copy_env="NBT_A*", env={"NBT_C": "1"})
-    spec, _, _ = make_spec(config)
+    spec, _ = make_spec(config)
     found = NotebookSurroundings(config, spec)
     assert found.now() is None
     for name in "ABC":

@@ -19,8 +19,8 @@ from nbdist.output.wording import seconds_text
 from nbdist.topology import parse_size
 from nbdist.words import count, name_ranks
 from nbdist.world.agents import to_attach, worlds
-from nbdist.world.functions import take_over
 from nbdist.world.recovery import healing_text, scaled_text
+from nbdist.world.world import take_over
 
 if TYPE_CHECKING:
     from nbdist.notebook.jobs import Steps

@@ -22,11 +22,10 @@ from nbdist.readers import whole_number
 from nbdist.wire.work import Call
 from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line
 from nbdist.world import exchange
-from nbdist.world.exchange import Scatter
+from nbdist.world.exchange import Scatter, Wanted, wanted_to_restore, wanted_to_save
 from nbdist.world.names import list_names
 from nbdist.world.parts import Joining
 from nbdist.world.snapshot_store import Snapshot
-from nbdist.world.snapshots import Wanted, wanted_to_restore, wanted_to_save
 
 if TYPE_CHECKING:
     import argparse

@@ -1,6 +1,6 @@
 """A rank's part of a snapshot: its variables and random states, in one file of its own.
 
-The file has the frames of a pickle, and its digest is told.  Called by `nbdist.world.snapshots`,
+The file has the frames of a pickle, and its digest is told.  Called by `nbdist.world.exchange`,
 which says what to write and what becomes of the files; nothing of the contents goes through the
 notebook.
 """
