@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.inputtransformer2 import make_tokens_by_line
 
 from nbdist.errors import UsageError
-from nbdist.notebook.shipping.free_names import names_bound, names_in_commands
+from nbdist.notebook.free_names import names_bound, names_in_commands
 from nbdist.words import format_ranks, name_ranks
 
 if TYPE_CHECKING:

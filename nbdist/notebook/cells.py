@@ -30,13 +30,12 @@ from nbdist.notebook.cell_text import (
     in_notebook_lines,
 )
 from nbdist.notebook.display import missed
+from nbdist.notebook.free_names import gathered_text
 from nbdist.notebook.idle import met_stops, raised_stops
 from nbdist.notebook.options import at_once
-from nbdist.notebook.shipping.plan import plan
-from nbdist.notebook.shipping.transfer import Progress, on_its_way_text, packed, words_only
-from nbdist.notebook.shipping.versions import gathered_text
-from nbdist.notebook.values import last_values
-from nbdist.notebook.why import why_of
+from nbdist.notebook.outcome import last_values, why_of
+from nbdist.notebook.shipping import plan
+from nbdist.notebook.transfer import Progress, on_its_way_text, packed, words_only
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call, Source
 from nbdist.words import name_ranks
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.jobs import Steps
     from nbdist.notebook.pool import Pool
-    from nbdist.notebook.shipping.transfer import Shipment
+    from nbdist.notebook.transfer import Shipment
     from nbdist.output.events import RankError
     from nbdist.output.transcript import Transcript
     from nbdist.wire.work import Task, Work

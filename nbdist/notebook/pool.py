@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 from nbdist.config import DEFAULT_POOL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, UsageError
 from nbdist.hosts import LOCAL
-from nbdist.notebook.auto_mode import NOTE as AUTO_NOTE
-from nbdist.notebook.auto_mode import AutoMode
 from nbdist.notebook.display import Page, make_display
+from nbdist.notebook.free_names import Gathered, assigned_in, names_bound
 from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, at_next_prompt, is_in_subshell
 from nbdist.notebook.jobs import Background
 from nbdist.notebook.options import check_same, given
-from nbdist.notebook.shipping.free_names import names_bound
-from nbdist.notebook.shipping.versions import Gathered, assigned_in
-from nbdist.notebook.why import Why, idle_end, why_died
+from nbdist.notebook.outcome import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
 from nbdist.world.names import list_names
 from nbdist.world.recovery import healing_text, scaled_text
@@ -41,6 +38,33 @@ if TYPE_CHECKING:
     from nbdist.world.running import RunningTask
     from nbdist.world.snapshot_store import Snapshot
     from nbdist.world.states import Machines
+
+
+AUTO_NOTE = "auto mode: `%%local` on the first line runs a cell here"
+"""What every panel says while it is on."""
+
+
+class AutoMode:
+    """Whether it is on, and for which pool.
+
+    `running` is what the kernel runs in place of the last cell, and `typed` what that was;
+    `ran` is what it has run in place of those in the history, by their numbers.  `loaded` are the
+    packages of extensions that the ranks have loaded.
+    """
+
+    def __init__(self) -> None:
+        self.pool: str | None = None
+        self.running = self.typed = ""
+        self.ran: dict[int, str] = {}
+        self.loaded: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<AutoMode {'off' if self.pool is None else f'on for {self.pool}'}>"
+
+    @property
+    def is_on(self) -> bool:
+        """Whether plain cells run on the workers."""
+        return self.pool is not None
 
 
 class Pool:

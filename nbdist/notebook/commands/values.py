@@ -16,8 +16,8 @@ from nbdist.notebook.cells import bind, bring, settled
 from nbdist.notebook.command import Line, Value, command
 from nbdist.notebook.display import Shown, block
 from nbdist.notebook.options import names_in, ranks_option
-from nbdist.notebook.shipping.plan import push
-from nbdist.notebook.shipping.transfer import moved, packed
+from nbdist.notebook.shipping import push
+from nbdist.notebook.transfer import moved, packed
 from nbdist.readers import whole_number
 from nbdist.wire.work import Call
 from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line

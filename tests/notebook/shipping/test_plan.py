@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nbdist.errors import VariableNotSent
-from nbdist.notebook.shipping.plan import plan
+from nbdist.notebook.shipping import plan
 from nbdist.values.shared_memory import to_end
 
 ALL = (0, 1)
@@ -235,8 +235,8 @@ def test_one_element_of_a_big_value(house: Any) -> None:
 
 def test_what_is_not_compared_as_a_whole(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above some GB samples are, of very many objects nothing is, and a line says so once."""
-    monkeypatch.setattr("nbdist.notebook.shipping.versions.WHOLE_LIMIT", 1 << 20)
-    monkeypatch.setattr("nbdist.notebook.shipping.plan.PICKLE_LIMIT", 1 << 20)
+    monkeypatch.setattr("nbdist.notebook.shipping.WHOLE_LIMIT", 1 << 20)
+    monkeypatch.setattr("nbdist.notebook.shipping.PICKLE_LIMIT", 1 << 20)
     house.cell("import numpy as np\nbig = np.zeros(1_000_000)\nmany = [*range(1_000_000)]")
     house.distributed("len(big) + len(many)")
     assert house.notices == []

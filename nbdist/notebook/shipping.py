@@ -7,29 +7,20 @@ together).
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import types
-from collections.abc import Collection, Container, Hashable, Iterable, Mapping
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from nbdist.errors import UsageError, VariableNotSent
-from nbdist.notebook.shipping.free_names import dotted_names, names_used
-from nbdist.notebook.shipping.transfer import BIG, Shipment, format_size, words_only
-from nbdist.notebook.shipping.versions import (
-    PICKLE_LIMIT,
-    atomic_version,
-    content_version,
-    done_there,
-    is_compared_whole,
-    lacking_text,
-    not_sent_text,
-    sharing_text,
-)
+from nbdist.notebook.free_names import dotted_names, names_used
+from nbdist.notebook.transfer import BIG, Shipment, format_size, words_only
 from nbdist.values.definitions import SYSTEM_NAMES, Import
-from nbdist.values.payload import Identity, is_atomic, size_of
-from nbdist.values.pickling import Pickled, join, pickle
+from nbdist.values.payload import OPTIMIZER, Identity, is_atomic, kind_of, size_of
+from nbdist.values.pickling import Pickled, digest_of, join, pickle
 from nbdist.values.unpicklable import PICKLING_ERRORS, fails_in, parts, unshippable
 from nbdist.words import count, format_ranks, name_ranks
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped, check_are_free
@@ -461,3 +452,94 @@ def _holds_objects(value: Any) -> bool:
     if isinstance(value, types.FunctionType):
         return value.__closure__ is not None or value.__defaults__ is not None
     return not isinstance(value, type)
+
+
+# --- how a value looked when it was last shipped, to find whether it has changed ------------------
+
+
+WHOLE_LIMIT = 4 << 30
+"""Up to this many bytes a value is compared whole, at some 5 GB each second."""
+
+PICKLE_LIMIT = 64 << 20
+"""Up to this many bytes of Python objects are pickled for each cell that uses them."""
+
+_SMALL = 4096
+_SAMPLES = 64
+
+
+def atomic_version(value: Any) -> tuple[str, str]:
+    """Return what differs whenever the value of an atomic object does."""
+    return type(value).__name__, repr(value)
+
+
+def content_version(pickled: Pickled) -> bytes:
+    """Return what differs when the value does: the digest of its pickle, and of its buffers.
+
+    Where these are more than `WHOLE_LIMIT` in all they are looked at here and there only; the
+    count of changes that every tensor keeps makes up for some of it.
+    """
+    first, *buffers = (memoryview(frame) for frame in pickled.frames)
+    digest = hashlib.blake2b(digest_size=16)
+    _add(digest, first)
+    in_full = is_compared_whole(pickled)
+    for buffer in buffers:
+        if in_full:
+            _add(digest, buffer)
+        else:
+            _add_samples(digest, buffer)
+    if pickled.is_sketch or not in_full:
+        digest.update(repr(pickled.versions).encode())
+    return digest.digest()
+
+
+def is_compared_whole(pickled: Pickled) -> bool:
+    """Say whether its `content_version` differs whenever a byte of it does."""
+    return pickled.size <= WHOLE_LIMIT
+
+
+def _add(digest: hashlib.blake2b, view: memoryview) -> None:
+    # Four times as fast as any hash in hashlib; no value is forged here.
+    digest.update(view if view.nbytes <= 16 * _SMALL else digest_of(view).encode())
+
+
+def _add_samples(digest: hashlib.blake2b, view: memoryview) -> None:
+    digest.update(str(view.nbytes).encode())
+    for start in range(0, view.nbytes, max(_SMALL, view.nbytes // _SAMPLES)):
+        digest.update(view[start : start + _SMALL])
+
+
+# --- what is said of variables that ranks have changed in place since they were sent ----------
+
+
+def done_there(name: str, value: Any, ranks: Collection[int], all_ranks: Collection[int]) -> str:
+    """Write `model was trained on the ranks since it was sent`."""
+    verb = "trained" if kind_of(value) <= OPTIMIZER else "changed"
+    where = "the ranks" if {*ranks} >= {*all_ranks} else name_ranks(ranks)
+    return f"{name} was {verb} on {where} since it was sent"
+
+
+def not_sent_text(done: str, names: Sequence[str]) -> str:
+    """Say that the notebook's change was not sent; `names` are to be pushed together."""
+    push, it = " ".join(names), "it" if len(names) == 1 else "them"
+    return (
+        f"{done}; the notebook's change was not sent: `%dist_push {push}` sends {it}, "
+        f"`%dist_gather {names[0]}` brings theirs"
+    )
+
+
+def lacking_text(done: str, name: str, ranks: Collection[int], without: Collection[int]) -> str:
+    """Say that other ranks lack it, and which two ways there are for them to get it."""
+    verb = "does" if len(without) == 1 else "do"
+    return (
+        f"{done}; {name_ranks(without)} {verb} not have it: "
+        f"`%dist_sync {name} --from {min(ranks)}` copies it, `%dist_push {name}` sends the "
+        "notebook's"
+    )
+
+
+def sharing_text(done: str, name: str, names: Sequence[str]) -> str:
+    """Say that another variable was not sent, as it shares objects with this one."""
+    return (
+        f"{done}; `{name}` shares objects with it and was not sent: "
+        f"`%dist_push {' '.join(names)}` sends them"
+    )
