@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, partial, wraps
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
@@ -47,13 +47,15 @@ def load(shell: InteractiveShell) -> None:
     """
     check_libraries()
     settings = NbDist(parent=shell)
-    link = prestart() if settings.prestart else None
+    link = Link() if settings.prestart else None
+    if link is not None:
+        link.open()  # an agent, whose fork server imports torch meanwhile
     # The rest of the extension is imported while the agent starts.
     from nbdist.notebook.command import find_commands
     from nbdist.notebook.pool import Pools
 
     pools = Pools(shell, settings)
-    pools.default.take_over(link)
+    pools.default.prestarted = link
     commands = [*find_commands()]
     shell.configurables.append(settings)  # type: ignore[arg-type]
     registered = [*register(shell, pools, commands)]
@@ -135,13 +137,6 @@ def _shut_down(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs:
     return original(*args, **kwargs)
 
 
-def prestart() -> Link:
-    """Start an agent, which has its fork server import torch meanwhile."""
-    link = Link()
-    link.open()
-    return link
-
-
 def unload(shell: InteractiveShell) -> None:
     """End the workers and leave the shell as it was."""
     pools, registered, help_given = _loaded.pop(shell)
@@ -184,9 +179,6 @@ class Wrapped:
         self._method = method
         setattr(holder, name, method)
 
-    def __repr__(self) -> str:
-        return f"<Wrapped {type(self._holder).__name__}.{self._name}>"
-
     def undo(self) -> None:
         """Have the object as it was."""
         self._is_on = False
@@ -212,13 +204,14 @@ def check_libraries() -> None:
     By what is installed: nothing is imported, torch least of all.  A library that is not
     there is not looked at; the workers' Python may be another one.
     """
-    for name, wanted in _ranges():
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            continue
-        if not is_within(found, wanted):
-            raise WrongVersion(name, found, wanted)
+    try:
+        ours = requires("nbdist") or []
+    except PackageNotFoundError:  # run from its folder, without having been installed
+        return
+    for name, wanted in (found.groups() for found in map(REQUIREMENT.match, ours) if found):
+        with suppress(PackageNotFoundError):
+            if not is_within(found := version(name), wanted.strip()):
+                raise WrongVersion(name, found, wanted.strip())
 
 
 def is_within(found: str, wanted: str) -> bool:
@@ -231,14 +224,6 @@ def is_within(found: str, wanted: str) -> bool:
     except InvalidVersion:  # a name of the user's own, which says nothing
         return True
     return SpecifierSet(wanted).contains(release)
-
-
-def _ranges() -> list[tuple[str, str]]:
-    try:
-        lines = requires("nbdist") or []
-    except PackageNotFoundError:  # run from its folder, without having been installed
-        return []
-    return [(found[1], found[2].strip()) for line in lines if (found := REQUIREMENT.match(line))]
 
 
 # --- what stands below `%load_ext nbdist` in the same cell ------------------------------------
@@ -256,9 +241,6 @@ class RestOfCell:
         self._wrapped = Wrapped(shell, "run_code", self._run_code)
         for event in ("pre_run_cell", "post_run_cell"):
             shell.events.register(event, self._end)
-
-    def __repr__(self) -> str:
-        return f"<RestOfCell {'was run' if self._has_run else 'is to be run'}>"
 
     async def _run_code(
         self,
@@ -310,9 +292,6 @@ class Border:
     def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
         self._pools = pools
         self._names = [each.shown_name for each in commands]
-
-    def __repr__(self) -> str:
-        return f"<Border of {self._pools}>"
 
     def show_traceback(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stand around `InteractiveShell.showtraceback`: only what is said of the error changes."""

@@ -11,7 +11,7 @@ from nbdist.errors import ForkedProcess, Interrupted, UsageError
 from nbdist.hosts import LOCAL
 from nbdist.notebook.display import Page, make_display
 from nbdist.notebook.free_names import Gathered, assigned_in, names_bound
-from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, at_next_prompt, is_in_subshell
+from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, is_in_subshell
 from nbdist.notebook.jobs import Background
 from nbdist.notebook.options import check_same, given
 from nbdist.notebook.outcome import Why, idle_end, why_died
@@ -58,9 +58,6 @@ class AutoMode:
         self.ran: dict[int, str] = {}
         self.loaded: set[str] = set()
 
-    def __repr__(self) -> str:
-        return f"<AutoMode {'off' if self.pool is None else f'on for {self.pool}'}>"
-
     @property
     def is_on(self) -> bool:
         """Whether plain cells run on the workers."""
@@ -72,6 +69,7 @@ class Pool:
 
     `last` is the cell that ran last, `ended` are the displays of earlier ones, `why` is the
     last failure, `failed` the rank that was first in it, with its error, `failed_at` when.
+    `prestarted` leads to the agent that `%load_ext` has started, until the first world has it.
     """
 
     def __init__(
@@ -79,15 +77,15 @@ class Pool:
         shell: InteractiveShell,
         settings: NbDist,
         name: str,
-        auto: AutoMode | None = None,
-        stop: IdleStop | None = None,
-        gathered: Gathered | None = None,
+        auto: AutoMode,
+        stop: IdleStop,
+        gathered: Gathered,
     ) -> None:
         self.shell = shell
         self.settings = settings
         self.name = name
-        self.auto = auto or AutoMode()
-        self.gathered = gathered or Gathered(shell.user_ns)
+        self.auto = auto
+        self.gathered = gathered
         self.world: World | None = None
         self.last: RunningTask | None = None
         self.ended = Ended()
@@ -98,9 +96,9 @@ class Pool:
         self.page = Page()
         self.shown_size = 0
         self._displayed_in = 0  # so many cells had been typed then
-        self._link: Link | None = None
+        self.prestarted: Link | None = None
         self._idle = IdleWatch(self._notice)
-        self.background = Background(self._idle, stop or IdleStop())
+        self.background = Background(self._idle, stop)
 
     def __repr__(self) -> str:
         return f"<Pool {self.name} {self.world}>"
@@ -166,10 +164,6 @@ class Pool:
 
     # --- life -----------------------------------------------------------------------------
 
-    def take_over(self, link: Link | None) -> None:
-        """Have the agent that `%load_ext` started, for the first world."""
-        self._link = link
-
     def ensure(self, options: argparse.Namespace, display: CellDisplay) -> World:
         """Give the running world, or start one; UsageError when the options describe another."""
         if (world := self.mended(display)) is not None:
@@ -190,7 +184,11 @@ class Pool:
             display.note(said)
         if self.world is not None:
             _complete_shutdown(self.world)
-            _wait_for_stop(self.world, display)
+            running = self.world.session.running
+            if running is not None and running.is_stopping and running.unfinished:
+                late = name_ranks(running.unfinished)
+                display.wait_for(f"waiting for {late} to leave the stopped cell …")
+                self.world.session.wait_for_stop()
             self._mend(self.world, display)
         self.show_late()
         for text in self.ended.take_texts():
@@ -205,10 +203,8 @@ class Pool:
 
     def attach(self, world: World) -> None:
         """Have a world that was there already, and not the agent that `%load_ext` started."""
-        link, self._link = self._link, None
         self._started(world)
-        if link is not None:
-            link.close()
+        self._close_prestarted()
 
     def restart(
         self, options: argparse.Namespace, keep: Sequence[str], display: CellDisplay
@@ -230,12 +226,10 @@ class Pool:
 
     def shutdown(self) -> str:
         """End the workers and the agent; say what became of them, "" where there were none."""
-        had_workers, link = self.has_workers, self._link
+        had_workers = self.has_workers
         self.background.lose("its workers were shut down")
-        self._link = None
         self._idle.stop()
-        if link is not None:
-            link.close()
+        self._close_prestarted()
         left = self.world.session.shutdown() if self.world is not None else ""
         # Not before: where Stop ends the wait, the next `%dist_shutdown` has to find it.
         self.world = None
@@ -255,17 +249,20 @@ class Pool:
             link.detach()
         elif link is not None:
             link.close()
-        if self._link is not None:
-            self._link.close()
-        self._link = None
+        self._close_prestarted()
+
+    def _close_prestarted(self) -> None:
+        link, self.prestarted = self.prestarted, None
+        if link is not None:
+            link.close()
 
     def _new_world(self, options: argparse.Namespace) -> World:
         config = self.world.session.config if self.world else WorldConfig(pool=self.name)
         world = World(**vars(config.but(**given(options))))
         world.session.namespace = self.shell.user_ns  # an embedded shell's is not `__main__`'s
-        if self._link is not None and world.session.config.launched_by == LOCAL:
-            world.session.adopt(self._link)
-            self._link = None
+        if self.prestarted is not None and world.session.config.launched_by == LOCAL:
+            world.session.adopt(self.prestarted)
+            self.prestarted = None
         return world
 
     def _start(self, world: World, display: CellDisplay) -> None:
@@ -288,12 +285,6 @@ class Pool:
         self._watch_while_idle()
 
     # --- while no cell runs ---------------------------------------------------------------
-
-    def notice_bound(self, names: Collection[str]) -> None:
-        """Count what a cell of the notebook has bound as the notebook's."""
-        if self.world is not None:
-            own = [name for name in names if name not in self.gathered]
-            self.world.session.names.bound_in_notebook(own)
 
     def bind_gathered(
         self, found: Mapping[str, Any], theirs: Sequence[str], ranks: Collection[int]
@@ -377,15 +368,6 @@ def _complete_shutdown(world: World) -> None:
         world.shutdown()
 
 
-def _wait_for_stop(world: World, display: CellDisplay) -> None:
-    """Wait for ranks that had not left a stopped cell when it gave control back."""
-    running = world.session.running
-    if running is not None and running.is_stopping and running.unfinished:
-        late = name_ranks(running.unfinished)
-        display.wait_for(f"waiting for {late} to leave the stopped cell …")
-        world.session.wait_for_stop()
-
-
 # --- all pools of a notebook ------------------------------------------------------------------
 
 
@@ -400,9 +382,6 @@ class Pools:
         self._stop = IdleStop()
         self.gathered = Gathered(shell.user_ns)
         self._pools = {DEFAULT_POOL: self._new(DEFAULT_POOL)}
-
-    def __repr__(self) -> str:
-        return f"<Pools {[*self]}>"
 
     def __iter__(self) -> Iterator[Pool]:
         yield from self._pools.values()
@@ -429,16 +408,20 @@ class Pools:
 
     def notice_names(self, result: ExecutionResult) -> None:
         """Count what a cell has bound as the notebook's; called by IPython after each."""
+        prompt: Any = getattr(self.shell, "pt_app", None)  # a terminal's
         for pool in self:
             pool.show_background()
-            at_next_prompt(self.shell, pool.watch_prompt)
+            if prompt is not None:
+                prompt.app.pre_run_callables.append(pool.watch_prompt)
         cell = getattr(result.info, "raw_cell", None) or ""
         bound = self._bound_by(cell)
         if bound and result.success:
             self.gathered.add(assigned_in(self.shell.transform_cell(cell)))
         self.gathered.bound_in_notebook(bound)
         for pool in self:
-            pool.notice_bound(bound)
+            if pool.world is not None:
+                own = [name for name in bound if name not in self.gathered]
+                pool.world.session.names.bound_in_notebook(own)
 
     def leave(self) -> None:
         """Have cells that run be left: the kernel is about to end; called in any thread."""
