@@ -29,22 +29,15 @@ if TYPE_CHECKING:
     from nbdist.world.running import RunningTask
 
 
-def sending_options(magic: Magic) -> Magic:
-    """Add `--no-wait`, `-o` and `--timeout`."""
-    # fmt: off
-    options = (
-        argument("--no-wait", action="store_true", help="return at once and keep showing the "
-            "output while the notebook does other things; -o gives a Job to wait for"),
-        argument("-o", "--out", metavar="NAME", help="store the result as NAME, a mapping from"
-                 " rank to the last value; with --no-wait a Job: NAME.wait(), .done(), .result(),"
-                 " .interrupt()"),
-        argument("--timeout", metavar="SECONDS", type=number_of_seconds("--timeout"),
-                 help="stop the cell after SECONDS, as Stop does"),
-    )
-    # fmt: on
-    for add in reversed(options):
-        magic = add(magic)
-    return magic
+sending_options = (
+    argument("--no-wait", action="store_true", help="return at once and keep showing the "
+        "output while the notebook does other things; -o gives a Job to wait for"),
+    argument("-o", "--out", metavar="NAME", help="store the result as NAME, a mapping from"
+             " rank to the last value; with --no-wait a Job: NAME.wait(), .done(), .result(),"
+             " .interrupt()"),
+    argument("--timeout", metavar="SECONDS", type=number_of_seconds("--timeout"),
+             help="stop the cell after SECONDS, as Stop does"),
+)  # fmt: skip
 
 
 def send(line: Line, steps: Steps) -> None:
@@ -140,7 +133,7 @@ _POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
         "--setup", action="store_true", help="run the cell again in every worker that is restarted"
     ),
     restarts_option,
-    sending_options,
+    *sending_options,
     *(each.add for each in CELL_OPTIONS),
     argument(
         "--here-too",

@@ -20,7 +20,7 @@ from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.figures import Below
-from nbdist.notebook.options import Magic, ranks_option
+from nbdist.notebook.options import ranks_option
 from nbdist.output.ansi import strip
 from nbdist.output.fingerprint import normal
 from nbdist.output.text import whole_text
@@ -75,25 +75,18 @@ NO_FILES = (
 )
 
 
-def log_options(magic: Magic) -> Magic:
-    """Add what chooses lines of the log files."""
-    # fmt: off
-    options = (
-        argument("--tail", metavar="N", type=TAIL, default=50,
-                 help="log: number of lines per rank (50)"),
-        argument("--grep", metavar="PATTERN", help="log: only lines that match this pattern"),
-        argument("--stdout", action="store_true", help="log: only what went to stdout"),
-        argument("--stderr", action="store_true", help="log: only what went to stderr"),
-        argument("--attempt", metavar="N", type=ATTEMPT,
-                 help="log: of attempt N (0 = first start)"),
-    )
-    # fmt: on
-    for add in reversed(options):
-        magic = add(magic)
-    return magic
+log_options = (
+    argument("--tail", metavar="N", type=TAIL, default=50,
+             help="log: number of lines per rank (50)"),
+    argument("--grep", metavar="PATTERN", help="log: only lines that match this pattern"),
+    argument("--stdout", action="store_true", help="log: only what went to stdout"),
+    argument("--stderr", action="store_true", help="log: only what went to stderr"),
+    argument("--attempt", metavar="N", type=ATTEMPT,
+             help="log: of attempt N (0 = first start)"),
+)  # fmt: skip
 
 
-@command(ranks_option, log_options, looks=True, short_for="`%dist_output --log`")
+@command(ranks_option, *log_options, looks=True, short_for="`%dist_output --log`")
 def dist_log(line: Line) -> Shown:
     """Show the last lines of each rank's log, equal lines once, and the files' names.
 
@@ -388,7 +381,7 @@ LINES_AGAIN = 1000
     ),
     argument("--failed", action="store_true", help="the last failure, also after a restart"),
     argument("--log", action="store_true", help="the last lines of the ranks' log files"),
-    log_options,
+    *log_options,
     looks=("log", "failed"),
 )
 def dist_output(line: Line) -> Shown | str | None:
@@ -450,9 +443,6 @@ class MovingPicture:
     def __init__(self, display: CellDisplay) -> None:
         self._display = display
         self._lines = 0
-
-    def __repr__(self) -> str:
-        return f"<MovingPicture of {self._lines} lines>"
 
     def show(self, shown: Shown) -> None:
         """Put this in its place."""

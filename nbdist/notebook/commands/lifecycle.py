@@ -158,7 +158,7 @@ def dist_scale(line: Line) -> str:
         "notebook"
         "",
     ),
-    sending_options,
+    *sending_options,
 )
 def dist_attach(line: Line) -> str | None:
     """Connect to workers that were started with `--detach` and whose notebook has ended.
