@@ -237,9 +237,6 @@ class AutoCells:
         self._pools = pools
         self._mode = pools.auto
 
-    def __repr__(self) -> str:
-        return f"<AutoCells {self._mode}>"
-
     def sent(self, code: str, tags: Iterable[str] = ()) -> str:
         """Return the cell that IPython is to run in place of a typed one."""
         mode = self._mode

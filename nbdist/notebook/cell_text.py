@@ -367,11 +367,6 @@ def execution_count(shell: InteractiveShell) -> int:
     return max(1, len(inputs) - 1)
 
 
-def cell_key(shell: InteractiveShell, source: str) -> str:
-    """Identify a cell: by the front end's id of it, else by its source."""
-    return cell_id(shell) or source
-
-
 def cell_id(shell: InteractiveShell) -> str:
     """Give the front end's id of the cell that is running; "" where it gives none."""
     parent: Any = getattr(shell, "get_parent", dict)()  # a terminal's shell has none

@@ -13,17 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbdist.errors import (
-    CellTimeout,
-    Interrupted,
-    NbdistError,
-    WorkerDied,
-    WorldNotStarted,
-)
+from nbdist.errors import CellTimeout, Interrupted, NbdistError, WorkerDied, WorldNotStarted
 from nbdist.notebook.cell_text import (
     as_magic,
     cell_id,
-    cell_key,
     check_commands,
     check_source,
     execution_count,
@@ -54,7 +47,6 @@ if TYPE_CHECKING:
     from nbdist.notebook.jobs import Steps
     from nbdist.notebook.pool import Pool
     from nbdist.notebook.transfer import Shipment
-    from nbdist.output.events import RankError
     from nbdist.output.transcript import Transcript
     from nbdist.wire.work import Task, Work
     from nbdist.world.names import NameTable, Shipped
@@ -102,7 +94,7 @@ def source_steps(
     check_commands(python, world.session.names, task.ranks, pool.shell.user_ns)
     how = RunOptions()
     if options:
-        setup = cell_key(pool.shell, source) if options.setup else ""
+        setup = (cell_id(pool.shell) or source) if options.setup else ""
         how = run_options(world, options, setup)
     hidden = pool.shell.user_ns_hidden
     pack = partial(plan, python, ranks=task.ranks, hidden=hidden, gathered=pool.gathered)
@@ -342,7 +334,8 @@ def check_end(
         world.session.told(killed)
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, killed, fate)
-    running.lacking = running.lacking or _not_sent_text(pool, cause)
+    if not running.lacking and cause and (name := undefined_name(cause[1])) in pool.gathered:
+        running.lacking = f"{gathered_text(name)}."
     if error := running.error():
         world.session.told(running.fated)
         _keep_why(pool, running)
@@ -351,12 +344,6 @@ def check_end(
         if pool.routine.hint and isinstance(error, WorkerDied):
             error.add(f"{pool.routine.hint}.")
         raise error
-
-
-def _not_sent_text(pool: Pool, cause: tuple[int, RankError] | None) -> str:
-    """Say why ranks lack a variable that the notebook has; "" where that is not what failed."""
-    name = undefined_name(cause[1]) if cause else ""
-    return f"{gathered_text(name)}." if name in pool.gathered else ""
 
 
 def bring(
@@ -401,9 +388,6 @@ def bind(
     check_end(pool, world, running)
 
 
-# --- its last values --------------------------------------------------------------------
-
-
 def result_of(pool: Pool, world: World, running: RunningTask) -> CellResult[Any]:
     """Make the result of a cell: its last value on each rank, big ones brought when asked for."""
     values = last_values(world.session, running, partial(bring, pool, world))
@@ -414,9 +398,6 @@ def _keep_why(pool: Pool, running: RunningTask) -> None:
     """Keep the failure, if it is one, for `%dist_why`."""
     if error := running.error():
         pool.why = why_of(running, error, pool.log_files()) or pool.why
-
-
-# --- what is said below a cell ----------------------------------------------------------------
 
 
 def stale_texts(transcript: Transcript) -> Iterator[str]:

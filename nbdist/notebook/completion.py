@@ -66,9 +66,6 @@ class Completion:
         self._pools = pools
         self._commands = {each.name: each for each in commands}
 
-    def __repr__(self) -> str:
-        return f"<Completion for {self._pools}>"
-
     # --- around the kernel's methods ----------------------------------------------------------
 
     def complete(self, original: Callable[..., Any], code: str, cursor_pos: int | None) -> Any:
@@ -302,9 +299,6 @@ class WhileBusy:
         self._completion = completion
         self._runs_cell = False
         self._is_asked = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<WhileBusy, {'a cell runs' if self._runs_cell else 'idle'}>"
 
     @property
     def is_possible(self) -> bool:

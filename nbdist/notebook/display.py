@@ -385,15 +385,13 @@ class Page:
     def __init__(self) -> None:
         self._session = ""
 
-    def __repr__(self) -> str:
-        return f"<Page {self._session}>"
-
     def has_missed(self, shell: InteractiveShell, last: RunningTask | None) -> bool:
         """Say whether the page that runs this cell was loaded after `last` had begun, a long one.
 
         Once for each page.
         """
-        before, self._session = self._session, session_of(shell)
+        parent: Any = getattr(shell, "get_parent", dict)()  # a terminal's shell has none
+        before, self._session = self._session, str(parent.get("header", {}).get("session", ""))
         is_another = bool(before and self._session) and before != self._session
         return is_another and last is not None and last.transcript.elapsed() >= LONG_CELL
 
@@ -404,9 +402,3 @@ def missed(last: RunningTask, logs: Mapping[int, str]) -> Shown:
     title = RELOADED.format(" the last cell" if number is None else f" cell [{number}]")
     html = panel(details(dim(title), panel_html(shown), GREY, is_open=False))
     return Shown(html, f"{title}\n{panel_text(shown)}")
-
-
-def session_of(shell: InteractiveShell) -> str:
-    """Return the session of who has sent the cell that runs; "" in a terminal."""
-    parent: Any = getattr(shell, "get_parent", dict)()
-    return str(parent.get("header", {}).get("session", ""))

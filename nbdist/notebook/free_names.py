@@ -311,9 +311,6 @@ class Gathered:
         self._values: dict[str, Identity] = {}
         self._of_this_cell: set[str] = set()
 
-    def __repr__(self) -> str:
-        return f"<Gathered {[name for name in self._values if name in self]}>"
-
     def __contains__(self, name: object) -> bool:
         value = self._values.get(name) if isinstance(name, str) else None
         return value is not None and value.is_still(self._namespace.get(str(name), _NOTHING))

@@ -21,7 +21,7 @@ BIG = 64 * 1024 * 1024
 """From this many bytes on a notice is shown before something is sent."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Shipment:
     """Names with their values, ready to travel.
 
@@ -44,9 +44,6 @@ class Shipment:
     stays: Mapping[int, frozenset[str]] = field(default_factory=dict)
     big: tuple[str, ...] = ()
 
-    def __repr__(self) -> str:
-        return f"<Shipment {', '.join(self.names) or 'of nothing'}, {format_size(self.bytes)}>"
-
     def packing(self, *, alone: bool = False) -> Generator[int, None, Packing]:
         """Make its payload; yields how many bytes have been copied so far.
 
@@ -62,12 +59,9 @@ class Shipment:
             name: replace(record, kept=kept) if name in self.many else record
             for name, record in self.records.items()
         }
-        left = shipped.size - shipped.copied
-        note = (
-            f"{format_size(left)} of that have not changed and were not sent again"
-            if left >= BIG
-            else ""
-        )
+        note, left = "", shipped.size - shipped.copied
+        if left >= BIG:
+            note = f"{format_size(left)} of that have not changed and were not sent again"
         # It is closed with the last record that has it.
         return Packing(payload, segment if kept is None else None, records, note)
 
@@ -116,9 +110,6 @@ class Progress:
         self._what = what
         self._started = time.monotonic()
         self._next = self._started + FIRST_SHOWN
-
-    def __repr__(self) -> str:
-        return f"<Progress of {self._what}>"
 
     def at(self, done: int, total: int) -> None:
         """Show it, if it is time."""

@@ -92,7 +92,7 @@ def script_of(program: Sequence[str], options: argparse.Namespace) -> Script:
              help="pass --local-rank=N as the first argument"),
     ranks_option,
     restarts_option,
-    sending_options,
+    *sending_options,
     world_options,
     split=split_line,
 )  # fmt: skip
@@ -159,9 +159,6 @@ class RanksDebugger:
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
-
-    def __repr__(self) -> str:
-        return f"<RanksDebugger of {self._pools}>"
 
     def debug(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stand around `InteractiveShell.debugger`, which IPython calls for both magics."""
@@ -245,9 +242,12 @@ def headline(found: Mapping[int, Memory]) -> str:
 def rows(found: Mapping[int, Memory]) -> list[tuple[str, ...]]:
     """Lay out headings, and a row for all ranks whose figures are the same."""
     same = fold_ranks({rank: tuple(_figures(memory)) for rank, memory in found.items()})
-    table = [PER_RANK, *((format_ranks(ranks), *figures) for figures, ranks in same.items())]
-    # Without GPUs there are no columns for them.
-    used = [i for i, column in enumerate(zip(*table, strict=True)) if any(column[1:])]
+    return in_use([PER_RANK, *((format_ranks(on), *figures) for figures, on in same.items())])
+
+
+def in_use(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Leave out columns with a heading only: without GPUs there are none for them."""
+    used = [index for index, column in enumerate(zip(*table, strict=True)) if any(column[1:])]
     return [tuple(row[index] for index in used) for row in table]
 
 
@@ -275,20 +275,12 @@ def names(found: Mapping[int, Memory], held: Iterable[tuple[int, Held]]) -> list
     if not largest:
         return []
     is_on_gpu = any(each.device != "cpu" for each in largest)
-    headings = ("size", "name", "what", *(("device",) if is_on_gpu else ()), "ranks")
-    return [
-        headings,
-        *(
-            (
-                size_text(each.size),
-                each.name,
-                each.kind,
-                *((each.device,) if is_on_gpu else ()),
-                "all" if len(on[each]) == len(found) else format_ranks(on[each]),
-            )
-            for each in largest
-        ),
-    ]
+    table = [("size", "name", "what", "device", "ranks")]
+    for each in largest:
+        device = each.device if is_on_gpu else ""
+        ranks = "all" if len(on[each]) == len(found) else format_ranks(on[each])
+        table.append((size_text(each.size), each.name, each.kind, device, ranks))
+    return in_use(table)
 
 
 TITLES = ("memory", "GPU tensors", "GPU held by torch")
