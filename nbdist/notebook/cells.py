@@ -28,7 +28,7 @@ from nbdist.notebook.idle import met_stops, raised_stops
 from nbdist.notebook.options import at_once
 from nbdist.notebook.outcome import last_values, why_of
 from nbdist.notebook.shipping import plan
-from nbdist.notebook.transfer import Progress, on_its_way_text, packed, words_only
+from nbdist.notebook.transfer import Progress, Shipment, on_its_way_text, packed
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call, Source
 from nbdist.words import name_ranks
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.jobs import Steps
     from nbdist.notebook.pool import Pool
-    from nbdist.notebook.transfer import Shipment
     from nbdist.output.transcript import Transcript
     from nbdist.wire.work import Task, Work
     from nbdist.world.names import NameTable, Shipped
@@ -204,7 +203,7 @@ def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment 
     world.session.names.changed_in_place(changed)
     if names is not world.session.names:
         names.changed_in_place(changed)
-    again = pack(names) or words_only(())
+    again = pack(names) or Shipment()
     return replace(again, notices=(*shipment.notices, *again.notices))
 
 

@@ -33,11 +33,11 @@ class Shipment:
     which names a rank is not to bind, as it has them.
     """
 
-    names: tuple[str, ...]
-    frames: Sequence[Buffer]
-    bytes: int
-    notices: tuple[str, ...]
-    records: Mapping[str, Shipped]
+    notices: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    frames: Sequence[Buffer] = ()
+    bytes: int = 0
+    records: Mapping[str, Shipped] = field(default_factory=dict)
     known: tuple[Kept, ...] = ()
     many: frozenset[str] = frozenset()
     replaces: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -50,9 +50,7 @@ class Shipment:
         What the ranks were sent before, and has not changed, is not copied again, unless it is
         to stand `alone`: for as long as anybody likes.
         """
-        with closing(Steps(packing_changed(self.frames, () if alone else self.known))) as steps:
-            yield from steps
-        shipped = steps.made
+        shipped = yield from packing_changed(self.frames, () if alone else self.known)
         payload, segment = shipped.packed
         kept = shipped.kept if self.many and not alone else None
         records = {
@@ -64,11 +62,6 @@ class Shipment:
             note = f"{format_size(left)} of that have not changed and were not sent again"
         # It is closed with the last record that has it.
         return Packing(payload, segment if kept is None else None, records, note)
-
-
-def words_only(notices: Sequence[str]) -> Shipment:
-    """Make one that has only something to say."""
-    return Shipment((), (), 0, (*notices,), {})
 
 
 @dataclass(frozen=True, slots=True)
