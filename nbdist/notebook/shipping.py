@@ -17,12 +17,12 @@ from typing import Any
 
 from nbdist.errors import UsageError, VariableNotSent
 from nbdist.notebook.free_names import dotted_names, names_used
-from nbdist.notebook.transfer import BIG, Shipment, format_size
+from nbdist.notebook.transfer import BIG, Shipment
 from nbdist.values.definitions import SYSTEM_NAMES, Import
 from nbdist.values.payload import OPTIMIZER, Identity, is_atomic, kind_of, size_of
 from nbdist.values.pickling import Pickled, digest_of, join, pickle
 from nbdist.values.unpicklable import PICKLING_ERRORS, fails_in, parts, unshippable
-from nbdist.words import count, format_ranks, name_ranks
+from nbdist.words import count, format_ranks, name_ranks, size_text
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped, check_are_free
 
 _MISSING = object()
@@ -403,7 +403,7 @@ class _Plan:
             return
         blame = [f", most of it in {path}" for name in group if (path := self._heaviest(name))]
         self._big.append(
-            f"{', '.join(group)} ({format_size(size)}{''.join(blame)}) "
+            f"{', '.join(group)} ({size_text(size)}{''.join(blame)}) "
             f"to {count(len(self._ranks), 'rank')}"
         )
 

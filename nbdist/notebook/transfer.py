@@ -59,7 +59,7 @@ class Shipment:
         }
         note, left = "", shipped.size - shipped.copied
         if left >= BIG:
-            note = f"{format_size(left)} of that have not changed and were not sent again"
+            note = f"{size_text(left)} of that have not changed and were not sent again"
         # It is closed with the last record that has it.
         return Packing(payload, segment if kept is None else None, records, note)
 
@@ -75,14 +75,6 @@ class Packing:
     segment: Segment | None
     records: Mapping[str, Shipped]
     note: str
-
-
-def format_size(size: int) -> str:
-    """Write a number of bytes: `200 MB`, `1.2 GB`."""
-    for unit, bound in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= bound:
-            return f"{size / bound:.1f} {unit}" if unit == "GB" else f"{size / bound:.0f} {unit}"
-    return f"{size} bytes"
 
 
 # --- how far values have come on their way, shown where it takes longer than a moment ---------

@@ -20,7 +20,7 @@ from nbdist.notebook.shipping import push
 from nbdist.notebook.transfer import moved, packed
 from nbdist.readers import whole_number
 from nbdist.wire.work import Call
-from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line
+from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line, size_text
 from nbdist.world import exchange
 from nbdist.world.exchange import Scatter
 from nbdist.world.names import list_names
@@ -269,7 +269,7 @@ def dist_snapshot(line: Line) -> str:
     again = f"again after every {count(routine.every, 'cell')}" if every else ""
     left = "; ".join(f"{name} ({why})" for name, why in taken.left_out.items())
     left = left and f"left out: {left}"
-    parts = [saved, _size(taken.size), left, again, wanted.hint, str(taken.folder)]
+    parts = [saved, size_text(taken.size), left, again, wanted.hint, str(taken.folder)]
     return " · ".join(filter(None, parts))
 
 
@@ -341,14 +341,4 @@ def _row(taken: Snapshot) -> tuple[str, str, str, str, str]:
     if taken.problem:
         return taken.key, "", "", "", f"damaged: {taken.problem}"
     what = list_names(taken.names)
-    return taken.key, taken.clock, str(len(taken.parts)), _size(taken.size), what
-
-
-def _size(number: int) -> str:
-    """Write `820 kB`, `1.2 GB`."""
-    if number < 1000:
-        return f"{number} B"
-    for power, unit in ((6, "kB"), (9, "MB")):
-        if number < 10**power:
-            return f"{number / 10 ** (power - 3):.1f} {unit}"
-    return f"{number / 10**9:,.1f} GB"
+    return taken.key, taken.clock, str(len(taken.parts)), size_text(taken.size), what

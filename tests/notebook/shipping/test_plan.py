@@ -180,7 +180,7 @@ def test_big_values_are_announced(house: Any) -> None:
     house.notebook.names["corpus"] = b"x" * 200_000_000
     shipment = plan("len(corpus)", house.table, (0, 1, 2, 3))
     assert shipment
-    assert shipment.big == ("corpus (200 MB) to 4 ranks",)
+    assert shipment.big == ("corpus (191 MiB) to 4 ranks",)
     assert shipment.bytes > 200_000_000
     packing = to_end(shipment.packing())
     assert packing.segment
@@ -196,7 +196,9 @@ def test_a_function_that_drags_a_big_value_along_is_told_apart(house: Any) -> No
     )
     shipment = plan("batches()", house.table, ALL)
     assert shipment
-    assert shipment.big == ("batches (70 MB, most of it in batches.<closure>.corpus) to 2 ranks",)
+    assert shipment.big == (
+        "batches (66.8 MiB, most of it in batches.<closure>.corpus) to 2 ranks",
+    )
     house.send(shipment)
     assert house.distributed("batches()") == 70_000_000
 

@@ -199,11 +199,11 @@ def test_one_entry_of_a_big_dict(house: Any, monkeypatch: pytest.MonkeyPatch):
     house.notices.clear()
     total = "float(sum(each.sum() for each in data.values())), len(data)"
     assert house.distributed(total) == (45e6 + 1, 10)
-    assert house.notices[-1] == "72 MB of that have not changed and were not sent again"
+    assert house.notices[-1] == "68.7 MiB of that have not changed and were not sent again"
     assert house.names("data") == set()
     house.cell("data['new'] = torch.ones(1_000_000).double(); del data[0]")
     assert house.distributed(total) == (46e6 + 1, 10)
-    assert house.notices[-1].startswith("72 MB")
+    assert house.notices[-1].startswith("68.7 MiB")
     house.cell("data['new'][5] += 1")
     assert house.distributed(total) == (46e6 + 2, 10)
 

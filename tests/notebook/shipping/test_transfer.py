@@ -220,7 +220,7 @@ def test_a_big_array(slow: Notebook):
     """It is announced with its size; one number of it, changed in place, arrives on all ranks."""
     slow.run("data = np.zeros(9_000_000)")
     outcome = slow.run("%%distributed\nprint(data.sum())")
-    assert "sent data (72 MB) to 2 ranks" in outcome.text
+    assert "sent data (68.7 MiB) to 2 ranks" in outcome.text
     drawn = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
     assert any(each.startswith("sending data") for each in drawn)
     slow.run("data[7_777_777] = 5")
