@@ -242,18 +242,14 @@ def _attempt(
 # --- following --------------------------------------------------------------------------
 
 
-def follow(pool: Pool, world: World, running: RunningTask, display: CellDisplay | None) -> None:
-    """Show a task (or not) until it ends, or Stop has given control back.
-
-    What a rank wants typed is asked for below all that it has said, once somebody waits.
-    """
-    through(follow_steps(pool, world, running, display))
-
-
 def follow_steps(
     pool: Pool, world: World, running: RunningTask, display: CellDisplay | None
 ) -> Generator[RunningTask, float | None, None]:
-    """Do the same a step at a time; a Stop is met, wherever in it one comes."""
+    """Show a task (or not) until it ends, or Stop has given control back; a step at a time.
+
+    What a rank wants typed is asked for below all that it has said, once somebody waits.
+    A Stop is met, wherever in a step it comes.
+    """
     with met_stops(partial(world.session.meet_stop, running)):
         yield from _follow_steps(pool, world, running, display)
 
@@ -382,7 +378,7 @@ def bind(
         pool.tell_of_deaths(world, display or pool.display(), machines)
         if display:
             pool.last = running
-        follow(pool, world, running, display)
+        through(follow_steps(pool, world, running, display))
         display = None
     check_end(pool, world, running)
 

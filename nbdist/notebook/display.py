@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from IPython.display import clear_output, display, update_display
 
-from nbdist.notebook.cell_text import cell_magic
+from nbdist.notebook.cell_text import cell_magic, request_of
 from nbdist.notebook.figures import EMPTY, NOTHING, Below, can_draw, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.final import final_layout
@@ -390,8 +390,8 @@ class Page:
 
         Once for each page.
         """
-        parent: Any = getattr(shell, "get_parent", dict)()  # a terminal's shell has none
-        before, self._session = self._session, str(parent.get("header", {}).get("session", ""))
+        session = str(request_of(shell).get("header", {}).get("session", ""))
+        before, self._session = self._session, session
         is_another = bool(before and self._session) and before != self._session
         return is_another and last is not None and last.transcript.elapsed() >= LONG_CELL
 

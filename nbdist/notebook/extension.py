@@ -108,7 +108,7 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
             (kernel, "do_complete", completion.complete),
             (kernel, "do_inspect", completion.inspect),
             (kernel, "do_execute", auto.do_execute),
-            (kernel, "do_shutdown", partial(_shut_down, pools)),
+            (kernel, "do_shutdown", pools.do_shutdown),
         ]
     else:
         wanted += [
@@ -129,12 +129,6 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     for each in wrapped:
         stack.callback(each.undo)
     return stack
-
-
-def _shut_down(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Have no cell be stopped that is to go on; called in the kernel's control thread."""
-    pools.leave()
-    return original(*args, **kwargs)
 
 
 def unload(shell: InteractiveShell) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+from nbdist.notebook.cell_text import request_of
 from nbdist.notebook.display import REDRAW
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Failure, Output, Text, Update, Visible, plain_of
@@ -234,8 +235,7 @@ def _text_of(output: Output) -> str:
 
 def is_in_subshell(shell: InteractiveShell) -> bool:
     """Say whether the cell that asks runs in one."""
-    parent: Any = getattr(shell, "get_parent", dict)()  # a terminal's shell has none
-    return parent.get("header", {}).get("subshell_id") is not None
+    return request_of(shell).get("header", {}).get("subshell_id") is not None
 
 
 # --- stop (SIGINT) where it must not raise ----------------------------------------------------

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from nbdist.world.world import World
 
 
-RANKS = re.compile(r"(?:^|(?<=\s))(?:-r|--ranks)(?:\s*=\s*|\s+)(\[[^\]]*\]|\S+)")
+POOL = re.compile(r"(?<!\S)--pool(?:\s*=\s*|\s+)(\S+)")
+
+RANKS = re.compile(r"(?<!\S)(?:-r|--ranks)(?:\s*=\s*|\s+)(\[[^\]]*\]|\S+)")
 """`-r -1,0` would be read as an option without a value, and `-r [0, 2]` as two words."""
 
 QUOTED = re.compile(r"""(?<!\S)(--[\w-]+)(?:=|\s+)(\w+=)?(["'])(.*?)\3(?!\S)""")

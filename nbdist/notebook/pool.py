@@ -26,7 +26,7 @@ from nbdist.world.world import World
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from typing import Any
 
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -208,21 +208,19 @@ class Pool:
 
     def restart(
         self, options: argparse.Namespace, keep: Sequence[str], display: CellDisplay
-    ) -> World:
+    ) -> None:
         """Have new workers, as the ones before but for what the options say."""
         world, changes = self.world, given(options)
         if world is None:
-            world = self._new_world(options)
-            self._start(world, display)
-        else:
-            _complete_shutdown(world)
-            display.wait_for("restarting")
-            world.restart(keep=keep, **changes)
-            self.background.lose("its workers were restarted")
-            self._started(world)
-            if changes and world.session.warning:
-                display.note(world.session.warning)
-        return world
+            self._start(self._new_world(options), display)
+            return
+        _complete_shutdown(world)
+        display.wait_for("restarting")
+        world.restart(keep=keep, **changes)
+        self.background.lose("its workers were restarted")
+        self._started(world)
+        if changes and world.session.warning:
+            display.note(world.session.warning)
 
     def shutdown(self) -> str:
         """End the workers and the agent; say what became of them, "" where there were none."""
@@ -243,12 +241,10 @@ class Pool:
         self.background.lose("the notebook has ended")
         self._idle.stop()
         world, self.world = self.world, None
-        stays = world is not None and world.session.config.detach and world.state.has_workers
-        link = world.session.detach_link() if world is not None else None
-        if link is not None and stays:
-            link.detach()
-        elif link is not None:
-            link.close()
+        if world is not None:
+            stays = world.session.config.detach and world.state.has_workers
+            if (link := world.session.detach_link()) is not None:
+                link.detach() if stays else link.close()
         self._close_prestarted()
 
     def _close_prestarted(self) -> None:
@@ -423,11 +419,15 @@ class Pools:
                 own = [name for name in bound if name not in self.gathered]
                 pool.world.session.names.bound_in_notebook(own)
 
-    def leave(self) -> None:
-        """Have cells that run be left: the kernel is about to end; called in any thread."""
+    def do_shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand around the kernel's method of this name, in its control thread.
+
+        Cells that run are left, so that none is stopped that is to go on.
+        """
         for pool in self:
             if pool.world is not None:
                 pool.world.session.leaving.set()
+        return original(*args, **kwargs)
 
     def close(self) -> None:
         """End at once all that the notebook has started; called when it ends."""

@@ -50,8 +50,6 @@ from nbdist.world.spec import default_log_dir
 from nbdist.world.states import Machines
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.pool import Pool
 
@@ -98,7 +96,11 @@ def dist_log(line: Line) -> Shown:
 def log_of(line: Line) -> Shown:
     """Read the files, here or on other machines, and draw the ends of them."""
     options, world = line.options, line.pool.world
-    pattern = _pattern(options.grep)
+    try:
+        pattern = None if options.grep is None else re.compile(options.grep)
+    except re.error as error:
+        said = f"`--grep {options.grep}` is not a regular expression: {error}."
+        raise UsageError(said) from None
     streams = tuple(s for s in STREAMS if getattr(options, s)) or STREAMS
     if world is None:
         raise UsageError(
@@ -176,15 +178,6 @@ def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator
         yield f"no answer for {machines.who(lost)}"
 
 
-def _pattern(text: str | None) -> re.Pattern[str] | None:
-    if text is None:
-        return None
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise UsageError(f"`--grep {text}` is not a regular expression: {error}.") from None
-
-
 # --- states, stacks, the last cell's output and the last failure ------------------------------
 
 
@@ -244,20 +237,14 @@ def _status_of(line: Line, pool: Pool) -> Shown:
     if not line.options.verbose:
         return shown
     owners = pool.world.session.names.owners() if pool.world is not None else {}
-    said = owners_text(owners)
-    if pool.world is not None and pool.world.session.is_elsewhere:
-        refused = line.look(pool, GetRefused()) or "none"
-        said += f"\nrefused connections without this world's keys: {refused}"
-    return below([shown, block(said)])
-
-
-def owners_text(owners: Mapping[str, tuple[str, frozenset[int]]]) -> str:
-    """List names, a line for each owner."""
     lines = []
     for owner, words in (("workers", "made on the workers"), ("notebook", "sent by the notebook")):
         names = sorted(name for name, (whose, _) in owners.items() if whose == owner)
         lines.append(f"{words}: {', '.join(names) or 'none'}")
-    return "\n".join(lines)
+    if pool.world is not None and pool.world.session.is_elsewhere:
+        refused = line.look(pool, GetRefused()) or "none"
+        lines.append(f"refused connections without this world's keys: {refused}")
+    return below([shown, block("\n".join(lines))])
 
 
 OPEN_LINES = 60

@@ -9,7 +9,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.config import CONTROL_TIMEOUT, DEFAULT_POOL, OPTIONS
 from nbdist.errors import Interrupted, NbdistError, UsageError
-from nbdist.notebook.cells import check_end, follow, follow_steps, result_of
+from nbdist.notebook.cells import check_end, follow_steps, result_of, through
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.jobs import Job
@@ -68,7 +68,7 @@ def dist_interrupt(line: Line) -> str:
     if pool.world is None or running is None or not running.unfinished:
         return "no cell is running on the workers"
     pool.world.interrupt()
-    follow(pool, pool.world, running, pool.display())
+    through(follow_steps(pool, pool.world, running, pool.display()))
     if running.unfinished or not all(map(follows, running.transcript.errors.values())):
         check_end(pool, pool.world, running, stopped=False)
     return str(Interrupted(running.task.ranks))

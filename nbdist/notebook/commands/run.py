@@ -11,7 +11,14 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.config import DEFAULT_POOL
 from nbdist.errors import Interrupted, NbdistError, UsageError
-from nbdist.notebook.cells import attempt_steps, check_end, follow, prepare, run_options
+from nbdist.notebook.cells import (
+    attempt_steps,
+    check_end,
+    follow_steps,
+    prepare,
+    run_options,
+    through,
+)
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.display import Shown, below, table
@@ -129,7 +136,7 @@ def dist_debug(line: Line) -> None:
     ranks = line.ranks if line.options.ranks is not None else (failed_rank(line.pool),)
     task = world.task(Call("debug"), ranks=ranks)
     running = line.pool.last = world.submit(task)
-    follow(line.pool, world, running, line.display)
+    through(follow_steps(line.pool, world, running, line.display))
     check_end(line.pool, world, running)
     found = zip(ranks, running.result(), strict=True)
     if none := [rank for rank, was_there in found if not was_there]:
@@ -164,7 +171,7 @@ class RanksDebugger:
         """Stand around `InteractiveShell.debugger`, which IPython calls for both magics."""
         shell = self._pools.shell
         is_wanted = bool(args or kwargs) or shell.call_pdb
-        error = _last_error()
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if not is_wanted or not isinstance(error, NbdistError | Interrupted):
             return original(*args, **kwargs)
         if isinstance(error, UsageError) and shell.call_pdb:
@@ -172,11 +179,6 @@ class RanksDebugger:
         failed = [pool for pool in self._pools if pool.failed is not None]
         name = max(failed, key=lambda pool: pool.failed_at).name if failed else DEFAULT_POOL
         return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")
-
-
-def _last_error() -> BaseException | None:
-    found: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return found
 
 
 # --- what the memory of the workers is used for, by name; and what nothing uses any more, freed ---
