@@ -342,21 +342,20 @@ def assigned_in(source: str) -> frozenset[str]:
     """Find the names of `x = %dist_gather y` in a cell, as IPython has made Python of it."""
     if "run_line_magic('dist_gather'" not in source:
         return frozenset()
-    return frozenset(
-        target.id
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Assign) and _is_gather(node.value)
-        for targets in node.targets
-        for target in ast.walk(targets)
-        if isinstance(target, ast.Name) and isinstance(target.ctx, ast.Store)
-    )
-
-
-def _is_gather(value: ast.expr) -> bool:
-    match value:
-        case ast.Call(func=ast.Attribute(attr="run_line_magic"), args=[ast.Constant(name), *_]):
-            return bool(name == "dist_gather")
-    return False
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Assign(
+                targets,
+                ast.Call(
+                    func=ast.Attribute(attr="run_line_magic"),
+                    args=[ast.Constant("dist_gather"), *_],
+                ),
+            ):
+                inside = (each for target in targets for each in ast.walk(target))
+                names = (each for each in inside if isinstance(each, ast.Name))
+                found |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
+    return frozenset(found)
 
 
 def gathered_text(name: str) -> str:

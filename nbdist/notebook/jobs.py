@@ -348,10 +348,6 @@ class Background:
             self._stop.clear(self.stop)
         return self._idle.goes_on
 
-    def go_on(self) -> None:
-        """Go on on the event loop of a terminal's prompt."""
-        self._idle.goes_on = self.job is not None
-
     def stop(self) -> None:
         """Do what Stop does while no cell runs."""
         if (job := self.job) is not None:

@@ -295,7 +295,7 @@ class Pool:
     def watch_prompt(self) -> None:
         """Notice what workers do while a terminal's prompt is open; called on its loop."""
         self._watch_while_idle()
-        self.background.go_on()
+        self._idle.goes_on = self.background.job is not None
 
     def _watch_while_idle(self) -> None:
         self._idle.follow(self.world.session.link if self.world and self.has_workers else None)

@@ -464,7 +464,9 @@ def content_version(pickled: Pickled) -> bytes:
         if in_full:
             _add(digest, buffer)
         else:
-            _add_samples(digest, buffer)
+            digest.update(str(buffer.nbytes).encode())
+            for start in range(0, buffer.nbytes, max(_SMALL, buffer.nbytes // _SAMPLES)):
+                digest.update(buffer[start : start + _SMALL])
     if pickled.is_sketch or not in_full:
         digest.update(repr(pickled.versions).encode())
     return digest.digest()
@@ -478,12 +480,6 @@ def is_compared_whole(pickled: Pickled) -> bool:
 def _add(digest: hashlib.blake2b, view: memoryview) -> None:
     # Four times as fast as any hash in hashlib; no value is forged here.
     digest.update(view if view.nbytes <= 16 * _SMALL else digest_of(view).encode())
-
-
-def _add_samples(digest: hashlib.blake2b, view: memoryview) -> None:
-    digest.update(str(view.nbytes).encode())
-    for start in range(0, view.nbytes, max(_SMALL, view.nbytes // _SAMPLES)):
-        digest.update(view[start : start + _SMALL])
 
 
 # --- what is said of variables that ranks have changed in place since they were sent ----------

@@ -117,7 +117,11 @@ def log_of(line: Line) -> Shown:
     found = ask(get)
     files = [*_files(found, get, session)]
     tails = [replace(each, lines=last_lines(each, get, ask, pattern)) for each in found]
-    lines = [each for group in grouped_tails(tails) for each in _group(group, session.machines)]
+    same: dict[tuple[str, tuple[str, ...]], list[LogTail]] = {}
+    for each in tails:
+        if each.lines:
+            same.setdefault((each.stream, each.lines), []).append(each)
+    lines = [text for group in same.values() for text in _group(group, session.machines)]
     if not lines:
         lines = ["no lines" + (f" with {options.grep}" if pattern else "")]
     return block("\n".join([*lines, *files]))
@@ -140,15 +144,6 @@ def last_lines(
 def as_seen(line: str) -> str:
     """Return it without colours; what a progress bar has overwritten was never seen either."""
     return strip(line).rstrip("\r").rpartition("\r")[2]
-
-
-def grouped_tails(tails: list[LogTail]) -> list[list[LogTail]]:
-    """Put tails of one stream with equal lines together; leave out those that have none."""
-    found: dict[tuple[str, tuple[str, ...]], list[LogTail]] = {}
-    for tail in tails:
-        if tail.lines:
-            found.setdefault((tail.stream, tail.lines), []).append(tail)
-    return [*found.values()]
 
 
 def _group(group: list[LogTail], machines: Machines) -> list[str]:

@@ -47,7 +47,12 @@ def dist_restart(line: Line) -> str:
     The notebook keeps its variables.  With `-r 2` only that rank is restarted, and the
     other ranks keep their variables.
     """
-    options, keep, hint = line.options, _names(line.options.keep), line.pool.routine.hint
+    options, hint = line.options, line.pool.routine.hint
+    keep = [name for each in (options.keep or "").split(",") if (name := each.strip())]
+    if not all(map(str.isidentifier, keep)):
+        raise UsageError(
+            f"`--keep {options.keep}`: names separated by commas, such as `step,history`."
+        )
     if options.size is not None and options.n is not None:
         raise UsageError("`%dist_restart`: give the number of workers once.")
     options.n = options.n if options.size is None else options.size
@@ -102,15 +107,6 @@ def _replace(line: Line, keep: list[str]) -> str:
     world.replace(ranks, keep)
     world.session.told(ranks)
     return healing_text(world.session, ranks)
-
-
-def _names(text: str | None) -> list[str]:
-    """Split `a,b`; UsageError for what is no name."""
-    names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    for name in names:
-        if not name.isidentifier():
-            raise UsageError(f"`--keep {text}`: names separated by commas, such as `step,history`.")
-    return names
 
 
 @command(

@@ -190,15 +190,14 @@ def dist_scatter(line: Line) -> str:
         near = did_you_mean(missing[0], shell.user_ns)
         raise UsageError(f"`%dist_scatter`: the notebook has no `{'`, `'.join(missing)}`.{near}")
     values = [shell.user_ns[name] for name in names]
-    said = (_scattered(line, world, *each) for each in zip(targets, values, strict=True))
+    said = []
+    for target, value in zip(targets, values, strict=True):
+        scatter = Scatter(world.session, target, value, line.ranks, line.options.dim)
+        with closing(scatter):
+            moved(scatter.packing(), scatter.bytes, line.display, f"scattering {target}")
+            bind(line.pool, world, *scatter.tasks())
+            said.append(str(scatter))
     return f"scattered {'; '.join(said)}"
-
-
-def _scattered(line: Line, world: World, target: str, value: object) -> str:
-    with closing(Scatter(world.session, target, value, line.ranks, line.options.dim)) as scatter:
-        moved(scatter.packing(), scatter.bytes, line.display, f"scattering {target}")
-        bind(line.pool, world, *scatter.tasks())
-        return str(scatter)
 
 
 @command(
