@@ -152,7 +152,7 @@ def attempt_steps(
     task: Task,
     pack: Pack,
     display: CellDisplay,
-    how: RunOptions | None = None,
+    how: RunOptions,
 ) -> Steps:
     """Run a cell and show it; returns the error of its last attempt when that failed too.
 
@@ -161,7 +161,6 @@ def attempt_steps(
     What an attempt has bound is no matter to the next: so each has the names of the notebook
     as the first one had them, and new ranks get those that they lack.
     """
-    how = how or RunOptions()
     names = world.session.names
     if how.max_restarts:
         names = names.copy()
@@ -250,44 +249,38 @@ def follow_steps(
     What a rank wants typed is asked for below all that it has said, once somebody waits.
     A Stop is met, wherever in a step it comes.
     """
-    with met_stops(partial(world.session.meet_stop, running)):
-        yield from _follow_steps(pool, world, running, display)
-
-
-def _follow_steps(
-    pool: Pool, world: World, running: RunningTask, display: CellDisplay | None
-) -> Generator[RunningTask, float | None, None]:
-    following, longest = world.follow(running, answers=True), None
     is_here = True  # the cell that runs is the one whose output is shown
     is_job = running.patience.control_timeout is None
-    try:
-        while True:
-            try:
-                news = following.send(longest)
-            except StopIteration:
-                break
-            is_attended = bool(longest) or not is_job
-            is_here = is_here and is_attended
-            with running.counting_stops():
-                if display:
-                    _show_news(running, news, display, is_attended=is_attended)
-                    pool.show_late(at_once=False)
-                if is_attended and (rank := next_to_ask(running)) is not None:
-                    with raised_stops():
-                        _have_typed(world, running, rank, display, is_here=is_here)
-            longest = yield running
-    except GeneratorExit:  # with its workers
+    with met_stops(partial(world.session.meet_stop, running)):
+        following, longest = world.follow(running, answers=True), None
+        try:
+            while True:
+                try:
+                    news = following.send(longest)
+                except StopIteration:
+                    break
+                is_attended = bool(longest) or not is_job
+                is_here = is_here and is_attended
+                with running.counting_stops():
+                    if display:
+                        _show_news(running, news, display, is_attended=is_attended)
+                        pool.show_late(at_once=False)
+                    if is_attended and (rank := next_to_ask(running)) is not None:
+                        with raised_stops():
+                            _have_typed(world, running, rank, display, is_here=is_here)
+                longest = yield running
+        except GeneratorExit:  # with its workers
+            if display:
+                display.note("the workers ended before the cell had finished", at_once=False)
+                display.end(running.transcript, pool.log_files())
+            raise
         if display:
-            display.note("the workers ended before the cell had finished", at_once=False)
+            covered = covered_texts(running.transcript, world.session.names)
+            for text in (*stale_texts(running.transcript), *covered):
+                display.note(text, at_once=False)
             display.end(running.transcript, pool.log_files())
-        raise
-    if display:
-        covered = covered_texts(running.transcript, world.session.names)
-        for text in (*stale_texts(running.transcript), *covered):
-            display.note(text, at_once=False)
-        display.end(running.transcript, pool.log_files())
-        pool.ended.add(running.transcript, display)
-        pool.show_late()
+            pool.ended.add(running.transcript, display)
+            pool.show_late()
 
 
 def _show_news(
