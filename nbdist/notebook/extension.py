@@ -202,7 +202,7 @@ def check_libraries() -> None:
         ours = requires("nbdist") or []
     except PackageNotFoundError:  # run from its folder, without having been installed
         return
-    for name, wanted in (found.groups() for found in map(REQUIREMENT.match, ours) if found):
+    for name, wanted in (each.groups() for each in map(REQUIREMENT.match, ours) if each):
         with suppress(PackageNotFoundError):
             if not is_within(found := version(name), wanted.strip()):
                 raise WrongVersion(name, found, wanted.strip())

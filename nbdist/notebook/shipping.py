@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import types
-from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -369,7 +369,10 @@ class _Plan:
         """Say whether a group cannot go, and why; UsageError where it is wanted nevertheless."""
         theirs = [name for name in group if name in self._theirs]
         for name in group if theirs else ():
-            text = sharing_text(self._done_there(theirs[0]), name, [name, *theirs])
+            text = (
+                f"{self._done_there(theirs[0])}; `{name}` shares objects with it and was not "
+                f"sent: `%dist_push {' '.join([name, *theirs])}` sends them"
+            )
             if name in self._forced:
                 raise UsageError(f"`%dist_push {name}`: {text}.")
             if name in changed:
@@ -383,13 +386,21 @@ class _Plan:
             without = self._ranks.difference(self._table.ranks_with(name))
             done = self._done_there(name)
             if without:
-                self._note(name, lacking_text(done, name, ranks, without))
+                verb = "does" if len(without) == 1 else "do"
+                copy = f"`%dist_sync {name} --from {min(ranks)}` copies it"
+                send = f"`%dist_push {name}` sends the notebook's"
+                lack = f"{name_ranks(without)} {verb} not have it"
+                self._note(name, f"{done}; {lack}: {copy}, {send}")
             elif self._table.was_noticed(name) or name not in self._changed_there():
                 continue
             elif self._theirs[name].record.version != version:
                 own = self._shared(name)
                 shares = (each for each in self._theirs if own & self._shared(each))
-                self._note(name, not_sent_text(done, [*dict.fromkeys((name, *shares))]))
+                together = [*dict.fromkeys((name, *shares))]
+                it = "it" if len(together) == 1 else "them"
+                push = f"`%dist_push {' '.join(together)}` sends {it}"
+                gather = f"`%dist_gather {name}` brings theirs"
+                self._note(name, f"{done}; the notebook's change was not sent: {push}, {gather}")
 
     def _done_there(self, name: str) -> str:
         ranks, _ = self._table.changed_since(name)
@@ -490,30 +501,3 @@ def done_there(name: str, value: Any, ranks: Collection[int], all_ranks: Collect
     verb = "trained" if kind_of(value) <= OPTIMIZER else "changed"
     where = "the ranks" if {*ranks} >= {*all_ranks} else name_ranks(ranks)
     return f"{name} was {verb} on {where} since it was sent"
-
-
-def not_sent_text(done: str, names: Sequence[str]) -> str:
-    """Say that the notebook's change was not sent; `names` are to be pushed together."""
-    push, it = " ".join(names), "it" if len(names) == 1 else "them"
-    return (
-        f"{done}; the notebook's change was not sent: `%dist_push {push}` sends {it}, "
-        f"`%dist_gather {names[0]}` brings theirs"
-    )
-
-
-def lacking_text(done: str, name: str, ranks: Collection[int], without: Collection[int]) -> str:
-    """Say that other ranks lack it, and which two ways there are for them to get it."""
-    verb = "does" if len(without) == 1 else "do"
-    return (
-        f"{done}; {name_ranks(without)} {verb} not have it: "
-        f"`%dist_sync {name} --from {min(ranks)}` copies it, `%dist_push {name}` sends the "
-        "notebook's"
-    )
-
-
-def sharing_text(done: str, name: str, names: Sequence[str]) -> str:
-    """Say that another variable was not sent, as it shares objects with this one."""
-    return (
-        f"{done}; `{name}` shares objects with it and was not sent: "
-        f"`%dist_push {' '.join(names)}` sends them"
-    )
