@@ -128,21 +128,17 @@ _BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")
 @command(
     ranks_option,
     argument("--auto", action="store_true", help=SUPPRESS),
-    argument(
-        "--setup", action="store_true", help="run the cell again in every worker that is restarted"
-    ),
+    argument("--setup", action="store_true",
+             help="run the cell again in every worker that is restarted"),
     restarts_option,
     *sending_options,
     *(each.add for each in CELL_OPTIONS),
-    argument(
-        "--here-too",
-        action="store_true",
-        help="run the cell in the notebook too, at the same time",
-    ),
+    argument("--here-too", action="store_true",
+             help="run the cell in the notebook too, at the same time"),
     world_options,
     kind="cell",
     in_a_line=True,
-)
+)  # fmt: skip
 def distributed(line: Line) -> None:
     """Run the cell on all workers at once; the first such cell starts them.
 

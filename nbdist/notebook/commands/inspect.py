@@ -183,22 +183,14 @@ STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "start
 
 
 @command(
-    argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="also show who owns each variable and refused connections",
-    ),
-    argument(
-        *("-f", "--follow"),
-        metavar="SECONDS",
-        type=number_of_seconds("--follow"),
-        help="refresh every SECONDS, until Ctrl-C or Stop",
-    ),
+    argument("-v", "--verbose", action="store_true",
+             help="also show who owns each variable and refused connections"),
+    argument("-f", "--follow", metavar="SECONDS", type=number_of_seconds("--follow"),
+             help="refresh every SECONDS, until Ctrl-C or Stop"),
     argument("--stack", action="store_true", help="show the Python stack of each rank instead"),
     ranks_option,
     looks=True,
-)
+)  # fmt: skip
 def dist_status(line: Line) -> None:
     """Show each rank's state, process, device, memory, line of the cell, last collective.
 
@@ -349,23 +341,16 @@ LINES_AGAIN = 1000
 
 
 @command(
-    argument(
-        "cell",
-        nargs="?",
-        metavar="-N",
-        type=int,
-        default=-1,
-        help="-2: the cell before the last, and so on",
-    ),
+    argument("cell", nargs="?", metavar="-N", type=int, default=-1,
+             help="-2: the cell before the last, and so on"),
     ranks_option,
-    argument(
-        "--all", action="store_true", dest="everything", help="all lines, not only the last ones"
-    ),
+    argument("--all", action="store_true", dest="everything",
+             help="all lines, not only the last ones"),
     argument("--failed", action="store_true", help="the last failure, also after a restart"),
     argument("--log", action="store_true", help="the last lines of the ranks' log files"),
     *log_options,
     looks=("log", "failed"),
-)
+)  # fmt: skip
 def dist_output(line: Line) -> Shown | str | None:
     """Show the output of the last distributed cell again.
 

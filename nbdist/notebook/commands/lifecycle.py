@@ -146,16 +146,10 @@ def dist_scale(line: Line) -> str:
 
 
 @command(
-    argument(
-        "name",
-        nargs="?",
-        metavar="NAME",
-        help="the world's --name, pool or agent process; by default the only world without a "
-        "notebook"
-        "",
-    ),
+    argument("name", nargs="?", metavar="NAME", help="the world's --name, pool or agent process;"
+             " by default the only world without a notebook"),
     *sending_options,
-)
+)  # fmt: skip
 def dist_attach(line: Line) -> str | None:
     """Connect to workers that were started with `--detach` and whose notebook has ended.
 

@@ -168,14 +168,12 @@ def dist_push(line: Line) -> None:
 
 @command(
     argument("names", nargs="+", help="variables of the notebook"),
-    argument(
-        "--dim", metavar="D", type=int, help="the dimension of a tensor or array to split (0)"
-    ),
+    argument("--dim", metavar="D", type=int,
+             help="the dimension of a tensor or array to split (0)"),
     ranks_option,
-    argument(
-        "--as", dest="target", metavar="NAME", help="the parts' name on the ranks: x,y for two"
-    ),
-)
+    argument("--as", dest="target", metavar="NAME",
+             help="the parts' name on the ranks: x,y for two"),
+)  # fmt: skip
 def dist_scatter(line: Line) -> str:
     """Split variables into parts, one per rank: `%dist_scatter data labels`.
 
@@ -202,11 +200,10 @@ def dist_scatter(line: Line) -> str:
 
 @command(
     argument("names", nargs="+", help="variables of the workers, copied together"),
-    argument(
-        "--from", "--from-rank", dest="source", metavar="RANK", default="0", help="copy from (0)"
-    ),
+    argument("--from", "--from-rank", dest="source", metavar="RANK", default="0",
+             help="copy from (0)"),
     ranks_option,
-)
+)  # fmt: skip
 def dist_sync(line: Line) -> str:
     """Copy variables from one rank to ranks that do not have them: `%dist_sync model opt --from 0`.
 
