@@ -90,7 +90,7 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     A terminal's shell has no kernel.
     """
     from nbdist.notebook.auto_mode import AutoCells
-    from nbdist.notebook.commands.run import RanksDebugger
+    from nbdist.notebook.commands.run import debug_ranks
     from nbdist.notebook.completion import Completion, WhileBusy
 
     completion, auto = Completion(pools, commands), AutoCells(pools)
@@ -98,7 +98,7 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     kernel: Any = getattr(shell, "kernel", None)
     wanted: list[tuple[object, str, Any]] = [
         (shell, "showtraceback", border.show_traceback),
-        (shell, "debugger", RanksDebugger(pools).debug),
+        (shell, "debugger", partial(debug_ranks, pools)),
         (shell, "user_expressions", auto.user_expressions),
         (shell, "var_expand", border.expand),
         (shell.history_manager, "store_inputs", auto.store_inputs),

@@ -161,24 +161,21 @@ def failed_rank(pool: Pool) -> int:
     return rank
 
 
-class RanksDebugger:
-    """Leads to the rank that failed: in the notebook there are only nbdist's own calls."""
+def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand around `InteractiveShell.debugger`, which IPython calls for `%debug` and `%pdb`.
 
-    def __init__(self, pools: Pools) -> None:
-        self._pools = pools
-
-    def debug(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand around `InteractiveShell.debugger`, which IPython calls for both magics."""
-        shell = self._pools.shell
-        is_wanted = bool(args or kwargs) or shell.call_pdb
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if not is_wanted or not isinstance(error, NbdistError | Interrupted):
-            return original(*args, **kwargs)
-        if isinstance(error, UsageError) and shell.call_pdb:
-            return None  # nothing has run that could be looked at
-        failed = [pool for pool in self._pools if pool.failed is not None]
-        name = max(failed, key=lambda pool: pool.failed_at).name if failed else DEFAULT_POOL
-        return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")
+    Leads to the rank that failed: in the notebook there are only nbdist's own calls.
+    """
+    shell = pools.shell
+    is_wanted = bool(args or kwargs) or shell.call_pdb
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if not is_wanted or not isinstance(error, NbdistError | Interrupted):
+        return original(*args, **kwargs)
+    if isinstance(error, UsageError) and shell.call_pdb:
+        return None  # nothing has run that could be looked at
+    failed = [pool for pool in pools if pool.failed is not None]
+    name = max(failed, key=lambda pool: pool.failed_at).name if failed else DEFAULT_POOL
+    return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")
 
 
 # --- what the memory of the workers is used for, by name; and what nothing uses any more, freed ---
