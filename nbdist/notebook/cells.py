@@ -63,15 +63,11 @@ Pack = Callable[["NameTable"], "Shipment | None"]
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run a cell: `setup` is its key where new workers are to run it too.
-
-    With `is_job` nobody waits for it.
-    """
+    """How to run a cell: `setup` is its key where new workers are to run it too."""
 
     patience: Patience | None = None
     setup: str = ""
     max_restarts: int = 0
-    is_job: bool = False
 
 
 def source_steps(
@@ -127,7 +123,7 @@ def run_options(world: World, options: argparse.Namespace, setup: str = "") -> R
     patience = replace(patience, timeout=options.timeout)
     if options.no_wait:
         patience = replace(patience, control_timeout=None)
-    return RunOptions(patience, setup, options.max_restarts, options.no_wait)
+    return RunOptions(patience, setup, options.max_restarts)
 
 
 def through(steps: Generator[Any, Any, R | BaseException]) -> R:
@@ -179,7 +175,7 @@ def attempt_steps(
     try:
         check_end(pool, world, running)
     except (NbdistError, Interrupted) as error:
-        if how.is_job:  # there is no cell that shows it
+        if running.patience.control_timeout is None:  # a job: there is no cell that shows it
             display.note(str(error), at_once=False)
             display.end_again(running.transcript, pool.log_files())
         return error
