@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.inputtransformer2 import make_tokens_by_line
 
 from nbdist.errors import UsageError
-from nbdist.notebook.shipping.free_names import names_bound, names_in_commands
+from nbdist.notebook.free_names import names_bound, names_in_commands
+from nbdist.notebook.options import POOL, RANKS
 from nbdist.words import format_ranks, name_ranks
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ CELL_MAGICS = ("distributed", "rank")
 """Those whose cells the workers run."""
 
 _FIRST = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*%%(\w+)")
-_POOL = re.compile(r"(?<!\S)--pool(?:\s*=\s*|\s+)(\S+)")
-_RANKS = re.compile(r"(?<!\S)(?:-r|--ranks)(?:\s*=\s*|\s+)(\[[^\]]*\]|\S+)")
 _MAGIC_LINE = re.compile(r"[ \t]*%%?(\w+)(.*)")
 _ATTRIBUTE = re.compile(r"\.\w*$")
 _ROOT = re.compile(r"(?<![\w.)\]}'\"])([^\W\d]\w*)(?:\.\w*)*$")
@@ -49,15 +48,15 @@ class MagicLine:
     @property
     def pool(self) -> str | None:
         """What it says after `--pool`."""
-        found = _POOL.search(self.text)
+        found = POOL.search(self.text)
         return found[1] if found else None
 
     @property
     def ranks(self) -> str | None:
         """What it says after `-r`; of `%%rank` all but the options."""
         if self.name == "rank":
-            return "".join(_POOL.sub(" ", self.text).split()) or None
-        found = _RANKS.search(self.text)
+            return "".join(POOL.sub(" ", self.text).split()) or None
+        found = RANKS.search(self.text)
         return found[1] if found else None
 
 
@@ -367,12 +366,12 @@ def execution_count(shell: InteractiveShell) -> int:
     return max(1, len(inputs) - 1)
 
 
-def cell_key(shell: InteractiveShell, source: str) -> str:
-    """Identify a cell: by the front end's id of it, else by its source."""
-    return cell_id(shell) or source
-
-
 def cell_id(shell: InteractiveShell) -> str:
     """Give the front end's id of the cell that is running; "" where it gives none."""
-    parent: Any = getattr(shell, "get_parent", dict)()  # a terminal's shell has none
-    return str(parent.get("metadata", {}).get("cellId") or "")
+    return str(request_of(shell).get("metadata", {}).get("cellId") or "")
+
+
+def request_of(shell: InteractiveShell) -> dict[str, Any]:
+    """Return the front end's request that the cell runs for; a terminal's shell has none."""
+    request: dict[str, Any] = getattr(shell, "get_parent", dict)()
+    return request

@@ -13,30 +13,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbdist.errors import (
-    CellTimeout,
-    Interrupted,
-    NbdistError,
-    WorkerDied,
-    WorldNotStarted,
-)
+from nbdist.errors import CellTimeout, Interrupted, NbdistError, WorkerDied, WorldNotStarted
 from nbdist.notebook.cell_text import (
     as_magic,
     cell_id,
-    cell_key,
     check_commands,
     check_source,
     execution_count,
     in_notebook_lines,
 )
 from nbdist.notebook.display import missed
+from nbdist.notebook.free_names import gathered_text
 from nbdist.notebook.idle import met_stops, raised_stops
 from nbdist.notebook.options import at_once
-from nbdist.notebook.shipping.plan import plan
-from nbdist.notebook.shipping.transfer import Progress, on_its_way_text, packed, words_only
-from nbdist.notebook.shipping.versions import gathered_text
-from nbdist.notebook.values import last_values
-from nbdist.notebook.why import why_of
+from nbdist.notebook.outcome import last_values, why_of
+from nbdist.notebook.shipping import plan
+from nbdist.notebook.transfer import Progress, Shipment, on_its_way_text, packed
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call, Source
 from nbdist.words import name_ranks
@@ -54,8 +46,6 @@ if TYPE_CHECKING:
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.jobs import Steps
     from nbdist.notebook.pool import Pool
-    from nbdist.notebook.shipping.transfer import Shipment
-    from nbdist.output.events import RankError
     from nbdist.output.transcript import Transcript
     from nbdist.wire.work import Task, Work
     from nbdist.world.names import NameTable, Shipped
@@ -72,15 +62,11 @@ Pack = Callable[["NameTable"], "Shipment | None"]
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run a cell: `setup` is its key where new workers are to run it too.
-
-    With `is_job` nobody waits for it.
-    """
+    """How to run a cell: `setup` is its key where new workers are to run it too."""
 
     patience: Patience | None = None
     setup: str = ""
     max_restarts: int = 0
-    is_job: bool = False
 
 
 def source_steps(
@@ -102,7 +88,7 @@ def source_steps(
     check_commands(python, world.session.names, task.ranks, pool.shell.user_ns)
     how = RunOptions()
     if options:
-        setup = cell_key(pool.shell, source) if options.setup else ""
+        setup = (cell_id(pool.shell) or source) if options.setup else ""
         how = run_options(world, options, setup)
     hidden = pool.shell.user_ns_hidden
     pack = partial(plan, python, ranks=task.ranks, hidden=hidden, gathered=pool.gathered)
@@ -136,7 +122,7 @@ def run_options(world: World, options: argparse.Namespace, setup: str = "") -> R
     patience = replace(patience, timeout=options.timeout)
     if options.no_wait:
         patience = replace(patience, control_timeout=None)
-    return RunOptions(patience, setup, options.max_restarts, options.no_wait)
+    return RunOptions(patience, setup, options.max_restarts)
 
 
 def through(steps: Generator[Any, Any, R | BaseException]) -> R:
@@ -161,7 +147,7 @@ def attempt_steps(
     task: Task,
     pack: Pack,
     display: CellDisplay,
-    how: RunOptions | None = None,
+    how: RunOptions,
 ) -> Steps:
     """Run a cell and show it; returns the error of its last attempt when that failed too.
 
@@ -170,7 +156,6 @@ def attempt_steps(
     What an attempt has bound is no matter to the next: so each has the names of the notebook
     as the first one had them, and new ranks get those that they lack.
     """
-    how = how or RunOptions()
     names = world.session.names
     if how.max_restarts:
         names = names.copy()
@@ -189,7 +174,7 @@ def attempt_steps(
     try:
         check_end(pool, world, running)
     except (NbdistError, Interrupted) as error:
-        if how.is_job:  # there is no cell that shows it
+        if running.patience.control_timeout is None:  # a job: there is no cell that shows it
             display.note(str(error), at_once=False)
             display.end_again(running.transcript, pool.log_files())
         return error
@@ -212,7 +197,7 @@ def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment 
     world.session.names.changed_in_place(changed)
     if names is not world.session.names:
         names.changed_in_place(changed)
-    again = pack(names) or words_only(())
+    again = pack(names) or Shipment()
     return replace(again, notices=(*shipment.notices, *again.notices))
 
 
@@ -251,56 +236,46 @@ def _attempt(
 # --- following --------------------------------------------------------------------------
 
 
-def follow(pool: Pool, world: World, running: RunningTask, display: CellDisplay | None) -> None:
-    """Show a task (or not) until it ends, or Stop has given control back.
-
-    What a rank wants typed is asked for below all that it has said, once somebody waits.
-    """
-    through(follow_steps(pool, world, running, display))
-
-
 def follow_steps(
     pool: Pool, world: World, running: RunningTask, display: CellDisplay | None
 ) -> Generator[RunningTask, float | None, None]:
-    """Do the same a step at a time; a Stop is met, wherever in it one comes."""
-    with met_stops(partial(world.session.meet_stop, running)):
-        yield from _follow_steps(pool, world, running, display)
+    """Show a task (or not) until it ends, or Stop has given control back; a step at a time.
 
-
-def _follow_steps(
-    pool: Pool, world: World, running: RunningTask, display: CellDisplay | None
-) -> Generator[RunningTask, float | None, None]:
-    following, longest = world.follow(running, answers=True), None
+    What a rank wants typed is asked for below all that it has said, once somebody waits.
+    A Stop is met, wherever in a step it comes.
+    """
     is_here = True  # the cell that runs is the one whose output is shown
     is_job = running.patience.control_timeout is None
-    try:
-        while True:
-            try:
-                news = following.send(longest)
-            except StopIteration:
-                break
-            is_attended = bool(longest) or not is_job
-            is_here = is_here and is_attended
-            with running.counting_stops():
-                if display:
-                    _show_news(running, news, display, is_attended=is_attended)
-                    pool.show_late(at_once=False)
-                if is_attended and (rank := next_to_ask(running)) is not None:
-                    with raised_stops():
-                        _have_typed(world, running, rank, display, is_here=is_here)
-            longest = yield running
-    except GeneratorExit:  # with its workers
+    with met_stops(partial(world.session.meet_stop, running)):
+        following, longest = world.follow(running, answers=True), None
+        try:
+            while True:
+                try:
+                    news = following.send(longest)
+                except StopIteration:
+                    break
+                is_attended = bool(longest) or not is_job
+                is_here = is_here and is_attended
+                with running.counting_stops():
+                    if display:
+                        _show_news(running, news, display, is_attended=is_attended)
+                        pool.show_late(at_once=False)
+                    if is_attended and (rank := next_to_ask(running)) is not None:
+                        with raised_stops():
+                            _have_typed(world, running, rank, display, is_here=is_here)
+                longest = yield running
+        except GeneratorExit:  # with its workers
+            if display:
+                display.note("the workers ended before the cell had finished", at_once=False)
+                display.end(running.transcript, pool.log_files())
+            raise
         if display:
-            display.note("the workers ended before the cell had finished", at_once=False)
+            covered = covered_texts(running.transcript, world.session.names)
+            for text in (*stale_texts(running.transcript), *covered):
+                display.note(text, at_once=False)
             display.end(running.transcript, pool.log_files())
-        raise
-    if display:
-        covered = covered_texts(running.transcript, world.session.names)
-        for text in (*stale_texts(running.transcript), *covered):
-            display.note(text, at_once=False)
-        display.end(running.transcript, pool.log_files())
-        pool.ended.add(running.transcript, display)
-        pool.show_late()
+            pool.ended.add(running.transcript, display)
+            pool.show_late()
 
 
 def _show_news(
@@ -342,7 +317,8 @@ def check_end(
         world.session.told(killed)
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, killed, fate)
-    running.lacking = running.lacking or _not_sent_text(pool, cause)
+    if not running.lacking and cause and (name := undefined_name(cause[1])) in pool.gathered:
+        running.lacking = f"{gathered_text(name)}."
     if error := running.error():
         world.session.told(running.fated)
         _keep_why(pool, running)
@@ -351,12 +327,6 @@ def check_end(
         if pool.routine.hint and isinstance(error, WorkerDied):
             error.add(f"{pool.routine.hint}.")
         raise error
-
-
-def _not_sent_text(pool: Pool, cause: tuple[int, RankError] | None) -> str:
-    """Say why ranks lack a variable that the notebook has; "" where that is not what failed."""
-    name = undefined_name(cause[1]) if cause else ""
-    return f"{gathered_text(name)}." if name in pool.gathered else ""
 
 
 def bring(
@@ -396,12 +366,9 @@ def bind(
         pool.tell_of_deaths(world, display or pool.display(), machines)
         if display:
             pool.last = running
-        follow(pool, world, running, display)
+        through(follow_steps(pool, world, running, display))
         display = None
     check_end(pool, world, running)
-
-
-# --- its last values --------------------------------------------------------------------
 
 
 def result_of(pool: Pool, world: World, running: RunningTask) -> CellResult[Any]:
@@ -414,9 +381,6 @@ def _keep_why(pool: Pool, running: RunningTask) -> None:
     """Keep the failure, if it is one, for `%dist_why`."""
     if error := running.error():
         pool.why = why_of(running, error, pool.log_files()) or pool.why
-
-
-# --- what is said below a cell ----------------------------------------------------------------
 
 
 def stale_texts(transcript: Transcript) -> Iterator[str]:

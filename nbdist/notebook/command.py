@@ -26,7 +26,7 @@ from nbdist.notebook import commands
 from nbdist.notebook.cell_text import without_comment
 from nbdist.notebook.cells import bring
 from nbdist.notebook.display import Shown, below, block
-from nbdist.notebook.idle import command_stops, is_in_subshell, refusal
+from nbdist.notebook.idle import command_stops, is_in_subshell
 from nbdist.notebook.options import (
     Magic,
     flags_of,
@@ -85,14 +85,6 @@ class Line:
         self.pools = [self.pool] if self.options.pool else [*pools]
         self.pool_of = pools.at
 
-    def __repr__(self) -> str:
-        return f"<Line {self.text}>"
-
-    @property
-    def is_assigned(self) -> bool:
-        """Whether something is done with what the magic returns: `x = %magic`."""
-        return is_used()
-
     @property
     def world(self) -> World:
         """The pool's, once a cell that was sent with `--no-wait` has ended.
@@ -145,7 +137,7 @@ class Value:
     value: Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Command:
     """A magic: `run` gets its line, and returns what is shown, or None where it has shown it."""
 
@@ -156,9 +148,6 @@ class Command:
     looks: bool | tuple[str, ...] = False
     in_a_line: bool = False
     short_for: str = ""
-
-    def __repr__(self) -> str:
-        return f"<Command {self.shown_name}>"
 
     @property
     def name(self) -> str:
@@ -191,7 +180,11 @@ class Command:
             text = without_comment(text)
             line = Line(self, pools, text, cell)
             if not self.only_looks(line.options) and is_in_subshell(pools.shell):
-                raise refusal(self.shown_name, [how for c in find_commands() for how in c.looking])
+                looking = sorted(how for each in find_commands() for how in each.looking)
+                raise UsageError(
+                    f"`{self.shown_name}` cannot run in a subshell, beside other cells; "
+                    f"these can run: {', '.join(f'`{how}`' for how in looking)}."
+                )
             if line.hint and cell:
                 line.display.note(line.hint, at_once=False)
             try:
@@ -209,7 +202,7 @@ class Command:
                     line.display.say(" · ".join(filter(None, [shown, line.hint])))
                 case _ if line.hint and not cell:
                     line.display.say(line.hint)
-            return shown.value if isinstance(shown, Value) and line.is_assigned else None
+            return shown.value if isinstance(shown, Value) and is_used() else None
 
         return magic
 

@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from IPython.display import clear_output, display, update_display
 
-from nbdist.notebook.cell_text import cell_magic
+from nbdist.notebook.cell_text import cell_magic, request_of
 from nbdist.notebook.figures import EMPTY, NOTHING, Below, can_draw, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.final import final_layout
@@ -42,65 +42,15 @@ REDRAW = 0.25
 """Seconds between drawings: each makes the page build its part anew."""
 
 
-class CellDisplay(Protocol):
-    """Where the output of one cell, or of one magic, appears."""
-
-    def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
-        """Show a line beside the output, such as a warning; at once, or with the next.
-
-        Unless it `stays`, only while the cell runs.
-        """
-
-    def wait_for(self, text: str) -> None:
-        """Show a line until there is something else."""
-
-    def say(self, text: str) -> None:
-        """Show a line that is all the output there is."""
-
-    def show_table(self, html: str, text: str) -> None:
-        """Show a table that is all the output there is, in both forms."""
-
-    def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
-        """Show what has changed; called whenever ranks have said something, and every so often.
-
-        `waits` is a line on ranks that wait for others, as long as they do; `usage` is what
-        memory and GPUs they use.
-        """
-
-    def show_all(
-        self, transcript: Transcript, asks: str, turn: int, *, is_here: bool = True
-    ) -> None:
-        """Show all that there is, now: an input box comes, for the rank whose `turn` it is.
-
-        Below, if `is_here`, and not in a later cell.  `asks` says which ranks wait for one.
-        """
-
-    def typed(self) -> None:
-        """Go on after somebody has typed something there."""
-
-    def pause(self) -> None:
-        """Leave room for others, who write next: nobody waits for this cell."""
-
-    def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Show it as it stays; called once, last."""
-
-    def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Show all of it once more, as a cell's panel does in the end."""
-
-    @property
-    def can_change(self) -> bool:
-        """Whether what has been shown can still be shown otherwise."""
-
-    def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        """Show what a rank has printed after the end, if it can change."""
-
-
 class PanelDisplay:
     """One display that is redrawn a few times a second and replaced at the end.
 
+    `can_change`: what has been shown can still be shown otherwise.
     `is_alone` says whether its cell shows nothing else; `notes` stand with what it shows;
     `seconds` is the setting of this name: with "none" it is drawn at the end alone.
     """
+
+    can_change = True
 
     def __init__(
         self, notes: Sequence[str] = (), *, is_alone: bool = False, seconds: str = "page"
@@ -115,21 +65,33 @@ class PanelDisplay:
         self._notes, self._passing = [*notes], list[str]()
 
     def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
+        """Show a line beside the output, such as a warning; at once, or with the next.
+
+        Unless it `stays`, only while the cell runs.
+        """
         (self._notes if stays else self._passing).append(text)
         if at_once:
             self.wait_for("")
 
     def wait_for(self, text: str) -> None:
+        """Show a line until there is something else."""
         if not (text and self._seconds == "none"):
             self.say(" · ".join(filter(None, [*self._notes, *self._passing, text])))
 
     def say(self, text: str) -> None:
+        """Show a line that is all the output there is."""
         self._draw(panel(dim(text)), text)
 
     def show_table(self, html: str, text: str) -> None:
+        """Show a table that is all the output there is, in both forms."""
         self._draw(html, text)
 
     def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
+        """Show what has changed; called whenever ranks have said something, and every so often.
+
+        `waits` is a line on ranks that wait for others, as long as they do; `usage` is what
+        memory and GPUs they use.
+        """
         now = time.monotonic()
         if now < self._draw_at or self._seconds == "none":
             return
@@ -138,10 +100,15 @@ class PanelDisplay:
     def show_all(
         self, transcript: Transcript, asks: str, turn: int, *, is_here: bool = True
     ) -> None:
+        """Show all that there is, now: an input box comes, for the rank whose `turn` it is.
+
+        Below, if `is_here`, and not in a later cell.  `asks` says which ranks wait for one.
+        """
         self._was_asked = is_here
         self._draw_live(transcript, time.monotonic(), asks, turn=turn)
 
     def typed(self) -> None:
+        """Go on after somebody has typed something there."""
         # A page leaves there what was typed, which the panel says too: it goes on below that.
         self._above = self._id
         self._begin()
@@ -166,6 +133,7 @@ class PanelDisplay:
         self._draw(panel_html(shown), panel_text(shown))
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        """Show it as it stays; called once, last."""
         if self._was_asked and self._is_alone:
             # What was typed, and after Stop the box, which a page leaves there.  Not before: a
             # box that waits would go too.
@@ -180,12 +148,12 @@ class PanelDisplay:
             display(data, raw=True, metadata=dict(figure.metadata))
 
     again = end
-    can_change = True
 
     def pause(self) -> None:
-        """Nothing is in the way of others."""
+        """Leave room for others, who write next: a panel is in nobody's way."""
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
+        """Show what a rank has printed after the end, if it can change."""
         self._draw_final(transcript, logs)
         self._below.change(transcript)
 
@@ -209,7 +177,12 @@ class PanelDisplay:
 
 
 class PlainDisplay:
-    """Lines as they come, for terminals and logs, where nothing can be redrawn but the last."""
+    """Lines as they come, for terminals and logs, where nothing can be redrawn but the last.
+
+    It is called as a `PanelDisplay` is.
+    """
+
+    can_change = False
 
     def __init__(self, notes: Sequence[str] = (), *, colours: bool = False) -> None:
         self._notes = notes
@@ -278,8 +251,6 @@ class PlainDisplay:
         self.say(panel_text(final_layout(transcript, logs, now=time.monotonic())))
         self._write(save_figures(transcript, logs, draws=self._draws))
 
-    can_change = False
-
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         pass
 
@@ -287,6 +258,10 @@ class PlainDisplay:
         for line in lines:
             self._bars.clear()
             sys.stdout.write(f"{line}\n")
+
+
+CellDisplay: TypeAlias = PanelDisplay | PlainDisplay
+"""Where the output of one cell, or of one magic, appears."""
 
 
 def make_display(
@@ -384,15 +359,13 @@ class Page:
     def __init__(self) -> None:
         self._session = ""
 
-    def __repr__(self) -> str:
-        return f"<Page {self._session}>"
-
     def has_missed(self, shell: InteractiveShell, last: RunningTask | None) -> bool:
         """Say whether the page that runs this cell was loaded after `last` had begun, a long one.
 
         Once for each page.
         """
-        before, self._session = self._session, session_of(shell)
+        session = str(request_of(shell).get("header", {}).get("session", ""))
+        before, self._session = self._session, session
         is_another = bool(before and self._session) and before != self._session
         return is_another and last is not None and last.transcript.elapsed() >= LONG_CELL
 
@@ -403,9 +376,3 @@ def missed(last: RunningTask, logs: Mapping[int, str]) -> Shown:
     title = RELOADED.format(" the last cell" if number is None else f" cell [{number}]")
     html = panel(details(dim(title), panel_html(shown), GREY, is_open=False))
     return Shown(html, f"{title}\n{panel_text(shown)}")
-
-
-def session_of(shell: InteractiveShell) -> str:
-    """Return the session of who has sent the cell that runs; "" in a terminal."""
-    parent: Any = getattr(shell, "get_parent", dict)()
-    return str(parent.get("header", {}).get("session", ""))

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import ast
 import atexit
+import os
 import re
+import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, partial, wraps
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from nbdist.errors import WrongVersion
-from nbdist.notebook.cell_text import transform_first_lines
-from nbdist.notebook.options import NbDist
+from IPython.core.error import UsageError as IPythonUsageError
+
+import nbdist
+from nbdist.config import DEFAULT_POOL
+from nbdist.errors import NbdistError, UsageError, WrongVersion
+from nbdist.notebook.cell_text import MAGICS, refuse_place, transform_first_lines
+from nbdist.notebook.free_names import names_filled_in
+from nbdist.notebook.options import NbDist, hint_on_magic
+from nbdist.words import name_ranks
 from nbdist.world.link import Link
+from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import CodeType
 
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
     from nbdist.notebook.command import Command
-    from nbdist.notebook.pool import Pools
+    from nbdist.notebook.pool import Pool, Pools
 
 
 _loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, list[tuple[str, str]], ExitStack]]
@@ -38,14 +47,15 @@ def load(shell: InteractiveShell) -> None:
     """
     check_libraries()
     settings = NbDist(parent=shell)
-    link = prestart() if settings.prestart else None
+    link = Link() if settings.prestart else None
+    if link is not None:
+        link.open()  # an agent, whose fork server imports torch meanwhile
     # The rest of the extension is imported while the agent starts.
     from nbdist.notebook.command import find_commands
-    from nbdist.notebook.extension import RestOfCell
     from nbdist.notebook.pool import Pools
 
     pools = Pools(shell, settings)
-    pools.default.take_over(link)
+    pools.default.prestarted = link
     commands = [*find_commands()]
     shell.configurables.append(settings)  # type: ignore[arg-type]
     registered = [*register(shell, pools, commands)]
@@ -63,8 +73,6 @@ def register(
 
     Yields kind and name of each.
     """
-    from nbdist.notebook.cell_text import MAGICS, refuse_place
-
     wanted: list[tuple[Callable[..., Any], str, str]] = [
         (each.magic(pools), each.kind, each.name) for each in commands
     ]
@@ -81,20 +89,16 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
 
     A terminal's shell has no kernel.
     """
-    from nbdist.notebook.auto_cells import AutoCells
-    from nbdist.notebook.cell_text import transform_first_lines
-    from nbdist.notebook.commands.run import RanksDebugger
-    from nbdist.notebook.completion import Completion
-    from nbdist.notebook.extension import Wrapped
-    from nbdist.notebook.hints import Border
-    from nbdist.notebook.while_busy import WhileBusy
+    from nbdist.notebook.auto_mode import AutoCells
+    from nbdist.notebook.commands.run import debug_ranks
+    from nbdist.notebook.completion import Completion, WhileBusy
 
     completion, auto = Completion(pools, commands), AutoCells(pools)
     border = Border(pools, commands)
     kernel: Any = getattr(shell, "kernel", None)
     wanted: list[tuple[object, str, Any]] = [
         (shell, "showtraceback", border.show_traceback),
-        (shell, "debugger", RanksDebugger(pools).debug),
+        (shell, "debugger", partial(debug_ranks, pools)),
         (shell, "user_expressions", auto.user_expressions),
         (shell, "var_expand", border.expand),
         (shell.history_manager, "store_inputs", auto.store_inputs),
@@ -104,7 +108,7 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
             (kernel, "do_complete", completion.complete),
             (kernel, "do_inspect", completion.inspect),
             (kernel, "do_execute", auto.do_execute),
-            (kernel, "do_shutdown", partial(_shut_down, pools)),
+            (kernel, "do_shutdown", pools.do_shutdown),
         ]
     else:
         wanted += [
@@ -125,19 +129,6 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
     for each in wrapped:
         stack.callback(each.undo)
     return stack
-
-
-def _shut_down(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Have no cell be stopped that is to go on; called in the kernel's control thread."""
-    pools.leave()
-    return original(*args, **kwargs)
-
-
-def prestart() -> Link:
-    """Start an agent, which has its fork server import torch meanwhile."""
-    link = Link()
-    link.open()
-    return link
 
 
 def unload(shell: InteractiveShell) -> None:
@@ -182,9 +173,6 @@ class Wrapped:
         self._method = method
         setattr(holder, name, method)
 
-    def __repr__(self) -> str:
-        return f"<Wrapped {type(self._holder).__name__}.{self._name}>"
-
     def undo(self) -> None:
         """Have the object as it was."""
         self._is_on = False
@@ -210,13 +198,14 @@ def check_libraries() -> None:
     By what is installed: nothing is imported, torch least of all.  A library that is not
     there is not looked at; the workers' Python may be another one.
     """
-    for name, wanted in _ranges():
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            continue
-        if not is_within(found, wanted):
-            raise WrongVersion(name, found, wanted)
+    try:
+        ours = requires("nbdist") or []
+    except PackageNotFoundError:  # run from its folder, without having been installed
+        return
+    for name, wanted in (each.groups() for each in map(REQUIREMENT.match, ours) if each):
+        with suppress(PackageNotFoundError):
+            if not is_within(found := version(name), wanted.strip()):
+                raise WrongVersion(name, found, wanted.strip())
 
 
 def is_within(found: str, wanted: str) -> bool:
@@ -229,14 +218,6 @@ def is_within(found: str, wanted: str) -> bool:
     except InvalidVersion:  # a name of the user's own, which says nothing
         return True
     return SpecifierSet(wanted).contains(release)
-
-
-def _ranges() -> list[tuple[str, str]]:
-    try:
-        lines = requires("nbdist") or []
-    except PackageNotFoundError:  # run from its folder, without having been installed
-        return []
-    return [(found[1], found[2].strip()) for line in lines if (found := REQUIREMENT.match(line))]
 
 
 # --- what stands below `%load_ext nbdist` in the same cell ------------------------------------
@@ -254,9 +235,6 @@ class RestOfCell:
         self._wrapped = Wrapped(shell, "run_code", self._run_code)
         for event in ("pre_run_cell", "post_run_cell"):
             shell.events.register(event, self._end)
-
-    def __repr__(self) -> str:
-        return f"<RestOfCell {'was run' if self._has_run else 'is to be run'}>"
 
     async def _run_code(
         self,
@@ -294,3 +272,95 @@ class RestOfCell:
         self._wrapped.undo()
         for event in ("pre_run_cell", "post_run_cell"):
             self._shell.events.unregister(event, self._end)
+
+
+# --- what is said where a plain cell uses a name of the workers, or a magic is misspelt -----------
+
+
+OURS = os.path.dirname(nbdist.__file__) + os.sep
+
+
+class Border:
+    """Looks at an error before IPython shows it, and says where the name is, or what was meant."""
+
+    def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
+        self._pools = pools
+        self._names = [each.shown_name for each in commands]
+
+    def show_traceback(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand around `InteractiveShell.showtraceback`: only what is said of the error changes."""
+        told = args[0] if args else kwargs.get("exc_tuple")
+        error = told[1] if told else sys.exc_info()[1]
+        _leave_out_insides(error)
+        if isinstance(error, NbdistError):
+            kwargs.pop("exc_tuple", None)
+            return original(_as_ours(error), *args[1:], **kwargs)
+        if type(error) is NameError and error.name and (hint := self.hint(error.name)):
+            error.args = (hint,)
+        elif type(error) is IPythonUsageError and (hint := hint_on_magic(str(error), self._names)):
+            error.args = (f"{error} {hint}",)
+        return original(*args, **kwargs)
+
+    def expand(self, original: Callable[..., str], cmd: str, depth: int = 0, **how: Any) -> str:
+        """Stand around `InteractiveShell.var_expand`: what only the ranks can fill in is refused.
+
+        Left as it is, it would be a part of a command: `!cp {name} {name}.bak`.
+        """
+        # Names are those of the function that calls; two frames stand between.
+        expanded = original(cmd, depth + 2, **how)
+        left = names_filled_in(expanded)
+        for name in names_filled_in(cmd):
+            if name in left and (hint := self.hint(name)):
+                own = f"; `$${name}` is the shell's own" if f"${name}" in cmd else ""
+                raise UsageError(f"{hint}{own}. Nothing has run.")
+        return expanded
+
+    def hint(self, name: str) -> str:
+        """Say where the name lives and how to come by it; "" where no worker has it."""
+        hints = (hint_of(pool, name) for pool in self._pools if pool.has_workers)
+        return next(filter(None, hints), "")
+
+
+def _as_ours(error: NbdistError) -> tuple[type[BaseException], BaseException, Any]:
+    """Give it as what IPython asks to show itself, whatever else it is or was raised beside.
+
+    Of a SyntaxError IPython shows all calls, and of what has met an exception group.
+    """
+    error.__context__ = None
+    kind = type(error)
+    if isinstance(error, SyntaxError):
+        kind = type(kind.__name__, (NbdistError,), {})
+    return kind, error, error.__traceback__
+
+
+def _leave_out_insides(error: BaseException | None) -> None:
+    """Cut nbdist's calls off its errors' tracebacks, and off Stop's; others may lead to them."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        tb = error.__traceback__ if isinstance(error, NbdistError | KeyboardInterrupt) else None
+        while tb is not None:
+            if tb.tb_next and tb.tb_next.tb_frame.f_code.co_filename.startswith(OURS):
+                tb.tb_next = None
+            tb = tb.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def hint_of(pool: Pool, name: str) -> str:
+    """Say which ranks of the pool have it, and what to do; "" where none has."""
+    world = pool.world
+    if world is None or name in pool.shell.user_ns:
+        return ""
+    of_pool = "" if pool.name == DEFAULT_POOL else f" --pool {pool.name}"
+    begin = f"begin the cell with %%distributed{of_pool}"
+    ranks = world.session.names.ranks_with(name)
+    if ranks:
+        lives = f"`{name}` is on {name_ranks(ranks)}: {begin}"
+        if world.session.names.whence(name):
+            return f"{lives}, or import it here too"
+        return f"{lives}, or `%dist_gather{of_pool} {name}`"
+    if name in WORKERS_MODULES:
+        of = WORKERS_MODULES[name]
+        here = f"import {of}" if of == name else f"import {of} as {name}"
+        return f"the workers have `{name}`: {begin}, or `{here}` here"
+    return f"`{name}` is each worker's own: {begin}" if name in WORKERS_OWN else ""

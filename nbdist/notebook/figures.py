@@ -123,9 +123,6 @@ class Below:
         self._id = f"nbdist-{uuid.uuid4().hex}"
         self._shown: list[Display] = []
 
-    def __repr__(self) -> str:
-        return f"<Below {len(self._shown)} displays>"
-
     def show(self, transcript: Transcript, ranks: Collection[int] | None = None) -> None:
         """Show those of all ranks, or of some, below what the cell has shown so far."""
         self._shown = below_panel(transcript, ranks)

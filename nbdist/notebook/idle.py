@@ -9,11 +9,11 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from nbdist.errors import UsageError
+from nbdist.notebook.cell_text import request_of
 from nbdist.notebook.display import REDRAW
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Failure, Output, Text, Update, Visible, plain_of
@@ -21,7 +21,6 @@ from nbdist.output.wording import fold_ranks, traceback_text
 from nbdist.words import name_ranks
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable
     from types import FrameType
 
@@ -49,7 +48,7 @@ class IdleWatch:
     def __init__(self, notice: Callable[[], None]) -> None:
         self._notice = notice
         self._link: Link | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._asides = -1
         self._notice_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -60,7 +59,7 @@ class IdleWatch:
 
     def follow(self, link: Link | None) -> None:
         """Watch this link from now on, and none that was watched before."""
-        if link is self._link and not (self._loop and self._loop.is_closed()):
+        if link is self._link and not (self.loop and self.loop.is_closed()):
             return
         self.stop()
         try:
@@ -70,14 +69,9 @@ class IdleWatch:
         if link is None or not is_main_thread():
             return
         # A descriptor of our own, which stays ours when the link is closed.
-        self._link, self._loop, self._asides = link, loop, os.dup(link.asides)
+        self._link, self.loop, self._asides = link, loop, os.dup(link.asides)
         # In no cell's context: what is shown belongs to the cell that ran last, not to this one.
         contextvars.Context().run(loop.add_reader, self._asides, self._wake)
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The one that calls, None where there is none."""
-        return self._loop
 
     @property
     def goes_on(self) -> bool:
@@ -89,9 +83,9 @@ class IdleWatch:
         self._goes_on = goes_on
         if self._link is not None:
             self._link.tells_all = goes_on
-        if goes_on and self._loop is not None and self._timer is None:
+        if goes_on and self.loop is not None and self._timer is None:
             # In no cell's context, as in `follow`.
-            self._timer = contextvars.Context().run(self._loop.call_later, PAUSE, self._notice_now)
+            self._timer = contextvars.Context().run(self.loop.call_later, PAUSE, self._notice_now)
 
     def stop(self) -> None:
         """Watch nothing."""
@@ -99,17 +93,17 @@ class IdleWatch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._loop is not None:
-            if not self._loop.is_closed():
-                self._loop.remove_reader(self._asides)
+        if self.loop is not None:
+            if not self.loop.is_closed():
+                self.loop.remove_reader(self._asides)
             os.close(self._asides)
-        self._link = self._loop = None
+        self._link = self.loop = None
 
     def _wake(self) -> None:
         is_closed = False
         with suppress(BlockingIOError):  # read already
             is_closed = os.read(self._asides, 4096) == b""
-        loop = self._loop
+        loop = self.loop
         if is_closed:
             self.stop()
         if loop is None or is_closed:
@@ -133,13 +127,6 @@ class IdleWatch:
             self.goes_on = True
 
 
-def at_next_prompt(shell: InteractiveShell, call: Callable[[], None]) -> None:
-    """Have this called on the event loop of a terminal's next prompt; nothing where none comes."""
-    prompt: Any = getattr(shell, "pt_app", None)
-    if prompt is not None:
-        prompt.app.pre_run_callables.append(call)
-
-
 # --- what ranks say after their cell has ended, and later changes of what it has shown --------
 
 
@@ -161,9 +148,6 @@ class Ended:
         self._left: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
         self._changed: dict[int, tuple[Transcript, CellDisplay]] = {}
         self._show_at = 0.0
-
-    def __repr__(self) -> str:
-        return f"<Ended {len(self._cells)} cells>"
 
     def add(self, transcript: Transcript, display: CellDisplay) -> None:
         """Keep one more that has ended."""
@@ -228,14 +212,14 @@ def late_texts(late: Iterable[tuple[int, Output]]) -> list[str]:
         said[rank] = said.get(rank, "") + _text_of(output)
     lines = {rank: map(str.strip, strip(text).splitlines()) for rank, text in said.items()}
     same = fold_ranks({rank: " / ".join(filter(None, found)) for rank, found in lines.items()})
-    return [_worded(ranks, text) for text, ranks in same.items() if text]
-
-
-def _worded(ranks: list[int], text: str) -> str:
-    whose = "its" if len(ranks) == 1 else "their"
-    more = len(text) - MOST_CHARACTERS
-    shown = text if more <= 0 else f"{text[:MOST_CHARACTERS]} … {more:,} more characters"
-    return f"{name_ranks(ranks)} printed after {whose} last cell: {shown}"
+    texts: list[str] = []
+    for text, ranks in same.items():
+        if text:
+            whose = "its" if len(ranks) == 1 else "their"
+            more = len(text) - MOST_CHARACTERS
+            shown = text if more <= 0 else f"{text[:MOST_CHARACTERS]} … {more:,} more characters"
+            texts.append(f"{name_ranks(ranks)} printed after {whose} last cell: {shown}")
+    return texts
 
 
 def _text_of(output: Output) -> str:
@@ -249,21 +233,9 @@ def _text_of(output: Output) -> str:
     return ""
 
 
-# --- cells that run beside the one that runs --------------------------------------------------
-
-
 def is_in_subshell(shell: InteractiveShell) -> bool:
     """Say whether the cell that asks runs in one."""
-    parent: Any = getattr(shell, "get_parent", dict)()  # a terminal's shell has none
-    return parent.get("header", {}).get("subshell_id") is not None
-
-
-def refusal(name: str, others: Collection[str]) -> UsageError:
-    """Say that this magic waits for the notebook's own thread, and which ones do not."""
-    known = ", ".join(f"`{each}`" for each in sorted(others))
-    return UsageError(
-        f"`{name}` cannot run in a subshell, beside other cells; these can run: {known}."
-    )
+    return request_of(shell).get("header", {}).get("subshell_id") is not None
 
 
 # --- stop (SIGINT) where it must not raise ----------------------------------------------------
@@ -278,9 +250,6 @@ class Stops:
 
     def __init__(self) -> None:
         self.count = 0
-
-    def __repr__(self) -> str:
-        return f"<Stops {self.count}>"
 
     def take(self, _number: int, _frame: FrameType | None) -> None:
         """Count one more; called as a signal handler."""
@@ -305,16 +274,22 @@ class CommandStops(Stops):
 
 
 @contextmanager
-def command_stops() -> Iterator[None]:
-    """Have `met_stops` inside meet Stops, where these raise KeyboardInterrupt."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or not is_main_thread():
+def _handled_by(take: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Have Stops inside call this; in other threads than the main one there are none."""
+    if not is_main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, CommandStops().take)
+    before = signal.signal(signal.SIGINT, take)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
+
+
+def command_stops() -> AbstractContextManager[None]:
+    """Have `met_stops` inside meet Stops, where these raise KeyboardInterrupt."""
+    is_raised = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return _handled_by(CommandStops().take) if is_raised else nullcontext()
 
 
 @contextmanager
@@ -324,6 +299,7 @@ def met_stops(meet: Callable[[], bool]) -> Iterator[None]:
     if not isinstance(stops, CommandStops):
         yield
         return
+    # No handler of its own: a job's steps go on in later cells, which have theirs.
     before, stops.meet = stops.meet, meet
     try:
         yield
@@ -335,14 +311,8 @@ def met_stops(meet: Callable[[], bool]) -> Iterator[None]:
 def counted_stops(stops: Stops | None = None) -> Iterator[Stops]:
     """Count Stops, in these, instead of raising KeyboardInterrupt where one happens to come."""
     stops = stops or Stops()
-    if not is_main_thread():
+    with _handled_by(stops.take):
         yield stops
-        return
-    before = signal.signal(signal.SIGINT, stops.take)
-    try:
-        yield stops
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -357,17 +327,10 @@ def held_stops() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-@contextmanager
-def raised_stops() -> Iterator[None]:
+def raised_stops() -> AbstractContextManager[None]:
     """Have Stop raise KeyboardInterrupt again inside `counted_stops` and `held_stops`."""
-    if _in_use() is None or not is_main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    is_taken = _in_use() is not None
+    return _handled_by(signal.default_int_handler) if is_taken else nullcontext()
 
 
 def _in_use() -> Stops | None:
@@ -392,9 +355,6 @@ class IdleStop:
         self._stops: list[Callable[[], None]] = []
         self._is_there = False
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    def __repr__(self) -> str:
-        return f"<IdleStop of {len(self._stops)}>"
 
     def watch(self, loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
         """Call this too from now on; does nothing where SIGINT means something already."""

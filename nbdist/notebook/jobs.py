@@ -60,14 +60,14 @@ class Job:
         job.interrupt()          # what Stop does to a cell that is waited for
 
     Its output stays under its cell, live while the notebook is idle, or waits for it.  What it
-    raises, `wait` and `result` raise.
+    raises, `wait` and `result` raise.  `running` is the task, or the last attempt at it.
     """
 
     def __init__(self, steps: Steps, running: RunningTask, name: str, place: CellPlace) -> None:
         """Take over the steps of a cell after the first, which has sent it."""
         self._steps = steps
-        self._running = running
-        self._name = name
+        self.running = running
+        self.title = f"`{name}`" if name else "the cell sent with --no-wait"
         self._place = place
         self._result: CellResult[Any] | None = None
         self._error: BaseException | None = None
@@ -76,11 +76,11 @@ class Job:
         self._was_waited_for = self._was_drawn_between = False
 
     def __repr__(self) -> str:
-        transcript = self._running.transcript
+        transcript = self.running.transcript
         seconds = seconds_text(transcript.elapsed(time.monotonic()))
         if not self._ended.is_set():
-            word = "stopping" if self._running.is_stopping else "running"
-            said = self._running.waits or self._running.doing
+            word = "stopping" if self.running.is_stopping else "running"
+            said = self.running.waits or self.running.doing
         elif self._error is not None:
             word = "stopped" if isinstance(self._error, Interrupted) else "failed"
             said = str(self._error)
@@ -106,7 +106,7 @@ class Job:
         # The end comes after all that its ranks have said, and they are made ready after that.
         while self._can_step and time.monotonic() < enough:
             said = self._said
-            if said == before and self._running.unfinished:
+            if said == before and self.running.unfinished:
                 break
             before = said
             self.step(AT_ONCE)
@@ -153,11 +153,14 @@ class Job:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                self._wait_a_little(min(TICK, left))
+                if is_main_thread():
+                    self.step(min(TICK, left))
+                else:  # a subshell: the main thread takes the steps
+                    self._ended.wait(min(TICK, left))
         if not self._ended.is_set():
             if stops.count:
                 raise Interrupted((), fate=self.runs_on)
-            raise JobTimeout(self.title, timeout or 0.0, self._running.waits or self._running.doing)
+            raise JobTimeout(self.title, timeout or 0.0, self.running.waits or self.running.doing)
         if self._error is not None:
             error = raised(self._error) if isinstance(self._error, WorkerError) else self._error
             raise error.with_traceback(None)
@@ -174,17 +177,10 @@ class Job:
     def interrupt(self) -> None:
         """Have its ranks leave it, as Stop does; again, with less patience.  Returns at once."""
         if not self._ended.is_set():
-            self._running.stops += 1
+            self.running.stops += 1
             self.step()
 
     # --- for the notebook -----------------------------------------------------------------
-
-    @property
-    def title(self) -> str:
-        """What it is called, where it has no name too."""
-        if self._name:
-            return f"`{self._name}`"
-        return "the cell sent with --no-wait"
 
     @property
     def runs_on(self) -> str:
@@ -195,12 +191,7 @@ class Job:
     @property
     def seconds(self) -> float:
         """How long it has run."""
-        return self._running.transcript.elapsed(time.monotonic())
-
-    @property
-    def running(self) -> RunningTask:
-        """The task, or the last attempt at it."""
-        return self._running
+        return self.running.transcript.elapsed(time.monotonic())
 
     @property
     def has_ended(self) -> bool:
@@ -214,7 +205,7 @@ class Job:
     @property
     def _said(self) -> int:
         """How much its ranks have said, a number that grows."""
-        return sum(track.version for track in self._running.transcript)
+        return sum(track.version for track in self.running.transcript)
 
     def take_unheard(self) -> str:
         """Say once that it failed, where nobody has waited for it; else ""."""
@@ -237,42 +228,31 @@ class Job:
             return
         self._is_stepping = True
         self._was_drawn_between |= in_its_cell
-        try:
-            with held_stops():
-                self._take_step(longest, in_its_cell=in_its_cell)
-        finally:
-            self._is_stepping = False
-
-    def _take_step(self, longest: float, *, in_its_cell: bool) -> None:
-        try:
-            with self._place.within(in_its_cell):
-                self._running = self._steps.send(longest)
-        except StopIteration as end:
-            if isinstance(end.value, BaseException):
-                self._error = end.value
-            else:
-                self._result = end.value
-            self._ended.set()
-        except (NbdistError, Interrupted) as error:
-            self._error = error
-            self._ended.set()
-        except BaseException as error:  # a fault of ours; there are no more steps all the same
-            self._error = error
-            self._ended.set()
-            raise
+        with held_stops():
+            try:
+                with self._place.within(in_its_cell):
+                    self.running = self._steps.send(longest)
+            except StopIteration as end:
+                self._end(end.value)
+            except BaseException as error:
+                self._end(error)
+                if not isinstance(error, NbdistError | Interrupted):  # a fault of ours
+                    raise
+            finally:
+                self._is_stepping = False
 
     def lose(self, why: str) -> None:
         """Take no more steps: its workers are gone."""
         if not self._ended.is_set():
-            self._error = JobLost(self.title, self.seconds, why)
-            self._ended.set()
+            self._end(JobLost(self.title, self.seconds, why))
             self._steps.close()
 
-    def _wait_a_little(self, seconds: float) -> None:
-        if is_main_thread():
-            self.step(seconds)
-        else:  # a subshell: the main thread takes the steps
-            self._ended.wait(seconds)
+    def _end(self, led_to: CellResult[Any] | BaseException) -> None:
+        if isinstance(led_to, BaseException):
+            self._error = led_to
+        else:
+            self._result = led_to
+        self._ended.set()
 
 
 class CellPlace:
@@ -281,9 +261,6 @@ class CellPlace:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell: Any = shell
         self._parent = shell.get_parent() if hasattr(shell, "set_parent") else None  # type: ignore[attr-defined]
-
-    def __repr__(self) -> str:
-        return f"<CellPlace {(self._parent or {}).get('header', {}).get('msg_id', '')}>"
 
     @property
     def is_known(self) -> bool:
@@ -316,9 +293,6 @@ class Background:
         self._stop = stop
         self._job: Job | None = None
 
-    def __repr__(self) -> str:
-        return f"<Background {self._job}>"
-
     @property
     def job(self) -> Job | None:
         """The cell, while it runs."""
@@ -336,7 +310,10 @@ class Background:
             return
         with counted_stops() as stops:
             while not (job.has_ended or stops.count):
-                text = _waits_text(job)
+                text = (
+                    f"Waiting for {job.title} ({job.seconds:.0f} s). "
+                    "Stop cancels this cell only; that one keeps running."
+                )
                 if not said or (display.can_change and said != text):
                     said = text
                     display.wait_for(text)
@@ -371,10 +348,6 @@ class Background:
             self._stop.clear(self.stop)
         return self._idle.goes_on
 
-    def go_on(self) -> None:
-        """Go on on the event loop of a terminal's prompt."""
-        self._idle.goes_on = self.job is not None
-
     def stop(self) -> None:
         """Do what Stop does while no cell runs."""
         if (job := self.job) is not None:
@@ -386,10 +359,3 @@ class Background:
         self._stop.clear(self.stop)
         if self._job is not None:
             self._job.lose(why)
-
-
-def _waits_text(job: Job) -> str:
-    return (
-        f"Waiting for {job.title} ({job.seconds:.0f} s). "
-        "Stop cancels this cell only; that one keeps running."
-    )

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from nbdist.world.world import World
 
 
-RANKS = re.compile(r"(?:^|(?<=\s))(?:-r|--ranks)(?:\s*=\s*|\s+)(\[[^\]]*\]|\S+)")
+POOL = re.compile(r"(?<!\S)--pool(?:\s*=\s*|\s+)(\S+)")
+
+RANKS = re.compile(r"(?<!\S)(?:-r|--ranks)(?:\s*=\s*|\s+)(\[[^\]]*\]|\S+)")
 """`-r -1,0` would be read as an option without a value, and `-r [0, 2]` as two words."""
 
 QUOTED = re.compile(r"""(?<!\S)(--[\w-]+)(?:=|\s+)(\w+=)?(["'])(.*?)\3(?!\S)""")
@@ -54,16 +56,6 @@ def world_options(magic: Magic) -> Magic:
     return magic
 
 
-def size_option(magic: Magic) -> Magic:
-    """Add `-n` alone, for help that leaves the others to `%dist_init`."""
-    return _add("n", OPTIONS["n"])(magic)
-
-
-def pool_option(magic: Magic) -> Magic:
-    """Add `--pool`: which of several worlds."""
-    return _add("pool", OPTIONS["pool"])(magic)
-
-
 def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
     """Make a decorator that gives a magic this option; None of what is not said."""
     how: dict[str, Any] = {"dest": name, "help": option.help.replace("%", "%%")}
@@ -75,6 +67,25 @@ def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
     else:
         how |= {"type": lambda text: option.read(unquoted(text)), "metavar": option.metavar}
     return argument(option.flag, **how)
+
+
+size_option = _add("n", OPTIONS["n"])
+"""For help that leaves the others to `%dist_init`."""
+
+pool_option = _add("pool", OPTIONS["pool"])
+
+ranks_option = argument(
+    "-r", "--ranks", help="which ranks: 0  0,2-3  1:3  ::2  -1  all (the default)"
+)
+
+# As torchrun calls it.
+restarts_option = argument(
+    "--max-restarts",
+    metavar="N",
+    type=read_restarts,
+    default=0,
+    help="run it again when it fails, at most N times; ranks that died are restarted (0)",
+)
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
@@ -114,21 +125,6 @@ def check_same(world: World, options: argparse.Namespace) -> None:
             )
 
 
-def restarts_option(magic: Magic) -> Magic:
-    """Add what torchrun calls by the same name."""
-    add = argument("--max-restarts", metavar="N", type=read_restarts, default=0,
-                   help="run it again when it fails, at most N times; ranks that died are "
-                       "restarted (0)"
-                   "")  # fmt: skip
-    return add(magic)  # type: ignore[no-any-return]
-
-
-def ranks_option(magic: Magic) -> Magic:
-    """Add `-r`: which ranks run it."""
-    add = argument("-r", "--ranks", help="which ranks: 0  0,2-3  1:3  ::2  -1  all (the default)")
-    return add(magic)  # type: ignore[no-any-return]
-
-
 ARGPARSE = (
     (re.compile(r"^unrecognized arguments: (\S+).*"), r"unexpected `\1`"),
     (re.compile(r"^the following arguments are required: (.*)"), r"it needs \1"),
@@ -144,11 +140,16 @@ def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
     """
     flags = flags_of(magic)
     try:
-        line = RANKS.sub(_ranks_in_a_word, in_our_words(line, flags))
+        line = in_our_words(line, flags)
+        line = RANKS.sub(lambda found: f"--ranks={''.join(found[1].split())}", line)
         options = parse_argstring(magic, QUOTED.sub(r"\1 \3\2\4\3", line))
     except (IPythonUsageError, ValueError) as error:
         text = str(error)
-        said = meant_by(text, flags) or f"{_in_our_words(text).rstrip('.')}."
+        said = meant_by(text, flags)
+        if not said:
+            for theirs, ours in ARGPARSE:
+                text = theirs.sub(ours, text)
+            said = f"{text.rstrip('.')}."
         raise UsageError(f"`{name}`: {said} `{name}?` shows all options.") from None
     for option, value in vars(options).items():
         setattr(options, option, _unquoted(value))
@@ -165,20 +166,9 @@ def split_code(magic: Magic, line: str) -> tuple[str, str]:
     return line[:at].strip(), line[at:].strip()
 
 
-def _in_our_words(text: str) -> str:
-    """Say what argparse says as people would."""
-    for said, ours in ARGPARSE:
-        text = said.sub(ours, text)
-    return text
-
-
 def names_in(words: Iterable[str]) -> list[str]:
     """Divide what was typed at its commas too: `a b`, `a, b` and `a,b` are two names."""
     return [name for word in words for name in word.split(",") if name]
-
-
-def _ranks_in_a_word(found: re.Match[str]) -> str:
-    return f"--ranks={''.join(found[1].split())}"
 
 
 def _unquoted(value: Any) -> Any:
@@ -206,7 +196,9 @@ class Argument:
 def arguments_of(magic: Callable[..., Any]) -> tuple[Argument, ...]:
     """List them in the order in which the help has them; read once, as each cell asks."""
     added: list[Any] = getattr(magic, "decorators", [])
-    return tuple(_argument(each.args, each.kwds) for each in reversed(added) if _is_argument(each))
+    return tuple(
+        _argument(each.args, each.kwds) for each in reversed(added) if isinstance(each, argument)
+    )
 
 
 def flags_of(magic: Callable[..., Any]) -> dict[str, Argument]:
@@ -214,17 +206,14 @@ def flags_of(magic: Callable[..., Any]) -> dict[str, Argument]:
     return {flag: each for each in arguments_of(magic) for flag in each.flags}
 
 
-def _is_argument(added: Any) -> bool:
-    return type(added).__name__ == "argument"
-
-
 def _argument(names: tuple[str, ...], told: dict[str, Any]) -> Argument:
-    flags = tuple(name for name in names if name.startswith("-"))
-    longest = max(names, key=len)
-    dest = told.get("dest") or longest.lstrip("-").replace("-", "_")
-    takes_value = told.get("action") in (None, "append")
-    text = str(told.get("help") or "").replace("%%", "%")
-    return Argument(flags, dest, text, takes_value, told.get("nargs") in ("*", "+"))
+    return Argument(
+        tuple(name for name in names if name.startswith("-")),
+        told.get("dest") or max(names, key=len).lstrip("-").replace("-", "_"),
+        str(told.get("help") or "").replace("%%", "%"),
+        takes_value=told.get("action") in (None, "append"),
+        takes_many=told.get("nargs") in ("*", "+"),
+    )
 
 
 # --- what people type who come from elsewhere, or in haste ------------------------------------

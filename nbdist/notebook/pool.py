@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING
 from nbdist.config import DEFAULT_POOL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, UsageError
 from nbdist.hosts import LOCAL
-from nbdist.notebook.auto_mode import NOTE as AUTO_NOTE
-from nbdist.notebook.auto_mode import AutoMode
 from nbdist.notebook.display import Page, make_display
-from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, at_next_prompt, is_in_subshell
+from nbdist.notebook.free_names import Gathered, assigned_in, names_bound
+from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, is_in_subshell
 from nbdist.notebook.jobs import Background
 from nbdist.notebook.options import check_same, given
-from nbdist.notebook.shipping.free_names import names_bound
-from nbdist.notebook.shipping.versions import Gathered, assigned_in
-from nbdist.notebook.why import Why, idle_end, why_died
+from nbdist.notebook.outcome import Why, idle_end, why_died
 from nbdist.words import count, name_ranks
 from nbdist.world.exchange import Wanted
 from nbdist.world.names import list_names
@@ -29,7 +26,7 @@ from nbdist.world.world import World
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from typing import Any
 
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -43,11 +40,36 @@ if TYPE_CHECKING:
     from nbdist.world.states import Machines
 
 
+AUTO_NOTE = "auto mode: `%%local` on the first line runs a cell here"
+"""What every panel says while it is on."""
+
+
+class AutoMode:
+    """Whether it is on, and for which pool.
+
+    `running` is what the kernel runs in place of the last cell, and `typed` what that was;
+    `ran` is what it has run in place of those in the history, by their numbers.  `loaded` are the
+    packages of extensions that the ranks have loaded.
+    """
+
+    def __init__(self) -> None:
+        self.pool: str | None = None
+        self.running = self.typed = ""
+        self.ran: dict[int, str] = {}
+        self.loaded: set[str] = set()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether plain cells run on the workers."""
+        return self.pool is not None
+
+
 class Pool:
     """The world that a pool's cells run in; only IPython's own thread uses it.
 
     `last` is the cell that ran last, `ended` are the displays of earlier ones, `why` is the
     last failure, `failed` the rank that was first in it, with its error, `failed_at` when.
+    `prestarted` leads to the agent that `%load_ext` has started, until the first world has it.
     """
 
     def __init__(
@@ -55,15 +77,15 @@ class Pool:
         shell: InteractiveShell,
         settings: NbDist,
         name: str,
-        auto: AutoMode | None = None,
-        stop: IdleStop | None = None,
-        gathered: Gathered | None = None,
+        auto: AutoMode,
+        stop: IdleStop,
+        gathered: Gathered,
     ) -> None:
         self.shell = shell
         self.settings = settings
         self.name = name
-        self.auto = auto or AutoMode()
-        self.gathered = gathered or Gathered(shell.user_ns)
+        self.auto = auto
+        self.gathered = gathered
         self.world: World | None = None
         self.last: RunningTask | None = None
         self.ended = Ended()
@@ -74,9 +96,9 @@ class Pool:
         self.page = Page()
         self.shown_size = 0
         self._displayed_in = 0  # so many cells had been typed then
-        self._link: Link | None = None
+        self.prestarted: Link | None = None
         self._idle = IdleWatch(self._notice)
-        self.background = Background(self._idle, stop or IdleStop())
+        self.background = Background(self._idle, stop)
 
     def __repr__(self) -> str:
         return f"<Pool {self.name} {self.world}>"
@@ -142,10 +164,6 @@ class Pool:
 
     # --- life -----------------------------------------------------------------------------
 
-    def take_over(self, link: Link | None) -> None:
-        """Have the agent that `%load_ext` started, for the first world."""
-        self._link = link
-
     def ensure(self, options: argparse.Namespace, display: CellDisplay) -> World:
         """Give the running world, or start one; UsageError when the options describe another."""
         if (world := self.mended(display)) is not None:
@@ -166,7 +184,11 @@ class Pool:
             display.note(said)
         if self.world is not None:
             _complete_shutdown(self.world)
-            _wait_for_stop(self.world, display)
+            running = self.world.session.running
+            if running is not None and running.is_stopping and running.unfinished:
+                late = name_ranks(running.unfinished)
+                display.wait_for(f"waiting for {late} to leave the stopped cell …")
+                self.world.session.wait_for_stop()
             self._mend(self.world, display)
         self.show_late()
         for text in self.ended.take_texts():
@@ -181,37 +203,31 @@ class Pool:
 
     def attach(self, world: World) -> None:
         """Have a world that was there already, and not the agent that `%load_ext` started."""
-        link, self._link = self._link, None
         self._started(world)
-        if link is not None:
-            link.close()
+        self._close_prestarted()
 
     def restart(
         self, options: argparse.Namespace, keep: Sequence[str], display: CellDisplay
-    ) -> World:
+    ) -> None:
         """Have new workers, as the ones before but for what the options say."""
         world, changes = self.world, given(options)
         if world is None:
-            world = self._new_world(options)
-            self._start(world, display)
-        else:
-            _complete_shutdown(world)
-            display.wait_for("restarting")
-            world.restart(keep=keep, **changes)
-            self.background.lose("its workers were restarted")
-            self._started(world)
-            if changes and world.session.warning:
-                display.note(world.session.warning)
-        return world
+            self._start(self._new_world(options), display)
+            return
+        _complete_shutdown(world)
+        display.wait_for("restarting")
+        world.restart(keep=keep, **changes)
+        self.background.lose("its workers were restarted")
+        self._started(world)
+        if changes and world.session.warning:
+            display.note(world.session.warning)
 
     def shutdown(self) -> str:
         """End the workers and the agent; say what became of them, "" where there were none."""
-        had_workers, link = self.has_workers, self._link
+        had_workers = self.has_workers
         self.background.lose("its workers were shut down")
-        self._link = None
         self._idle.stop()
-        if link is not None:
-            link.close()
+        self._close_prestarted()
         left = self.world.session.shutdown() if self.world is not None else ""
         # Not before: where Stop ends the wait, the next `%dist_shutdown` has to find it.
         self.world = None
@@ -225,23 +241,24 @@ class Pool:
         self.background.lose("the notebook has ended")
         self._idle.stop()
         world, self.world = self.world, None
-        stays = world is not None and world.session.config.detach and world.state.has_workers
-        link = world.session.detach_link() if world is not None else None
-        if link is not None and stays:
-            link.detach()
-        elif link is not None:
+        if world is not None:
+            stays = world.session.config.detach and world.state.has_workers
+            if (link := world.session.detach_link()) is not None:
+                link.detach() if stays else link.close()
+        self._close_prestarted()
+
+    def _close_prestarted(self) -> None:
+        link, self.prestarted = self.prestarted, None
+        if link is not None:
             link.close()
-        if self._link is not None:
-            self._link.close()
-        self._link = None
 
     def _new_world(self, options: argparse.Namespace) -> World:
         config = self.world.session.config if self.world else WorldConfig(pool=self.name)
         world = World(**vars(config.but(**given(options))))
         world.session.namespace = self.shell.user_ns  # an embedded shell's is not `__main__`'s
-        if self._link is not None and world.session.config.launched_by == LOCAL:
-            world.session.adopt(self._link)
-            self._link = None
+        if self.prestarted is not None and world.session.config.launched_by == LOCAL:
+            world.session.adopt(self.prestarted)
+            self.prestarted = None
         return world
 
     def _start(self, world: World, display: CellDisplay) -> None:
@@ -265,12 +282,6 @@ class Pool:
 
     # --- while no cell runs ---------------------------------------------------------------
 
-    def notice_bound(self, names: Collection[str]) -> None:
-        """Count what a cell of the notebook has bound as the notebook's."""
-        if self.world is not None:
-            own = [name for name in names if name not in self.gathered]
-            self.world.session.names.bound_in_notebook(own)
-
     def bind_gathered(
         self, found: Mapping[str, Any], theirs: Sequence[str], ranks: Collection[int]
     ) -> None:
@@ -284,7 +295,7 @@ class Pool:
     def watch_prompt(self) -> None:
         """Notice what workers do while a terminal's prompt is open; called on its loop."""
         self._watch_while_idle()
-        self.background.go_on()
+        self._idle.goes_on = self.background.job is not None
 
     def _watch_while_idle(self) -> None:
         self._idle.follow(self.world.session.link if self.world and self.has_workers else None)
@@ -353,15 +364,6 @@ def _complete_shutdown(world: World) -> None:
         world.shutdown()
 
 
-def _wait_for_stop(world: World, display: CellDisplay) -> None:
-    """Wait for ranks that had not left a stopped cell when it gave control back."""
-    running = world.session.running
-    if running is not None and running.is_stopping and running.unfinished:
-        late = name_ranks(running.unfinished)
-        display.wait_for(f"waiting for {late} to leave the stopped cell …")
-        world.session.wait_for_stop()
-
-
 # --- all pools of a notebook ------------------------------------------------------------------
 
 
@@ -376,9 +378,6 @@ class Pools:
         self._stop = IdleStop()
         self.gathered = Gathered(shell.user_ns)
         self._pools = {DEFAULT_POOL: self._new(DEFAULT_POOL)}
-
-    def __repr__(self) -> str:
-        return f"<Pools {[*self]}>"
 
     def __iter__(self) -> Iterator[Pool]:
         yield from self._pools.values()
@@ -405,22 +404,30 @@ class Pools:
 
     def notice_names(self, result: ExecutionResult) -> None:
         """Count what a cell has bound as the notebook's; called by IPython after each."""
+        prompt: Any = getattr(self.shell, "pt_app", None)  # a terminal's
         for pool in self:
             pool.show_background()
-            at_next_prompt(self.shell, pool.watch_prompt)
+            if prompt is not None:
+                prompt.app.pre_run_callables.append(pool.watch_prompt)
         cell = getattr(result.info, "raw_cell", None) or ""
         bound = self._bound_by(cell)
         if bound and result.success:
             self.gathered.add(assigned_in(self.shell.transform_cell(cell)))
         self.gathered.bound_in_notebook(bound)
         for pool in self:
-            pool.notice_bound(bound)
+            if pool.world is not None:
+                own = [name for name in bound if name not in self.gathered]
+                pool.world.session.names.bound_in_notebook(own)
 
-    def leave(self) -> None:
-        """Have cells that run be left: the kernel is about to end; called in any thread."""
+    def do_shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand around the kernel's method of this name, in its control thread.
+
+        Cells that run are left, so that none is stopped that is to go on.
+        """
         for pool in self:
             if pool.world is not None:
                 pool.world.session.leaving.set()
+        return original(*args, **kwargs)
 
     def close(self) -> None:
         """End at once all that the notebook has started; called when it ends."""

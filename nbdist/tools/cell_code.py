@@ -21,7 +21,7 @@ from copy import copy
 from itertools import accumulate
 from typing import Any
 
-from nbdist.notebook.shipping.free_names import names_bound, names_used
+from nbdist.notebook.free_names import names_bound, names_used
 from nbdist.values.definitions import cell_source
 from nbdist.values.payload import is_atomic
 from nbdist.words import one_line

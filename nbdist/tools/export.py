@@ -23,8 +23,8 @@ from IPython.core.magic_arguments import argument
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.display import Shown, block
-from nbdist.notebook.shipping.free_names import names_bound, names_used
-from nbdist.notebook.shipping.plan import version_now
+from nbdist.notebook.free_names import names_bound, names_used
+from nbdist.notebook.shipping import version_now
 from nbdist.tools.cell_code import (
     Statements,
     Transform,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import WorkerError
-from nbdist.notebook.commands.logs import last_lines
+from nbdist.notebook.commands.inspect import last_lines
 from nbdist.wire.logs import GetLogs
 from nbdist.world.world import World
 from tests.hosts.network import Host

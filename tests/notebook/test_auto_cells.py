@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.auto_cells`: which cells are sent to the workers, and which stay."""
+"""Tests of `nbdist.notebook.auto_mode`: which cells are sent to the workers, and which stay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.macro import Macro
 from traitlets.config import Config
 
-from nbdist.notebook.auto_cells import AutoCells, _is_theirs, runs_there
+from nbdist.notebook.auto_mode import AutoCells, _is_theirs, runs_there
 from nbdist.notebook.options import NbDist
 from nbdist.notebook.pool import Pools
 from nbdist.world.world import World

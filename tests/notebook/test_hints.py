@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.hints`: a plain cell that uses a name of the workers."""
+"""Tests of `nbdist.notebook.extension`: a plain cell that uses a name of the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.values`: a value is brought once, when it is asked for."""
+"""Tests of `nbdist.notebook.outcome`: a value is brought once, when it is asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from nbdist.notebook.values import LastValues
+from nbdist.notebook.outcome import LastValues
 
 
 @pytest.fixture

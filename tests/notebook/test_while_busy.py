@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.while_busy`: questions that come while a cell runs."""
+"""Tests of `nbdist.notebook.completion`: questions that come while a cell runs."""
 
 from __future__ import annotations
 

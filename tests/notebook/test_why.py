@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.why`: how the last failure is told."""
+"""Tests of `nbdist.notebook.outcome`: how the last failure is told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied
-from nbdist.notebook.why import Why, idle_end, why_died, why_of
+from nbdist.notebook.outcome import Why, idle_end, why_died, why_of
 from nbdist.output.events import IGNORES_STOP, Died, Text
 from nbdist.wire.work import Source, Task
 from nbdist.world.running import Crew, RunningTask

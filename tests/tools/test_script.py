@@ -20,8 +20,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from nbdist.config import Patience
-from nbdist.notebook.shipping.free_names import names_used
-from nbdist.notebook.shipping.plan import version_now
+from nbdist.notebook.free_names import names_used
+from nbdist.notebook.shipping import version_now
 from nbdist.output.events import Display, Done, Failure
 from nbdist.tools.cell_code import Statements, cell_code, guarded, indented, literal, needed_to_read
 from nbdist.tools.export import Composer, Script, Setting

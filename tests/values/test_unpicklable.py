@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from nbdist.errors import VariableNotSent
-from nbdist.notebook.shipping.plan import plan
+from nbdist.notebook.shipping import plan
 from nbdist.world.names import NameTable
 
 _here = runpy.run_path(str(Path(__file__).with_name("receiver.py")))

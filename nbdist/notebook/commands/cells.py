@@ -18,7 +18,7 @@ from nbdist.notebook.command import Line, cell_options, command, find_commands
 from nbdist.notebook.commands.values import take_due
 from nbdist.notebook.display import Shown, below, table
 from nbdist.notebook.jobs import CellPlace, Job, Steps
-from nbdist.notebook.options import Magic, ranks_option, restarts_option, world_options
+from nbdist.notebook.options import POOL, Magic, ranks_option, restarts_option, world_options
 from nbdist.readers import number_of_seconds
 from nbdist.words import count
 
@@ -29,22 +29,15 @@ if TYPE_CHECKING:
     from nbdist.world.running import RunningTask
 
 
-def sending_options(magic: Magic) -> Magic:
-    """Add `--no-wait`, `-o` and `--timeout`."""
-    # fmt: off
-    options = (
-        argument("--no-wait", action="store_true", help="return at once and keep showing the "
-            "output while the notebook does other things; -o gives a Job to wait for"),
-        argument("-o", "--out", metavar="NAME", help="store the result as NAME, a mapping from"
-                 " rank to the last value; with --no-wait a Job: NAME.wait(), .done(), .result(),"
-                 " .interrupt()"),
-        argument("--timeout", metavar="SECONDS", type=number_of_seconds("--timeout"),
-                 help="stop the cell after SECONDS, as Stop does"),
-    )
-    # fmt: on
-    for add in reversed(options):
-        magic = add(magic)
-    return magic
+sending_options = (
+    argument("--no-wait", action="store_true", help="return at once and keep showing the "
+        "output while the notebook does other things; -o gives a Job to wait for"),
+    argument("-o", "--out", metavar="NAME", help="store the result as NAME, a mapping from"
+             " rank to the last value; with --no-wait a Job: NAME.wait(), .done(), .result(),"
+             " .interrupt()"),
+    argument("--timeout", metavar="SECONDS", type=number_of_seconds("--timeout"),
+             help="stop the cell after SECONDS, as Stop does"),
+)  # fmt: skip
 
 
 def send(line: Line, steps: Steps) -> None:
@@ -130,27 +123,22 @@ CELL_OPTIONS = cell_options()
 _RESET = re.compile(r"\s*%reset\b([^\n]*)")
 _BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")
 """Where ranks are divided by blanks alone."""
-_POOL = re.compile(r"(?:^|(?<=\s))--pool(?:\s*=\s*|\s+)(\S+)")
 
 
 @command(
     ranks_option,
     argument("--auto", action="store_true", help=SUPPRESS),
-    argument(
-        "--setup", action="store_true", help="run the cell again in every worker that is restarted"
-    ),
+    argument("--setup", action="store_true",
+             help="run the cell again in every worker that is restarted"),
     restarts_option,
-    sending_options,
+    *sending_options,
     *(each.add for each in CELL_OPTIONS),
-    argument(
-        "--here-too",
-        action="store_true",
-        help="run the cell in the notebook too, at the same time",
-    ),
+    argument("--here-too", action="store_true",
+             help="run the cell in the notebook too, at the same time"),
     world_options,
     kind="cell",
     in_a_line=True,
-)
+)  # fmt: skip
 def distributed(line: Line) -> None:
     """Run the cell on all workers at once; the first such cell starts them.
 
@@ -216,10 +204,10 @@ def _steps(line: Line) -> Steps:
 
 def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
     """Take all but `--pool` for ranks: `-1` would be an option, `0, 2` two words."""
-    ranks = "".join(_BETWEEN.sub(",", _POOL.sub(" ", text)).split())
+    ranks = "".join(_BETWEEN.sub(",", POOL.sub(" ", text)).split())
     if not ranks:
         raise UsageError("`%%rank` needs ranks: `%%rank 0`, `%%rank 0,2-3`, `%%rank -1`.")
-    pool = _POOL.search(text)
+    pool = POOL.search(text)
     return f"{pool[0] if pool else ''} -- {ranks}", []
 
 
@@ -270,22 +258,14 @@ def local(line: Line) -> None:
         result.raise_error()
 
 
-GROUPS = {
-    "everyday": (
-        *("distributed", "dist_gather", "dist_status", "dist_output", "dist_run"),
-        *("dist_restart", "dist_help"),
-    ),
-    "values": (
-        *("dist_push", "dist_scatter", "dist_sync", "dist_diff", "dist_snapshot"),
-        *("dist_restore", "dist_export"),
-    ),
-    "looking": ("dist_memory", "dist_timeline", "dist_debug"),
-    "lifecycle": (
-        *("dist_init", "dist_scale", "dist_interrupt", "dist_shutdown", "dist_auto"),
-        *("rank", "local"),
-    ),
-    "many machines": ("dist_attach",),
+_GROUPS = {
+    "everyday": "distributed dist_gather dist_status dist_output dist_run dist_restart dist_help",
+    "values": "dist_push dist_scatter dist_sync dist_diff dist_snapshot dist_restore dist_export",
+    "looking": "dist_memory dist_timeline dist_debug",
+    "lifecycle": "dist_init dist_scale dist_interrupt dist_shutdown dist_auto rank local",
+    "many machines": "dist_attach",
 }
+GROUPS = {title: names.split() for title, names in _GROUPS.items()}
 """Magics by what they are for: here, in the README and in the package's docstring."""
 
 MACHINES = (

@@ -1,24 +1,27 @@
-"""What each worker is and does: states, stacks, the last cell's output and the last failure."""
+"""What each worker is and does: states, stacks, output, the last failure, the logs' last lines."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
-from nbdist.notebook.commands.logs import log_of, log_options
 from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.figures import Below
 from nbdist.notebook.options import ranks_option
+from nbdist.output.ansi import strip
 from nbdist.output.fingerprint import normal
 from nbdist.output.text import whole_text
 from nbdist.output.wording import (
@@ -34,19 +37,143 @@ from nbdist.output.wording import (
     line,
     panel,
 )
-from nbdist.readers import number_of_seconds
+from nbdist.readers import number_of_seconds, whole_number
 from nbdist.topology import parse_ranks
+from nbdist.wire.logs import GetLogs, LogTail, read_logs
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
 from nbdist.wire.views import Stack
-from nbdist.words import count, name_ranks
+from nbdist.words import count, format_ranks, name_ranks
 from nbdist.world.hangs import doing_of
 from nbdist.world.result import rows
+from nbdist.world.session import Session
+from nbdist.world.spec import default_log_dir
+from nbdist.world.states import Machines
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from nbdist.notebook.display import CellDisplay
     from nbdist.notebook.pool import Pool
+
+
+# --- the last lines of the ranks' log files, read from their ends ---------------------------------
+
+
+TAIL = whole_number("--tail", "a number, such as `--tail 1`")
+ATTEMPT = whole_number("--attempt", "a number, such as `--attempt 1`", least=0)
+
+STREAMS = ("stdout", "stderr")
+
+PAGE_LINES = 10_000
+"""Lines that are asked for at a time where more are needed."""
+
+Ask = Callable[[GetLogs], tuple[LogTail, ...]]
+
+NO_FILES = (
+    "These workers have no log files: NBDIST_LOG_DIR is empty, or they could not be "
+    "written. Set it, then `%dist_restart`; `%dist_output` has the last cell's lines."
+)
+
+
+log_options = (
+    argument("--tail", metavar="N", type=TAIL, default=50,
+             help="log: number of lines per rank (50)"),
+    argument("--grep", metavar="PATTERN", help="log: only lines that match this pattern"),
+    argument("--stdout", action="store_true", help="log: only what went to stdout"),
+    argument("--stderr", action="store_true", help="log: only what went to stderr"),
+    argument("--attempt", metavar="N", type=ATTEMPT,
+             help="log: of attempt N (0 = first start)"),
+)  # fmt: skip
+
+
+@command(ranks_option, *log_options, looks=True, short_for="`%dist_output --log`")
+def dist_log(line: Line) -> Shown:
+    """Show the last lines of each rank's log, equal lines once, and the files' names.
+
+    All that ranks have written since they were started is there, whatever was shown of it.
+    """
+    return log_of(line)
+
+
+def log_of(line: Line) -> Shown:
+    """Read the files, here or on other machines, and draw the ends of them."""
+    options, world = line.options, line.pool.world
+    try:
+        pattern = None if options.grep is None else re.compile(options.grep)
+    except re.error as error:
+        said = f"`--grep {options.grep}` is not a regular expression: {error}."
+        raise UsageError(said) from None
+    streams = tuple(s for s in STREAMS if getattr(options, s)) or STREAMS
+    if world is None:
+        raise UsageError(
+            "There are no workers whose log to show; the files of earlier runs are in "
+            f"{default_log_dir() or 'no folder: NBDIST_LOG_DIR is empty'}."
+        )
+    session = world.session
+    if session.is_elsewhere:
+        ask = partial(line.look, line.pool)
+    else:
+        folders = {rank: Path(folder) for rank, folder in world.logs.items() if folder}
+        ask = partial(read_logs, {rank: folders.get(rank) for rank in line.ranks})
+    get = GetLogs(line.ranks, streams, options.tail, options.attempt)
+    found = ask(get)
+    files = [*_files(found, get, session)]
+    tails = [replace(each, lines=last_lines(each, get, ask, pattern)) for each in found]
+    same: dict[tuple[str, tuple[str, ...]], list[LogTail]] = {}
+    for each in tails:
+        if each.lines:
+            same.setdefault((each.stream, each.lines), []).append(each)
+    lines = [text for group in same.values() for text in _group(group, session.machines)]
+    if not lines:
+        lines = ["no lines" + (f" with {options.grep}" if pattern else "")]
+    return block("\n".join([*lines, *files]))
+
+
+def last_lines(
+    tail: LogTail, get: GetLogs, ask: Ask, pattern: re.Pattern[str] | None = None
+) -> tuple[str, ...]:
+    """Return the last lines, or the last that hold the pattern; `tail` is what `get` got."""
+    found: list[str] = []
+    more = replace(get, ranks=(tail.rank,), streams=(tail.stream,), most=PAGE_LINES)
+    while True:
+        lines = map(as_seen, tail.lines)
+        found = [line for line in lines if pattern is None or pattern.search(line)] + found
+        if len(found) >= get.most or not tail.start:
+            return tuple(found[-get.most :])
+        (tail,) = ask(replace(more, end=tail.start)) or (replace(tail, lines=(), start=0),)
+
+
+def as_seen(line: str) -> str:
+    """Return it without colours; what a progress bar has overwritten was never seen either."""
+    return strip(line).rstrip("\r").rpartition("\r")[2]
+
+
+def _group(group: list[LogTail], machines: Machines) -> list[str]:
+    """Write a header with the ranks, and their lines."""
+    first = group[0]
+    same = " (same)" if len(group) > 1 else ""
+    stderr = " · stderr" if first.stream == "stderr" else ""
+    return [f"── {machines.who(tail.rank for tail in group)}{same}{stderr} ──", *first.lines]
+
+
+def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator[str]:
+    """Name the files, and the ranks of which no agent has told; UsageError where there are none."""
+    machines, folders = session.machines, dict[tuple[str, Path], list[int]]()
+    there = {number for each in found for number in each.attempts}
+    for each in found:
+        if each.file:
+            host = f"{machines.name(each.rank)}:" if session.is_elsewhere else ""
+            folders.setdefault((host, Path(each.file).parent.parent), []).append(each.rank)
+    if found and not folders:
+        raise UsageError(NO_FILES)
+    if folders and get.attempt is not None and get.attempt not in there:
+        last = f"there are {format_ranks(there)}, the last is now"
+        raise UsageError(f"`--attempt {get.attempt}`: {last}.")
+    for (host, folder), on in folders.items():
+        yield f"files: {host}{folder}/[{format_ranks(on)}]/[{','.join(get.streams)}].log"
+    if lost := {*get.ranks} - {each.rank for each in found}:
+        yield f"no answer for {machines.who(lost)}"
+
+
+# --- states, stacks, the last cell's output and the last failure ------------------------------
 
 
 SHORTEST = 0.5
@@ -56,22 +183,14 @@ STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "start
 
 
 @command(
-    argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="also show who owns each variable and refused connections",
-    ),
-    argument(
-        *("-f", "--follow"),
-        metavar="SECONDS",
-        type=number_of_seconds("--follow"),
-        help="refresh every SECONDS, until Ctrl-C or Stop",
-    ),
+    argument("-v", "--verbose", action="store_true",
+             help="also show who owns each variable and refused connections"),
+    argument("-f", "--follow", metavar="SECONDS", type=number_of_seconds("--follow"),
+             help="refresh every SECONDS, until Ctrl-C or Stop"),
     argument("--stack", action="store_true", help="show the Python stack of each rank instead"),
     ranks_option,
     looks=True,
-)
+)  # fmt: skip
 def dist_status(line: Line) -> None:
     """Show each rank's state, process, device, memory, line of the cell, last collective.
 
@@ -105,20 +224,14 @@ def _status_of(line: Line, pool: Pool) -> Shown:
     if not line.options.verbose:
         return shown
     owners = pool.world.session.names.owners() if pool.world is not None else {}
-    said = owners_text(owners)
-    if pool.world is not None and pool.world.session.is_elsewhere:
-        refused = line.look(pool, GetRefused()) or "none"
-        said += f"\nrefused connections without this world's keys: {refused}"
-    return below([shown, block(said)])
-
-
-def owners_text(owners: Mapping[str, tuple[str, frozenset[int]]]) -> str:
-    """List names, a line for each owner."""
     lines = []
     for owner, words in (("workers", "made on the workers"), ("notebook", "sent by the notebook")):
         names = sorted(name for name, (whose, _) in owners.items() if whose == owner)
         lines.append(f"{words}: {', '.join(names) or 'none'}")
-    return "\n".join(lines)
+    if pool.world is not None and pool.world.session.is_elsewhere:
+        refused = line.look(pool, GetRefused()) or "none"
+        lines.append(f"refused connections without this world's keys: {refused}")
+    return below([shown, block("\n".join(lines))])
 
 
 OPEN_LINES = 60
@@ -228,23 +341,16 @@ LINES_AGAIN = 1000
 
 
 @command(
-    argument(
-        "cell",
-        nargs="?",
-        metavar="-N",
-        type=int,
-        default=-1,
-        help="-2: the cell before the last, and so on",
-    ),
+    argument("cell", nargs="?", metavar="-N", type=int, default=-1,
+             help="-2: the cell before the last, and so on"),
     ranks_option,
-    argument(
-        "--all", action="store_true", dest="everything", help="all lines, not only the last ones"
-    ),
+    argument("--all", action="store_true", dest="everything",
+             help="all lines, not only the last ones"),
     argument("--failed", action="store_true", help="the last failure, also after a restart"),
     argument("--log", action="store_true", help="the last lines of the ranks' log files"),
-    log_options,
+    *log_options,
     looks=("log", "failed"),
-)
+)  # fmt: skip
 def dist_output(line: Line) -> Shown | str | None:
     """Show the output of the last distributed cell again.
 
@@ -304,9 +410,6 @@ class MovingPicture:
     def __init__(self, display: CellDisplay) -> None:
         self._display = display
         self._lines = 0
-
-    def __repr__(self) -> str:
-        return f"<MovingPicture of {self._lines} lines>"
 
     def show(self, shown: Shown) -> None:
         """Put this in its place."""

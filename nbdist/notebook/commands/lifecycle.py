@@ -9,7 +9,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.config import CONTROL_TIMEOUT, DEFAULT_POOL, OPTIONS
 from nbdist.errors import Interrupted, NbdistError, UsageError
-from nbdist.notebook.cells import check_end, follow, follow_steps, result_of
+from nbdist.notebook.cells import check_end, follow_steps, result_of, through
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.jobs import Job
@@ -47,7 +47,12 @@ def dist_restart(line: Line) -> str:
     The notebook keeps its variables.  With `-r 2` only that rank is restarted, and the
     other ranks keep their variables.
     """
-    options, keep, hint = line.options, _names(line.options.keep), line.pool.routine.hint
+    options, hint = line.options, line.pool.routine.hint
+    keep = [name for each in (options.keep or "").split(",") if (name := each.strip())]
+    if not all(map(str.isidentifier, keep)):
+        raise UsageError(
+            f"`--keep {options.keep}`: names separated by commas, such as `step,history`."
+        )
     if options.size is not None and options.n is not None:
         raise UsageError("`%dist_restart`: give the number of workers once.")
     options.n = options.n if options.size is None else options.size
@@ -68,7 +73,7 @@ def dist_interrupt(line: Line) -> str:
     if pool.world is None or running is None or not running.unfinished:
         return "no cell is running on the workers"
     pool.world.interrupt()
-    follow(pool, pool.world, running, pool.display())
+    through(follow_steps(pool, pool.world, running, pool.display()))
     if running.unfinished or not all(map(follows, running.transcript.errors.values())):
         check_end(pool, pool.world, running, stopped=False)
     return str(Interrupted(running.task.ranks))
@@ -102,15 +107,6 @@ def _replace(line: Line, keep: list[str]) -> str:
     world.replace(ranks, keep)
     world.session.told(ranks)
     return healing_text(world.session, ranks)
-
-
-def _names(text: str | None) -> list[str]:
-    """Split `a,b`; UsageError for what is no name."""
-    names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    for name in names:
-        if not name.isidentifier():
-            raise UsageError(f"`--keep {text}`: names separated by commas, such as `step,history`.")
-    return names
 
 
 @command(
@@ -150,16 +146,10 @@ def dist_scale(line: Line) -> str:
 
 
 @command(
-    argument(
-        "name",
-        nargs="?",
-        metavar="NAME",
-        help="the world's --name, pool or agent process; by default the only world without a "
-        "notebook"
-        "",
-    ),
-    sending_options,
-)
+    argument("name", nargs="?", metavar="NAME", help="the world's --name, pool or agent process;"
+             " by default the only world without a notebook"),
+    *sending_options,
+)  # fmt: skip
 def dist_attach(line: Line) -> str | None:
     """Connect to workers that were started with `--detach` and whose notebook has ended.
 

@@ -11,7 +11,14 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.config import DEFAULT_POOL
 from nbdist.errors import Interrupted, NbdistError, UsageError
-from nbdist.notebook.cells import attempt_steps, check_end, follow, prepare, run_options
+from nbdist.notebook.cells import (
+    attempt_steps,
+    check_end,
+    follow_steps,
+    prepare,
+    run_options,
+    through,
+)
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.display import Shown, below, table
@@ -92,7 +99,7 @@ def script_of(program: Sequence[str], options: argparse.Namespace) -> Script:
              help="pass --local-rank=N as the first argument"),
     ranks_option,
     restarts_option,
-    sending_options,
+    *sending_options,
     world_options,
     split=split_line,
 )  # fmt: skip
@@ -129,7 +136,7 @@ def dist_debug(line: Line) -> None:
     ranks = line.ranks if line.options.ranks is not None else (failed_rank(line.pool),)
     task = world.task(Call("debug"), ranks=ranks)
     running = line.pool.last = world.submit(task)
-    follow(line.pool, world, running, line.display)
+    through(follow_steps(line.pool, world, running, line.display))
     check_end(line.pool, world, running)
     found = zip(ranks, running.result(), strict=True)
     if none := [rank for rank, was_there in found if not was_there]:
@@ -154,32 +161,21 @@ def failed_rank(pool: Pool) -> int:
     return rank
 
 
-class RanksDebugger:
-    """Leads to the rank that failed: in the notebook there are only nbdist's own calls."""
+def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stand around `InteractiveShell.debugger`, which IPython calls for `%debug` and `%pdb`.
 
-    def __init__(self, pools: Pools) -> None:
-        self._pools = pools
-
-    def __repr__(self) -> str:
-        return f"<RanksDebugger of {self._pools}>"
-
-    def debug(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand around `InteractiveShell.debugger`, which IPython calls for both magics."""
-        shell = self._pools.shell
-        is_wanted = bool(args or kwargs) or shell.call_pdb
-        error = _last_error()
-        if not is_wanted or not isinstance(error, NbdistError | Interrupted):
-            return original(*args, **kwargs)
-        if isinstance(error, UsageError) and shell.call_pdb:
-            return None  # nothing has run that could be looked at
-        failed = [pool for pool in self._pools if pool.failed is not None]
-        name = max(failed, key=lambda pool: pool.failed_at).name if failed else DEFAULT_POOL
-        return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")
-
-
-def _last_error() -> BaseException | None:
-    found: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return found
+    Leads to the rank that failed: in the notebook there are only nbdist's own calls.
+    """
+    shell = pools.shell
+    is_wanted = bool(args or kwargs) or shell.call_pdb
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if not is_wanted or not isinstance(error, NbdistError | Interrupted):
+        return original(*args, **kwargs)
+    if isinstance(error, UsageError) and shell.call_pdb:
+        return None  # nothing has run that could be looked at
+    failed = [pool for pool in pools if pool.failed is not None]
+    name = max(failed, key=lambda pool: pool.failed_at).name if failed else DEFAULT_POOL
+    return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")
 
 
 # --- what the memory of the workers is used for, by name; and what nothing uses any more, freed ---
@@ -245,9 +241,12 @@ def headline(found: Mapping[int, Memory]) -> str:
 def rows(found: Mapping[int, Memory]) -> list[tuple[str, ...]]:
     """Lay out headings, and a row for all ranks whose figures are the same."""
     same = fold_ranks({rank: tuple(_figures(memory)) for rank, memory in found.items()})
-    table = [PER_RANK, *((format_ranks(ranks), *figures) for figures, ranks in same.items())]
-    # Without GPUs there are no columns for them.
-    used = [i for i, column in enumerate(zip(*table, strict=True)) if any(column[1:])]
+    return in_use([PER_RANK, *((format_ranks(on), *figures) for figures, on in same.items())])
+
+
+def in_use(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Leave out columns with a heading only: without GPUs there are none for them."""
+    used = [index for index, column in enumerate(zip(*table, strict=True)) if any(column[1:])]
     return [tuple(row[index] for index in used) for row in table]
 
 
@@ -275,20 +274,12 @@ def names(found: Mapping[int, Memory], held: Iterable[tuple[int, Held]]) -> list
     if not largest:
         return []
     is_on_gpu = any(each.device != "cpu" for each in largest)
-    headings = ("size", "name", "what", *(("device",) if is_on_gpu else ()), "ranks")
-    return [
-        headings,
-        *(
-            (
-                size_text(each.size),
-                each.name,
-                each.kind,
-                *((each.device,) if is_on_gpu else ()),
-                "all" if len(on[each]) == len(found) else format_ranks(on[each]),
-            )
-            for each in largest
-        ),
-    ]
+    table = [("size", "name", "what", "device", "ranks")]
+    for each in largest:
+        device = each.device if is_on_gpu else ""
+        ranks = "all" if len(on[each]) == len(found) else format_ranks(on[each])
+        table.append((size_text(each.size), each.name, each.kind, device, ranks))
+    return in_use(table)
 
 
 TITLES = ("memory", "GPU tensors", "GPU held by torch")

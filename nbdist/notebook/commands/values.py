@@ -13,14 +13,14 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.cells import bind, bring, settled
-from nbdist.notebook.command import Line, Value, command
+from nbdist.notebook.command import Line, Value, command, is_used
 from nbdist.notebook.display import Shown, block
 from nbdist.notebook.options import names_in, ranks_option
-from nbdist.notebook.shipping.plan import push
-from nbdist.notebook.shipping.transfer import moved, packed
+from nbdist.notebook.shipping import push
+from nbdist.notebook.transfer import moved, packed
 from nbdist.readers import whole_number
 from nbdist.wire.work import Call
-from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line
+from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line, size_text
 from nbdist.world import exchange
 from nbdist.world.exchange import Scatter, Wanted, wanted_to_restore, wanted_to_save
 from nbdist.world.names import list_names
@@ -60,7 +60,7 @@ def dist_gather(line: Line) -> Value:
     """
     options, pool = line.options, line.pool
     expressions = [*expressions_in(options.names)]
-    targets = targets_of(expressions, options.targets, is_assigned=line.is_assigned)
+    targets = targets_of(expressions, options.targets, is_assigned=is_used())
     how, session, ranks = joining_of(options), line.world.session, line.ranks
     task = exchange.gather_task(session, expressions, ranks)
     what = f"gathering {list_names(expressions)}"
@@ -118,12 +118,7 @@ def targets_of(
     """Say what to call each here; UsageError where one has no name and is not assigned."""
     exchange.check_expressions(expressions)
     line = f"`%dist_gather {' '.join(expressions)}`"
-    targets = [*expressions] if given is None else given.replace(" ", "").split(",")
-    if len(targets) != len(expressions):
-        raise UsageError(
-            f"{line}: {len(expressions)} values but {count(len(targets), 'name')} after `--as`: "
-            "give one for each, such as `--as first,second`."
-        )
+    targets = _renamed(expressions, given, f"{line}: {len(expressions)} values")
     for expression, target in zip(expressions, targets, strict=True):
         if not (target.isidentifier() or (is_assigned and given is None)):
             remedy = f"`%dist_gather {expression} --as values`"
@@ -131,6 +126,17 @@ def targets_of(
     if len({*targets}) < len(targets):
         raise UsageError(f"{line}: two results would have the same name: use `--as a,b`.")
     return targets
+
+
+def _renamed(names: Sequence[str], given: str | None, have: str) -> list[str]:
+    """Return the names after `--as`, or the old ones; UsageError where there are fewer or more."""
+    targets = [*names] if given is None else given.replace(" ", "").split(",")
+    if len(targets) == len(names):
+        return targets
+    example = "such as `--as first,second`"
+    raise UsageError(
+        f"{have} but {count(len(targets), 'name')} after `--as`: give one for each, {example}."
+    )
 
 
 def joining_of(options: argparse.Namespace) -> Joining | None:
@@ -161,14 +167,12 @@ def dist_push(line: Line) -> None:
 
 @command(
     argument("names", nargs="+", help="variables of the notebook"),
-    argument(
-        "--dim", metavar="D", type=int, help="the dimension of a tensor or array to split (0)"
-    ),
+    argument("--dim", metavar="D", type=int,
+             help="the dimension of a tensor or array to split (0)"),
     ranks_option,
-    argument(
-        "--as", dest="target", metavar="NAME", help="the parts' name on the ranks: x,y for two"
-    ),
-)
+    argument("--as", dest="target", metavar="NAME",
+             help="the parts' name on the ranks: x,y for two"),
+)  # fmt: skip
 def dist_scatter(line: Line) -> str:
     """Split variables into parts, one per rank: `%dist_scatter data labels`.
 
@@ -177,40 +181,28 @@ def dist_scatter(line: Line) -> str:
     ranks get it as a variable of that name; the notebook's stays whole.
     """
     names, shell, world = names_in(line.options.names), line.pool.shell, line.world
-    targets = part_names(names, line.options.target)
+    have = f"`%dist_scatter {' '.join(names)}`: {count(len(names), 'variable')}"
+    targets = _renamed(names, line.options.target, have)
     if missing := [name for name in names if name not in shell.user_ns]:
         near = did_you_mean(missing[0], shell.user_ns)
         raise UsageError(f"`%dist_scatter`: the notebook has no `{'`, `'.join(missing)}`.{near}")
     values = [shell.user_ns[name] for name in names]
-    said = (_scattered(line, world, *each) for each in zip(targets, values, strict=True))
+    said = []
+    for target, value in zip(targets, values, strict=True):
+        scatter = Scatter(world.session, target, value, line.ranks, line.options.dim)
+        with closing(scatter):
+            moved(scatter.packing(), scatter.bytes, line.display, f"scattering {target}")
+            bind(line.pool, world, *scatter.tasks())
+            said.append(str(scatter))
     return f"scattered {'; '.join(said)}"
-
-
-def part_names(names: Sequence[str], given: str | None) -> list[str]:
-    """Say what the parts of each are called; UsageError where there are fewer or more names."""
-    targets = [*names] if given is None else given.replace(" ", "").split(",")
-    if len(targets) != len(names):
-        raise UsageError(
-            f"`%dist_scatter {' '.join(names)}`: {count(len(names), 'variable')} but "
-            f"{count(len(targets), 'name')} after `--as`: give one for each."
-        )
-    return targets
-
-
-def _scattered(line: Line, world: World, target: str, value: object) -> str:
-    with closing(Scatter(world.session, target, value, line.ranks, line.options.dim)) as scatter:
-        moved(scatter.packing(), scatter.bytes, line.display, f"scattering {target}")
-        bind(line.pool, world, *scatter.tasks())
-        return str(scatter)
 
 
 @command(
     argument("names", nargs="+", help="variables of the workers, copied together"),
-    argument(
-        "--from", "--from-rank", dest="source", metavar="RANK", default="0", help="copy from (0)"
-    ),
+    argument("--from", "--from-rank", dest="source", metavar="RANK", default="0",
+             help="copy from (0)"),
     ranks_option,
-)
+)  # fmt: skip
 def dist_sync(line: Line) -> str:
     """Copy variables from one rank to ranks that do not have them: `%dist_sync model opt --from 0`.
 
@@ -260,17 +252,20 @@ def dist_snapshot(line: Line) -> str:
     if options.remove is not None:
         removed = line.pool.snapshot_store.remove(options.remove)
         return f"removed {', '.join(f'`{each.key}`' for each in removed)}"
-    wanted = wanted_to_save(_names(options.variables), options.name)
+    wanted = wanted_to_save(names_in(options.variables), options.name)
     if every == 0 and wanted == Wanted(None, None):
         routine.every = 0
         return "automatic snapshots are off"
     taken = _take(line.pool, line.world, wanted)
     if every is not None:
         routine.every, routine.wanted, routine.cells = every, wanted, 0
+    ranks = count(len(taken.parts), "rank")
+    saved = f"saved {list_names(taken.names, MOST_SAID)} of {ranks} · snapshot `{taken.name}`"
     again = f"again after every {count(routine.every, 'cell')}" if every else ""
     left = "; ".join(f"{name} ({why})" for name, why in taken.left_out.items())
     left = left and f"left out: {left}"
-    return " · ".join(filter(None, [_summary(taken), left, again, wanted.hint, str(taken.folder)]))
+    parts = [saved, size_text(taken.size), left, again, wanted.hint, str(taken.folder)]
+    return " · ".join(filter(None, parts))
 
 
 def take_due(pool: Pool) -> None:
@@ -311,7 +306,7 @@ def dist_restore(line: Line) -> Shown | str:
     source = options.from_rank
     line.display.wait_for("restoring …")
     store = world.snapshot_store
-    wanted = wanted_to_restore(store, _names(options.variables), options.name)
+    wanted = wanted_to_restore(store, names_in(options.variables), options.name)
     done = world.restore(names=wanted.names, name=wanted.name, ranks=ranks, from_rank=source)
     taken = done.snapshot
     of_rank = f" of rank {source}" if source is not None else ""
@@ -335,31 +330,10 @@ def _take(pool: Pool, world: World, wanted: Wanted) -> Snapshot:
     return taken
 
 
-def _summary(taken: Snapshot) -> str:
-    ranks = count(len(taken.parts), "rank")
-    what = list_names(taken.names, MOST_SAID)
-    return f"saved {what} of {ranks} · snapshot `{taken.name}` · {_size(taken.size)}"
-
-
 def _row(taken: Snapshot) -> tuple[str, str, str, str, str]:
     if taken.distrust:
         return taken.key, "", "", "", f"not to be restored: {taken.distrust}"
     if taken.problem:
         return taken.key, "", "", "", f"damaged: {taken.problem}"
     what = list_names(taken.names)
-    return taken.key, taken.clock, str(len(taken.parts)), _size(taken.size), what
-
-
-def _names(given: Sequence[str]) -> tuple[str, ...]:
-    """Split names with spaces or commas between."""
-    return tuple(name for words in given for name in words.split(",") if name)
-
-
-def _size(number: int) -> str:
-    """Write `820 kB`, `1.2 GB`."""
-    if number < 1000:
-        return f"{number} B"
-    for power, unit in ((6, "kB"), (9, "MB")):
-        if number < 10**power:
-            return f"{number / 10 ** (power - 3):.1f} {unit}"
-    return f"{number / 10**9:,.1f} GB"
+    return taken.key, taken.clock, str(len(taken.parts)), size_text(taken.size), what

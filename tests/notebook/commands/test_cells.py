@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 import nbdist
-from nbdist.notebook.auto_mode import NOTE
 from nbdist.notebook.command import Command, Line, find_commands
 from nbdist.notebook.commands.cells import GROUPS, rank, summary
-from nbdist.notebook.pool import Pools
+from nbdist.notebook.pool import AUTO_NOTE, Pools
 from tests.notebook.front_end import Notebook, body
 from tests.waiting import SOON
 
@@ -32,7 +31,7 @@ def test_plain_cells(auto: Notebook) -> None:
     """They run on all ranks, in their own line numbers, and every panel says why."""
     shown = auto.run("where = rank\nwhere").text
     assert "── rank 1 ──\n1" in shown
-    assert NOTE in shown
+    assert AUTO_NOTE in shown
     failed = auto.run("# first\nraise ValueError(here)")
     (error,) = failed.errors
     assert "2 of 2 ranks failed" in error["evalue"]
@@ -143,7 +142,7 @@ def test_first_lines_of_public_notebooks(auto: Notebook, tmp_path: Path) -> None
         done = auto.run(code.replace("{folder}", str(folder)))
         assert done.errors == [], code
         said = [each["data"]["text/plain"] for each in (*done.displays, *done.updates)]
-        panels = [text for text in said if NOTE in text]
+        panels = [text for text in said if AUTO_NOTE in text]
         assert bool(panels) == (theirs is not None), code
         assert (theirs or "") in "".join(panels), code
         streams = "".join(done.streams).replace("\r", "")

@@ -8,8 +8,8 @@ import pytest
 
 from nbdist.errors import UsageError
 from nbdist.notebook.commands.inspect import stacks_html, stacks_text
+from nbdist.notebook.outcome import Why
 from nbdist.notebook.pool import Pools
-from nbdist.notebook.why import Why
 from nbdist.wire.views import Place, Stack, StackFrame
 from tests.notebook.front_end import Notebook, Outcome
 

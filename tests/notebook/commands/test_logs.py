@@ -1,4 +1,4 @@
-"""Tests of `%dist_log` (`nbdist.notebook.commands.logs`), and of log records, in a real kernel."""
+"""Tests of `%dist_log`, and of log records, in a real kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.worker_output import WorkerLog
-from nbdist.notebook.commands.logs import last_lines
+from nbdist.notebook.commands.inspect import last_lines
 from nbdist.wire import logs
 from nbdist.wire.logs import (
     BLOCK,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from nbdist.notebook.shipping.free_names import names_bound
-from nbdist.notebook.shipping.plan import plan
-from nbdist.notebook.shipping.transfer import Shipment
+from nbdist.notebook.free_names import names_bound
+from nbdist.notebook.shipping import plan
+from nbdist.notebook.transfer import Shipment
 from nbdist.output.events import Done
 from nbdist.values.shared_memory import to_end
 from nbdist.world.names import NameTable

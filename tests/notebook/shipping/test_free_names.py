@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nbdist.notebook.shipping.free_names import (
+from nbdist.notebook.free_names import (
     code_in_magic,
     dotted_names,
     names_bound,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.notebook.shipping.free_names import names_used
+from nbdist.notebook.free_names import names_used
 
 NAMES, FUNCTIONS = "abcdef", "pqr"
 PLAIN = (

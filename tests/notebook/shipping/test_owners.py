@@ -1,6 +1,6 @@
 """Who has what: names of the notebook, names of the workers, and ranks.
 
-Tests of `nbdist.world.names` and of what `nbdist.notebook.shipping.plan` makes of it.
+Tests of `nbdist.world.names` and of what `nbdist.notebook.shipping` makes of it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.notebook.shipping.plan import push
+from nbdist.notebook.shipping import push
 
 ALL = (0, 1)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nbdist.errors import VariableNotSent
-from nbdist.notebook.shipping.plan import plan
+from nbdist.notebook.shipping import plan
 from nbdist.values.shared_memory import to_end
 
 ALL = (0, 1)
@@ -180,7 +180,7 @@ def test_big_values_are_announced(house: Any) -> None:
     house.notebook.names["corpus"] = b"x" * 200_000_000
     shipment = plan("len(corpus)", house.table, (0, 1, 2, 3))
     assert shipment
-    assert shipment.big == ("corpus (200 MB) to 4 ranks",)
+    assert shipment.big == ("corpus (191 MiB) to 4 ranks",)
     assert shipment.bytes > 200_000_000
     packing = to_end(shipment.packing())
     assert packing.segment
@@ -196,7 +196,9 @@ def test_a_function_that_drags_a_big_value_along_is_told_apart(house: Any) -> No
     )
     shipment = plan("batches()", house.table, ALL)
     assert shipment
-    assert shipment.big == ("batches (70 MB, most of it in batches.<closure>.corpus) to 2 ranks",)
+    assert shipment.big == (
+        "batches (66.8 MiB, most of it in batches.<closure>.corpus) to 2 ranks",
+    )
     house.send(shipment)
     assert house.distributed("batches()") == 70_000_000
 
@@ -235,8 +237,8 @@ def test_one_element_of_a_big_value(house: Any) -> None:
 
 def test_what_is_not_compared_as_a_whole(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above some GB samples are, of very many objects nothing is, and a line says so once."""
-    monkeypatch.setattr("nbdist.notebook.shipping.versions.WHOLE_LIMIT", 1 << 20)
-    monkeypatch.setattr("nbdist.notebook.shipping.plan.PICKLE_LIMIT", 1 << 20)
+    monkeypatch.setattr("nbdist.notebook.shipping.WHOLE_LIMIT", 1 << 20)
+    monkeypatch.setattr("nbdist.notebook.shipping.PICKLE_LIMIT", 1 << 20)
     house.cell("import numpy as np\nbig = np.zeros(1_000_000)\nmany = [*range(1_000_000)]")
     house.distributed("len(big) + len(many)")
     assert house.notices == []

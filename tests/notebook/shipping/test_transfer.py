@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.notebook import transfer
 from nbdist.notebook.display import PlainDisplay
-from nbdist.notebook.shipping import transfer
-from nbdist.notebook.shipping.transfer import moved, on_its_way_text
+from nbdist.notebook.transfer import moved, on_its_way_text
 from tests.notebook.front_end import Notebook, Outcome
 
 pytestmark = pytest.mark.shared_world
@@ -61,8 +61,8 @@ def test_stop_releases_what_there_is(monkeypatch: pytest.MonkeyPatch):
 
 
 SLOWLY = """
-import nbdist.notebook.shipping.transfer, nbdist.values.shared_memory
-nbdist.notebook.shipping.transfer.FIRST_SHOWN = nbdist.notebook.shipping.transfer.REDRAW = 0
+import nbdist.notebook.transfer, nbdist.values.shared_memory
+nbdist.notebook.transfer.FIRST_SHOWN = nbdist.notebook.transfer.REDRAW = 0
 nbdist.values.shared_memory.PIECE = 1 << 17
 import numpy as np
 old = np.arange(5)
@@ -220,7 +220,7 @@ def test_a_big_array(slow: Notebook):
     """It is announced with its size; one number of it, changed in place, arrives on all ranks."""
     slow.run("data = np.zeros(9_000_000)")
     outcome = slow.run("%%distributed\nprint(data.sum())")
-    assert "sent data (72 MB) to 2 ranks" in outcome.text
+    assert "sent data (68.7 MiB) to 2 ranks" in outcome.text
     drawn = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
     assert any(each.startswith("sending data") for each in drawn)
     slow.run("data[7_777_777] = 5")

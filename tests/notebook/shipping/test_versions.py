@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.notebook.shipping import versions
-from nbdist.notebook.shipping.plan import plan, push
-from nbdist.notebook.shipping.versions import (
-    Gathered,
-    assigned_in,
+from nbdist.notebook import shipping
+from nbdist.notebook.free_names import Gathered, assigned_in
+from nbdist.notebook.shipping import (
     atomic_version,
     content_version,
     done_there,
     is_compared_whole,
+    plan,
+    push,
 )
 from nbdist.values.pickling import pickle
 
@@ -45,7 +45,7 @@ def test_contents_decide() -> None:
 def test_what_is_too_big_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its length, some of its pages, and how often torch has changed it."""
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
-    monkeypatch.setattr(versions, "WHOLE_LIMIT", 1 << 20)
+    monkeypatch.setattr(shipping, "WHOLE_LIMIT", 1 << 20)
     big, tensor = numpy.zeros((1 << 20) + 1, dtype="uint8"), torch.zeros(1 << 19)
     assert not is_compared_whole(pickle(big, {}))
     before, of_tensor = _version(big), _version(tensor)

@@ -7,6 +7,7 @@ together).
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import types
 from collections.abc import Collection, Container, Hashable, Iterable, Mapping
@@ -15,23 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbdist.errors import UsageError, VariableNotSent
-from nbdist.notebook.shipping.free_names import dotted_names, names_used
-from nbdist.notebook.shipping.transfer import BIG, Shipment, format_size, words_only
-from nbdist.notebook.shipping.versions import (
-    PICKLE_LIMIT,
-    atomic_version,
-    content_version,
-    done_there,
-    is_compared_whole,
-    lacking_text,
-    not_sent_text,
-    sharing_text,
-)
+from nbdist.notebook.free_names import dotted_names, names_used
+from nbdist.notebook.transfer import BIG, Shipment
 from nbdist.values.definitions import SYSTEM_NAMES, Import
-from nbdist.values.payload import Identity, is_atomic, size_of
-from nbdist.values.pickling import Pickled, join, pickle
+from nbdist.values.payload import OPTIMIZER, Identity, is_atomic, kind_of, size_of
+from nbdist.values.pickling import Pickled, digest_of, join, pickle
 from nbdist.values.unpicklable import PICKLING_ERRORS, fails_in, parts, unshippable
-from nbdist.words import count, format_ranks, name_ranks
+from nbdist.words import count, format_ranks, name_ranks, size_text
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped, check_are_free
 
 _MISSING = object()
@@ -146,7 +137,8 @@ class _Plan:
                 self._note(name, f"`{name}` was gathered: the cell uses the ranks' own")
             return False
         if name in WORKERS_OWN or name in WORKERS_MODULES:
-            if not self._is_workers_module(name, value):
+            is_module = isinstance(value, types.ModuleType)
+            if not (is_module and value.__name__ == WORKERS_MODULES.get(name)):
                 own = WORKERS_MODULES.get(name, "its own")
                 self._note(name, f"Your notebook's `{name}` was ignored: each worker has {own}")
                 return False
@@ -171,9 +163,6 @@ class _Plan:
         where = f"{exists} on {name_ranks(owners)} but not on {name_ranks(without)}"
         return f"`{name}` {where}: `{copy} {min(owners)}`"
 
-    def _is_workers_module(self, name: str, value: Any) -> bool:
-        return isinstance(value, types.ModuleType) and value.__name__ == WORKERS_MODULES.get(name)
-
     def _note(self, name: str, notice: str) -> None:
         """Say it, once until the notebook binds the name again."""
         if self._table.is_first_notice(name):
@@ -191,8 +180,13 @@ class _Plan:
             record = Shipped(atomic_version(value), Identity(value))
         elif isinstance(value, types.ModuleType):
             record = self._record_of_module(name, value, last)
-        elif last and self._is_too_big_to_look(name, value, last):
-            record = last
+        elif (
+            last
+            and isinstance(last.version, Identity)
+            and last.version.is_unchanged(value)
+            and self._ranks <= self._table.ranks_that_have(name, last.version)
+        ):
+            record = last  # it was too big to look at; that again would show nothing new
         else:
             pickled = self._pickle({name: value}, sketch=True)
             record = _record_of(value, pickled)
@@ -204,14 +198,6 @@ class _Plan:
                 f"`%dist_push {name}` sends it"
             )
         return _Look(value, record, changed, pickled)
-
-    def _is_too_big_to_look(self, name: str, value: Any, last: Shipped) -> bool:
-        """Say whether pickling it again would cost much, and show nothing that matters."""
-        return (
-            isinstance(last.version, Identity)
-            and last.version.is_unchanged(value)
-            and self._ranks <= self._table.ranks_that_have(name, last.version)
-        )
 
     def _record_of_module(
         self, name: str, module: types.ModuleType, last: Shipped | None
@@ -262,29 +248,29 @@ class _Plan:
         groups = self._groups()
         self._say_changed()
         if not plain and not groups:
-            return self._words_only()
-        of_groups = [self._pickle_group(group) for group in groups]
-        for group, pickled in zip(groups, of_groups, strict=True):
+            return Shipment(tuple(self._notices)) if self._notices else None
+        packed = [(group, self._pickle_group(group)) for group in groups]
+        for group, pickled in packed:
             self._announce(group, pickled)
-        frames = join([*([self._pickle(plain)] if plain else []), *of_groups])
+        of_groups = [pickled for _, pickled in packed]
+        frames = join([self._pickle(plain), *of_groups] if plain else of_groups)
         names = [*plain, *(name for group in groups for name in group)]
-        records = {name: self._looks[name].record for name in names}
-        several = [each for each in zip(groups, of_groups, strict=True) if len(each[1].frames) > 2]
+        several = [(group, pickled) for group, pickled in packed if len(pickled.frames) > 2]
         # Memory is kept whole: not for a small part of it.
         much = 2 * sum(pickled.size for _, pickled in several) >= size_of(frames)
         many = frozenset(name for group, _ in several for name in group if much)
-        known = [kept for name in many for kept in self._table.kept(name)]
+        known = (kept for name in many for kept in self._table.kept(name))
         return Shipment(
-            tuple(names),
-            frames,
-            size_of(frames),
-            tuple(self._notices),
-            records,
-            tuple(dict.fromkeys(known)),
-            many,
-            self._replaces(groups),
-            self._stays(groups),
-            tuple(self._big),
+            names=tuple(names),
+            frames=frames,
+            bytes=size_of(frames),
+            notices=tuple(self._notices),
+            records={name: self._looks[name].record for name in names},
+            known=tuple(dict.fromkeys(known)),
+            many=many,
+            replaces=self._replaces(groups),
+            stays=self._stays(groups),
+            big=tuple(self._big),
         )
 
     def _replaces(self, groups: list[list[str]]) -> dict[str, frozenset[int]]:
@@ -306,11 +292,6 @@ class _Plan:
             for rank in self._ranks.intersection(*have):
                 found[rank] = found.get(rank, frozenset()).union(group)
         return found
-
-    def _words_only(self) -> Shipment | None:
-        if not self._notices:
-            return None
-        return words_only(self._notices)
 
     def _pickle_group(self, group: list[str]) -> Pickled:
         known = self._looks[group[0]].pickled
@@ -337,7 +318,10 @@ class _Plan:
             look = self._looks[name]
             if look.pickled:  # It may have changed since a cell last used it.
                 look.record = _record_of(look.value, look.pickled)
-        self._explain(set(changed), groups)
+        for group in groups:
+            if again := [f"`{name}`" for name in group if name not in changed]:
+                because = ", ".join(f"`{name}`" for name in group if name in changed)
+                self._big.append(f"{', '.join(again)} again: shares objects with {because}")
         return groups
 
     def _unchanged_with_objects(self) -> list[str]:
@@ -385,7 +369,10 @@ class _Plan:
         """Say whether a group cannot go, and why; UsageError where it is wanted nevertheless."""
         theirs = [name for name in group if name in self._theirs]
         for name in group if theirs else ():
-            text = sharing_text(self._done_there(theirs[0]), name, [name, *theirs])
+            text = (
+                f"{self._done_there(theirs[0])}; `{name}` shares objects with it and was not "
+                f"sent: `%dist_push {' '.join([name, *theirs])}` sends them"
+            )
             if name in self._forced:
                 raise UsageError(f"`%dist_push {name}`: {text}.")
             if name in changed:
@@ -399,15 +386,21 @@ class _Plan:
             without = self._ranks.difference(self._table.ranks_with(name))
             done = self._done_there(name)
             if without:
-                self._note(name, lacking_text(done, name, ranks, without))
+                verb = "does" if len(without) == 1 else "do"
+                copy = f"`%dist_sync {name} --from {min(ranks)}` copies it"
+                send = f"`%dist_push {name}` sends the notebook's"
+                lack = f"{name_ranks(without)} {verb} not have it"
+                self._note(name, f"{done}; {lack}: {copy}, {send}")
             elif self._table.was_noticed(name) or name not in self._changed_there():
                 continue
             elif self._theirs[name].record.version != version:
-                shares = [each for each in self._theirs if self._share(name, each)]
-                self._note(name, not_sent_text(done, [name, *shares]))
-
-    def _share(self, name: str, other: str) -> bool:
-        return other != name and not self._shared(name).isdisjoint(self._shared(other))
+                own = self._shared(name)
+                shares = (each for each in self._theirs if own & self._shared(each))
+                together = [*dict.fromkeys((name, *shares))]
+                it = "it" if len(together) == 1 else "them"
+                push = f"`%dist_push {' '.join(together)}` sends {it}"
+                gather = f"`%dist_gather {name}` brings theirs"
+                self._note(name, f"{done}; the notebook's change was not sent: {push}, {gather}")
 
     def _done_there(self, name: str) -> str:
         ranks, _ = self._table.changed_since(name)
@@ -415,37 +408,28 @@ class _Plan:
 
     # --- what to say ----------------------------------------------------------------------
 
-    def _explain(self, changed: set[str], groups: list[list[str]]) -> None:
-        for group in groups:
-            again = [f"`{name}`" for name in group if name not in changed]
-            if again:
-                because = ", ".join(f"`{name}`" for name in group if name in changed)
-                self._big.append(f"{', '.join(again)} again: shares objects with {because}")
-
     def _announce(self, group: list[str], pickled: Pickled) -> None:
         size = pickled.size
         if size < BIG:
             return
         blame = [f", most of it in {path}" for name in group if (path := self._heaviest(name))]
         self._big.append(
-            f"{', '.join(group)} ({format_size(size)}{''.join(blame)}) "
+            f"{', '.join(group)} ({size_text(size)}{''.join(blame)}) "
             f"to {count(len(self._ranks), 'rank')}"
         )
 
-    def _heaviest(self, name: str) -> str | None:
+    def _heaviest(self, name: str) -> str:
         """Find the variable of a function, or of a class, that makes up most of it."""
         value = self._looks[name].value
         if not callable(value):
-            return None
-        sizes = {name + step: self._size(part) for step, part in parts(value)}
-        heaviest = max(sizes, key=lambda path: sizes[path], default=None)
-        return heaviest if heaviest and sizes[heaviest] >= BIG // 2 else None
-
-    def _size(self, part: Any) -> int:
-        try:
-            return pickle(part, self._names, sketch=True).size
-        except PICKLING_ERRORS:
-            return 0  # It was left out by what holds it.
+            return ""
+        size, heaviest = 0, ""
+        for step, part in parts(value):
+            with suppress(*PICKLING_ERRORS):  # it was left out by what holds it
+                found = pickle(part, self._names, sketch=True).size
+                if found > size:
+                    size, heaviest = found, name + step
+        return heaviest if size >= BIG // 2 else ""
 
 
 def _record_of(value: Any, pickled: Pickled) -> Shipped:
@@ -453,11 +437,67 @@ def _record_of(value: Any, pickled: Pickled) -> Shipped:
     # The buffers are looked at in place; what is in the pickle itself has to be pickled.
     too_big = memoryview(pickled.frames[0]).nbytes > PICKLE_LIMIT
     version = identity if too_big else content_version(pickled)
-    return Shipped(version, identity, pickled.needs, _holds_objects(value))
-
-
-def _holds_objects(value: Any) -> bool:
-    """Say whether another name may share an object with this value."""
+    holds_objects = not isinstance(value, type)  # which another name may share
     if isinstance(value, types.FunctionType):
-        return value.__closure__ is not None or value.__defaults__ is not None
-    return not isinstance(value, type)
+        holds_objects = value.__closure__ is not None or value.__defaults__ is not None
+    return Shipped(version, identity, pickled.needs, holds_objects)
+
+
+# --- how a value looked when it was last shipped, to find whether it has changed ------------------
+
+
+WHOLE_LIMIT = 4 << 30
+"""Up to this many bytes a value is compared whole, at some 5 GB each second."""
+
+PICKLE_LIMIT = 64 << 20
+"""Up to this many bytes of Python objects are pickled for each cell that uses them."""
+
+_SMALL = 4096
+_SAMPLES = 64
+
+
+def atomic_version(value: Any) -> tuple[str, str]:
+    """Return what differs whenever the value of an atomic object does."""
+    return type(value).__name__, repr(value)
+
+
+def content_version(pickled: Pickled) -> bytes:
+    """Return what differs when the value does: the digest of its pickle, and of its buffers.
+
+    Where these are more than `WHOLE_LIMIT` in all they are looked at here and there only; the
+    count of changes that every tensor keeps makes up for some of it.
+    """
+    first, *buffers = (memoryview(frame) for frame in pickled.frames)
+    digest = hashlib.blake2b(digest_size=16)
+    _add(digest, first)
+    in_full = is_compared_whole(pickled)
+    for buffer in buffers:
+        if in_full:
+            _add(digest, buffer)
+        else:
+            digest.update(str(buffer.nbytes).encode())
+            for start in range(0, buffer.nbytes, max(_SMALL, buffer.nbytes // _SAMPLES)):
+                digest.update(buffer[start : start + _SMALL])
+    if pickled.is_sketch or not in_full:
+        digest.update(repr(pickled.versions).encode())
+    return digest.digest()
+
+
+def is_compared_whole(pickled: Pickled) -> bool:
+    """Say whether its `content_version` differs whenever a byte of it does."""
+    return pickled.size <= WHOLE_LIMIT
+
+
+def _add(digest: hashlib.blake2b, view: memoryview) -> None:
+    # Four times as fast as any hash in hashlib; no value is forged here.
+    digest.update(view if view.nbytes <= 16 * _SMALL else digest_of(view).encode())
+
+
+# --- what is said of variables that ranks have changed in place since they were sent ----------
+
+
+def done_there(name: str, value: Any, ranks: Collection[int], all_ranks: Collection[int]) -> str:
+    """Write `model was trained on the ranks since it was sent`."""
+    verb = "trained" if kind_of(value) <= OPTIMIZER else "changed"
+    where = "the ranks" if {*ranks} >= {*all_ranks} else name_ranks(ranks)
+    return f"{name} was {verb} on {where} since it was sent"

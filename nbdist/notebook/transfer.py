@@ -21,7 +21,7 @@ BIG = 64 * 1024 * 1024
 """From this many bytes on a notice is shown before something is sent."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Shipment:
     """Names with their values, ready to travel.
 
@@ -33,19 +33,16 @@ class Shipment:
     which names a rank is not to bind, as it has them.
     """
 
-    names: tuple[str, ...]
-    frames: Sequence[Buffer]
-    bytes: int
-    notices: tuple[str, ...]
-    records: Mapping[str, Shipped]
+    notices: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    frames: Sequence[Buffer] = ()
+    bytes: int = 0
+    records: Mapping[str, Shipped] = field(default_factory=dict)
     known: tuple[Kept, ...] = ()
     many: frozenset[str] = frozenset()
     replaces: Mapping[str, frozenset[int]] = field(default_factory=dict)
     stays: Mapping[int, frozenset[str]] = field(default_factory=dict)
     big: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"<Shipment {', '.join(self.names) or 'of nothing'}, {format_size(self.bytes)}>"
 
     def packing(self, *, alone: bool = False) -> Generator[int, None, Packing]:
         """Make its payload; yields how many bytes have been copied so far.
@@ -53,28 +50,18 @@ class Shipment:
         What the ranks were sent before, and has not changed, is not copied again, unless it is
         to stand `alone`: for as long as anybody likes.
         """
-        with closing(Steps(packing_changed(self.frames, () if alone else self.known))) as steps:
-            yield from steps
-        shipped = steps.made
+        shipped = yield from packing_changed(self.frames, () if alone else self.known)
         payload, segment = shipped.packed
         kept = shipped.kept if self.many and not alone else None
         records = {
             name: replace(record, kept=kept) if name in self.many else record
             for name, record in self.records.items()
         }
-        left = shipped.size - shipped.copied
-        note = (
-            f"{format_size(left)} of that have not changed and were not sent again"
-            if left >= BIG
-            else ""
-        )
+        note, left = "", shipped.size - shipped.copied
+        if left >= BIG:
+            note = f"{size_text(left)} of that have not changed and were not sent again"
         # It is closed with the last record that has it.
         return Packing(payload, segment if kept is None else None, records, note)
-
-
-def words_only(notices: Sequence[str]) -> Shipment:
-    """Make one that has only something to say."""
-    return Shipment((), (), 0, (*notices,), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +75,6 @@ class Packing:
     segment: Segment | None
     records: Mapping[str, Shipped]
     note: str
-
-
-def format_size(size: int) -> str:
-    """Write a number of bytes: `200 MB`, `1.2 GB`."""
-    for unit, bound in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= bound:
-            return f"{size / bound:.1f} {unit}" if unit == "GB" else f"{size / bound:.0f} {unit}"
-    return f"{size} bytes"
 
 
 # --- how far values have come on their way, shown where it takes longer than a moment ---------
@@ -116,9 +95,6 @@ class Progress:
         self._what = what
         self._started = time.monotonic()
         self._next = self._started + FIRST_SHOWN
-
-    def __repr__(self) -> str:
-        return f"<Progress of {self._what}>"
 
     def at(self, done: int, total: int) -> None:
         """Show it, if it is time."""

@@ -1,6 +1,6 @@
 """Which global names the source of a cell reads, and which it binds; pure.
 
-`nbdist.notebook.shipping.plan` asks it before a cell goes to the workers.  The answers are in
+`nbdist.notebook.shipping` asks it before a cell goes to the workers.  The answers are in
 the code that Python compiles: its instructions name what they read and bind, and where they
 jump.  The source has been through IPython's input transformer, so magics and `!` lines are
 calls of `get_ipython()` with strings; names inside these strings count.
@@ -16,8 +16,11 @@ import re
 import types
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
+from typing import Any
+
+from nbdist.values.payload import Identity, is_atomic
 
 _READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME", "DELETE_GLOBAL")
 _BINDS = ("STORE_NAME", "STORE_GLOBAL")
@@ -292,3 +295,72 @@ def _is_the_shells(name: str, text: str) -> bool:
     """Say whether the command itself gives it a value: `for i in 1 2; do echo $i; done`."""
     given = rf"(?:\bfor\s+{name}\s+in\b|\bread\s+(?:\w+\s+)*{name}\b|(?:^|[\s;]){name}=)"
     return re.search(given, text) is not None
+
+
+# --- which variables of the notebook are the ranks' values, as gather has bound them ----------
+
+
+_NOTHING = object()
+
+
+class Gathered:
+    """Says `name in gathered` as long as the notebook has not bound the name itself."""
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self._namespace = namespace
+        self._values: dict[str, Identity] = {}
+        self._of_this_cell: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        value = self._values.get(name) if isinstance(name, str) else None
+        return value is not None and value.is_still(self._namespace.get(str(name), _NOTHING))
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything to look after."""
+        return bool(self._values)
+
+    def add(self, names: Iterable[str]) -> None:
+        """Note that these have been bound to what ranks have."""
+        for name in names:
+            self._values[name] = Identity(self._namespace[name])
+            self._of_this_cell.add(name)
+
+    def bound_in_notebook(self, names: Iterable[str]) -> None:
+        """Note that a cell has ended that may have bound these names to something else.
+
+        That it bound one to an equal number or text counts too, unless it has gathered it.
+        """
+        for name in self._values.keys() & set(names):
+            may_be_equal = is_atomic(self._namespace.get(name)) and name not in self._of_this_cell
+            if may_be_equal or name not in self:
+                del self._values[name]
+        self._of_this_cell.clear()
+
+
+def assigned_in(source: str) -> frozenset[str]:
+    """Find the names of `x = %dist_gather y` in a cell, as IPython has made Python of it."""
+    if "run_line_magic('dist_gather'" not in source:
+        return frozenset()
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Assign(
+                targets,
+                ast.Call(
+                    func=ast.Attribute(attr="run_line_magic"),
+                    args=[ast.Constant("dist_gather"), *_],
+                ),
+            ):
+                inside = (each for target in targets for each in ast.walk(target))
+                names = (each for each in inside if isinstance(each, ast.Name))
+                found |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
+    return frozenset(found)
+
+
+def gathered_text(name: str) -> str:
+    """Say why the ranks do not have it, and what sends it."""
+    return (
+        f"`{name}` was gathered from the ranks, so it is not sent by itself; "
+        f"`%dist_push {name}` sends it"
+    )

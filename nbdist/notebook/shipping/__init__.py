@@ -1,1 +1,0 @@
-"""Which names of the notebook go with a cell, who owns them, and how they are packed."""
