@@ -38,21 +38,27 @@ from nbdist.worker.compat.ipython import (
     reloads_modules,
     without_debugger,
 )
-from nbdist.worker.environment import WorkerShell, count_restarts, draw_bars_as_text
+from nbdist.worker.environment import (
+    Around,
+    OwnModules,
+    WorkerShell,
+    count_restarts,
+    draw_bars_as_text,
+)
 from nbdist.worker.memory import Peaks
 from nbdist.worker.namespace import Context, Namespace, find_op
 from nbdist.worker.ops.memory import forget_errors
 from nbdist.worker.probe import RUNS_CELLS, keep_crashes
-from nbdist.worker.process import CELL_TIMES
+from nbdist.worker.process import CELL_TIMES, flush_streams, install
 from nbdist.worker.publishing import MarkingSession, Records
-from nbdist.worker.remedies import contents_of, remedies, unfit_after
-from nbdist.worker.streams import flush_streams, install
-from nbdist.worker.surroundings import Around, OwnModules
 from nbdist.worker.tracebacks import (
+    contents_of,
     failure_of,
     is_debugger,
     leave_debugger,
+    remedies,
     show_errors_our_way,
+    unfit_after,
     use_debugger,
 )
 
@@ -70,7 +76,7 @@ USERS_CODE = ("call", "script")
 LONGEST_PROMPT = 10_000
 
 Ask = Callable[..., "InputReply"]
-"""`nbdist.worker.tasks` does it: `ask(prompt, secret=..., by_debugger=...)`."""
+"""`nbdist.worker.main` does it: `ask(prompt, secret=..., by_debugger=...)`."""
 
 
 class CellExit(IPyAutocall):

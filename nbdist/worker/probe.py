@@ -6,7 +6,9 @@ Asked from the control thread, while the main thread runs or waits.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
+import gc
 import inspect
 import linecache
 import os
@@ -14,21 +16,20 @@ import re
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from types import CodeType, FrameType
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from nbdist.values.definitions import cell_numbers, function_name
 from nbdist.wire.control import Traced
-from nbdist.wire.views import PACKAGES, Begun, Collective, Place, StackFrame
+from nbdist.wire.views import PACKAGES, Begun, CallLayout, Collective, Place, StackFrame
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.compat.cpython import call_layout, innermost_frames, outer_frame
 from nbdist.worker.group.gloo import wait
 from nbdist.worker.group.nccl import Counts, Pending, Recording, UnderWay, wait_for_device
 from nbdist.worker.group.stores import AbortableStore
@@ -37,7 +38,6 @@ from nbdist.worker.ops.call import call
 
 if TYPE_CHECKING:
     from nbdist.worker.group.group import Group
-
 
 IN_TORCH = os.path.join("torch", "distributed") + os.sep
 WAITS = "send or recv" if seam.RECORDS_GLOO else "send, recv or an asynchronous collective"
@@ -374,3 +374,68 @@ def keep_crashes() -> None:
     """Have crashes go there again: torch's `@record`, for one, has them go to stderr."""
     if _open:
         faulthandler.enable(file=_open[-1], all_threads=False)
+
+
+# --- how CPython keeps the calls of a thread, and where, for who reads them from outside ------
+
+# The numbers are offsets of members of structs in its headers: _ts and _PyCFrame
+# (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h) and PyCodeObject
+# (cpython/code.h).  They are the same in all releases of a minor version.  A
+# build whose objects begin otherwise, as those without a GIL, is noticed by the reader: nothing
+# in such memory is of the type that it should be.
+
+
+Result = TypeVar("Result")
+
+OFFSETS = {
+    # holder, call; code, previous, instruction, owner; file, name, first_line, lines
+    (3, 11): ((56, 8), (32, 48, 56, 69), (112, 120, 72, 136)),
+    (3, 12): ((56, 0), (0, 8, 56, 70), (112, 120, 68, 136)),
+    (3, 13): ((0, 72), (0, 8, 56, 70), (112, 120, 68, 136)),
+}
+
+
+def call_layout() -> CallLayout | None:
+    """Say where the calls of this thread are; None for a Python that is not known."""
+    if sys.implementation.name != "cpython" or sys.version_info[:2] not in OFFSETS:
+        return None
+    state, call, code = OFFSETS[sys.version_info[:2]]
+    this_thread = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))
+    return CallLayout(
+        this_thread(),
+        id(CodeType),
+        id(str),
+        *(*state, *call, *code),
+        instructions=CodeType.__basicsize__,
+        # After the head: nothing and its end, or a letter and its end with 2 bytes each.
+        ascii=sys.getsizeof("") - 1,
+        other=sys.getsizeof(chr(256)) - 4,
+    )
+
+
+# --- frames of other threads ------------------------------------------------------------------
+
+
+def innermost_frames() -> dict[int, FrameType]:
+    """Give the innermost frame of each thread, by its identifier."""
+    return _uncollected(sys._current_frames)
+
+
+def outer_frame(frame: FrameType) -> FrameType | None:
+    """Give the frame that has called this one, which may be of another thread."""
+    return _uncollected(lambda: frame.f_back)
+
+
+def _uncollected(get: Callable[[], Result]) -> Result:
+    """Do what makes a frame object, and have no garbage collected meanwhile.
+
+    In Python 3.11 making one can begin a collection, in which a destructor may let go of the GIL:
+    the thread goes on, its call ends, and the object is of memory that is something else by then.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return get()
+    finally:
+        if was_on:
+            gc.enable()

@@ -24,7 +24,7 @@ from jupyter_client.session import Session
 
 from nbdist.output.events import MOVED, RECORD, TOPIC, Record
 from nbdist.system.folders import open_private
-from nbdist.worker.streams import write_mark
+from nbdist.worker.process import write_mark
 
 ORDERED = frozenset(
     {

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.surroundings`: a process that follows what tasks say of the notebook."""
+"""Tests of `nbdist.worker.environment`: a process that follows what tasks say of the notebook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from nbdist.config import WorldConfig
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Surroundings
-from nbdist.worker.surroundings import Around, OwnModules, merged
+from nbdist.worker.environment import Around, OwnModules, merged
 from nbdist.world.spec import make_spec
 
 

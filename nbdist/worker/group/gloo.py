@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroupGloo
 from nbdist.output.events import Connections
 from nbdist.words import one_line
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.compat.receives import end_receive
+from nbdist.worker.compat.torch import end_receive
 from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
 from nbdist.worker.process import CELL_TIMES, BadEnvironment
 
