@@ -5,13 +5,12 @@ And how that follows the notebook, from task to task, and the world when it gets
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -30,16 +29,12 @@ from IPython.core.interactiveshell import ExecutionResult
 from traitlets import Type
 
 from nbdist.wire.code_tree import moved_path
-from nbdist.wire.control import Regroup, Resize
 from nbdist.wire.spec import WorkerStart, sharing_variables
 from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Attempt, Surroundings
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.debugger import Debugger
-from nbdist.worker.group.group import Group
-from nbdist.worker.namespace import Namespace
-from nbdist.worker.publishing import LargeOutputs
 from nbdist.worker.received import NotingHook
 
 WIDGET_BARS = frozenset({"tqdm.autonotebook", "tqdm.notebook"})
@@ -50,11 +45,6 @@ RICH_CONSOLE = "rich.console"
 _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange": "trange"}
 
 
-def device_of(start: WorkerStart) -> torch.device:
-    """Give the rank's own GPU, or the CPU where the world uses none."""
-    return torch.device(start.device)
-
-
 def prepare_torch(start: WorkerStart) -> None:
     """Give torch its share of the cores and the rank's GPU.
 
@@ -63,7 +53,7 @@ def prepare_torch(start: WorkerStart) -> None:
     """
     torch.set_num_threads(start.world.threads)
     seam.read_debug_level()
-    device = device_of(start)
+    device = torch.device(start.device)
     if device.type != "cpu":
         accelerator.use(device)
         share_gpu(start)
@@ -88,112 +78,10 @@ def ready_names(start: WorkerStart) -> dict[str, Any]:
         "rank": start.rank,
         "world_size": start.world.world_size,
         "local_rank": start.local_rank,
-        "device": device_of(start),
+        "device": torch.device(start.device),
         "torch": torch,
         "dist": dist,
     }
-
-
-# --- when the world gets another size ---------------------------------------------------------
-
-
-class Scaling:
-    """A worker's side of `%dist_scale`: its group, its environment, and what its cells find.
-
-    On the control thread, while no task runs.
-    """
-
-    def __init__(
-        self,
-        start: WorkerStart,
-        namespace: Namespace,
-        group: Group | None,
-        large: LargeOutputs,
-    ) -> None:
-        self._start = start
-        self._namespace = namespace
-        self._group = group
-        self._large = large
-        self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
-
-    def __repr__(self) -> str:
-        return f"<Scaling of rank {self._start.rank} in a world of {self.world_size}>"
-
-    @property
-    def rank(self) -> int:
-        """Which it is now."""
-        return self._start.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks share the group; 0 where it could not be formed."""
-        if self._group is not None and not self._group.is_whole:
-            return 0
-        return self._start.world.world_size
-
-    def scale(self, resize: Resize) -> None:
-        """Join the group of another size, then change what says how many there are.
-
-        Raises RuntimeError or ConnectionResetError when the ranks do not meet.
-        """
-        before, after = self._start, _start_after(self._start, resize)
-        if self._group is not None:
-            self._group.resize(after, resize.newcomers)
-        self._take(after)
-        if after.rank != before.rank:
-            share_gpu(after)
-        # Threads are a matter of the thread that starts an operation.  What the loop is
-        # given now it does before it takes the next cell.
-        self._loop.call_soon_threadsafe(change_threads, before.world.threads, after.world.threads)
-
-    def regroup(self, regroup: Regroup) -> None:
-        """Connect all groups anew, then change what says where the ranks sit; raises as `scale`."""
-        if self._group is not None:
-            self._group.regroup(regroup.generation, regroup.members)
-        world = replace(self._start.world, seats=regroup.seats)
-        self._take(_seated(replace(self._start, world=world, environ=regroup.environ)))
-
-    def _take(self, after: WorkerStart) -> None:
-        before, self._start = self._start, after
-        # CUDA reads it once.
-        follows = {k: v for k, v in after.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-        change_environment(before.environ, follows)
-        for name in ("rank", "local_rank", "world_size"):
-            self._namespace.change(name, ready_names(after)[name])
-        self._large.keep_in(after.log_folder)
-
-
-def _start_after(start: WorkerStart, resize: Resize) -> WorkerStart:
-    size, seats = resize.world_size, resize.seats
-    world = replace(start.world, world_size=size, seats=seats, threads=resize.threads)
-    return _seated(
-        replace(
-            start,
-            rank=resize.rank,
-            world=world,
-            environ=resize.environ,
-            generation=resize.generation,
-            sized_in=resize.generation,
-        )
-    )
-
-
-def _seated(start: WorkerStart) -> WorkerStart:
-    seat = start.world.seat(start.rank)
-    return replace(start, local_rank=seat.local_rank, local_world_size=seat.local_world_size)
-
-
-def change_environment(before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Change the variables that differ; those that the user has set meanwhile stay."""
-    for name, value in after.items():
-        if before.get(name) != value and os.environ.get(name) == before.get(name):
-            os.environ[name] = value
-
-
-def change_threads(before: int, after: int) -> None:
-    """Change torch's number of threads, unless the user has."""
-    if torch.get_num_threads() == before:
-        torch.set_num_threads(after)
 
 
 # --- for libraries ----------------------------------------------------------------------------
@@ -283,7 +171,14 @@ class _TextBars(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == RICH_CONSOLE and (found := PathFinder.find_spec(fullname, path)):
-            _then(found, _write_text)
+            loader: Any = found.loader
+            execute = loader.exec_module
+
+            def execute_and_change(module: ModuleType) -> None:
+                execute(module)
+                _write_text(module)
+
+            loader.exec_module = execute_and_change
             return found
         return ModuleSpec(fullname, self) if fullname in WIDGET_BARS else None
 
@@ -291,18 +186,6 @@ class _TextBars(MetaPathFinder, Loader):
         text = import_module("tqdm.std")
         for name, of_text in _NAMES.items():
             setattr(module, name, getattr(text, of_text))
-
-
-def _then(spec: ModuleSpec, change: Callable[[ModuleType], None]) -> None:
-    """Have the module changed as soon as it has been imported."""
-    loader: Any = spec.loader
-    execute = loader.exec_module
-
-    def execute_and_change(module: ModuleType) -> None:
-        execute(module)
-        change(module)
-
-    loader.exec_module = execute_and_change
 
 
 def _write_text(rich_console: ModuleType) -> None:
@@ -349,9 +232,6 @@ class Around:
         # What "" on the path is for processes that multiprocessing spawns.
         process.ORIGINAL_DIR = start.world.cwd  # type: ignore[attr-defined]
 
-    def __repr__(self) -> str:
-        return f"<Around {self._folder}>"
-
     def follow(self, around: Surroundings | None) -> None:
         """Change what is other in the notebook than it was told last; None for as at the start."""
         if around == self._told:
@@ -362,7 +242,10 @@ class Around:
         path = world.sys_path
         if around.sys_path is not None:
             path = tuple(moved_path(each, around.first, world.cwd) for each in around.sys_path)
-        self._follow_path(self._path_with(path))
+        before, self._path = self._path, self._path_with(path)
+        # A rank that has entries of its own keeps them.
+        is_own = sys.path != before
+        sys.path[:] = merged(sys.path, before, self._path) if is_own else self._path
         self._follow_environ(around.environ)
 
     def _path_with(self, path: Sequence[str]) -> list[str]:
@@ -375,23 +258,15 @@ class Around:
         if there == self._folder or _folder_now() not in (self._folder, None):
             return
         if there is None:
-            _say(
-                f"{socket.gethostname()} has no folder {folder}: this rank stays in {_folder_now()}"
-            )
+            why = f"{socket.gethostname()} has no folder {folder}: this rank stays in"
+            sys.stderr.write(f"{why} {_folder_now()}\n")
             return
         try:
             os.chdir(there)
         except OSError as error:
-            _say(f"this rank could not change to {there}: {error.strerror}")
+            sys.stderr.write(f"this rank could not change to {there}: {error.strerror}\n")
             return
         self._folder = process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
-
-    def _follow_path(self, path: list[str]) -> None:
-        before, self._path = self._path, path
-        if sys.path == before:
-            sys.path[:] = path
-        elif path != before:  # this rank has entries of its own
-            sys.path[:] = merged(sys.path, before, path)
 
     def _follow_environ(self, changes: Mapping[str, str | None]) -> None:
         """Have the variables that were changed, and those that are as at the start again."""
@@ -427,10 +302,6 @@ def _folder_now() -> str | None:
         return None
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-
-
 # --- which of the user's own modules have been edited since this worker has imported them -----
 
 
@@ -457,9 +328,6 @@ class OwnModules(MetaPathFinder):
         self._sources: dict[str, Source] = {}
         self._is_reloading = False
         self.is_kept_in_step = False
-
-    def __repr__(self) -> str:
-        return f"<OwnModules {[*self._sources]}>"
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -18,17 +18,17 @@ from collections import deque
 from multiprocessing import process
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from nbdist.output.events import Done, InputRequest
 from nbdist.system.processes import safe_path
 from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.spec import LAST_LINE_SAYS, Versions, WorkerStart, difference, versions_here
+from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, difference, versions_here
 from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task, down_from, mark
 from nbdist.worker.control import ControlThread
 from nbdist.worker.environment import (
     Around,
-    Scaling,
     pickle_cell_definitions_by_value,
     prepare_torch,
     ready_names,
@@ -48,6 +48,7 @@ from nbdist.worker.process import (
     write_all,
 )
 from nbdist.worker.publishing import LargeOutputs
+from nbdist.worker.tracebacks import why_not_started
 
 if TYPE_CHECKING:
     from nbdist.worker.kernel import WorkerKernel
@@ -72,8 +73,7 @@ def run_worker(start: WorkerStart) -> None:
     group = Group(start) if start.world.backend is not None else None
     app.kernel.group = group
     leave_world_in_children(group.leave if group is not None else None)
-    scaling = Scaling(start, app.kernel.namespace, group, app.session.large)
-    ControlThread(app.kernel, group, scaling)
+    ControlThread(app.kernel, start)
     tasks = Tasks(start.task_socket, app.kernel, app.session)
     app.kernel.ask, app.session.catch_up = tasks.ask, tasks.catch_up
     write_all(mark(start.token, "up"))
@@ -106,77 +106,47 @@ def quieten() -> None:
 # --- makes a fresh process, forked or spawned, the worker of one rank -------------------------
 
 
-AUTHKEY_BYTES = 32
-
-
-def set_environment(start: WorkerStart) -> None:
-    """Give a fork the notebook's environment, and torchrun's variables.
-
-    A worker that was spawned has them, and what a wrapper has made of them.
-    """
-    os.environ.clear()
-    os.environ.update(start.world.environ)
-    os.environ.update(start.environ)
-
-
-def restore_path_variable(start: WorkerStart) -> None:
-    """Give a worker that was spawned the PYTHONPATH which its own start was spared.
-
-    Unless a wrapper has made another of it.
-    """
-    wanted = {**start.world.environ, **start.environ}
-    if "PYTHONPATH" in wanted and os.environ.get("PYTHONPATH", "") == safe_path(
-        wanted, start.world.cwd
-    ):
-        os.environ["PYTHONPATH"] = wanted["PYTHONPATH"]
-
-
 def become_worker(start: WorkerStart, *, forked: bool) -> None:
     """Run the worker of this rank until its kernel ends."""
     set_limit()
+    wanted = {**start.world.environ, **start.environ}
     if forked:
-        set_environment(start)
-    else:
-        restore_path_variable(start)
+        # The notebook's environment, and torchrun's variables.
+        os.environ.clear()
+        os.environ.update(wanted)
+    elif os.environ.get("PYTHONPATH", "") == safe_path(wanted, start.world.cwd):
+        # A worker that was spawned has them, and what a wrapper has made of them; but its own
+        # start was spared this one.
+        os.environ.update({k: v for k, v in wanted.items() if k == "PYTHONPATH"})
     os.chdir(start.world.cwd)
-    end_unless_as(start.world.versions)
-    # Imports wait until here, so that a spawned worker has its environment before torch.
-    from nbdist.worker.main import run_worker
-    from nbdist.worker.tracebacks import why_not_started
-
+    # The notebook could not send its functions to another Python or torch.
+    if start.world.versions and (found := difference(versions_here(), start.world.versions)):
+        has = f"{sys.executable} has {found.what} {found.there}, the notebook {found.here}"
+        say_and_end(f"{has}: {found.why}. `--python` names another one", LAST_LINE_SAYS)
     try:
         if forked:
             renew_what_is_shared()
         run_worker(start)
     except BadEnvironment as error:
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
-        os._exit(1)
+        say_and_end(str(error), 1)
     except Exception as error:  # noqa: BLE001 (whatever it was, it is printed and the process ends)
-        # Taking the interpreter apart could wait for ever for the kernel's open sockets.
         why = why_not_started(start.gpu or start.device, error)
-        sys.stderr.write(f"{why}\n" if why else traceback.format_exc())
-        sys.stderr.flush()
-        os._exit(LAST_LINE_SAYS if why else 1)
+        say_and_end(why or traceback.format_exc().rstrip(), LAST_LINE_SAYS if why else 1)
 
 
-def end_unless_as(versions: Versions) -> None:
-    """End a process that the notebook could not send its functions to, and say why in a line."""
-    if versions and (found := difference(versions_here(), versions)):
-        has = f"{sys.executable} has {found.what} {found.there}, the notebook {found.here}"
-        sys.stderr.write(f"{has}: {found.why}. `--python` names another one\n")
-        sys.stderr.flush()
-        os._exit(LAST_LINE_SAYS)
+def say_and_end(why: str, code: int) -> None:
+    """End without taking the interpreter apart, which could wait for ever for open sockets."""
+    sys.stderr.write(f"{why}\n")
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def renew_what_is_shared() -> None:
     """Be as different from the fork server's other children as if this one were spawned."""
-    import torch
-
     torch.default_generator.seed()
     if (random := sys.modules.get("numpy.random")) is not None:
         random.seed()
-    process.current_process().authkey = os.urandom(AUTHKEY_BYTES)
+    process.current_process().authkey = os.urandom(32)
     tempfile.tempdir = None
     time.tzset()
 

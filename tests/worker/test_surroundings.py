@@ -184,7 +184,7 @@ def test_what_is_not_the_users(own: OwnModules, module: Edited) -> None:
     sys.modules.pop("colorsys", None)
     importlib.import_module("colorsys")
     told(own, module.now)
-    assert repr(own) == "<OwnModules ['edited_by_test']>"
+    assert [*own._sources] == ["edited_by_test"]
     module.path.unlink()
     assert told(own, time.time_ns()) == ()
 
