@@ -31,6 +31,7 @@ from traitlets import Type, default
 from nbdist.output.events import MOVED, RECORD, Done
 from nbdist.values.definitions import cell_numbers
 from nbdist.wire.work import Call, Source, Task, Work, failure_in_words
+from nbdist.worker.compat.debugger import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
     number_cells,
@@ -54,12 +55,9 @@ from nbdist.worker.publishing import MarkingSession, Records
 from nbdist.worker.tracebacks import (
     contents_of,
     failure_of,
-    is_debugger,
-    leave_debugger,
     remedies,
     show_errors_our_way,
     unfit_after,
-    use_debugger,
 )
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bdb
 import builtins
-import cmd
 import inspect
 import linecache
 import os
@@ -23,10 +22,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import FrameType, GetSetDescriptorType, MemberDescriptorType, TracebackType
+from types import GetSetDescriptorType, MemberDescriptorType, TracebackType
 from typing import Any
 
 import torch
@@ -72,13 +71,18 @@ def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
     if isinstance(error, bdb.BdbQuit):
-        return failure_in_words(LEFT_DEBUGGER, LEFT)
+        return failure_in_words(LEFT_DEBUGGER, debugger.LEFT)
     name, message = type(error).__name__, message_of(error)
     calls = map(_sendable, short_traceback(own_part(error.__traceback__)))
-    lines = (*calls, f"{name}: {message}")
-    kinds = classes_of(type(error))
-    more = kinds, connections_after(message), tuple(map(_sendable, said))
-    return Failure(name, message, lines, time.time_ns(), *more)
+    return Failure(
+        name,
+        message,
+        (*calls, f"{name}: {message}"),
+        time.time_ns(),
+        classes_of(type(error)),
+        connections_after(message),
+        tuple(map(_sendable, said)),
+    )
 
 
 def message_of(error: BaseException) -> str:
@@ -152,7 +156,7 @@ def show_errors_our_way(shell: Any, session: MarkingSession, rank: int) -> None:
     shorten_common_tracebacks(shell)
     shorten_syntax_errors(shell)
     show_groups(shell)
-    around_errors(shell, partial(sending_more, session, partial(remedies, shell, rank)))
+    around_errors(shell, partial(sending_more, shell, session, rank))
     judge_by_result(shell)
 
 
@@ -241,14 +245,11 @@ def know_cells() -> None:
 
 @contextmanager
 def sending_more(
-    session: MarkingSession,
-    account_of: Callable[[BaseException], Sequence[str]],
-    kind: type[BaseException],
-    error: BaseException,
+    shell: Any, session: MarkingSession, rank: int, kind: type[BaseException], error: BaseException
 ) -> Iterator[None]:
     """Have the error message that is sent meanwhile say what is known of it besides its words."""
     connections = connections_after(message_of(error))
-    said = [*map(_sendable, account_of(error))]
+    said = [*map(_sendable, remedies(shell, rank, error))]
     session.about = {"kinds": classes_of(kind), "connections": connections, "account": said}
     session.showing = error
     try:
@@ -283,47 +284,6 @@ def _has_group(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, BaseExceptionGroup):
         error = error.__context__
     return error is not None
-
-
-# --- `breakpoint()` and all other ways into a debugger, on a rank -----------------------------
-
-
-LEFT = "`q` left the debugger and ended the cell on this rank"
-"""What is said of BdbQuit, which has no words of its own."""
-
-
-def use_debugger() -> None:
-    """Have every way in lead to the notebook's input box.
-
-    In an ipykernel `breakpoint()` does nothing once debugpy has been imported.
-    """
-    debugger.install()
-    sys.breakpointhook = stop_at_breakpoint
-
-
-def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
-    """Do what `breakpoint()` does: PYTHONBREAKPOINT says what that is, by default the debugger."""
-    if os.environ.get("PYTHONBREAKPOINT"):
-        return sys.__breakpointhook__(*args, **options)
-    frame = inspect.currentframe()
-    found = debugger.Debugger()
-    if header := options.get("header"):
-        found.message(header)
-    found.set_trace(frame and frame.f_back)
-    return None
-
-
-def leave_debugger() -> None:
-    """Have the next task run without the debugger of this one, which keeps nothing alive."""
-    if debugger.Debugger.was_used:
-        debugger.stop_tracing(inspect.currentframe())
-
-
-def is_debugger(frame: FrameType | None) -> bool:
-    """Say whether a call that reads a line is a debugger's."""
-    if frame is None or frame.f_code is not cmd.Cmd.cmdloop.__code__:
-        return False
-    return isinstance(frame.f_locals.get("self"), bdb.Bdb)
 
 
 # --- what there is to do about an error, or where a worker cannot start with its GPU ----------
@@ -461,18 +421,14 @@ def unfit_after(rank: int, error: BaseException) -> str:
     The GPU is asked too, since it may have failed at what it does later than the code that asks
     for it, when the cell has failed for another reason.
     """
-    found = lasting_error(error) or lasting_error(_error_of_gpu())
+    found = lasting_error(error)
+    if not found:
+        try:
+            if (ask := accelerator.asks_context()) is not None:
+                until_over(ask, "asking the GPU", ASK_TIMEOUT)
+        except RuntimeError as answer:
+            found = lasting_error(answer)
     return f"A GPU error ({found}) made the process of rank {rank} unusable" if found else ""
-
-
-def _error_of_gpu() -> BaseException:
-    """Return what the GPU raises when it is asked; an error that means nothing for none."""
-    try:
-        if (ask := accelerator.asks_context()) is not None:
-            until_over(ask, "asking the GPU", ASK_TIMEOUT)
-    except RuntimeError as error:
-        return error
-    return RuntimeError()
 
 
 # --- what led to an exception, and its arguments and attributes, for the notebook -------------
@@ -529,18 +485,14 @@ def _text(value: object) -> str:
 
 
 def _attributes(error: BaseException) -> Iterator[tuple[str, object]]:
-    """Yield those that it has itself, and those that its builtin class or slots keep."""
+    """Yield those that it has itself, and those that its builtin class or slots keep.
+
+    Calls nothing of the user's.
+    """
     own = {**object.__getattribute__(error, "__dict__")}
-    for name, kept in _kept_by_classes(type(error)):
-        with suppress(AttributeError):  # it has none
-            own.setdefault(name, kept.__get__(error))
+    for base in type(error).__mro__:
+        for name, kept in vars(base).items() if base not in (BaseException, object) else ():
+            if isinstance(kept, MemberDescriptorType | GetSetDescriptorType):
+                with suppress(AttributeError):  # it has none
+                    own.setdefault(name, kept.__get__(error))
     yield from ((name, each) for name, each in own.items() if name not in NOT_SENT)
-
-
-def _kept_by_classes(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that builtin classes and slots keep; calls nothing of the user's."""
-    for base in kind.__mro__:
-        if base not in (BaseException, object):
-            for name, each in vars(base).items():
-                if isinstance(each, MemberDescriptorType | GetSetDescriptorType):
-                    yield name, each
