@@ -40,7 +40,6 @@ from nbdist.wire.store import (
     Refused,
     Set,
     Wait,
-    Waiting,
     answer_from,
     to_frame,
 )
@@ -175,24 +174,18 @@ class AbortableStore(Store):
         self._awaited = keys
         try:
             if isinstance(store, AgentStore):
-                if values:
-                    return store.awaited(keys, allowed, self._look)
-                store.wait_for(keys, allowed, self._look)
-                return []
+                return store.awaited(keys, allowed, self._look, values=values)
             if not _waits_itself(store):
                 self._poll(keys, allowed)
-                return self._values(keys) if values else []
-            if values:
+            elif not values:
+                store.wait(keys, allowed)
+            if not values:
+                return []
+            if store.has_extended_api():
                 return [*store.multi_get(keys)]
-            store.wait(keys, allowed)
-            return []
+            return [store.get(key) for key in keys]
         finally:
             self._awaited = ()
-
-    def _values(self, keys: Sequence[str]) -> list[bytes]:
-        if self._store.has_extended_api():
-            return [*self._store.multi_get(keys)]
-        return [self._store.get(key) for key in keys]
 
     def _poll(self, keys: Sequence[str], allowed: timedelta) -> None:
         # torch's kNoTimeout is 0.
@@ -352,15 +345,11 @@ class Connections:
             if not (data := connection.recv(READ_SIZE)):
                 raise ConnectionError(LOST)
             for frame in cutter.feed(data):
-                return _answer_in(frame)
+                try:
+                    return answer_from(frame)
+                except BadFrame as error:
+                    raise ConnectionError(f"{LOST}: {error}") from error
         raise ConnectionError(f"{LOST}: it did not answer for {ANSWER_TIMEOUT:.0f} s")
-
-
-def _answer_in(frame: bytes) -> Answer:
-    try:
-        return answer_from(frame)
-    except BadFrame as error:
-        raise ConnectionError(f"{LOST}: {error}") from error
 
 
 class AgentStore(Store):
@@ -372,33 +361,25 @@ class AgentStore(Store):
         self._prefix = prefix
         self._timeout = timedelta(seconds=timeout)
 
-    def __repr__(self) -> str:
-        return f"<AgentStore {self._prefix} {self._agent}>"
-
     def awaited(
-        self, keys: Sequence[str], timeout: timedelta | None, look: LookOver = wait_on
+        self,
+        keys: Sequence[str],
+        timeout: timedelta | None,
+        look: LookOver = wait_on,
+        *,
+        values: bool = True,
     ) -> list[bytes]:
-        """Return the values once all are there; DistStoreError when they do not come in time."""
-        return [*self._when_there(Get, keys, timeout, look)]
-
-    def wait_for(
-        self, keys: Sequence[str], timeout: timedelta | None, look: LookOver = wait_on
-    ) -> None:
-        """Wait until all keys are there; DistStoreError when they do not come in time."""
-        self._when_there(Wait, keys, timeout, look)
-
-    def _when_there(
-        self, kind: type[Waiting], keys: Sequence[str], timeout: timedelta | None, look: LookOver
-    ) -> Any:
+        """Return their `values` once all are there; DistStoreError where they do not come."""
         allowed = self._timeout if timeout is None else timeout
         # torch's kNoTimeout is 0.
         end = time.monotonic() + (allowed.total_seconds() or math.inf)
         asked = tuple(map(self._key, keys))
         while True:
             left = max(0.0, end - time.monotonic())
+            kind = Get if values else Wait
             answer = self._ask(kind(asked, min(left, LONGEST_WAIT)), look)
             if not (answer is None or answer is False):
-                return answer
+                return [*answer] if values else []
             if time.monotonic() >= end:
                 raise DistStoreError(f"wait timeout: {', '.join(asked)} did not come")
 
@@ -423,7 +404,7 @@ class AgentStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; DistStoreError when they do not come in time."""
-        self.wait_for(keys, timeout)
+        self.awaited(keys, timeout, values=False)
 
     def set(self, key: str, value: str | bytes) -> None:
         self.multi_set([key], [value])
