@@ -222,10 +222,6 @@ class Consulting:
         self._kernel = kernel
         self._full: asyncio.Future[Completions | Description] | None = None
 
-    def __repr__(self) -> str:
-        is_asked = self._full is not None and not self._full.done()
-        return f"<Consulting, {'asked' if is_asked else 'free'}>"
-
     async def answer(self, question: Question) -> Completions | Description:
         """Answer within `FULL_TIMEOUT`; other requests are served meanwhile."""
         shell: Any = self._kernel.shell

@@ -9,7 +9,6 @@ import getpass
 import inspect
 import linecache
 import os
-import re
 import signal
 import sys
 import time
@@ -30,6 +29,7 @@ from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, Done
 from nbdist.values.definitions import cell_numbers
+from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Call, Source, Task, Work, failure_in_words
 from nbdist.worker.compat.debugger import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.compat.ipython import (
@@ -185,7 +185,14 @@ class WorkerKernel(LeavesChildren):
         shell.last_execution_result = None
         self.peaks.begin()
         with context.noting(), CELL_TIMES:
-            reply = await self._execute(text)
+            try:
+                reply: Any = await self.do_execute(text, silent=False, allow_stdin=True)
+            except KeyboardInterrupt:
+                # Of a cell with an `await` ipykernel makes a task, which would begin all the same.
+                for task in asyncio.all_tasks():
+                    if getattr(task.get_coro(), "__name__", "") == RUNS_CELLS:
+                        task.cancel()
+                raise
             if reply["status"] == "ok":
                 self._wait_for_nccl(len(text.splitlines()))
                 return None
@@ -199,17 +206,6 @@ class WorkerKernel(LeavesChildren):
     def _wait_for_nccl(self, line: int) -> None:
         if self.group is not None and self.group.uses_nccl:
             self.group.wait_for_nccl(line)
-
-    async def _execute(self, text: str) -> Any:
-        """Have ipykernel run a cell; return its reply."""
-        try:
-            return await self.do_execute(text, silent=False, allow_stdin=True)
-        except KeyboardInterrupt:
-            # Of a cell with an `await` ipykernel makes a task, which would begin all the same.
-            for task in asyncio.all_tasks():
-                if getattr(task.get_coro(), "__name__", "") == RUNS_CELLS:
-                    task.cancel()
-            raise
 
     def _brought(
         self, task: Task, context: Context, error: BaseException | None, value: Any, done: Done
@@ -349,9 +345,6 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
 # --- warnings in a worker ---------------------------------------------------------------------
 
 
-_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
-
-
 def show_cell_lines() -> None:
     """Have Python word warnings so; where no cell's line led to one, as ever."""
     usual = warnings.formatwarning
@@ -368,7 +361,8 @@ def show_cell_lines() -> None:
             return usual(message, category, filename, lineno, line)
         cell, number = place
         code = linecache.getline(cell, number).strip()
-        where = "" if (cell, number) == (filename, lineno) else f"  ({_short(filename)}:{lineno})"
+        short = PACKAGES.sub("", filename)
+        where = "" if (cell, number) == (filename, lineno) else f"  ({short}:{lineno})"
         head = f"Cell In[{cell_numbers()[cell]}], line {number}: {category.__name__}: {message}"
         return f"{head}\n  {code}{where}\n"
 
@@ -378,13 +372,5 @@ def show_cell_lines() -> None:
 def cell_place(filename: str, number: int) -> tuple[str, int] | None:
     """Find the cell's file and line that led to a warning; None where no cell's did."""
     cells = cell_numbers()
-    if filename in cells:
-        return filename, number
-    for frame, line in traceback.walk_stack(None):
-        if frame.f_code.co_filename in cells:
-            return frame.f_code.co_filename, line
-    return None
-
-
-def _short(filename: str) -> str:
-    return _PACKAGES.sub("", filename)
+    calls = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    return next((each for each in [(filename, number), *calls] if each[0] in cells), None)

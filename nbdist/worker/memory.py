@@ -38,9 +38,6 @@ class Peaks:
     def __init__(self) -> None:
         self._rss = self._on_gpu = 0
 
-    def __repr__(self) -> str:
-        return f"<Peaks {size_text(self._rss)}, GPU {size_text(self._on_gpu)}>"
-
     def begin(self) -> None:
         """Have a cell begin now."""
         self._rss = _most_rss()
@@ -49,7 +46,7 @@ class Peaks:
     def memory(self, pss: int) -> Peak:
         """Return that of memory, where it is `pss` now; what comes and goes is not shared."""
         most = _most_rss()
-        return Peak(pss + max(0, most - _rss()), is_bound=most <= self._rss)
+        return Peak(pss + max(0, most - _statm(1)), is_bound=most <= self._rss)
 
     def on_gpu(self) -> Peak:
         """Return that of tensors on the rank's GPU, which is in use."""
@@ -67,10 +64,20 @@ def measure(
 
     With the traceback of what was `raised` just now.
     """
-    search, unseen = Search(seconds), _unseen(shell, raised)
+    search, hidden, kept = Search(seconds), shell.user_ns_hidden, list[Held]()
+    # Without IPython's own names and what it has shown, which comes later.
+    names = {
+        name: value
+        for name, value in [*shell.user_ns.items()]
+        if hidden.get(name) is not value and not LAST_VALUE.fullmatch(name)
+    }
+    shown = {f"Out[{n}]": value for n, value in [*shell.user_ns.get("_oh", {}).items()]}
     with without_cycles():  # there may be millions of objects
-        held = search.take(_names_of(shell))
-        kept = [each for where, names in unseen for each in search.take(names, where)]
+        held = search.take(names)
+        for error in last_errors(shell, raised):
+            for where, local in locals_of(error):
+                kept += search.take(local, where)
+        kept += search.take(shown)
     pss = pss_now()
     return Memory(
         pss=pss,
@@ -91,24 +98,6 @@ def pss_now() -> int:
         return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
 
 
-def _names_of(shell: Any) -> dict[str, Any]:
-    """Give the namespace without IPython's own names and what it has shown."""
-    hidden = shell.user_ns_hidden
-    names = [*shell.user_ns.items()]
-    return {
-        name: value
-        for name, value in names
-        if hidden.get(name) is not value and not LAST_VALUE.fullmatch(name)
-    }
-
-
-def _unseen(shell: Any, raised: BaseException | None) -> Iterable[tuple[str, dict[str, Any]]]:
-    for error in last_errors(shell, raised):
-        yield from locals_of(error)
-    shown = shell.user_ns.get("_oh", {})
-    yield "", {f"Out[{number}]": value for number, value in [*shown.items()]}
-
-
 def _largest(held: list[Held]) -> tuple[Held, ...]:
     return tuple(sorted(held, key=lambda each: -each.size)[:MOST_SHOWN])
 
@@ -127,10 +116,6 @@ def _gpu(peaks: Peaks) -> GpuMemory | None:
     free, total = accelerator.room()
     used = accelerator.allocated()
     return GpuMemory(str(accelerator.index()), total - free, total, used, peaks.on_gpu())
-
-
-def _rss() -> int:
-    return _statm(1)
 
 
 def _statm(field: int) -> int:
@@ -280,9 +265,6 @@ class Search:
         self._have_several: set[int] = set()
         self._later: list[_Path] = []
 
-    def __repr__(self) -> str:
-        return f"<Search {len(self.held)} held, {self._looked_at} values>"
-
     def take(self, names: Mapping[str, Any], where: str = "") -> list[Held]:
         """Look at what these names lead to, those nearest first; return what is new of it.
 
@@ -349,14 +331,10 @@ class Search:
 
     def _new(self, name: str, value: Any) -> Held | None:
         """Return what it holds; None where that is nothing, or known already."""
-        measured = _measured(name, value)
-        if measured is None:
+        found, place = _measured(name, value) or (None, 0)
+        if found is None or not found.size or (found.device, place) in self._storages:
             return None
-        found, place = measured
-        key = found.device, place
-        if not found.size or key in self._storages:
-            return None
-        self._storages.add(key)
+        self._storages.add((found.device, place))
         return found
 
     # --- where to go on ------------------------------------------------------------------
@@ -376,7 +354,8 @@ class Search:
             entries = value.items() if isinstance(value, dict) else enumerate(value)
             for key, each in islice([*entries], self._most_of_each):
                 if not (is_known and isinstance(each, torch.Tensor)):
-                    yield f"[{_key_text(key)}]", each
+                    named = isinstance(key, str | int)
+                    yield f"[{key!r}]" if named else f"[<{type(key).__name__}>]", each
         elif not isinstance(value, torch.optim.Optimizer):
             for name, each in _attributes(value).items():
                 yield f".{name}", each
@@ -412,10 +391,6 @@ def _attributes(value: Any) -> dict[str, Any]:
     except AttributeError:
         return {}
     return dict(found) if isinstance(found, dict) else {}
-
-
-def _key_text(key: object) -> str:
-    return repr(key) if isinstance(key, str | int | bool) else f"<{type(key).__name__}>"
 
 
 # --- sizes ------------------------------------------------------------------------------

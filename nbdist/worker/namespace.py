@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pkgutil
 import sys
 import time
@@ -161,10 +160,8 @@ class Namespace:
 
     def covered(self, names: Iterable[str]) -> frozenset[str]:
         """Return those of `ready` that are bound to something else now, which looks different."""
-        own = {name: self.ready[name] for name in self.ready.keys() & names}
-        return frozenset(
-            name for name, value in own.items() if not _is_like(self._names.get(name), value)
-        )
+        own = self.ready.keys() & names
+        return frozenset(n for n in own if not _is_like(self._names.get(n), self.ready[n]))
 
     def import_again(self, imports: Mapping[str, str]) -> frozenset[str]:
         """Bind what `imported` gave in the worker before this one; the names that are bound.
@@ -177,7 +174,7 @@ class Namespace:
                 continue
             module, _, path = whence.partition(":")
             try:
-                found = importlib.import_module(module)
+                found = import_module(module)
                 self._names[name] = attrgetter(path)(found) if path else found
             except Exception as error:  # noqa: BLE001 (a module can raise anything)
                 said = f"{type(error).__name__}: {error}"
@@ -281,7 +278,7 @@ class Namespace:
 
 def _whence(value: Any) -> str:
     """Write `numpy`, `torch.nn:Linear`; "" where it is not to be found there."""
-    if isinstance(value, types.ModuleType):
+    if isinstance(value, ModuleType):
         return value.__name__ if sys.modules.get(value.__name__) is value else ""
     module, path = value.__module__ or "", value.__qualname__
     try:
@@ -299,7 +296,7 @@ def _is_like(value: object, own: object) -> bool:
 def _is_imported(value: Any) -> bool:
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return value.__module__ != "__main__"
-    return isinstance(value, types.ModuleType)
+    return isinstance(value, ModuleType)
 
 
 def _is_still(known: Mapping[str, Identity], name: str, value: object) -> bool:

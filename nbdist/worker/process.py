@@ -200,9 +200,6 @@ class CellTimes:
         self.count = self.waited_ns = 0
         self._ident = 0
 
-    def __repr__(self) -> str:
-        return f"<CellTimes {self.count} waits, {self.waited_ns / 1e9:.3f} s>"
-
     def __enter__(self) -> None:
         """Have what runs inside be the last cell, on this thread.
 

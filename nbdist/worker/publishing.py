@@ -107,14 +107,13 @@ class LargeOutputs:
         if not large:
             self._left -= sum(sizes.values())
             return content
-        notes = [self._put_away(kind, texts[kind]) for kind in large]
+        notes = []
+        for kind in large:
+            path = self._keep("display", _SUFFIXES.get(kind, "txt"), texts[kind])
+            notes.append(f"… {kind} of {sizes[kind]:,} characters, too much for a page{path}")
         plain = [] if "text/plain" in large else [str(data.get("text/plain", ""))]
         text = "\n".join(filter(None, [*plain, *notes]))
         return {**content, "data": {"text/plain": text}, "metadata": {}}
-
-    def _put_away(self, kind: str, text: str) -> str:
-        path = self._keep("display", _SUFFIXES.get(kind, "txt"), text)
-        return f"… {kind} of {len(text):,} characters, too much for a page{path}"
 
     def _fitting_error(self, content: dict[str, Any]) -> dict[str, Any]:
         message, frames = content.get("evalue"), content.get("traceback")
@@ -136,10 +135,8 @@ class LargeOutputs:
         path = self._folder / f"{name}-{self._files}.{suffix}"
         self._files += 1
         with suppress(OSError):
-            with open(
-                path, "w", encoding="utf-8", errors="surrogatepass", opener=open_private
-            ) as file:
-                file.write(text)
+            with open(path, "wb", opener=open_private) as file:
+                file.write(text.encode("utf-8", "surrogatepass"))
             return f": {self._host}{path}"
         return ""
 
@@ -289,9 +286,6 @@ class Records:
         self._sent = self._dropped = 0
         self._pid = os.getpid()
         self._host = socket.gethostname()
-
-    def __repr__(self) -> str:
-        return f"<Records from level {self._level}, {self._sent} sent, {self._dropped} dropped>"
 
     def watch(self) -> None:
         """Wrap the method that all loggers call."""

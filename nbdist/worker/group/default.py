@@ -46,9 +46,6 @@ class DefaultGroup:
         self._init, self._destroy = dist.init_process_group, dist.destroy_process_group
         self._wrap()
 
-    def __repr__(self) -> str:
-        return f"<DefaultGroup of {self._size}{'' if self.is_in_place else ', set aside'}>"
-
     @property
     def is_in_place(self) -> bool:
         """Whether it is the default group now."""
@@ -302,9 +299,6 @@ class GroupNames:
         self._task = ""
         self._made: Counter[str] = Counter()
         seam.name_groups(self._name)
-
-    def __repr__(self) -> str:
-        return f"<GroupNames of task {self._task}: {sum(self._made.values())} made>"
 
     def begin_task(self, task_id: str) -> None:
         """Name all groups that are made from now on after this task."""

@@ -253,9 +253,6 @@ class _OwnModules:
         self._started = 0.0
         self._before: frozenset[str] = frozenset()
 
-    def __repr__(self) -> str:
-        return f"<_OwnModules {sorted(self._since)}>"
-
     def begin(self) -> None:
         """Forget all before a script if one is newer, for they may import one another."""
         self._started = time.time()
