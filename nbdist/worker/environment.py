@@ -323,11 +323,11 @@ class Source:
 class OwnModules(MetaPathFinder):
     """Notes what is imported, also anew; finds nothing itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_kept_in_step: bool = False) -> None:
         self._begun: dict[str, int] = {}  # when, of those that have not been looked at
         self._sources: dict[str, Source] = {}
         self._is_reloading = False
-        self.is_kept_in_step = False
+        self._is_kept_in_step = is_kept_in_step
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -364,7 +364,7 @@ class OwnModules(MetaPathFinder):
 
         A task of a world with `--sync-code` begins with that.
         """
-        if self.is_kept_in_step:
+        if self._is_kept_in_step:
             self._take_new()
             for name, edited in self._edited(time.time_ns()).items():
                 reload_here(name)

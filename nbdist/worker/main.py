@@ -31,7 +31,6 @@ from nbdist.worker.environment import (
     Around,
     pickle_cell_definitions_by_value,
     prepare_torch,
-    ready_names,
 )
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import make_app
@@ -47,7 +46,6 @@ from nbdist.worker.process import (
     set_limit,
     write_all,
 )
-from nbdist.worker.publishing import LargeOutputs
 from nbdist.worker.tracebacks import why_not_started
 
 if TYPE_CHECKING:
@@ -60,16 +58,11 @@ def run_worker(start: WorkerStart) -> None:
     own_path = list(sys.path)
     prepare_torch(start)
     import_ops()
-    app = make_app(start.connection_file, start.rank, start.token)
-    app.session.large = LargeOutputs(
-        start.log_folder, "" if start.world.node is None else socket.gethostname()
-    )
-    app.kernel.namespace.start_with(ready_names(start))
+    app = make_app(start)
     quieten()
     reserve_addresses()
     write_stacks_to(start.stack_file)
     pickle_cell_definitions_by_value()
-    app.kernel.own_modules.is_kept_in_step = start.world.sync_code
     group = Group(start) if start.world.backend is not None else None
     app.kernel.group = group
     leave_world_in_children(group.leave if group is not None else None)

@@ -196,10 +196,7 @@ class MarkingSession(Session):
     ) -> Any:
         """Send as any kernel does; called from every thread that publishes."""
         if os.getpid() != self.pid:
-            # A forked child sends nothing, and would wait for a lock that another thread held.
-            return super().send(
-                stream, msg_or_type, content, parent, ident, buffers, track, header, metadata
-            )
+            return None  # a forked child would wait for a lock that another thread held
         is_message = not isinstance(msg_or_type, str)
         kind = msg_or_type["header"]["msg_type"] if is_message else msg_or_type
         is_ordered = kind in ORDERED

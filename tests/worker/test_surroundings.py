@@ -197,7 +197,7 @@ def test_what_is_kept_in_step_is_imported_anew(own: OwnModules, module: Edited) 
     module.write()
     own.keep_in_step()
     assert edited.value == before
-    own.is_kept_in_step = True
+    own._is_kept_in_step = True
     own.keep_in_step()
     assert edited.value == module.now
     edited.value = "mine"

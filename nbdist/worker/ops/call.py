@@ -67,9 +67,6 @@ class LentNames:
         self._covered = {name: namespace[name] for name in kept if name in namespace}
         namespace.update(self._lent)
 
-    def __repr__(self) -> str:
-        return f"<LentNames {sorted(self._lent)}>"
-
     def take_back(self, *, has_bound: bool) -> None:
         """Bind none of them any more.
 

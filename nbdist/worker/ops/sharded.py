@@ -207,7 +207,10 @@ def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
 
     places = [place for module in modules for place in _parameters(module)]
     sharded = [place for place in places if type(place[2]) is known("tensor", "DTensor")]
-    empty = {id(parameter): _without_contents(parameter) for _, _, parameter in sharded}
+    empty = {}
+    for _, _, p in sharded:
+        without = torch.empty(p.shape, dtype=p.dtype, device="meta")
+        empty[id(p)] = torch.nn.Parameter(without, p.requires_grad)
     how = {empty[id(p)]: next(filter(_is_shard, p.placements)) for _, _, p in sharded}
     for module, name, parameter in sharded:
         setattr(module, name, empty[id(parameter)])
@@ -230,11 +233,6 @@ def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
     for inner in module.children():
         if not isinstance(inner, known("fsdp", "FSDPModule")):
             yield from _parameters(inner)
-
-
-def _without_contents(parameter: Any) -> torch.nn.Parameter:
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return torch.nn.Parameter(empty, parameter.requires_grad)
 
 
 def _is_shard(placement: Any) -> bool:

@@ -207,7 +207,9 @@ def write(
     contents: dict[str, Any] = {"names": values, "also": also, "random": random_states()}
     contents["hooks"] = RemovableHandle.next_id
     pickled = _sketch(contents, namespace)
-    contents["grads"] = _grads(pickled)
+    # A pickle of tensors leaves their gradients behind.
+    tensors = [met for met in pickled.objects if isinstance(met, torch.Tensor) and met.is_leaf]
+    contents["grads"] = [(each, each.grad) for each in tensors if each.grad is not None]
     models = [met for met in pickled.objects if type(met) is DistributedDataParallel]
     contents["buckets"] = [(net, bucket_layout(net)) for net in models]
     writer = sharded.Writer()
@@ -283,12 +285,6 @@ def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any
             found[name] = namespace[name]
             waiting |= pickled.needs
     return found
-
-
-def _grads(pickled: Pickled) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return tensors with their gradients, which a pickle of the tensors leaves behind."""
-    tensors = [met for met in pickled.objects if isinstance(met, torch.Tensor) and met.is_leaf]
-    return [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
 
 
 # --- random states ----------------------------------------------------------------------
