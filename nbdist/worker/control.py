@@ -44,6 +44,7 @@ from nbdist.worker.compat.ipython import import_jedi
 from nbdist.worker.compat.models import parts_of
 from nbdist.worker.environment import ready_names, share_gpu
 from nbdist.worker.group.gloo import is_of_others
+from nbdist.worker.memory import own_attributes
 from nbdist.worker.probe import Probe
 from nbdist.worker.process import die_with_parent, reserve
 
@@ -368,10 +369,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 def own(value: Any) -> dict[str, Any]:
     """Return what an object itself holds: of torch's modules their layers too."""
-    try:
-        held: dict[str, Any] = {**object.__getattribute__(value, "__dict__")}
-    except AttributeError:
-        return {}
+    held = own_attributes(value)
     return held | parts_of(held) if issubclass(type(value), torch.nn.Module) else held
 
 

@@ -24,6 +24,7 @@ from nbdist.values.pickling import without_cycles
 from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
 from nbdist.words import size_text
 from nbdist.worker.compat import accelerator
+from nbdist.worker.compat.models import parts_of
 
 MOST_SHOWN = 12
 
@@ -348,16 +349,19 @@ class Search:
             if value.is_leaf and value.grad is not None:
                 yield ".grad", value.grad
         elif isinstance(value, torch.nn.Module):
-            yield from _in_module(value)
+            held = own_attributes(value)
+            named = {name: each for name, each in held.items() if not name.startswith("_")}
+            for name, each in (parts_of(held) | named).items():
+                yield f".{name}", each
         elif isinstance(value, dict | list | tuple | deque):
             is_known = id(value) in self._have_several
             entries = value.items() if isinstance(value, dict) else enumerate(value)
             for key, each in islice([*entries], self._most_of_each):
                 if not (is_known and isinstance(each, torch.Tensor)):
-                    named = isinstance(key, str | int)
-                    yield f"[{key!r}]" if named else f"[<{type(key).__name__}>]", each
+                    is_short = isinstance(key, str | int)
+                    yield f"[{key!r}]" if is_short else f"[<{type(key).__name__}>]", each
         elif not isinstance(value, torch.optim.Optimizer):
-            for name, each in _attributes(value).items():
+            for name, each in own_attributes(value).items():
                 yield f".{name}", each
 
     def _tensors_in(self, value: Any, depth: int) -> Iterator[Any]:
@@ -373,18 +377,7 @@ def _members(value: Any) -> list[Any]:
     return [*(value.values() if isinstance(value, dict) else value)]
 
 
-def _in_module(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for found in (
-        module.named_parameters(recurse=False),
-        module.named_buffers(recurse=False),
-        module.named_children(),
-        [(name, each) for name, each in _attributes(module).items() if not name.startswith("_")],
-    ):
-        for name, each in found:
-            yield f".{name}", each
-
-
-def _attributes(value: Any) -> dict[str, Any]:
+def own_attributes(value: Any) -> dict[str, Any]:
     """Give what stands in an instance, without a call of anything of its class."""
     try:
         found = object.__getattribute__(value, "__dict__")

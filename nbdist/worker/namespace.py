@@ -195,7 +195,7 @@ class Namespace:
             except Exception as error:  # the expression is the user's
                 raise VariableError(f"{type(error).__name__}: {error}") from error
         try:
-            return self._lend(values, task_id)
+            return self.lend(values, task_id)
         except Exception as error:  # a user's __reduce__ can raise anything
             raise VariableError(
                 f"`{', '.join(expressions)}` cannot be sent to the notebook: "
@@ -211,7 +211,7 @@ class Namespace:
             return None
         inner = tuple((each.ref.path, each.ref) for each in self._lent.get(task_id, ()))
         try:
-            return replace(self.lend(value, task_id), within=inner)
+            return replace(self.lend(value, task_id, Homeward()), within=inner)
         except Exception as error:  # a user's __reduce__ can raise anything
             path, kind, why = self.blame("result", value, error)
             what = f"what {title} returned"
@@ -221,21 +221,19 @@ class Namespace:
     def lend(self, value: Any, task_id: str, home: Homeward | None = None) -> Payload:
         """Pack a value; what is too big for a message stays in memory, until `let_go`.
 
-        `home` says how what is of the ranks' group goes home.  Raises what pickling raises.
+        `home` says how what is of the ranks' group goes home, None that it cannot.  Raises what
+        pickling raises.
         """
-        return self._lend(value, task_id, home or Homeward())
+        payload, segment = self._packed(value, home)
+        if segment is not None:
+            self._lent.setdefault(task_id, []).append(segment)
+        return payload
 
     def blame(self, name: str, value: Any, error: Exception) -> tuple[str, str, str]:
         """Find the path to what cannot be sent to the notebook, its type, and why."""
         if isinstance(error, SpreadValue):
             return name, type_name(value), str(error)
         return blame(name, value, fails_in(self._names), error)[:3]
-
-    def _lend(self, value: Any, task_id: str, home: Homeward | None = None) -> Payload:
-        payload, segment = self._packed(value, home)
-        if segment is not None:
-            self._lent.setdefault(task_id, []).append(segment)
-        return payload
 
     def keep(self, value: object, task_id: str) -> tuple[Payload | None, int | None]:
         """Pack the last value of a cell as it is now: a small one, or the size of one that stays.
@@ -343,7 +341,7 @@ class Context:
 
     def lend(self, value: Any, home: Homeward | None = None) -> Payload:
         """Pack a value for whoever opens it before the notebook lets go of the task."""
-        return self.namespace.lend(value, self.task_id, home)
+        return self.namespace.lend(value, self.task_id, home or Homeward())
 
     def noting(self) -> Noting:
         """Note in `bound` what users' code binds meanwhile."""
