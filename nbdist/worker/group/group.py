@@ -214,8 +214,8 @@ class Group:
                 self._default.form(start, store)
         finally:
             self._gloo.next_meets_in(None)
-        backend = seam.gloo_of(self._default.group)
-        if not is_first and seam.compares() and backend is not None:
+        backend = None if is_first or not seam.compares() else seam.gloo_of(self._default.group)
+        if backend is not None:
             # torch made it without comparing collectives, which all others do.
             comparing = self._comparing(backend, self._world, start.generation)
             seam.replace_gloo(self._default.group, comparing, start.generation)
