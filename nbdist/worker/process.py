@@ -76,19 +76,18 @@ def reserve() -> Iterator[None]:
     """Have all that the hard limit allows, or else the spare ones; called on the control thread."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = soft + RESERVE if hard == resource.RLIM_INFINITY else min(hard, soft + RESERVE)
-    if more <= soft:
-        while _spare:
-            os.close(_spare.pop())
-        try:
-            yield
-        finally:
-            _hold_spare()
-        return
-    resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+    is_allowed = more > soft
+    if is_allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+    while _spare and not is_allowed:
+        os.close(_spare.pop())
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if is_allowed:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        else:
+            _hold_spare()
 
 
 _spare: list[int] = []

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch.distributed import DistBackendError, DistStoreError
 
@@ -100,7 +100,42 @@ def until_over(
     done.result()
 
 
-class AbortableStore(Store):
+class _PythonStore(Store):
+    """A store of which C++ asks all that waits by one method, `awaited`."""
+
+    _timeout: timedelta
+
+    def awaited(
+        self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
+    ) -> list[bytes]:
+        """Return their `values` once all are there; DistStoreError where they do not come."""
+        raise NotImplementedError
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self.awaited(keys, None, values=True)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self.awaited(keys, timeout, values=False)
+
+    # C++ calls two of them by these names (torch 2.13).
+
+    def deleteKey(self, key: str) -> bool:
+        return self.delete_key(key)
+
+    def getNumKeys(self) -> int:
+        return self.num_keys()
+
+    def clone(self) -> Self:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+
+class AbortableStore(_PythonStore):
     """Passes all on to another store, and waits for it."""
 
     def __init__(self, store: Any, timeout: float = FORM_TIMEOUT, over: Path | None = None) -> None:
@@ -153,18 +188,6 @@ class AbortableStore(Store):
         return bool(awaited) and not self._store.check(awaited)
 
     # --- what torch calls -----------------------------------------------------------------
-
-    def get(self, key: str) -> bytes:
-        """Wait for the value and return it."""
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for all values and return them."""
-        return self.awaited(keys, None, values=True)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there; DistStoreError when they do not come in time."""
-        self.awaited(keys, timeout, values=False)
 
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
@@ -231,15 +254,6 @@ class AbortableStore(Store):
 
     def num_keys(self) -> int:
         return int(self._store.num_keys())
-
-    def clone(self) -> AbortableStore:
-        return self
-
-    # C++ calls two of them by these names (torch 2.13).
-    deleteKey, getNumKeys = delete_key, num_keys
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
 
 
 def _waits_itself(store: Any) -> bool:
@@ -352,7 +366,7 @@ class Connections:
         raise ConnectionError(f"{LOST}: it did not answer for {ANSWER_TIMEOUT:.0f} s")
 
 
-class AgentStore(Store):
+class AgentStore(_PythonStore):
     """Its keys begin with `prefix`, as a PrefixStore's do."""
 
     def __init__(self, agent: Connections, prefix: str, timeout: float) -> None:
@@ -369,7 +383,7 @@ class AgentStore(Store):
         *,
         values: bool = True,
     ) -> list[bytes]:
-        """Return their `values` once all are there; DistStoreError where they do not come."""
+        """Wait for them; what `look` raises meanwhile ends that."""
         allowed = self._timeout if timeout is None else timeout
         # torch's kNoTimeout is 0.
         end = time.monotonic() + (allowed.total_seconds() or math.inf)
@@ -393,18 +407,6 @@ class AgentStore(Store):
         return f"{self._prefix}/{key}"
 
     # --- what torch calls -----------------------------------------------------------------
-
-    def get(self, key: str) -> bytes:
-        """Wait for the value and return it."""
-        return self.awaited([key], None)[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for all values and return them: gloo then asks once for all ranks."""
-        return self.awaited(keys, None)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there; DistStoreError when they do not come in time."""
-        self.awaited(keys, timeout, values=False)
 
     def set(self, key: str, value: str | bytes) -> None:
         self.multi_set([key], [value])
@@ -437,15 +439,6 @@ class AgentStore(Store):
 
     def has_extended_api(self) -> bool:
         return True
-
-    def clone(self) -> AgentStore:
-        return self
-
-    # C++ calls two of them by these names (torch 2.13).
-    deleteKey, getNumKeys = delete_key, num_keys
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
 
 
 def _as_bytes(value: str | bytes) -> bytes:
