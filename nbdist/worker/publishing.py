@@ -197,21 +197,16 @@ class MarkingSession(Session):
         """Send as any kernel does; called from every thread that publishes."""
         if os.getpid() != self.pid:
             return None  # a forked child would wait for a lock that another thread held
-        is_message = not isinstance(msg_or_type, str)
-        kind = msg_or_type["header"]["msg_type"] if is_message else msg_or_type
+        msg = msg_or_type
+        if isinstance(msg, str):
+            msg = self.msg(msg, content=content, parent=parent, header=header, metadata=metadata)
+        kind = msg["header"]["msg_type"]
         is_ordered = kind in ORDERED
-        if is_message:
-            msg_or_type["content"] = self.large.fitting(kind, msg_or_type["content"])
-        else:
-            content = self.large.fitting(kind, content)
+        msg["content"] = self.large.fitting(kind, msg["content"])
         with self._in_order:
             if is_ordered:
-                ident, metadata = TOPIC, self._numbered(kind, metadata)
-                if is_message:
-                    msg_or_type["metadata"] = self._numbered(kind, msg_or_type.get("metadata"))
-            sent = super().send(
-                stream, msg_or_type, content, parent, ident, buffers, track, header, metadata
-            )
+                ident, msg["metadata"] = TOPIC, self._numbered(kind, msg.get("metadata"))
+            sent = super().send(stream, msg, ident=ident, buffers=buffers, track=track)
             if is_ordered:
                 self._ahead += OF_MESSAGE + sum(memoryview(each).nbytes for each in buffers or ())
                 # Afterwards: a message that cannot be written as JSON has raised by now.
