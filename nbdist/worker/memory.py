@@ -383,7 +383,7 @@ def own_attributes(value: Any) -> dict[str, Any]:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return dict(found) if isinstance(found, dict) else {}
+    return {**found} if isinstance(found, dict | types.MappingProxyType) else {}
 
 
 # --- sizes ------------------------------------------------------------------------------
