@@ -67,7 +67,7 @@ class ControlThread:
         self._group: Group | None = kernel.group
         self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
         self._probe = Probe(kernel.group)
-        self._consulting = Consulting(kernel)
+        self._full: asyncio.Future[Completions | Description] | None = None
         self._answering: set[asyncio.Task[None]] = set()
         kernel.control_handlers[control.REQUEST] = self.answer
 
@@ -77,7 +77,7 @@ class ControlThread:
         with reserve():
             request = control.request_from(message["buffers"])
             if isinstance(request, Question):
-                # What takes a while: what comes next, to free this rank for one, does not wait.
+                # That takes a while: what comes next, to free this rank for one, does not wait.
                 task = asyncio.get_running_loop().create_task(self._consult(request, send))
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)
@@ -90,7 +90,21 @@ class ControlThread:
         send(answer)
 
     async def _consult(self, question: Question, send: Callable[[control.Answer], None]) -> None:
-        send(await self._consulting.answer(question))
+        """Answer within `FULL_TIMEOUT`; one question at a time gets IPython's answer."""
+        kernel: Any = self._kernel
+        answer = None
+        if not kernel.is_at_work and (self._full is None or self._full.done()):
+            loop = asyncio.get_running_loop()
+            self._full = loop.run_in_executor(None, answer_in_full, kernel, question)
+            await asyncio.wait([self._full], timeout=FULL_TIMEOUT)
+            if self._full.done() and self._full.exception() is None:
+                answer = self._full.result()
+        answer = look_up(kernel.shell.user_ns, question) if answer is None else answer
+        if isinstance(answer, Description) and answer:
+            text = answer.data.get("text/plain", "").rstrip()
+            text = f"{text}\n{'Rank:':<11}{kernel.ident}"
+            answer = Description({**answer.data, "text/plain": text})
+        send(answer)
 
     def _send(
         self, stream: Any, ident: Any, message: dict[str, Any], answer: control.Answer
@@ -205,7 +219,7 @@ def check_room_for_threads() -> None:
             thread.join()
 
 
-# --- answers questions about names on the control thread's loop, whatever the main thread does ---
+# --- names, for front ends that complete and describe them ------------------------------------
 
 
 FULL_TIMEOUT = 0.5
@@ -216,42 +230,18 @@ To have the fork server read them took 6 MB a worker, and was no faster.
 """
 
 
-class Consulting:
-    """Answers questions about names; one at a time gets IPython's answer."""
-
-    def __init__(self, kernel: WorkerKernel) -> None:
-        self._kernel = kernel
-        self._full: asyncio.Future[Completions | Description] | None = None
-
-    async def answer(self, question: Question) -> Completions | Description:
-        """Answer within `FULL_TIMEOUT`; other requests are served meanwhile."""
-        shell: Any = self._kernel.shell
-        answer = None
-        if not self._kernel.is_at_work and (self._full is None or self._full.done()):
-            loop = asyncio.get_running_loop()
-            self._full = loop.run_in_executor(None, self._in_full, question)
-            await asyncio.wait([self._full], timeout=FULL_TIMEOUT)
-            if self._full.done() and self._full.exception() is None:
-                answer = self._full.result()
-        answer = look_up(shell.user_ns, question) if answer is None else answer
-        if isinstance(answer, Description) and answer:
-            text = answer.data.get("text/plain", "").rstrip()
-            text = f"{text}\n{'Rank:':<11}{self._kernel.ident}"
-            return Description({**answer.data, "text/plain": text})
-        return answer
-
-    def _in_full(self, question: Question) -> Completions | Description:
-        import_jedi()
-        kernel: Any = self._kernel
-        match question:
-            case Complete(code, cursor):
-                found = Completions.read(kernel.do_complete(code, cursor))
-                first = own_first(kernel.shell.user_ns, code[:cursor])
-                return replace(found, candidates=tuple(sorted(found.candidates, key=first)))
-            case Inspect(code, cursor, detail):
-                found = kernel.do_inspect(code, cursor, detail)
-                data = found["data"].items() if found.get("found") else ()
-                return Description({kind: text for kind, text in data if isinstance(text, str)})
+def answer_in_full(kernel: Any, question: Question) -> Completions | Description:
+    """Return what IPython answers; in a thread, while no task runs."""
+    import_jedi()
+    match question:
+        case Complete(code, cursor):
+            found = Completions.read(kernel.do_complete(code, cursor))
+            first = own_first(kernel.shell.user_ns, code[:cursor])
+            return replace(found, candidates=tuple(sorted(found.candidates, key=first)))
+        case Inspect(code, cursor, detail):
+            reply = kernel.do_inspect(code, cursor, detail)
+            data = reply["data"].items() if reply.get("found") else ()
+            return Description({kind: text for kind, text in data if isinstance(text, str)})
 
 
 # --- what can be said of names while the main thread is at work, as no code of users runs -------
