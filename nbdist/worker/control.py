@@ -169,8 +169,14 @@ class ControlThread:
         """
         before, size = self._start, resize.world_size
         world = replace(before.world, world_size=size, seats=resize.seats, threads=resize.threads)
-        generation = {"generation": resize.generation, "sized_in": resize.generation}
-        after = replace(before, rank=resize.rank, world=world, environ=resize.environ, **generation)
+        after = replace(
+            before,
+            rank=resize.rank,
+            world=world,
+            environ=resize.environ,
+            generation=resize.generation,
+            sized_in=resize.generation,
+        )
         if self._group is not None:
             self._group.resize(after, resize.newcomers)
         self._take(after)
