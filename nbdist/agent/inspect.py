@@ -148,7 +148,7 @@ async def place_from_outside(worker: Worker, timeout: float) -> tuple[Place, lis
 def _line_of(frames: Sequence[StackFrame]) -> int:
     """Find the line of the cell, or of the function called in its place; 0 for neither."""
     for inner, frame in pairwise(frames):
-        if frame.file.endswith(CALLS):
+        if frame.file.endswith(CALLS) and frame.function == "call":
             return inner.line
     return next((frame.line for frame in reversed(frames) if frame.is_cell), 0)
 

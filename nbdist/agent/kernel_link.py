@@ -49,7 +49,7 @@ OURS = (
     os.path.join("nbdist", "worker", "group", "gloo.py"),  # by which a worker knows that it waits
     os.path.join("nbdist", "worker", "ops", "call.py"),
     os.path.join("nbdist", "worker", "kernel.py"),  # which is what `input` is there
-    os.path.join("nbdist", "worker", "tasks.py"),
+    os.path.join("nbdist", "worker", "main.py"),
 )
 """What frames of a traceback that are not of interest have in them."""
 

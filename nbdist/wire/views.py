@@ -1,7 +1,7 @@
 """The place, stack and status of a rank, read from outside while it runs anything.
 
 `CallLayout` says where a worker's memory has the calls of its main thread.  The worker tells it as
-it starts (`nbdist.worker.compat.cpython`), for the agent, which reads that memory
+it starts (`nbdist.worker.probe`), for the agent, which reads that memory
 (`nbdist.agent.stacks`).
 """
 

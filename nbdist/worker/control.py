@@ -7,6 +7,7 @@ import asyncio
 import builtins
 import inspect
 import keyword
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from types import (
     MethodDescriptorType,
     ModuleType,
 )
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from IPython.utils.tokenutil import token_at_cursor
@@ -36,18 +37,21 @@ from nbdist.wire.control import (
     Question,
     kind_of,
 )
+from nbdist.wire.spec import WorkerStart
 from nbdist.worker.compat import ipython
 from nbdist.worker.compat import torch as compat
 from nbdist.worker.compat.ipython import import_jedi
 from nbdist.worker.compat.models import parts_of
+from nbdist.worker.environment import ready_names, share_gpu
 from nbdist.worker.group.gloo import is_of_others
+from nbdist.worker.memory import own_attributes
 from nbdist.worker.probe import Probe
 from nbdist.worker.process import die_with_parent, reserve
 
 if TYPE_CHECKING:
-    from nbdist.worker.environment import Scaling
     from nbdist.worker.group.group import Group
     from nbdist.worker.kernel import WorkerKernel
+    from nbdist.worker.publishing import MarkingSession
 
 
 THREADS = 5
@@ -55,43 +59,52 @@ THREADS = 5
 
 
 class ControlThread:
-    """Answers the requests of `nbdist.wire.control`."""
+    """Answers the requests of `nbdist.wire.control`, on this thread."""
 
-    def __init__(self, kernel: WorkerKernel, group: Group | None, scaling: Scaling) -> None:
+    def __init__(self, kernel: WorkerKernel, start: WorkerStart) -> None:
         self._kernel = kernel
-        self._group = group
-        self._scaling = scaling
-        self._probe = Probe(group)
-        self._consulting = Consulting(kernel)
+        self._start = start
+        self._group: Group | None = kernel.group
+        self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
+        self._probe = Probe(kernel.group)
+        self._full: asyncio.Future[Completions | Description] | None = None
         self._answering: set[asyncio.Task[None]] = set()
         kernel.control_handlers[control.REQUEST] = self.answer
 
-    def __repr__(self) -> str:
-        return f"<ControlThread of {self._probe}>"
-
     def answer(self, stream: Any, ident: Any, message: dict[str, Any]) -> None:
         """Answer a request; called by ipykernel."""
+        send = partial(self._send, stream, ident, message)
         with reserve():
             request = control.request_from(message["buffers"])
             if isinstance(request, Question):
-                self._answer_later(request, partial(self._send, stream, ident, message))
+                # That takes a while: what comes next, to free this rank for one, does not wait.
+                task = asyncio.get_running_loop().create_task(self._consult(request, send))
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
                 return
             answer: control.Answer
             try:
                 answer = self._answer_to(request)
             except Exception as error:  # noqa: BLE001 (the agent waits for an answer, whatever failed)
                 answer = control.Failed(str(error) or repr(error), unfit=not is_of_others(error))
-        self._send(stream, ident, message, answer)
+        send(answer)
 
-    def _answer_later(self, question: Question, send: Callable[[control.Answer], None]) -> None:
-        """Answer what takes a while: what comes next, to free this rank for one, does not wait."""
-
-        async def answer() -> None:
-            send(await self._consulting.answer(question))
-
-        task = asyncio.get_running_loop().create_task(answer())
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+    async def _consult(self, question: Question, send: Callable[[control.Answer], None]) -> None:
+        """Answer within `FULL_TIMEOUT`; one question at a time gets IPython's answer."""
+        kernel: Any = self._kernel
+        answer = None
+        if not kernel.is_at_work and (self._full is None or self._full.done()):
+            loop = asyncio.get_running_loop()
+            self._full = loop.run_in_executor(None, answer_in_full, kernel, question)
+            await asyncio.wait([self._full], timeout=FULL_TIMEOUT)
+            if self._full.done() and self._full.exception() is None:
+                answer = self._full.result()
+        answer = look_up(kernel.shell.user_ns, question) if answer is None else answer
+        if isinstance(answer, Description) and answer:
+            text = answer.data.get("text/plain", "").rstrip()
+            text = f"{text}\n{'Rank:':<11}{kernel.ident}"
+            answer = Description({**answer.data, "text/plain": text})
+        send(answer)
 
     def _send(
         self, stream: Any, ident: Any, message: dict[str, Any], answer: control.Answer
@@ -111,8 +124,10 @@ class ControlThread:
             case control.LastCollective():
                 return probe.last_collective() or control.Ok()
             case control.ListGroups():
+                # No ranks share a group that could not be formed.
+                size = self._start.world.world_size if group is None or group.is_whole else 0
                 members = {} if group is None else group.held()
-                return control.HeldGroups(self._scaling.rank, self._scaling.world_size, members)
+                return control.HeldGroups(self._start.rank, size, members)
             case control.Check():
                 return control.Lacks((*compat.check(), *ipython.check()))
             case control.Bind(parent):
@@ -120,26 +135,81 @@ class ControlThread:
             case control.LetGo(task_id):
                 self._kernel.namespace.let_go(task_id)
             case control.Abort() if group is not None:
-                self._abort(group)
-            case control.Regroup() as regroup:
-                return self._meet(lambda: self._scaling.regroup(regroup))
-            case control.Resize() as resize:
-                return self._meet(lambda: self._scaling.scale(resize))
+                if probe.waits_for_nccl:
+                    # What waited for an aborted collective goes on, with results of no meaning:
+                    # it must not get as far as to use them, and with them the cell could end
+                    # before this.
+                    _thread.interrupt_main()
+                group.abort()
+            case control.Regroup():
+                self._prepare_to_meet()
+                self._regroup(request)
+            case control.Resize():
+                self._prepare_to_meet()
+                self._resize(request)
         return control.Ok()
 
-    def _abort(self, group: Group) -> None:
-        if self._probe.waits_for_nccl:
-            # What waited for an aborted collective goes on, with results of no meaning: it must
-            # not get as far as to use them, and with them the cell could end before this.
-            _thread.interrupt_main()
-        group.abort()
+    # --- groups formed anew, and what cells find then; while no task runs ---------------------
 
-    def _meet(self, form: Callable[[], None]) -> control.Ok:
-        """Form groups with the other ranks."""
+    def _prepare_to_meet(self) -> None:
         self._probe.start_over()
         check_room_for_threads()
-        form()
-        return control.Ok()
+
+    def _regroup(self, regroup: control.Regroup) -> None:
+        """Connect all groups anew, then change what says where the ranks sit; raises as below."""
+        if self._group is not None:
+            self._group.regroup(regroup.generation, regroup.members)
+        world = replace(self._start.world, seats=regroup.seats)
+        self._take(replace(self._start, world=world, environ=regroup.environ))
+
+    def _resize(self, resize: control.Resize) -> None:
+        """Join the group of another size, then change what says how many there are.
+
+        Raises RuntimeError or ConnectionResetError when the ranks do not meet.
+        """
+        before, size = self._start, resize.world_size
+        world = replace(before.world, world_size=size, seats=resize.seats, threads=resize.threads)
+        after = replace(
+            before,
+            rank=resize.rank,
+            world=world,
+            environ=resize.environ,
+            generation=resize.generation,
+            sized_in=resize.generation,
+        )
+        if self._group is not None:
+            self._group.resize(after, resize.newcomers)
+        self._take(after)
+        if after.rank != before.rank:
+            share_gpu(self._start)
+        # Threads are a matter of the thread that starts an operation.  What the loop is
+        # given now it does before it takes the next cell.
+        self._loop.call_soon_threadsafe(change_threads, before.world.threads, resize.threads)
+
+    def _take(self, after: WorkerStart) -> None:
+        """Have cells find what this says, from now on."""
+        seat = after.world.seat(after.rank)
+        after = replace(after, local_rank=seat.local_rank, local_world_size=seat.local_world_size)
+        before, self._start = self._start, after
+        # CUDA reads it once.
+        follows = {k: v for k, v in after.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+        change_environment(before.environ, follows)
+        for name in ("rank", "local_rank", "world_size"):
+            self._kernel.namespace.change(name, ready_names(after)[name])
+        cast("MarkingSession", self._kernel.session).large.keep_in(after.log_folder)
+
+
+def change_environment(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Change the variables that differ; those that the user has set meanwhile stay."""
+    for name, value in after.items():
+        if before.get(name) != value and os.environ.get(name) == before.get(name):
+            os.environ[name] = value
+
+
+def change_threads(before: int, after: int) -> None:
+    """Change torch's number of threads, unless the user has."""
+    if torch.get_num_threads() == before:
+        torch.set_num_threads(after)
 
 
 def check_room_for_threads() -> None:
@@ -155,7 +225,7 @@ def check_room_for_threads() -> None:
             thread.join()
 
 
-# --- answers questions about names on the control thread's loop, whatever the main thread does ---
+# --- names, for front ends that complete and describe them ------------------------------------
 
 
 FULL_TIMEOUT = 0.5
@@ -166,46 +236,18 @@ To have the fork server read them took 6 MB a worker, and was no faster.
 """
 
 
-class Consulting:
-    """Answers questions about names; one at a time gets IPython's answer."""
-
-    def __init__(self, kernel: WorkerKernel) -> None:
-        self._kernel = kernel
-        self._full: asyncio.Future[Completions | Description] | None = None
-
-    def __repr__(self) -> str:
-        is_asked = self._full is not None and not self._full.done()
-        return f"<Consulting, {'asked' if is_asked else 'free'}>"
-
-    async def answer(self, question: Question) -> Completions | Description:
-        """Answer within `FULL_TIMEOUT`; other requests are served meanwhile."""
-        shell: Any = self._kernel.shell
-        answer = None
-        if not self._kernel.is_at_work and (self._full is None or self._full.done()):
-            loop = asyncio.get_running_loop()
-            self._full = loop.run_in_executor(None, self._in_full, question)
-            await asyncio.wait([self._full], timeout=FULL_TIMEOUT)
-            if self._full.done() and self._full.exception() is None:
-                answer = self._full.result()
-        answer = look_up(shell.user_ns, question) if answer is None else answer
-        if isinstance(answer, Description) and answer:
-            text = answer.data.get("text/plain", "").rstrip()
-            text = f"{text}\n{'Rank:':<11}{self._kernel.ident}"
-            return Description({**answer.data, "text/plain": text})
-        return answer
-
-    def _in_full(self, question: Question) -> Completions | Description:
-        import_jedi()
-        kernel: Any = self._kernel
-        match question:
-            case Complete(code, cursor):
-                found = Completions.read(kernel.do_complete(code, cursor))
-                first = own_first(kernel.shell.user_ns, code[:cursor])
-                return replace(found, candidates=tuple(sorted(found.candidates, key=first)))
-            case Inspect(code, cursor, detail):
-                found = kernel.do_inspect(code, cursor, detail)
-                data = found["data"].items() if found.get("found") else ()
-                return Description({kind: text for kind, text in data if isinstance(text, str)})
+def answer_in_full(kernel: Any, question: Question) -> Completions | Description:
+    """Return what IPython answers; in a thread, while no task runs."""
+    import_jedi()
+    match question:
+        case Complete(code, cursor):
+            found = Completions.read(kernel.do_complete(code, cursor))
+            first = own_first(kernel.shell.user_ns, code[:cursor])
+            return replace(found, candidates=tuple(sorted(found.candidates, key=first)))
+        case Inspect(code, cursor, detail):
+            reply = kernel.do_inspect(code, cursor, detail)
+            data = reply["data"].items() if reply.get("found") else ()
+            return Description({kind: text for kind, text in data if isinstance(text, str)})
 
 
 # --- what can be said of names while the main thread is at work, as no code of users runs -------
@@ -323,10 +365,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 def own(value: Any) -> dict[str, Any]:
     """Return what an object itself holds: of torch's modules their layers too."""
-    try:
-        held: dict[str, Any] = {**object.__getattribute__(value, "__dict__")}
-    except AttributeError:
-        return {}
+    held = own_attributes(value)
     return held | parts_of(held) if issubclass(type(value), torch.nn.Module) else held
 
 

@@ -1,19 +1,22 @@
-"""What user code and libraries find in a worker: torchrun's variables, names, threads, bars.
+"""What user code and libraries find in a worker: variables, names, threads, bars, `sys.path`.
 
-And how that follows when the world gets another size.
+And how that follows the notebook, from task to task, and the world when it gets another size.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
+import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from multiprocessing import process
 from multiprocessing.reduction import ForkingPickler
+from traceback import format_exc
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
@@ -25,15 +28,13 @@ from IPython.core.events import EventManager
 from IPython.core.interactiveshell import ExecutionResult
 from traitlets import Type
 
-from nbdist.wire.control import Regroup, Resize
+from nbdist.wire.code_tree import moved_path
 from nbdist.wire.spec import WorkerStart, sharing_variables
-from nbdist.wire.work import Attempt
+from nbdist.wire.views import PACKAGES
+from nbdist.wire.work import Attempt, Surroundings
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.debugger import Debugger
-from nbdist.worker.group.group import Group
-from nbdist.worker.namespace import Namespace
-from nbdist.worker.publishing import LargeOutputs
 from nbdist.worker.received import NotingHook
 
 WIDGET_BARS = frozenset({"tqdm.autonotebook", "tqdm.notebook"})
@@ -44,11 +45,6 @@ RICH_CONSOLE = "rich.console"
 _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange": "trange"}
 
 
-def device_of(start: WorkerStart) -> torch.device:
-    """Give the rank's own GPU, or the CPU where the world uses none."""
-    return torch.device(start.device)
-
-
 def prepare_torch(start: WorkerStart) -> None:
     """Give torch its share of the cores and the rank's GPU.
 
@@ -57,7 +53,7 @@ def prepare_torch(start: WorkerStart) -> None:
     """
     torch.set_num_threads(start.world.threads)
     seam.read_debug_level()
-    device = device_of(start)
+    device = torch.device(start.device)
     if device.type != "cpu":
         accelerator.use(device)
         share_gpu(start)
@@ -82,112 +78,10 @@ def ready_names(start: WorkerStart) -> dict[str, Any]:
         "rank": start.rank,
         "world_size": start.world.world_size,
         "local_rank": start.local_rank,
-        "device": device_of(start),
+        "device": torch.device(start.device),
         "torch": torch,
         "dist": dist,
     }
-
-
-# --- when the world gets another size ---------------------------------------------------------
-
-
-class Scaling:
-    """A worker's side of `%dist_scale`: its group, its environment, and what its cells find.
-
-    On the control thread, while no task runs.
-    """
-
-    def __init__(
-        self,
-        start: WorkerStart,
-        namespace: Namespace,
-        group: Group | None,
-        large: LargeOutputs,
-    ) -> None:
-        self._start = start
-        self._namespace = namespace
-        self._group = group
-        self._large = large
-        self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
-
-    def __repr__(self) -> str:
-        return f"<Scaling of rank {self._start.rank} in a world of {self.world_size}>"
-
-    @property
-    def rank(self) -> int:
-        """Which it is now."""
-        return self._start.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks share the group; 0 where it could not be formed."""
-        if self._group is not None and not self._group.is_whole:
-            return 0
-        return self._start.world.world_size
-
-    def scale(self, resize: Resize) -> None:
-        """Join the group of another size, then change what says how many there are.
-
-        Raises RuntimeError or ConnectionResetError when the ranks do not meet.
-        """
-        before, after = self._start, _start_after(self._start, resize)
-        if self._group is not None:
-            self._group.resize(after, resize.newcomers)
-        self._take(after)
-        if after.rank != before.rank:
-            share_gpu(after)
-        # Threads are a matter of the thread that starts an operation.  What the loop is
-        # given now it does before it takes the next cell.
-        self._loop.call_soon_threadsafe(change_threads, before.world.threads, after.world.threads)
-
-    def regroup(self, regroup: Regroup) -> None:
-        """Connect all groups anew, then change what says where the ranks sit; raises as `scale`."""
-        if self._group is not None:
-            self._group.regroup(regroup.generation, regroup.members)
-        world = replace(self._start.world, seats=regroup.seats)
-        self._take(_seated(replace(self._start, world=world, environ=regroup.environ)))
-
-    def _take(self, after: WorkerStart) -> None:
-        before, self._start = self._start, after
-        # CUDA reads it once.
-        follows = {k: v for k, v in after.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-        change_environment(before.environ, follows)
-        for name in ("rank", "local_rank", "world_size"):
-            self._namespace.change(name, ready_names(after)[name])
-        self._large.keep_in(after.log_folder)
-
-
-def _start_after(start: WorkerStart, resize: Resize) -> WorkerStart:
-    size, seats = resize.world_size, resize.seats
-    world = replace(start.world, world_size=size, seats=seats, threads=resize.threads)
-    return _seated(
-        replace(
-            start,
-            rank=resize.rank,
-            world=world,
-            environ=resize.environ,
-            generation=resize.generation,
-            sized_in=resize.generation,
-        )
-    )
-
-
-def _seated(start: WorkerStart) -> WorkerStart:
-    seat = start.world.seat(start.rank)
-    return replace(start, local_rank=seat.local_rank, local_world_size=seat.local_world_size)
-
-
-def change_environment(before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Change the variables that differ; those that the user has set meanwhile stay."""
-    for name, value in after.items():
-        if before.get(name) != value and os.environ.get(name) == before.get(name):
-            os.environ[name] = value
-
-
-def change_threads(before: int, after: int) -> None:
-    """Change torch's number of threads, unless the user has."""
-    if torch.get_num_threads() == before:
-        torch.set_num_threads(after)
 
 
 # --- for libraries ----------------------------------------------------------------------------
@@ -277,7 +171,14 @@ class _TextBars(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == RICH_CONSOLE and (found := PathFinder.find_spec(fullname, path)):
-            _then(found, _write_text)
+            loader: Any = found.loader
+            execute = loader.exec_module
+
+            def execute_and_change(module: ModuleType) -> None:
+                execute(module)
+                _write_text(module)
+
+            loader.exec_module = execute_and_change
             return found
         return ModuleSpec(fullname, self) if fullname in WIDGET_BARS else None
 
@@ -285,18 +186,6 @@ class _TextBars(MetaPathFinder, Loader):
         text = import_module("tqdm.std")
         for name, of_text in _NAMES.items():
             setattr(module, name, getattr(text, of_text))
-
-
-def _then(spec: ModuleSpec, change: Callable[[ModuleType], None]) -> None:
-    """Have the module changed as soon as it has been imported."""
-    loader: Any = spec.loader
-    execute = loader.exec_module
-
-    def execute_and_change(module: ModuleType) -> None:
-        execute(module)
-        change(module)
-
-    loader.exec_module = execute_and_change
 
 
 def _write_text(rich_console: ModuleType) -> None:
@@ -315,3 +204,206 @@ def draw_bars_as_text() -> None:
         _write_text(rich_console)
     # Rich draws a bar that moves only where it is said that a moving cursor is understood.
     os.environ.setdefault("TTY_COMPATIBLE", "1")
+
+
+# --- the notebook's folder, `sys.path`, `sys.argv` and environment, followed task by task -----
+
+
+class Around:
+    """Has this process follow the notebook's surroundings, as tasks say what they are.
+
+    What a rank has changed itself stays.
+    """
+
+    def __init__(self, start: WorkerStart, own_path: Sequence[str]) -> None:
+        """Give what cells run the notebook's `sys.path` and `sys.argv`.
+
+        After the worker's own imports: a `random.py` in the notebook's folder is for them alone.
+        """
+        self._at_start = start.world
+        self._own_path = [*own_path] if start.world.own_path else []
+        self._told: Surroundings | None = None
+        self._folder = os.getcwd()
+        self._given = dict(os.environ)
+        self._changes: Mapping[str, str | None] = {}
+        self._path = self._path_with(start.world.sys_path)
+        sys.path[:] = self._path
+        sys.argv[:] = start.world.argv
+        # What "" on the path is for processes that multiprocessing spawns.
+        process.ORIGINAL_DIR = start.world.cwd  # type: ignore[attr-defined]
+
+    def follow(self, around: Surroundings | None) -> None:
+        """Change what is other in the notebook than it was told last; None for as at the start."""
+        if around == self._told:
+            return
+        self._told, world = around, self._at_start
+        around = around or Surroundings(world.cwd, world.cwd)
+        self._go_to(around.folder, around.first)
+        path = world.sys_path
+        if around.sys_path is not None:
+            path = tuple(moved_path(each, around.first, world.cwd) for each in around.sys_path)
+        before, self._path = self._path, self._path_with(path)
+        # A rank that has entries of its own keeps them.
+        is_own = sys.path != before
+        sys.path[:] = merged(sys.path, before, self._path) if is_own else self._path
+        self._follow_environ(around.environ)
+
+    def _path_with(self, path: Sequence[str]) -> list[str]:
+        return [*path, *(entry for entry in self._own_path if entry not in path)]
+
+    def _go_to(self, folder: str, first: str) -> None:
+        """Change to the folder, or to the one in its place on this machine."""
+        places = [moved_path(folder, first, self._at_start.cwd), folder]
+        there = next(filter(os.path.isdir, places), None)
+        if there == self._folder or _folder_now() not in (self._folder, None):
+            return
+        if there is None:
+            why = f"{socket.gethostname()} has no folder {folder}: this rank stays in"
+            sys.stderr.write(f"{why} {_folder_now()}\n")
+            return
+        try:
+            os.chdir(there)
+        except OSError as error:
+            sys.stderr.write(f"this rank could not change to {there}: {error.strerror}\n")
+            return
+        self._folder = process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+
+    def _follow_environ(self, changes: Mapping[str, str | None]) -> None:
+        """Have the variables that were changed, and those that are as at the start again."""
+        before, self._changes = self._changes, changes
+        for name in {**before, **changes}:
+            at_start = self._given.get(name)
+            if os.environ.get(name) != before.get(name, at_start):
+                continue  # this rank has a value of its own
+            value = changes.get(name, at_start)
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def merged(own: Sequence[str], before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """Return a path that was `before` until this process changed it, with the notebook's changes.
+
+    What is new goes to the front where the notebook has it before all that it had; else last.
+    """
+    new = [entry for entry in after if entry not in before and entry not in own]
+    old = next((at for at, entry in enumerate(after) if entry in before), len(after))
+    first = [entry for entry in new if after.index(entry) < old]
+    stays = [entry for entry in own if entry in after or entry not in before]
+    return [*first, *stays, *(entry for entry in new if entry not in first)]
+
+
+def _folder_now() -> str | None:
+    """Return the working directory; None where it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+# --- which of the user's own modules have been edited since this worker has imported them -----
+
+
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+CLOCKS = 2 * 10**9
+"""Nanoseconds by which the clock of a file server may be ahead of this machine's."""
+
+
+@dataclass
+class Source:
+    """A module's file, with its time when it was imported, and the last one that was told."""
+
+    file: str
+    imported: int
+    told: int = 0
+
+
+class OwnModules(MetaPathFinder):
+    """Notes what is imported, also anew; finds nothing itself."""
+
+    def __init__(self, *, is_kept_in_step: bool = False) -> None:
+        self._begun: dict[str, int] = {}  # when, of those that have not been looked at
+        self._sources: dict[str, Source] = {}
+        self._is_reloading = False
+        self._is_kept_in_step = is_kept_in_step
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Note the time; called by the import system before it reads a module's file."""
+        self._begun[fullname] = time.time_ns()
+        return None
+
+    def news(self, before: int, *, reloads: bool) -> tuple[str, ...]:
+        """Name the files that were edited since, until this moment of `time.time_ns`; each once.
+
+        A task asks at its end with the moment of its beginning.  Where `%autoreload` is on
+        (`reloads`) none are: it has imported anew what was edited by then, but for what was
+        before it was turned on, which is imported anew here.
+        """
+        self._take_new()
+        if reloads and not self._is_reloading:
+            for name in self._edited(before):
+                reload_here(name)
+            self._take_new()
+        self._is_reloading = reloads
+        told = []
+        for name, edited in self._edited(before).items():
+            source = self._sources[name]
+            if reloads:
+                source.imported = edited
+            elif edited != source.told:
+                source.told = edited
+                told.append(source.file)
+        return tuple(told)
+
+    def keep_in_step(self) -> None:
+        """Import anew what was edited, in the order in which it was first imported.
+
+        A task of a world with `--sync-code` begins with that.
+        """
+        if self._is_kept_in_step:
+            self._take_new()
+            for name, edited in self._edited(time.time_ns()).items():
+                reload_here(name)
+                self._sources[name].imported = edited
+
+    def _edited(self, before: int) -> dict[str, int]:
+        """Name the modules that are not as their files are, with the times of these."""
+        times = {name: _time_of(source.file) for name, source in self._sources.items()}
+        imported = {name: source.imported for name, source in self._sources.items()}
+        return {n: t for n, t in times.items() if t not in (0, imported[n]) and t <= before}
+
+    def _take_new(self) -> None:
+        """Take in what was imported since the last time, if it is the user's."""
+        while self._begun:
+            name, begun = self._begun.popitem()
+            if file := _own_file(sys.modules.get(name)):
+                edited = _time_of(file)
+                # It may have been edited while the task still ran that has imported it.
+                self._sources[name] = Source(file, edited if edited <= begun + CLOCKS else begun)
+
+
+def reload_here(name: str) -> None:
+    """Import a module anew, as `%autoreload` does: what was taken from it is the new one too."""
+    autoreload = import_module("IPython.extensions.autoreload")
+    try:
+        autoreload.superreload(sys.modules[name], old_objects={})
+    except Exception:  # noqa: BLE001 (it is the user's code)
+        print(f"[autoreload of {name} failed: {format_exc(10)}]", file=sys.stderr)  # noqa: T201
+
+
+def _own_file(module: object) -> str:
+    """Name the file of a module, if it is the user's; else ""."""
+    file = str(getattr(getattr(module, "__spec__", None), "origin", ""))
+    is_other = PACKAGES.match(file) or file.startswith(OURS)
+    return file if file.endswith(".py") and not is_other else ""
+
+
+def _time_of(file: str) -> int:
+    try:
+        return os.stat(file).st_mtime_ns
+    except OSError:  # it is gone, or being written
+        return 0

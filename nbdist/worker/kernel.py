@@ -9,8 +9,8 @@ import getpass
 import inspect
 import linecache
 import os
-import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ipykernel.displayhook import ZMQDisplayHook
@@ -30,7 +31,9 @@ from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, Done
 from nbdist.values.definitions import cell_numbers
+from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Call, Source, Task, Work, failure_in_words
+from nbdist.worker.compat.debugger import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
     number_cells,
@@ -38,26 +41,31 @@ from nbdist.worker.compat.ipython import (
     reloads_modules,
     without_debugger,
 )
-from nbdist.worker.environment import WorkerShell, count_restarts, draw_bars_as_text
+from nbdist.worker.environment import (
+    Around,
+    OwnModules,
+    WorkerShell,
+    count_restarts,
+    draw_bars_as_text,
+    ready_names,
+)
 from nbdist.worker.memory import Peaks
 from nbdist.worker.namespace import Context, Namespace, find_op
 from nbdist.worker.ops.memory import forget_errors
 from nbdist.worker.probe import RUNS_CELLS, keep_crashes
-from nbdist.worker.process import CELL_TIMES
-from nbdist.worker.publishing import MarkingSession, Records
-from nbdist.worker.remedies import contents_of, remedies, unfit_after
-from nbdist.worker.streams import flush_streams, install
-from nbdist.worker.surroundings import Around, OwnModules
+from nbdist.worker.process import CELL_TIMES, flush_streams, install
+from nbdist.worker.publishing import LargeOutputs, MarkingSession, Records
 from nbdist.worker.tracebacks import (
+    contents_of,
     failure_of,
-    is_debugger,
-    leave_debugger,
+    remedies,
     show_errors_our_way,
-    use_debugger,
+    unfit_after,
 )
 
 if TYPE_CHECKING:
     from nbdist.values.payload import Payload
+    from nbdist.wire.spec import WorkerStart
     from nbdist.wire.work import InputReply
     from nbdist.worker.group.group import Group
     from nbdist.worker.process import Interrupts
@@ -70,7 +78,7 @@ USERS_CODE = ("call", "script")
 LONGEST_PROMPT = 10_000
 
 Ask = Callable[..., "InputReply"]
-"""`nbdist.worker.tasks` does it: `ask(prompt, secret=..., by_debugger=...)`."""
+"""`nbdist.worker.main` does it: `ask(prompt, secret=..., by_debugger=...)`."""
 
 
 class CellExit(IPyAutocall):
@@ -121,11 +129,14 @@ class WorkerKernel(LeavesChildren):
             done = replace(done, received=True)
             with context.shell.displayhook.noting() if task.keeps else nullcontext():
                 error, value = await self._work(task.work, context)
-            bound = frozenset(context.bound)
-            gone, imported = frozenset(context.gone), self.namespace.imported(bound)
-            done = replace(done, bound=bound, imported=imported, gone=gone)
-            kinds, covered = self.namespace.kinds(bound), self.namespace.covered(bound)
-            done = replace(done, kinds=kinds, covered=covered)
+            done = replace(
+                done,
+                bound=frozenset(context.bound),
+                gone=frozenset(context.gone),
+                imported=self.namespace.imported(context.bound),
+                kinds=self.namespace.kinds(context.bound),
+                covered=self.namespace.covered(context.bound),
+            )
             done = self._brought(task, context, error, value, done)
         except KeyboardInterrupt:  # between the lines of the cell
             done = replace(done, failure=failure_in_words("KeyboardInterrupt", ""))
@@ -181,7 +192,14 @@ class WorkerKernel(LeavesChildren):
         shell.last_execution_result = None
         self.peaks.begin()
         with context.noting(), CELL_TIMES:
-            reply = await self._execute(text)
+            try:
+                reply: Any = await self.do_execute(text, silent=False, allow_stdin=True)
+            except KeyboardInterrupt:
+                # Of a cell with an `await` ipykernel makes a task, which would begin all the same.
+                for task in asyncio.all_tasks():
+                    if getattr(task.get_coro(), "__name__", "") == RUNS_CELLS:
+                        task.cancel()
+                raise
             if reply["status"] == "ok":
                 self._wait_for_nccl(len(text.splitlines()))
                 return None
@@ -195,17 +213,6 @@ class WorkerKernel(LeavesChildren):
     def _wait_for_nccl(self, line: int) -> None:
         if self.group is not None and self.group.uses_nccl:
             self.group.wait_for_nccl(line)
-
-    async def _execute(self, text: str) -> Any:
-        """Have ipykernel run a cell; return its reply."""
-        try:
-            return await self.do_execute(text, silent=False, allow_stdin=True)
-        except KeyboardInterrupt:
-            # Of a cell with an `await` ipykernel makes a task, which would begin all the same.
-            for task in asyncio.all_tasks():
-                if getattr(task.get_coro(), "__name__", "") == RUNS_CELLS:
-                    task.cancel()
-            raise
 
     def _brought(
         self, task: Task, context: Context, error: BaseException | None, value: Any, done: Done
@@ -247,15 +254,10 @@ class WorkerKernel(LeavesChildren):
             raise EOFError
         return reply.text
 
-    def say_moved(self, done: int, total: int) -> None:
-        """Publish how far a value has been packed."""
+    def publish(self, kind: str, content: dict[str, Any]) -> None:
+        """Publish a message; any thread may, and each that logs does."""
         assert self.session is not None
-        self.session.send(self.iopub_socket, MOVED, {"done": done, "total": total})
-
-    def send_record(self, record: dict[str, Any]) -> None:
-        """Publish a record of logging; called from every thread that logs."""
-        assert self.session is not None
-        self.session.send(self.iopub_socket, RECORD, record)
+        self.session.send(self.iopub_socket, kind, content)
 
 
 class WorkerApp(IPKernelApp):
@@ -306,14 +308,14 @@ def wake_on_signals(loop: asyncio.AbstractEventLoop) -> None:
     loop.add_reader(wake, os.read, wake, 4096)
 
 
-def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
+def make_app(start: WorkerStart) -> WorkerApp:
     """Return the worker's kernel, bound to its sockets and ready to start."""
     # A forked process may hold its parent's idea of a running loop.
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     wake_on_signals(loop)
-    WorkerApp.rank, WorkerApp.token = rank, token
-    app = WorkerApp.instance(connection_file=connection_file, log_level=50)
+    WorkerApp.rank, WorkerApp.token = start.rank, start.token
+    app = WorkerApp.instance(connection_file=start.connection_file, log_level=50)
     app.config.HistoryManager.enabled = False
     app.initialize([])
     shell: Any = app.shell
@@ -323,19 +325,25 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
     # ranks are text, which is compared.  `is_notebook()` of others asks for the shell's class.
     shell.config.pop("IPKernelApp", None)
     number_cells(shell)
-    show_errors_our_way(shell, app.session, rank)
-    app.kernel.namespace = Namespace(shell.user_ns)
-    app.kernel.namespace.say_moved = app.kernel.say_moved
-    app.kernel.namespace.start_with(dict.fromkeys(("exit", "quit"), CellExit(shell)))
-    shell.ready = app.kernel.namespace.ready
-    app.kernel.records = Records(app.kernel.send_record, app.log.name)
-    app.kernel.records.watch()
-    app.kernel.own_modules = OwnModules()
-    sys.meta_path.insert(0, app.kernel.own_modules)
+    show_errors_our_way(shell, app.session, start.rank)
+    host = "" if start.world.node is None else socket.gethostname()
+    app.session.large = LargeOutputs(start.log_folder, host)
+    kernel: WorkerKernel = app.kernel
+    kernel.namespace = Namespace(shell.user_ns)
+    kernel.namespace.say_moved = lambda done, total: kernel.publish(
+        MOVED, {"done": done, "total": total}
+    )
+    leave = dict.fromkeys(("exit", "quit"), CellExit(shell))
+    kernel.namespace.start_with({**ready_names(start), **leave})
+    shell.ready = kernel.namespace.ready
+    kernel.records = Records(partial(kernel.publish, RECORD), app.log.name)
+    kernel.records.watch()
+    kernel.own_modules = OwnModules(is_kept_in_step=start.world.sync_code)
+    sys.meta_path.insert(0, kernel.own_modules)
     # So that `%autoreload 2` is all that has to be said.
     shell.magics_manager.register_lazy("autoreload", "IPython.extensions.autoreload")
     # Also outside of cells, for which ipykernel puts them in this place.
-    builtins.input, getpass.getpass = app.kernel.raw_input, app.kernel.getpass
+    builtins.input, getpass.getpass = kernel.raw_input, kernel.getpass
     use_debugger()
     draw_bars_as_text()
     show_cell_lines()
@@ -343,9 +351,6 @@ def make_app(connection_file: str, rank: int, token: str) -> WorkerApp:
 
 
 # --- warnings in a worker ---------------------------------------------------------------------
-
-
-_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 
 
 def show_cell_lines() -> None:
@@ -364,7 +369,8 @@ def show_cell_lines() -> None:
             return usual(message, category, filename, lineno, line)
         cell, number = place
         code = linecache.getline(cell, number).strip()
-        where = "" if (cell, number) == (filename, lineno) else f"  ({_short(filename)}:{lineno})"
+        short = PACKAGES.sub("", filename)
+        where = "" if (cell, number) == (filename, lineno) else f"  ({short}:{lineno})"
         head = f"Cell In[{cell_numbers()[cell]}], line {number}: {category.__name__}: {message}"
         return f"{head}\n  {code}{where}\n"
 
@@ -374,13 +380,5 @@ def show_cell_lines() -> None:
 def cell_place(filename: str, number: int) -> tuple[str, int] | None:
     """Find the cell's file and line that led to a warning; None where no cell's did."""
     cells = cell_numbers()
-    if filename in cells:
-        return filename, number
-    for frame, line in traceback.walk_stack(None):
-        if frame.f_code.co_filename in cells:
-            return frame.f_code.co_filename, line
-    return None
-
-
-def _short(filename: str) -> str:
-    return _PACKAGES.sub("", filename)
+    calls = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    return next((each for each in [(filename, number), *calls] if each[0] in cells), None)

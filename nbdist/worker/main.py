@@ -5,36 +5,52 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
+import pickle
+import select
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
+from collections import deque
 from multiprocessing import process
+from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
+from nbdist.output.events import Done, InputRequest
 from nbdist.system.processes import safe_path
-from nbdist.wire.spec import LAST_LINE_SAYS, Versions, WorkerStart, difference, versions_here
-from nbdist.wire.work import mark
+from nbdist.wire.frames import FrameCutter, framed
+from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, difference, versions_here
+from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task, down_from, mark
 from nbdist.worker.control import ControlThread
 from nbdist.worker.environment import (
-    Scaling,
+    Around,
     pickle_cell_definitions_by_value,
     prepare_torch,
-    ready_names,
 )
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import make_app
 from nbdist.worker.memory import reserve_addresses
 from nbdist.worker.namespace import import_ops
 from nbdist.worker.probe import write_stacks_to
-from nbdist.worker.process import BadEnvironment, leave_world_in_children, set_limit
-from nbdist.worker.publishing import LargeOutputs
-from nbdist.worker.streams import flush_c_streams, write_all
-from nbdist.worker.surroundings import Around
-from nbdist.worker.tasks import Tasks
+from nbdist.worker.process import (
+    BadEnvironment,
+    Interrupts,
+    flush_c_streams,
+    flush_streams,
+    leave_world_in_children,
+    set_limit,
+    write_all,
+)
+from nbdist.worker.tracebacks import why_not_started
+
+if TYPE_CHECKING:
+    from nbdist.worker.kernel import WorkerKernel
+    from nbdist.worker.publishing import MarkingSession
 
 
 def run_worker(start: WorkerStart) -> None:
@@ -42,21 +58,15 @@ def run_worker(start: WorkerStart) -> None:
     own_path = list(sys.path)
     prepare_torch(start)
     import_ops()
-    app = make_app(start.connection_file, start.rank, start.token)
-    app.session.large = LargeOutputs(
-        start.log_folder, "" if start.world.node is None else socket.gethostname()
-    )
-    app.kernel.namespace.start_with(ready_names(start))
+    app = make_app(start)
     quieten()
     reserve_addresses()
     write_stacks_to(start.stack_file)
     pickle_cell_definitions_by_value()
-    app.kernel.own_modules.is_kept_in_step = start.world.sync_code
     group = Group(start) if start.world.backend is not None else None
     app.kernel.group = group
     leave_world_in_children(group.leave if group is not None else None)
-    scaling = Scaling(start, app.kernel.namespace, group, app.session.large)
-    ControlThread(app.kernel, group, scaling)
+    ControlThread(app.kernel, start)
     tasks = Tasks(start.task_socket, app.kernel, app.session)
     app.kernel.ask, app.session.catch_up = tasks.ask, tasks.catch_up
     write_all(mark(start.token, "up"))
@@ -91,76 +101,211 @@ def quieten() -> None:
 # --- makes a fresh process, forked or spawned, the worker of one rank -------------------------
 
 
-AUTHKEY_BYTES = 32
-
-
-def set_environment(start: WorkerStart) -> None:
-    """Give a fork the notebook's environment, and torchrun's variables.
-
-    A worker that was spawned has them, and what a wrapper has made of them.
-    """
-    os.environ.clear()
-    os.environ.update(start.world.environ)
-    os.environ.update(start.environ)
-
-
-def restore_path_variable(start: WorkerStart) -> None:
-    """Give a worker that was spawned the PYTHONPATH which its own start was spared.
-
-    Unless a wrapper has made another of it.
-    """
-    wanted = {**start.world.environ, **start.environ}
-    if "PYTHONPATH" in wanted and os.environ.get("PYTHONPATH", "") == safe_path(
-        wanted, start.world.cwd
-    ):
-        os.environ["PYTHONPATH"] = wanted["PYTHONPATH"]
-
-
 def become_worker(start: WorkerStart, *, forked: bool) -> None:
     """Run the worker of this rank until its kernel ends."""
     set_limit()
+    wanted = {**start.world.environ, **start.environ}
     if forked:
-        set_environment(start)
-    else:
-        restore_path_variable(start)
+        # The notebook's environment, and torchrun's variables.
+        os.environ.clear()
+        os.environ.update(wanted)
+    elif os.environ.get("PYTHONPATH", "") == safe_path(wanted, start.world.cwd):
+        # A worker that was spawned has them, and what a wrapper has made of them; but its own
+        # start was spared this one.
+        os.environ.update({k: v for k, v in wanted.items() if k == "PYTHONPATH"})
     os.chdir(start.world.cwd)
-    end_unless_as(start.world.versions)
-    # Imports wait until here, so that a spawned worker has its environment before torch.
-    from nbdist.worker.main import run_worker
-    from nbdist.worker.remedies import why_not_started
-
+    # The notebook could not send its functions to another Python or torch.
+    if start.world.versions and (found := difference(versions_here(), start.world.versions)):
+        has = f"{sys.executable} has {found.what} {found.there}, the notebook {found.here}"
+        say_and_end(f"{has}: {found.why}. `--python` names another one", LAST_LINE_SAYS)
     try:
         if forked:
             renew_what_is_shared()
         run_worker(start)
     except BadEnvironment as error:
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
-        os._exit(1)
+        say_and_end(str(error), 1)
     except Exception as error:  # noqa: BLE001 (whatever it was, it is printed and the process ends)
-        # Taking the interpreter apart could wait for ever for the kernel's open sockets.
         why = why_not_started(start.gpu or start.device, error)
-        sys.stderr.write(f"{why}\n" if why else traceback.format_exc())
-        sys.stderr.flush()
-        os._exit(LAST_LINE_SAYS if why else 1)
+        say_and_end(why or traceback.format_exc().rstrip(), LAST_LINE_SAYS if why else 1)
 
 
-def end_unless_as(versions: Versions) -> None:
-    """End a process that the notebook could not send its functions to, and say why in a line."""
-    if versions and (found := difference(versions_here(), versions)):
-        has = f"{sys.executable} has {found.what} {found.there}, the notebook {found.here}"
-        sys.stderr.write(f"{has}: {found.why}. `--python` names another one\n")
-        sys.stderr.flush()
-        os._exit(LAST_LINE_SAYS)
+def say_and_end(why: str, code: int) -> None:
+    """End without taking the interpreter apart, which could wait for ever for open sockets."""
+    sys.stderr.write(f"{why}\n")
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def renew_what_is_shared() -> None:
     """Be as different from the fork server's other children as if this one were spawned."""
-    import torch
-
     torch.default_generator.seed()
     if (random := sys.modules.get("numpy.random")) is not None:
         random.seed()
-    process.current_process().authkey = os.urandom(AUTHKEY_BYTES)
+    process.current_process().authkey = os.urandom(32)
     tempfile.tempdir = None
     time.tzset()
+
+
+# --- takes the tasks that come from the agent, and has the main thread do them in turn --------
+
+READ_SIZE = 1 << 18
+
+LOOK_EVERY_MS = 200
+"""Milliseconds after which one thread that waits for a reply looks whether another has read it."""
+
+CATCH_UP_SECONDS = 60.0
+"""In which an agent that is not paused itself takes in all that was shown."""
+
+IN_CHILD = "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
+
+
+class Tasks:
+    """The worker's end of the socket; but for `ask`, it runs on the main thread's loop.
+
+    What somebody types for the running task comes over the same socket, and replies to `CatchUp`.
+    Not ipykernel's shell channel, whose thread, signatures and messages on what the kernel
+    is about to do cost more than a short cell.
+    """
+
+    def __init__(self, path: str, kernel: WorkerKernel, session: MarkingSession) -> None:
+        self._kernel = kernel
+        self._session = session
+        self._pid = os.getpid()
+        self._loop = asyncio.get_event_loop()
+        self._waiting: deque[Task] = deque()
+        self._interrupts = Interrupts(self._loop, self._has_more)
+        self._arrived = asyncio.Event()
+        self._cutter = FrameCutter()
+        self._reading = threading.Lock()
+        self._replies: dict[int, InputReply | None] = {}
+        self._agent: socket.socket | None = None
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(1)
+        self._loop.add_reader(self._listener, self._accept)
+        # One for all: what a cell sets in the context is there for the next.
+        self._serving = self._loop.create_task(self._serve())
+        self._serving.add_done_callback(_end_unless_closed)
+
+    def __repr__(self) -> str:
+        return f"<Tasks {len(self._waiting)} waiting>"
+
+    def close(self) -> None:
+        """Take no more: the worker ends."""
+        self._serving.cancel()
+        for end in (self._listener, self._agent):
+            if end is not None:
+                end.close()
+
+    def ask(self, prompt: str, *, secret: bool, by_debugger: bool) -> InputReply:
+        """Return what somebody types after this prompt, or why nobody does; any thread may ask.
+
+        Where Stop comes meanwhile, the main thread has KeyboardInterrupt.
+        """
+        if self._agent is None or os.getpid() != self._pid:
+            return InputReply(0, problem=IN_CHILD)
+        flush_streams()
+        number = self._session.place()
+        return self._reply_to(InputRequest(number, prompt, secret, by_debugger))
+
+    def catch_up(self) -> None:
+        """Wait until the agent has taken in all that was shown; any thread may, as in `ask`."""
+        if self._agent is not None:
+            self._reply_to(CatchUp(self._session.place()), CATCH_UP_SECONDS)
+
+    def _reply_to(self, said: InputRequest | CatchUp, timeout: float = float("inf")) -> InputReply:
+        agent, number, deadline = self._agent, said.number, time.monotonic() + timeout
+        assert agent is not None
+        self._replies[number] = None
+        try:
+            self._send(said)
+            # Not `select`, which knows no descriptors from 1,024 on.
+            waiting = select.poll()
+            waiting.register(agent, select.POLLIN)
+            while (reply := self._replies[number]) is None and time.monotonic() < deadline:
+                if waiting.poll(LOOK_EVERY_MS) and not self._read(agent):
+                    break  # this process is about to end
+            return reply or InputReply(number)
+        finally:
+            del self._replies[number]
+
+    def _has_more(self) -> bool:
+        """Say whether a task has come that has not begun, also one that has not been read."""
+        if self._waiting:
+            return True
+        waiting = select.poll()
+        waiting.register(self._agent or self._listener, select.POLLIN)
+        return bool(waiting.poll(0))
+
+    def _accept(self) -> None:
+        self._agent, _ = self._listener.accept()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._loop.add_reader(self._agent, self._read_more, self._agent)
+
+    def _read(self, agent: socket.socket) -> bool:
+        """Take what has come; False at the end of the connection."""
+        with self._reading:
+            try:
+                data = agent.recv(READ_SIZE, socket.MSG_DONTWAIT)
+            except BlockingIOError:  # another thread was first
+                return True
+            if not data:  # it closes the connection before it ends this process
+                self._loop.call_soon_threadsafe(self._loop.remove_reader, agent)
+            for frame in self._cutter.feed(data):
+                self._take(down_from(frame))
+        return bool(data)
+
+    def _take(self, item: Task | InputReply | SigintSent) -> None:
+        match item:
+            case SigintSent():
+                self._interrupts.take_sent(is_for_task=bool(self._waiting))
+            case InputReply(number):
+                if number in self._replies:
+                    self._replies[number] = item
+            case _:
+                self._waiting.append(item)
+                if threading.current_thread() is threading.main_thread():
+                    self._arrived.set()
+                else:
+                    self._loop.call_soon_threadsafe(self._arrived.set)
+
+    def _read_more(self, agent: socket.socket) -> None:
+        try:
+            self._read(agent)
+        except MemoryError as error:
+            # What has come stays there, and the loop would call this again for ever.
+            _end("a task could not be read", error)
+
+    async def _serve(self) -> None:
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._waiting:
+                task = self._waiting.popleft()
+                try:
+                    done = await self._kernel.run(task, self._interrupts)
+                except KeyboardInterrupt:  # a second one, while the first was being reported
+                    self._interrupts.end()
+                    done = Done("error", 0.0)
+                if os.getpid() != self._pid:
+                    os._exit(0)  # a child that the cell has forked: the rest is its parent's
+                # First the mark: the agent reads it when it gets the other.
+                self._send(Finished(self._session.place(), task.id, done))
+
+    def _send(self, said: Said) -> None:
+        assert self._agent is not None
+        self._agent.sendall(framed(pickle.dumps(said, protocol=5)))
+
+
+def _end_unless_closed(serving: asyncio.Task[None]) -> None:
+    """End a process that can report the end of no task: the notebook would wait for ever."""
+    if not serving.cancelled():
+        _end("the end of a cell could not be reported", serving.exception())
+
+
+def _end(why: str, error: BaseException | None) -> None:
+    try:
+        os.write(sys.stderr.fileno(), f"{why}: {error!r}\n".encode())
+    finally:
+        os._exit(1)

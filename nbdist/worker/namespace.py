@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pkgutil
 import sys
 import time
@@ -161,10 +160,8 @@ class Namespace:
 
     def covered(self, names: Iterable[str]) -> frozenset[str]:
         """Return those of `ready` that are bound to something else now, which looks different."""
-        own = {name: self.ready[name] for name in self.ready.keys() & names}
-        return frozenset(
-            name for name, value in own.items() if not _is_like(self._names.get(name), value)
-        )
+        own = self.ready.keys() & names
+        return frozenset(n for n in own if not _is_like(self._names.get(n), self.ready[n]))
 
     def import_again(self, imports: Mapping[str, str]) -> frozenset[str]:
         """Bind what `imported` gave in the worker before this one; the names that are bound.
@@ -177,7 +174,7 @@ class Namespace:
                 continue
             module, _, path = whence.partition(":")
             try:
-                found = importlib.import_module(module)
+                found = import_module(module)
                 self._names[name] = attrgetter(path)(found) if path else found
             except Exception as error:  # noqa: BLE001 (a module can raise anything)
                 said = f"{type(error).__name__}: {error}"
@@ -198,7 +195,7 @@ class Namespace:
             except Exception as error:  # the expression is the user's
                 raise VariableError(f"{type(error).__name__}: {error}") from error
         try:
-            return self._lend(values, task_id)
+            return self.lend(values, task_id)
         except Exception as error:  # a user's __reduce__ can raise anything
             raise VariableError(
                 f"`{', '.join(expressions)}` cannot be sent to the notebook: "
@@ -214,7 +211,7 @@ class Namespace:
             return None
         inner = tuple((each.ref.path, each.ref) for each in self._lent.get(task_id, ()))
         try:
-            return replace(self.lend(value, task_id), within=inner)
+            return replace(self.lend(value, task_id, Homeward()), within=inner)
         except Exception as error:  # a user's __reduce__ can raise anything
             path, kind, why = self.blame("result", value, error)
             what = f"what {title} returned"
@@ -224,21 +221,19 @@ class Namespace:
     def lend(self, value: Any, task_id: str, home: Homeward | None = None) -> Payload:
         """Pack a value; what is too big for a message stays in memory, until `let_go`.
 
-        `home` says how what is of the ranks' group goes home.  Raises what pickling raises.
+        `home` says how what is of the ranks' group goes home, None that it cannot.  Raises what
+        pickling raises.
         """
-        return self._lend(value, task_id, home or Homeward())
+        payload, segment = self._packed(value, home)
+        if segment is not None:
+            self._lent.setdefault(task_id, []).append(segment)
+        return payload
 
     def blame(self, name: str, value: Any, error: Exception) -> tuple[str, str, str]:
         """Find the path to what cannot be sent to the notebook, its type, and why."""
         if isinstance(error, SpreadValue):
             return name, type_name(value), str(error)
         return blame(name, value, fails_in(self._names), error)[:3]
-
-    def _lend(self, value: Any, task_id: str, home: Homeward | None = None) -> Payload:
-        payload, segment = self._packed(value, home)
-        if segment is not None:
-            self._lent.setdefault(task_id, []).append(segment)
-        return payload
 
     def keep(self, value: object, task_id: str) -> tuple[Payload | None, int | None]:
         """Pack the last value of a cell as it is now: a small one, or the size of one that stays.
@@ -281,7 +276,7 @@ class Namespace:
 
 def _whence(value: Any) -> str:
     """Write `numpy`, `torch.nn:Linear`; "" where it is not to be found there."""
-    if isinstance(value, types.ModuleType):
+    if isinstance(value, ModuleType):
         return value.__name__ if sys.modules.get(value.__name__) is value else ""
     module, path = value.__module__ or "", value.__qualname__
     try:
@@ -299,7 +294,7 @@ def _is_like(value: object, own: object) -> bool:
 def _is_imported(value: Any) -> bool:
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
         return value.__module__ != "__main__"
-    return isinstance(value, types.ModuleType)
+    return isinstance(value, ModuleType)
 
 
 def _is_still(known: Mapping[str, Identity], name: str, value: object) -> bool:
@@ -346,7 +341,7 @@ class Context:
 
     def lend(self, value: Any, home: Homeward | None = None) -> Payload:
         """Pack a value for whoever opens it before the notebook lets go of the task."""
-        return self.namespace.lend(value, self.task_id, home)
+        return self.namespace.lend(value, self.task_id, home or Homeward())
 
     def noting(self) -> Noting:
         """Note in `bound` what users' code binds meanwhile."""

@@ -6,7 +6,9 @@ Asked from the control thread, while the main thread runs or waits.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
+import gc
 import inspect
 import linecache
 import os
@@ -14,21 +16,21 @@ import re
 import struct
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from types import CodeType, FrameType
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from nbdist.values.definitions import cell_numbers, function_name
 from nbdist.wire.control import Traced
-from nbdist.wire.views import PACKAGES, Begun, Collective, Place, StackFrame
+from nbdist.wire.views import PACKAGES, Begun, CallLayout, Collective, Place, StackFrame
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.compat.cpython import call_layout, innermost_frames, outer_frame
 from nbdist.worker.group.gloo import wait
 from nbdist.worker.group.nccl import Counts, Pending, Recording, UnderWay, wait_for_device
 from nbdist.worker.group.stores import AbortableStore
@@ -37,7 +39,6 @@ from nbdist.worker.ops.call import call
 
 if TYPE_CHECKING:
     from nbdist.worker.group.group import Group
-
 
 IN_TORCH = os.path.join("torch", "distributed") + os.sep
 WAITS = "send or recv" if seam.RECORDS_GLOO else "send, recv or an asynchronous collective"
@@ -65,24 +66,20 @@ class Probe:
         self._recording = Recording()
         self._nccl = UnderWay() if group is not None and group.uses_nccl else None
 
-    def __repr__(self) -> str:
-        return f"<Probe of thread {self._native_id}>"
-
     def locate(self) -> Place:
         """Say where it is, with all from which follows whether it can go on."""
-        frames = list(self._frames())
+        frames = list(frames_of(self._ident))
         shown = frames if self._line(frames) else self._stack()
         counts, nccl = self._recording.counts(), self._pending()
         begun = {number: each.begun for number, each in counts.items()}
         spot, operation = self._spot(shown), self._operation(frames, counts, nccl)
         is_idle = not spot.line and not spot.file
         in_flight, moved, stalled = self._carried()
-        since = self._group.task_began_ns if self._group is not None else 0
         return replace(
             spot,
             operation=operation,
             # Reading them takes a while, which a rank that waits or is idle does not miss.
-            begun=self._begun(counts, since) if operation or is_idle else (),
+            begun=self._begun(counts) if operation or is_idle else (),
             has_help=bool(operation) and self._has_help(frames),
             is_cleaning_up=handles_stop(self._ident),
             # Who is in the next one of the same name has moved on.
@@ -90,7 +87,8 @@ class Probe:
             moved=moved,
             in_flight=in_flight,
             stalled=stalled,
-            is_calm=self._is_calm(),
+            # The kernel's own threads often have something to do; nccl's, on a GPU, cannot be seen.
+            is_calm=self._nccl is None and not any(map(_is_at_work, os.listdir("/proc/self/task"))),
             unfinished=sum(each.unfinished for each in counts.values()) + nccl.count,
         )
 
@@ -105,7 +103,8 @@ class Probe:
         """Say the same, and the calls from the innermost out."""
         frames = self._stack()
         shown = [frame for frame in frames if frame.f_code is not wait.__code__]
-        return Traced(self._located(frames), described(shown, self._cells()))
+        cells = cell_numbers()
+        return Traced(self._located(frames), tuple(described(frame, cells) for frame in shown))
 
     def last_collective(self) -> Collective | None:
         """Name the one that was begun last; None if none was."""
@@ -124,7 +123,8 @@ class Probe:
             operation = self._operation(frames, self._recording.counts(), self._pending())
         return replace(self._spot(frames), operation=operation)
 
-    def _begun(self, counts: Mapping[str, Counts], since: int) -> tuple[Begun, ...]:
+    def _begun(self, counts: Mapping[str, Counts]) -> tuple[Begun, ...]:
+        since = self._group.task_began_ns if self._group is not None else 0
         of_nccl = () if self._nccl is None else self._nccl.begun(since)
         return self._recording.begun(counts, since) + of_nccl
 
@@ -141,13 +141,9 @@ class Probe:
             return False
         return self._pending().count > 0 or bool(self._group.nccl_error)
 
-    def _frames(self) -> Iterator[FrameType]:
-        """Give its frames from the innermost out."""
-        return frames_of(self._ident)
-
     def _stack(self) -> list[FrameType]:
         """Give the same, or those of a cell that awaits something."""
-        frames, cells = list(self._frames()), self._cells()
+        frames, cells = list(frames_of(self._ident)), cell_numbers()
         if any(frame.f_code.co_filename in cells for frame in frames):
             return frames
         return awaited(self._loop, cells) or frames
@@ -155,7 +151,7 @@ class Probe:
     @property
     def is_in_cell(self) -> bool:
         """Whether the main thread runs a cell, or a script."""
-        return script.is_running() or self._line(list(self._frames())) > 0
+        return script.is_running() or self._line(list(frames_of(self._ident))) > 0
 
     def _spot(self, frames: list[FrameType]) -> Place:
         """Find the line of the cell or script that runs."""
@@ -163,7 +159,7 @@ class Probe:
 
     def _line(self, frames: list[FrameType]) -> int:
         """Find the line of the cell that runs, 0 when none does; of a function that is called."""
-        cells, inner = self._cells(), None
+        cells, inner = cell_numbers(), None
         for frame in frames:
             if frame.f_code is call.__code__ and inner is not None:
                 return inner.f_lineno
@@ -171,10 +167,6 @@ class Probe:
                 return int(frame.f_locals["line"])
             inner = frame
         return next((f.f_lineno for f in reversed(frames) if f.f_code.co_filename in cells), 0)
-
-    def _cells(self) -> Mapping[str, int]:
-        """Give the number of each cell by the name of its file."""
-        return cell_numbers()
 
     def _operation(
         self, frames: list[FrameType], counts: Mapping[str, Counts], nccl: Pending
@@ -200,7 +192,10 @@ class Probe:
             # In `dist.recv`, or in a `wait` of the user's own.
             is_known = not seam.RECORDS_GLOO or callers[0].f_code in POINT_TO_POINT
             return (is_known and _called(frames)) or WAITS
-        return _called(frames) or (_in_backward(frames) if not seam.RECORDS_GLOO else "")
+        if (called := _called(frames)) or seam.RECORDS_GLOO:
+            return called
+        # Where autograd waits in C++, as it does for what a DDP module reduces.
+        return "backward" if any(f.f_code.co_name == seam.BACKWARD for f in frames) else ""
 
     def _has_help(self, frames: list[FrameType]) -> bool:
         """Say whether something else than ranks that meet may bring it on.
@@ -208,7 +203,7 @@ class Probe:
         That is a GPU, another thread that runs user code or communicates; or the thread
         waits for anything at all, with a collective begun besides.
         """
-        threads = set(innermost_frames()) - {self._ident, threading.get_ident()}
+        threads = set(uncollected(sys._current_frames)) - {self._ident, threading.get_ident()}
         has_gpu = accelerator.is_in_use()
         return has_gpu or not _waits_for_ranks(frames) or any(map(_is_of_user, threads))
 
@@ -236,15 +231,6 @@ class Probe:
                     stalled.add((connection.getsockname()[0], connection.getpeername()[0]))
         return in_flight, moved, tuple(sorted(stalled))
 
-    def _is_calm(self) -> bool:
-        """Say whether none of gloo's threads has anything to do; the kernel's own often have.
-
-        What nccl does on a GPU cannot be seen.
-        """
-        return self._nccl is None and not any(
-            _is_at_work(tid) for tid in os.listdir("/proc/self/task")
-        )
-
 
 def _waits_for_ranks(frames: list[FrameType]) -> bool:
     inner = frames[0].f_code if frames else None
@@ -268,12 +254,6 @@ def _called(frames: list[FrameType]) -> str:
     return next(reversed(public or names), "")
 
 
-def _in_backward(frames: list[FrameType]) -> str:
-    """Say "backward" where autograd waits in C++, as it does for what a DDP module reduces."""
-    is_there = any(frame.f_code.co_name == seam.BACKWARD for frame in frames)
-    return "backward" if is_there else ""
-
-
 def _is_at_work(tid: str) -> bool:
     """Say whether the thread is one of gloo's (`gloo_tcp_loop`, `pt_gloo_runloop`), and runs."""
     try:
@@ -294,12 +274,27 @@ _open: list[IO[bytes]] = []
 """faulthandler has the descriptor alone; it must not be closed."""
 
 
+def uncollected(get: Callable[[], Result]) -> Result:
+    """Do what makes an object of another thread's frame, with no garbage collected meanwhile.
+
+    In Python 3.11 making one can begin a collection, in which a destructor may let go of the GIL:
+    the thread goes on, its call ends, and the object is of memory that is something else by then.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return get()
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def frames_of(ident: int) -> Iterator[FrameType]:
     """Give the frames of a thread, from the innermost out."""
-    frame = innermost_frames().get(ident)
+    frame = uncollected(sys._current_frames).get(ident)
     while frame is not None:
         yield frame
-        frame = outer_frame(frame)
+        frame = uncollected(partial(getattr, frame, "f_back"))
 
 
 def awaited(loop: asyncio.AbstractEventLoop, cells: Mapping[str, int]) -> list[FrameType]:
@@ -326,15 +321,11 @@ def _awaits(coroutine: Any) -> Iterator[FrameType]:
         coroutine = coroutine.cr_await if is_native else coroutine.gi_yieldfrom
 
 
-def described(frames: Sequence[FrameType], cells: Mapping[str, int]) -> tuple[StackFrame, ...]:
-    """Describe each frame; `cells` has the number of each cell's file.
+def described(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
+    """Describe a frame; `cells` has the number of each cell's file.
 
     Source lines of cells only: others the agent can read too, without the GIL of this process.
     """
-    return tuple(_described(frame, cells) for frame in frames)
-
-
-def _described(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
     file, line = frame.f_code.co_filename, frame.f_lineno or 0
     name = function_name(frame.f_code.co_name)
     if file not in cells:
@@ -374,3 +365,40 @@ def keep_crashes() -> None:
     """Have crashes go there again: torch's `@record`, for one, has them go to stderr."""
     if _open:
         faulthandler.enable(file=_open[-1], all_threads=False)
+
+
+# --- how CPython keeps the calls of a thread, and where, for who reads them from outside ------
+
+# The numbers are offsets of members of structs in its headers: _ts and _PyCFrame
+# (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h) and PyCodeObject
+# (cpython/code.h).  They are the same in all releases of a minor version.  A
+# build whose objects begin otherwise, as those without a GIL, is noticed by the reader: nothing
+# in such memory is of the type that it should be.
+
+
+Result = TypeVar("Result")
+
+OFFSETS = {
+    # holder, call; code, previous, instruction, owner; file, name, first_line, lines
+    (3, 11): ((56, 8), (32, 48, 56, 69), (112, 120, 72, 136)),
+    (3, 12): ((56, 0), (0, 8, 56, 70), (112, 120, 68, 136)),
+    (3, 13): ((0, 72), (0, 8, 56, 70), (112, 120, 68, 136)),
+}
+
+
+def call_layout() -> CallLayout | None:
+    """Say where the calls of this thread are; None for a Python that is not known."""
+    if sys.implementation.name != "cpython" or sys.version_info[:2] not in OFFSETS:
+        return None
+    state, call, code = OFFSETS[sys.version_info[:2]]
+    this_thread = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThreadState_Get", ctypes.pythonapi))
+    return CallLayout(
+        this_thread(),
+        id(CodeType),
+        id(str),
+        *(*state, *call, *code),
+        instructions=CodeType.__basicsize__,
+        # After the head: nothing and its end, or a letter and its end with 2 bytes each.
+        ascii=sys.getsizeof("") - 1,
+        other=sys.getsizeof(chr(256)) - 4,
+    )

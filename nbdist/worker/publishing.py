@@ -24,7 +24,7 @@ from jupyter_client.session import Session
 
 from nbdist.output.events import MOVED, RECORD, TOPIC, Record
 from nbdist.system.folders import open_private
-from nbdist.worker.streams import write_mark
+from nbdist.worker.process import write_mark
 
 ORDERED = frozenset(
     {
@@ -107,14 +107,13 @@ class LargeOutputs:
         if not large:
             self._left -= sum(sizes.values())
             return content
-        notes = [self._put_away(kind, texts[kind]) for kind in large]
+        notes = []
+        for kind in large:
+            path = self._keep("display", _SUFFIXES.get(kind, "txt"), texts[kind])
+            notes.append(f"… {kind} of {sizes[kind]:,} characters, too much for a page{path}")
         plain = [] if "text/plain" in large else [str(data.get("text/plain", ""))]
         text = "\n".join(filter(None, [*plain, *notes]))
         return {**content, "data": {"text/plain": text}, "metadata": {}}
-
-    def _put_away(self, kind: str, text: str) -> str:
-        path = self._keep("display", _SUFFIXES.get(kind, "txt"), text)
-        return f"… {kind} of {len(text):,} characters, too much for a page{path}"
 
     def _fitting_error(self, content: dict[str, Any]) -> dict[str, Any]:
         message, frames = content.get("evalue"), content.get("traceback")
@@ -136,10 +135,8 @@ class LargeOutputs:
         path = self._folder / f"{name}-{self._files}.{suffix}"
         self._files += 1
         with suppress(OSError):
-            with open(
-                path, "w", encoding="utf-8", errors="surrogatepass", opener=open_private
-            ) as file:
-                file.write(text)
+            with open(path, "wb", opener=open_private) as file:
+                file.write(text.encode("utf-8", "surrogatepass"))
             return f": {self._host}{path}"
         return ""
 
@@ -199,25 +196,17 @@ class MarkingSession(Session):
     ) -> Any:
         """Send as any kernel does; called from every thread that publishes."""
         if os.getpid() != self.pid:
-            # A forked child sends nothing, and would wait for a lock that another thread held.
-            return super().send(
-                stream, msg_or_type, content, parent, ident, buffers, track, header, metadata
-            )
-        is_message = not isinstance(msg_or_type, str)
-        kind = msg_or_type["header"]["msg_type"] if is_message else msg_or_type
+            return None  # a forked child would wait for a lock that another thread held
+        msg = msg_or_type
+        if isinstance(msg, str):
+            msg = self.msg(msg, content=content, parent=parent, header=header, metadata=metadata)
+        kind = msg["header"]["msg_type"]
         is_ordered = kind in ORDERED
-        if is_message:
-            msg_or_type["content"] = self.large.fitting(kind, msg_or_type["content"])
-        else:
-            content = self.large.fitting(kind, content)
+        msg["content"] = self.large.fitting(kind, msg["content"])
         with self._in_order:
             if is_ordered:
-                ident, metadata = TOPIC, self._numbered(kind, metadata)
-                if is_message:
-                    msg_or_type["metadata"] = self._numbered(kind, msg_or_type.get("metadata"))
-            sent = super().send(
-                stream, msg_or_type, content, parent, ident, buffers, track, header, metadata
-            )
+                ident, msg["metadata"] = TOPIC, self._numbered(kind, msg.get("metadata"))
+            sent = super().send(stream, msg, ident=ident, buffers=buffers, track=track)
             if is_ordered:
                 self._ahead += OF_MESSAGE + sum(memoryview(each).nbytes for each in buffers or ())
                 # Afterwards: a message that cannot be written as JSON has raised by now.
@@ -289,9 +278,6 @@ class Records:
         self._sent = self._dropped = 0
         self._pid = os.getpid()
         self._host = socket.gethostname()
-
-    def __repr__(self) -> str:
-        return f"<Records from level {self._level}, {self._sent} sent, {self._dropped} dropped>"
 
     def watch(self) -> None:
         """Wrap the method that all loggers call."""

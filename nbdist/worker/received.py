@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from pickle import PicklingError
 from typing import Any, cast
@@ -58,9 +58,6 @@ class Received:
         self._names = names
         self._known: dict[str, tuple[Identity, tuple[_Part, ...] | None]] = {}
 
-    def __repr__(self) -> str:
-        return f"<Received {sorted(self._known)}>"
-
     def note(self, names: Iterable[str]) -> None:
         """Remember how these are now, which have just been bound."""
         for name in names:
@@ -82,12 +79,10 @@ class Received:
         value, (identity, before) = self._names[name], self._known[name]
         if not identity.is_still(value):
             return True
-        return before is not None and not self._is_as(before, value)
-
-    def _is_as(self, before: tuple[_Part, ...], value: Any) -> bool:
-        if any(isinstance(part, _Mapped) and _are_written(part) for part in before):
+        if before is None:
             return False
-        return self._parts(value) == before
+        is_written = any(isinstance(part, _Mapped) and _are_written(part) for part in before)
+        return is_written or self._parts(value) != before
 
     def _parts(self, value: Any) -> tuple[_Part, ...] | None:
         """Describe a value by its pickle and the memory beside it; None where it has none."""
@@ -106,14 +101,11 @@ class Received:
 def _part_of(view: memoryview, *, is_big: bool) -> _Part:
     if not is_big:
         return digest_of(view)
-    mapped = _Mapped(*_place(view), ())
+    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    mapped = _Mapped(address, view.nbytes, ())
     if _are_written(mapped):
         return digest_of(view)
-    return _Mapped(mapped.address, mapped.size, (*map(digest_of, edges(view, mapped.address)),))
-
-
-def _place(view: memoryview) -> tuple[int, int]:
-    return np.frombuffer(view, np.uint8).__array_interface__["data"][0], view.nbytes
+    return replace(mapped, edges=(*map(digest_of, edges(view, address)),))
 
 
 def _are_written(part: _Mapped) -> bool:
@@ -156,9 +148,6 @@ def edges(view: memoryview, address: int) -> tuple[memoryview, memoryview]:
 # --- what has a meaning only among ranks, as something that the notebook can use --------------
 
 
-Reduced = tuple[Any, ...]
-
-
 class SpreadValue(PicklingError):
     """It is spread over ranks, which have not been asked to put it together."""
 
@@ -176,23 +165,23 @@ class Homeward:
         # With the tensors, so that ids stay theirs: a pickle can be made twice.
         self._wholes: dict[int, tuple[Any, Any]] = {}
 
-    def reduce(self, value: Any) -> Reduced:
+    def reduce(self, value: Any) -> tuple[Any, ...]:
         """Say how to pickle it; NotImplemented for what means the same in the notebook."""
         kind = type(value)
         if kind is DistributedDataParallel:
             return _itself(value.module)
         if isinstance(value, torch.nn.Module) and seam.is_of_fsdp(value):
             return self._reduce_module(value)
-        if kind is _known("tensor", "DTensor"):
+        if kind is known("tensor", "DTensor"):
             return _itself(self._whole(value))
-        if kind is _known("device_mesh", "DeviceMesh"):
+        if kind is known("device_mesh", "DeviceMesh"):
             raise SpreadValue("a mesh is of the ranks' groups: gather its `mesh`, a tensor")
         if kind is torch.distributed.ProcessGroup:
             raise SpreadValue("a process group connects the ranks, and the notebook is none")
-        return cast(Reduced, NotImplemented)
+        return cast("tuple[Any, ...]", NotImplemented)
 
     def _whole(self, tensor: Any) -> Any:
-        if type(tensor) is not _known("tensor", "DTensor"):
+        if type(tensor) is not known("tensor", "DTensor"):
             return tensor
         if id(tensor) not in self._wholes:
             self._wholes[id(tensor)] = tensor, self._put_together(tensor)
@@ -217,31 +206,41 @@ class Homeward:
         self.spread.append(Spread(ranks, what))
         return self._whole(gradient)
 
-    def _reduce_module(self, module: Any) -> Reduced:
-        """Take it apart as before `fully_shard`: its class, and its state without FSDP2's."""
-        kind = type(module)
-        if isinstance(module, _known("fsdp", "FSDPModule")):
-            kind = seam.class_before_fsdp(kind)
-            # A parameter that was gathered for a forward is no DTensor.
-            module.reshard()
-        make, _, state, *more = module.__reduce_ex__(2)
-        if make is not copyreg.__newobj__ or any(more) or not isinstance(state, dict):  # type: ignore[attr-defined]
+    def _reduce_module(self, module: Any) -> tuple[Any, ...]:
+        kind, state = as_before_fsdp(module)
+        if state is None:
             raise SpreadValue(
                 f"{kind.__name__} is sharded and has a pickling of its own: gather what "
                 "`get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))` of "
                 "torch.distributed.checkpoint.state_dict returns"
             )
-        return object.__new__, (kind,), seam.without_fsdp(state)
+        return object.__new__, (kind,), state
 
 
-def _itself(value: Any) -> Reduced:
+def _itself(value: Any) -> tuple[Any, ...]:
     """Have this be pickled in the place of another value."""
     return getitem, ((value,), 0)
 
 
-def _known(package: str, name: str) -> Any:
+def known(package: str, name: str) -> Any:
     """Find a class of torch.distributed where it was imported; else one that nothing is of."""
     return getattr(sys.modules.get(f"torch.distributed.{package}"), name, Homeward)
+
+
+def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
+    """Return a module's class and state as before `fully_shard`.
+
+    None for the state of one that has a pickling of its own.
+    """
+    kind = type(module)
+    if isinstance(module, known("fsdp", "FSDPModule")):
+        kind = seam.class_before_fsdp(kind)
+        # A parameter that was gathered for a forward is no DTensor.
+        module.reshard()
+    make, _, state, *more = module.__reduce_ex__(2)
+    if make is not copyreg.__newobj__ or any(more) or not isinstance(state, dict):  # type: ignore[attr-defined]
+        return kind, None
+    return kind, seam.without_fsdp(state)
 
 
 # --- last values of cells whose results have a name in the notebook ---------------------------
@@ -289,22 +288,21 @@ class KeptValues:
         self._kept: dict[str, Segment | str] = {}
 
     def __repr__(self) -> str:
-        return f"<KeptValues {len(self._segments)}, {size_text(self.size)}>"
+        return f"<KeptValues {len(self._segments)}, {size_text(self._size)}>"
 
     @property
     def _segments(self) -> dict[str, Segment]:
         return {of: each for of, each in self._kept.items() if isinstance(each, Segment)}
 
     @property
-    def size(self) -> int:
-        """How many bytes all of them take."""
-        return sum(map(_size, self._segments.values()))
+    def _size(self) -> int:
+        return sum(sum(segment.ref.sizes) for segment in self._segments.values())
 
     def keep(self, task_id: str, value: Segment | str) -> None:
         """Keep a value, or why it cannot be had; the oldest ones make room."""
         self._kept[task_id] = value
         for of, segment in [*self._segments.items()][:-1]:
-            if len(self._segments) <= MOST and self.size <= MOST_BYTES:
+            if len(self._segments) <= MOST and self._size <= MOST_BYTES:
                 break
             segment.close()
             self._kept[of] = REPLACED
@@ -325,7 +323,3 @@ class KeptValues:
         for of, segment in self._segments.items():
             segment.close()
             self._kept[of] = CLEANED
-
-
-def _size(segment: Segment) -> int:
-    return sum(segment.ref.sizes)

@@ -1,4 +1,4 @@
-"""What a worker says of exceptions: what ended a task, and how IPython shows it.
+"""What a worker says of exceptions: what ended a task, what to do about it, how IPython shows it.
 
 What ended it is taken from what was raised, however that was drawn, if it was at all: users
 replace what draws tracebacks (`rich.traceback.install()`, `set_custom_exc`), and it can fail
@@ -12,29 +12,38 @@ the notebook then shows in one line.
 from __future__ import annotations
 
 import bdb
-import cmd
+import builtins
 import inspect
 import linecache
 import os
 import pdb
+import re
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import FrameType, TracebackType
+from types import GetSetDescriptorType, MemberDescriptorType, TracebackType
 from typing import Any
 
+import torch
+
+from nbdist.errors import bare
 from nbdist.output.events import LEFT_DEBUGGER, Failure
 from nbdist.values.definitions import cell_numbers
+from nbdist.values.payload import Payload, pack_frames, size_of
+from nbdist.values.pickling import pickle
 from nbdist.wire.work import failure_in_words
-from nbdist.worker.compat import debugger
+from nbdist.words import did_you_mean
+from nbdist.worker.compat import accelerator, debugger
 from nbdist.worker.compat.ipython import around_errors, publish_error
 from nbdist.worker.group.default import stale_group_of
 from nbdist.worker.group.gloo import connections_after, reword
+from nbdist.worker.group.stores import until_over
+from nbdist.worker.memory import account
 from nbdist.worker.publishing import MarkingSession
-from nbdist.worker.remedies import led_to, remedies
 
 MOST_CHARACTERS = 1 << 16
 """Of a message; all of it is in the error message that the kernel sends, where it sends one."""
@@ -62,13 +71,18 @@ def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
     if isinstance(error, bdb.BdbQuit):
-        return failure_in_words(LEFT_DEBUGGER, LEFT)
+        return failure_in_words(LEFT_DEBUGGER, debugger.LEFT)
     name, message = type(error).__name__, message_of(error)
     calls = map(_sendable, short_traceback(own_part(error.__traceback__)))
-    lines = (*calls, f"{name}: {message}")
-    kinds = classes_of(type(error))
-    more = kinds, connections_after(message), tuple(map(_sendable, said))
-    return Failure(name, message, lines, time.time_ns(), *more)
+    return Failure(
+        name,
+        message,
+        (*calls, f"{name}: {message}"),
+        time.time_ns(),
+        classes_of(type(error)),
+        connections_after(message),
+        tuple(map(_sendable, said)),
+    )
 
 
 def message_of(error: BaseException) -> str:
@@ -142,7 +156,7 @@ def show_errors_our_way(shell: Any, session: MarkingSession, rank: int) -> None:
     shorten_common_tracebacks(shell)
     shorten_syntax_errors(shell)
     show_groups(shell)
-    around_errors(shell, partial(sending_more, session, partial(remedies, shell, rank)))
+    around_errors(shell, partial(sending_more, shell, session, rank))
     judge_by_result(shell)
 
 
@@ -231,14 +245,11 @@ def know_cells() -> None:
 
 @contextmanager
 def sending_more(
-    session: MarkingSession,
-    account_of: Callable[[BaseException], Sequence[str]],
-    kind: type[BaseException],
-    error: BaseException,
+    shell: Any, session: MarkingSession, rank: int, kind: type[BaseException], error: BaseException
 ) -> Iterator[None]:
     """Have the error message that is sent meanwhile say what is known of it besides its words."""
     connections = connections_after(message_of(error))
-    said = [*map(_sendable, account_of(error))]
+    said = [*map(_sendable, remedies(shell, rank, error))]
     session.about = {"kinds": classes_of(kind), "connections": connections, "account": said}
     session.showing = error
     try:
@@ -275,42 +286,213 @@ def _has_group(error: BaseException | None) -> bool:
     return error is not None
 
 
-# --- `breakpoint()` and all other ways into a debugger, on a rank -----------------------------
+# --- what there is to do about an error, or where a worker cannot start with its GPU ----------
 
 
-LEFT = "`q` left the debugger and ended the cell on this rank"
-"""What is said of BdbQuit, which has no words of its own."""
+NO_GPU = re.compile(
+    r"not compiled with (CUDA|cuda) enabled|No CUDA GPUs are available|Found no NVIDIA driver"
+)
+"""What torch says of `.cuda()` and `"cuda"` then."""
+
+OTHERS = "`--gpus` chooses others"
+ON_CPU = "`--env CUDA_VISIBLE_DEVICES=` uses the CPU"
+
+OF_GPUS = {
+    r"driver on your system is too old|driver version is insufficient"
+    r"|forward compatibility was attempted|unsupported display driver": (
+        "its driver does not fit this torch ({torch}, CUDA {cuda}): update NVIDIA's driver (and "
+        f"restart the machine or container then), or install a torch for an older CUDA; {ON_CPU}"
+    ),
+    r"system not yet initialized": (
+        "the machine's NVSwitch is not up: `systemctl start nvidia-fabricmanager`"
+    ),
+    r"busy or unavailable": (
+        "another process has it to itself (`nvidia-smi` lists it; `nvidia-smi -c DEFAULT` ends "
+        f"compute mode Exclusive_Process), or it has gone (`dmesg | grep Xid`); {OTHERS}"
+    ),
+    r"Found no NVIDIA driver": (
+        f"torch finds no driver of NVIDIA's: install it, or let the container use it; {ON_CPU}"
+    ),
+    r"not compiled with (CUDA|cuda)|Accelerator expected|Cannot access accelerator": (
+        f"this torch ({{torch}}) is built for the CPU alone: install one for this GPU; {ON_CPU}"
+    ),
+    r"no kernel image is available": (
+        "this torch ({torch}, CUDA {cuda}) was built for other GPUs: install another build; "
+        f"{OTHERS}"
+    ),
+    r"CUDA(?: error:)? unknown error|No CUDA GPUs|no CUDA-capable device|uncorrectable ECC"
+    r"|driver initialization failed|GPU is lost|fallen off": (
+        "it does not respond, or has gone: see `nvidia-smi` and `dmesg | grep Xid`; "
+        f"{OTHERS}, or restart the machine"
+    ),
+    r"invalid device ordinal": (
+        "CUDA has none of this number: one has gone, or is not shown to this process; "
+        "`nvidia-smi` lists what is there"
+    ),
+    r"NCCL_NVLS_ENABLE has been set": (
+        "another rank has it too, and NVLS cannot: `--env NCCL_NVLS_ENABLE=0` turns that off"
+    ),
+    r"Duplicate GPU detected|Multiple Ranks are using the same GPU": (
+        f"another rank has it too: {OTHERS}, `--share-gpus` allows it"
+    ),
+}
+"""What to do where a GPU cannot be used, by what torch, CUDA or NCCL say then."""
+
+NO_ROOM = re.compile(r"(CUDA|Cuda|HIP)\b.*out of memory", re.DOTALL)
+FULL = (
+    "its memory is full before anything has run: `nvidia-smi` lists the processes that use it; "
+    f"end them, or {OTHERS}"
+)
+"""What to do where a worker finds no room at its start, and what torch and NCCL say then."""
 
 
-def use_debugger() -> None:
-    """Have every way in lead to the notebook's input box.
+def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
+    """Say in some lines what there is to do about an error; none for most."""
+    return [*account(shell, rank, error), *_hints(shell.user_ns, error)]
 
-    In an ipykernel `breakpoint()` does nothing once debugpy has been imported.
+
+def why_not_started(gpu: str, error: Exception) -> str:
+    """Say in a line what keeps a worker from starting with this GPU; "" if it is not the GPU."""
+    why = FULL if NO_ROOM.search(str(error)) else _of_gpu(error)
+    return f"GPU {gpu} of {socket.gethostname()}: {why}" if why else ""
+
+
+def _of_gpu(error: BaseException) -> str:
+    """Word what is wrong with a GPU, "" where the error is of something else."""
+    said = str(error) if isinstance(error, AssertionError | RuntimeError) else ""
+    found = next((why for sign, why in OF_GPUS.items() if re.search(sign, said)), "")
+    return found.format(torch=torch.__version__, cuda=torch.version.cuda)
+
+
+def _hints(names: dict[str, Any], error: BaseException) -> Iterator[str]:
+    if type(error) is NameError and error.name:
+        if near := did_you_mean(error.name, [*names, *vars(builtins)]).strip():
+            yield near
+    elif isinstance(error, AssertionError | RuntimeError) and NO_GPU.search(str(error)):
+        device = names.get("device", "cpu")
+        yield f"There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is {device}."
+    elif why := _of_gpu(error):
+        yield f"The GPU cannot be used: {why}."
+    elif lasting_error(error) and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+        yield "To see which call failed: `%dist_restart --debug`, then this cell again."
+
+
+# --- recognises GPU errors that last ----------------------------------------------------------
+
+
+ASK_TIMEOUT = 3.0
+"""Seconds for the GPU's driver to answer, which takes microseconds."""
+
+# By the words of cudaGetErrorString (CUDA 13), which are HIP's too.
+LASTING = re.compile(
+    r"(?:Triton Error \[)?(?:CUDA|HIP)\b[^:\n]*: ("
+    r"an illegal memory access was encountered"  # 700
+    r"|the launch timed out and was terminated"  # 702
+    r"|device-side assert triggered"  # 710
+    r"|hardware stack error"  # 714
+    r"|an illegal instruction was encountered"  # 715
+    r"|misaligned address"  # 716
+    r"|operation not supported on global/shared address space"  # 717
+    r"|invalid program counter"  # 718
+    r"|unspecified launch failure"  # 719
+    r"|tensor memory not completely freed"  # 721
+    r"|uncorrectable ECC error encountered"  # 214
+    r"|uncorrectable NVLink error detected during the execution"  # 220
+    r"|Invalid access of peer GPU memory over nvlink or a hardware error"  # 226
+    r"|an async error has occured in external entity outside of CUDA)",  # 911
+    re.I,
+)
+
+
+KINDS = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
+"""What torch raises for them, the second from 2.8 on."""
+
+
+def lasting_error(error: BaseException) -> str:
+    """Return its words where it, or what led to it, is an error that lasts; else ""."""
+    args = (arg for each in led_to(error) if type(each) in KINDS for arg in each.args)
+    matches = (LASTING.match(arg) for arg in args if isinstance(arg, str))
+    return next((found[1] for found in matches if found), "")
+
+
+def unfit_after(rank: int, error: BaseException) -> str:
+    """Say why this process is of no more use, by its error or by its GPU; "" where it is of use.
+
+    The GPU is asked too, since it may have failed at what it does later than the code that asks
+    for it, when the cell has failed for another reason.
     """
-    debugger.install()
-    sys.breakpointhook = stop_at_breakpoint
+    found = lasting_error(error)
+    if not found:
+        try:
+            if (ask := accelerator.asks_context()) is not None:
+                until_over(ask, "asking the GPU", ASK_TIMEOUT)
+        except RuntimeError as answer:
+            found = lasting_error(answer)
+    return f"A GPU error ({found}) made the process of rank {rank} unusable" if found else ""
 
 
-def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
-    """Do what `breakpoint()` does: PYTHONBREAKPOINT says what that is, by default the debugger."""
-    if os.environ.get("PYTHONBREAKPOINT"):
-        return sys.__breakpointhook__(*args, **options)
-    frame = inspect.currentframe()
-    found = debugger.Debugger()
-    if header := options.get("header"):
-        found.message(header)
-    found.set_trace(frame and frame.f_back)
-    return None
+# --- what led to an exception, and its arguments and attributes, for the notebook -------------
 
 
-def leave_debugger() -> None:
-    """Have the next task run without the debugger of this one, which keeps nothing alive."""
-    if debugger.Debugger.was_used:
-        debugger.stop_tracing(inspect.currentframe())
+MOST_BYTES = 1 << 14
+"""Of one argument or attribute; what is larger is no message but data, and stays here."""
+
+NOT_SENT = frozenset({"__dict__", "__weakref__", "__notes__", "obj"})
+"""Attributes that are not its own, or, with AttributeError, the whole object that lacks one."""
 
 
-def is_debugger(frame: FrameType | None) -> bool:
-    """Say whether a call that reads a line is a debugger's."""
-    if frame is None or frame.f_code is not cmd.Cmd.cmdloop.__code__:
-        return False
-    return isinstance(frame.f_locals.get("self"), bdb.Bdb)
+def contents_of(error: BaseException, namespace: dict[str, Any]) -> Payload:
+    """Pack the arguments and attributes of an exception, as far as each can be sent.
+
+    In place of an argument that cannot there is its text.  One of a class that is not written in
+    Python comes whole too.
+    """
+    args = [_packed(arg, namespace) or _packed(_text(arg), namespace) for arg in error.args]
+    state = {name: _packed(value, namespace) for name, value in _attributes(error)}
+    whole = None
+    try:
+        bare(type(error))
+    except Exception:  # noqa: BLE001 (a class in C or Rust raises what it likes)
+        whole = _packed(error, namespace)
+    frames = pickle((args, {k: v for k, v in state.items() if v}, whole), namespace).frames
+    return pack_frames(frames)[0]
+
+
+def led_to(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception, and those that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
+def _packed(value: object, namespace: dict[str, Any]) -> list[bytes] | None:
+    try:
+        pickled = pickle(value, namespace, sketch=True)
+    except Exception:  # noqa: BLE001 (a class's own `__reduce__` can raise anything)
+        return None
+    if pickled.is_sketch or size_of(pickled.frames) > MOST_BYTES:
+        return None
+    return [bytes(memoryview(frame)) for frame in pickled.frames]
+
+
+def _text(value: object) -> str:
+    try:
+        return repr(value)[:1000]
+    except Exception as error:  # noqa: BLE001 (the class is the user's)
+        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+
+
+def _attributes(error: BaseException) -> Iterator[tuple[str, object]]:
+    """Yield those that it has itself, and those that its builtin class or slots keep.
+
+    Calls nothing of the user's.
+    """
+    own = {**object.__getattribute__(error, "__dict__")}
+    for base in type(error).__mro__:
+        for name, kept in vars(base).items() if base not in (BaseException, object) else ():
+            if isinstance(kept, MemberDescriptorType | GetSetDescriptorType):
+                with suppress(AttributeError):  # it has none
+                    own.setdefault(name, kept.__get__(error))
+    yield from ((name, each) for name, each in own.items() if name not in NOT_SENT)

@@ -35,7 +35,7 @@ while True:
 
 TELLS = """
 import sys
-from nbdist.worker.compat.cpython import call_layout
+from nbdist.worker.probe import call_layout
 layout = call_layout()
 sys.stdout.buffer.write(layout.line())
 sys.stdout.flush()

@@ -242,7 +242,7 @@ async def test_its_end_is_known_first(watched: Watched) -> None:
 async def test_a_lost_connection(watched: Watched) -> None:
     """A worker that can be given no more tasks is ended, with the reason."""
     watched.begin(
-        "import gc\nfrom nbdist.worker.tasks import Tasks\n"
+        "import gc\nfrom nbdist.worker.main import Tasks\n"
         "(tasks,) = [each for each in gc.get_objects() if type(each) is Tasks]\n"
         "tasks._agent.shutdown(2)\nimport time; time.sleep(600)"
     )

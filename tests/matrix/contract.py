@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, device_mesh, distr
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.worker.compat import nccl as nccl_seam
-from nbdist.worker.compat import receives
+from nbdist.worker.compat import torch as seam
 from nbdist.worker.compat.torch import OPERATIONS, VERSION, entries_in, gloo_of
 
 HAS_NCCL = hasattr(c10d, "ProcessGroupNCCL")
@@ -186,8 +186,8 @@ def names() -> Iterator[str]:
     for number in (20, 255):
         if int(ProcessGroup.BackendType(number)) != number:
             yield f"ProcessGroup.BackendType({number})"
-    if not receives.can_end_receives():
-        yield f"{receives.ABORT_RECEIVE} in libtorch_cpu.so"
+    if not seam.can_end_receives():
+        yield f"{seam.ABORT_RECEIVE} in libtorch_cpu.so"
 
 
 def _arguments(name: str, find: Callable[[], Any], wanted: str) -> Iterator[str]:

@@ -9,11 +9,8 @@ import pytest
 import torch
 
 from nbdist.worker.compat import accelerator
-from nbdist.worker.environment import (
-    change_environment,
-    change_threads,
-    share_gpu,
-)
+from nbdist.worker.control import change_environment, change_threads
+from nbdist.worker.environment import share_gpu
 from nbdist.world.world import World
 from tests.wire.test_spec import START
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.holdings`: what holds memory, and by which name it can be reached."""
+"""Tests of `nbdist.worker.memory`: what holds memory, and by which name it can be reached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nbdist.wire.ops import Held
-from nbdist.worker.holdings import Search, last_errors, locals_of
+from nbdist.worker.memory import Search, last_errors, locals_of
 
 
 def held(**names: object) -> dict[str, Held]:

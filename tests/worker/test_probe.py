@@ -49,7 +49,7 @@ def test_frames_of_a_thread() -> None:
     """From the innermost out; a cell's are named as the notebook names it, with their line."""
     with running("def f():\n    wait()\n\n\nf()") as ident:
         frames = [f for f in frames_of(ident) if f.f_code.co_filename == "<cell>"]
-        found = described(frames, {"<cell>": 3})
+        found = tuple(described(frame, {"<cell>": 3}) for frame in frames)
     assert found == (StackFrame("Cell In[3]", 2, "f"), StackFrame("Cell In[3]", 5, "<module>"))
     assert list(frames_of(0)) == []
 
@@ -82,7 +82,7 @@ def test_no_garbage_is_collected_as_a_frame_is_taken() -> None:
 def test_source_lines_are_of_cells_only() -> None:
     """The agent reads those of files without this process's GIL."""
     frame = sys._getframe()
-    (found,) = described([frame], {})
+    found = described(frame, {})
     assert (found.file, found.line > 0) == (__file__, True)
     assert (found.function, found.code) == (frame.f_code.co_name, "")
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.remedies`: what an error says of what there is to do about it."""
+"""Tests of `nbdist.worker.tracebacks`: what an error says of what there is to do about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from nbdist.values.payload import open_payload, size_of
 from nbdist.values.pickling import unpickle
 from nbdist.worker.compat import accelerator
-from nbdist.worker.remedies import (
+from nbdist.worker.tracebacks import (
     MOST_BYTES,
     contents_of,
     lasting_error,

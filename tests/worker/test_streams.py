@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.streams` in a process of its own, as a worker is one."""
+"""Tests of `nbdist.worker.process` in a process of its own, as a worker is one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKEN = "0123456789abcdef"
 
 PROLOGUE = f"""
 import os, sys, threading
-from nbdist.worker.streams import RankStream, flush_c_streams, write_mark
+from nbdist.worker.process import RankStream, flush_c_streams, write_mark
 sys.stdout, sys.stderr = (RankStream(name, {TOKEN!r}) for name in ("stdout", "stderr"))
 """
 
@@ -114,8 +114,8 @@ def test_fork_while_another_thread_writes() -> None:
 def test_a_descriptor_that_a_cell_has_closed() -> None:
     """It is there again for the next one, and no file gets its number."""
     said = run(
-        "from nbdist.worker import streams\n"
-        f"streams.install({TOKEN!r})\nos.close(1)\nstreams.flush_streams()\n"
+        "from nbdist.worker import process\n"
+        f"process.install({TOKEN!r})\nos.close(1)\nprocess.flush_streams()\n"
         "os.write(1, b'again')"
     )
     assert said == [Text("stdout", "again")]

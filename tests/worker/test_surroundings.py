@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.surroundings`: a process that follows what tasks say of the notebook."""
+"""Tests of `nbdist.worker.environment`: a process that follows what tasks say of the notebook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from nbdist.config import WorldConfig
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Surroundings
-from nbdist.worker.surroundings import Around, OwnModules, merged
+from nbdist.worker.environment import Around, OwnModules, merged
 from nbdist.world.spec import make_spec
 
 
@@ -184,7 +184,7 @@ def test_what_is_not_the_users(own: OwnModules, module: Edited) -> None:
     sys.modules.pop("colorsys", None)
     importlib.import_module("colorsys")
     told(own, module.now)
-    assert repr(own) == "<OwnModules ['edited_by_test']>"
+    assert [*own._sources] == ["edited_by_test"]
     module.path.unlink()
     assert told(own, time.time_ns()) == ()
 
@@ -197,7 +197,7 @@ def test_what_is_kept_in_step_is_imported_anew(own: OwnModules, module: Edited) 
     module.write()
     own.keep_in_step()
     assert edited.value == before
-    own.is_kept_in_step = True
+    own._is_kept_in_step = True
     own.keep_in_step()
     assert edited.value == module.now
     edited.value = "mine"

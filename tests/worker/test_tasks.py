@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.tasks`: tasks are done in turn, each once, and their end is said."""
+"""Tests of `nbdist.worker.main`: tasks are done in turn, each once, and their end is said."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import pytest
 from nbdist.output.events import Done
 from nbdist.wire.frames import FrameCutter, framed
 from nbdist.wire.work import CatchUp, Finished, InputReply, Source, Task
+from nbdist.worker.main import Tasks
 from nbdist.worker.process import Interrupts
-from nbdist.worker.tasks import Tasks
 from nbdist.world.world import World
 from tests.waiting import until
 

@@ -20,7 +20,7 @@ from nbdist.errors import UsageError, WorkerError
 from nbdist.output.events import Failure, Text
 from nbdist.output.transcript import Transcript
 from nbdist.wire.work import Call, Task
-from nbdist.worker.remedies import contents_of
+from nbdist.worker.tracebacks import contents_of
 from nbdist.world.result import CellResult, Contents, as_raised, raised
 
 HOSTS = {0: (socket.gethostname(), 0), 1: ("far", 0), 2: ("far", 1)}

@@ -6,6 +6,7 @@ Its prompt goes to the notebook as `input()` does, since pdb reads by `input`.
 from __future__ import annotations
 
 import bdb
+import cmd
 import inspect
 import os
 import pdb
@@ -158,24 +159,17 @@ def own_part(around: list[bool]) -> tuple[int, int]:
     return first, len(around) - around[::-1].index(False)
 
 
-def install() -> None:
-    """Have everybody who starts a debugger start this one; after IPython's has been put there."""
-    for module in (pdb, debugger):
-        vars(module)["Pdb"] = Debugger
-    pdb.set_trace = debugger.set_trace
-    # `torch.distributed.breakpoint`'s own would read a terminal; torch before 2.10 makes it early.
-    if hasattr(torch.distributed, "_DistributedPdb"):
-        torch.distributed._DistributedPdb = Debugger
-
-
-def stop_tracing(frame: FrameType | None) -> None:
-    """Have no debugger follow anything any more, in this call and those that led to it."""
+def leave_debugger() -> None:
+    """Have the next task run without the debugger of this one, which keeps nothing alive."""
+    if not Debugger.was_used:
+        return
     Debugger.was_used = False
     for name in CACHES:
         if hasattr(getattr(Debugger, name, None), "cache_clear"):
             getattr(Debugger, name).cache_clear()
     if isinstance(getattr(sys.gettrace(), "__self__", None), bdb.Bdb):
         sys.settrace(None)
+    frame = inspect.currentframe()
     while frame is not None:
         if isinstance(getattr(frame.f_trace, "__self__", None), bdb.Bdb):
             frame.f_trace = None
@@ -192,3 +186,43 @@ def post_mortem(error: BaseException) -> None:
     # IPython's own (8.15 and later) until Python 3.13 has it.
     knows_chains = getattr(debugger, "CHAIN_EXCEPTIONS", False) or sys.version_info >= (3, 13)
     found.interaction(None, error if knows_chains else error.__traceback__)
+
+
+# --- `breakpoint()` and all other ways into a debugger, on a rank -----------------------------
+
+
+LEFT = "`q` left the debugger and ended the cell on this rank"
+"""What is said of BdbQuit, which has no words of its own."""
+
+
+def use_debugger() -> None:
+    """Have every way into a debugger lead to this one; after IPython's has been put there.
+
+    In an ipykernel `breakpoint()` does nothing once debugpy has been imported.
+    """
+    for module in (pdb, debugger):
+        vars(module)["Pdb"] = Debugger
+    pdb.set_trace = debugger.set_trace
+    # `torch.distributed.breakpoint`'s own would read a terminal; torch before 2.10 makes it early.
+    if hasattr(torch.distributed, "_DistributedPdb"):
+        torch.distributed._DistributedPdb = Debugger
+    sys.breakpointhook = stop_at_breakpoint
+
+
+def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
+    """Do what `breakpoint()` does: PYTHONBREAKPOINT says what that is, by default the debugger."""
+    if os.environ.get("PYTHONBREAKPOINT"):
+        return sys.__breakpointhook__(*args, **options)
+    frame = inspect.currentframe()
+    found = Debugger()
+    if header := options.get("header"):
+        found.message(header)
+    found.set_trace(frame and frame.f_back)
+    return None
+
+
+def is_debugger(frame: FrameType | None) -> bool:
+    """Say whether a call that reads a line is a debugger's."""
+    if frame is None or frame.f_code is not cmd.Cmd.cmdloop.__code__:
+        return False
+    return isinstance(frame.f_locals.get("self"), bdb.Bdb)

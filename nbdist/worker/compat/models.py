@@ -141,7 +141,8 @@ def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
             after, size = group.post_forward_mesh_info, group.mesh_info.shard_mesh_size
             to = after.shard_mesh_size if after else 0
             options |= {"reshard_after_forward": to if 0 < to < size else bool(to)}
-        settings = {name: value for name, value in vars(group).items() if _is_setting(name, value)}
+        named = {k: v for k, v in vars(group).items() if not k.startswith("_")}
+        settings = {k: v for k, v in named.items() if isinstance(v, bool | int | float)}
     return id(state), inside[0].mesh_info.mesh if inside else None, options, settings
 
 
@@ -163,7 +164,9 @@ def why_only_here(module: Any) -> str:
         return "its parameters are on several meshes"
     if any(getattr(group, "_all_reduce_hook", None) for group in groups):
         return "it has a hook in its all_reduce"
-    if any(map(_communicates_otherwise, groups)):
+    ours = ("_all_gather_comm", "_reduce_scatter_comm")
+    comms = [vars(group).get(name) for group in groups for name in ours]
+    if any(each and not type(each).__module__.startswith("torch.") for each in comms):
         return "it has communication of its own"
     if any(p.mp_policy.param_dtype != state._mp_policy.param_dtype for p in parameters):
         return "its parameters are cast to several dtypes"
@@ -172,12 +175,6 @@ def why_only_here(module: Any) -> str:
     if any(_has_gathered_grad(parameter) for parameter in parameters):
         return "it has gradients that were not reduced yet"
     return ""
-
-
-def _communicates_otherwise(group: Any) -> bool:
-    """Say whether a class that is not torch's was set, where torch takes one."""
-    own = [vars(group).get(name) for name in ("_all_gather_comm", "_reduce_scatter_comm")]
-    return any(each and not type(each).__module__.startswith("torch.") for each in own)
 
 
 def _has_gathered_grad(parameter: Any) -> bool:
@@ -196,7 +193,3 @@ def _fsdp_groups(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
     return [group for group in [state._fsdp_param_group] if group]  # before torch 2.12
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    return not name.startswith("_") and isinstance(value, bool | int | float)

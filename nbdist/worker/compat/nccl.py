@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ class Seat:
     device: torch.device
 
 
-class Adapter(Protocol):
+class Adapter(ABC):
     """What nbdist asks of nccl."""
 
     most_renewals: int | None
@@ -70,29 +71,41 @@ class Adapter(Protocol):
     counts_on: bool
     """Whether the numbers of a group's collectives go on where it is renewed."""
 
+    @abstractmethod
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
         """Find the other ranks in the store; return what connects then, and waits in C++."""
 
+    @abstractmethod
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
         """Return what is to be connected: the group's backend, or another one in its place.
 
         Its collectives take `timeout` at most.
         """
 
+    @abstractmethod
     def abort(self, backends: Sequence[Any]) -> None:
         """End their collectives, from any thread; it can take for ever."""
 
+    @abstractmethod
+    def dump(self, *, active: bool) -> bytes:
+        """Ask Flight Recorder for its entries, or only for those of what has not ended."""
+
     def pending(self) -> list[dict[str, Any]]:
-        """Read Flight Recorder's entries of collectives that have not ended."""
+        """Read its entries of collectives that have not ended."""
+        entries: list[dict[str, Any]] = json.loads(self.dump(active=True)).get("entries", [])
+        return entries
 
     def recorded(self) -> Iterator[dict[str, Any]]:
         """Read all of its entries, the newest first."""
+        return entries_in(self.dump(active=False))
 
     def error(self, backend: Any) -> str:
         """Name what has gone wrong between its ranks; "" for nothing."""
+        kind = backend.get_error()
+        return "" if kind == c10d.ErrorType.SUCCESS else kind.name.lower()
 
 
-class Legacy:
+class Legacy(Adapter):
     """torch's first class: aborted in one go, and then replaced by another one in its group."""
 
     most_renewals: int | None = MOST_RENEWALS // 2
@@ -136,24 +149,13 @@ class Legacy:
             backend.abort()
         backends[0]._group_end()
 
-    def pending(self) -> list[dict[str, Any]]:
+    def dump(self, *, active: bool) -> bytes:
         """Ask the recorder that the class has for itself."""
-        return _entries(self._dump(active=True))
-
-    def recorded(self) -> Iterator[dict[str, Any]]:
-        """Ask the same one."""
-        return entries_in(self._dump(active=False))
-
-    def _dump(self, *, active: bool) -> bytes:
-        dump = getattr(c10d, "_dump_nccl_trace_json", None)  # torch for the CPU has none
-        return bytes(dump(includeCollectives=True, onlyActive=active)) if dump else b"{}"
-
-    def error(self, backend: Any) -> str:
-        """Ask the backend."""
-        return _error(backend)
+        ask = getattr(c10d, "_dump_nccl_trace_json", None)  # torch for the CPU has none
+        return bytes(ask(includeCollectives=True, onlyActive=active)) if ask else b"{}"
 
 
-class Nccl2:
+class Nccl2(Adapter):
     """torch's other class, named "nccl2": reconfigured to be connected, and to be so anew.
 
     Its watchdog then ends what cannot go on, and never the process.
@@ -201,23 +203,16 @@ class Nccl2:
             for _ in pool.map(lambda backend: backend.abort(), backends):
                 pass
 
-    def pending(self) -> list[dict[str, Any]]:
+    def dump(self, *, active: bool) -> bytes:
         """Ask the recorder that hooks of the groups write to; nobody knows before torch 2.15."""
-        # One that does not tell the hook when a collective ends has them retired at once.
-        return [entry for entry in _entries(self._dump(active=True)) if not entry["retired"]]
-
-    def recorded(self) -> Iterator[dict[str, Any]]:
-        """Ask the same one."""
-        return entries_in(self._dump(active=False))
-
-    def _dump(self, *, active: bool) -> bytes:
         if not RECORDS_NCCL2:
             return b"{}"
         return bytes(c10d._dump_fr_trace_json(True, active, "nccl2"))  # type: ignore[attr-defined]  # noqa: FBT003
 
-    def error(self, backend: Any) -> str:
-        """Ask the backend."""
-        return _error(backend)
+    def pending(self) -> list[dict[str, Any]]:
+        """Read those of them that have not ended."""
+        # One that does not tell the hook when a collective ends has them retired at once.
+        return [entry for entry in super().pending() if not entry["retired"]]
 
 
 ADAPTERS: Mapping[str, Adapter] = {"nccl": Legacy(), "nccl2": Nccl2()}
@@ -288,13 +283,3 @@ def new_nccl2(seat: Seat, timeout: timedelta) -> Any:
     options.group_id, options.enable_reconfigure = "stand-in", True
     plugins: Any = distributed_c10d.Backend._plugins
     return plugins["NCCL2"].creator_fn(options, None)
-
-
-def _entries(dump: bytes) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = json.loads(dump).get("entries", [])
-    return entries
-
-
-def _error(backend: Any) -> str:
-    kind = backend.get_error()
-    return "" if kind == c10d.ErrorType.SUCCESS else kind.name.lower()

@@ -46,9 +46,6 @@ class DefaultGroup:
         self._init, self._destroy = dist.init_process_group, dist.destroy_process_group
         self._wrap()
 
-    def __repr__(self) -> str:
-        return f"<DefaultGroup of {self._size}{'' if self.is_in_place else ', set aside'}>"
-
     @property
     def is_in_place(self) -> bool:
         """Whether it is the default group now."""
@@ -142,7 +139,13 @@ class DefaultGroup:
         if self._left is not None:
             return self._init(*call.args, **call.kwargs)
         is_there = self.is_in_place
-        if not is_there and (dist.is_initialized() or self._is_another(asked)):
+        # What all ranks of a group give alike says that it is another one.
+        is_another = (
+            dist.is_initialized()
+            or asked.get("store") is not None
+            or asked.get("world_size", -1) not in (-1, self._size)
+        )
+        if not is_there and is_another:
             return self._init(*call.args, **call.kwargs)
         if reason := self._contradiction(asked):
             raise ValueError(f"init_process_group: {reason}")
@@ -156,10 +159,6 @@ class DefaultGroup:
         if asked.get("timeout") is not None:
             self._set_timeout(asked["timeout"])
         return None
-
-    def _is_another(self, asked: Mapping[str, Any]) -> bool:
-        """Say whether a group of its own is asked for, by what all its ranks give alike."""
-        return asked.get("store") is not None or asked.get("world_size", -1) not in (-1, self._size)
 
     def _contradiction(self, asked: Mapping[str, Any]) -> str:
         """Say what the world's group is not, and what to do then; "" when it is as asked for."""
@@ -303,9 +302,6 @@ class GroupNames:
         self._made: Counter[str] = Counter()
         seam.name_groups(self._name)
 
-    def __repr__(self) -> str:
-        return f"<GroupNames of task {self._task}: {sum(self._made.values())} made>"
-
     def begin_task(self, task_id: str) -> None:
         """Name all groups that are made from now on after this task."""
         self._task = task_id[:ID_LENGTH]
@@ -325,8 +321,10 @@ class GroupNames:
 
 def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
     """Have these groups raise RuntimeError, and DDP modules on them too; from any thread."""
-    if not _stale:
-        _check_operations()
+    if not _stale:  # only once there are such: each call takes longer
+        for name in seam.OPERATIONS:
+            if (operation := getattr(ProcessGroup, name, None)) is not None:
+                setattr(ProcessGroup, name, _checked(operation))
     why = (
         f"this group ended when the world was scaled, {before} -> {after}. Recreate what was "
         f"made with it:"
@@ -360,13 +358,6 @@ def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
 
 def _raise(why: str, *_: Any) -> None:
     raise RuntimeError(why)
-
-
-def _check_operations() -> None:
-    """Have operations raise on stale groups; only once there are such: each call takes longer."""
-    for name in seam.OPERATIONS:
-        if (operation := getattr(ProcessGroup, name, None)) is not None:
-            setattr(ProcessGroup, name, _checked(operation))
 
 
 def _checked(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +36,7 @@ from torch.distributed import ProcessGroupGloo
 from nbdist.output.events import Connections
 from nbdist.words import one_line
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.compat.receives import end_receive
+from nbdist.worker.compat.torch import end_receive
 from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
 from nbdist.worker.process import CELL_TIMES, BadEnvironment
 
@@ -171,25 +172,25 @@ class Gloo:
         renewable = self.renews or enable_reconfigure
         options = seam.gloo_options(self._device, THREADS, timeout, renewable=renewable)
         if not renewable or enable_reconfigure:
-            self._connect(
-                lambda: self._init(backend, _abortable(meeting), rank, size, options), meeting
-            )
+            self._connect(lambda at: self._init(backend, at, rank, size, options), meeting)
             return
         with self._store.at(meeting):
             self._init(backend, self._store, rank, size, options)
         self.renew(backend, meeting, rank, size)
 
-    def _connect(self, connect: Callable[[], None], meeting: Meeting) -> None:
-        """Have a backend connect; DistBackendError where that is called off meanwhile.
+    def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
+        """Have a backend connect at a store; DistBackendError where that is called off meanwhile.
 
         What a rank waits for in gloo once it has all addresses nothing else ends: that of one
         which fails then never comes.
         """
+        timeout, over = meeting.timeout, meeting.over
         with self._noting_opened():
-            if meeting.over is None:
-                connect()
+            if over is None:
+                connect(meeting.store)
             else:
-                until_over(connect, "connecting gloo", meeting.timeout, meeting.over)
+                store = AbortableStore(meeting.store, timeout, over)
+                until_over(lambda: connect(store), "connecting gloo", timeout, over)
 
     @contextmanager
     def _noting_opened(self) -> Iterator[None]:
@@ -258,13 +259,6 @@ class Gloo:
                     yield found
 
 
-def _abortable(meeting: Meeting) -> Any:
-    """Give a store in which a backend connects once and for all."""
-    if meeting.over is None:
-        return meeting.store
-    return AbortableStore(meeting.store, meeting.timeout, meeting.over)
-
-
 def _make_device() -> tuple[Any, int, bool]:
     """Make a device of gloo's, as torch would: also its port, and whether it is this machine's."""
     before = set(_sockets())
@@ -275,25 +269,21 @@ def _make_device() -> tuple[Any, int, bool]:
         else:
             device = ProcessGroupGloo.create_default_device()
     except RuntimeError as error:
-        raise _bad_interface(interface, error) from error
+        there = sorted(name for _, name in socket.if_nameindex())
+        why = f"gloo cannot use it ({one_line(str(error))})"
+        if interface and interface not in there:
+            why = "this network interface does not exist"
+        # Gloo does not name the variable.
+        raise BadEnvironment(
+            f"GLOO_SOCKET_IFNAME={interface}: {why}. This machine has {', '.join(there)}; "
+            "without the variable workers use lo."
+        ) from error
     for fd, inode in set(_sockets()) - before:
         with suppress(OSError), _borrowed(fd, inode) as found:
             if _listens(found):
                 address, port = found.getsockname()[:2]
                 return device, int(port), address.startswith("127.") or address == "::1"
     raise RuntimeError("gloo's listening socket was not found")
-
-
-def _bad_interface(interface: str, error: RuntimeError) -> BadEnvironment:
-    """Name the variable, which gloo does not."""
-    there = sorted(name for _, name in socket.if_nameindex())
-    why = f"gloo cannot use it ({one_line(str(error))})"
-    if interface and interface not in there:
-        why = "this network interface does not exist"
-    return BadEnvironment(
-        f"GLOO_SOCKET_IFNAME={interface}: {why}. This machine has {', '.join(there)}; "
-        "without the variable workers use lo."
-    )
 
 
 def _listens(found: socket.socket) -> bool:
@@ -323,14 +313,12 @@ def _borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
 # --- waits for asynchronous operations --------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class _Wait:
     """One thread's, for one operation."""
 
-    __slots__ = ("is_over", "work")
-
-    def __init__(self, work: dist.Work) -> None:
-        self.work = work
-        self.is_over = False
+    work: dist.Work
+    is_over: bool = False
 
 
 _wait_for_work = dist.Work.wait

@@ -70,11 +70,19 @@ class Group:
 
     def __init__(self, start: WorkerStart) -> None:
         self._start = start
-        self._rendezvous = _rendezvous_of(start)
+        self._rendezvous: Any = None
+        if start.world.torch_store is not None:
+            # Here, as few worlds have one, and the import takes its time.
+            from nbdist.worker.group.torch_rendezvous import TorchRendezvous
+
+            self._rendezvous = TorchRendezvous(start.world.torch_store, start.rank)
         asks = start.store_socket and not self._rendezvous
         self._agent = Connections(start.store_socket) if asks else None
         self._stores: dict[str, AgentStore] = {}
-        self._file: Any = None if self._agent else _file_store(start)
+        self._file: Any = None
+        if self._agent is None:
+            self._file = seam.FileStore(start.store_path, start.world.world_size)
+            self._file.set_timeout(timedelta(seconds=FORM_TIMEOUT))
         # The same in all generations: `new_group` meets there.
         self._meeting = AbortableStore(self._store_of(0, WORLD), FORM_TIMEOUT)
         self._stand_ins: list[Any] = []
@@ -206,16 +214,12 @@ class Group:
                 self._default.form(start, store)
         finally:
             self._gloo.next_meets_in(None)
-        if not is_first:
-            self._compare_default(start.generation)
-        self._connect_own_nccl(start.generation)
-
-    def _compare_default(self, generation: int) -> None:
-        """Have a default group that torch made without it compare collectives, as all others."""
-        backend = seam.gloo_of(self._default.group) if seam.compares() else None
+        backend = None if is_first or not seam.compares() else seam.gloo_of(self._default.group)
         if backend is not None:
-            comparing = self._comparing(backend, self._world, generation)
-            seam.replace_gloo(self._default.group, comparing, generation)
+            # torch made it without comparing collectives, which all others do.
+            comparing = self._comparing(backend, self._world, start.generation)
+            seam.replace_gloo(self._default.group, comparing, start.generation)
+        self._connect_own_nccl(start.generation)
 
     # --- form another one, of another size ----------------------------------------------------
 
@@ -409,18 +413,3 @@ class Group:
             # C++ that has a store keeps alive what it is there, and not what it is in Python.
             return self._stores.setdefault(prefix, new)
         return seam.PrefixStore(prefix, self._file)
-
-
-def _rendezvous_of(start: WorkerStart) -> Any:
-    if start.world.torch_store is None:
-        return None
-    # Here, as few worlds have one, and the import takes its time.
-    from nbdist.worker.group.torch_rendezvous import TorchRendezvous
-
-    return TorchRendezvous(start.world.torch_store, start.rank)
-
-
-def _file_store(start: WorkerStart) -> Any:
-    store = seam.FileStore(start.store_path, start.world.world_size)
-    store.set_timeout(timedelta(seconds=FORM_TIMEOUT))
-    return store

@@ -53,9 +53,6 @@ class Nccl:
         self._is_put_off = False
         seam.when_nccl2_is_made(self._make)
 
-    def __repr__(self) -> str:
-        return f"<Nccl on {self._device}, {self._store}>"
-
     @contextmanager
     def connecting_later(self) -> Iterator[None]:
         """Have what is made meanwhile be connected by `connect`, and not at once."""
@@ -166,9 +163,6 @@ class UnderWay:
         self._first = dict.fromkeys(seam.ADAPTERS, 0)
         self._before: dict[str, int] = {}  # by group, the last number there until then
 
-    def __repr__(self) -> str:
-        return f"<UnderWay from {self._first}>"
-
     def pending(self) -> Pending:
         """Say what is under way now, on the GPU or waiting there for its turn."""
         found = [
@@ -250,9 +244,6 @@ class Recording:
         self._before: Mapping[str, Mapping[str, str]] = {}
         self._last: tuple[dict[str, int], dict[str, Any] | None] = {}, None
         self._seen: tuple[object, tuple[Begun, ...]] | None = None
-
-    def __repr__(self) -> str:
-        return f"<Recording from {self._first}>"
 
     def start_over(self) -> None:
         """Forget what has begun so far: the groups are being rebuilt.

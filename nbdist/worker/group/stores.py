@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch.distributed import DistBackendError, DistStoreError
 
@@ -40,7 +40,6 @@ from nbdist.wire.store import (
     Refused,
     Set,
     Wait,
-    Waiting,
     answer_from,
     to_frame,
 )
@@ -101,7 +100,42 @@ def until_over(
     done.result()
 
 
-class AbortableStore(Store):
+class _PythonStore(Store):
+    """A store of which C++ asks all that waits by one method, `awaited`."""
+
+    _timeout: timedelta
+
+    def awaited(
+        self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
+    ) -> list[bytes]:
+        """Return their `values` once all are there; DistStoreError where they do not come."""
+        raise NotImplementedError
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self.awaited(keys, None, values=True)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self.awaited(keys, timeout, values=False)
+
+    # C++ calls two of them by these names (torch 2.13).
+
+    def deleteKey(self, key: str) -> bool:
+        return self.delete_key(key)
+
+    def getNumKeys(self) -> int:
+        return self.num_keys()
+
+    def clone(self) -> Self:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+
+class AbortableStore(_PythonStore):
     """Passes all on to another store, and waits for it."""
 
     def __init__(self, store: Any, timeout: float = FORM_TIMEOUT, over: Path | None = None) -> None:
@@ -155,18 +189,6 @@ class AbortableStore(Store):
 
     # --- what torch calls -----------------------------------------------------------------
 
-    def get(self, key: str) -> bytes:
-        """Wait for the value and return it."""
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for all values and return them."""
-        return self.awaited(keys, None, values=True)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there; DistStoreError when they do not come in time."""
-        self.awaited(keys, timeout, values=False)
-
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
     ) -> list[bytes]:
@@ -175,24 +197,18 @@ class AbortableStore(Store):
         self._awaited = keys
         try:
             if isinstance(store, AgentStore):
-                if values:
-                    return store.awaited(keys, allowed, self._look)
-                store.wait_for(keys, allowed, self._look)
-                return []
+                return store.awaited(keys, allowed, self._look, values=values)
             if not _waits_itself(store):
                 self._poll(keys, allowed)
-                return self._values(keys) if values else []
-            if values:
+            elif not values:
+                store.wait(keys, allowed)
+            if not values:
+                return []
+            if store.has_extended_api():
                 return [*store.multi_get(keys)]
-            store.wait(keys, allowed)
-            return []
+            return [store.get(key) for key in keys]
         finally:
             self._awaited = ()
-
-    def _values(self, keys: Sequence[str]) -> list[bytes]:
-        if self._store.has_extended_api():
-            return [*self._store.multi_get(keys)]
-        return [self._store.get(key) for key in keys]
 
     def _poll(self, keys: Sequence[str], allowed: timedelta) -> None:
         # torch's kNoTimeout is 0.
@@ -238,15 +254,6 @@ class AbortableStore(Store):
 
     def num_keys(self) -> int:
         return int(self._store.num_keys())
-
-    def clone(self) -> AbortableStore:
-        return self
-
-    # C++ calls two of them by these names (torch 2.13).
-    deleteKey, getNumKeys = delete_key, num_keys
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
 
 
 def _waits_itself(store: Any) -> bool:
@@ -352,18 +359,14 @@ class Connections:
             if not (data := connection.recv(READ_SIZE)):
                 raise ConnectionError(LOST)
             for frame in cutter.feed(data):
-                return _answer_in(frame)
+                try:
+                    return answer_from(frame)
+                except BadFrame as error:
+                    raise ConnectionError(f"{LOST}: {error}") from error
         raise ConnectionError(f"{LOST}: it did not answer for {ANSWER_TIMEOUT:.0f} s")
 
 
-def _answer_in(frame: bytes) -> Answer:
-    try:
-        return answer_from(frame)
-    except BadFrame as error:
-        raise ConnectionError(f"{LOST}: {error}") from error
-
-
-class AgentStore(Store):
+class AgentStore(_PythonStore):
     """Its keys begin with `prefix`, as a PrefixStore's do."""
 
     def __init__(self, agent: Connections, prefix: str, timeout: float) -> None:
@@ -372,33 +375,25 @@ class AgentStore(Store):
         self._prefix = prefix
         self._timeout = timedelta(seconds=timeout)
 
-    def __repr__(self) -> str:
-        return f"<AgentStore {self._prefix} {self._agent}>"
-
     def awaited(
-        self, keys: Sequence[str], timeout: timedelta | None, look: LookOver = wait_on
+        self,
+        keys: Sequence[str],
+        timeout: timedelta | None,
+        look: LookOver = wait_on,
+        *,
+        values: bool = True,
     ) -> list[bytes]:
-        """Return the values once all are there; DistStoreError when they do not come in time."""
-        return [*self._when_there(Get, keys, timeout, look)]
-
-    def wait_for(
-        self, keys: Sequence[str], timeout: timedelta | None, look: LookOver = wait_on
-    ) -> None:
-        """Wait until all keys are there; DistStoreError when they do not come in time."""
-        self._when_there(Wait, keys, timeout, look)
-
-    def _when_there(
-        self, kind: type[Waiting], keys: Sequence[str], timeout: timedelta | None, look: LookOver
-    ) -> Any:
+        """Wait for them; what `look` raises meanwhile ends that."""
         allowed = self._timeout if timeout is None else timeout
         # torch's kNoTimeout is 0.
         end = time.monotonic() + (allowed.total_seconds() or math.inf)
         asked = tuple(map(self._key, keys))
         while True:
             left = max(0.0, end - time.monotonic())
+            kind = Get if values else Wait
             answer = self._ask(kind(asked, min(left, LONGEST_WAIT)), look)
             if not (answer is None or answer is False):
-                return answer
+                return [*answer] if values else []
             if time.monotonic() >= end:
                 raise DistStoreError(f"wait timeout: {', '.join(asked)} did not come")
 
@@ -412,18 +407,6 @@ class AgentStore(Store):
         return f"{self._prefix}/{key}"
 
     # --- what torch calls -----------------------------------------------------------------
-
-    def get(self, key: str) -> bytes:
-        """Wait for the value and return it."""
-        return self.awaited([key], None)[0]
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for all values and return them: gloo then asks once for all ranks."""
-        return self.awaited(keys, None)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there; DistStoreError when they do not come in time."""
-        self.wait_for(keys, timeout)
 
     def set(self, key: str, value: str | bytes) -> None:
         self.multi_set([key], [value])
@@ -456,15 +439,6 @@ class AgentStore(Store):
 
     def has_extended_api(self) -> bool:
         return True
-
-    def clone(self) -> AgentStore:
-        return self
-
-    # C++ calls two of them by these names (torch 2.13).
-    deleteKey, getNumKeys = delete_key, num_keys
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
 
 
 def _as_bytes(value: str | bytes) -> bytes:

@@ -1,19 +1,20 @@
-"""Calls a function of the notebook, with what that finds in `__main__`, or code of a front end."""
+"""Calls a function of the notebook, or code of a front end, and debugs what a cell has raised."""
 
 from __future__ import annotations
 
 import io
+import sys
 from bdb import BdbQuit
 from collections.abc import Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
 from nbdist.values.payload import Payload
-from nbdist.worker.tracebacks import show
+from nbdist.worker.compat.debugger import post_mortem
+from nbdist.worker.tracebacks import message_of, show
 
 if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
-
 
 READY_MODULES = ("torch", "dist")
 """Names that are ready in every worker and give way to the caller's."""
@@ -66,9 +67,6 @@ class LentNames:
         self._covered = {name: namespace[name] for name in kept if name in namespace}
         namespace.update(self._lent)
 
-    def __repr__(self) -> str:
-        return f"<LentNames {sorted(self._lent)}>"
-
     def take_back(self, *, has_bound: bool) -> None:
         """Bind none of them any more.
 
@@ -99,3 +97,29 @@ def answer(context: Context, source: str) -> str:
     with redirect_stdout(said):
         exec(compile(shell.transform_cell(source), "<front end>", "exec"), shell.user_ns)
     return said.getvalue()
+
+
+# --- post mortem ------------------------------------------------------------------------------
+
+
+def debug(context: Context) -> bool:
+    """Debug post mortem until that is left; False where there is no exception any more.
+
+    Stop leaves it too, and the exception stays for the next time.
+    """
+    error = last_error(context.shell)
+    if error is None or error.__traceback__ is None:
+        return False
+    sys.stdout.write(f"{type(error).__name__}: {message_of(error)}\n")
+    with suppress(KeyboardInterrupt):
+        post_mortem(error)
+    return True
+
+
+def last_error(shell: Any) -> BaseException | None:
+    """Find what ended the last cell that failed, as long as Python or IPython keep it."""
+    result = shell.last_execution_result
+    ran = None if result is None else result.error_in_exec
+    # What IPython has shown; it shows nothing of BdbQuit.
+    shown = (getattr(sys, name, None) for name in ("last_exc", "last_value"))
+    return next((each for each in (ran, *shown) if each is not None), None)  # any can be falsy

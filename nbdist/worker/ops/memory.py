@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nbdist.system.processes import trim_memory
 from nbdist.wire.ops import Cleaned
 from nbdist.worker.compat import accelerator
-from nbdist.worker.holdings import LAST_VALUE, last_errors
-from nbdist.worker.memory import measure, pss_now
+from nbdist.worker.memory import LAST_VALUE, last_errors, measure, pss_now
 
 if TYPE_CHECKING:
     from nbdist.wire.ops import Memory

@@ -16,9 +16,9 @@ import time
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import decode_source
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -118,30 +118,24 @@ def _is_own(file: str, program: Script) -> bool:
 # --- Python ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What to execute, and what python binds in `__main__` before."""
-
-    code: CodeType
-    source: str
-    names: dict[str, Any]
-
-
 def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
     """Run it between IPython's events of a cell; raises what ended it, after showing it."""
     shell.events.trigger("pre_execute")
     _own_modules.begin()
     try:
         with _command_line(program, args), _start_method(), _without_loop():
-            _execute(_load(program), shell.user_ns)
+            _execute(*_load(program), shell.user_ns)
     except SystemExit as end:
-        if problem := _problem_of(program, end.code):
-            raise ScriptProblem(problem) from None
+        if end.code is not None and end.code != 0:
+            how = f" with code {int(end.code)}" if isinstance(end.code, int) else f": {end.code}"
+            raise ScriptProblem(f"{program.name} exited{how}") from None
     except BdbQuit:
         raise  # all is said of it in one line
     except BaseException as error:  # also Stop: shown as a cell's would be
         _running.clear()  # what follows only shows it
-        tb = _own_part(error.__traceback__)
+        tb = error.__traceback__
+        while tb is not None and tb.tb_frame.f_code.co_filename in RUNNERS:
+            tb = tb.tb_next
         show(shell, (type(error), error, tb), tb_offset=0)
         raise
     finally:
@@ -149,42 +143,37 @@ def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
         shell.events.trigger("post_execute")
 
 
-def _problem_of(program: Script, code: object) -> str:
-    """Say what a script says that leaves by `sys.exit(code)`; "" if all went well."""
-    if code is None or code == 0:
-        return ""
-    said = f"{program.name} exited"
-    return f"{said} with code {int(code)}" if isinstance(code, int) else f"{said}: {code}"
+def _load(program: Script) -> tuple[CodeType, str, dict[str, Any]]:
+    """Return its code, its source, and what python binds in `__main__` before.
 
-
-def _load(program: Script) -> _Loaded:
-    """Read and compile it; raises what python would, SyntaxError or ImportError."""
+    Raises what python would, SyntaxError or ImportError.
+    """
     importlib.invalidate_caches()  # modules may have been written since the last look
     if program.kind == "file":
         with open(program.file, "rb") as file:
             data = file.read()
         code = compile(data, program.file, "exec", dont_inherit=True)
         names: dict[str, Any] = {"__file__": program.file, "__package__": None, "__spec__": None}
-        return _Loaded(code, decode_source(data), names)
+        return code, decode_source(data), names
     _, spec, code = runpy._get_module_details(program.name)  # type: ignore[attr-defined]
     sys.argv[0] = spec.origin
     source = getattr(spec.loader, "get_source", lambda _: None)(spec.name) or ""
     if source:  # a compiled file can be older by less than a second
         code = compile(source, spec.origin, "exec", dont_inherit=True)
     names = {"__file__": spec.origin, "__package__": spec.parent, "__spec__": spec}
-    return _Loaded(code, source, names)
+    return code, source, names
 
 
-def _execute(loaded: _Loaded, namespace: dict[str, Any]) -> None:
+def _execute(code: CodeType, source: str, names: dict[str, Any], namespace: dict[str, Any]) -> None:
     """Execute it as `__main__`; tracebacks show what ran, also of a file edited meanwhile."""
-    file, lines = loaded.code.co_filename, loaded.source.splitlines(keepends=True)
-    names = {**loaded.names, "__name__": "__main__", "__doc__": None}
+    file, lines = code.co_filename, source.splitlines(keepends=True)
+    names |= {"__name__": "__main__", "__doc__": None}
     before = {name: namespace.get(name, _UNBOUND) for name in names}
     namespace.update(names)
     # Without a time of modification it is not compared with the file.
-    linecache.cache[file] = (len(loaded.source), None, lines, file)
+    linecache.cache[file] = (len(source), None, lines, file)
     try:
-        exec(loaded.code, namespace)
+        exec(code, namespace)
     finally:
         for name, value in before.items():
             if value is _UNBOUND:
@@ -235,13 +224,6 @@ def _without_loop() -> Iterator[None]:
         asyncio._set_running_loop(ours)
 
 
-def _own_part(tb: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the script's first line on."""
-    while tb is not None and tb.tb_frame.f_code.co_filename in RUNNERS:
-        tb = tb.tb_next
-    return tb
-
-
 # --- modules beside it -------------------------------------------------------------------
 
 
@@ -252,9 +234,6 @@ class _OwnModules:
         self._since: dict[str, tuple[str, float]] = {}
         self._started = 0.0
         self._before: frozenset[str] = frozenset()
-
-    def __repr__(self) -> str:
-        return f"<_OwnModules {sorted(self._since)}>"
 
     def begin(self) -> None:
         """Forget all before a script if one is newer, for they may import one another."""

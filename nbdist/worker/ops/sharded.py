@@ -8,8 +8,6 @@ with what that was given.  Called by `nbdist.worker.ops.snapshot`.
 
 from __future__ import annotations
 
-import copyreg
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,11 +19,10 @@ import torch
 from nbdist.values.tensors import set_attributes
 from nbdist.wire.ops import Mesh
 from nbdist.worker.compat import models as seam
+from nbdist.worker.received import as_before_fsdp, known
 
 if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
-
-Reduced = tuple[Any, ...]
 
 INSTEAD = "use torch.distributed.checkpoint"
 
@@ -65,18 +62,18 @@ class Writer:
     _numbers: dict[int, tuple[Any, int]] = field(default_factory=dict)
     _shardings: dict[int, Sharding] = field(default_factory=dict)
 
-    def reduce(self, value: Any) -> Reduced:
+    def reduce(self, value: Any) -> tuple[Any, ...]:
         """Say how to pickle it; NotImplemented for what is not sharded."""
         kind = type(value)
-        if kind is _known("tensor", "DTensor"):
+        if kind is known("tensor", "DTensor"):
             return self._reduce_tensor(value)
-        if kind is _known("device_mesh", "DeviceMesh"):
+        if kind is known("device_mesh", "DeviceMesh"):
             return find_mesh, self._place(value)
         if isinstance(value, torch.nn.Module) and seam.is_of_fsdp(value):
             return self._reduce_module(value)
-        return cast(Reduced, NotImplemented)
+        return cast("tuple[Any, ...]", NotImplemented)
 
-    def _reduce_tensor(self, tensor: Any) -> Reduced:
+    def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
         # A pickle can be made twice, until it is known what overlaps.
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = tensor, len(self.shards)
@@ -100,34 +97,23 @@ class Writer:
             raise PicklingError(f"it is on a mesh that was flattened; {INSTEAD}")
         return of, tuple(mesh.mesh_dim_names)
 
-    def _reduce_module(self, module: Any) -> Reduced:
+    def _reduce_module(self, module: Any) -> tuple[Any, ...]:
         """Take it apart as before `fully_shard`: its class, and its state without FSDP2's."""
-        sharding, kind = None, type(module)
         if why := seam.why_only_here(module):
             raise PicklingError(f"{why}; {INSTEAD}")
-        if isinstance(module, _known("fsdp", "FSDPModule")):
-            kind = seam.class_before_fsdp(kind)
-            # A parameter that was gathered for a forward is no DTensor.
-            module.reshard()
-            sharding = self._sharding(module)
-        make, _, state, *more = module.__reduce_ex__(2)
-        if make is not copyreg.__newobj__ or any(more) or not isinstance(state, dict):  # type: ignore[attr-defined]
+        kind, state = as_before_fsdp(module)
+        if state is None:
             raise PicklingError(f"{kind.__name__} has a pickling of its own; {INSTEAD}")
-        return new_module, (kind,), (seam.without_fsdp(state), sharding), None, None, fill_module
-
-    def _sharding(self, module: Any) -> Sharding:
-        call, *found = seam.sharding_of(module)
-        return self._shardings.setdefault(call, Sharding(*found))
+        sharding = None
+        if isinstance(module, known("fsdp", "FSDPModule")):
+            call, *found = seam.sharding_of(module)
+            sharding = self._shardings.setdefault(call, Sharding(*found))
+        return new_module, (kind,), (state, sharding), None, None, fill_module
 
 
 def new_module(kind: Any) -> Any:
     """Make a module of this class, without a state."""
     return kind.__new__(kind)
-
-
-def _known(package: str, name: str) -> Any:
-    """Find a class of torch.distributed where it was imported; else one that nothing is of."""
-    return getattr(sys.modules.get(f"torch.distributed.{package}"), name, Writer)
 
 
 # --- restore ----------------------------------------------------------------------------
@@ -192,7 +178,7 @@ def own_tensors(shards: Sequence[Shard]) -> list[Any]:
         mesh = find_mesh(shard.of, shard.dims)
         shape = {"shape": torch.Size(shard.shape), "stride": shard.stride}
         with torch.no_grad():
-            from_local = _known("tensor", "DTensor").from_local
+            from_local = known("tensor", "DTensor").from_local
             found.append(from_local(shard.local, mesh, shard.placements, **shape))
     return found
 
@@ -220,8 +206,11 @@ def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
     from torch.distributed.fsdp import fully_shard
 
     places = [place for module in modules for place in _parameters(module)]
-    sharded = [place for place in places if type(place[2]) is _known("tensor", "DTensor")]
-    empty = {id(parameter): _without_contents(parameter) for _, _, parameter in sharded}
+    sharded = [place for place in places if type(place[2]) is known("tensor", "DTensor")]
+    empty = {}
+    for _, _, p in sharded:
+        without = torch.empty(p.shape, dtype=p.dtype, device="meta")
+        empty[id(p)] = torch.nn.Parameter(without, p.requires_grad)
     how = {empty[id(p)]: next(filter(_is_shard, p.placements)) for _, _, p in sharded}
     for module, name, parameter in sharded:
         setattr(module, name, empty[id(parameter)])
@@ -242,17 +231,12 @@ def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         yield module, name, parameter
     for inner in module.children():
-        if not isinstance(inner, _known("fsdp", "FSDPModule")):
+        if not isinstance(inner, known("fsdp", "FSDPModule")):
             yield from _parameters(inner)
 
 
-def _without_contents(parameter: Any) -> torch.nn.Parameter:
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return torch.nn.Parameter(empty, parameter.requires_grad)
-
-
 def _is_shard(placement: Any) -> bool:
-    return type(placement) is _known("tensor", "Shard")
+    return type(placement) is known("tensor", "Shard")
 
 
 # --- restore on other ranks -------------------------------------------------------------

@@ -15,7 +15,7 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ MAGIC = b"nbdist frames 1\n"
 HEAD = len(MAGIC) + 8
 CHUNK = 1 << 24
 SMALL = 1 << 16
-"""Frames below this many bytes share one piece of memory when they are read."""
+"""Frames of this many bytes or fewer share one piece of memory when they are read."""
 
 
 class Damaged(Exception):
@@ -59,19 +59,14 @@ def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
     digest, size = hashlib.sha256(), 0
     with open(path, "xb", buffering=0, opener=folders.open_private) as file:
         for view in (memoryview(MAGIC + len(head).to_bytes(8, "little") + head), *views):
-            size += _write(file.fileno(), view, digest.update)
+            done = 0
+            while done < view.nbytes:
+                count = file.write(view[done : done + CHUNK])
+                digest.update(view[done : done + count])
+                done += count
+            size += done
         os.fsync(file.fileno())
     return size, digest.hexdigest()
-
-
-def _write(fd: int, view: memoryview, take: Callable[[memoryview], None]) -> int:
-    done = 0
-    while done < view.nbytes:
-        part = view[done : done + CHUNK]
-        done_now = os.write(fd, part)
-        take(part[:done_now])
-        done += done_now
-    return done
 
 
 def read_frames(path: Path, size: int, digest: str) -> list[memoryview]:
@@ -82,14 +77,22 @@ def read_frames(path: Path, size: int, digest: str) -> list[memoryview]:
     """
     found = hashlib.sha256()
     with _opened(path, size) as file:
-        head = bytearray(HEAD)
-        _read(file.fileno(), memoryview(head), found.update)
-        listed = bytearray(_length(path, head, size))
-        _read(file.fileno(), memoryview(listed), found.update)
-        frames = _memory(_sizes(path, listed, size))
-        for frame in frames:
-            _read(file.fileno(), frame, found.update)
-    _compare(path, found.hexdigest(), digest)
+
+        def read(view: memoryview) -> memoryview:
+            done = 0
+            while done < view.nbytes:
+                count = file.readinto(view[done : done + CHUNK])
+                if not count:
+                    raise Damaged("a file ended while it was read")
+                found.update(view[done : done + count])
+                done += count
+            return view
+
+        head = read(memoryview(bytearray(HEAD)))
+        listed = read(memoryview(bytearray(_length(path, head, size))))
+        frames = [read(frame) for frame in _memory(_sizes(path, listed, size))]
+    if found.hexdigest() != digest:
+        raise _changed(path)
     return frames
 
 
@@ -100,7 +103,8 @@ def map_frames(path: Path, size: int, digest: str) -> list[memoryview]:
     found = hashlib.sha256()
     for start in range(0, size, CHUNK):
         found.update(whole[start : start + CHUNK])
-    _compare(path, found.hexdigest(), digest)
+    if found.hexdigest() != digest:
+        raise _changed(path)
     end = HEAD + _length(path, whole[:HEAD], size)
     frames = []
     for each in _sizes(path, whole[HEAD:end], size):
@@ -118,35 +122,24 @@ def _opened(path: Path, size: int) -> io.FileIO:
     return file
 
 
-def _length(path: Path, head: Buffer, size: int) -> int:
+def _length(path: Path, head: memoryview, size: int) -> int:
     """Return that of the list of sizes, which comes after the head."""
-    length = int.from_bytes(bytes(head)[len(MAGIC) :], "little")
-    if not bytes(head).startswith(MAGIC) or length > size:
+    length = int.from_bytes(head[len(MAGIC) :], "little")
+    if head[: len(MAGIC)] != MAGIC or length > size:
         raise _changed(path)
     return length
 
 
-def _sizes(path: Path, listed: Buffer, size: int) -> list[int]:
+def _sizes(path: Path, listed: memoryview, size: int) -> list[int]:
     """Return those of the frames, which take the rest of the file."""
-    sizes = _sizes_from(bytes(listed))
-    if sum(sizes) != size - HEAD - memoryview(listed).nbytes:
-        raise _changed(path)
-    return sizes
-
-
-def _sizes_from(listed: bytes) -> list[int]:
-    """Return the sizes of the frames; none where that is not what it says."""
     try:
-        sizes = json.loads(listed)
+        sizes = json.loads(bytes(listed))
     except ValueError:
-        return []
-    is_list = type(sizes) is list and all(type(size) is int and size >= 0 for size in sizes)
-    return sizes if is_list else []
-
-
-def _compare(path: Path, found: str, digest: str) -> None:
-    if found != digest:
+        sizes = None
+    is_list = type(sizes) is list and all(type(each) is int and each >= 0 for each in sizes)
+    if not is_list or sum(sizes) != size - HEAD - listed.nbytes:
         raise _changed(path)
+    return [*sizes]
 
 
 def _changed(path: Path) -> Damaged:
@@ -159,12 +152,12 @@ def _memory(sizes: Sequence[int]) -> list[memoryview]:
     Some of torch's sums depend on the alignment: training would go on with other last bits.
     Big frames are freed one by one, small ones together.
     """
-    small = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes if size < SMALL]
-    shared, offset, frames = _mapping(sum(small)), 0, []
-    for size in sizes:
-        if size < SMALL:
+    aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    shared, offset, frames = _mapping(sum(each for each in aligned if each <= SMALL)), 0, []
+    for size, space in zip(sizes, aligned, strict=True):
+        if space <= SMALL:
             frames.append(shared[offset : offset + size])
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
+            offset += space
         else:
             frames.append(_mapping(size)[:size])
     return frames
@@ -174,17 +167,6 @@ def _mapping(size: int) -> memoryview:
     """Return pages of this process's own: what a forked child writes there is the child's."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return memoryview(mmap.mmap(-1, max(size, ALIGNMENT), flags=flags))
-
-
-def _read(fd: int, view: memoryview, take: Callable[[memoryview], None]) -> None:
-    done = 0
-    while done < view.nbytes:
-        part = view[done : done + CHUNK]
-        count = os.readv(fd, [part])
-        if not count:
-            raise Damaged("a file ended while it was read")
-        take(part[:count])
-        done += count
 
 
 ALSO_LIMIT = 1 << 20
@@ -204,11 +186,6 @@ _loaded: dict[str, Any] = {}
 """What `load` has read, for `bind`."""
 
 
-def own_rank() -> int:
-    """Return this worker's rank."""
-    return int(os.environ["RANK"])
-
-
 # --- write ------------------------------------------------------------------------------
 
 
@@ -216,9 +193,9 @@ def write(
     context: Context, *, folder: str, wanted: Mapping[int, Sequence[str]], leave_out: bool
 ) -> Written:
     """Write the wanted names that there are; with `leave_out` without what cannot be pickled."""
-    namespace = context.names
+    namespace, rank = context.names, context.rank
     # First those of all ranks, so that each meets their sharded tensors in the same order.
-    names = sorted(wanted[own_rank()], key=lambda n: not all(n in each for each in wanted.values()))
+    names = sorted(wanted[rank], key=lambda n: not all(n in each for each in wanted.values()))
     values = {name: namespace[name] for name in names if name in namespace}
     left_out = _unpicklable(values, namespace)
     if left_out and not leave_out:
@@ -230,7 +207,9 @@ def write(
     contents: dict[str, Any] = {"names": values, "also": also, "random": random_states()}
     contents["hooks"] = RemovableHandle.next_id
     pickled = _sketch(contents, namespace)
-    contents["grads"] = _grads(pickled)
+    # A pickle of tensors leaves their gradients behind.
+    tensors = [met for met in pickled.objects if isinstance(met, torch.Tensor) and met.is_leaf]
+    contents["grads"] = [(each, each.grad) for each in tensors if each.grad is not None]
     models = [met for met in pickled.objects if type(met) is DistributedDataParallel]
     contents["buckets"] = [(net, bucket_layout(net)) for net in models]
     writer = sharded.Writer()
@@ -240,10 +219,10 @@ def write(
     if problem := _lacks(folder):
         return Written(problem)
     try:
-        size, digest = write_frames(Path(folder, file_name(own_rank())), [first, *frames, *shards])
+        size, digest = write_frames(_file(folder, rank), [first, *frames, *shards])
     except OSError as error:
         return Written(error.strerror or str(error))
-    written = (*(name for name in wanted[own_rank()] if name in values),)
+    written = (*(name for name in wanted[rank] if name in values),)
     versions, meshes = versions_here(), (*writer.meshes,)
     return Written("", written, (*also,), left_out, size, digest, versions, meshes)
 
@@ -260,9 +239,8 @@ def _lacks(folder: str) -> str:
     )
 
 
-def file_name(rank: int) -> str:
-    """Name the file in the folder of a snapshot."""
-    return f"rank{rank}.frames"
+def _file(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank{rank}.frames")
 
 
 def _unpicklable(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, str]:
@@ -309,12 +287,6 @@ def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any
     return found
 
 
-def _grads(pickled: Pickled) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return tensors with their gradients, which a pickle of the tensors leaves behind."""
-    tensors = [met for met in pickled.objects if isinstance(met, torch.Tensor) and met.is_leaf]
-    return [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
-
-
 # --- random states ----------------------------------------------------------------------
 
 
@@ -351,15 +323,15 @@ def load(
     In two steps, so that no rank binds anything where another one's file is damaged.  With
     `everyones` files sharded tensors are put together from these, and sharded over this world.
     """
-    of_rank, size, digest = parts[own_rank()]
+    of_rank, size, digest = parts[context.rank]
     _loaded.clear()
     if problem := _lacks(folder):
         return Loaded(problem)
     try:
-        contents, shards = _pair(read_frames(Path(folder, file_name(of_rank)), size, digest))
+        contents, shards = _pair(read_frames(_file(folder, of_rank), size, digest))
         if everyones:
             shards = []  # its memory is free before there is that of the others
-        mapped = {r: map_frames(Path(folder, file_name(r)), n, d) for r, n, d in everyones}
+        mapped = {r: map_frames(_file(folder, r), n, d) for r, n, d in everyones}
     except Untrusted as error:
         return Loaded(distrust=str(error))
     except (Damaged, OSError) as error:

@@ -49,7 +49,8 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
     except NotEnoughMemory as error:
         return Brought(expressions[0], problem=f"{type(error).__name__}: {error}")
     except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
-        number, of = _first_to_blame(context, values)
+        fails = fails_in(context.names)
+        number, of = next((each for each in enumerate(values) if fails(each[1])), (0, values[0]))
         path, kind, why = context.namespace.blame(expressions[number], of, error)
         part = "it" if path == expressions[number] else f"`{path}`"
         problem = f"{part} ({kind}) cannot be sent to the notebook: {why}"
@@ -63,11 +64,6 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
 def last_value(context: Context, of: str) -> Brought:
     """Lend the last value of a cell, which was kept under the id of its task."""
     return context.namespace.lend_kept(of, context.task_id)
-
-
-def _first_to_blame(context: Context, values: Sequence[object]) -> tuple[int, object]:
-    fails = fails_in(context.names)
-    return next((each for each in enumerate(values) if fails(each[1])), (0, values[0]))
 
 
 def push(context: Context, packed: Payload) -> None:

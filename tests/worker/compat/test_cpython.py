@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.compat.cpython`: what it says of this Python is so."""
+"""Tests of `nbdist.worker.probe`: what it says of this Python is so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from nbdist.agent.stacks import Call, Torn, calls_in
 from nbdist.wire.views import CallLayout
-from nbdist.worker.compat.cpython import OFFSETS, call_layout
+from nbdist.worker.probe import OFFSETS, call_layout
 from tests.waiting import wait_until
 
 SOURCE = """

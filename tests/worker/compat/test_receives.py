@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.compat.receives`: of all that is waited for, receives alone end."""
+"""Tests of `nbdist.worker.compat.torch`: of all that is waited for, receives alone end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nbdist.world.world import World
 pytestmark = pytest.mark.shared_world(4)
 
 ONLY_RECEIVES = """
-from nbdist.worker.compat.receives import end_receive
+from nbdist.worker.compat.torch import end_receive
 reduced = dist.all_reduce(torch.ones(1), async_op=True)
 sent = dist.isend(torch.ones(1), (rank + 1) % world_size)
 assert not end_receive(reduced)

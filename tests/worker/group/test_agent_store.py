@@ -108,7 +108,7 @@ def test_many_threads(store: AgentStore) -> None:
         got = [pool.submit(PrefixStore("a", store).get, str(n)) for n in range(20)]
         store.multi_set([f"a/{n}" for n in range(20)], [str(n) for n in range(20)])
         assert [each.result(SOON) for each in got] == [b"%d" % n for n in range(20)]
-    assert "2 free" in repr(store)
+    assert "2 free" in repr(store._agent)
 
 
 def test_what_never_comes(store: AgentStore) -> None:

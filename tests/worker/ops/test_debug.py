@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.ops.debug`: a rank's last exception, as long as it keeps it."""
+"""Tests of `nbdist.worker.ops.call`: a rank's last exception, as long as it keeps it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def look(world: World, enter: Callable[..., None], capsys: pytest.CaptureFixture
     def run(*lines: str) -> tuple[list[bool], str]:
         enter(*lines)
         capsys.readouterr()
-        return [*world.call("debug", ranks=[1])], strip(capsys.readouterr().out)
+        return [*world.call("call.debug", ranks=[1])], strip(capsys.readouterr().out)
 
     return run
 
