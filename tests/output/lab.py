@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 
 from nbdist.output.events import Died, Display, Done, Failure, Output, Text
-from nbdist.output.final import final_layout
 from nbdist.output.html import panel_html
-from nbdist.output.layout import Logs, live_layout
+from nbdist.output.layout import Logs, final_layout, live_layout
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript
 

@@ -15,8 +15,8 @@ from IPython.core.ultratb import AutoFormattedTB
 from tqdm import tqdm
 
 from nbdist.output.events import Died, Display, Done, Failure, Output, Skipped, Text
-from nbdist.output.final import final_layout
 from nbdist.output.html import MOST_BYTES, MOST_LIVE_BYTES, is_tile, tile_style, tiled, tiles_html
+from nbdist.output.layout import final_layout
 from nbdist.output.transcript import Transcript
 from tests.output.lab import (
     STYLES,

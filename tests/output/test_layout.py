@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.output.events import Display, Failure, InputRequest, Output, Text
-from nbdist.output.final import final_layout
 from nbdist.output.html import panel_html
 from nbdist.output.layout import (
     Block,
     Hidden,
     Item,
     Row,
+    final_layout,
     live_layout,
     merged,
     spread,
