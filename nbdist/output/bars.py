@@ -1,4 +1,4 @@
-"""The progress bars of all ranks side by side: who is how far, and who is behind.  Pure.
+"""The progress bars of all ranks as one table: who is how far, and who is behind.  Pure.
 
 Of bars in bars the innermost has the row, those around it stand before its name.
 """
@@ -14,8 +14,19 @@ from nbdist.output.fingerprint import BAR_SIGNS, Bar, clock_text, number_of, rea
 from nbdist.output.rank_transcript import FAILED, RankTranscript
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import fold_ranks
-from nbdist.words import format_ranks
+from nbdist.output.wording import (
+    AMBER,
+    BLUE,
+    GREEN,
+    bold,
+    clip,
+    coloured,
+    dim,
+    fold_ranks,
+    line,
+    table,
+)
+from nbdist.words import format_ranks, name_ranks
 
 MOST_ROWS, SLOWEST_ROWS = 16, 6
 _LOOK_BACK = 24
@@ -292,3 +303,70 @@ def columns(bars: RankBars) -> tuple[str, str, str, str, str, str]:
 
 def _short(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+
+
+# --- the table in a page, and as text -----------------------------------------------------
+
+
+_CELL = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
+_RIGHT = _CELL.replace("text-align:left", "text-align:right")
+_REST = _CELL.replace("white-space:nowrap", "white-space:normal")
+_FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
+_TRACK = f"{_FILL};width:100px;background-color:rgba(128,128,128,0.25);line-height:0"
+_LONGEST_REST = 120
+_CELLS, _PARTS = 20, " ▏▎▍▌▋▊▉"
+
+
+def bars_html(shown: BarTable) -> str:
+    """Draw a row for each bar, below a line that says where all are if there are more."""
+    rows = table(_row(shown, bars) for bars in shown.rows)
+    return line(dim(shown.summary)) + rows
+
+
+def _row(shown: BarTable, bars: RankBars) -> list[tuple[str, str]]:
+    is_slowest = bars.rank == shown.slowest
+    name, percent, amount, times, rate, rest = columns(bars)
+    end = dim(clip(rest, _LONGEST_REST))
+    if is_slowest:
+        end = f"{end} {coloured('slowest', AMBER)}"
+    return [
+        (_CELL, bold(name_ranks([bars.rank]))),
+        (_CELL, dim(name)),
+        (_CELL, _drawn(bars, shown.share(bars), is_slowest=is_slowest)),
+        (_RIGHT, percent),
+        (_RIGHT, dim(amount)),
+        (_CELL, dim(times)),
+        (_RIGHT, dim(rate)),
+        (_REST, end),
+    ]
+
+
+def _drawn(bars: RankBars, share: float | None, *, is_slowest: bool) -> str:
+    if share is None:
+        return ""
+    colour = GREEN if bars.bar.is_finished else AMBER if is_slowest else BLUE
+    fill = f"{_FILL};width:{100 * share:.0f}%;background-color:{colour}"
+    return f'<span style="{_TRACK}"><span style="{fill}"></span></span>'
+
+
+def bars_text(shown: BarTable) -> list[str]:
+    """Write the same in lines of which each names its rank, its columns below one another."""
+    rows = [_words(bars, shown.share(bars)) for bars in shown.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [shown.summary] if shown.summary else []
+    for bars, row in zip(shown.rows, rows, strict=True):
+        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True) if width)
+        mark = "  slowest" if bars.rank == shown.slowest else ""
+        lines.append("  ".join(cells).rstrip() + mark)
+    return lines
+
+
+def _words(bars: RankBars, share: float | None) -> list[str]:
+    name, percent, amount, times, rate, rest = columns(bars)
+    drawn = "" if share is None else f"|{_blocks(share)}|"
+    return [name_ranks([bars.rank]), name, drawn, percent.rjust(4), amount, times, rate, rest]
+
+
+def _blocks(share: float) -> str:
+    whole, part = divmod(round(share * _CELLS * 8), 8)
+    return ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from nbdist.output.ansi import strip
+from nbdist.output.bars import bars_text
 from nbdist.output.events import (
     Clear,
     Died,
@@ -26,7 +27,6 @@ from nbdist.output.events import (
     Update,
     plain_of,
 )
-from nbdist.output.html import bars_text
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, sameness
 from nbdist.output.rank_transcript import Gap, Shown
 from nbdist.output.rich import traceback_rows
