@@ -5,17 +5,18 @@ An update rebuilds the page's DOM, so nothing of a live panel can be opened or s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_html
-from nbdist.output.events import Failure
+from nbdist.output.events import Display, Failure
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
 from nbdist.output.rank_transcript import Look, Shown
-from nbdist.output.rich import embed, is_image, is_leftover, kind_text, traceback_html
 from nbdist.output.screen import Line
+from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
     AMBER,
     BLUE,
@@ -28,12 +29,17 @@ from nbdist.output.wording import (
     coloured,
     details,
     dim,
+    embed,
+    is_image,
+    is_leftover,
+    kind_text,
     line,
     lines_html,
     more_ranks,
     panel,
     size,
     table,
+    traceback_html,
     traceback_text,
 )
 from nbdist.words import count, format_ranks, name_ranks
@@ -430,3 +436,43 @@ def tile_style(block: Block, count: int) -> str:
 def tiles_html(blocks: Iterable[str]) -> str:
     """Put the blocks side by side."""
     return f'<div style="{_ROW}">{"".join(blocks)}</div>'
+
+
+# --- what is not part of the panel --------------------------------------------------------
+
+
+MOST_BELOW = 32
+"""Displays of a cell that are shown below its panel."""
+
+
+def leftovers(
+    transcript: Transcript, ranks: Collection[int] | None = None
+) -> list[tuple[tuple[int, ...], Display]]:
+    """Find what only the page can render, with the ranks that show it; of equal ones the first.
+
+    In the order of the ranks, all or some, and of what each has shown; a rank that shows the
+    same twice has two.
+    """
+    found: dict[object, tuple[list[int], Display]] = {}
+    for each in transcript:
+        if ranks is not None and each.rank not in ranks:
+            continue
+        times: Counter[bytes] = Counter()
+        for shown in each.displays:
+            if is_leftover(shown.display.data):
+                key = shown.content
+                found.setdefault((key, times[key]), ([], shown.display))[0].append(each.rank)
+                times[key] += 1
+    return [(tuple(those), display) for those, display in found.values()]
+
+
+def figures(transcript: Transcript) -> list[tuple[str, Display]]:
+    """Find the images that are part of the panel, each with its ranks, for programs."""
+    found = []
+    for group in transcript.groups():
+        for shown in group.displays:
+            data = shown.display.data
+            if (html := embed(shown.display)) is not None and is_image(html):
+                images = {kind: data[kind] for kind in data if kind.startswith("image/")}
+                found.append((name_ranks(group.ranks), replace(shown.display, data=images)))
+    return found

@@ -29,10 +29,16 @@ from nbdist.output.events import (
 )
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, sameness
 from nbdist.output.rank_transcript import Gap, Shown
-from nbdist.output.rich import traceback_rows
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import clip, error_text, in_log_only, left_out_text, traceback_text
+from nbdist.output.wording import (
+    clip,
+    error_text,
+    in_log_only,
+    left_out_text,
+    traceback_rows,
+    traceback_text,
+)
 from nbdist.words import format_ranks, name_ranks
 
 MOST_CHARACTERS = 400_000

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.output.rich`: own lines are seen, a library's can be folded."""
+"""Tests of `nbdist.output.wording`: own lines are seen, a library's can be folded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.output.ansi import strip
-from nbdist.output.rich import parted, shortened, traceback_html, traceback_rows
+from nbdist.output.wording import parted, shortened, traceback_html, traceback_rows
 from tests.output.lab import Panel
 
 HEAD = "---------\nRuntimeError        Traceback (most recent call last)"
