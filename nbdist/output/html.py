@@ -6,8 +6,9 @@ An update rebuilds the page's DOM, so nothing of a live panel can be opened or s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 from nbdist.output.ansi import strip
@@ -102,7 +103,7 @@ def _squares(shown: Panel) -> str:
 
 
 def _display_html(html: str) -> str:
-    """Put a figure or a table in its place, in the page's own way of breaking lines."""
+    """Put a figure or a table in its place, with lines broken as the page does."""
     return f'<div style="white-space:normal;overflow-x:auto;margin:4px 0">{html}</div>'
 
 
@@ -117,7 +118,7 @@ def _title(block: Block) -> str:
 
 @dataclass(slots=True)
 class _Room:
-    """How many bytes may still be used, shared among the blocks that are left."""
+    """How many bytes the blocks that are left may still use."""
 
     left: int
     blocks: int
@@ -131,7 +132,8 @@ class _Room:
 def _final(shown: Panel) -> str:
     room = _Room(MOST_BYTES - _HEAD_BYTES, len(shown.blocks) + len(shown.rest))
     parts = [_head(shown), line(dim(shown.spread))]
-    parts += [_side_by_side(blocks, room) for blocks in tiled(shown.blocks)]
+    write = partial(_final_block, room=room)
+    parts += [_side_by_side(blocks, write) for blocks in tiled(shown.blocks)]
     if shown.bars:
         parts.append(bars_html(shown.bars))
     elif shown.rows:
@@ -141,12 +143,6 @@ def _final(shown: Panel) -> str:
     if shown.silent:
         parts.append(line(dim(f"{name_ranks(shown.silent)}: no output")))
     return panel(*parts, line(dim(shown.note)))
-
-
-def _side_by_side(blocks: list[Block], room: _Room) -> str:
-    if len(blocks) == 1:
-        return _final_block(blocks[0], room)
-    return tiles_html(_final_block(block, room, tile_style(block, len(blocks))) for block in blocks)
 
 
 def _values(rows: Iterable[Row]) -> str:
@@ -169,12 +165,12 @@ def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
             left = [rank for missing in blocks[done:] for rank in missing.group.ranks]
             parts.append(line(dim(f"{name_ranks(left)}: %dist_output -r {format_ranks(left)}")))
             break
-        parts.append(_side_by_side(run, room))
+        parts.append(_side_by_side(run, partial(_final_block, room=room)))
         done += len(run)
     return details(f"{title} {said}", "".join(parts), GREY, is_open=False)
 
 
-def _final_block(block: Block, room: _Room, style: str = "") -> str:
+def _final_block(block: Block, style: str, room: _Room) -> str:
     """Write one group: its title, and its output when opened."""
     share = room.share()
     error = _final_error(block, share // 2)
@@ -310,38 +306,26 @@ def _live(shown: Panel) -> str:
 
 
 def _live_body(shown: Panel, room: _LiveRoom) -> str:
-    parts = [_live_block(block, room) for block in shown.blocks if block.group.has_failed]
+    write = partial(_live_block, room=room)
+    parts = [write(block, "") for block in shown.blocks if block.group.has_failed]
     if shown.bars:
         parts.append(bars_html(shown.bars))
     others = [block for block in shown.blocks if not block.group.has_failed]
     # Lines go on coming, and would move what stands beside them.
     if all(any(isinstance(item, Shown) for item in block.items) for block in others):
-        parts += [_live_tiles(blocks, room) for blocks in tiled(others)]
+        parts += [_side_by_side(blocks, write) for blocks in tiled(others)]
     else:
-        parts += [_live_block(block, room) for block in others]
-    parts.append(_more(shown.more))
+        parts += [write(block, "") for block in others]
+    parts.append(line(dim(more_ranks(shown.more))))
     # A row for each distinct last line: which ranks are there, and the line.
     rows = (
         [(_RANKS, bold(format_ranks(row.ranks))), (_LAST, lines_html([row.line], room.width))]
         for row in shown.rows
     )
-    parts.append(table(rows))
-    parts.append(_more(shown.more_rows))
-    return "".join(parts)
+    return "".join([*parts, table(rows), line(dim(more_ranks(shown.more_rows)))])
 
 
-def _more(ranks: tuple[int, ...]) -> str:
-    return line(dim(more_ranks(ranks))) if ranks else ""
-
-
-def _live_tiles(blocks: list[Block], room: _LiveRoom) -> str:
-    if len(blocks) == 1:
-        return _live_block(blocks[0], room)
-    style = [tile_style(block, len(blocks)) for block in blocks]
-    return tiles_html(map(_live_block, blocks, [room] * len(blocks), style))
-
-
-def _live_block(block: Block, room: _LiveRoom, style: str = "") -> str:
+def _live_block(block: Block, style: str, room: _LiveRoom) -> str:
     body = "".join(_live_item(item, block, room) for item in block.items)
     title = line(_title(block))
     return barred(title + body + _live_error(block, room), _COLOURS[block.group.look], style)
@@ -433,9 +417,12 @@ def tile_style(block: Block, count: int) -> str:
     return _FIGURE.format(45 if count in (2, 4) else 30) if has_figure else _OTHER
 
 
-def tiles_html(blocks: Iterable[str]) -> str:
-    """Put the blocks side by side."""
-    return f'<div style="{_ROW}">{"".join(blocks)}</div>'
+def _side_by_side(blocks: list[Block], write: Callable[[Block, str], str]) -> str:
+    """Write the blocks of a run, each with what its style says of its place."""
+    if len(blocks) == 1:
+        return write(blocks[0], "")
+    tiles = (write(block, tile_style(block, len(blocks))) for block in blocks)
+    return f'<div style="{_ROW}">{"".join(tiles)}</div>'
 
 
 # --- what is not part of the panel --------------------------------------------------------

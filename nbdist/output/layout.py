@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import MOST_ROWS, BarTable, RankBars, bar_table
@@ -28,9 +28,6 @@ from nbdist.output.wording import (
     seconds_text,
 )
 from nbdist.words import count, format_ranks
-
-# Where a rank's full output is: a mapping or a function from the rank.
-Logs: TypeAlias = Mapping[int, str] | Callable[[int], "str | None"] | None
 
 MARKS: dict[Look, str] = {
     "waiting": "○",
@@ -199,7 +196,7 @@ def live_layout(
         seconds_text(transcript.elapsed(now)),
         state_counts(transcript),
         "",
-        *squares_of(transcript),
+        *_squares_of(transcript),
         note=note,
         is_live=True,
         now=" · ".join(filter(None, [usage, bars.behind if bars else ""])),
@@ -217,23 +214,22 @@ def _asks(group: Group) -> bool:
 
 
 def _live_block(transcript: Transcript, group: Group, limit: int) -> Block:
-    tail = group.tail(_LIVE_LINES_OF_ASKING if _asks(group) else limit)
-    known = sum(item.lines if isinstance(item, Gap) else isinstance(item, Line) for item in tail)
-    earlier = group.shown.line_count - known
+    items: list[Item] = []
+    earlier = group.shown.line_count
+    for item in group.tail(_LIVE_LINES_OF_ASKING if _asks(group) else limit):
+        match item:
+            case Shown():
+                items.append(item)
+            case Gap(lines=lines):
+                items.append(Hidden(lines, in_log_only=True))
+                earlier -= lines
+            case Line():
+                if not (items and isinstance(items[-1], list)):
+                    items.append([])
+                cast(list[Line], items[-1]).append(item)
+                earlier -= 1
     words = [sameness(group), f"… {earlier:,} earlier" if earlier > 0 else ""]
-    return Block(group, said_words(words), tuple(_items(tail)), failed_with(group, transcript))
-
-
-def _items(tail: Iterable[Line | Shown | Gap]) -> Iterable[Item]:
-    for kind, run in groupby(tail, key=type):
-        if kind is Line:
-            yield [item for item in run if isinstance(item, Line)]
-            continue
-        for item in run:
-            if isinstance(item, Shown):
-                yield item
-            elif isinstance(item, Gap):
-                yield Hidden(item.lines, in_log_only=True)
+    return Block(group, tuple(filter(None, words)), tuple(items), _failed_with(group, transcript))
 
 
 def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:
@@ -256,13 +252,17 @@ def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:
 
 
 def final_layout(
-    transcript: Transcript, logs: Logs = None, note: str = "", now: float | None = None
+    transcript: Transcript,
+    logs: Mapping[int, str] | None = None,
+    note: str = "",
+    now: float | None = None,
 ) -> Panel:
     """Lay out a finished cell, failed ranks first.
 
-    `logs` gives the name of a rank's log file; `note` is a line at the end.  One that has been
+    `logs` has the names of the ranks' log files; `note` is a line at the end.  One that has been
     broken off has lasted until `now`.
     """
+    logs = logs or {}
     ranks, seconds = ranks_text(transcript.ranks), seconds_text(transcript.elapsed(now))
     if transcript.is_silent and not transcript.failed:
         return Panel(ranks, seconds, pace=_pace(transcript), note=note)
@@ -277,7 +277,7 @@ def final_layout(
         seconds,
         state_counts(transcript),
         _pace(transcript),
-        *squares_of(transcript),
+        *_squares_of(transcript),
         note=note,
         spread=spread(transcript),
         bars=_bars(rows),
@@ -353,13 +353,13 @@ def _parted(groups: list[Group], first: int) -> tuple[list[Group], list[Group]]:
 
 
 def _final_blocks(
-    transcript: Transcript, groups: Iterable[Group], logs: Logs, room: int
+    transcript: Transcript, groups: Iterable[Group], logs: Mapping[int, str], room: int
 ) -> tuple[Block, ...]:
     """Make blocks: the first, the failed, short ones and those with `room` lines are open."""
     blocks = []
     most = _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
     for group in groups:
-        items = items_of(group, most)
+        items = _items_of(group, most)
         lines = sum(len(item) for item in items if isinstance(item, list))
         is_first = group.ranks[0] == transcript.ranks[0]
         is_open = is_first or group.has_failed or lines <= max(room, _SHORT)
@@ -371,13 +371,12 @@ def _final_blocks(
             _amount(group.shown),
             "aborted" if group.state == "aborted" else "",
         ]
-        log = _log_of(group.ranks[0], logs)
-        failed = failed_with(group, transcript)
-        blocks.append(Block(group, said_words(words), tuple(items), failed, log, is_open))
+        failed, log = _failed_with(group, transcript), logs.get(group.ranks[0])
+        blocks.append(Block(group, tuple(filter(None, words)), tuple(items), failed, log, is_open))
     return tuple(blocks)
 
 
-def items_of(group: Group, limit: int) -> list[Item]:
+def _items_of(group: Group, limit: int) -> list[Item]:
     """Take all displays and the last `limit` lines; what is left out is counted in its place."""
     found: list[Item] = []
     for pieces in reversed(group.pieces):
@@ -424,24 +423,12 @@ def _amount(said: RankTranscript) -> str:
     return ", ".join(parts)
 
 
-def _log_of(rank: int, logs: Logs) -> str | None:
-    """Give the name of a rank's log file, if it has one."""
-    if logs is None:
-        return None
-    return logs.get(rank) if isinstance(logs, Mapping) else logs(rank)
-
-
 # --- words ------------------------------------------------------------------------------
 
 
 def sameness(group: Group) -> str:
     """Say `same`, and what the ranks of the group differ in; "" for a rank of its own."""
     return _LIKENESS[group.likeness] if len(group.ranks) > 1 else ""
-
-
-def said_words(words: Iterable[str]) -> tuple[str, ...]:
-    """Keep those that say something."""
-    return tuple(filter(None, words))
 
 
 def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
@@ -456,7 +443,7 @@ def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
     )
 
 
-def squares_of(transcript: Transcript) -> tuple[tuple[tuple[str, Look], ...], int]:
+def _squares_of(transcript: Transcript) -> tuple[tuple[tuple[str, Look], ...], int]:
     """Make one for each of many ranks, or for runs of ranks where those would be too many."""
     states = [(each.rank, each.look) for each in transcript]
     if len(states) <= MANY_RANKS:
@@ -468,7 +455,7 @@ def squares_of(transcript: Transcript) -> tuple[tuple[tuple[str, Look], ...], in
     return tuple(squares[:_MOST_SQUARES]), max(0, len(squares) - _MOST_SQUARES)
 
 
-def failed_with(group: Group, transcript: Transcript) -> str:
+def _failed_with(group: Group, transcript: Transcript) -> str:
     """Say the group's error in one line, "" where its traceback is shown: it is the first."""
     error = group.error
     if error is None or (group.part == "first" and isinstance(error, Failure)):
@@ -499,16 +486,8 @@ _UNIT = re.compile(_UNITS)
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _LABEL = re.compile(r"([A-Za-z_][\w./-]*)[\"']?\s*[:=]?\s*$")
 
-Words = tuple[tuple[str, ...], ...]
-"""A short output without its numbers, line by line."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Short:
-    """What a rank has said in few lines: what stands between its numbers, and these."""
-
-    words: Words
-    numbers: tuple[tuple[str, ...], ...]
+Words = Numbers = tuple[tuple[str, ...], ...]
+"""Of a short output, line by line: what stands between its numbers, and these."""
 
 
 def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
@@ -517,11 +496,11 @@ def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
     counted = Counter[Words]()
     for group in groups:
         if short := words.get(group.ranks[0]):
-            counted[short.words] += len(group.ranks)
+            counted[short[0]] += len(group.ranks)
     if not counted:
         return frozenset()
     usual, ranks = counted.most_common(1)[0]
-    odd = [rank for rank, short in words.items() if short and short.words != usual]
+    odd = [rank for rank, short in words.items() if short and short[0] != usual]
     is_usual = 2 * ranks > sum(len(group.ranks) for group in groups)
     return frozenset(odd) if is_usual and len(odd) <= _MOST_ODD else frozenset()
 
@@ -532,21 +511,19 @@ def spread(transcript: Transcript) -> str:
     "" where there are none, or so few lines that it is seen at a glance.
     """
     said = {each.rank: short for each in transcript if (short := _short(each))}
-    usual = Counter(short.words for short in said.values()).most_common(1)
+    usual = Counter(words for words, _ in said.values()).most_common(1)
     if not usual:
         return ""
-    words, ranks = usual[0]
-    if ranks < _FEWEST_RANKS or ranks * len(words) <= _SEEN_AT_A_GLANCE:
+    most, ranks = usual[0]
+    if ranks < _FEWEST_RANKS or ranks * len(most) <= _SEEN_AT_A_GLANCE:
         return ""
-    numbers = {rank: short.numbers for rank, short in said.items() if short.words == words}
+    same = {rank: numbers for rank, (words, numbers) in said.items() if words == most}
     # Of what comes in several lines the last counts: the end of a training.
-    found = dict(_spreads(words, numbers))
+    found = dict(_spreads(most, same))
     return " · ".join(f"{name} {text}".strip() for name, text in [*found.items()][-_MOST_SPREADS:])
 
 
-def _spreads(
-    words: Words, numbers: dict[int, tuple[tuple[str, ...], ...]]
-) -> Iterator[tuple[str, str]]:
+def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, str]]:
     for index, line in enumerate(words):
         for place in range(len(line) - 1):
             values = {rank: lines[index][place] for rank, lines in numbers.items()}
@@ -561,7 +538,7 @@ def _spreads(
             yield label[1] if label else "", text
 
 
-def _short(said: RankTranscript) -> _Short | None:
+def _short(said: RankTranscript) -> tuple[Words, Numbers] | None:
     """Take a rank's lines apart, if it has said only some short ones and has not failed."""
     if said.state != "ok" or said.displays or not 0 < said.line_count <= SHORT_LINES:
         return None
@@ -569,7 +546,7 @@ def _short(said: RankTranscript) -> _Short | None:
     if any(not isinstance(line, Line) or len(line.text) > _LONGEST_LINE for line in lines):
         return None
     parts = [_parts(strip(line.text)) for line in lines if isinstance(line, Line)]
-    return _Short(tuple(words for words, _ in parts), tuple(numbers for _, numbers in parts))
+    return tuple(words for words, _ in parts), tuple(numbers for _, numbers in parts)
 
 
 def _parts(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

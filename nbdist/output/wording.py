@@ -37,8 +37,8 @@ def fold_ranks(said: Mapping[int, _Said]) -> dict[_Said, list[int]]:
 
 
 def more_ranks(ranks: Collection[int]) -> str:
-    """Say `and 16 more: ranks 48-63`."""
-    return f"and {len(ranks)} more: {name_ranks(ranks)}"
+    """Say `and 16 more: ranks 48-63`, "" of none."""
+    return f"and {len(ranks)} more: {name_ranks(ranks)}" if ranks else ""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
