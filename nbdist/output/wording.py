@@ -243,8 +243,10 @@ def kind_text(data: MimeBundle) -> str:
 
 def is_leftover(data: MimeBundle) -> bool:
     """Say whether the bundle can only be shown by the page's own renderers."""
-    if "text/html" in data and not _is_embeddable(text_of(data["text/html"])):
-        return True
+    if "text/html" in data:
+        html = text_of(data["text/html"])
+        if len(html) > _LONGEST_HTML or not _is_contained(html):
+            return True
     others = data.keys() - _EMBEDDED
     has_picture = any(kind in data for kind in _EMBEDDED - {"text/plain"})
     return bool(others - _BESIDE) if has_picture else bool(others)
@@ -286,10 +288,6 @@ def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:
         str(about.get("needs_background")), ""
     )
     return f'<img src="data:{kind};base64,{escape(encoded)}"{size} style="{shape}{background}">'
-
-
-def _is_embeddable(html: str) -> bool:
-    return len(html) <= _LONGEST_HTML and _is_contained(html)
 
 
 @lru_cache(maxsize=256)
@@ -351,9 +349,9 @@ class Part:
     folded: str = ""
 
     @property
-    def height(self) -> int:
-        """How many rows are seen."""
-        return 1 if self.folded else len(self.rows)
+    def seen(self) -> tuple[str, ...]:
+        """The rows that are seen before anything is opened."""
+        return (self.folded,) if self.folded else self.rows
 
 
 def parted(text: str) -> list[Part]:
@@ -408,9 +406,9 @@ def _label(libraries: Iterable[str]) -> str:
 def shortened(text: str, most: int) -> list[Part]:
     """Part it so that about `most` rows are seen: the first of the user's own, and the last."""
     parts = parted(text)
-    if sum(part.height for part in parts) <= most + 1:
+    rows = [row for part in parts for row in part.seen]
+    if len(rows) <= most + 1:
         return parts
-    rows = [row for part in parts for row in ([part.folded] if part.folded else part.rows)]
     own = _own_line(rows)
     last = rows[-most:]
     first = [row for row in dict.fromkeys([rows[0], *own]) if row not in last]
@@ -443,8 +441,4 @@ def _part_html(part: Part, width: int) -> str:
 
 def traceback_rows(text: str, lines: int) -> list[str]:
     """Write it as lines, of folded calls only how many they are."""
-    return [
-        row
-        for part in shortened(text, lines)
-        for row in ([part.folded] if part.folded else part.rows)
-    ]
+    return [row for part in shortened(text, lines) for row in part.seen]

@@ -94,5 +94,5 @@ def test_nothing_is_lost(places: list[str], most: int) -> None:
     """Put together, the parts are the traceback; fewer rows than asked for are never seen."""
     text = traceback_of(*places)
     assert "\n".join(row for part in parted(text) for row in part.rows) == text
-    seen = sum(part.height for part in shortened(text, most))
+    seen = sum(len(part.seen) for part in shortened(text, most))
     assert seen <= most + 5
