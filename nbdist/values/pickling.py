@@ -195,7 +195,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
 
     dispatch_table: ClassVar[ChainMap[type, Any]] = ChainMap(
         {
-            functools.cached_property: lambda found: _reduce_cached_property(found),
+            functools.cached_property: lambda it: (make_cached_property, (it.func, it.attrname)),
             types.CodeType: lambda code: _reduce_code(code),
         },
         by_value.Pickler.dispatch_table,
@@ -286,7 +286,8 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
     ) -> Reduced:
         self._keep_source(function.__code__)
         # They get their values after the function is there, because these may lead to it.
-        closure = [self._variable(cell) for cell in function.__closure__ or ()]
+        known = self._variables
+        closure = [known.setdefault(id(c), Variable(c)) for c in function.__closure__ or ()]
         details = {
             "__qualname__": function.__qualname__,
             "__annotations__": function.__annotations__,
@@ -306,9 +307,6 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             None,
             fill_function,
         )
-
-    def _variable(self, cell: types.CellType) -> Variable:
-        return self._variables.setdefault(id(cell), Variable(cell))
 
     def _reduce_class(self, kind: type) -> Reduced:
         if alias := other_name(kind):
@@ -382,10 +380,6 @@ def _reduce_stream(stream: io.TextIOBase) -> Reduced:
         # cloudpickle reads the whole file, and sends that.
         raise plain_pickle.PicklingError("an open file cannot be pickled")
     return cast(Reduced, NotImplemented)
-
-
-def _reduce_cached_property(found: functools.cached_property[Any]) -> Reduced:
-    return make_cached_property, (found.func, found.attrname)
 
 
 def _reduce_code(code: types.CodeType) -> Reduced:

@@ -233,9 +233,6 @@ class Steps(Generic[Made]):
     def __init__(self, steps: Generator[int, None, Made]) -> None:
         self._steps = steps
 
-    def __repr__(self) -> str:
-        return f"<Steps of {self._steps}>"
-
     def __iter__(self) -> Iterator[int]:
         """Yield how many bytes are done."""
         self.made = yield from self._steps

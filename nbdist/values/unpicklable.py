@@ -35,17 +35,8 @@ WIDEST = 1000
 # AttributeError), ctypes (ValueError), torch and multiprocessing (RuntimeError), and what
 # `__reduce__` and `__getstate__` of users' classes raise on purpose.
 PICKLING_ERRORS = (
-    *(
-        pickle.PicklingError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        RuntimeError,
-        LookupError,
-        OSError,
-        ImportError,
-    ),
-    *(AssertionError, ArithmeticError),
+    *(pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, LookupError),
+    *(OSError, ImportError, AssertionError, ArithmeticError),
 )
 
 _LOCKS = (
