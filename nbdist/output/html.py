@@ -316,13 +316,12 @@ def _live_body(shown: Panel, room: _LiveRoom) -> str:
         parts += [_side_by_side(blocks, write) for blocks in tiled(others)]
     else:
         parts += [write(block, "") for block in others]
-    parts.append(line(dim(more_ranks(shown.more))))
     # A row for each distinct last line: which ranks are there, and the line.
     rows = (
         [(_RANKS, bold(format_ranks(row.ranks))), (_LAST, lines_html([row.line], room.width))]
         for row in shown.rows
     )
-    return "".join([*parts, table(rows), line(dim(more_ranks(shown.more_rows)))])
+    return "".join([*parts, table(rows), line(dim(more_ranks(shown.more)))])
 
 
 def _live_block(block: Block, style: str, room: _LiveRoom) -> str:

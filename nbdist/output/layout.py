@@ -118,7 +118,7 @@ class Panel:
     """A cell's output: who, how long and how; blocks, then rows, then what stands back.
 
     `squares` is a numbered square for each rank or run of ranks where there are many; the
-    ranks of `more` have no block and those of `more_rows` no row; `rest` are blocks behind one
+    ranks of `more` have no block and no row; `rest` are blocks behind one
     line; `bars` come after the blocks of failed ranks, in a finished cell for `rows`; `spread`
     says how far numbers lie apart, and `silent` are ranks without output; `now` is what ranks use
     at the moment, and `foot` a last line.  A panel without states says all in one dim line.
@@ -137,9 +137,8 @@ class Panel:
     spread: str = ""
     bars: BarTable | None = None
     blocks: tuple[Block, ...] = ()
-    more: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
-    more_rows: tuple[int, ...] = ()
+    more: tuple[int, ...] = ()
     rest: tuple[Block, ...] = ()
     silent: tuple[int, ...] = ()
 
@@ -191,6 +190,7 @@ def live_layout(
         rows = _by_last_line(rest)
     each = max(2, lines // max(1, len(in_blocks)))
     shown = [*rows.items(), *(bars.beside if bars else ())]
+    left_out = [each.ranks for each in in_blocks[MOST_ROWS:]] + [of for _, of in shown[MOST_ROWS:]]
     return Panel(
         ranks_text(transcript.ranks),
         seconds_text(transcript.elapsed(now)),
@@ -203,9 +203,8 @@ def live_layout(
         foot=_LIVE.format(clock) if clock and transcript.elapsed(now) >= _CLOCK_FROM else "",
         bars=bars,
         blocks=tuple(_live_block(transcript, group, each) for group in in_blocks[:MOST_ROWS]),
-        more=tuple(rank for group in in_blocks[MOST_ROWS:] for rank in group.ranks),
         rows=tuple(Row(tuple(ranks), line) for line, ranks in shown[:MOST_ROWS]),
-        more_rows=tuple(rank for _, ranks in shown[MOST_ROWS:] for rank in ranks),
+        more=tuple(rank for ranks in left_out for rank in ranks),
     )
 
 

@@ -119,8 +119,8 @@ def _live(shown: Panel) -> Iterator[str]:
     for row in shown.rows:
         yield _header(row.ranks)
         yield clip(strip(row.line.text), _LIVE_WIDTH)
-    if more := (*shown.more, *shown.more_rows):
-        yield f"── and {name_ranks(more)} ──"
+    if shown.more:
+        yield f"── and {name_ranks(shown.more)} ──"
 
 
 def _live_block(block: Block) -> Iterator[str]:

@@ -167,15 +167,12 @@ def take_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
     if "__slots__" not in kind.__dict__ or NamedTuple in kind.__dict__.get("__orig_bases__", ()):
         return None
     own = kind.__dict__.items()
-    members = [name for name, value in own if _is_slot(kind, value)]
+    slots = [(name, value) for name, value in own if isinstance(value, types.MemberDescriptorType)]
+    members = [name for name, value in slots if value.__objclass__ is kind]
     for name in members:  # cloudpickle looks for those that begin with __ under another name
         state.pop(name, None)
     made = {name for name, value in own if isinstance(value, types.GetSetDescriptorType)}
     return (*members, *sorted(made & _SPECIAL_SLOTS))
-
-
-def _is_slot(kind: type, value: object) -> bool:
-    return isinstance(value, types.MemberDescriptorType) and value.__objclass__ is kind
 
 
 def is_importable(value: Any) -> bool:
