@@ -485,7 +485,8 @@ _UNIT = re.compile(_UNITS)
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _LABEL = re.compile(r"([A-Za-z_][\w./-]*)[\"']?\s*[:=]?\s*$")
 
-Words = Numbers = tuple[tuple[str, ...], ...]
+Words: TypeAlias = tuple[tuple[str, ...], ...]
+Numbers: TypeAlias = tuple[tuple[str, ...], ...]
 """Of a short output, line by line: what stands between its numbers, and these."""
 
 
