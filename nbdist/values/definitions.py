@@ -53,24 +53,14 @@ _names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
 # --- the sender's side ------------------------------------------------------------------
 
 
-class _MainNamespace:
-    """Stands for the receiver's `__main__` in a pickle."""
+class MadeBy:
+    """Stands in a pickle for what a function makes of these arguments in the receiver."""
+
+    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+        self._reduced = make, args
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return receiving_namespace, ()
-
-
-MAIN = _MainNamespace()
-
-
-class ModuleNamespace:
-    """Stands for the namespace of a module that both processes can import."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return module_namespace, (self._name,)
+        return self._reduced
 
 
 class Variable:
@@ -216,6 +206,10 @@ def receiving_namespace() -> dict[str, Any]:
     """Return the globals for functions of `__main__`."""
     namespace = _receiver.get()
     return sys.modules["__main__"].__dict__ if namespace is None else namespace
+
+
+MAIN = MadeBy(receiving_namespace)
+"""Stands for them in a pickle."""
 
 
 def module_namespace(name: str) -> dict[str, Any]:
