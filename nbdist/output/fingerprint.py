@@ -69,7 +69,7 @@ class Digest:
 
     def __init__(self) -> None:
         """Begin with nothing: a hash for each part of the key, and one of the lines' origins."""
-        self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(len(Key._fields) + 1)]
+        self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(4)]
 
     def add(self, text: str, origins: bytes = b"") -> None:
         """Take in the next lines; `origins` has a byte for each (stdout or stderr)."""

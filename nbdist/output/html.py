@@ -185,40 +185,30 @@ def _final_block(block: Block, style: str, room: _Room) -> str:
 
 def _output(block: Block, budget: int) -> tuple[str, int]:
     """Write the items, the newest first into what room there is; also the bytes of images."""
-    parts: list[str] = []
+    parts: list[str | Hidden] = []
     image_bytes = 0
-    for item in _fit(block.items, budget):
+    for item in reversed(block.items):
         match item:
             case Hidden():
-                parts.append(line(dim(block.where_rest(item))))
+                parts.append(item)
             case Shown():
-                parts.append(_final_display(item))
-                image_bytes += size(parts[-1]) if _is_image(item) else 0
-            case lines:
-                parts.append(_text(lines))
-    return "".join(parts), image_bytes
-
-
-def _fit(items: tuple[Item, ...], budget: int) -> list[Item]:
-    """Keep as many lines from the end as fit, and count the others as hidden."""
-    fitting: list[Item] = []
-    for item in reversed(items):
-        match item:
-            case Hidden():
-                fitting.append(item)
-            case Shown():
-                cost = 0 if _is_image(item) else size(_final_display(item))
+                html, has_image = _final_display(item), _is_image(item)
+                cost = 0 if has_image else size(html)
                 # Its text is small; what is too big for that is hidden like a line.
                 budget -= min(cost, max(budget, 0))
-                fitting.append(item if cost <= budget else Hidden(1, in_log_only=False))
+                fits = cost <= budget
+                image_bytes += size(html) if has_image and fits else 0
+                parts.append(html if fits else Hidden(1, in_log_only=False))
             case lines:
                 kept, used = _newest(lines, budget)
                 budget -= used
                 if kept:
-                    fitting.append(kept)
+                    parts.append(_text(kept))
                 if len(kept) < len(lines):
-                    fitting.append(Hidden(len(lines) - len(kept), in_log_only=False))
-    return merged(fitting[::-1])
+                    parts.append(Hidden(len(lines) - len(kept), in_log_only=False))
+    shown = merged(reversed(parts))
+    written = (line(dim(block.where_rest(p))) if isinstance(p, Hidden) else p for p in shown)
+    return "".join(written), image_bytes
 
 
 def _newest(lines: list[Line], budget: int) -> tuple[list[Line], int]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias, cast
+from typing import TypeAlias, TypeVar, cast
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import MOST_ROWS, BarTable, RankBars, bar_table
@@ -78,6 +78,7 @@ class Hidden:
 
 
 Item: TypeAlias = list[Line] | Shown | Hidden
+_Other = TypeVar("_Other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +144,9 @@ class Panel:
     silent: tuple[int, ...] = ()
 
 
-def merged(items: Iterable[Item]) -> list[Item]:
+def merged(items: Iterable[_Other | Hidden]) -> list[_Other | Hidden]:
     """Count hidden neighbours together, and keep all other items."""
-    found: list[Item] = []
+    found: list[_Other | Hidden] = []
     for item in items:
         if isinstance(item, Hidden) and found and isinstance(before := found[-1], Hidden):
             log_only = item.in_log_only and before.in_log_only
@@ -291,9 +292,12 @@ def _values(groups: Sequence[Group]) -> tuple[Row, ...]:
     """Make a row for each group where every rank has shown one short line and nothing else."""
     if len(groups) > _MOST_VALUES:
         return ()
-    found = [(group, value) for group in groups if (value := _value(group)) is not None]
-    rows = [row for group, value in found for row in _rows(group, value)]
-    return tuple(rows) if len(found) == len(groups) and len(rows) <= _MOST_VALUES else ()
+    rows: list[Row] = []
+    for group in groups:
+        if (value := _value(group)) is None:
+            return ()
+        rows += _rows(group, value)
+    return tuple(rows) if len(rows) <= _MOST_VALUES else ()
 
 
 def _rows(group: Group, value: Line) -> list[Row]:
@@ -343,12 +347,12 @@ def _parted(groups: list[Group], first: int) -> tuple[list[Group], list[Group]]:
     if len(groups) <= _MANY_GROUPS:
         return groups, []
     unlike = unlike_most(groups)
-    stands_out = [
-        group.ranks[0] == first or len(group.ranks) > 1 or group.ranks[0] in unlike
-        for group in groups
-    ]
-    pairs = [*zip(groups, stands_out, strict=True)]
-    return [group for group, main in pairs if main], [group for group, main in pairs if not main]
+    main: list[Group] = []
+    rest: list[Group] = []
+    for group in groups:
+        stands_out = group.ranks[0] == first or len(group.ranks) > 1 or group.ranks[0] in unlike
+        (main if stands_out else rest).append(group)
+    return main, rest
 
 
 def _final_blocks(

@@ -15,14 +15,7 @@ from hypothesis import strategies as some
 
 from nbdist.errors import UsageError
 from nbdist.tools import timeline as module
-from nbdist.tools.timeline import (
-    Timeline,
-    bar_of,
-    check_path,
-    headline,
-    timeline_of,
-    write_trace,
-)
+from nbdist.tools.timeline import Timeline, bar_of, check_path, headline, timeline_of, write_trace
 from nbdist.tools.timeline_op import trace_events
 from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.world.world import World
