@@ -274,11 +274,6 @@ class _LiveRoom:
     width: int
     left: int = 0
 
-    def take(self, html: str) -> bool:
-        fits = len(html) <= self.left
-        self.left -= len(html) if fits else 0
-        return fits
-
 
 def _live(shown: Panel) -> str:
     head, foot = _head(shown) + line(dim(shown.note)), line(dim(shown.foot))
@@ -315,38 +310,33 @@ def _live_body(shown: Panel, room: _LiveRoom) -> str:
 
 
 def _live_block(block: Block, style: str, room: _LiveRoom) -> str:
-    body = "".join(_live_item(item, block, room) for item in block.items)
-    title = line(_title(block))
-    return barred(title + body + _live_error(block, room), _COLOURS[block.group.look], style)
-
-
-def _live_item(item: Item, block: Block, room: _LiveRoom) -> str:
-    match item:
-        case Hidden():
-            return line(dim(block.where_rest(item)))
-        case Shown():
-            return _live_display(item, room)
-        case lines:
-            return lines_html(lines, room.width)
+    """Write one group, and what ended its cell: in full where it came first, else in a line."""
+    parts, group = [line(_title(block))], block.group
+    for item in block.items:
+        match item:
+            case Hidden():
+                parts.append(line(dim(block.where_rest(item))))
+            case Shown():
+                parts.append(_live_display(item, room))
+            case lines:
+                parts.append(lines_html(lines, room.width))
+    if group.part == "first" and isinstance(group.error, Failure):
+        text = traceback_text(group.error)
+        parts.append(traceback_html(text, _LIVE_TRACEBACK_LINES, room.width))
+    elif block.failed:
+        parts.append(line(coloured(clip(block.failed, room.width), _COLOURS[group.look])))
+    return barred("".join(parts), _COLOURS[group.look], style)
 
 
 def _live_display(shown: Shown, room: _LiveRoom) -> str:
     """Write the display if there is room, else its text."""
     html = embed(shown.display)
-    if html is not None and room.take(html):
+    if html is not None and len(html) <= room.left:
+        room.left -= len(html)
         return _display_html(html)
     plain = shown.plain.split("\n")
     cut = [*plain[:_LIVE_DISPLAY_LINES], "…"] if len(plain) > _LIVE_DISPLAY_LINES else plain
     return lines_html([Line(text, stderr=False) for text in cut], room.width)
-
-
-def _live_error(block: Block, room: _LiveRoom) -> str:
-    """Write what ended the group's cell: in full where it came first, else in a line."""
-    error = block.group.error
-    if block.group.part == "first" and isinstance(error, Failure):
-        return traceback_html(traceback_text(error), _LIVE_TRACEBACK_LINES, room.width)
-    text = clip(block.failed, room.width)
-    return line(coloured(text, _COLOURS[block.group.look])) if text else ""
 
 
 # --- which blocks of a panel stand side by side -----------------------------------------------
