@@ -45,6 +45,8 @@ _LOCKS = (
 
 # The second is the base of all C data and functions, which has no public name.
 _CTYPES = (ctypes.CDLL, ctypes.c_int.__mro__[-2])
+_COMPILED = ("torch.jit.", "torch._C.", "torch.ScriptFunction", "triton.")
+_C_FUNCTIONS = ("CFunctionType", "builtin_function_or_method", "cython_function_or_method")
 _OF_THE_NOTEBOOK = ("IPython", "ipykernel", "ipywidgets", "traitlets", "comm", "nbdist")
 
 
@@ -52,15 +54,10 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-def _looks_compiled(value: Any) -> bool:
+def _is_compiled(value: Any) -> bool:
     kind = type(value)
-    if isinstance(value, _CTYPES):
-        return True
-    words = f"{kind.__module__}.{kind.__qualname__}"
-    return words.startswith(("torch.jit.", "torch._C.", "torch.ScriptFunction", "triton.")) or (
-        kind.__name__
-        in ("CFunctionType", "builtin_function_or_method", "cython_function_or_method")
-    )
+    is_known = f"{kind.__module__}.{kind.__qualname__}".startswith(_COMPILED)
+    return is_known or kind.__name__ in _C_FUNCTIONS or isinstance(value, _CTYPES)
 
 
 _Kind = tuple[Callable[[Any], bool], str, str, str]
@@ -127,7 +124,7 @@ _KINDS: tuple[_Kind, ...] = (
         "use it in a cell of the notebook, outside `%%distributed`",
     ),
     (
-        _looks_compiled,
+        _is_compiled,
         "compiled function or C data",
         "machine code and C pointers have a meaning in one process only",
         "load or compile it inside the cell",
