@@ -6,7 +6,7 @@ Of bars in bars the innermost has the row, those around it stand before its name
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -109,10 +109,6 @@ class BarTable:
         if share is None or self.slowest is None or len(epochs) == 1:
             return share
         return (epochs.index(bars.numbers) + share) / len(epochs)
-
-    def has(self, ranks: Iterable[int]) -> bool:
-        """Say whether all of these are in it."""
-        return set(ranks) <= {*self.ranks}
 
 
 def bars_of(said: RankTranscript) -> RankBars | None:

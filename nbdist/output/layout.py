@@ -78,7 +78,7 @@ class Hidden:
 
 
 Item: TypeAlias = list[Line] | Shown | Hidden
-_Other = TypeVar("_Other")
+_Item = TypeVar("_Item", Item, str | Hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +144,9 @@ class Panel:
     silent: tuple[int, ...] = ()
 
 
-def merged(items: Iterable[_Other | Hidden]) -> list[_Other | Hidden]:
+def merged(items: Iterable[_Item]) -> list[_Item]:
     """Count hidden neighbours together, and keep all other items."""
-    found: list[_Other | Hidden] = []
+    found: list[_Item] = []
     for item in items:
         if isinstance(item, Hidden) and found and isinstance(before := found[-1], Hidden):
             log_only = item.in_log_only and before.in_log_only
@@ -178,10 +178,11 @@ def live_layout(
     typed goes below.
     """
     bars = bar_table(transcript)
+    at_bars = {*bars.ranks} if bars else set()
     groups = [
         group
         for group in transcript.groups(failed_first=True)
-        if group.has_failed or not (group.shown.is_silent or (bars and bars.has(group.ranks)))
+        if group.has_failed or not (group.shown.is_silent or at_bars.issuperset(group.ranks))
     ]
     groups.sort(key=lambda group: (_asks(group), turn in group.ranks))
     in_blocks, lines, rows = groups, _LIVE_LINES, {}
