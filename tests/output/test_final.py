@@ -1,4 +1,4 @@
-"""Tests of `nbdist.output.final`: what the panel of a finished cell shows."""
+"""Tests of `nbdist.output.layout`: what the panel of a finished cell shows."""
 
 from __future__ import annotations
 
