@@ -1,4 +1,4 @@
-"""Tests of `nbdist.tools.timeline` and its op: who waited for whom, and traces."""
+"""Tests of `nbdist.tools.timeline`, its op and `.profile`: who waited for whom, and traces."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nbdist.errors import UsageError
-from nbdist.tools import timeline as module
-from nbdist.tools.timeline import Timeline, bar_of, check_path, headline, timeline_of, write_trace
+from nbdist.tools import profile
+from nbdist.tools.timeline import Timeline, bar_of, headline, timeline_of
 from nbdist.tools.timeline_op import trace_events
 from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.world.world import World
@@ -223,13 +223,13 @@ PARTS = {0: part('{"a": 1}'), 1: TracePart(problem="too large"), 2: part('{"b": 
 def test_one_trace_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """JSON; compressed where it is large, and the next one may take its place."""
     path = tmp_path / "t.json"
-    assert write_trace(check_path(str(path)), PARTS) == path
+    assert profile.write(profile.check_path(str(path)), PARTS) == path
     assert json.loads(path.read_text())["traceEvents"] == [{"a": 1}, {"b": 2}]
-    monkeypatch.setattr(module, "LARGE", 10)
-    large = write_trace(check_path(str(path)), PARTS)
+    monkeypatch.setattr(profile, "LARGE", 10)
+    large = profile.write(profile.check_path(str(path)), PARTS)
     assert large.name == "t.json.gz"
     assert json.loads(gzip.decompress(large.read_bytes()))["traceEvents"] == [{"a": 1}, {"b": 2}]
-    assert check_path(str(large)) == large
+    assert profile.check_path(str(large)) == large
     assert sorted(each.name for each in tmp_path.iterdir()) == ["t.json", "t.json.gz"]
 
 
@@ -238,14 +238,14 @@ def test_other_files_stay(tmp_path: Path, name: str) -> None:
     """What is no trace of ours is not written over."""
     (tmp_path / name).write_text("{}")
     with pytest.raises(UsageError, match="already exists"):
-        check_path(str(tmp_path / "x.json"))
+        profile.check_path(str(tmp_path / "x.json"))
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     """One line, and nothing is left."""
     (tmp_path / "x.json").mkdir()
     with pytest.raises(UsageError, match="--profile"):
-        write_trace(tmp_path / "x.json", PARTS)
+        profile.write(tmp_path / "x.json", PARTS)
     assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
 
 
