@@ -16,10 +16,8 @@ from IPython.display import clear_output, display, update_display
 from nbdist.notebook.cell_text import cell_magic, request_of
 from nbdist.notebook.figures import EMPTY, NOTHING, Below, can_draw, save_figures
 from nbdist.output.bars import merged_line
-from nbdist.output.final import final_layout
-from nbdist.output.html import panel_html
-from nbdist.output.layout import live_layout
-from nbdist.output.rich import figures
+from nbdist.output.html import figures, panel_html
+from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import PlainLines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import GREY, details, dim, panel

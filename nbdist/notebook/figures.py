@@ -14,7 +14,7 @@ from pathlib import Path
 from IPython.display import display, update_display
 
 from nbdist.output.events import Display, MimeBundle
-from nbdist.output.rich import MOST_BELOW, leftovers
+from nbdist.output.html import MOST_BELOW, leftovers
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import bold, panel
 from nbdist.system.folders import make_private, open_private

@@ -119,23 +119,9 @@ def cut(text: str, width: int) -> tuple[str, str]:
 Rgb = tuple[int, int, int]
 
 # black red green yellow blue magenta cyan white, then the bright ones.
-_NAMED: tuple[Rgb, ...] = (
-    (0x6E, 0x76, 0x81),
-    (0xD4, 0x3A, 0x3A),
-    (0x1E, 0x93, 0x50),
-    (0xA8, 0x7A, 0x00),
-    (0x2F, 0x7F, 0xE6),
-    (0xB0, 0x4F, 0xC4),
-    (0x0C, 0x8D, 0xA0),
-    (0x86, 0x8E, 0x96),
-    (0x7D, 0x85, 0x90),
-    (0xEA, 0x4E, 0x4E),
-    (0x28, 0xA2, 0x5C),
-    (0xBC, 0x8B, 0x10),
-    (0x4A, 0x90, 0xF0),
-    (0xC2, 0x67, 0xD6),
-    (0x1F, 0x9C, 0xB0),
-    (0x95, 0x9D, 0xA5),
+_NAMED = (
+    *("#6e7681", "#d43a3a", "#1e9350", "#a87a00", "#2f7fe6", "#b04fc4", "#0c8da0", "#868e96"),
+    *("#7d8590", "#ea4e4e", "#28a25c", "#bc8b10", "#4a90f0", "#c267d6", "#1f9cb0", "#959da5"),
 )
 _CUBE = (0, 95, 135, 175, 215, 255)
 # Relative luminance between which text can be read on both white and near-black.
@@ -209,14 +195,15 @@ def _rgb(colour: str) -> Rgb | None:
         case [_, 2, red, green, blue]:
             return red, green, blue
         case [code]:
-            return _NAMED[code % 10 + (8 if code >= 90 else 0)]
+            return _from_256(code % 10 + (8 if code >= 90 else 0))
         case _:
             return None
 
 
 def _from_256(number: int) -> Rgb:
     if number < 16:
-        return _NAMED[number]
+        red, green, blue = bytes.fromhex(_NAMED[number][1:])
+        return red, green, blue
     if number >= 232:
         grey = 8 + 10 * (number - 232)
         return grey, grey, grey

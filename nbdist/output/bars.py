@@ -1,4 +1,4 @@
-"""The progress bars of all ranks side by side: who is how far, and who is behind.  Pure.
+"""The progress bars of all ranks as one table: who is how far, and who is behind.  Pure.
 
 Of bars in bars the innermost has the row, those around it stand before its name.
 """
@@ -6,7 +6,7 @@ Of bars in bars the innermost has the row, those around it stand before its name
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -14,8 +14,19 @@ from nbdist.output.fingerprint import BAR_SIGNS, Bar, clock_text, number_of, rea
 from nbdist.output.rank_transcript import FAILED, RankTranscript
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import fold_ranks
-from nbdist.words import format_ranks
+from nbdist.output.wording import (
+    AMBER,
+    BLUE,
+    GREEN,
+    bold,
+    clip,
+    coloured,
+    dim,
+    fold_ranks,
+    line,
+    table,
+)
+from nbdist.words import format_ranks, name_ranks
 
 MOST_ROWS, SLOWEST_ROWS = 16, 6
 _LOOK_BACK = 24
@@ -99,10 +110,6 @@ class BarTable:
             return share
         return (epochs.index(bars.numbers) + share) / len(epochs)
 
-    def has(self, ranks: Iterable[int]) -> bool:
-        """Say whether all of these are in it."""
-        return set(ranks) <= {*self.ranks}
-
 
 def bars_of(said: RankTranscript) -> RankBars | None:
     """Find the bar that a rank is at: its last line, or an unfinished one not far above it."""
@@ -121,13 +128,11 @@ def bars_of(said: RankTranscript) -> RankBars | None:
         if above is None or above.is_finished:
             break
         around.append(above)
-    lines = (
-        item
-        for item, found in zip(tail, read, strict=True)
-        if found is None and isinstance(item, Line) and item.text
-    )
-    line = next(iter([*lines][::-1]), None)
-    return RankBars(said.rank, bar, tuple(around[::-1]), line)
+    text = None
+    for item, found in zip(tail, read, strict=True):
+        if found is None and isinstance(item, Line) and item.text:
+            text = item
+    return RankBars(said.rank, bar, tuple(around[::-1]), text)
 
 
 def _read(item: object, said: RankTranscript, *, is_last: bool) -> Bar | None:
@@ -141,32 +146,41 @@ def _read(item: object, said: RankTranscript, *, is_last: bool) -> Bar | None:
     return read_bar(item.text, is_edited=is_edited)
 
 
+def _bars_of_all(transcript: Transcript) -> list[RankBars]:
+    """Find the bars of the ranks that are at one; none where no rank that runs is."""
+    found = [bars for each in transcript if (bars := bars_of(each))]
+    return found if any(transcript[bars.rank].state == "running" for bars in found) else []
+
+
 def bar_table(transcript: Transcript) -> BarTable | None:
     """Lay out the bars of the ranks that are at one; None where no rank that runs is."""
-    found = [bars for each in transcript if (bars := bars_of(each))]
-    if not any(transcript[bars.rank].state == "running" for bars in found):
+    if not (found := _bars_of_all(transcript)):
         return None
     ranks, rows, summary = tuple(bars.rank for bars in found), found, ""
     if len(found) > MOST_ROWS:
         rows = sorted(found, key=lambda bars: (_way(bars), bars.rank))[:SLOWEST_ROWS]
         summary = _summary(found)
     said = fold_ranks({bars.rank: bars.line for bars in found if bars.line})
-    beside = [(line, tuple(of)) for line, of in said.items()][:_MOST_BESIDE]
-    slowest = slowest_of(found)
-    behind = "" if slowest is None else behind_text(slowest, found)
+    beside = [(text, tuple(of)) for text, of in said.items()][:_MOST_BESIDE]
+    slowest, behind = _slowest(found)
     return BarTable(ranks, tuple(rows), slowest, behind, summary, tuple(beside))
 
 
-def slowest_of(found: Sequence[RankBars]) -> int | None:
-    """Find the rank that is clearly behind the first, None where none is, or nobody can tell."""
+def _slowest(found: Sequence[RankBars]) -> tuple[int | None, str]:
+    """Find the rank that is clearly behind the first, and say `rank 2 is 20 % behind`.
+
+    So much of the way of the first is still before it; of ranks in other epochs nobody knows how
+    much.  None where no rank is, or nobody can tell.
+    """
     if len(found) < 2 or not _are_comparable(found):
-        return None
+        return None, ""
     low, high = min(found, key=_way), max(found, key=_way)
     if low.numbers != high.numbers:
-        return low.rank
+        return low.rank, f"rank {low.rank} is behind"
     behind = high.overall - low.overall
-    far = behind >= _BEHIND and behind > _BEHIND_SHARE * high.overall
-    return low.rank if far else None
+    if behind < _BEHIND or behind <= _BEHIND_SHARE * high.overall:
+        return None, ""
+    return low.rank, f"rank {low.rank} is {100 * behind / high.overall:.0f} % behind"
 
 
 def _way(bars: RankBars) -> tuple[tuple[int, ...], float]:
@@ -192,33 +206,20 @@ def _are_comparable(found: Sequence[RankBars]) -> bool:
     return apart <= max(_BEGAN_APART, _BEGAN_APART_SHARE * max(elapsed, default=0.0))
 
 
-def behind_text(rank: int, found: Sequence[RankBars]) -> str:
-    """Say `rank 2 is 20 % behind`: of the way of the first so much is still before it.
-
-    Ranks in other epochs are behind by nobody knows how much.
-    """
-    high = max(found, key=_way)
-    own = next(bars for bars in found if bars.rank == rank)
-    if own.numbers != high.numbers:
-        return f"rank {rank} is behind"
-    share = (high.overall - own.overall) / high.overall
-    return f"rank {rank} is {100 * share:.0f} % behind"
-
-
 def merged_line(transcript: Transcript) -> str:
     """Say in one line where all ranks are: `[0-3] epoch 63% (47-64) 12:01<07:10`; "" of none."""
-    found = [bars for each in transcript if (bars := bars_of(each))]
-    if not any(transcript[bars.rank].state == "running" for bars in found):
+    if not (found := _bars_of_all(transcript)):
         return ""
     low, middle, high = _spread(found)
     spread = "" if low == high else f"({low.rstrip('%')}-{high.rstrip('%')})"
-    parts = [f"[{format_ranks(bars.rank for bars in found)}]", common_name(found), middle]
-    return " ".join(filter(None, [*parts, spread, _times(found)]))
+    elapsed = max((b.bar.elapsed for b in found if b.bar.elapsed is not None), default=None)
+    times = _times_text(elapsed, _longest_left(found))
+    parts = [f"[{format_ranks(bars.rank for bars in found)}]", _common_name(found), middle]
+    return " ".join(filter(None, [*parts, spread, times]))
 
 
-def common_name(found: Iterable[RankBars]) -> str:
+def _common_name(found: Sequence[RankBars]) -> str:
     """Give the name that all bars have, "" where they differ; ranks may be in other epochs."""
-    found = [*found]
     names = {bars.name for bars in found}
     if len(names) == 1:
         return names.pop()[: 2 * _LONGEST_NAME]
@@ -240,10 +241,10 @@ def _amounts(bars: Sequence[Bar]) -> str:
 
 def _summary(found: Sequence[RankBars]) -> str:
     low, middle, high = _spread(found)
-    remaining = [left for bars in found if (left := remaining_of(bars.bar)) is not None]
-    end = f"ETA {clock_text(max(remaining))}" if remaining else ""
+    left = _longest_left(found)
+    end = "" if left is None else f"ETA {clock_text(left)}"
     said = [f"min {low} · median {middle} · max {high}", end, "slowest first:"]
-    return " · ".join(filter(None, [common_name(found), *said]))
+    return " · ".join(filter(None, [_common_name(found), *said]))
 
 
 def _spread(found: Sequence[RankBars]) -> tuple[str, str, str]:
@@ -251,44 +252,102 @@ def _spread(found: Sequence[RankBars]) -> tuple[str, str, str]:
     order = sorted((bars.bar for bars in found), key=lambda bar: bar.position)
     if all(bar.fraction is not None for bar in order):
         half = median(bar.position for bar in order)
-        return percent_text(order[0].position), percent_text(half), percent_text(order[-1].position)
+        return (
+            _percent(order[0].position),
+            _percent(half),
+            _percent(order[-1].position),
+        )
     return order[0].done, order[len(order) // 2].done, order[-1].done
 
 
-def _times(found: Sequence[RankBars]) -> str:
-    """Say for how long the first has run, and how long the last will."""
-    elapsed = [bars.bar.elapsed for bars in found if bars.bar.elapsed is not None]
-    remaining = [left for bars in found if (left := remaining_of(bars.bar)) is not None]
-    return times_text(max(elapsed, default=None), max(remaining, default=None))
+def _longest_left(found: Sequence[RankBars]) -> float | None:
+    """Say for how many seconds the last will run still, by what bars say or their pace so far."""
+    return max((left for bars in found if (left := bars.bar.left) is not None), default=None)
 
 
-def remaining_of(bar: Bar) -> float | None:
-    """Say for how many seconds it will run still: what it says itself, or by its pace so far."""
-    if bar.remaining is not None:
-        return bar.remaining
-    if not bar.fraction or bar.elapsed is None:
-        return None
-    return bar.elapsed * (1 - bar.fraction) / bar.fraction
-
-
-def times_text(elapsed: float | None, remaining: float | None) -> str:
+def _times_text(elapsed: float | None, remaining: float | None) -> str:
     """Write `00:12<00:07`, or what is known of it."""
     after = "" if remaining is None else f"<{clock_text(remaining)}"
     return f"{'' if elapsed is None else clock_text(elapsed)}{after}"
 
 
-def percent_text(share: float) -> str:
+def _percent(share: float) -> str:
     """Write `63%`; 100% only of what is done."""
     return f"{int(100 * share + 1e-9)}%"
 
 
-def columns(bars: RankBars) -> tuple[str, str, str, str, str, str]:
+def _columns(bars: RankBars) -> tuple[str, str, str, str, str, str]:
     """Give the cells of a row beside the bar: name, per cent, amount, times, rate, the rest."""
-    bar = bars.bar
-    percent = "" if bar.fraction is None else percent_text(bar.fraction)
-    times = times_text(bar.elapsed, None if bar.is_finished else bar.remaining)
-    return _short(bars.name), percent, bar.amount, times, bar.rate, bar.rest
+    bar, name = bars.bar, bars.name
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME - 1]}…"
+    percent = "" if bar.fraction is None else _percent(bar.fraction)
+    times = _times_text(bar.elapsed, None if bar.is_finished else bar.remaining)
+    return name, percent, bar.amount, times, bar.rate, bar.rest
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+# --- the table in a page, and as text -----------------------------------------------------
+
+
+_CELL = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
+_RIGHT = _CELL.replace("text-align:left", "text-align:right")
+_REST = _CELL.replace("white-space:nowrap", "white-space:normal")
+_FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
+_TRACK = f"{_FILL};width:100px;background-color:rgba(128,128,128,0.25);line-height:0"
+_LONGEST_REST = 120
+_CELLS, _PARTS = 20, " ▏▎▍▌▋▊▉"
+
+
+def bars_html(shown: BarTable) -> str:
+    """Draw a row for each bar, below a line that says where all are if there are more."""
+    rows = table(_row(shown, bars) for bars in shown.rows)
+    return line(dim(shown.summary)) + rows
+
+
+def _row(shown: BarTable, bars: RankBars) -> list[tuple[str, str]]:
+    is_slowest = bars.rank == shown.slowest
+    name, percent, amount, times, rate, rest = _columns(bars)
+    end = dim(clip(rest, _LONGEST_REST))
+    if is_slowest:
+        end = f"{end} {coloured('slowest', AMBER)}"
+    return [
+        (_CELL, bold(name_ranks([bars.rank]))),
+        (_CELL, dim(name)),
+        (_CELL, _drawn(bars, shown.share(bars), is_slowest=is_slowest)),
+        (_RIGHT, percent),
+        (_RIGHT, dim(amount)),
+        (_CELL, dim(times)),
+        (_RIGHT, dim(rate)),
+        (_REST, end),
+    ]
+
+
+def _drawn(bars: RankBars, share: float | None, *, is_slowest: bool) -> str:
+    if share is None:
+        return ""
+    colour = GREEN if bars.bar.is_finished else AMBER if is_slowest else BLUE
+    fill = f"{_FILL};width:{100 * share:.0f}%;background-color:{colour}"
+    return f'<span style="{_TRACK}"><span style="{fill}"></span></span>'
+
+
+def bars_text(shown: BarTable) -> list[str]:
+    """Write the same in lines of which each names its rank, its columns below one another."""
+    rows = [_words(bars, shown.share(bars)) for bars in shown.rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [shown.summary] if shown.summary else []
+    for bars, row in zip(shown.rows, rows, strict=True):
+        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True) if width)
+        mark = "  slowest" if bars.rank == shown.slowest else ""
+        lines.append("  ".join(cells).rstrip() + mark)
+    return lines
+
+
+def _words(bars: RankBars, share: float | None) -> list[str]:
+    name, percent, amount, times, rate, rest = _columns(bars)
+    drawn = "" if share is None else f"|{_blocks(share)}|"
+    return [name_ranks([bars.rank]), name, drawn, percent.rjust(4), amount, times, rate, rest]
+
+
+def _blocks(share: float) -> str:
+    whole, part = divmod(round(share * _CELLS * 8), 8)
+    return ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)

@@ -44,13 +44,11 @@ def without_bars(text: str) -> str:
     """Put a placeholder for each line that is a progress bar: its times are chance."""
     if not any(sign in text for sign in BAR_SIGNS):
         return text
-    return "\n".join(map(_bar_out, text.split("\n")))
-
-
-def _bar_out(line: str) -> str:
-    if any(sign in line for sign in BAR_SIGNS) and (bar := read_bar(line)):
-        return f"{_MARK}{bar.name}"
-    return line
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if any(sign in line for sign in BAR_SIGNS) and (bar := read_bar(line)):
+            lines[number] = f"{_MARK}{bar.name}"
+    return "\n".join(lines)
 
 
 class Key(NamedTuple):
@@ -67,40 +65,34 @@ class Key(NamedTuple):
 class Digest:
     """A running `Key` of text that comes in blocks of whole lines."""
 
-    __slots__ = ("_alike", "_but_bars", "_exact", "_origins")
+    __slots__ = ("_hashes",)
 
     def __init__(self) -> None:
-        self._alike = hashlib.blake2b(digest_size=16)
-        self._but_bars = hashlib.blake2b(digest_size=16)
-        self._exact = hashlib.blake2b(digest_size=16)
-        self._origins = hashlib.blake2b(digest_size=16)
+        """Begin with nothing: a hash for each part of the key, and one of the lines' origins."""
+        self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(4)]
 
     def add(self, text: str, origins: bytes = b"") -> None:
         """Take in the next lines; `origins` has a byte for each (stdout or stderr)."""
-        self._exact.update(_bytes(text))
+        alike, but_bars, exact, of_origins = self._hashes
+        exact.update(_bytes(text))
         text = without_bars(text)
-        self._but_bars.update(_bytes(text))
-        self._alike.update(_bytes(normal(text)))
-        self._origins.update(origins)
+        but_bars.update(_bytes(text))
+        alike.update(_bytes(normal(text)))
+        of_origins.update(origins)
 
     def add_key(self, key: Key) -> None:
         """Take in what another one has taken in."""
-        self._alike.update(key.alike)
-        self._but_bars.update(key.but_bars)
-        self._exact.update(key.exact)
+        for own, others in zip(self._hashes, key, strict=False):
+            own.update(others)
 
     def copy(self) -> Digest:
-        twin = Digest()
-        twin._alike = self._alike.copy()
-        twin._but_bars = self._but_bars.copy()
-        twin._exact = self._exact.copy()
-        twin._origins = self._origins.copy()
+        twin = Digest.__new__(Digest)
+        twin._hashes = [each.copy() for each in self._hashes]
         return twin
 
     @property
     def key(self) -> Key:
-        origins = self._origins.digest()
-        digests = (self._alike.digest(), self._but_bars.digest(), self._exact.digest())
+        *digests, origins = (each.digest() for each in self._hashes)
         return Key(*(digest + origins for digest in digests))
 
 
@@ -229,6 +221,13 @@ class Bar:
     def amount(self) -> str:
         """How much is done: `315/500`, or `315` where nobody knows of how many."""
         return f"{self.done}/{self.total}" if self.total else self.done
+
+    @property
+    def left(self) -> float | None:
+        """For how many seconds it will run still: what it says itself, or by its pace so far."""
+        if self.remaining is None and self.fraction and self.elapsed is not None:
+            return self.elapsed * (1 - self.fraction) / self.fraction
+        return self.remaining
 
     @property
     def position(self) -> float:

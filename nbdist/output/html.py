@@ -5,17 +5,19 @@ An update rebuilds the page's DOM, so nothing of a live panel can be opened or s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 from nbdist.output.ansi import strip
-from nbdist.output.bars import BarTable, RankBars, columns
-from nbdist.output.events import Failure
+from nbdist.output.bars import bars_html
+from nbdist.output.events import Display, Failure
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
 from nbdist.output.rank_transcript import Look, Shown
-from nbdist.output.rich import embed, is_image, is_leftover, kind_text, traceback_html
 from nbdist.output.screen import Line
+from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
     AMBER,
     BLUE,
@@ -28,12 +30,17 @@ from nbdist.output.wording import (
     coloured,
     details,
     dim,
+    embed,
+    is_image,
+    is_leftover,
+    kind_text,
     line,
     lines_html,
     more_ranks,
     panel,
     size,
     table,
+    traceback_html,
     traceback_text,
 )
 from nbdist.words import count, format_ranks, name_ranks
@@ -96,7 +103,7 @@ def _squares(shown: Panel) -> str:
 
 
 def _display_html(html: str) -> str:
-    """Put a figure or a table in its place, in the page's own way of breaking lines."""
+    """Put a figure or a table in its place, with lines broken as the page does."""
     return f'<div style="white-space:normal;overflow-x:auto;margin:4px 0">{html}</div>'
 
 
@@ -111,7 +118,7 @@ def _title(block: Block) -> str:
 
 @dataclass(slots=True)
 class _Room:
-    """How many bytes may still be used, shared among the blocks that are left."""
+    """How many bytes the blocks that are left may still use."""
 
     left: int
     blocks: int
@@ -125,7 +132,8 @@ class _Room:
 def _final(shown: Panel) -> str:
     room = _Room(MOST_BYTES - _HEAD_BYTES, len(shown.blocks) + len(shown.rest))
     parts = [_head(shown), line(dim(shown.spread))]
-    parts += [_side_by_side(blocks, room) for blocks in tiled(shown.blocks)]
+    write = partial(_final_block, room=room)
+    parts += [_side_by_side(blocks, write) for blocks in tiled(shown.blocks)]
     if shown.bars:
         parts.append(bars_html(shown.bars))
     elif shown.rows:
@@ -135,12 +143,6 @@ def _final(shown: Panel) -> str:
     if shown.silent:
         parts.append(line(dim(f"{name_ranks(shown.silent)}: no output")))
     return panel(*parts, line(dim(shown.note)))
-
-
-def _side_by_side(blocks: list[Block], room: _Room) -> str:
-    if len(blocks) == 1:
-        return _final_block(blocks[0], room)
-    return tiles_html(_final_block(block, room, tile_style(block, len(blocks))) for block in blocks)
 
 
 def _values(rows: Iterable[Row]) -> str:
@@ -163,12 +165,12 @@ def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
             left = [rank for missing in blocks[done:] for rank in missing.group.ranks]
             parts.append(line(dim(f"{name_ranks(left)}: %dist_output -r {format_ranks(left)}")))
             break
-        parts.append(_side_by_side(run, room))
+        parts.append(_side_by_side(run, partial(_final_block, room=room)))
         done += len(run)
     return details(f"{title} {said}", "".join(parts), GREY, is_open=False)
 
 
-def _final_block(block: Block, room: _Room, style: str = "") -> str:
+def _final_block(block: Block, style: str, room: _Room) -> str:
     """Write one group: its title, and its output when opened."""
     share = room.share()
     error = _final_error(block, share // 2)
@@ -183,40 +185,30 @@ def _final_block(block: Block, room: _Room, style: str = "") -> str:
 
 def _output(block: Block, budget: int) -> tuple[str, int]:
     """Write the items, the newest first into what room there is; also the bytes of images."""
-    parts: list[str] = []
+    parts: list[str | Hidden] = []
     image_bytes = 0
-    for item in _fit(block.items, budget):
+    for item in reversed(block.items):
         match item:
             case Hidden():
-                parts.append(line(dim(block.where_rest(item))))
+                parts.append(item)
             case Shown():
-                parts.append(_final_display(item))
-                image_bytes += size(parts[-1]) if _is_image(item) else 0
-            case lines:
-                parts.append(_text(lines))
-    return "".join(parts), image_bytes
-
-
-def _fit(items: tuple[Item, ...], budget: int) -> list[Item]:
-    """Keep as many lines from the end as fit, and count the others as hidden."""
-    fitting: list[Item] = []
-    for item in reversed(items):
-        match item:
-            case Hidden():
-                fitting.append(item)
-            case Shown():
-                cost = 0 if _is_image(item) else size(_final_display(item))
+                html, has_image = _final_display(item), _is_image(item)
+                cost = 0 if has_image else size(html)
                 # Its text is small; what is too big for that is hidden like a line.
                 budget -= min(cost, max(budget, 0))
-                fitting.append(item if cost <= budget else Hidden(1, in_log_only=False))
+                fits = cost <= budget
+                image_bytes += size(html) if has_image and fits else 0
+                parts.append(html if fits else Hidden(1, in_log_only=False))
             case lines:
                 kept, used = _newest(lines, budget)
                 budget -= used
                 if kept:
-                    fitting.append(kept)
+                    parts.append(_text(kept))
                 if len(kept) < len(lines):
-                    fitting.append(Hidden(len(lines) - len(kept), in_log_only=False))
-    return merged(fitting[::-1])
+                    parts.append(Hidden(len(lines) - len(kept), in_log_only=False))
+    shown = merged(reversed(parts))
+    written = (line(dim(block.where_rest(p))) if isinstance(p, Hidden) else p for p in shown)
+    return "".join(written), image_bytes
 
 
 def _newest(lines: list[Line], budget: int) -> tuple[list[Line], int]:
@@ -282,11 +274,6 @@ class _LiveRoom:
     width: int
     left: int = 0
 
-    def take(self, html: str) -> bool:
-        fits = len(html) <= self.left
-        self.left -= len(html) if fits else 0
-        return fits
-
 
 def _live(shown: Panel) -> str:
     head, foot = _head(shown) + line(dim(shown.note)), line(dim(shown.foot))
@@ -304,70 +291,52 @@ def _live(shown: Panel) -> str:
 
 
 def _live_body(shown: Panel, room: _LiveRoom) -> str:
-    parts = [_live_block(block, room) for block in shown.blocks if block.group.has_failed]
+    write = partial(_live_block, room=room)
+    parts = [write(block, "") for block in shown.blocks if block.group.has_failed]
     if shown.bars:
         parts.append(bars_html(shown.bars))
     others = [block for block in shown.blocks if not block.group.has_failed]
     # Lines go on coming, and would move what stands beside them.
     if all(any(isinstance(item, Shown) for item in block.items) for block in others):
-        parts += [_live_tiles(blocks, room) for blocks in tiled(others)]
+        parts += [_side_by_side(blocks, write) for blocks in tiled(others)]
     else:
-        parts += [_live_block(block, room) for block in others]
-    parts.append(_more(shown.more))
+        parts += [write(block, "") for block in others]
     # A row for each distinct last line: which ranks are there, and the line.
     rows = (
         [(_RANKS, bold(format_ranks(row.ranks))), (_LAST, lines_html([row.line], room.width))]
         for row in shown.rows
     )
-    parts.append(table(rows))
-    parts.append(_more(shown.more_rows))
-    return "".join(parts)
+    return "".join([*parts, table(rows), line(dim(more_ranks(shown.more)))])
 
 
-def _more(ranks: tuple[int, ...]) -> str:
-    return line(dim(more_ranks(ranks))) if ranks else ""
-
-
-def _live_tiles(blocks: list[Block], room: _LiveRoom) -> str:
-    if len(blocks) == 1:
-        return _live_block(blocks[0], room)
-    style = [tile_style(block, len(blocks)) for block in blocks]
-    return tiles_html(map(_live_block, blocks, [room] * len(blocks), style))
-
-
-def _live_block(block: Block, room: _LiveRoom, style: str = "") -> str:
-    body = "".join(_live_item(item, block, room) for item in block.items)
-    title = line(_title(block))
-    return barred(title + body + _live_error(block, room), _COLOURS[block.group.look], style)
-
-
-def _live_item(item: Item, block: Block, room: _LiveRoom) -> str:
-    match item:
-        case Hidden():
-            return line(dim(block.where_rest(item)))
-        case Shown():
-            return _live_display(item, room)
-        case lines:
-            return lines_html(lines, room.width)
+def _live_block(block: Block, style: str, room: _LiveRoom) -> str:
+    """Write one group, and what ended its cell: in full where it came first, else in a line."""
+    parts, group = [line(_title(block))], block.group
+    for item in block.items:
+        match item:
+            case Hidden():
+                parts.append(line(dim(block.where_rest(item))))
+            case Shown():
+                parts.append(_live_display(item, room))
+            case lines:
+                parts.append(lines_html(lines, room.width))
+    if group.part == "first" and isinstance(group.error, Failure):
+        text = traceback_text(group.error)
+        parts.append(traceback_html(text, _LIVE_TRACEBACK_LINES, room.width))
+    elif block.failed:
+        parts.append(line(coloured(clip(block.failed, room.width), _COLOURS[group.look])))
+    return barred("".join(parts), _COLOURS[group.look], style)
 
 
 def _live_display(shown: Shown, room: _LiveRoom) -> str:
     """Write the display if there is room, else its text."""
     html = embed(shown.display)
-    if html is not None and room.take(html):
+    if html is not None and len(html) <= room.left:
+        room.left -= len(html)
         return _display_html(html)
     plain = shown.plain.split("\n")
     cut = [*plain[:_LIVE_DISPLAY_LINES], "…"] if len(plain) > _LIVE_DISPLAY_LINES else plain
     return lines_html([Line(text, stderr=False) for text in cut], room.width)
-
-
-def _live_error(block: Block, room: _LiveRoom) -> str:
-    """Write what ended the group's cell: in full where it came first, else in a line."""
-    error = block.group.error
-    if block.group.part == "first" and isinstance(error, Failure):
-        return traceback_html(traceback_text(error), _LIVE_TRACEBACK_LINES, room.width)
-    text = clip(block.failed, room.width)
-    return line(coloured(text, _COLOURS[block.group.look])) if text else ""
 
 
 # --- which blocks of a panel stand side by side -----------------------------------------------
@@ -427,73 +396,49 @@ def tile_style(block: Block, count: int) -> str:
     return _FIGURE.format(45 if count in (2, 4) else 30) if has_figure else _OTHER
 
 
-def tiles_html(blocks: Iterable[str]) -> str:
-    """Put the blocks side by side."""
-    return f'<div style="{_ROW}">{"".join(blocks)}</div>'
+def _side_by_side(blocks: list[Block], write: Callable[[Block, str], str]) -> str:
+    """Write the blocks of a run, each with what its style says of its place."""
+    if len(blocks) == 1:
+        return write(blocks[0], "")
+    tiles = (write(block, tile_style(block, len(blocks))) for block in blocks)
+    return f'<div style="{_ROW}">{"".join(tiles)}</div>'
 
 
-# --- a table of progress bars, for pages and as text.  Pure -----------------------------------
+# --- what is not part of the panel --------------------------------------------------------
 
 
-_CELL = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
-_RIGHT = _CELL.replace("text-align:left", "text-align:right")
-_REST = _CELL.replace("white-space:nowrap", "white-space:normal")
-_FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
-_TRACK = f"{_FILL};width:100px;background-color:rgba(128,128,128,0.25);line-height:0"
-_LONGEST_REST = 120
-_CELLS, _PARTS = 20, " ▏▎▍▌▋▊▉"
+MOST_BELOW = 32
+"""Displays of a cell that are shown below its panel."""
 
 
-def bars_html(shown: BarTable) -> str:
-    """Draw a row for each bar, below a line that says where all are if there are more."""
-    rows = table(_row(shown, bars) for bars in shown.rows)
-    return line(dim(shown.summary)) + rows
+def leftovers(
+    transcript: Transcript, ranks: Collection[int] | None = None
+) -> list[tuple[tuple[int, ...], Display]]:
+    """Find what only the page can render, with the ranks that show it; of equal ones the first.
+
+    In the order of the ranks, all or some, and of what each has shown; a rank that shows the
+    same twice has two.
+    """
+    found: dict[object, tuple[list[int], Display]] = {}
+    for each in transcript:
+        if ranks is not None and each.rank not in ranks:
+            continue
+        times: Counter[bytes] = Counter()
+        for shown in each.displays:
+            if is_leftover(shown.display.data):
+                key = shown.content
+                found.setdefault((key, times[key]), ([], shown.display))[0].append(each.rank)
+                times[key] += 1
+    return [(tuple(those), display) for those, display in found.values()]
 
 
-def _row(shown: BarTable, bars: RankBars) -> list[tuple[str, str]]:
-    is_slowest = bars.rank == shown.slowest
-    name, percent, amount, times, rate, rest = columns(bars)
-    end = dim(clip(rest, _LONGEST_REST))
-    if is_slowest:
-        end = f"{end} {coloured('slowest', AMBER)}"
-    return [
-        (_CELL, bold(name_ranks([bars.rank]))),
-        (_CELL, dim(name)),
-        (_CELL, _drawn(bars, shown.share(bars), is_slowest=is_slowest)),
-        (_RIGHT, percent),
-        (_RIGHT, dim(amount)),
-        (_CELL, dim(times)),
-        (_RIGHT, dim(rate)),
-        (_REST, end),
-    ]
-
-
-def _drawn(bars: RankBars, share: float | None, *, is_slowest: bool) -> str:
-    if share is None:
-        return ""
-    colour = GREEN if bars.bar.is_finished else AMBER if is_slowest else BLUE
-    fill = f"{_FILL};width:{100 * share:.0f}%;background-color:{colour}"
-    return f'<span style="{_TRACK}"><span style="{fill}"></span></span>'
-
-
-def bars_text(shown: BarTable) -> list[str]:
-    """Write the same in lines of which each names its rank, its columns below one another."""
-    rows = [_words(bars, shown.share(bars)) for bars in shown.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [shown.summary] if shown.summary else []
-    for bars, row in zip(shown.rows, rows, strict=True):
-        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True) if width)
-        mark = "  slowest" if bars.rank == shown.slowest else ""
-        lines.append("  ".join(cells).rstrip() + mark)
-    return lines
-
-
-def _words(bars: RankBars, share: float | None) -> list[str]:
-    name, percent, amount, times, rate, rest = columns(bars)
-    drawn = "" if share is None else f"|{_blocks(share)}|"
-    return [name_ranks([bars.rank]), name, drawn, percent.rjust(4), amount, times, rate, rest]
-
-
-def _blocks(share: float) -> str:
-    whole, part = divmod(round(share * _CELLS * 8), 8)
-    return ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)
+def figures(transcript: Transcript) -> list[tuple[str, Display]]:
+    """Find the images that are part of the panel, each with its ranks, for programs."""
+    found = []
+    for group in transcript.groups():
+        for shown in group.displays:
+            data = shown.display.data
+            if (html := embed(shown.display)) is not None and is_image(html):
+                images = {kind: data[kind] for kind in data if kind.startswith("image/")}
+                found.append((name_ranks(group.ranks), replace(shown.display, data=images)))
+    return found

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar, cast
 
 from nbdist.output.ansi import strip
-from nbdist.output.bars import BarTable, bar_table
+from nbdist.output.bars import MOST_ROWS, BarTable, RankBars, bar_table
 from nbdist.output.events import Failure
 from nbdist.output.fingerprint import read_bar
 from nbdist.output.rank_transcript import Gap, Look, RankTranscript, Shown
-from nbdist.output.screen import Line
-from nbdist.output.transcript import Group, Likeness, Transcript
+from nbdist.output.screen import Line, Screen
+from nbdist.output.transcript import Group, Likeness, Transcript, fold_shown, fold_tail
 from nbdist.output.wording import (
     error_text,
     in_log_only,
@@ -27,10 +27,7 @@ from nbdist.output.wording import (
     ranks_text,
     seconds_text,
 )
-from nbdist.words import format_ranks
-
-# Where a rank's full output is: a mapping or a function from the rank.
-Logs: TypeAlias = Mapping[int, str] | Callable[[int], "str | None"] | None
+from nbdist.words import count, format_ranks
 
 MARKS: dict[Look, str] = {
     "waiting": "○",
@@ -56,9 +53,20 @@ _LIKENESS: dict[Likeness, str] = {
 _LIVE_LINES, _LIVE_LINES_OF_FAILED = 24, 8
 _FEW_GROUPS = 4
 _LIVE_LINES_OF_ASKING = 60
-_MOST_ROWS = _MOST_BLOCKS = 16
 _CLOCK_FROM = 2.0
 _LIVE = "live view at {}; if this time does not change, it ended then: `%dist_output`"
+
+# Of final layouts.
+_MANY_GROUPS = 16
+_LONGEST_VALUE, _LONGEST_BAR = 100, 240
+_MOST_VALUES = 256
+_MOST_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
+_OPEN_LINES = 60
+_SHORT = 8
+"""Lines that are open wherever they are: so few cost nothing, and may be those that are odd."""
+
+# Seconds, and a part of the slowest rank's, by which ranks differ such that it matters.
+_SLOWER, _SLOWER_SHARE = 0.5, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,7 @@ class Hidden:
 
 
 Item: TypeAlias = list[Line] | Shown | Hidden
+_Item = TypeVar("_Item", Item, str | Hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,7 @@ class Panel:
     """A cell's output: who, how long and how; blocks, then rows, then what stands back.
 
     `squares` is a numbered square for each rank or run of ranks where there are many; the
-    ranks of `more` have no block and those of `more_rows` no row; `rest` are blocks behind one
+    ranks of `more` have no block and no row; `rest` are blocks behind one
     line; `bars` come after the blocks of failed ranks, in a finished cell for `rows`; `spread`
     says how far numbers lie apart, and `silent` are ranks without output; `now` is what ranks use
     at the moment, and `foot` a last line.  A panel without states says all in one dim line.
@@ -129,16 +138,15 @@ class Panel:
     spread: str = ""
     bars: BarTable | None = None
     blocks: tuple[Block, ...] = ()
-    more: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
-    more_rows: tuple[int, ...] = ()
+    more: tuple[int, ...] = ()
     rest: tuple[Block, ...] = ()
     silent: tuple[int, ...] = ()
 
 
-def merged(items: Iterable[Item]) -> list[Item]:
+def merged(items: Iterable[_Item]) -> list[_Item]:
     """Count hidden neighbours together, and keep all other items."""
-    found: list[Item] = []
+    found: list[_Item] = []
     for item in items:
         if isinstance(item, Hidden) and found and isinstance(before := found[-1], Hidden):
             log_only = item.in_log_only and before.in_log_only
@@ -170,10 +178,11 @@ def live_layout(
     typed goes below.
     """
     bars = bar_table(transcript)
+    at_bars = {*bars.ranks} if bars else set()
     groups = [
         group
         for group in transcript.groups(failed_first=True)
-        if group.has_failed or not (group.shown.is_silent or (bars and bars.has(group.ranks)))
+        if group.has_failed or not (group.shown.is_silent or at_bars.issuperset(group.ranks))
     ]
     groups.sort(key=lambda group: (_asks(group), turn in group.ranks))
     in_blocks, lines, rows = groups, _LIVE_LINES, {}
@@ -183,21 +192,21 @@ def live_layout(
         rows = _by_last_line(rest)
     each = max(2, lines // max(1, len(in_blocks)))
     shown = [*rows.items(), *(bars.beside if bars else ())]
+    left_out = [each.ranks for each in in_blocks[MOST_ROWS:]] + [of for _, of in shown[MOST_ROWS:]]
     return Panel(
         ranks_text(transcript.ranks),
         seconds_text(transcript.elapsed(now)),
         state_counts(transcript),
         "",
-        *squares_of(transcript),
+        *_squares_of(transcript),
         note=note,
         is_live=True,
         now=" · ".join(filter(None, [usage, bars.behind if bars else ""])),
         foot=_LIVE.format(clock) if clock and transcript.elapsed(now) >= _CLOCK_FROM else "",
         bars=bars,
-        blocks=tuple(_live_block(transcript, group, each) for group in in_blocks[:_MOST_BLOCKS]),
-        more=tuple(rank for group in in_blocks[_MOST_BLOCKS:] for rank in group.ranks),
-        rows=tuple(Row(tuple(ranks), line) for line, ranks in shown[:_MOST_ROWS]),
-        more_rows=tuple(rank for _, ranks in shown[_MOST_ROWS:] for rank in ranks),
+        blocks=tuple(_live_block(transcript, group, each) for group in in_blocks[:MOST_ROWS]),
+        rows=tuple(Row(tuple(ranks), line) for line, ranks in shown[:MOST_ROWS]),
+        more=tuple(rank for ranks in left_out for rank in ranks),
     )
 
 
@@ -206,23 +215,22 @@ def _asks(group: Group) -> bool:
 
 
 def _live_block(transcript: Transcript, group: Group, limit: int) -> Block:
-    tail = group.tail(_LIVE_LINES_OF_ASKING if _asks(group) else limit)
-    known = sum(item.lines if isinstance(item, Gap) else isinstance(item, Line) for item in tail)
-    earlier = group.shown.line_count - known
+    items: list[Item] = []
+    earlier = group.shown.line_count
+    for item in group.tail(_LIVE_LINES_OF_ASKING if _asks(group) else limit):
+        match item:
+            case Shown():
+                items.append(item)
+            case Gap(lines=lines):
+                items.append(Hidden(lines, in_log_only=True))
+                earlier -= lines
+            case Line():
+                if not (items and isinstance(items[-1], list)):
+                    items.append([])
+                cast(list[Line], items[-1]).append(item)
+                earlier -= 1
     words = [sameness(group), f"… {earlier:,} earlier" if earlier > 0 else ""]
-    return Block(group, said_words(words), tuple(_items(tail)), failed_with(group, transcript))
-
-
-def _items(tail: Iterable[Line | Shown | Gap]) -> Iterable[Item]:
-    for kind, run in groupby(tail, key=type):
-        if kind is Line:
-            yield [item for item in run if isinstance(item, Line)]
-            continue
-        for item in run:
-            if isinstance(item, Shown):
-                yield item
-            elif isinstance(item, Gap):
-                yield Hidden(item.lines, in_log_only=True)
+    return Block(group, tuple(filter(None, words)), tuple(items), _failed_with(group, transcript))
 
 
 def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:
@@ -241,17 +249,190 @@ def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:
     return found
 
 
+# --- final ------------------------------------------------------------------------------
+
+
+def final_layout(
+    transcript: Transcript,
+    logs: Mapping[int, str] | None = None,
+    note: str = "",
+    now: float | None = None,
+) -> Panel:
+    """Lay out a finished cell, failed ranks first.
+
+    `logs` has the names of the ranks' log files; `note` is a line at the end.  One that has been
+    broken off has lasted until `now`.
+    """
+    logs = logs or {}
+    ranks, seconds = ranks_text(transcript.ranks), seconds_text(transcript.elapsed(now))
+    if transcript.is_silent and not transcript.failed:
+        return Panel(ranks, seconds, pace=_pace(transcript), note=note)
+    groups = transcript.groups(failed_first=True)
+    silent = [group for group in groups if group.shown.is_silent and group.state == "ok"]
+    failed = [group for group in groups if group.has_failed]
+    others = [group for group in groups if group not in failed and group not in silent]
+    rows = _values(others)
+    main, rest = ([], []) if rows else _parted(others, transcript.ranks[0])
+    return Panel(
+        ranks,
+        seconds,
+        state_counts(transcript),
+        _pace(transcript),
+        *_squares_of(transcript),
+        note=note,
+        spread=spread(transcript),
+        bars=_bars(rows),
+        blocks=_final_blocks(transcript, [*failed, *main], logs, _OPEN_LINES),
+        rows=rows,
+        rest=_final_blocks(transcript, rest, logs, 0),
+        silent=tuple(sorted(rank for group in silent for rank in group.ranks)),
+    )
+
+
+def _values(groups: Sequence[Group]) -> tuple[Row, ...]:
+    """Make a row for each group where every rank has shown one short line and nothing else."""
+    if len(groups) > _MOST_VALUES:
+        return ()
+    rows: list[Row] = []
+    for group in groups:
+        if (value := _value(group)) is None:
+            return ()
+        rows += _rows(group, value)
+    return tuple(rows) if len(rows) <= _MOST_VALUES else ()
+
+
+def _rows(group: Group, value: Line) -> list[Row]:
+    """Make one row of the group, or one for each rank where what differs is a progress bar."""
+    bars = [(each.rank, bar) for each in group.members if (bar := _bar(each))]
+    if not bars or len({bar.text for _, bar in bars}) == 1:
+        return [Row(group.ranks, value, sameness(group))]
+    return [Row((rank,), bar) for rank, bar in bars]
+
+
+def _bar(said: RankTranscript) -> Line | None:
+    """Give a rank's last line, if it is a progress bar."""
+    match said.tail(1):
+        case [Line() as line] if read_bar(line.text):
+            return line
+    return None
+
+
+def _value(group: Group) -> Line | None:
+    """Find the single short line that is all a rank has shown."""
+    if group.state != "ok" or len(group.shown.said) != 1:
+        return None
+    match group.shown.said[0], group.tail(1):
+        case Screen() as screen, [Line() as line] if screen.end == 1:
+            line = bar if (bar := _bar(group.shown)) else line
+        case _, [Shown(display=display) as shown] if list(display.data) == ["text/plain"]:
+            line = Line(shown.plain, stderr=False)
+        case _:
+            return None
+    longest = _LONGEST_BAR if read_bar(line.text) else _LONGEST_VALUE
+    is_short = len(strip(line.text)) <= longest and "\n" not in line.text
+    return line if is_short else None
+
+
+def _bars(rows: Sequence[Row]) -> BarTable | None:
+    """Make a table where each row is the last state of a rank's progress bar."""
+    found = [(row.ranks, read_bar(row.line.text)) for row in rows]
+    bars = [RankBars(rank, bar) for ranks, bar in found if bar for rank in ranks]
+    if not bars or len(bars) > MOST_ROWS or not all(bar for _, bar in found):
+        return None
+    bars.sort(key=lambda each: each.rank)
+    return BarTable(tuple(each.rank for each in bars), tuple(bars))
+
+
+def _parted(groups: list[Group], first: int) -> tuple[list[Group], list[Group]]:
+    """Part the groups with a block each from those that stand back where they are too many."""
+    if len(groups) <= _MANY_GROUPS:
+        return groups, []
+    unlike = unlike_most(groups)
+    main: list[Group] = []
+    rest: list[Group] = []
+    for group in groups:
+        stands_out = group.ranks[0] == first or len(group.ranks) > 1 or group.ranks[0] in unlike
+        (main if stands_out else rest).append(group)
+    return main, rest
+
+
+def _final_blocks(
+    transcript: Transcript, groups: Iterable[Group], logs: Mapping[int, str], room: int
+) -> tuple[Block, ...]:
+    """Make blocks: the first, the failed, short ones and those with `room` lines are open."""
+    blocks = []
+    most = _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
+    for group in groups:
+        items = _items_of(group, most)
+        lines = sum(len(item) for item in items if isinstance(item, list))
+        is_first = group.ranks[0] == transcript.ranks[0]
+        is_open = is_first or group.has_failed or lines <= max(room, _SHORT)
+        room -= lines if is_open else 0
+        first = group.part == "first" and len(transcript.failed) > len(group.ranks)
+        words = [
+            "failed first" if first else "",
+            sameness(group),
+            _amount(group.shown),
+            "aborted" if group.state == "aborted" else "",
+        ]
+        failed, log = _failed_with(group, transcript), logs.get(group.ranks[0])
+        blocks.append(Block(group, tuple(filter(None, words)), tuple(items), failed, log, is_open))
+    return tuple(blocks)
+
+
+def _items_of(group: Group, limit: int) -> list[Item]:
+    """Take all displays and the last `limit` lines; what is left out is counted in its place."""
+    found: list[Item] = []
+    for pieces in reversed(group.pieces):
+        match pieces[0]:
+            case Shown():
+                found.append(fold_shown([piece for piece in pieces if isinstance(piece, Shown)]))
+            case Gap(lines=lines):
+                found.append(Hidden(lines, in_log_only=True))
+            case Screen() as piece:
+                lines_here = fold_tail(pieces, group.named, min(limit, len(piece)))
+                if lines_here:
+                    found.append([row for rows in lines_here for row in rows])
+                if len(piece) > len(lines_here):
+                    found.append(Hidden(len(piece) - len(lines_here), in_log_only=False))
+                if piece.dropped:
+                    found.append(Hidden(piece.dropped, in_log_only=True))
+                limit -= len(lines_here)
+    return merged(found[::-1])
+
+
+def _pace(transcript: Transcript) -> str:
+    """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`, "" where it does not matter."""
+    timed = [
+        (seconds, each.rank)
+        for each in transcript
+        if each.state == "ok" and (seconds := each.seconds)
+    ]
+    if len(timed) < 2:
+        return ""
+    (low, fastest), (high, slowest) = min(timed), max(timed)
+    if high - low < max(_SLOWER, _SLOWER_SHARE * high):
+        return ""
+    return (
+        f"slowest rank {slowest} ({seconds_text(high)}), "
+        f"fastest rank {fastest} ({seconds_text(low)})"
+    )
+
+
+def _amount(said: RankTranscript) -> str:
+    """Say `3 lines`, `1 line, 2 displays`."""
+    lines, displays = said.line_count, len(said.displays)
+    parts = [lines_text(lines)] if lines else []
+    parts += [count(displays, "display")] if displays else []
+    return ", ".join(parts)
+
+
 # --- words ------------------------------------------------------------------------------
 
 
 def sameness(group: Group) -> str:
     """Say `same`, and what the ranks of the group differ in; "" for a rank of its own."""
     return _LIKENESS[group.likeness] if len(group.ranks) > 1 else ""
-
-
-def said_words(words: Iterable[str]) -> tuple[str, ...]:
-    """Keep those that say something."""
-    return tuple(filter(None, words))
 
 
 def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
@@ -266,7 +447,7 @@ def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
     )
 
 
-def squares_of(transcript: Transcript) -> tuple[tuple[tuple[str, Look], ...], int]:
+def _squares_of(transcript: Transcript) -> tuple[tuple[tuple[str, Look], ...], int]:
     """Make one for each of many ranks, or for runs of ranks where those would be too many."""
     states = [(each.rank, each.look) for each in transcript]
     if len(states) <= MANY_RANKS:
@@ -278,7 +459,7 @@ def squares_of(transcript: Transcript) -> tuple[tuple[tuple[str, Look], ...], in
     return tuple(squares[:_MOST_SQUARES]), max(0, len(squares) - _MOST_SQUARES)
 
 
-def failed_with(group: Group, transcript: Transcript) -> str:
+def _failed_with(group: Group, transcript: Transcript) -> str:
     """Say the group's error in one line, "" where its traceback is shown: it is the first."""
     error = group.error
     if error is None or (group.part == "first" and isinstance(error, Failure)):
@@ -309,16 +490,9 @@ _UNIT = re.compile(_UNITS)
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _LABEL = re.compile(r"([A-Za-z_][\w./-]*)[\"']?\s*[:=]?\s*$")
 
-Words = tuple[tuple[str, ...], ...]
-"""A short output without its numbers, line by line."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Short:
-    """What a rank has said in few lines: what stands between its numbers, and these."""
-
-    words: Words
-    numbers: tuple[tuple[str, ...], ...]
+Words: TypeAlias = tuple[tuple[str, ...], ...]
+Numbers: TypeAlias = tuple[tuple[str, ...], ...]
+"""Of a short output, line by line: what stands between its numbers, and these."""
 
 
 def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
@@ -327,11 +501,11 @@ def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
     counted = Counter[Words]()
     for group in groups:
         if short := words.get(group.ranks[0]):
-            counted[short.words] += len(group.ranks)
+            counted[short[0]] += len(group.ranks)
     if not counted:
         return frozenset()
     usual, ranks = counted.most_common(1)[0]
-    odd = [rank for rank, short in words.items() if short and short.words != usual]
+    odd = [rank for rank, short in words.items() if short and short[0] != usual]
     is_usual = 2 * ranks > sum(len(group.ranks) for group in groups)
     return frozenset(odd) if is_usual and len(odd) <= _MOST_ODD else frozenset()
 
@@ -342,21 +516,19 @@ def spread(transcript: Transcript) -> str:
     "" where there are none, or so few lines that it is seen at a glance.
     """
     said = {each.rank: short for each in transcript if (short := _short(each))}
-    usual = Counter(short.words for short in said.values()).most_common(1)
+    usual = Counter(words for words, _ in said.values()).most_common(1)
     if not usual:
         return ""
-    words, ranks = usual[0]
-    if ranks < _FEWEST_RANKS or ranks * len(words) <= _SEEN_AT_A_GLANCE:
+    most, ranks = usual[0]
+    if ranks < _FEWEST_RANKS or ranks * len(most) <= _SEEN_AT_A_GLANCE:
         return ""
-    numbers = {rank: short.numbers for rank, short in said.items() if short.words == words}
+    same = {rank: numbers for rank, (words, numbers) in said.items() if words == most}
     # Of what comes in several lines the last counts: the end of a training.
-    found = dict(_spreads(words, numbers))
+    found = dict(_spreads(most, same))
     return " · ".join(f"{name} {text}".strip() for name, text in [*found.items()][-_MOST_SPREADS:])
 
 
-def _spreads(
-    words: Words, numbers: dict[int, tuple[tuple[str, ...], ...]]
-) -> Iterator[tuple[str, str]]:
+def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, str]]:
     for index, line in enumerate(words):
         for place in range(len(line) - 1):
             values = {rank: lines[index][place] for rank, lines in numbers.items()}
@@ -371,7 +543,7 @@ def _spreads(
             yield label[1] if label else "", text
 
 
-def _short(said: RankTranscript) -> _Short | None:
+def _short(said: RankTranscript) -> tuple[Words, Numbers] | None:
     """Take a rank's lines apart, if it has said only some short ones and has not failed."""
     if said.state != "ok" or said.displays or not 0 < said.line_count <= SHORT_LINES:
         return None
@@ -379,7 +551,7 @@ def _short(said: RankTranscript) -> _Short | None:
     if any(not isinstance(line, Line) or len(line.text) > _LONGEST_LINE for line in lines):
         return None
     parts = [_parts(strip(line.text)) for line in lines if isinstance(line, Line)]
-    return _Short(tuple(words for words, _ in parts), tuple(numbers for _, numbers in parts))
+    return tuple(words for words, _ in parts), tuple(numbers for _, numbers in parts)
 
 
 def _parts(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

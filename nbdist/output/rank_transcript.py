@@ -6,9 +6,9 @@ No I/O and no clock: the time comes with each output.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import (
@@ -41,11 +41,6 @@ Look: TypeAlias = State | Literal["released", "stopped"]
 
 ENDED: frozenset[State] = frozenset({"ok", "failed", "died", "aborted"})
 FAILED: frozenset[State] = frozenset({"failed", "died"})
-_AFTER: dict[Literal["ok", "error", "aborted"], State] = {
-    "ok": "ok",
-    "error": "failed",
-    "aborted": "aborted",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +79,20 @@ class Gap:
     lines: int
     characters: int
 
+    @property
+    def key(self) -> Key:
+        return key_of(f"{self.lines} lines, {self.characters} characters")
+
 
 Piece: TypeAlias = Screen | Shown | Gap
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
-    """What two ranks have said is alike if this is equal for both; the same if `exact` is too.
-
-    It is the same but for progress bars if `but_bars` is equal.
-    """
+class Body(NamedTuple):
+    """The keys of all that a rank has said: a `Key`, with a part for each piece."""
 
     alike: tuple[bytes, ...]
-    but_bars: tuple[bytes, ...] = field(compare=False)
-    exact: tuple[bytes, ...] = field(compare=False)
+    but_bars: tuple[bytes, ...]
+    exact: tuple[bytes, ...]
 
 
 class RankTranscript:
@@ -165,7 +160,8 @@ class RankTranscript:
     @property
     def line_count(self) -> int:
         """All lines of text, also those that are no longer kept."""
-        return sum(_lines_of(piece) for piece in self.pieces)
+        texts = [piece.end for piece in self.pieces if isinstance(piece, Screen)]
+        return sum(texts) + sum(piece.lines for piece in self.pieces if isinstance(piece, Gap))
 
     @property
     def rows(self) -> int:
@@ -194,9 +190,9 @@ class RankTranscript:
     def body(self) -> Body:
         """What to compare with other ranks' output; errors are compared by `error_keys`."""
         if self._body is None or self._body[0] != self.version:
-            keys = [key for piece in self.pieces if (key := _key_of(piece)) is not None]
-            alike, but_bars, exact = zip(*keys, strict=True) if keys else ((), (), ())
-            body = Body(alike, but_bars, exact)
+            # A screen that was wiped shows the same as none.
+            keys = [piece.key for piece in self.said]
+            body = Body(*zip(*keys, strict=True)) if keys else Body((), (), ())
             self._body = self.version, body
         return self._body[1]
 
@@ -274,7 +270,7 @@ class RankTranscript:
                     self._show_error(self.failure)
                     self.failure = None
                 if self.state != "died":
-                    self.state = _AFTER[status]
+                    self.state = "failed" if status == "error" else status
         return True
 
     def _show_error(self, shown: Failure) -> None:
@@ -382,24 +378,3 @@ def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
             yield Gap(sum(gap.lines for gap in gaps), sum(gap.characters for gap in gaps))
         if screens := [piece for piece in said if isinstance(piece, Screen)]:
             yield screens[0] if len(screens) == 1 else Screen.joined(screens)
-
-
-def _lines_of(piece: Piece) -> int:
-    match piece:
-        case Screen():
-            return piece.end
-        case Gap(lines=lines):
-            return lines
-        case Shown():
-            return 0
-
-
-def _key_of(piece: Piece) -> Key | None:
-    match piece:
-        case Screen():
-            # A screen that was wiped shows the same as none.
-            return piece.key if piece.end else None
-        case Shown(key=key):
-            return key
-        case Gap(lines=lines, characters=characters):
-            return key_of(f"{lines} lines, {characters} characters")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from nbdist.output.ansi import strip
+from nbdist.output.bars import bars_text
 from nbdist.output.events import (
     Clear,
     Died,
@@ -26,13 +27,18 @@ from nbdist.output.events import (
     Update,
     plain_of,
 )
-from nbdist.output.html import bars_text
-from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, sameness
+from nbdist.output.layout import MARKS, Block, Hidden, Panel, sameness
 from nbdist.output.rank_transcript import Gap, Shown
-from nbdist.output.rich import traceback_rows
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import clip, error_text, in_log_only, left_out_text, traceback_text
+from nbdist.output.wording import (
+    clip,
+    error_text,
+    in_log_only,
+    left_out_text,
+    traceback_rows,
+    traceback_text,
+)
 from nbdist.words import format_ranks, name_ranks
 
 MOST_CHARACTERS = 400_000
@@ -113,26 +119,22 @@ def _live(shown: Panel) -> Iterator[str]:
     for row in shown.rows:
         yield _header(row.ranks)
         yield clip(strip(row.line.text), _LIVE_WIDTH)
-    if more := (*shown.more, *shown.more_rows):
-        yield f"── and {name_ranks(more)} ──"
+    if shown.more:
+        yield f"── and {name_ranks(shown.more)} ──"
 
 
 def _live_block(block: Block) -> Iterator[str]:
     yield _block_header(block)
     for item in block.items:
-        yield from _live_rows(item)
+        match item:
+            case Hidden(lines=number):
+                yield in_log_only(number)
+            case Shown():
+                yield clip("\n".join(_plain(item)), _LIVE_WIDTH)
+            case lines:
+                yield from (clip(strip(line.text), _LIVE_WIDTH) for line in lines)
     if (error := block.group.error) is not None:
         yield clip(error_text(error), _LIVE_WIDTH)
-
-
-def _live_rows(item: Item) -> list[str]:
-    match item:
-        case Hidden(lines=lines):
-            return [in_log_only(lines)]
-        case Shown():
-            return [clip("\n".join(_plain(item)), _LIVE_WIDTH)]
-        case lines:
-            return [clip(strip(line.text), _LIVE_WIDTH) for line in lines]
 
 
 def _output(block: Block, budget: int) -> list[str]:
@@ -224,13 +226,11 @@ class _Rank:
 class PlainLines:
     """Takes outputs with their times, and yields lines in the order in which to print them.
 
-    Call `due` about every `merge_seconds`, and `finish` at the end.  Times are
-    monotonic seconds.
+    Call `due` about every `MERGE_SECONDS`, and `finish` at the end.  Times are monotonic seconds.
     """
 
-    def __init__(self, ranks: Iterable[int], merge_seconds: float = MERGE_SECONDS) -> None:
+    def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = {rank: _Rank() for rank in sorted(ranks)}
-        self._merge = merge_seconds
 
     def __repr__(self) -> str:
         waiting = sum(len(rank.queue) for rank in self._ranks.values())
@@ -239,21 +239,29 @@ class PlainLines:
     def receive(self, rank: int, output: Output, now: float) -> Iterator[str]:
         """Take in an output; yields the lines that need not wait for other ranks."""
         self._take(self._ranks[rank], output, now)
-        yield from self._emit(now)
+        yield from self.due(now)
 
     def due(self, now: float) -> Iterator[str]:
-        """Yield the lines that have waited long enough for other ranks to say the same."""
-        yield from self._emit(now)
+        """Yield the lines that all ranks agree on, and those that have waited long enough."""
+        while True:
+            heads = [(rank.queue[0], number) for number, rank in self._ranks.items() if rank.queue]
+            if not heads:
+                return
+            (since, text), _ = min(heads)
+            agree = len(heads) == len(self._ranks) and all(head[1] == text for head, _ in heads)
+            if not agree and now - since < MERGE_SECONDS:
+                return
+            yield from self._emit_line(text)
 
     def flush(self) -> Iterator[str]:
         """Yield the lines that are complete, without waiting for other ranks."""
-        yield from self._emit(float("inf"))
+        yield from self.due(float("inf"))
 
     def finish(self, now: float) -> Iterator[str]:
         """Yield all that is left, lines without an end included."""
         for rank in self._ranks.values():
             self._end_screen(rank, now)
-        yield from self._emit(float("inf"))
+        yield from self.flush()
 
     # --- in -----------------------------------------------------------------------------
 
@@ -272,10 +280,8 @@ class PlainLines:
                 self._say(rank, f"✗ {error_text(output)}", now)
             case Done() | InputRequest():
                 self._end_screen(rank, now)
-            case Typed():
-                pass  # The terminal has shown it as it was typed.
-            case Clear():
-                pass  # What has been printed stays printed.
+            case Typed() | Clear():
+                pass  # The terminal has shown what was typed, and what is printed stays.
 
     def _write(self, rank: _Rank, stream: str, text: str, now: float) -> None:
         for start in range(0, len(text), _SLICE):
@@ -302,18 +308,6 @@ class PlainLines:
         rank.screen, rank.taken = Screen(_KEEP), 0
 
     # --- out ----------------------------------------------------------------------------
-
-    def _emit(self, now: float) -> Iterator[str]:
-        """Yield the lines that are due: those that all ranks agree on, and those that waited."""
-        while True:
-            heads = [(rank.queue[0], number) for number, rank in self._ranks.items() if rank.queue]
-            if not heads:
-                return
-            (since, text), _ = min(heads)
-            agree = len(heads) == len(self._ranks) and all(head[1] == text for head, _ in heads)
-            if not agree and now - since < self._merge:
-                return
-            yield from self._emit_line(text)
 
     def _emit_line(self, text: str) -> Iterator[str]:
         """Yield the line, once for all ranks that have it; what those said before comes first."""

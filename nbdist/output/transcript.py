@@ -47,7 +47,7 @@ class Transcript:
         self.started: float | None = None
 
     def __repr__(self) -> str:
-        states = ", ".join(f"{number} {state}" for state, number in self.states().items())
+        states = ", ".join(f"{number} {look}" for look, number in self.looks().items())
         return f"<Transcript ranks {format_ranks(self.ranks)}: {states}>"
 
     def __iter__(self) -> Iterator[RankTranscript]:
@@ -72,12 +72,8 @@ class Transcript:
 
     # --- reading ------------------------------------------------------------------------
 
-    def states(self) -> Counter[State]:
-        """Count the ranks in each state."""
-        return Counter(each.state for each in self)
-
     def looks(self) -> Counter[Look]:
-        """Do the same, as it is shown."""
+        """Count the ranks in each state, as it is shown."""
         return Counter(each.look for each in self)
 
     @property

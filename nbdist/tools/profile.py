@@ -14,7 +14,6 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import CellOption, Line
-from nbdist.notebook.options import Magic
 from nbdist.wire.ops import TracePart
 from nbdist.words import count, one_line
 
@@ -25,13 +24,6 @@ SUFFIXES = (".json", ".json.gz")
 
 LARGE = 16_000_000
 """Bytes of JSON from which on a trace is compressed, also where its name does not say so."""
-
-
-def _add(magic: Magic) -> Magic:
-    add = argument("--profile", nargs="?", const="trace.json", metavar="FILE",
-                   help="run the cell under torch.profiler, and write one trace of all ranks for"
-                   " ui.perfetto.dev (trace.json)")  # fmt: skip
-    return add(magic)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -72,7 +64,12 @@ def _write_trace(line: Line, path: Path, origin: int) -> str:
     return " · ".join([*said, *lost])
 
 
-PROFILE = CellOption(_add, _profiled)
+PROFILE = CellOption(
+    argument("--profile", nargs="?", const="trace.json", metavar="FILE",
+             help="run the cell under torch.profiler, and write one trace of all ranks for"
+             " ui.perfetto.dev (trace.json)"),
+    _profiled,
+)  # fmt: skip
 
 
 def check_path(text: str) -> Path:

@@ -238,10 +238,6 @@ def _waits(times: RankTimes, last: Mapping[tuple[str, int], int]) -> list[tuple[
         after = begins[bisect_right(begins, met.at_ns)] if met.at_ns < begins[-1] else 0
         if met.at_ns < until <= after:
             spans.append((met.at_ns, until))
-    return _merged(spans)
-
-
-def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:

@@ -53,24 +53,14 @@ _names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
 # --- the sender's side ------------------------------------------------------------------
 
 
-class _MainNamespace:
-    """Stands for the receiver's `__main__` in a pickle."""
+class MadeBy:
+    """Stands in a pickle for what a function makes of these arguments in the receiver."""
+
+    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+        self._reduced = make, args
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return receiving_namespace, ()
-
-
-MAIN = _MainNamespace()
-
-
-class ModuleNamespace:
-    """Stands for the namespace of a module that both processes can import."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return module_namespace, (self._name,)
+        return self._reduced
 
 
 class Variable:
@@ -167,15 +157,12 @@ def take_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
     if "__slots__" not in kind.__dict__ or NamedTuple in kind.__dict__.get("__orig_bases__", ()):
         return None
     own = kind.__dict__.items()
-    members = [name for name, value in own if _is_slot(kind, value)]
+    slots = [(name, value) for name, value in own if isinstance(value, types.MemberDescriptorType)]
+    members = [name for name, value in slots if value.__objclass__ is kind]
     for name in members:  # cloudpickle looks for those that begin with __ under another name
         state.pop(name, None)
     made = {name for name, value in own if isinstance(value, types.GetSetDescriptorType)}
     return (*members, *sorted(made & _SPECIAL_SLOTS))
-
-
-def _is_slot(kind: type, value: object) -> bool:
-    return isinstance(value, types.MemberDescriptorType) and value.__objclass__ is kind
 
 
 def is_importable(value: Any) -> bool:
@@ -219,6 +206,10 @@ def receiving_namespace() -> dict[str, Any]:
     """Return the globals for functions of `__main__`."""
     namespace = _receiver.get()
     return sys.modules["__main__"].__dict__ if namespace is None else namespace
+
+
+MAIN = MadeBy(receiving_namespace)
+"""Stands for them in a pickle."""
 
 
 def module_namespace(name: str) -> dict[str, Any]:

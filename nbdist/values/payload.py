@@ -113,15 +113,11 @@ def refs_in(value: object) -> tuple[SegmentRef, ...]:
 
     In mappings, lists, tuples and dataclasses: what the notebook and the ops put payloads in.
     """
-    return tuple(dict.fromkeys(_refs_in(value)))
-
-
-def _refs_in(value: object) -> Iterator[SegmentRef]:
+    refs: list[SegmentRef] = []
     for payload in _payloads_in(value):
-        if payload.segment is not None:
-            yield payload.segment
-        yield from payload.others
-        yield from (ref for _, ref in payload.within)
+        own = [payload.segment] if payload.segment is not None else []
+        refs += [*own, *payload.others, *(ref for _, ref in payload.within)]
+    return tuple(dict.fromkeys(refs))
 
 
 def _payloads_in(value: object) -> Iterator[Payload]:
@@ -184,18 +180,11 @@ Place = tuple[Segment, int]
 """A segment, and which of its frames."""
 
 
+@dataclass(frozen=True, eq=False)
 class Kept:
     """Frames that were shipped, by place; their memory is theirs for as long as this is there."""
 
-    def __init__(self, places: Iterable[Place]) -> None:
-        self.places = [*places]
-
-    def __repr__(self) -> str:
-        return f"<Kept {len(self.places)} frames in {len(self._segments)} segments>"
-
-    @property
-    def _segments(self) -> set[Segment]:
-        return {segment for segment, _ in self.places}
+    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
@@ -234,7 +223,7 @@ def packing_changed(
         payload = _with_others(payload, rest, places, len(frames))
     big = sum(memoryview(frame).nbytes >= SMALLEST for frame in frames[1:])
     is_worth_it = size >= KEPT_FROM and big > 1
-    kept = Kept(everywhere[at] for at in sorted(everywhere)) if is_worth_it else None
+    kept = Kept(tuple(everywhere[at] for at in sorted(everywhere))) if is_worth_it else None
     return Shipped((payload, new), kept, copied, size)
 
 

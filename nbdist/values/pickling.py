@@ -32,7 +32,7 @@ from nbdist.values.definitions import (
     PYTHON,
     CellSource,
     Fence,
-    ModuleNamespace,
+    MadeBy,
     Variable,
     cell_source,
     fill_class,
@@ -47,6 +47,7 @@ from nbdist.values.definitions import (
     make_class,
     make_code,
     make_function,
+    module_namespace,
     mutable_ids,
     other_name,
     receiving,
@@ -136,11 +137,11 @@ def pickle(
     """
     options = (sketch, back_to_device, exact, reduce)
     pickler = _Pickler(namespace, frozenset(), *options)
-    pickler.dump((value, _Cells(pickler.sources)))
+    pickler.dump_with_cells(value)
     whole = pickler.tensors.overlapping if pickler.tensors else None
     if whole:
         pickler = _Pickler(namespace, whole, *options)
-        pickler.dump((value, _Cells(pickler.sources)))
+        pickler.dump_with_cells(value)
     return Pickled(pickler)
 
 
@@ -162,7 +163,9 @@ def join(parts: Sequence[Pickled]) -> list[Buffer]:
         return parts[0].frames
     buffers: list[Buffer] = []
     joined = [[plain_pickle.PickleBuffer(frame) for frame in part.frames] for part in parts]
-    outer = plain_pickle.dumps((_Union(joined), None), 5, buffer_callback=buffers.append)
+    outer = plain_pickle.dumps(
+        (MadeBy(_load_union, joined), None), 5, buffer_callback=buffers.append
+    )
     return [outer, *buffers]
 
 
@@ -195,7 +198,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
 
     dispatch_table: ClassVar[ChainMap[type, Any]] = ChainMap(
         {
-            functools.cached_property: lambda found: _reduce_cached_property(found),
+            functools.cached_property: lambda it: (make_cached_property, (it.func, it.attrname)),
             types.CodeType: lambda code: _reduce_code(code),
         },
         by_value.Pickler.dispatch_table,
@@ -233,6 +236,10 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         self._namespace = namespace
         self._reduce = reduce
         self._variables: dict[int, Variable] = {}
+
+    def dump_with_cells(self, value: Any) -> None:
+        """Pickle the value, and after it the cells in it, which are all known by then."""
+        self.dump((value, MadeBy(keep_cell_sources, self.sources)))
 
     def reducer_override(self, value: Any) -> Reduced:
         """Take apart what is not a plain built-in.  Called by pickle."""
@@ -277,7 +284,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         if module is not None and module.__dict__ is own:
             # A closure that a library made, for instance by decorating: it belongs to the
             # library's module there as here.
-            return self._rebuild_in(ModuleNamespace(module.__name__), function, [])
+            return self._rebuild_in(MadeBy(module_namespace, module.__name__), function, [])
         self._keep_source(function.__code__)
         return reduced
 
@@ -286,7 +293,8 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
     ) -> Reduced:
         self._keep_source(function.__code__)
         # They get their values after the function is there, because these may lead to it.
-        closure = [self._variable(cell) for cell in function.__closure__ or ()]
+        known = self._variables
+        closure = [known.setdefault(id(c), Variable(c)) for c in function.__closure__ or ()]
         details = {
             "__qualname__": function.__qualname__,
             "__annotations__": function.__annotations__,
@@ -306,9 +314,6 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             None,
             fill_function,
         )
-
-    def _variable(self, cell: types.CellType) -> Variable:
-        return self._variables.setdefault(id(cell), Variable(cell))
 
     def _reduce_class(self, kind: type) -> Reduced:
         if alias := other_name(kind):
@@ -344,24 +349,6 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
                 self.sources[code.co_filename] = source
 
 
-class _Cells:
-    """Comes after the value in its pickle, when all the cells in it are known."""
-
-    def __init__(self, sources: dict[str, CellSource]) -> None:
-        self._sources = sources
-
-    def __reduce__(self) -> Reduced:
-        return keep_cell_sources, (self._sources,)
-
-
-class _Union:
-    def __init__(self, parts: list[list[plain_pickle.PickleBuffer]]) -> None:
-        self._parts = parts
-
-    def __reduce__(self) -> Reduced:
-        return _load_union, (self._parts,)
-
-
 REFERENCE = 2
 """Items in which cloudpickle takes apart a class that is known by its name; others have a state."""
 
@@ -382,10 +369,6 @@ def _reduce_stream(stream: io.TextIOBase) -> Reduced:
         # cloudpickle reads the whole file, and sends that.
         raise plain_pickle.PicklingError("an open file cannot be pickled")
     return cast(Reduced, NotImplemented)
-
-
-def _reduce_cached_property(found: functools.cached_property[Any]) -> Reduced:
-    return make_cached_property, (found.func, found.attrname)
 
 
 def _reduce_code(code: types.CodeType) -> Reduced:

@@ -15,7 +15,6 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pickle import PickleBuffer
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from nbdist.system.limits import require_memory
@@ -65,12 +64,7 @@ class _Open:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -232,9 +226,6 @@ class Steps(Generic[Made]):
 
     def __init__(self, steps: Generator[int, None, Made]) -> None:
         self._steps = steps
-
-    def __repr__(self) -> str:
-        return f"<Steps of {self._steps}>"
 
     def __iter__(self) -> Iterator[int]:
         """Yield how many bytes are done."""

@@ -21,7 +21,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from nbdist.errors import VariableNotSent
@@ -35,17 +34,8 @@ WIDEST = 1000
 # AttributeError), ctypes (ValueError), torch and multiprocessing (RuntimeError), and what
 # `__reduce__` and `__getstate__` of users' classes raise on purpose.
 PICKLING_ERRORS = (
-    *(
-        pickle.PicklingError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        RuntimeError,
-        LookupError,
-        OSError,
-        ImportError,
-    ),
-    *(AssertionError, ArithmeticError),
+    *(pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, LookupError),
+    *(OSError, ImportError, AssertionError, ArithmeticError),
 )
 
 _LOCKS = (
@@ -55,103 +45,92 @@ _LOCKS = (
 
 # The second is the base of all C data and functions, which has no public name.
 _CTYPES = (ctypes.CDLL, ctypes.c_int.__mro__[-2])
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What people call such objects, why they stay where they are, and the way out."""
-
-    holds: Callable[[Any], bool]
-    word: str
-    why: str
-    remedy: str
+_COMPILED = ("torch.jit.", "torch._C.", "torch.ScriptFunction", "triton.")
+_C_FUNCTIONS = ("CFunctionType", "builtin_function_or_method", "cython_function_or_method")
+_OF_THE_NOTEBOOK = ("IPython", "ipykernel", "ipywidgets", "traitlets", "comm", "nbdist")
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-def _comes_from(*modules: str) -> Callable[[Any], bool]:
-    return lambda value: type(value).__module__.partition(".")[0] in modules
+def _is_compiled(value: Any) -> bool:
+    kind = type(value)
+    is_known = f"{kind.__module__}.{kind.__qualname__}".startswith(_COMPILED)
+    return is_known or kind.__name__ in _C_FUNCTIONS or isinstance(value, _CTYPES)
 
 
-_KINDS = (
-    _Kind(
+_Kind = tuple[Callable[[Any], bool], str, str, str]
+
+_KINDS: tuple[_Kind, ...] = (
+    (
         _is(types.GeneratorType, types.AsyncGeneratorType),
         "generator",
         "how far a generator has come cannot be copied",
         "call the function that makes it inside the cell, or send `list(...)` of it",
     ),
-    _Kind(
+    (
         _is(types.CoroutineType, asyncio.Future),
         "coroutine",
         "an awaitable belongs to one event loop",
         "call the async function inside the cell, and await it there",
     ),
-    _Kind(
+    (
         _is(*_LOCKS),
         "thread lock",
         "a lock works within one process",
         "make it inside the cell, or drop it in `__getstate__` of the class that holds it",
     ),
-    _Kind(
+    (
         _is(socket.socket),
         "socket",
         "a connection belongs to the process that opened it",
         "connect inside the cell",
     ),
-    _Kind(
+    (
         _is(io.IOBase),
         "open file",
         "the position of an open file belongs to the process that opened it",
         "keep its path, and open it inside the cell",
     ),
-    _Kind(
+    (
         _is(types.ModuleType),
         "module",
         "the workers could not import it by its name",
         "write it to a .py file that the workers can import",
     ),
-    _Kind(
+    (
         _is(subprocess.Popen, multiprocessing.process.BaseProcess, threading.Thread),
         "process or thread",
         "only the process that started it can use it",
         "start it inside the cell",
     ),
-    _Kind(
+    (
         _is(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
         "weak reference",
         "it points at an object of this process",
         "send the object itself, or make the reference inside the cell",
     ),
-    _Kind(
+    (
         _is(types.FrameType, types.TracebackType),
         "frame",
         "a stack belongs to the thread that runs on it",
         "send what you need from it: its text, or the values",
     ),
-    _Kind(
-        _comes_from("IPython", "ipykernel", "ipywidgets", "traitlets", "comm", "nbdist"),
+    (
+        lambda value: type(value).__module__.partition(".")[0] in _OF_THE_NOTEBOOK,
         "part of this notebook",
         "it belongs to this notebook's kernel",
         "use it in a cell of the notebook, outside `%%distributed`",
     ),
-    _Kind(
-        lambda value: isinstance(value, _CTYPES) or _looks_compiled(value),
+    (
+        _is_compiled,
         "compiled function or C data",
         "machine code and C pointers have a meaning in one process only",
         "load or compile it inside the cell",
     ),
 )
-
-
-def _looks_compiled(value: Any) -> bool:
-    kind = type(value)
-    words = f"{kind.__module__}.{kind.__qualname__}"
-    return words.startswith(("torch.jit.", "torch._C.", "torch.ScriptFunction", "triton.")) or (
-        kind.__name__
-        in ("CFunctionType", "builtin_function_or_method", "cython_function_or_method")
-    )
+"""Which objects stay where they are, and of each kind a name, why, and the way out."""
 
 
 def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
@@ -184,7 +163,7 @@ def blame(
     """Find the path from the name to the culprit, its type, why it cannot travel, what to do."""
     path, culprit = _find_culprit(name, value, fails)
     if kind := _kind_of(culprit):
-        return path, kind.word, kind.why, kind.remedy
+        return path, *kind
     said = str(problem).splitlines() or [type(problem).__name__]
     why = f"it cannot be pickled ({said[0].rstrip('.')})"
     remedy = "make it inside the cell, or give its class a `__reduce__` that says how to make it"
@@ -198,8 +177,9 @@ def type_name(value: Any) -> str:
     return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _kind_of(value: Any) -> _Kind | None:
-    return next((kind for kind in _KINDS if kind.holds(value)), None)
+def _kind_of(value: Any) -> tuple[str, str, str] | None:
+    """Return what people call it, why it stays where it is, and the way out; None if unknown."""
+    return next((kind[1:] for kind in _KINDS if kind[0](value)), None)
 
 
 def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:

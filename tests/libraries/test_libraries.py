@@ -12,8 +12,7 @@ import pytest
 
 from nbdist import World
 from nbdist.output.bars import BarTable, bar_table, merged_line
-from nbdist.output.final import final_layout
-from nbdist.output.layout import live_layout
+from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import panel_text
 from nbdist.wire.work import Source
 from tests.worlds import NewWorld

@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.notebook.figures import Below, below_panel
 from nbdist.output.events import Display, Done, Update
-from nbdist.output.rich import MOST_BELOW
+from nbdist.output.html import MOST_BELOW
 from nbdist.output.transcript import Transcript
 from tests.notebook.front_end import Notebook, Outcome
 

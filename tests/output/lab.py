@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html.parser import HTMLParser
 
 from nbdist.output.events import Died, Display, Done, Failure, Output, Text
-from nbdist.output.final import final_layout
 from nbdist.output.html import panel_html
-from nbdist.output.layout import Logs, live_layout
+from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript
 
@@ -128,12 +127,16 @@ def make(
     return transcript
 
 
-def final_html(transcript: Transcript, logs: Logs = None, note: str = "") -> str:
+def final_html(
+    transcript: Transcript, logs: Mapping[int, str] | None = None, note: str = ""
+) -> str:
     """What is seen of a finished cell."""
     return panel_html(final_layout(transcript, logs, note))
 
 
-def final_text(transcript: Transcript, logs: Logs = None, note: str = "") -> str:
+def final_text(
+    transcript: Transcript, logs: Mapping[int, str] | None = None, note: str = ""
+) -> str:
     """The same as text."""
     return panel_text(final_layout(transcript, logs, note))
 

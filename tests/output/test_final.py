@@ -1,4 +1,4 @@
-"""Tests of `nbdist.output.final`: what the panel of a finished cell shows."""
+"""Tests of `nbdist.output.layout`: what the panel of a finished cell shows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.output.events import Died, Display, Failure, Output, Skipped, Text
-from nbdist.output.final import final_layout
-from nbdist.output.layout import Block, Hidden, Item, Row
+from nbdist.output.layout import Block, Hidden, Item, Row, final_layout
 from nbdist.output.rank_transcript import Shown
 from nbdist.output.screen import Line
 from tests.output.lab import make, out, value

@@ -15,8 +15,8 @@ from IPython.core.ultratb import AutoFormattedTB
 from tqdm import tqdm
 
 from nbdist.output.events import Died, Display, Done, Failure, Output, Skipped, Text
-from nbdist.output.final import final_layout
-from nbdist.output.html import MOST_BYTES, MOST_LIVE_BYTES, is_tile, tile_style, tiled, tiles_html
+from nbdist.output.html import MOST_BYTES, MOST_LIVE_BYTES, is_tile, tiled
+from nbdist.output.layout import final_layout
 from nbdist.output.transcript import Transcript
 from tests.output.lab import (
     STYLES,
@@ -300,8 +300,6 @@ def test_tiles_as_html() -> None:
     html = final_html(make(3, lambda rank: [table(rank)]))
     assert html.count("flex:0 1 auto") == 3
     assert "flex" not in final_html(make(3, lambda rank: [figure("same")]))
-    (block, *_) = final_layout(make(2, lambda rank: [table(rank)])).blocks
-    assert tile_style(block, 2) in tiles_html([tile_style(block, 2)])
 
 
 def test_live() -> None:

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.output.events import Display, Failure, InputRequest, Output, Text
-from nbdist.output.final import final_layout
 from nbdist.output.html import panel_html
 from nbdist.output.layout import (
     Block,
     Hidden,
     Item,
     Row,
+    final_layout,
     live_layout,
     merged,
     spread,
@@ -83,7 +83,7 @@ def test_live_rows() -> None:
     assert ranks(panel.blocks) == [(60,)]
     assert panel.rows[0] == Row((0, 1, 2), Line("last 0", stderr=False))
     assert len(panel.rows) == 16
-    assert panel.more_rows == (*range(48, 60), 61, 62, 63)
+    assert panel.more == (*range(48, 60), 61, 62, 63)
 
 
 def test_live_blocks_of_those_who_ask() -> None:

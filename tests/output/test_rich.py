@@ -1,4 +1,4 @@
-"""Tests of `nbdist.output.rich`: figures, tables and HTML as part of a panel."""
+"""Tests of `nbdist.output.wording`: figures, tables and HTML as part of a panel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nbdist.output.events import Display, plain_of
-from nbdist.output.rich import leftovers
+from nbdist.output.html import leftovers
 from tests.output.lab import Panel, figure, final_html, make, out
 
 

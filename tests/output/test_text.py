@@ -20,7 +20,7 @@ from nbdist.output.events import (
     Typed,
     Update,
 )
-from nbdist.output.final import final_layout
+from nbdist.output.layout import final_layout
 from nbdist.output.text import MOST_CHARACTERS, PlainLines, failures_text, head_text
 from tests.output.lab import final_text, live_text, make, out
 

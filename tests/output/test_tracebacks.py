@@ -1,4 +1,4 @@
-"""Tests of `nbdist.output.rich`: own lines are seen, a library's can be folded."""
+"""Tests of `nbdist.output.wording`: own lines are seen, a library's can be folded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.output.ansi import strip
-from nbdist.output.rich import parted, shortened, traceback_html, traceback_rows
+from nbdist.output.wording import parted, shortened, traceback_html, traceback_rows
 from tests.output.lab import Panel
 
 HEAD = "---------\nRuntimeError        Traceback (most recent call last)"
@@ -94,5 +94,5 @@ def test_nothing_is_lost(places: list[str], most: int) -> None:
     """Put together, the parts are the traceback; fewer rows than asked for are never seen."""
     text = traceback_of(*places)
     assert "\n".join(row for part in parted(text) for row in part.rows) == text
-    seen = sum(part.height for part in shortened(text, most))
+    seen = sum(len(part.seen) for part in shortened(text, most))
     assert seen <= most + 5

@@ -49,9 +49,9 @@ def figure(name: str, display_id: str | None = None) -> Display:
 def test_states() -> None:
     """A rank waits, runs, and ends in the state that its last output tells."""
     transcript = Transcript([0, 1, 2, 3, 4])
-    assert transcript.states() == {"waiting": 5}
+    assert transcript.looks() == {"waiting": 5}
     transcript.start(10.0)
-    assert transcript.states() == {"running": 5}
+    assert transcript.looks() == {"running": 5}
     transcript.receive(0, Done("ok", 1.5), 12.0)
     transcript.receive(1, failure("x", 5), 12.0)
     assert transcript[1].state == "failed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.output.final import final_layout
+from nbdist.output.layout import final_layout
 from nbdist.output.text import panel_text
 from nbdist.wire.work import Source
 from nbdist.world.world import World
