@@ -16,13 +16,14 @@ from inspect import Signature
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
 
 from nbdist.errors import UnknownArgument, UsageError
-from nbdist.hosts import LOCAL as LOCAL
-from nbdist.hosts import Host, check_room, launcher_for, parse_hosts, read_hosts
 from nbdist.readers import (
+    Host,
     number_of_seconds,
+    parse_hosts,
     read_address,
     read_endpoint,
     read_environ,
+    read_hosts,
     read_memory,
     read_name,
     read_patterns,
@@ -30,7 +31,8 @@ from nbdist.readers import (
     read_wrap,
     whole_number,
 )
-from nbdist.topology import WorkerCount, parse_backend, parse_layout, parse_workers
+from nbdist.topology import Layout, WorkerCount, parse_backend, parse_layout, parse_workers
+from nbdist.words import count
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -62,6 +64,9 @@ def read_policy(text: str) -> OnFailure:
 
 # --- the options ------------------------------------------------------------------------------
 
+
+LOCAL = "local"
+"""The launcher for this machine."""
 
 ELSEWHERE = ("ssh", "slurm", "join", "ray")
 """nbdist's own launchers of other machines; those of others take all options."""
@@ -411,6 +416,39 @@ class WorldConfig:
 
 OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(WorldConfig)}
 """By the name of the field, which is that of the argument of `World`."""
+
+
+def launcher_for(said: Mapping[str, object], environ: Mapping[str, str]) -> str:
+    """Choose a launcher by what was said, or by where a process is; where none was named.
+
+    In an allocation of Slurm's it is Slurm's, unless that is this machine alone.
+    """
+    if said.get("hosts"):
+        return "ssh"
+    nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")
+    # Slurm's daemon sets the second on the nodes; the shell of a `salloc` runs elsewhere.
+    is_this_machine = nodes == "1" and "SLURMD_NODENAME" in environ
+    is_in_job = environ.get("SLURM_JOB_ID") and not is_this_machine
+    return "slurm" if said.get("salloc") or is_in_job else LOCAL
+
+
+def check_room(
+    typed: str, workers: int | None, layout: Layout | None, hosts: Sequence[Host]
+) -> None:
+    """Raise UsageError where the hosts have no room for what was `typed`, `-n 8` or `-j 2x4`."""
+    slots = [host.slots for host in hosts]
+    among = f"`{typed} --hosts {','.join(map(str, hosts))}`"
+    if workers is not None and None not in slots:
+        there_are = sum(filter(None, slots))
+        if there_are < workers:
+            raise UsageError(f"{among}: the hosts have room for {count(there_are, 'worker')}.")
+    if layout is None:
+        return
+    if len(hosts) < (least := layout.least or layout.nodes):
+        raise UsageError(f"{among}: {count(least, 'node')}, but {count(len(hosts), 'host')}.")
+    small = [host for host in hosts if host.slots is not None and host.slots < layout.per_node]
+    if len(hosts) - len(small) < least:
+        raise UsageError(f"{among}: {small[0]} has no room for {count(layout.per_node, 'worker')}.")
 
 
 MEAN_N = ("workers", "num_workers", "nprocs", "num_processes", "nproc_per_node", "world_size")

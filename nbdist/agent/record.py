@@ -12,7 +12,7 @@ from typing import Any
 
 from nbdist.agent.outbox import Backlog
 from nbdist.output.events import Died, Done, Failure, Output, size_of
-from nbdist.seats import Seats
+from nbdist.topology import Seats
 from nbdist.values.payload import Payload
 from nbdist.wire.messages import (
     Aborted,

@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from nbdist.agent.forming import Forming
-from nbdist.cluster.node import Node, NodeLost
-from nbdist.cluster.nodes import CannotStart, NodePool
-from nbdist.cluster.placement import (
+from nbdist.cluster.node import (
+    Node,
+    NodeLost,
     NoSeats,
     full_size,
     led_by_first,
@@ -26,6 +26,7 @@ from nbdist.cluster.placement import (
     seated,
     without,
 )
+from nbdist.cluster.nodes import CannotStart, NodePool
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.config import WorldConfig
 from nbdist.output.events import Clear, Died, Display, Failure, Text, Update

@@ -201,10 +201,8 @@ class Head:
                 self._show(last_words(message), node)
             case _ if node.lost:
                 log.info("%s said more after it was lost: %s", node.name, type(message).__name__)
-            case Answer(number, reply):
-                node.answered(number, reply, of_part=False)
-            case NodeAnswer(number, part_reply):
-                node.answered(number, part_reply, of_part=True)
+            case Answer(number, reply) | NodeAnswer(number, reply):
+                node.answered(number, reply)
             case Outputs() as outputs:
                 outputs = self._transfers.moved(node.number, outputs)
                 self._show(in_time_of_head(outputs, node.offset_ns), node)

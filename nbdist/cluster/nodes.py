@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_launcher, why_refused
-from nbdist.cluster.node import Node, NodeLost
-from nbdist.cluster.placement import mismatch, room_of, targets, unreachable
+from nbdist.cluster.node import Node, NodeLost, mismatch, room_of, targets, unreachable
 from nbdist.cluster.server import NodeServer, addresses, listened_at
 from nbdist.config import WorldConfig
 from nbdist.wire.messages import Leave, Silent, StartFailure
@@ -207,7 +206,7 @@ class NodePool:
         """Have machines try to reach one another; raises CannotStart."""
         there = self.there
         tried = targets(there)
-        asked = (node.ask_part(Reach(tried[node.number]), WAYS_TIMEOUT) for node in there)
+        asked = (node.ask(Reach(tried[node.number]), WAYS_TIMEOUT) for node in there)
         try:
             problems = await asyncio.gather(*asked)
         except NodeLost:

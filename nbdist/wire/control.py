@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
-from nbdist.seats import Seats
+from nbdist.topology import Seats
 from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.views import Collective, Place, StackFrame
 

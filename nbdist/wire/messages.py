@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist.output.events import Died, Output
-from nbdist.seats import Seats
+from nbdist.topology import Seats
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.code_tree import CodeFile
 from nbdist.wire.control import Completions, Description, Question

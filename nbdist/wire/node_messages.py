@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nbdist.seats import Seats
+from nbdist.topology import Seats
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import Down, Reply, StartFailure, Up, WorldStarted
 from nbdist.wire.spec import Versions, WorldSpec

@@ -19,7 +19,7 @@ from nbdist.agent.forming import Part
 from nbdist.agent.rendezvous import StoreWindow
 from nbdist.agent.worker_group import PartCalls, WorkerGroup
 from nbdist.cluster.node import Node
-from nbdist.seats import Position
+from nbdist.topology import Position
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import StartFailure, WorldStarted
 from nbdist.wire.node_messages import Held, NodeAsk, NodeDown, NodeFacts, NodeHello, Plan
@@ -72,7 +72,7 @@ def linked(group: WorkerGroup) -> Node:
     calls, tasks = PartCalls(group, "127.0.0.1"), set[asyncio.Task[None]]()
 
     async def answer(asked: NodeAsk) -> None:
-        node.answered(asked.id, await calls.answer(asked.request), of_part=True)
+        node.answered(asked.id, await calls.answer(asked.request))
 
     def send(message: NodeDown) -> None:
         assert isinstance(message, NodeAsk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.seats import Position
+from nbdist.topology import Position
 from nbdist.values.shared_memory import SegmentRef
 from nbdist.wire.node_messages import (
     CallOff,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.seats import Position, Seat, fill
+from nbdist.topology import Position, Seat, fill
 from nbdist.wire import spec
 from nbdist.wire.spec import (
     NBDIST_DECIDES,
