@@ -22,8 +22,7 @@ from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_group import PartCalls, WorkerGroup
 from nbdist.system.proc import MemoryGauge
 from nbdist.wire import control
-from nbdist.wire.door import WorldInfo
-from nbdist.wire.logs import GetLogs, read_logs
+from nbdist.wire.files import GetLogs, read_logs
 from nbdist.wire.messages import (
     Abort,
     Aborted,
@@ -56,6 +55,7 @@ from nbdist.wire.node_messages import NodeAnswer, NodeAsk, NodeDown, NodeUp
 from nbdist.wire.store import Answer as StoreReply
 from nbdist.wire.store import Operation
 from nbdist.wire.transfer import Taken
+from nbdist.wire.views import WorldInfo
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import Coming, HeadEnd

@@ -19,7 +19,9 @@ from pathlib import Path
 
 from nbdist import __version__
 from nbdist.agent.notebook_link import Tether
-from nbdist.wire.door import (
+from nbdist.wire.frames import BadFrame
+from nbdist.wire.spec import WorldSpec
+from nbdist.wire.views import (
     DOOR,
     LONGEST_QUESTION,
     Accepted,
@@ -27,14 +29,12 @@ from nbdist.wire.door import (
     Describe,
     Look,
     Said,
+    WorkerStatus,
     WorldInfo,
     from_line,
     to_line,
     user_at,
 )
-from nbdist.wire.frames import BadFrame
-from nbdist.wire.spec import WorldSpec
-from nbdist.wire.views import WorkerStatus
 
 log = logging.getLogger("nbdist.agent")
 

@@ -33,7 +33,6 @@ from nbdist.output.events import Died
 from nbdist.system import folders
 from nbdist.system.prctl import adopt_orphans
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
-from nbdist.wire.door import SOCKET, Accepted, Attach, Refused, WorldInfo
 from nbdist.wire.messages import (
     Abort,
     Answer,
@@ -50,6 +49,7 @@ from nbdist.wire.messages import (
     to_bytes,
 )
 from nbdist.wire.spec import versions_here
+from nbdist.wire.views import SOCKET, Accepted, Attach, Refused, WorldInfo
 from nbdist.wire.work import Task, unpack
 
 # --- the end of the link ----------------------------------------------------------------------

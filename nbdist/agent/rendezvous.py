@@ -21,7 +21,6 @@ from nbdist.agent.worker import Worker
 from nbdist.system import folders
 from nbdist.system.limits import Lack
 from nbdist.wire import control
-from nbdist.wire.door import user_at
 from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.node_messages import Groups
 from nbdist.wire.spec import WorkerStart, WorldSpec, over_file, torchrun_variables
@@ -34,6 +33,7 @@ from nbdist.wire.store import (
     operation_from,
     to_frame,
 )
+from nbdist.wire.views import user_at
 
 # --- the store that is asked ------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nbdist.output.events import StreamName
 from nbdist.system import folders
-from nbdist.wire.logs import earlier_file, moved_line, renumbered_line
+from nbdist.wire.files import earlier_file, moved_line, renumbered_line
 
 log = logging.getLogger("nbdist.agent")
 

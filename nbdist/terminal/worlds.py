@@ -18,8 +18,7 @@ from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
-from nbdist.wire.door import Look, WorldInfo
-from nbdist.wire.views import Usage
+from nbdist.wire.views import Look, Usage, WorldInfo
 from nbdist.words import aligned, count
 from nbdist.world.agents import Found, Worlds, worlds
 from nbdist.world.result import rows, usage_text

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from nbdist.output.events import Died, Output
 from nbdist.topology import Seats
 from nbdist.values.payload import SegmentRef
-from nbdist.wire.code_tree import CodeFile
 from nbdist.wire.control import Completions, Description, Question
-from nbdist.wire.logs import GetLogs, LogTail
+from nbdist.wire.files import CodeFile, GetLogs, LogTail
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.views import Place, Stack, Usage, WorkerStatus
 from nbdist.wire.work import InputReply, Task

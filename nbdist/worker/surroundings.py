@@ -18,7 +18,7 @@ from multiprocessing import process
 from traceback import format_exc
 from types import ModuleType
 
-from nbdist.wire.code_tree import moved_path
+from nbdist.wire.files import moved_path
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Surroundings

@@ -15,8 +15,8 @@ from nbdist import __version__
 from nbdist.config import WorldConfig
 from nbdist.errors import NbdistError, UsageError
 from nbdist.system.folders import JoinedFolder
-from nbdist.wire.door import Accepted, Attach, Refused
 from nbdist.wire.frames import BadFrame
+from nbdist.wire.views import Accepted, Attach, Refused
 from nbdist.world.agents import Asking, AttachedAgent, Found, to_attach, worlds
 from nbdist.world.link import Link
 from nbdist.world.result import CellResult

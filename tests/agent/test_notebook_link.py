@@ -19,7 +19,6 @@ import zmq
 from nbdist import __version__
 from nbdist.agent.notebook_link import NOTEBOOK_SOCKET, NotebookEnd, Serving
 from nbdist.output.events import Text
-from nbdist.wire.door import Accepted, Attach, Describe, Refused, Said, WorldInfo
 from nbdist.wire.messages import (
     Answer,
     Ask,
@@ -38,6 +37,7 @@ from nbdist.wire.messages import (
     to_bytes,
     up_from,
 )
+from nbdist.wire.views import Accepted, Attach, Describe, Refused, Said, WorldInfo
 from nbdist.world.agents import Asking
 from tests.agent.test_agent import Notebook, close_stdin, end_notebook
 from tests.waiting import SOON, until, wait_until

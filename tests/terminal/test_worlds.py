@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from nbdist import __version__
-from nbdist.terminal.console import main
+from nbdist.terminal.__main__ import main
 from nbdist.terminal.worlds import (
     HEADINGS,
     LOOK_TIMEOUT,
@@ -26,8 +26,7 @@ from nbdist.terminal.worlds import (
     table,
     title,
 )
-from nbdist.wire.door import DOOR, Look, WorldInfo
-from nbdist.wire.views import Place, WorkerStatus
+from nbdist.wire.views import DOOR, Look, Place, WorkerStatus, WorldInfo
 from nbdist.world import agents
 from nbdist.world.agents import Found, Worlds, runtime_folders
 from nbdist.world.world import World

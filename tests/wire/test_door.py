@@ -1,4 +1,4 @@
-"""Tests of `nbdist.wire.door`: what is asked of a world and answered, and who is there."""
+"""Tests of `nbdist.wire.views`: what is asked of a world and answered, and who is there."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.wire.door import (
+from nbdist.wire.frames import BadFrame
+from nbdist.wire.views import (
     SOCKET,
     Accepted,
     Attach,
+    Begun,
+    Collective,
     Describe,
+    Gpu,
     Look,
+    Place,
     Refused,
     Said,
+    WorkerStatus,
     WorldInfo,
     connect_to,
     from_line,
     to_line,
     user_at,
 )
-from nbdist.wire.frames import BadFrame
-from nbdist.wire.views import Begun, Collective, Gpu, Place, WorkerStatus
 
 WORKER = WorkerStatus(
     *(0, 100, "here", "busy", 1.5, 2**20, "cuda:0"),

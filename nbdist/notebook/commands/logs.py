@@ -16,7 +16,7 @@ from nbdist.notebook.display import Shown, block
 from nbdist.notebook.options import Magic, ranks_option
 from nbdist.output.ansi import strip
 from nbdist.readers import whole_number
-from nbdist.wire.logs import GetLogs, LogTail, read_logs
+from nbdist.wire.files import GetLogs, LogTail, read_logs
 from nbdist.words import format_ranks
 from nbdist.world.session import Session
 from nbdist.world.spec import default_log_dir
