@@ -278,6 +278,7 @@ class Refusals:
 
     def take(self, event: int, descriptor: int) -> bool:
         """Take in an event, of a connection's descriptor where it has one; whether it counts."""
+        counts = False
         match event:
             case zmq.EVENT_ACCEPTED:
                 self._strangers.append(descriptor)
@@ -285,13 +286,13 @@ class Refusals:
                 # It is not said which; those who come do so within moments, one after the other.
                 del self._strangers[:1]
             case zmq.EVENT_DISCONNECTED:
-                return self._count(counts=self._is_unjudged_stranger(descriptor))
+                counts = self._is_unjudged_stranger(descriptor)
             case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._is_judged = True  # it went by itself
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._is_judged = True
-                return self._count(counts=True)
-        return False
+                counts = self._is_judged = True
+        self.count += counts
+        return counts
 
     @property
     def is_worth_a_line(self) -> bool:
@@ -305,10 +306,6 @@ class Refusals:
             return False
         self._strangers.remove(descriptor)
         return not is_judged
-
-    def _count(self, *, counts: bool) -> bool:
-        self.count += counts
-        return counts
 
 
 OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
