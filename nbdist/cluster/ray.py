@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nbdist import topology
-from nbdist.cluster.launcher import KILL_TIMEOUT, Launched, agent_command
+from nbdist.cluster.launcher import KILL_TIMEOUT, AgentProcess, Launched, agent_command
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
 from nbdist.system.processes import MODULE
@@ -211,7 +211,7 @@ class Driver:
             agent.note_end(Ended(agent.number, code, ()))
 
 
-class RayAgent:
+class RayAgent(AgentProcess):
     """An agent that is the child of an actor; `host` is the node that Ray chose."""
 
     def __init__(self, driver: Driver, number: int, host: str, wanted: WorldConfig) -> None:
@@ -239,10 +239,6 @@ class RayAgent:
     def last_lines(self) -> list[str]:
         """Return the end of what it has written."""
         return [*self._ended.last_lines] if self._ended else []
-
-    def complaint(self) -> str:
-        """Return nothing: its last lines say why it has ended."""
-        return ""
 
     def end(self, timeout: float) -> None:
         """Have it end: its stdin at once, its actor by force after `timeout` seconds.
