@@ -33,6 +33,7 @@ from nbdist.output.events import Died
 from nbdist.system import folders
 from nbdist.system.prctl import adopt_orphans
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
+from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import (
     Abort,
     Answer,
@@ -45,12 +46,10 @@ from nbdist.wire.messages import (
     Reply,
     Request,
     Up,
-    down_from,
-    to_bytes,
 )
 from nbdist.wire.spec import versions_here
 from nbdist.wire.views import SOCKET, Accepted, Attach, Refused, WorldInfo
-from nbdist.wire.work import Task, unpack
+from nbdist.wire.work import Task, task_from
 
 # --- the end of the link ----------------------------------------------------------------------
 
@@ -88,7 +87,7 @@ class NotebookEnd:
 
     def send(self, message: Up) -> None:
         """Send a message, now or as soon as the notebook takes it."""
-        self._link.send(to_bytes(message))
+        self._link.send(pack(message))
 
     def drain(self) -> None:
         """Hand on all that has come so far."""
@@ -99,7 +98,7 @@ class NotebookEnd:
         self._link.close()
 
     def _receive(self, frames: list[bytes]) -> None:
-        self._hand_on(down_from(frames[0]))
+        self._hand_on(unpack(frames[0]))
 
 
 # --- the notebook and the next one ------------------------------------------------------------
@@ -371,7 +370,7 @@ def _line_of(record: Record) -> str:
     """Return the first line of what runs that says something; "" for nothing."""
     if record.run is None or not record.unfinished:
         return ""
-    return unpack(record.run.task).title[:FIRST_LINE]
+    return task_from(record.run.task).title[:FIRST_LINE]
 
 
 def _hold(ref: SegmentRef) -> Segment | None:

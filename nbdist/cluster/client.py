@@ -38,6 +38,7 @@ from nbdist.cluster.ticket import (
     what_to_say,
 )
 from nbdist.topology import usable_cores, visible_gpus
+from nbdist.wire.frames import pack
 from nbdist.wire.messages import Leave, Run
 from nbdist.wire.node_messages import (
     NodeDown,
@@ -47,13 +48,13 @@ from nbdist.wire.node_messages import (
     StoreAnswer,
     StoreAsk,
     Target,
-    node_down_from,
     node_frames,
+    node_message_from,
 )
 from nbdist.wire.spec import versions_here
 from nbdist.wire.store import Answer, Operation
 from nbdist.wire.transfer import Dropped, Kind, Mismatch, Numbered, Piece, Receiving
-from nbdist.wire.work import unpack
+from nbdist.wire.work import task_from
 
 TICKET_TIMEOUT = 60.0
 """Seconds for the ticket to come; a person may have to type it."""
@@ -253,7 +254,7 @@ class HeadEnd:
                 self._lose()
 
     def _take(self, frame: zmq.Frame, *data: zmq.Frame) -> None:
-        match node_down_from(frame.bytes, *(each.buffer for each in data)):
+        match node_message_from(frame.bytes, *(each.buffer for each in data)):
             case StoreAnswer(number, answer):
                 asked = self._answers.get(number)
                 if asked is not None and not asked.done():
@@ -266,7 +267,7 @@ class HeadEnd:
             case Run() as run:
                 # It refers to what has come here of the notebook's memory, before it.
                 if places := self._memory.places(run.segments):
-                    run = replace(run, task=unpack(run.task).moved(places).pack())
+                    run = replace(run, task=pack(task_from(run.task).moved(places)))
                 self._hand_on(run)
             case message:
                 self._is_dismissed = self._is_dismissed or isinstance(message, Leave)

@@ -31,7 +31,7 @@ from nbdist.cluster.ticket import (
     endpoint,
     listen_with,
 )
-from nbdist.wire.node_messages import NodeDown, NodeUp, node_frames, node_up_from
+from nbdist.wire.node_messages import NodeDown, NodeUp, node_frames, node_message_from
 from nbdist.wire.spec import LINK_TIMEOUT
 from nbdist.wire.transfer import Frame, Kind, Mismatch, Numbered
 
@@ -212,7 +212,8 @@ class NodeServer:
             case Kind.MESSAGE:
                 self._known[identity] = line
                 frame, *data = frames
-                self._receive(identity, node_up_from(frame.bytes, *(each.buffer for each in data)))
+                message = node_message_from(frame.bytes, *(each.buffer for each in data))
+                self._receive(identity, message)
             case Kind.AGAIN if identity in self._known:
                 line.connection, line.lost_for = _Connection.of(first), None
                 for again in line.talk.again():

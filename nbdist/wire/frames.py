@@ -1,4 +1,8 @@
-"""Bytes from where users' code runs: cut into frames, and made objects without trusting them."""
+"""Messages as bytes: packed, cut into frames, and made objects, also without trusting them.
+
+What a process of nbdist's says to another is a pickle.  Where users' code runs is no place to
+trust: what comes from there is checked (`object_from`).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,16 @@ Check = Callable[[Any], bool]
 
 class BadFrame(Exception):
     """Bytes that are not what they should be; the message says in what."""
+
+
+def pack(message: object) -> bytes:
+    """Return the message as one frame."""
+    return pickle.dumps(message, protocol=5)
+
+
+def unpack(frame: bytes | memoryview) -> Any:
+    """Return what `pack` has packed, in a process that this one trusts: code in it would run."""
+    return pickle.loads(frame)
 
 
 # --- objects ----------------------------------------------------------------------------

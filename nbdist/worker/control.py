@@ -36,6 +36,7 @@ from nbdist.wire.control import (
     Question,
     kind_of,
 )
+from nbdist.wire.frames import pack, unpack
 from nbdist.worker.compat import ipython
 from nbdist.worker.compat import torch as compat
 from nbdist.worker.compat.ipython import import_jedi
@@ -72,7 +73,7 @@ class ControlThread:
     def answer(self, stream: Any, ident: Any, message: dict[str, Any]) -> None:
         """Answer a request; called by ipykernel."""
         with reserve():
-            request = control.request_from(message["buffers"])
+            request = unpack(message["buffers"][0])
             if isinstance(request, Question):
                 self._answer_later(request, partial(self._send, stream, ident, message))
                 return
@@ -98,7 +99,7 @@ class ControlThread:
     ) -> None:
         session = self._kernel.session
         assert session is not None
-        buffers: list[Any] = [control.pack(answer)]
+        buffers: list[Any] = [pack(answer)]
         session.send(stream, control.REPLY, {}, message, ident, buffers=buffers)
 
     def _answer_to(self, request: control.Request) -> control.Answer:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import select
 import socket
 import sys
@@ -17,8 +16,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from nbdist.output.events import Done, InputRequest
-from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task, down_from
+from nbdist.wire.frames import FrameCutter, framed, pack, unpack
+from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task
 from nbdist.worker.process import Interrupts
 from nbdist.worker.streams import flush_streams
 
@@ -130,7 +129,7 @@ class Tasks:
             if not data:  # it closes the connection before it ends this process
                 self._loop.call_soon_threadsafe(self._loop.remove_reader, agent)
             for frame in self._cutter.feed(data):
-                self._take(down_from(frame))
+                self._take(unpack(frame))
         return bool(data)
 
     def _take(self, item: Task | InputReply | SigintSent) -> None:
@@ -172,7 +171,7 @@ class Tasks:
 
     def _send(self, said: Said) -> None:
         assert self._agent is not None
-        self._agent.sendall(framed(pickle.dumps(said, protocol=5)))
+        self._agent.sendall(framed(pack(said)))
 
 
 def _end_unless_closed(serving: asyncio.Task[None]) -> None:

@@ -42,7 +42,7 @@ from nbdist.values.payload import Payload, as_read, open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.messages import Attached, Silent
 from nbdist.wire.views import Place, Usage
-from nbdist.wire.work import Task, unpack
+from nbdist.wire.work import Task, task_from
 from nbdist.words import name_ranks
 from nbdist.world.hangs import (
     Watch,
@@ -254,7 +254,7 @@ class SentTask:
         patience = Patience(**there.memory.patience)
         if patience.control_timeout is None:  # somebody waits for it now
             patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
-        started, task = (there.started, there.started_ns), unpack(there.run.task)
+        started, task = (there.started, there.started_ns), task_from(there.run.task)
         return cls(task, patience, crew, started=started, ended=there.ended)
 
     # --- what is known --------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import Any
 from nbdist.config import Patience
 from nbdist.errors import AgentLost, StartError
 from nbdist.output.events import Died, Done, InputRequest, Moved, Record, Visible
+from nbdist.wire.frames import pack
 from nbdist.wire.messages import (
     Aborted,
     Attached,
@@ -170,7 +171,7 @@ class Workers(Standing):
         level = wanted_level(is_shown=self.config.show)
         task = replace(task, log_level=level, imports=imports, around=around)
         running = RunningTask(task, patience or self.config.patience, self.crew, shipped)
-        link, packed = self.link, Run(task.id, task.ranks, task.pack(), task.segments)
+        link, packed = self.link, Run(task.id, task.ranks, pack(task), task.segments)
         self.remember(running.patience)
         self.advance(Event.TASK)
         self.running = running
