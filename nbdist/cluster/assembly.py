@@ -303,10 +303,6 @@ class KeptCode:
         self._contents: dict[CodeFile, bytes] = {}
         self._sharing: weakref.WeakKeyDictionary[Node, bool] = weakref.WeakKeyDictionary()
 
-    def __repr__(self) -> str:
-        files = len(self._get.files) if self._get else 0
-        return f"<KeptCode {files} files, on {len(self._sharing)} nodes>"
-
     def take(self, request: GetCode | PutCode) -> None:
         """Take in which files there are, or what was missing."""
         match request:

@@ -129,7 +129,7 @@ class Head:
             case Interrupt(ranks):
                 self._pass_on(message, self._transfers.stop(ranks))
             case LetGo(task_id, ranks):
-                self._transfers.let_go(task_id, ranks)
+                self._transfers.up.let_go(ranks, task_id)
                 self._pass_on(message, ranks)
             case Abort(ranks) | Spare(ranks):
                 self._pass_on(message, ranks)
@@ -201,7 +201,7 @@ class Head:
             case Answer(number, reply) | NodeAnswer(number, reply):
                 node.answered(number, reply)
             case Outputs() as outputs:
-                outputs = self._transfers.moved(node.number, outputs)
+                outputs = self._transfers.up.moved(node.number, outputs)
                 self._show(in_time_of_head(outputs, node.offset_ns), node)
             case Piece() | Taken() | Dropped():
                 self._transfers.take(node.number, message)
@@ -284,9 +284,6 @@ class Round:
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}
         self._waited_for: set[int] = set()
-
-    def __repr__(self) -> str:
-        return f"<Round {len(self._places)} places, nodes {sorted(self._waited_for)} missing>"
 
     def begin(self, parts: Parts) -> None:
         """Ask these; what has not been answered of the round before is not waited for."""

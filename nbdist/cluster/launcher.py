@@ -201,9 +201,6 @@ class JoinKey(AgentProcess):
         # Turns readable when something ends, and nothing does here.
         self._fd = os.eventfd(0)
 
-    def __repr__(self) -> str:
-        return f"<JoinKey {self._file}>"
-
     def fileno(self) -> int:
         """Return a descriptor that never turns readable."""
         return self._fd
@@ -230,47 +227,27 @@ class JoinLauncher:
         )
 
 
-_KNOWN = (
-    (
-        r"Could not resolve hostname (\S+?):",
-        "the name {0} cannot be resolved: an address, or a `HostName` in ~/.ssh/config",
-    ),
-    (
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its host key is not the one that ssh knows: `ssh {host}` in a terminal says which",
-    ),
-    (
-        r"Host key verification failed",
-        "ssh does not know its host key yet: `ssh {host}` once, in a terminal",
-    ),
-    (
-        r"Permission denied \((.*?)\)",
-        "it refused the login ({0}): `ssh {host} true` has to work without a password",
-    ),
-    (
-        r"ssh: connect to host (\S+) port (\d+): (.*)",
-        "ssh cannot reach {0}:{1}: {2}",
-    ),
-    (
-        r"No module named '?nbdist",
-        "the interpreter there has no nbdist: `pip install nbdist=={version}` there, or `--python`"
-        " names another one",
-    ),
-    (
-        r"No module named '?(torch|zmq|psutil|ipykernel)\b",
-        "the interpreter there has no {0}: `--python` names one that has it",
-    ),
-    (
-        r"(?:exec: |env: |sh: .*?: )*['\u2018]?(/?[^\s:'\u2018\u2019]+)['\u2019]?: "
-        r"(?:not found|No such file or directory|command not found)",
-        "there is no {0} there: {named_by}, by its path on all machines",
-    ),
-    (
-        r"(?:exec: )?(\S+): Permission denied",
-        "{0} cannot be executed there: {named_by}",
-    ),
-    (r"^nbdist: (.*)", "{0}"),
-)
+_KNOWN = {
+    r"Could not resolve hostname (\S+?):": "the name {0} cannot be resolved: an address, or a"
+    " `HostName` in ~/.ssh/config",
+    r"REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the one that ssh knows:"
+    " `ssh {host}` in a terminal says which",
+    r"Host key verification failed": "ssh does not know its host key yet: `ssh {host}` once, in a"
+    " terminal",
+    r"Permission denied \((.*?)\)": "it refused the login ({0}): `ssh {host} true` has to work"
+    " without a password",
+    r"ssh: connect to host (\S+) port (\d+): (.*)": "ssh cannot reach {0}:{1}: {2}",
+    r"No module named '?nbdist": "the interpreter there has no nbdist: `pip install"
+    " nbdist=={version}` there, or `--python` names another one",
+    r"No module named '?(torch|zmq|psutil|ipykernel)\b": "the interpreter there has no {0}:"
+    " `--python` names one that has it",
+    r"(?:exec: |env: |sh: .*?: )*['\u2018]?(/?[^\s:'\u2018\u2019]+)['\u2019]?: "
+    r"(?:not found|No such file or directory|command not found)": "there is no {0} there:"
+    " {named_by}, by its path on all machines",
+    r"(?:exec: )?(\S+): Permission denied": "{0} cannot be executed there: {named_by}",
+    r"^nbdist: (.*)": "{0}",
+}
+"""What ssh, a shell and Python say, and what is said of it; the first that is found."""
 
 
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
@@ -279,7 +256,7 @@ def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
     The lines were left by `command`.
     """
     text = "\n".join(lines)
-    for pattern, said in _KNOWN:
+    for pattern, said in _KNOWN.items():
         if found := re.search(pattern, text, re.MULTILINE):
             named_by = _named_by(found.groups(), command)
             known = {"host": host, "version": __version__, "named_by": named_by}

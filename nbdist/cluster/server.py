@@ -274,9 +274,6 @@ class Refusals:
         self._strangers: list[int] = []
         self._is_judged = False
 
-    def __repr__(self) -> str:
-        return f"<Refusals {self.count}>"
-
     def take(self, event: int, descriptor: int) -> bool:
         """Take in an event, of a connection's descriptor where it has one; whether it counts."""
         counts = False

@@ -19,6 +19,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -175,18 +176,19 @@ def place_of(ticket: Ticket) -> Place:
     return Place(ticket.addresses[0], ticket.port)
 
 
-def place_from(text: str) -> Place:
-    """Read a place; raises ValueError."""
+def place_from(text: str, command: str) -> Place:
+    """Read the place that was typed for a command, `nbdist join`; raises UsageError."""
     host, sign, port = text.strip().rpartition(":")
-    if host[:1] + host[-1:] == "[]":
-        host = host[1:-1]
-    elif ":" in host:
-        raise ValueError("write an IPv6 address in brackets, [fe80::1]:4321")
-    if not sign or not host or not port.isascii() or not port.isdigit() or len(port) > 5:
-        raise ValueError("it is HOST:PORT, as shown by the notebook")
-    if not 0 < int(port) < 1 << 16:
-        raise ValueError(f"there is no port {port}")
-    return Place(host, int(port))
+    in_brackets = host[:1] + host[-1:] == "[]"
+    if ":" in host and not in_brackets:
+        why = "write an IPv6 address in brackets, [fe80::1]:4321"
+    elif not (sign and host.strip("[]") and re.fullmatch("[0-9]{1,5}", port)):
+        why = "it is HOST:PORT, as shown by the notebook"
+    elif not 0 < int(port) < 1 << 16:
+        why = f"there is no port {port}"
+    else:
+        return Place(host[1:-1] if in_brackets else host, int(port))
+    raise UsageError(f"`{command} {text}`: {why}.")
 
 
 def join_keys_folder() -> Path:
@@ -301,10 +303,7 @@ def join(text: str, key_file: str | None = None, node: int | None = None) -> int
 
     `text` is the place that the notebook shows.  Raises UsageError.
     """
-    try:
-        place = place_from(text)
-    except ValueError as why:
-        raise UsageError(f"`nbdist join {text}`: {why}.") from None
+    place = place_from(text, "nbdist join")
     part = part_of(os.environ)
     if not part.leads:
         sys.stderr.write("nbdist: one `nbdist join` per node: local rank 0 joins, this one ends\n")

@@ -51,13 +51,15 @@ def _join(options: argparse.Namespace) -> int:
 
 
 def _k8s(options: argparse.Namespace) -> int:
-    from nbdist.terminal.kubernetes import Pods, manifest, mount_asked, place_asked
+    from nbdist.cluster.ticket import place_from
+    from nbdist.terminal.kubernetes import Pods, manifest, mount_asked
 
     nodes = parse_layout(options.layout).nodes
     memory = read_memory(options.memory) if options.memory else ""
     mounts = tuple(map(mount_asked, options.mount))
-    pods = Pods(place_asked(options.place), nodes, options.image, options.name, options.secret,
-                options.gpus, options.cpus, memory, mounts)  # fmt: skip
+    place = place_from(options.place, "nbdist k8s")
+    pods = Pods(place, nodes, options.image, options.name, options.secret, options.gpus,
+                options.cpus, memory, mounts)  # fmt: skip
     sys.stdout.write(manifest(pods))
     return 0
 
@@ -91,13 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("status", help="what each worker does now, also while a cell runs")
     top = commands.add_parser("top", help="like status, refreshed until q or Ctrl-C")
-    top.add_argument(
-        "-d",
-        "--seconds",
-        type=_seconds,
-        default=2.0,
-        help="seconds between refreshes (2; at least 0.5)",
-    )
+    pause = "seconds between refreshes (2; at least 0.5)"
+    top.add_argument("-d", "--seconds", type=_seconds, default=2.0, help=pause)
     top.add_argument("-n", "--times", type=int, default=0, help="stop after N refreshes")
     commands.add_parser("ps", help="list all worlds, including detached ones")
     kill = commands.add_parser("kill", help="end a world and everything that belongs to it")

@@ -122,9 +122,6 @@ class CpuMeter:
     def __init__(self) -> None:
         self._before: dict[tuple[str, int], tuple[float, float]] = {}
 
-    def __repr__(self) -> str:
-        return f"<CpuMeter of {len(self._before)} processes>"
-
     def read(self, seen: WorldInfo) -> dict[int, float]:
         """Return it by rank; nothing of processes that are seen for the first time."""
         found = {}

@@ -270,7 +270,7 @@ def test_the_end_waits_for_its_values(up: Up, brought: Segment) -> None:
             (0, "a", ended(brought)),
             (0, "", Text("stdout", "late")),
         ]
-        here = head.ref(brought.ref.path)
+        here = head.places([brought.ref])[brought.ref.path]
         assert here is not None
         assert open_segment(here)[0] == open_segment(brought.ref)[0]
     assert repr(up.returns) == "<Uploads of ranks [], <Sending 0 bytes, 0 of 7 under way>>"
