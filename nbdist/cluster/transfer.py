@@ -43,15 +43,6 @@ class _Waiting:
     total: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A task that no rank gets, for what this node has said of its big values."""
-
-    run: Run
-    node: int
-    problem: str
-
-
 class Downloads:
     """Tasks whose big variables are being sent to the nodes of their ranks.
 
@@ -63,7 +54,6 @@ class Downloads:
         self._sending: dict[int, Sending] = {}
         self._refs: dict[str, SegmentRef] = {}
         self._waiting: dict[str, _Waiting] = {}
-        self._refused: list[Refused] = []
 
     def add(self, run: Run, nodes: Iterable[int]) -> bool:
         """Send each of these nodes what it lacks of the task; False where none lacks anything.
@@ -94,16 +84,18 @@ class Downloads:
         """Those that anything was sent to."""
         return tuple(self._sending)
 
-    def taken(self, node: int, taken: Taken, now: float) -> None:
-        """Note what a node has answered; `ready` and `refused` say what came of it."""
+    def taken(self, node: int, taken: Taken, now: float) -> list[Run]:
+        """Note what a node has answered; take the tasks that no rank gets for that."""
+        refused = list[Run]()
         if node not in self._sending or not self._sending[node].taken(taken, now):
-            return
+            return refused
         for waiting in [*self._waiting.values()]:
             if taken.path in waiting.lacks.get(node, ()):
                 waiting.lacks[node].discard(taken.path)
                 if taken.problem:
                     del self._waiting[waiting.run.id]
-                    self._refused.append(Refused(waiting.run, node, taken.problem))
+                    refused.append(waiting.run)
+        return refused
 
     def progress(self) -> Iterator[tuple[Run, Moved]]:
         """Yield of each task that waits how much of its memory is there, on all nodes together."""
@@ -121,11 +113,6 @@ class Downloads:
         for run in ready:
             del self._waiting[run.id]
         return ready
-
-    def refused(self) -> list[Refused]:
-        """Take those that cannot be sent."""
-        refused, self._refused = self._refused, []
-        return refused
 
     def stop(self, ranks: Iterable[int]) -> list[Run]:
         """Take the tasks of these ranks that still wait: they are not sent any more."""
@@ -145,7 +132,7 @@ class Downloads:
     def drop(self) -> Iterator[tuple[int, Dropped]]:
         """Yield what nodes are to let go of: what nobody waits for, and the notebook has closed.
 
-        To be asked for now and then, and after `stop` and `refused`.
+        To be asked for now and then, and where tasks are not sent any more.
         """
         wanted = {
             path
@@ -274,7 +261,8 @@ class BulkTransfers:
                 if taken := self.up.take(node, message):
                     self._node(node).send(taken)
             case Taken():
-                self._down.taken(node, message, time.monotonic())
+                refused = self._down.taken(node, message, time.monotonic())
+                self._refuse(refused, self._node(node), message.problem)
                 self._say()
                 self._go_on()
             case Dropped():
@@ -299,17 +287,19 @@ class BulkTransfers:
         for number in self._down.nodes:
             while piece := self._down.next(number, now):
                 self._node(number).send(piece)
-        for refused in self._down.refused():
-            node, run = self._node(refused.node), refused.run
-            there = [rank for rank in run.ranks if rank in node.ranks]
-            self._fail(run, there, "NotEnoughMemory", f"{node.name}: {refused.problem}")
-            self._drop()
         for run in self._down.ready():
             if said := self._said.pop(run.id, None):
                 self._tell(run, Moved(said.total, said.total))
             self._run(run)
         if self._timer is None and self._down.nodes:
             self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
+
+    def _refuse(self, runs: Collection[Run], node: Node, problem: str) -> None:
+        for run in runs:
+            there = [rank for rank in run.ranks if rank in node.ranks]
+            self._fail(run, there, "NotEnoughMemory", f"{node.name}: {problem}")
+        if runs:
+            self._drop()
 
     def _say(self) -> None:
         if (now := time.monotonic()) < self._say_at:

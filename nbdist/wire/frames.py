@@ -104,15 +104,14 @@ def _check_of(kind: Any) -> Check:
         checks = [*map(_check_of, inner)]
         return lambda value: any(check(value) for check in checks)
     if isinstance(kind, type) and is_dataclass(kind):
-        return lambda value: isinstance(value, kind) and _fields_fit(value, kind)
+        return lambda value: (
+            isinstance(value, kind)
+            and all(check(getattr(value, name, _MISSING)) for name, check in _field_checks(kind))
+        )
     if origin is None:
         return lambda value: isinstance(value, kind)
     parts = _parts_check(origin, inner)
     return lambda value: isinstance(value, origin) and parts(value)
-
-
-def _fields_fit(value: object, kind: Any) -> bool:
-    return all(check(getattr(value, name, _MISSING)) for name, check in _field_checks(kind))
 
 
 @cache

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from nbdist.cluster.transfer import Downloads, Refused, Returned, Uploads
+from nbdist.cluster.transfer import Downloads, Returned, Uploads
 from nbdist.output.events import Done, Failure, Moved, Output, Text
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.shared_memory import Segment, open_segment, to_end
@@ -140,9 +140,8 @@ def test_no_room_on_a_node(downloads: Downloads, nodes: Nodes, segment: Segment)
     downloads.add(task, (0, 1))
     nodes.take_all(0)
     downloads.next(1, 0.0)
-    downloads.taken(1, Taken(segment.ref.path, 0, "2 MB are free"), 0.0)
-    assert downloads.refused() == [Refused(task, 1, "2 MB are free")]
-    assert downloads.refused() == downloads.ready() == []
+    assert downloads.taken(1, Taken(segment.ref.path, 0, "2 MB are free"), 0.0) == [task]
+    assert downloads.ready() == []
 
 
 def test_a_node_is_lost(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
