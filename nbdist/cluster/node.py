@@ -98,9 +98,11 @@ class Node:
             raise NodeLost(self.lost)
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        is_for_part = isinstance(request, PartRequest)
         try:
-            self._send(NodeAsk(number, request) if is_for_part else Ask(number, request))
+            if isinstance(request, PartRequest):
+                self._send(NodeAsk(number, request))
+            else:
+                self._send(Ask(number, request))
             async with asyncio.timeout(timeout):
                 return await answer
         except TimeoutError:
