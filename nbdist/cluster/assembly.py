@@ -131,7 +131,7 @@ class Assembly:
             return error.failure
         except NoSeats as error:
             await self.dismiss()
-            return StartFailure(None, request.wanted.launched_by, "", str(error), ())
+            return CannotStart(request.wanted.launched_by, str(error)).failure
         if self._forming is None:
             self._forming = Forming(pool.nodes, lambda spec, rank: spec.seats[rank].node)
         if request.wanted.rdzv_backend and request.wanted.rdzv_endpoint:
@@ -195,7 +195,7 @@ class Assembly:
         held = await self._code.bring(self.there)
         if held.problem:
             why = f"{held.host} could not be sent the notebook's folder: {held.problem}"
-            raise CannotStart(StartFailure(None, held.host, "", why, ()))
+            raise CannotStart(held.host, why)
 
     # --- other workers than before ------------------------------------------------------------
 

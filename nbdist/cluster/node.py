@@ -141,7 +141,7 @@ class Node:
             if took < best:
                 best, self.offset_ns = took, there - before - took // 2
 
-    # --- as a part of the world -------------------------------------------------------------
+    # --- as a part of the world: what each of these does, `nbdist.agent.forming.Part` says ------
 
     def _here(self, spec: WorldSpec) -> WorldSpec:
         return replace(spec, node=self.number)
@@ -149,7 +149,6 @@ class Node:
     async def start_part(
         self, spec: WorldSpec, ranks: Sequence[int], attempt: int
     ) -> WorldStarted | StartFailure:
-        """Start these ranks; when one fails, or it is called off, end the others of them."""
         self.ranks = tuple(ranks)
         request = StartPart(self._here(spec), self.ranks, attempt)
         started: WorldStarted | StartFailure = await self._ask_or(
@@ -158,30 +157,24 @@ class Node:
         return replace(started, host=self.name) if isinstance(started, StartFailure) else started
 
     async def held(self) -> Held:
-        """Say which of its ranks live, and what groups they hold."""
         return await self._ask_or(GetHeld(), HELD_TIMEOUT, lambda _: Held({}))
 
     async def prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
-        """Have what can start these ranks; what keeps it from that, else ""."""
         return await self._ask_or(Prepare(self._here(spec), tuple(ranks)), PREPARE_TIMEOUT, str)
 
     async def form(self, plan: Plan, ranks: Sequence[int]) -> Formed:
-        """Start those of its ranks that are missing, and have the others meet them."""
         self.ranks = tuple(ranks)
         request = Form(replace(plan, spec=self._here(plan.spec)), self.ranks)
         return await self._ask_or(request, FORM_TIMEOUT, lambda why: Formed({}, {}, (), why))
 
     async def call_off(self, generation: int) -> None:
-        """Have its ranks wait no longer for this generation: not all ranks will come."""
         await self._ask_or(CallOff(generation), CALL_OFF_TIMEOUT, lambda _: None)
 
     async def end(self, ranks: Sequence[int], grace: float) -> None:
-        """End these ranks: politely for `grace` seconds, then by force."""
         self.ranks = tuple(rank for rank in self.ranks if rank not in {*ranks})
         await self._ask_or(EndRanks(tuple(ranks), grace), grace + END_TIMEOUT, lambda _: None)
 
     async def renumber(self, became: Mapping[int, int]) -> None:
-        """Call each rank by another number; itself it learns of that with the next plan."""
         self.ranks = tuple(became.get(rank, rank) for rank in self.ranks)
         await self._ask_or(Renumber(became), CALL_OFF_TIMEOUT, lambda _: None)
 
