@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -90,17 +91,6 @@ class _Line:
         return self.connection.silence() if self.lost_for is None else self.lost_for
 
 
-class _OneKey:
-    """Knows the one public key that is let in; zmq.auth asks it."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Say whether this key is let in."""
-        return key == self._key
-
-
 class NodeServer:
     """The head's side of the links to all agents.
 
@@ -147,7 +137,9 @@ class NodeServer:
         listen_with(self._socket, self._own, link_timeout)
         self._monitor = self._socket.get_monitor_socket(HEARD)
         self._auth.start()
-        self._auth.configure_curve_callback("nbdist", _OneKey(self._theirs.public))
+        let_in = self._theirs.public.encode()
+        knows = SimpleNamespace(callback=lambda _domain, key: key == let_in)
+        self._auth.configure_curve_callback("nbdist", knows)
         first, *others = addresses or ("*",)
         place = f"[{first}]" if ":" in first else first
         self.port = self._socket.bind_to_random_port(f"tcp://{place}")
