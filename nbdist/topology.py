@@ -417,7 +417,7 @@ class Seat:
 
 
 def free_seats(room: Mapping[int, int], taken: Collection[Position] = ()) -> Iterator[Position]:
-    """Yield the seats that nobody has, one node after the other.
+    """Yield the seats that no rank has, one node after the other.
 
     `room` is for how many ranks each node has it, those that sit there included.
     """
