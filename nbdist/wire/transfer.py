@@ -279,6 +279,9 @@ class Receiving:
         self._blanks: dict[str, tuple[Blank, int]] = {}  # and how far each is filled
         self._segments: dict[str, Segment] = {}
 
+    def __repr__(self) -> str:
+        return f"<Receiving {len(self._blanks)} segments, has {len(self._segments)}>"
+
     def take(self, piece: Piece) -> Taken | None:
         """Put it where it belongs; the answer, None for a piece of what is wanted no more."""
         path, total = piece.ref.path, length_of(piece.ref)
