@@ -16,13 +16,14 @@ from inspect import Signature
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
 
 from nbdist.errors import UnknownArgument, UsageError
-from nbdist.hosts import LOCAL as LOCAL
-from nbdist.hosts import Host, check_room, launcher_for, parse_hosts, read_hosts
 from nbdist.readers import (
+    Host,
     number_of_seconds,
+    parse_hosts,
     read_address,
     read_endpoint,
     read_environ,
+    read_hosts,
     read_memory,
     read_name,
     read_patterns,
@@ -30,7 +31,8 @@ from nbdist.readers import (
     read_wrap,
     whole_number,
 )
-from nbdist.topology import WorkerCount, parse_backend, parse_layout, parse_workers
+from nbdist.topology import Layout, WorkerCount, parse_backend, parse_layout, parse_workers
+from nbdist.words import count
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -62,6 +64,9 @@ def read_policy(text: str) -> OnFailure:
 
 # --- the options ------------------------------------------------------------------------------
 
+
+LOCAL = "local"
+"""The launcher for this machine."""
 
 ELSEWHERE = ("ssh", "slurm", "join", "ray")
 """nbdist's own launchers of other machines; those of others take all options."""
@@ -109,9 +114,10 @@ def shown(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: "..." if SECRET.search(name) else text for name, text in environ.items()}
 
 
-def _as(flag: str, text: str, read: Callable[[Any], Any] = str, **more: Any) -> dict[str, Option]:
-    """Make the metadata of a field."""
-    return {"option": Option(flag, text, read, **more)}
+def _option(flag: str, text: str, *how: Any, default: Any = None, **more: Any) -> Any:
+    """Make a field that has its `Option`, and a default: None if none is given."""
+    usual = {"default_factory": dict} if default is dict else {"default": default}
+    return field(**usual, metadata={"option": Option(flag, text, *how, **more)})
 
 
 @dataclass(frozen=True)
@@ -140,141 +146,101 @@ class WorldConfig:
     """
 
     # fmt: off
-    n: int | str = field(default="auto", metadata=_as(
-        "-n", "how many workers: a number, auto (one per GPU; without any one per core, at most 4),"
-        " gpu or cpu (one per core)", lambda value: parse_workers(str(value)), metavar="N",
-    ))
+    n: int | str = _option(
+        "-n", "how many workers: a number, auto (one per GPU; without any one per core, "
+        "at most 4), gpu or cpu (one per core)", lambda value: parse_workers(str(value)), "N",
+        default="auto")
     _: KW_ONLY
-    layout: str | None = field(default=None, metadata=_as(
-        "-j", "nodes x workers per node: 2x4; 4 is one node; MIN:NODESxN starts with MIN nodes "
-            "and adds the rest when they arrive. With -n fewer of the workers are used. On one "
-            "machine the nodes are simulated"
-        "",
-        lambda text: str(parse_layout(text)), metavar="[MIN:]NODESxN",
-    ))
-    backend: str | None = field(default=None, metadata=_as(
-        "--backend", "gloo, nccl, cpu:gloo,cuda:nccl, or none for no group; by default nccl for"
-        " GPUs beside gloo for the CPU, or gloo alone", parse_backend, metavar="BACKEND",
-    ))
-    gpus: str | None = field(default=None, metadata=_as(
-        "--gpus", "the GPUs to use, as torch counts them: 0,1,3", metavar="GPUS",
-    ))
-    share_gpus: bool = field(default=False, metadata=_as(
-        "--share-gpus", "allow several ranks per GPU (slow; for debugging)"
-        "", bool,
-    ))
-    name: str | None = field(default=None, metadata=_as(
-        "--name", "shown in %dist_status, and the log folder's name: run, or exp/run", read_name,
-        metavar="NAME",
-    ))
-    pool: str = field(default=DEFAULT_POOL, metadata=_as(
+    layout: str | None = _option(
+        "-j", "nodes x workers per node: 2x4; 4 is one node; MIN:NODESxN starts with MIN "
+        "nodes and adds the rest when they arrive. With -n fewer of the workers are used. On one "
+        "machine the nodes are simulated", lambda text: str(parse_layout(text)), "[MIN:]NODESxN")
+    backend: str | None = _option(
+        "--backend", "gloo, nccl, cpu:gloo,cuda:nccl, or none for no group; by default nccl "
+        "for GPUs beside gloo for the CPU, or gloo alone", parse_backend, "BACKEND")
+    gpus: str | None = _option(
+        "--gpus", "the GPUs to use, as torch counts them: 0,1,3", str, "GPUS")
+    share_gpus: bool = _option(
+        "--share-gpus", "allow several ranks per GPU (slow; for debugging)", bool, default=False)
+    name: str | None = _option(
+        "--name", "shown in %dist_status, and the log folder's name: run, or exp/run",
+        read_name, "NAME")
+    pool: str = _option(
         "--pool", "use worker pool NAME (separate workers and process group)",
-        metavar="NAME",
-    ))
-    env: Mapping[str, str] = field(default_factory=dict, metadata=_as(
-        "--env", "set an environment variable of the workers; can be repeated"
-        "", read_environ, metavar="K=V",
-    ))
-    env_file: str | None = field(default=None, metadata=_as(
-        "--env-file", "a .env file with environment variables: parsed, not sourced", metavar="FILE",
-    ))
-    debug: bool = field(default=False, metadata=_as(
-        "--debug", "slow debug mode: CUDA_LAUNCH_BLOCKING, TORCH_DISTRIBUTED_DEBUG=DETAIL and "
-            "C++ stacks; names mismatched collectives"
-        "", bool,
-    ))
-    python: str | None = field(default=None, metadata=_as(
+        str, "NAME", default=DEFAULT_POOL)
+    env: Mapping[str, str] = _option(
+        "--env", "set an environment variable of the workers; can be repeated",
+        read_environ, "K=V", default=dict)
+    env_file: str | None = _option(
+        "--env-file", "a .env file with environment variables: parsed, not sourced", str, "FILE")
+    debug: bool = _option(
+        "--debug", "slow debug mode: CUDA_LAUNCH_BLOCKING, TORCH_DISTRIBUTED_DEBUG=DETAIL "
+        "and C++ stacks; names mismatched collectives", bool, default=False)
+    python: str | None = _option(
         "--python", "Python interpreter of the workers, with torch and nbdist; by default "
-            "$PYTHON_EXEC or the notebook's"
-        "", metavar="PATH",
-    ))
-    wrap: str | None = field(default=None, metadata=_as(
+        "$PYTHON_EXEC or the notebook's", str, "PATH")
+    wrap: str | None = _option(
         "--wrap", "command prefix for each worker: 'nice -n 5', 'apptainer exec img'",
-        read_wrap, metavar="COMMAND",
-    ))
-    fork: bool = field(default=True, metadata=_as(
-        "--no-fork", "start each worker as a new interpreter instead of forking it from one that"
-        " has imported torch", bool,
-    ))
-    cpus: int | None = field(default=None, metadata=_as(
+        read_wrap, "COMMAND")
+    fork: bool = _option(
+        "--no-fork", "start each worker as a new interpreter instead of forking it from one "
+        "that has imported torch", bool, default=True)
+    cpus: int | None = _option(
         "--cpus", "cores for each worker: as many threads, unless OMP_NUM_THREADS is set",
-        whole_number("--cpus", "a number of cores for each worker, such as 4", most=9999),
-        metavar="N",
-    ))
-    launcher: str | None = field(default=None, metadata=_as(
+        whole_number("--cpus", "a number of cores for each worker, such as 4", most=9999), "N")
+    launcher: str | None = _option(
         "--launcher", "how machines are reached: local, ssh (default with --hosts), slurm "
-            "(default with --salloc and in a Slurm allocation), join, ray, or an entry point of "
-            "nbdist.launchers"
-        "",
-        metavar="NAME",
-    ))
-    hosts: str | None = field(default=None, metadata=_as(
-        "--hosts", "machines reached by ssh, and the number of workers on each: a:4,user@b:2"
-        "", read_hosts, metavar="HOSTS", launchers=("ssh",),
-    ))
-    salloc: str | None = field(default=None, metadata=_as(
+        "(default with --salloc and in a Slurm allocation), join, ray, or an entry point of "
+        "nbdist.launchers", str, "NAME")
+    hosts: str | None = _option(
+        "--hosts", "machines reached by ssh, and the number of workers on each: a:4,user@b:2",
+        read_hosts, "HOSTS", launchers=("ssh",))
+    salloc: str | None = _option(
         "--salloc", "options of Slurm's salloc, to request an allocation: '-p gpu "
-            "--gpus-per-node=4'"
-        "", read_salloc, metavar="OPTIONS", launchers=("slurm",),
-    ))
-    memory: str | None = field(default=None, metadata=_as(
-        "--memory", "memory per worker to request from Slurm or Ray: 16G", read_memory,
-        metavar="SIZE", launchers=("slurm", "ray"),
-    ))
-    copy_env: str | None = field(default=None, metadata=_as(
+        "--gpus-per-node=4'", read_salloc, "OPTIONS", launchers=("slurm",))
+    memory: str | None = _option(
+        "--memory", "memory per worker to request from Slurm or Ray: 16G",
+        read_memory, "SIZE", launchers=("slurm", "ray"))
+    copy_env: str | None = _option(
         "--copy-env", "environment variables of the notebook to copy to other machines: "
-            "'HF_*,WANDB_*'"
-        "", read_patterns, metavar="NAMES", launchers=ELSEWHERE,
-    ))
-    address: str | None = field(default=None, metadata=_as(
+        "'HF_*,WANDB_*'", read_patterns, "NAMES", launchers=ELSEWHERE)
+    address: str | None = _option(
         "--address", "address or network interface of this machine for the other machines",
-        read_address, metavar="ADDRESS", launchers=ELSEWHERE,
-    ))
-    link_timeout: int | None = field(default=None, metadata=_as(
+        read_address, "ADDRESS", launchers=ELSEWHERE)
+    link_timeout: int | None = _option(
         "--link-timeout",
         "seconds without a sign of life after which another machine counts as lost (10)",
         whole_number("--link-timeout", "a number of seconds from 2 on, such as 30", 2, 9999),
-        metavar="SECONDS", launchers=ELSEWHERE,
-    ))
-    detach: bool = field(default=False, metadata=_as(
-        "--detach", "keep the workers when the notebook's kernel ends; %dist_attach finds them",
-        bool, at_once=True,
-    ))
-    sync_code: bool = field(default=False, metadata=_as(
-        "--sync-code", "copy the notebook's folder to machines that do not have it, and keep it "
-            "up to date"
-        "", bool,
-    ))
-    rdzv_backend: str | None = field(default=None, metadata=_as(
-        "--rdzv-backend", "torch's rendezvous backend: c10d, static, etcd-v2"
-        "", metavar="NAME", launchers=ELSEWHERE,
-    ))
-    rdzv_endpoint: str | None = field(default=None, metadata=_as(
-        "--rdzv-endpoint", "address of the rendezvous backend: HOST:PORT", read_endpoint,
-        metavar="ENDPOINT", launchers=ELSEWHERE,
-    ))
-    on_failure: OnFailure = field(default="heal", metadata=_as(
-        "--on-failure", "what to do when a worker dies: heal (default) restarts it and the "
-            "others keep their variables, restart-all restarts all, stop ends all"
-        "",
-        read_policy, metavar="WHAT", at_once=True,
-    ))
-    hang_timeout: float = field(default=HANG_TIMEOUT, metadata=_as(
-        "--hang-timeout", "seconds until a running cell shows which ranks wait for which (4)",
-        number_of_seconds("--hang-timeout"), metavar="SECONDS", at_once=True,
-    ))
-    free: bool = field(default=True, metadata=_as(
-        "--no-free", "report deadlocked ranks but do not release them"
-        "", bool, at_once=True,
-    ))
-    log_dir: str | None = field(default=None, metadata=_as(
-        "", "where log files go, empty for none; by default $NBDIST_LOG_DIR, else"
-        " ~/.local/state/nbdist",
-    ))
-    show: bool = field(default=True, metadata=_as(
-        "", "print the output of ranks in execute and run, each line with its ranks: [0-3] epoch 1"
-        "", bool, at_once=True,
-    ))
+        "SECONDS", launchers=ELSEWHERE)
+    detach: bool = _option(
+        "--detach", "keep the workers when the notebook's kernel ends; %dist_attach finds "
+        "them", bool, at_once=True, default=False)
+    sync_code: bool = _option(
+        "--sync-code", "copy the notebook's folder to machines that do not have it, and "
+        "keep it up to date", bool, default=False)
+    rdzv_backend: str | None = _option(
+        "--rdzv-backend", "torch's rendezvous backend: c10d, static, etcd-v2",
+        str, "NAME", launchers=ELSEWHERE)
+    rdzv_endpoint: str | None = _option(
+        "--rdzv-endpoint", "address of the rendezvous backend: HOST:PORT",
+        read_endpoint, "ENDPOINT", launchers=ELSEWHERE)
+    on_failure: OnFailure = _option(  # noqa: RUF009 (it makes a field)
+        "--on-failure", "what to do when a worker dies: heal (default) restarts it and "
+        "the others keep their variables, restart-all restarts all, stop ends all",
+        read_policy, "WHAT", at_once=True, default="heal")
+    hang_timeout: float = _option(
+        "--hang-timeout",
+        "seconds until a running cell shows which ranks wait for which (4)",
+        number_of_seconds("--hang-timeout"), "SECONDS", at_once=True, default=HANG_TIMEOUT)
+    free: bool = _option(
+        "--no-free", "report deadlocked ranks but do not release them", bool, at_once=True,
+        default=True)
+    log_dir: str | None = _option(
+        "", "where log files go, empty for none; by default $NBDIST_LOG_DIR, else "
+        "~/.local/state/nbdist")
+    show: bool = _option(
+        "", "print the output of ranks in execute and run, each line with its ranks: "
+        "[0-3] epoch 1", bool, at_once=True, default=True)
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -411,6 +377,39 @@ class WorldConfig:
 
 OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(WorldConfig)}
 """By the name of the field, which is that of the argument of `World`."""
+
+
+def launcher_for(said: Mapping[str, object], environ: Mapping[str, str]) -> str:
+    """Choose a launcher by what was said, or by where a process is; where none was named.
+
+    In an allocation of Slurm's it is Slurm's, unless that is this machine alone.
+    """
+    if said.get("hosts"):
+        return "ssh"
+    nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")
+    # Slurm's daemon sets the second on the nodes; the shell of a `salloc` runs elsewhere.
+    is_this_machine = nodes == "1" and "SLURMD_NODENAME" in environ
+    is_in_job = environ.get("SLURM_JOB_ID") and not is_this_machine
+    return "slurm" if said.get("salloc") or is_in_job else LOCAL
+
+
+def check_room(
+    typed: str, workers: int | None, layout: Layout | None, hosts: Sequence[Host]
+) -> None:
+    """Raise UsageError where the hosts have no room for what was `typed`, `-n 8` or `-j 2x4`."""
+    slots = [host.slots for host in hosts]
+    among = f"`{typed} --hosts {','.join(map(str, hosts))}`"
+    if workers is not None and None not in slots:
+        there_are = sum(filter(None, slots))
+        if there_are < workers:
+            raise UsageError(f"{among}: the hosts have room for {count(there_are, 'worker')}.")
+    if layout is None:
+        return
+    if len(hosts) < (least := layout.least or layout.nodes):
+        raise UsageError(f"{among}: {count(least, 'node')}, but {count(len(hosts), 'host')}.")
+    small = [host for host in hosts if host.slots is not None and host.slots < layout.per_node]
+    if len(hosts) - len(small) < least:
+        raise UsageError(f"{among}: {small[0]} has no room for {count(layout.per_node, 'worker')}.")
 
 
 MEAN_N = ("workers", "num_workers", "nprocs", "num_processes", "nproc_per_node", "world_size")

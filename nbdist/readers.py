@@ -1,13 +1,15 @@
-"""What reads the value of one flag: from its text, or from what Python gives; pure."""
+"""What reads the value of a flag: from its text, or from what Python gives; pure."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
-from nbdist.errors import UsageError
+from nbdist.errors import BadTopology, UsageError
 
 _NAME_LIMIT = 200
 _PART_LIMIT = 100
@@ -144,3 +146,100 @@ def read_endpoint(text: str) -> str:
     if not found or not 0 < int(found[1]) < 1 << 16:
         raise UsageError(f"`--rdzv-endpoint {text}`: HOST:PORT, such as etcd.example.org:2379.")
     return text
+
+
+# --- the machines of `--hosts` ------------------------------------------------------------
+
+
+_FORMS = (
+    "Use `--hosts a,b`, or `--hosts a:4,user@b:2` with the number of workers on each; write an "
+    "IPv6 address in brackets"
+    ", `[fe80::1]:2`."
+)
+_HOST = re.compile(r"(?:([^@]*)@)?(?:\[([^\]]*)\]|([^:\[\]]*))(?::([0-9]{1,6}))?")
+# No option of ssh's, and nothing that a shell would take for more than a name.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
+_DOTTED = re.compile(r"[0-9.]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine that ssh reaches; `slots` is for how many workers it has room, if that was said.
+
+    `user` is "" for whomever ssh takes.
+    """
+
+    address: str
+    slots: int | None = None
+    user: str = ""
+
+    def __str__(self) -> str:
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        user = f"{self.user}@" if self.user else ""
+        return f"{user}{address}" + ("" if self.slots is None else f":{self.slots}")
+
+    @property
+    def destination(self) -> str:
+        """What stands in a command of ssh."""
+        return f"{self.user}@{self.address}" if self.user else self.address
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Read the value of `--hosts`."""
+    hosts = tuple(_parse(item.strip(), text) for item in text.split(","))
+    seen = set()
+    for host in hosts:
+        if host.address in seen:
+            raise BadTopology("--hosts", text, f"{host.address} is listed twice", _FORMS)
+        seen.add(host.address)
+    return hosts
+
+
+def read_hosts(given: str | Iterable[str]) -> str:
+    """Read the hosts of a text, or several texts; write them as `--hosts` has them."""
+    text = given if isinstance(given, str) else ",".join(map(str, given))
+    return ",".join(map(str, parse_hosts(text)))
+
+
+def _parse(item: str, text: str) -> Host:
+    found = _HOST.fullmatch(item)
+    if not found:
+        raise BadTopology("--hosts", text, _why_not(item), _FORMS)
+    user, six, name, slots = found.groups()
+    if user is not None and not _NAME.fullmatch(user):
+        raise BadTopology("--hosts", text, f"`{user}` cannot be a user", _FORMS)
+    address = _name(name) if six is None else _six(six)
+    if not address:
+        raise BadTopology("--hosts", text, _why_not(item), _FORMS)
+    if slots is not None and int(slots) < 1:
+        raise BadTopology("--hosts", text, f"`{item}` allows no worker", _FORMS)
+    return Host(address, None if slots is None else int(slots), user or "")
+
+
+def _name(text: str) -> str:
+    """Return a name or IPv4 address as it is to be written, "" for neither."""
+    if not _NAME.fullmatch(text):
+        return ""
+    if not _DOTTED.fullmatch(text):
+        return text.lower().rstrip(".")
+    try:
+        return str(IPv4Address(text))
+    except ValueError:
+        return ""
+
+
+def _six(text: str) -> str:
+    address, sign, zone = text.partition("%")
+    if sign and not _ZONE.fullmatch(zone):
+        return ""
+    try:
+        return f"{IPv6Address(address)}{sign}{zone}"
+    except ValueError:
+        return ""
+
+
+def _why_not(item: str) -> str:
+    if not item:
+        return "there is nothing next to a comma"
+    return f"`{item}` is not a host"

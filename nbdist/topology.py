@@ -2,8 +2,10 @@
 
 The text of `-n`, `-j`, `--gpus`, `--backend` and `-r` becomes values here, or an error of
 `nbdist.errors` that shows the right forms.  Runs in the notebook kernel, which must not
-initialise CUDA: GPUs are counted from what the driver shows in files.  Where each rank sits,
-`nbdist.hosts` works out.
+initialise CUDA: GPUs are counted from what the driver shows in files.
+
+Where each rank sits is worked out in notebook, head and agents alike.  On one machine the nodes
+of `-j 2x4` are simulated: each rank finds in its environment what torchrun would put there.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus, UsageError
 from nbdist.words import count
@@ -387,3 +390,95 @@ def _rank(rank: int, world_size: int) -> int:
     if not -world_size <= rank < world_size:
         raise ValueError(f"there is no rank {rank}")
     return rank % world_size
+
+
+# --- where each rank sits ---------------------------------------------------------------------
+
+
+class Position(NamedTuple):
+    """On which node a rank sits, and as which of those that it has room for."""
+
+    node: int
+    local_rank: int
+
+
+Seats = tuple[Position, ...]
+"""Of each rank; () for one node that has them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a rank is: torchrun's LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE."""
+
+    local_rank: int
+    local_world_size: int
+    node: int
+    nodes: int
+
+
+def free_seats(room: Mapping[int, int], taken: Collection[Position] = ()) -> Iterator[Position]:
+    """Yield the seats that no rank has, one node after the other.
+
+    `room` is for how many ranks each node has it, those that sit there included.
+    """
+    for node, number in sorted(room.items()):
+        for local_rank in range(number):
+            if (position := Position(node, local_rank)) not in taken:
+                yield position
+
+
+def seat_more(seats: Seats, room: Sequence[int], size: int) -> Seats:
+    """Seat as many ranks: the first keep their seats, more get the first ones that are free.
+
+    `room` is for how many each node has it; () for one node, which has no limit.
+    """
+    kept = seats[:size]
+    if not (room or kept):
+        return ()
+    free = free_seats(dict(enumerate(room or (size + len(kept),))), kept)
+    return (*kept, *islice(free, size - len(kept)))
+
+
+def seat_of(rank: int, world_size: int, seats: Seats) -> Seat:
+    """Say what a rank is told of its seat.
+
+    Nodes are counted as torchrun does: those that have ranks, from 0 on without a gap.
+    """
+    if not seats:
+        return Seat(rank, world_size, 0, 1)
+    node, local_rank = seats[rank]
+    nodes = sorted({each.node for each in seats})
+    return Seat(local_rank, len(ranks_on(node, world_size, seats)), nodes.index(node), len(nodes))
+
+
+def ranks_on(node: int, world_size: int, seats: Seats) -> tuple[int, ...]:
+    """List the ranks that sit on this node."""
+    if not seats:
+        return tuple(range(world_size)) if node == 0 else ()
+    return tuple(rank for rank, position in enumerate(seats) if position.node == node)
+
+
+def gpus_of(rank: int, seats: Seats, gpus: Sequence[str]) -> tuple[str, ...]:
+    """Choose what CUDA shows a rank of one machine's GPUs; its own is LOCAL_RANK modulo them.
+
+    One node has all.  Simulated ones have a slice each, as CUDA_VISIBLE_DEVICES, so that
+    LOCAL_RANK is a valid index on each; where there are too few GPUs, slices overlap.
+    """
+    if not gpus or len({position.node for position in seats}) < 2:
+        return tuple(gpus)
+    node = seats[rank].node
+    first = sum(position.node < node for position in seats)
+    here = sum(position.node == node for position in seats)
+    return tuple(gpus[(first + each) % len(gpus)] for each in range(min(here, len(gpus))))
+
+
+def reseat(seats: Seats, lost: Collection[int], room: Mapping[int, int]) -> Seats | None:
+    """Seat the ranks of lost nodes on the others, with room for that many; None for too little.
+
+    All others keep their seats.
+    """
+    taken = {position for position in seats if position.node not in lost}
+    new = [*islice(free_seats(room, taken), len(seats) - len(taken))]
+    if len(taken) + len(new) < len(seats):
+        return None
+    return tuple(position if position.node not in lost else new.pop(0) for position in seats)

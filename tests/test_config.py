@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from nbdist import World
-from nbdist.config import OPTIONS, Patience, WorldConfig
+from nbdist.config import OPTIONS, Patience, WorldConfig, check_room, launcher_for
 from nbdist.errors import UsageError
-from nbdist.hosts import check_room, launcher_for, parse_hosts
 from nbdist.readers import (
+    parse_hosts,
     read_address,
     read_endpoint,
     read_memory,

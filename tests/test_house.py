@@ -22,26 +22,23 @@ ROOT = PACKAGE.parent
 
 # The floors: each room, and the rooms below it, or the one module of it, which are all that
 # it may import.  The notebook's side never imports agent or worker: they are other processes.
-OPTIONS = {"words", "errors", "topology", "hosts", "config", "readers"}
+OPTIONS = {"words", "errors", "topology", "config", "readers"}
 BETWEEN = {"words", "errors", "system", "values", "wire"}  # what all processes have
 FLOORS = {
     "words": set(),
     "plugins": set(),
     "errors": {"words"},
     "topology": {"words", "errors"},
-    "seats": set(),
-    "hosts": {"words", "errors", "topology"},
     "readers": {"errors"},
     "config": OPTIONS - {"config"},
     "system": {"words", "errors"},
     "output": {"words", "errors"},
     "values": {"words", "errors", "system"},
-    "wire": (BETWEEN - {"wire"}) | {"topology", "seats", "hosts", "config", "output.events"},
-    "world": OPTIONS | BETWEEN | {"plugins", "seats", "output"},
-    "agent": BETWEEN | {"topology", "seats", "output.events"},
+    "wire": (BETWEEN - {"wire"}) | {"topology", "config", "output.events"},
+    "world": OPTIONS | BETWEEN | {"plugins", "output"},
+    "agent": BETWEEN | {"topology", "output.events"},
     # The head's process does all that an agent does but for having workers.
-    "cluster": BETWEEN
-    | {"plugins", "topology", "seats", "hosts", "config", "output.events", "agent"},
+    "cluster": BETWEEN | {"plugins", "topology", "config", "output.events", "agent"},
     "notebook": OPTIONS | BETWEEN | {"plugins", "world", "output"},
     "terminal": OPTIONS
     | BETWEEN

@@ -11,9 +11,18 @@ import pytest
 
 from nbdist import topology
 from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus
-from nbdist.hosts import Host, parse_hosts, read_hosts
-from nbdist.seats import Position, Seat, fill, gpus_of, ranks_on, reseat, seat_more, seat_of, shrink
-from nbdist.topology import Layout, parse_layout
+from nbdist.readers import Host, parse_hosts, read_hosts
+from nbdist.topology import (
+    Layout,
+    Position,
+    Seat,
+    gpus_of,
+    parse_layout,
+    ranks_on,
+    reseat,
+    seat_more,
+    seat_of,
+)
 from tests.waiting import SOON
 
 
@@ -409,7 +418,7 @@ def test_what_is_no_host_is_told_in_one_line(text: str, why: str) -> None:
 )
 def test_seats(room: tuple[int, ...], size: int, seats: list[Seat]) -> None:
     """Nodes are filled one after the other; the last has what is left, and empty ones no number."""
-    filled = fill(room, size) if room else ()
+    filled = seat_more((), room, size)
     assert [seat_of(rank, size, filled) for rank in range(size)] == seats
 
 
@@ -418,9 +427,6 @@ def test_ranks_of_a_node() -> None:
     seats = (Position(0, 0), Position(1, 0), Position(0, 1))
     assert [ranks_on(node, 3, seats) for node in (0, 1, 2)] == [(0, 2), (1,), ()]
     assert [ranks_on(node, 3, ()) for node in (0, 1)] == [(0, 1, 2), ()]
-    assert fill((2, 1)) == (*fill((2, 1), 2), (1, 0))
-    with pytest.raises(ValueError, match="3 of 4 ranks have room"):
-        fill((2, 1), 4)
 
 
 @pytest.mark.parametrize(
@@ -437,7 +443,7 @@ def test_gpus_of_simulated_nodes(
     room: tuple[int, ...], size: int, gpus: str, seen: list[str]
 ) -> None:
     """Each node has a slice, so that ranks of two nodes share no GPU where there are enough."""
-    seats = fill(room, size) if room else ()
+    seats = seat_more((), room, size)
     assert ["".join(gpus_of(rank, seats, gpus)) for rank in range(size)] == seen
 
 
@@ -445,10 +451,10 @@ def test_gpus_of_simulated_nodes(
     ("counts", "lost", "room", "seats"),
     [
         # Ranks 2 and 3 sat on node 1.
-        ((2, 2), {1}, {0: 4, 1: 2}, [(0, 0), (0, 1), (0, 2), (0, 3)]),
+        ((2, 2), {1}, {0: 4}, [(0, 0), (0, 1), (0, 2), (0, 3)]),
         ((2, 2), {1}, {0: 3, 2: 1}, [(0, 0), (0, 1), (0, 2), (2, 0)]),
         ((2, 2), {1}, {0: 2, 2: 8}, [(0, 0), (0, 1), (2, 0), (2, 1)]),
-        ((2, 2), {1}, {0: 3, 1: 2}, None),
+        ((2, 2), {1}, {0: 3}, None),
         ((1, 1, 1), {0, 2}, {1: 3}, [(1, 1), (1, 0), (1, 2)]),
     ],
 )
@@ -459,7 +465,7 @@ def test_ranks_of_lost_nodes_get_seats_on_others(
     seats: list[tuple[int, int]] | None,
 ) -> None:
     """The lowest that is free on the first node with room; all others keep theirs."""
-    found = reseat(fill(counts), lost, room)
+    found = reseat(seat_more((), counts, sum(counts)), lost, room)
     assert (None if found is None else [*found]) == seats
 
 
@@ -467,21 +473,6 @@ def test_seats_that_were_left_are_taken_first() -> None:
     """Local rank 0 of node 0 is free: its rank has moved away."""
     seats = (Position(1, 0), Position(0, 1), Position(2, 0))
     assert reseat(seats, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
-
-
-@pytest.mark.parametrize(
-    ("lost", "kept", "seats"),
-    [
-        ({1}, (0, 3, 4), [(0, 0), (2, 0), (2, 1)]),
-        ({0, 2}, (1, 2), [(1, 0), (1, 1)]),
-        ({2}, (0, 1, 2), [(0, 0), (1, 0), (1, 1)]),
-    ],
-)
-def test_a_world_without_the_ranks_of_lost_nodes(
-    lost: set[int], kept: tuple[int, ...], seats: list[tuple[int, int]]
-) -> None:
-    """Who stays keeps its seat and its place among the others, so that ranks have no gap."""
-    assert shrink(fill((1, 2, 2)), lost) == (kept, tuple(seats))
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,13 @@ from nbdist.agent.worker_group import WorkerGroup
 from nbdist.system.processes import Guard
 from nbdist.topology import parse_gpus, usable_cores, visible_gpus
 from nbdist.wire import control, messages, node_messages
-from nbdist.wire.door import WorldInfo
-from nbdist.wire.logs import GetLogs, read_logs
+from nbdist.wire.files import GetLogs, read_logs
 from nbdist.wire.messages import Ask
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import Answer as StoreReply
 from nbdist.wire.store import Operation
 from nbdist.wire.transfer import Taken
-from nbdist.wire.views import Stack
+from nbdist.wire.views import Stack, WorldInfo
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import Coming, HeadEnd

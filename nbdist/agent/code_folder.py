@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nbdist.system import folders
-from nbdist.wire.code_tree import (
+from nbdist.wire.files import (
     MANIFEST,
     NEW_FILE,
     OWN_NAMES,

@@ -36,9 +36,9 @@ from nbdist.output.events import (
     Update,
 )
 from nbdist.wire import control
-from nbdist.wire.frames import BadFrame, FrameCutter, framed
+from nbdist.wire.frames import BadFrame, FrameCutter, framed, pack
 from nbdist.wire.spec import WorkerStart
-from nbdist.wire.work import MOST_BYTES, SIGINT_SENT, InputReply, Said, said_from
+from nbdist.wire.work import MOST_BYTES, InputReply, Said, SigintSent, said_from
 
 # --- messages ---------------------------------------------------------------------------------
 
@@ -306,12 +306,12 @@ class KernelClient:
     def enter(self, reply: InputReply) -> None:
         """Pass on what was typed for the task that runs, or that it may go on showing."""
         assert self._tasks is not None
-        self._tasks.write(framed(reply.pack()))
+        self._tasks.write(framed(pack(reply)))
 
     def mark_sigint(self) -> None:
         """Say between two tasks that SIGINT was sent, where any could be."""
         if self._tasks is not None:
-            self._tasks.write(framed(SIGINT_SENT))
+            self._tasks.write(framed(pack(SigintSent())))
 
     async def ask(
         self, request: control.Request, timeout: float, ended: asyncio.Future[int]
@@ -319,7 +319,7 @@ class KernelClient:
         """Return the answer of the control thread; None if it gives none in time, or has ended."""
         if self._control is None:
             return None
-        number = self._send(control.REQUEST, buffers=[control.pack(request)])
+        number = self._send(control.REQUEST, buffers=[pack(request)])
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             ends = (answer, ended)

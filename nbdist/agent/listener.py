@@ -22,12 +22,24 @@ from typing import cast
 
 from nbdist import __version__
 from nbdist.agent.notebook_link import Tether
-from nbdist.wire import door, store
-from nbdist.wire.door import WorldInfo
+from nbdist.wire import store
 from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import MOST_BYTES
-from nbdist.wire.views import WorkerStatus
+from nbdist.wire.views import (
+    DOOR,
+    LONGEST_QUESTION,
+    Accepted,
+    Attach,
+    Describe,
+    Look,
+    Said,
+    WorkerStatus,
+    WorldInfo,
+    from_line,
+    to_line,
+    user_at,
+)
 
 log = logging.getLogger("nbdist.agent")
 
@@ -69,10 +81,10 @@ class Listener:
         look: Callable[[WorldInfo], Awaitable[WorldInfo]],
         tether: Tether | None,
     ) -> None:
-        self._path = runtime / door.DOOR
+        self._path = runtime / DOOR
         self._look, self._tether = look, tether
         self._server: asyncio.Server | None = None
-        self._calling: dict[asyncio.Task[None], type[door.Said] | None] = {}
+        self._calling: dict[asyncio.Task[None], type[Said] | None] = {}
         self._seen: WorldInfo | None = None
         self._seen_at = float("-inf")
         self._lock = asyncio.Lock()
@@ -84,7 +96,7 @@ class Listener:
         """Answer from now on; where there can be no socket, the world does without."""
         try:
             self._server = await asyncio.start_unix_server(
-                self._serve, self._path, limit=door.LONGEST_QUESTION
+                self._serve, self._path, limit=LONGEST_QUESTION
             )
         except OSError as error:
             log.warning("%s cannot be opened: %s", self._path, error)
@@ -102,7 +114,7 @@ class Listener:
         task = asyncio.current_task()
         assert task is not None
         try:
-            if door.user_at(writer.get_extra_info("socket")) == os.geteuid():
+            if user_at(writer.get_extra_info("socket")) == os.geteuid():
                 # What does not ask as it should, or does not listen, is sent away.  To asyncio's
                 # streams a task that was cancelled is a fault, and a fault ends the agent.
                 with suppress(OSError, ValueError, BadFrame, asyncio.CancelledError):
@@ -124,7 +136,7 @@ class Listener:
             del self._calling[silent[0]]
         self._calling[task] = None
         async with asyncio.timeout(LINE_TIMEOUT):
-            question = door.from_line(await reader.readline())
+            question = from_line(await reader.readline())
         if len(self._of_kind(type(question))) >= MOST_CALLING:
             return
         self._calling[task] = type(question)
@@ -132,27 +144,27 @@ class Listener:
         if answer is None:
             return
         writer.transport.set_write_buffer_limits(0)  # to wait until all of it is on its way
-        writer.write(door.to_line(answer))
+        writer.write(to_line(answer))
         async with asyncio.timeout(LINE_TIMEOUT):
             await writer.drain()
-        if self._tether and isinstance(question, door.Attach) and isinstance(answer, door.Accepted):
+        if self._tether and isinstance(question, Attach) and isinstance(answer, Accepted):
             try:
-                while await reader.read(door.LONGEST_QUESTION):
+                while await reader.read(LONGEST_QUESTION):
                     pass
             finally:
                 self._tether.let_go_by(question.pid)
 
-    async def _answer_to(self, question: door.Said) -> door.Said | None:
+    async def _answer_to(self, question: Said) -> Said | None:
         match question:
-            case door.Describe():
+            case Describe():
                 return self._describe()
-            case door.Look():
+            case Look():
                 async with self._lock:
                     if time.monotonic() - self._seen_at > FRESH:
                         self._seen = await self._look(self._describe())
                         self._seen_at = time.monotonic()
                     return self._seen
-            case door.Attach() if self._tether:
+            case Attach() if self._tether:
                 return await self._tether.admit(question)
         return None
 
@@ -161,7 +173,7 @@ class Listener:
             return WorldInfo(__version__, socket.gethostname())
         return self._tether.describe()
 
-    def _of_kind(self, kind: type[door.Said] | None) -> list[asyncio.Task[None]]:
+    def _of_kind(self, kind: type[Said] | None) -> list[asyncio.Task[None]]:
         """Return those that have asked this, or nothing yet; the first one first."""
         return [task for task, asked in self._calling.items() if asked is kind]
 
@@ -227,7 +239,7 @@ class _Asking(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take it; called by asyncio."""
         self._transport = cast("asyncio.WriteTransport", transport)
-        is_user = door.user_at(transport.get_extra_info("socket")) == os.geteuid()
+        is_user = user_at(transport.get_extra_info("socket")) == os.geteuid()
         if not is_user or len(self._all) >= MOST_ASKING:
             self._transport.abort()
             return

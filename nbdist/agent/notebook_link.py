@@ -33,9 +33,10 @@ from nbdist.system import folders
 from nbdist.system.processes import Guard, adopt_orphans, end_descendants
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
 from nbdist.wire import messages
-from nbdist.wire.door import SOCKET, Accepted, Attach, Refused, WorldInfo
+from nbdist.wire.frames import pack, unpack
 from nbdist.wire.spec import versions_here
-from nbdist.wire.work import Task, unpack
+from nbdist.wire.views import SOCKET, Accepted, Attach, Refused, WorldInfo
+from nbdist.wire.work import Task, task_from
 
 Result = TypeVar("Result")
 
@@ -69,7 +70,7 @@ class NotebookEnd:
 
     def send(self, message: messages.Up) -> None:
         """Send a message, now or as soon as the notebook takes it."""
-        self._link.send(messages.to_bytes(message))
+        self._link.send(pack(message))
 
     def drain(self) -> None:
         """Hand on all that has come so far."""
@@ -80,7 +81,7 @@ class NotebookEnd:
         self._link.close()
 
     def _receive(self, frames: list[bytes]) -> None:
-        self._hand_on(messages.down_from(frames[0]))
+        self._hand_on(unpack(frames[0]))
 
 
 # --- the notebook and the next one ------------------------------------------------------------
@@ -344,7 +345,7 @@ def _line_of(record: WorldRecord) -> str:
     """Return the first line of what runs that says something; "" for nothing."""
     if record.run is None or not record.unfinished:
         return ""
-    return unpack(record.run.task).title[:FIRST_LINE]
+    return task_from(record.run.task).title[:FIRST_LINE]
 
 
 def _hold(ref: SegmentRef) -> Segment | None:

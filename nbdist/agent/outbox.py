@@ -28,8 +28,8 @@ from nbdist.output.events import (
     Update,
     size_of,
 )
-from nbdist.seats import Seats
 from nbdist.system.processes import trim_memory
+from nbdist.topology import Seats
 from nbdist.values.payload import Payload
 from nbdist.wire import messages
 from nbdist.wire.messages import Outputs

@@ -25,7 +25,7 @@ from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, WorldSpec
 from nbdist.wire.views import Place, RankState, WorkerStatus
-from nbdist.wire.work import CatchUp, Finished, InputReply, Said, Task, unpack
+from nbdist.wire.work import CatchUp, Finished, InputReply, Said, Task, task_from
 from nbdist.words import word_exit
 
 log = logging.getLogger("nbdist.agent")
@@ -133,7 +133,7 @@ class Worker:
     @property
     def task(self) -> Task | None:
         """The task that it does: unpacked only for who asks."""
-        return unpack(self._packed) if self.task_id else None
+        return task_from(self._packed) if self.task_id else None
 
     def run(self, run: Run) -> None:
         """Pass on the task, as it came; outputs follow, then `Done`, or `Died`.

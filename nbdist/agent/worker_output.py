@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 from nbdist.output.events import InputRequest, Output, StreamName, Text, Typed
 from nbdist.system import folders
-from nbdist.wire.logs import earlier_file, moved_line, renumbered_line
+from nbdist.wire.files import earlier_file, moved_line, renumbered_line
 from nbdist.wire.work import (
     LONGEST_MARK,
     Finished,

@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from nbdist.agent.forming import Forming
-from nbdist.cluster.node import Node, NodeLost
-from nbdist.cluster.nodes import CannotStart, NodePool
-from nbdist.cluster.placement import (
+from nbdist.cluster.node import (
+    Node,
+    NodeLost,
     NoSeats,
     full_size,
     led_by_first,
@@ -26,10 +26,11 @@ from nbdist.cluster.placement import (
     seated,
     without,
 )
+from nbdist.cluster.nodes import CannotStart, NodePool
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.config import WorldConfig
 from nbdist.output.events import Clear, Died, Display, Failure, Text, Update
-from nbdist.wire.code_tree import CodeFile, part_of
+from nbdist.wire.files import CodeFile, part_of
 from nbdist.wire.messages import (
     Came,
     CodeHeld,
@@ -130,7 +131,7 @@ class Assembly:
             return error.failure
         except NoSeats as error:
             await self.dismiss()
-            return StartFailure(None, request.wanted.launched_by, "", str(error), ())
+            return CannotStart(request.wanted.launched_by, str(error)).failure
         if self._forming is None:
             self._forming = Forming(pool.nodes, lambda spec, rank: spec.seats[rank].node)
         if request.wanted.rdzv_backend and request.wanted.rdzv_endpoint:
@@ -194,7 +195,7 @@ class Assembly:
         held = await self._code.bring(self.there)
         if held.problem:
             why = f"{held.host} could not be sent the notebook's folder: {held.problem}"
-            raise CannotStart(StartFailure(None, held.host, "", why, ()))
+            raise CannotStart(held.host, why)
 
     # --- other workers than before ------------------------------------------------------------
 
@@ -203,13 +204,10 @@ class Assembly:
         forming, pool, wanted = self._forming, self._pool, self._wanted
         if forming is None or forming.spec is None or pool is None or wanted is None:
             return None
-        match request:
-            case Heal():
-                healed = await self._heal(forming, pool, wanted)
-            case Scale():
-                healed = await self._scale(request, forming, pool, wanted)
-            case Grow():
-                healed = await self._grow(forming, pool, wanted)
+        if isinstance(request, Heal):
+            healed = await self._heal(forming, pool, wanted)
+        else:
+            healed = await self._resize(request, forming, pool, wanted)
         # Also where it says why it is not what was asked.
         back = pool.word_way_back(wanted)
         return replace(healed, spec=forming.spec, hosts=self._hosts, way_back=back)
@@ -236,35 +234,26 @@ class Assembly:
         self._seat(forming.spec)
         return healed
 
-    async def _scale(
-        self, request: Scale, forming: Forming, pool: NodePool, wanted: WorldConfig
+    async def _resize(
+        self, request: Scale | Grow, forming: Forming, pool: NodePool, wanted: WorldConfig
     ) -> Healed:
+        """Have as many as is asked, or take in machines that have come since, between cells."""
         assert forming.spec is not None
+        size, keep = forming.spec.world_size, tuple(range(forming.spec.world_size))
         try:
+            if isinstance(request, Scale):
+                size, keep = request.spec.world_size, request.keep
+            else:
+                size = max(full_size(wanted, pool.there), size)
             await self._bring_code()
-            room = room_of(wanted, pool.there)
-            spec = resized(forming.spec, request.spec.world_size, request.keep, room)
+            spec = resized(forming.spec, size, keep, room_of(wanted, pool.there))
         except (NoSeats, CannotStart) as error:
             return Healed(*forming.whereabouts(), forming.spec.seats, not_scaled=str(error))
-        # Machines that come later do not make it another one.
-        self._wanted = wanted.of_size(spec.world_size)
-        return await self._scale_to(forming, led_by_first(spec, pool.there), request.keep)
-
-    async def _grow(self, forming: Forming, pool: NodePool, wanted: WorldConfig) -> Healed:
-        """Take in machines that have come since, between cells."""
-        assert forming.spec is not None
-        everyone = range(forming.spec.world_size)
-        size = max(full_size(wanted, pool.there), len(everyone))
-        try:
-            await self._bring_code()
-            spec = resized(forming.spec, size, everyone, room_of(wanted, pool.there))
-        except (NoSeats, CannotStart) as error:
-            return Healed(*forming.whereabouts(), forming.spec.seats, not_scaled=str(error))
-        return await self._scale_to(forming, spec, everyone)
-
-    async def _scale_to(self, forming: Forming, spec: WorldSpec, keep: Sequence[int]) -> Healed:
+        if isinstance(request, Scale):
+            # Machines that come later do not make it another one.
+            self._wanted = wanted.of_size(size)
+            spec = led_by_first(spec, pool.there)
         healed = await forming.scale(spec, keep)
-        assert forming.spec is not None
         self._seat(forming.spec)
         return healed
 
@@ -313,10 +302,6 @@ class KeptCode:
         self._get: GetCode | None = None
         self._contents: dict[CodeFile, bytes] = {}
         self._sharing: weakref.WeakKeyDictionary[Node, bool] = weakref.WeakKeyDictionary()
-
-    def __repr__(self) -> str:
-        files = len(self._get.files) if self._get else 0
-        return f"<KeptCode {files} files, on {len(self._sharing)} nodes>"
 
     def take(self, request: GetCode | PutCode) -> None:
         """Take in which files there are, or what was missing."""

@@ -8,18 +8,16 @@ may not have read.  When nobody listens there any more, or stdin ends, the agent
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import os
 import secrets
 import select
-import selectors
 import signal
 import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +38,7 @@ from nbdist.cluster.ticket import (
 )
 from nbdist.system.processes import Guard
 from nbdist.topology import usable_cores, visible_gpus
+from nbdist.wire.frames import pack
 from nbdist.wire.messages import Leave, Run
 from nbdist.wire.node_messages import (
     NodeDown,
@@ -49,13 +48,13 @@ from nbdist.wire.node_messages import (
     StoreAnswer,
     StoreAsk,
     Target,
-    node_down_from,
     node_frames,
+    node_message_from,
 )
 from nbdist.wire.spec import versions_here
 from nbdist.wire.store import Answer, Operation
 from nbdist.wire.transfer import Dropped, Kind, Mismatch, Numbered, Piece, Receiving
-from nbdist.wire.work import unpack
+from nbdist.wire.work import task_from
 
 TICKET_TIMEOUT = 60.0
 """Seconds for the ticket to come; a person may have to type it."""
@@ -85,20 +84,6 @@ def read_ticket() -> Ticket:
             raise BadTicket("stdin has ended before there was a ticket on it")
         line += byte
     return ticket_from(line)
-
-
-def facts_of(coming: Coming, port: int, environ: Mapping[str, str]) -> NodeFacts:
-    """Look at this machine."""
-    return NodeFacts(
-        name=socket.gethostname(),
-        number=coming.number,
-        address=coming.way.own,
-        port=port,
-        cores=usable_cores(),
-        gpus=visible_gpus(environ),
-        python=sys.executable,
-        versions=versions_here(),
-    )
 
 
 class HeadEnd:
@@ -158,7 +143,16 @@ class HeadEnd:
         self._watch.on_recv(self._note)
         if stat.S_ISFIFO(mode := os.fstat(sys.stdin.fileno()).st_mode) or stat.S_ISSOCK(mode):
             loop.add_reader(sys.stdin.fileno(), self._leave)
-        facts = facts_of(self._coming, self._port, os.environ)
+        facts = NodeFacts(
+            name=socket.gethostname(),
+            number=self._coming.number,
+            address=self._coming.way.own,
+            port=self._port,
+            cores=usable_cores(),
+            gpus=visible_gpus(os.environ),
+            python=sys.executable,
+            versions=versions_here(),
+        )
         self.send(NodeHello(__version__, os.getpid(), facts))
 
     def send(self, message: NodeUp) -> None:
@@ -218,8 +212,7 @@ class HeadEnd:
             self._looking = loop.create_task(self._look())
 
     async def _look(self) -> None:
-        place = Target("", self._coming.way.address, self._coming.ticket.port)
-        if await is_refused(place):
+        if await is_refused(self._coming.way.address, self._coming.ticket.port):
             self._lose()
 
     def _lose(self) -> None:
@@ -261,7 +254,7 @@ class HeadEnd:
                 self._lose()
 
     def _take(self, frame: zmq.Frame, *data: zmq.Frame) -> None:
-        match node_down_from(frame.bytes, *(each.buffer for each in data)):
+        match node_message_from(frame.bytes, *(each.buffer for each in data)):
             case StoreAnswer(number, answer):
                 asked = self._answers.get(number)
                 if asked is not None and not asked.done():
@@ -272,16 +265,13 @@ class HeadEnd:
             case Dropped(paths):
                 self._memory.drop(paths)
             case Run() as run:
-                self._hand_on(self._with_memory_of_here(run))
+                # It refers to what has come here of the notebook's memory, before it.
+                if places := self._memory.places(run.segments):
+                    run = replace(run, task=pack(task_from(run.task).moved(places)))
+                self._hand_on(run)
             case message:
                 self._is_dismissed = self._is_dismissed or isinstance(message, Leave)
                 self._hand_on(message)
-
-    def _with_memory_of_here(self, run: Run) -> Run:
-        """Have a task refer to what has come here of the notebook's memory, before it."""
-        if places := self._memory.places(run.segments):
-            return replace(run, task=unpack(run.task).moved(places).pack())
-        return run
 
 
 WAY_TIMEOUT = 5.0
@@ -313,53 +303,28 @@ def find_way(ticket: Ticket) -> Way:
     all answer, also those by which no other can be reached.  Raises NoWay after
     `WAY_TIMEOUT` seconds, or as soon as all have refused.
     """
-    problems: dict[str, str] = {}
-    ways: dict[str, Way] = {}
-    with selectors.DefaultSelector() as waiting:
-        tried = [each for each in ticket.addresses if _begin(each, ticket.port, waiting, problems)]
-        end = time.monotonic() + WAY_TIMEOUT
-        try:
-            while waiting.get_map() and (left := end - time.monotonic()) > 0:
-                for key, _ in waiting.select(left):
-                    waiting.unregister(key.fileobj)
-                    _take(key.data, ways, problems)
-                if ways:
-                    end = min(end, time.monotonic() + ORDER_GRACE)
-        finally:
-            for key in waiting.get_map().values():
-                key.data[0].close()
-    for address in tried:
-        if address in ways:
-            return ways[address]
-        problems.setdefault(address, f"no answer within {WAY_TIMEOUT:.0f} s")
-    said = "; ".join(f"{name}:{ticket.port}: {why}" for name, why in problems.items())
+    return asyncio.run(_find_way(ticket))
+
+
+async def _find_way(ticket: Ticket) -> Way:
+    tried = [asyncio.create_task(_try_way(each, ticket.port)) for each in ticket.addresses]
+    for quickest in asyncio.as_completed(tried):
+        if isinstance(await quickest, Way):
+            break
+    await asyncio.wait(tried, timeout=ORDER_GRACE)
+    found = [attempt.result() for attempt in tried if attempt.done()]
+    if way := next((each for each in found if isinstance(each, Way)), None):
+        return way
+    said = "; ".join(map(str, found))
     raise NoWay(f"{socket.gethostname()} cannot reach the notebook's machine at {said}")
 
 
-def _take(tried: tuple[socket.socket, str], ways: dict[str, Way], problems: dict[str, str]) -> None:
-    """Note what became of one attempt."""
-    attempt, address = tried
-    with attempt:
-        code = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            problems[address] = os.strerror(code)
-        else:
-            ways[address] = Way(address, attempt.getsockname()[0])
-
-
-def _begin(
-    address: str, port: int, waiting: selectors.BaseSelector, problems: dict[str, str]
-) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    attempt = socket.socket(family, socket.SOCK_STREAM)
-    attempt.settimeout(0.0)
-    code = attempt.connect_ex((address, port))
-    if code not in (0, errno.EINPROGRESS):
-        problems[address] = os.strerror(code)
-        attempt.close()
-        return False
-    waiting.register(attempt, selectors.EVENT_WRITE, (attempt, address))
-    return True
+async def _try_way(address: str, port: int) -> Way | str:
+    """Return the way by this address, or why there is none."""
+    try:
+        return Way(address, await _connect(address, port, WAY_TIMEOUT))
+    except OSError as error:
+        return f"{address}:{port}: {_why(error, WAY_TIMEOUT)}"
 
 
 async def first_unreached(targets: Sequence[Target], timeout: float = REACH_TIMEOUT) -> str:
@@ -368,29 +333,38 @@ async def first_unreached(targets: Sequence[Target], timeout: float = REACH_TIME
     return next(filter(None, tried), "")
 
 
-async def is_refused(target: Target, timeout: float = REACH_TIMEOUT) -> bool:
+async def _try(target: Target, timeout: float) -> str:
+    try:
+        await _connect(target.address, target.port, timeout)
+    except ConnectionRefusedError:
+        return ""  # nothing listens there, and it is the machine that says so
+    except OSError as error:
+        return f"{target.name} at {target.address}:{target.port}: {_why(error, timeout)}"
+    return ""
+
+
+async def is_refused(address: str, port: int) -> bool:
     """Say whether the machine answers that nobody listens there."""
     try:
-        async with asyncio.timeout(timeout):
-            _, writer = await asyncio.open_connection(target.address, target.port)
-    except ConnectionRefusedError:
-        return True
-    except OSError:  # TimeoutError is one
-        return False
-    writer.close()
+        await _connect(address, port, REACH_TIMEOUT)
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
-async def _try(target: Target, timeout: float) -> str:
-    place = f"{target.name} at {target.address}:{target.port}"
-    try:
+async def _connect(address: str, port: int, timeout: float) -> str:
+    """Connect there, and return the own address that leads there; OSError where none does."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as attempt:
+        attempt.settimeout(0.0)
         async with asyncio.timeout(timeout):
-            _, writer = await asyncio.open_connection(target.address, target.port)
-    except ConnectionRefusedError:
-        return ""  # nothing listens there, and it is the machine that says so
-    except TimeoutError:
-        return f"{place}: no answer within {timeout:.0f} s"
-    except OSError as error:
-        return f"{place}: {error.strerror or error}"
-    writer.close()
-    return ""
+            await asyncio.get_running_loop().sock_connect(attempt, (address, port))
+        return str(attempt.getsockname()[0])
+
+
+def _why(error: OSError, timeout: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {timeout:.0f} s"
+    number = error.errno or 0
+    # A name that cannot be resolved has a number of its own, below 0.
+    return os.strerror(number) if number > 0 else error.strerror or str(error)

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Died, Done
 from nbdist.system.processes import Guard
-from nbdist.wire.door import WorldInfo
-from nbdist.wire.logs import GetLogs
+from nbdist.wire.files import GetLogs
 from nbdist.wire.messages import (
     Abort,
     Aborted,
@@ -58,7 +57,7 @@ from nbdist.wire.messages import (
 from nbdist.wire.node_messages import NodeAnswer, NodeUp, StoreAnswer, StoreAsk
 from nbdist.wire.store import HostedStore, Operation
 from nbdist.wire.transfer import Dropped, Piece, Taken
-from nbdist.wire.views import Place, Usage
+from nbdist.wire.views import Place, Usage, WorldInfo
 
 log = logging.getLogger("nbdist.cluster")
 
@@ -117,11 +116,12 @@ class Head:
             case Run() as run:
                 self._run(run)
             case Ask(number, GetStatus() | GetStacks() | GetLogs() as request):
-                self._serving.do(self._report_rows(number, request))
+                self._serving.do(self._reply(number, rows_of(self._assembly.there, request)))
             case Ask(number, GetRefused()):
                 self._notebook.send(Answer(number, self._assembly.refused))
             case Ask(number, Consult() as consult):
-                self._serving.do(self._report_answer(number, consult))
+                parts = self._assembly.nodes(consult.ranks)
+                self._serving.do(self._reply(number, first_answer(parts, consult)))
             case Ask() as ask:
                 self._serving.call(ask)
             case Locate(ranks):
@@ -129,7 +129,7 @@ class Head:
             case Interrupt(ranks):
                 self._pass_on(message, self._transfers.stop(ranks))
             case LetGo(task_id, ranks):
-                self._transfers.let_go(task_id, ranks)
+                self._transfers.up.let_go(ranks, task_id)
                 self._pass_on(message, ranks)
             case Abort(ranks) | Spare(ranks):
                 self._pass_on(message, ranks)
@@ -137,7 +137,8 @@ class Head:
                 for node in self._assembly.nodes([rank]):
                     node.send(message)
             case Received():
-                self._acknowledge()
+                if sender := self._batches.popleft():
+                    sender.send(message)
             case Leave():
                 self._serving.leave()
 
@@ -181,17 +182,13 @@ class Head:
             if node.lost:
                 self._report_dead(node, part)
 
-    async def _report_rows(self, number: int, request: GetStatus | GetStacks | GetLogs) -> None:
-        self._notebook.send(Answer(number, await rows_of(self._assembly.there, request)))
+    async def _reply(self, number: int, reply: Awaitable[Any]) -> None:
+        self._notebook.send(Answer(number, await reply))
 
     async def _look(self, info: WorldInfo) -> WorldInfo:
         spec = self._assembly.spec
         rows = () if spec is None else await rows_of(self._assembly.there, GetStatus())
         return with_ranks(info, spec, rows)
-
-    async def _report_answer(self, number: int, consult: Consult) -> None:
-        answer = await first_answer(self._assembly.nodes(consult.ranks), consult)
-        self._notebook.send(Answer(number, answer))
 
     # --- from the nodes -------------------------------------------------------------------
 
@@ -201,12 +198,10 @@ class Head:
                 self._show(last_words(message), node)
             case _ if node.lost:
                 log.info("%s said more after it was lost: %s", node.name, type(message).__name__)
-            case Answer(number, reply):
-                node.answered(number, reply, of_part=False)
-            case NodeAnswer(number, part_reply):
-                node.answered(number, part_reply, of_part=True)
+            case Answer(number, reply) | NodeAnswer(number, reply):
+                node.answered(number, reply)
             case Outputs() as outputs:
-                outputs = self._transfers.moved(node.number, outputs)
+                outputs = self._transfers.up.moved(node.number, outputs)
                 self._show(in_time_of_head(outputs, node.offset_ns), node)
             case Piece() | Taken() | Dropped():
                 self._transfers.take(node.number, message)
@@ -232,11 +227,6 @@ class Head:
                 del self._task_of[rank]
         self._batches.append(node)
         self._notebook.send(outputs)
-
-    def _acknowledge(self) -> None:
-        node = self._batches.popleft()
-        if node is not None:
-            node.send(Received())
 
     def _say_where(self, located: Located | None) -> None:
         if located is not None:
@@ -294,9 +284,6 @@ class Round:
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}
         self._waited_for: set[int] = set()
-
-    def __repr__(self) -> str:
-        return f"<Round {len(self._places)} places, nodes {sorted(self._waited_for)} missing>"
 
     def begin(self, parts: Parts) -> None:
         """Ask these; what has not been answered of the round before is not waited for."""

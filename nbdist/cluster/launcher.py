@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,30 +34,39 @@ class LaunchError(Exception):
     """No agent can be started; the message says why, and what to do."""
 
 
-class AgentProcess(Protocol):
-    """The local end of agents elsewhere: a process whose life is tied to theirs."""
+class AgentProcess(ABC):
+    """The local end of agents elsewhere, whose life is tied to theirs.
 
-    host: str
-    command: str
+    `command` has started those of `host`, "" for several hosts.
+    """
 
+    host = ""
+    command = ""
+
+    @abstractmethod
     def fileno(self) -> int:
         """Return a descriptor that turns readable when it has ended."""
 
     def exit_code(self) -> int | None:
         """Return how it ended; None while it runs."""
+        return None
 
     def last_lines(self) -> list[str]:
         """Return the end of what it has written."""
+        return []
 
     def complaint(self) -> str:
         """Say in one line why it has ended, "" where its last lines say it."""
+        return ""
 
+    @abstractmethod
     def end(self, timeout: float) -> None:
         """Have it end: its stdin at once, by force after `timeout` seconds.
 
         Called in a thread.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of all descriptors, after `end`."""
 
@@ -104,7 +114,7 @@ def find_launcher(name: str) -> Launcher:
     return cast("Launcher", made())
 
 
-class AgentCommand(Child):
+class AgentCommand(Child, AgentProcess):
     """An agent, or several, by a command that runs here: `ssh`, `srun`, an interpreter.
 
     It gets the ticket on its stdin, which stays open as long as the agents are to run.
@@ -125,10 +135,6 @@ class AgentCommand(Child):
         with suppress(BrokenPipeError):
             self._process.stdin.write(ticket.to_line())
             self._process.stdin.flush()
-
-    def complaint(self) -> str:
-        """Say nothing: what has run here is not known."""
-        return ""
 
     def end(self, timeout: float) -> None:
         """Have it end: its stdin at once, by force after `timeout` seconds."""
@@ -186,10 +192,8 @@ WAIT_TIMEOUT = 3600.0
 """Seconds for all machines to come: a queue may be in between, and Stop ends the wait."""
 
 
-class JoinKey:
+class JoinKey(AgentProcess):
     """The world's key in the user's state folder, as long as the world is there."""
-
-    host = ""
 
     def __init__(self, ticket: Ticket) -> None:
         self.command = f"nbdist join {place_of(ticket)}"
@@ -197,24 +201,9 @@ class JoinKey:
         # Turns readable when something ends, and nothing does here.
         self._fd = os.eventfd(0)
 
-    def __repr__(self) -> str:
-        return f"<JoinKey {self._file}>"
-
     def fileno(self) -> int:
         """Return a descriptor that never turns readable."""
         return self._fd
-
-    def exit_code(self) -> None:
-        """Return None: it has not ended."""
-        return
-
-    def last_lines(self) -> list[str]:
-        """Return nothing: it writes nothing."""
-        return []
-
-    def complaint(self) -> str:
-        """Return nothing: it does not end by itself."""
-        return ""
 
     def end(self, timeout: float) -> None:
         """Take the key back."""
@@ -238,47 +227,27 @@ class JoinLauncher:
         )
 
 
-_KNOWN = (
-    (
-        r"Could not resolve hostname (\S+?):",
-        "the name {0} cannot be resolved: an address, or a `HostName` in ~/.ssh/config",
-    ),
-    (
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its host key is not the one that ssh knows: `ssh {host}` in a terminal says which",
-    ),
-    (
-        r"Host key verification failed",
-        "ssh does not know its host key yet: `ssh {host}` once, in a terminal",
-    ),
-    (
-        r"Permission denied \((.*?)\)",
-        "it refused the login ({0}): `ssh {host} true` has to work without a password",
-    ),
-    (
-        r"ssh: connect to host (\S+) port (\d+): (.*)",
-        "ssh cannot reach {0}:{1}: {2}",
-    ),
-    (
-        r"No module named '?nbdist",
-        "the interpreter there has no nbdist: `pip install nbdist=={version}` there, or `--python`"
-        " names another one",
-    ),
-    (
-        r"No module named '?(torch|zmq|psutil|ipykernel)\b",
-        "the interpreter there has no {0}: `--python` names one that has it",
-    ),
-    (
-        r"(?:exec: |env: |sh: .*?: )*['\u2018]?(/?[^\s:'\u2018\u2019]+)['\u2019]?: "
-        r"(?:not found|No such file or directory|command not found)",
-        "there is no {0} there: {named_by}, by its path on all machines",
-    ),
-    (
-        r"(?:exec: )?(\S+): Permission denied",
-        "{0} cannot be executed there: {named_by}",
-    ),
-    (r"^nbdist: (.*)", "{0}"),
-)
+_KNOWN = {
+    r"Could not resolve hostname (\S+?):": "the name {0} cannot be resolved: an address, or a"
+    " `HostName` in ~/.ssh/config",
+    r"REMOTE HOST IDENTIFICATION HAS CHANGED": "its host key is not the one that ssh knows:"
+    " `ssh {host}` in a terminal says which",
+    r"Host key verification failed": "ssh does not know its host key yet: `ssh {host}` once, in a"
+    " terminal",
+    r"Permission denied \((.*?)\)": "it refused the login ({0}): `ssh {host} true` has to work"
+    " without a password",
+    r"ssh: connect to host (\S+) port (\d+): (.*)": "ssh cannot reach {0}:{1}: {2}",
+    r"No module named '?nbdist": "the interpreter there has no nbdist: `pip install"
+    " nbdist=={version}` there, or `--python` names another one",
+    r"No module named '?(torch|zmq|psutil|ipykernel)\b": "the interpreter there has no {0}:"
+    " `--python` names one that has it",
+    r"(?:exec: |env: |sh: .*?: )*['\u2018]?(/?[^\s:'\u2018\u2019]+)['\u2019]?: "
+    r"(?:not found|No such file or directory|command not found)": "there is no {0} there:"
+    " {named_by}, by its path on all machines",
+    r"(?:exec: )?(\S+): Permission denied": "{0} cannot be executed there: {named_by}",
+    r"^nbdist: (.*)": "{0}",
+}
+"""What ssh, a shell and Python say, and what is said of it; the first that is found."""
 
 
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
@@ -287,7 +256,7 @@ def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
     The lines were left by `command`.
     """
     text = "\n".join(lines)
-    for pattern, said in _KNOWN:
+    for pattern, said in _KNOWN.items():
         if found := re.search(pattern, text, re.MULTILINE):
             named_by = _named_by(found.groups(), command)
             known = {"host": host, "version": __version__, "named_by": named_by}

@@ -1,15 +1,20 @@
-"""One machine of a world as the head sees it: who is there, what was asked, and when it is lost."""
+"""One machine of a world as the head sees it: what is asked of it, and which ranks sit there."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
+from nbdist import __version__, topology
+from nbdist.config import WorldConfig
+from nbdist.errors import BadTopology
+from nbdist.topology import Seats, free_seats, reseat
 from nbdist.wire.messages import Ask, Request, StartFailure, WorldStarted
 from nbdist.wire.node_messages import (
     AnyReply,
@@ -28,8 +33,10 @@ from nbdist.wire.node_messages import (
     Prepare,
     Renumber,
     StartPart,
+    Target,
 )
-from nbdist.wire.spec import WorldSpec
+from nbdist.wire.spec import Versions, WorldSpec, difference
+from nbdist.words import count
 
 START_TIMEOUT = 190.0
 """Seconds; longer than an agent takes for its part of a start."""
@@ -44,6 +51,9 @@ END_TIMEOUT = 20.0
 
 CLOCK_TRIES = 3
 """Times that a clock is read; the answer that came quickest says most."""
+
+
+T = TypeVar("T")
 
 
 class NodeLost(Exception):
@@ -69,7 +79,7 @@ class Node:
         self.ranks: tuple[int, ...] = ()
         self._send = send
         self._numbers = itertools.count(1)
-        self._answers: dict[tuple[bool, int], asyncio.Future[Any]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
 
     def __repr__(self) -> str:
         state = f"lost: {self.lost}" if self.lost else f"ranks {[*self.ranks]}"
@@ -82,32 +92,35 @@ class Node:
         if not self.lost:
             self._send(message)
 
-    async def ask(self, request: Request, timeout: float) -> Any:
-        """Return the reply to what a notebook can ask; raises NodeLost."""
-        number = next(self._numbers)
-        return await self._answer((False, number), Ask(number, request), timeout)
-
-    async def ask_part(self, request: PartRequest, timeout: float) -> Any:
-        """Return the reply to what only a head can ask; raises NodeLost."""
-        number = next(self._numbers)
-        return await self._answer((True, number), NodeAsk(number, request), timeout)
-
-    async def _answer(self, key: tuple[bool, int], message: NodeDown, timeout: float) -> Any:
+    async def ask(self, request: Request | PartRequest, timeout: float) -> Any:
+        """Return the reply to what a notebook, or only a head, can ask; raises NodeLost."""
         if self.lost:
             raise NodeLost(self.lost)
-        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(message)
+            if isinstance(request, PartRequest):
+                self._send(NodeAsk(number, request))
+            else:
+                self._send(Ask(number, request))
             async with asyncio.timeout(timeout):
                 return await answer
         except TimeoutError:
             raise NodeLost(f"{self.name} did not answer within {timeout:.0f} s") from None
         finally:
-            del self._answers[key]
+            del self._answers[number]
 
-    def answered(self, number: int, reply: AnyReply, *, of_part: bool) -> None:
+    async def _ask_or(self, request: PartRequest, timeout: float, lost: Callable[[str], T]) -> T:
+        """Return the reply; of a node that is lost what `lost` makes of the reason."""
+        try:
+            reply: T = await self.ask(request, timeout)
+        except NodeLost as error:
+            return lost(str(error))
+        return reply
+
+    def answered(self, number: int, reply: AnyReply) -> None:
         """Take in a reply."""
-        answer = self._answers.get((of_part, number))
+        answer = self._answers.get(number)
         if answer is not None and not answer.done():
             answer.set_result(reply)
 
@@ -123,12 +136,12 @@ class Node:
         best = float("inf")
         for _ in range(CLOCK_TRIES):
             before, began = time.time_ns(), time.monotonic_ns()
-            there = await self.ask_part(GetClock(), CLOCK_TIMEOUT)
+            there = await self.ask(GetClock(), CLOCK_TIMEOUT)
             took = time.monotonic_ns() - began
             if took < best:
                 best, self.offset_ns = took, there - before - took // 2
 
-    # --- as a part of the world -------------------------------------------------------------
+    # --- as a part of the world: what each of these does, `nbdist.agent.forming.Part` says ------
 
     def _here(self, spec: WorldSpec) -> WorldSpec:
         return replace(spec, node=self.number)
@@ -136,58 +149,190 @@ class Node:
     async def start_part(
         self, spec: WorldSpec, ranks: Sequence[int], attempt: int
     ) -> WorldStarted | StartFailure:
-        """Start these ranks; when one fails, or it is called off, end the others of them."""
         self.ranks = tuple(ranks)
         request = StartPart(self._here(spec), self.ranks, attempt)
-        try:
-            started: WorldStarted | StartFailure = await self.ask_part(request, START_TIMEOUT)
-        except NodeLost as lost:
-            return StartFailure(ranks[0], self.name, "the agent", str(lost), ())
+        started: WorldStarted | StartFailure = await self._ask_or(
+            request, START_TIMEOUT, lambda why: StartFailure(ranks[0], "", "the agent", why, ())
+        )
         return replace(started, host=self.name) if isinstance(started, StartFailure) else started
 
     async def held(self) -> Held:
-        """Say which of its ranks live, and what groups they hold."""
-        try:
-            held: Held = await self.ask_part(GetHeld(), HELD_TIMEOUT)
-        except NodeLost:
-            return Held({})
-        return held
+        return await self._ask_or(GetHeld(), HELD_TIMEOUT, lambda _: Held({}))
 
     async def prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
-        """Have what can start these ranks; what keeps it from that, else ""."""
-        try:
-            problem: str = await self.ask_part(
-                Prepare(self._here(spec), tuple(ranks)), PREPARE_TIMEOUT
-            )
-        except NodeLost as lost:
-            return str(lost)
-        return problem
+        return await self._ask_or(Prepare(self._here(spec), tuple(ranks)), PREPARE_TIMEOUT, str)
 
     async def form(self, plan: Plan, ranks: Sequence[int]) -> Formed:
-        """Start those of its ranks that are missing, and have the others meet them."""
         self.ranks = tuple(ranks)
         request = Form(replace(plan, spec=self._here(plan.spec)), self.ranks)
-        try:
-            formed: Formed = await self.ask_part(request, FORM_TIMEOUT)
-        except NodeLost as lost:
-            return Formed({}, {}, (), str(lost))
-        return formed
+        return await self._ask_or(request, FORM_TIMEOUT, lambda why: Formed({}, {}, (), why))
 
     async def call_off(self, generation: int) -> None:
-        """Have its ranks wait no longer for this generation: not all ranks will come."""
-        await self._try(CallOff(generation), CALL_OFF_TIMEOUT)
+        await self._ask_or(CallOff(generation), CALL_OFF_TIMEOUT, lambda _: None)
 
     async def end(self, ranks: Sequence[int], grace: float) -> None:
-        """End these ranks: politely for `grace` seconds, then by force."""
         self.ranks = tuple(rank for rank in self.ranks if rank not in {*ranks})
-        await self._try(EndRanks(tuple(ranks), grace), grace + END_TIMEOUT)
+        await self._ask_or(EndRanks(tuple(ranks), grace), grace + END_TIMEOUT, lambda _: None)
 
     async def renumber(self, became: Mapping[int, int]) -> None:
-        """Call each rank by another number; itself it learns of that with the next plan."""
         self.ranks = tuple(became.get(rank, rank) for rank in self.ranks)
-        await self._try(Renumber(became), CALL_OFF_TIMEOUT)
+        await self._ask_or(Renumber(became), CALL_OFF_TIMEOUT, lambda _: None)
 
-    async def _try(self, request: PartRequest, timeout: float) -> None:
-        """Ask what a lost node need not be asked."""
-        with suppress(NodeLost):
-            await self.ask_part(request, timeout)
+
+# --- where ranks sit, and what is checked of machines before ----------------------------------
+
+
+class NoSeats(ValueError):
+    """There are not enough of them; the message says how many there are where."""
+
+
+def room_of(wanted: WorldConfig, nodes: Sequence[Node]) -> dict[int, int]:
+    """Say for how many workers each node has room."""
+    slots = dict(enumerate(host.slots for host in wanted.named_hosts))
+    return {node.number: slots.get(node.number) or _room(wanted, node) for node in nodes}
+
+
+def _gpus(wanted: WorldConfig, node: Node) -> tuple[str, ...]:
+    """List its GPUs that are to be used; raises NoSeats where one of them is not there."""
+    try:
+        gpus = node.facts.gpus
+        return topology.parse_gpus(wanted.gpus, gpus) if wanted.gpus else gpus
+    except BadTopology as error:
+        raise NoSeats(f"{node.facts.name}: {error}") from None
+
+
+def _has_cuda(node: Node) -> bool:
+    """Say whether torch there may use GPUs: of a build for CPUs alone its version tells."""
+    return not node.facts.torch.endswith("+cpu")
+
+
+def _room(wanted: WorldConfig, node: Node) -> int:
+    return topology.resolve(wanted.per_node, len(_gpus(wanted, node)), node.facts.cores)
+
+
+def _usable_seats(wanted: WorldConfig, nodes: Sequence[Node]) -> Seats:
+    """Return all seats that a world may have on these nodes."""
+    room = room_of(wanted, nodes)
+    # A host may have room for more than it is to have: ranks of lost ones find it there.
+    most = wanted.per_node if isinstance(wanted.per_node, int) else max(room.values())
+    there = {node: min(room[node], most) for node in sorted(room)[: wanted.max_nodes]}
+    return tuple(free_seats(there))
+
+
+def seated(spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]) -> WorldSpec:
+    """Seat the ranks of a new world on the nodes that have come; raises NoSeats."""
+    room, free = room_of(wanted, nodes), _usable_seats(wanted, nodes)
+    size = len(free) if wanted.workers is None else wanted.workers
+    if size > len(free):
+        there = ", ".join(f"{node.facts.name} has {room[node.number]}" for node in nodes)
+        raise NoSeats(f"{count(size, 'worker')} asked for, but room for {len(free)}: {there}")
+    gpus = all(_gpus(wanted, node) and _has_cuda(node) for node in nodes)
+    backend = spec.backend
+    if wanted.backend is None:
+        backend = topology.default_backend(int(gpus))
+    seats = free[:size]
+    if topology.uses_nccl(backend or ""):
+        _check_nccl(wanted, nodes, Counter(seat.node for seat in seats), shared=spec.share_gpus)
+    spec = replace(spec, world_size=size, seats=seats, backend=backend)
+    return led_by_first(spec, nodes)
+
+
+def _check_nccl(
+    wanted: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, int], *, shared: bool
+) -> None:
+    """Raise NoSeats where a node has no GPU for each of its ranks, or a torch without nccl."""
+    for node in nodes:
+        number, gpus, name = ranks.get(node.number, 0), len(_gpus(wanted, node)), node.facts.name
+        if number and not _has_cuda(node):
+            raise NoSeats(f"torch {node.facts.torch} on {name} has no nccl: `--backend gloo`")
+        if number > gpus and not (gpus and shared):
+            there = f"{name} has {count(gpus, 'GPU')} for {count(number, 'rank')}"
+            raise NoSeats(f"{there}, and nccl needs one for each: `--backend gloo`")
+
+
+def led_by_first(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
+    """Have MASTER_ADDR be the machine of rank 0."""
+    first = next(node for node in nodes if node.number == spec.seats[0].node)
+    return replace(spec, master_addr=first.facts.address, master_port=first.facts.port)
+
+
+def without(
+    spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]
+) -> tuple[WorldSpec, tuple[int, ...]]:
+    """Seat the ranks of lost nodes on those that are there, or leave them out: also who stays.
+
+    There they all sit where there is room for all, else none of them does; () where no node
+    is left.
+    """
+    lost = {seat.node for seat in spec.seats} - {node.number for node in nodes}
+    keep = tuple(range(spec.world_size))
+    if not lost:
+        return spec, keep
+    seats = reseat(spec.seats, lost, room_of(wanted, nodes))
+    if seats is None:
+        keep = tuple(rank for rank in keep if spec.seats[rank].node not in lost)
+        seats = tuple(spec.seats[rank] for rank in keep)
+    if not keep:
+        return spec, ()
+    return led_by_first(replace(spec, world_size=len(keep), seats=seats), nodes), keep
+
+
+def full_size(wanted: WorldConfig, nodes: Sequence[Node]) -> int:
+    """Count the ranks that a world is to have, as far as these nodes have room for them."""
+    there = len(_usable_seats(wanted, nodes))
+    return there if wanted.workers is None else min(there, wanted.workers)
+
+
+def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, int]) -> WorldSpec:
+    """Seat the ranks that stay, in this order, and more where there is room; raises NoSeats."""
+    seats = tuple(spec.seats[rank] for rank in keep)
+    new = tuple(islice(free_seats(room, seats), size - len(seats)))
+    if len(seats) + len(new) < size:
+        raise NoSeats(f"{count(len(seats) + len(new), 'worker')} have room on these machines")
+    return replace(spec, world_size=size, seats=(*seats, *new))
+
+
+REACHED = 16
+"""Of so many other machines each tries the way: with more of them, others try the rest."""
+
+
+def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
+    """Say in which version a machine differs from the notebook's that has to be the same."""
+    facts = hello.facts
+    own = f"{facts.python} on {name}"
+    if hello.version != __version__:
+        install = f"`pip install nbdist=={__version__}` for {own}"
+        return f"{name} has nbdist {hello.version}, the notebook {__version__}: {install}"
+    found = difference(facts.versions, here)
+    if found and found.what == "Python":
+        said = f"{own} is Python {found.there}, the notebook's is {found.here}: {found.why}"
+        return f"{said}. `--python` names another one"
+    if not facts.torch:
+        return f"{own} has no torch: `--python` names the interpreter that has it"
+    if found:
+        wanted = f"{found.what}=={found.here.partition('+')[0]}"
+        install = f"`pip install {wanted}` for {own}, or another `--python`"
+        return f"{name} has {found.what} {found.there}, the notebook {found.here}: {install}"
+    return ""
+
+
+# --- from machine to machine ------------------------------------------------------------------
+
+
+def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[Target, ...]]:
+    """Choose for each machine, by its number, which others it is to try to reach."""
+    found = {}
+    for at, node in enumerate(nodes):
+        others = [*nodes[at + 1 :], *nodes[:at]][:REACHED]
+        found[node.number] = tuple(
+            Target(other.name, other.facts.address, other.facts.port) for other in others
+        )
+    return found
+
+
+def unreachable(name: str, problem: str) -> str:
+    """Word that one machine cannot reach another, and what can be done about it."""
+    return (
+        f"{name} cannot reach {problem}; gloo and nccl connect all machines, at ports that the"
+        " kernel chooses. A firewall has to let these through, or `--backend none`"
+    )

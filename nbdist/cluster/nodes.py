@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_launcher, why_refused
-from nbdist.cluster.node import Node, NodeLost
-from nbdist.cluster.placement import mismatch, room_of, targets, unreachable
+from nbdist.cluster.node import Node, NodeLost, mismatch, room_of, targets, unreachable
 from nbdist.cluster.server import NodeServer, addresses, listened_at
 from nbdist.config import WorldConfig
 from nbdist.wire.messages import Leave, Silent, StartFailure
@@ -39,9 +38,11 @@ LEAVE_TIMEOUT = 5.0
 class CannotStart(Exception):
     """There is no agent where there should be one."""
 
-    def __init__(self, failure: StartFailure) -> None:
-        super().__init__(failure.reason)
-        self.failure = failure
+    def __init__(
+        self, host: str, why: str, command: str = "", last_lines: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(why)
+        self.failure = StartFailure(None, host, command, why, last_lines)
 
 
 class NodePool:
@@ -70,7 +71,7 @@ class NodePool:
         self._processes: list[AgentProcess] = []
         self._late: set[asyncio.Task[None]] = set()
         self._by_identity: dict[bytes, Node] = {}
-        self._failure: StartFailure | None = None
+        self._failure: CannotStart | None = None
         self._versions = versions_here()
         self._failed = 0
         self._came = asyncio.Event()
@@ -124,7 +125,7 @@ class NodePool:
             launcher = find_launcher(wanted.launched_by)
             self._launched = await asyncio.to_thread(launcher.launch, wanted, ticket, self._folder)
         except (OSError, LaunchError) as error:
-            raise _cannot(wanted.launched_by, str(error)) from None
+            raise CannotStart(wanted.launched_by, str(error)) from None
         for process in self._launched.processes:
             self._watch(process)
         await self._until_all_came(wanted, report)
@@ -174,7 +175,7 @@ class NodePool:
             report(launched.news() or awaited.text(room))
             self._came.clear()
             if self._failure is not None and not (least and self._failed <= launched.nodes - least):
-                raise CannotStart(self._failure)
+                raise self._failure
             if (left := end - asyncio.get_running_loop().time()) <= 0:
                 raise self._nobody_came()
             try:
@@ -199,7 +200,7 @@ class NodePool:
         there = {node.number for node in self.there}
         hosts = [host for at, host in enumerate(self._launched.hosts) if at not in there]
         missing = ", ".join(hosts) or count(self._launched.nodes - len(there), "node")
-        return _cannot(
+        return CannotStart(
             missing, f"no agent came from there within {self._launched.arrive_timeout:.0f} s"
         )
 
@@ -207,14 +208,14 @@ class NodePool:
         """Have machines try to reach one another; raises CannotStart."""
         there = self.there
         tried = targets(there)
-        asked = (node.ask_part(Reach(tried[node.number]), WAYS_TIMEOUT) for node in there)
+        asked = (node.ask(Reach(tried[node.number]), WAYS_TIMEOUT) for node in there)
         try:
             problems = await asyncio.gather(*asked)
         except NodeLost:
             return  # which is a failure of its own
         for node, problem in zip(there, problems, strict=True):
             if problem:
-                raise _cannot(node.name, unreachable(node.name, problem))
+                raise CannotStart(node.name, unreachable(node.name, problem))
 
     async def _try_again(self) -> None:
         """Have agents again where some were lost, or could not be started, while that lasts."""
@@ -252,7 +253,7 @@ class NodePool:
         name = hosts[number] if number < len(hosts) else hello.facts.name
         node = Node(number, name, hello, lambda message: self.server.send(identity, message))
         if why := mismatch(name, hello, self._versions):
-            self._fail(StartFailure(None, name, "", why, ()))
+            self._fail(CannotStart(name, why))
             node.send(Leave())
             return
         self._by_identity[identity] = node
@@ -315,9 +316,9 @@ class NodePool:
         if self._has_begun:
             return
         if not mine and said:
-            self._fail(_cannot(process.host, said).failure)
+            self._fail(CannotStart(process.host, said))
         elif not mine:
-            self._fail(StartFailure(None, process.host, process.command, why, lines))
+            self._fail(CannotStart(process.host, why, process.command, lines))
 
     def _note_loss(self, node: Node, why: str) -> None:
         if not node.lost and not self._is_leaving:
@@ -328,7 +329,7 @@ class NodePool:
                 if process.host == node.name and process.exit_code() is None:
                     self._do_late(asyncio.to_thread(process.end, 0.0))
 
-    def _fail(self, failure: StartFailure) -> None:
+    def _fail(self, failure: CannotStart) -> None:
         self._failed += 1
         self._failure = self._failure or failure
         self._came.set()
@@ -336,10 +337,6 @@ class NodePool:
 
 def _complaint(processes: Sequence[AgentProcess]) -> str:
     return next(filter(None, (process.complaint() for process in processes)), "")
-
-
-def _cannot(host: str, why: str) -> CannotStart:
-    return CannotStart(StartFailure(None, host, "", why, ()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from nbdist import topology
-from nbdist.cluster.launcher import KILL_TIMEOUT, Launched, agent_command
+from nbdist.cluster.launcher import KILL_TIMEOUT, AgentProcess, Launched, agent_command
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
 from nbdist.system.processes import MODULE
@@ -119,19 +119,19 @@ class Driver:
         except OSError:
             self._log.close()
             raise
-        self._agents: Sequence[RayAgent] = ()
+        self.agents: Sequence[RayAgent] = ()
         self._open: set[int] = set()
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
 
     def __repr__(self) -> str:
-        return f"<Driver {self._process.pid} of {len(self._agents)} agents>"
+        return f"<Driver {self._process.pid} of {len(self.agents)} agents>"
 
     def place(self, order: Order) -> Sequence[str]:
         """Have all actors placed, and return their hosts; OSError, and nothing left, if not."""
         too_long = threading.Timer(PLACED_TIMEOUT, self._process.kill)
         too_long.start()
         try:
-            self._tell(order)
+            self.tell(order)
             said = self._hear()
         finally:
             too_long.cancel()
@@ -147,17 +147,17 @@ class Driver:
 
     def watch(self, agents: Sequence[RayAgent]) -> None:
         """Say of these agents from now on when they have ended."""
-        self._agents = agents
+        self.agents = agents
         self._open.update(agent.number for agent in agents)
         self._listener.start()
 
-    def tell_to_end(self, number: int, *, by_force: bool) -> None:
-        """Have an agent end."""
-        self._tell(End(number, by_force))
-
-    def have_all_ended(self) -> bool:
-        """Say whether no agent runs any more."""
-        return all(agent.exit_code() is not None for agent in self._agents)
+    def tell(self, message: Order | End) -> None:
+        """Say what it is to do."""
+        # Where it has ended at once, its last lines say why.
+        with suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            pickle.dump(message, self._process.stdin)
+            self._process.stdin.flush()
 
     def end(self, timeout: float) -> None:
         """Have the process end, and with it all actors; by force after `timeout` seconds."""
@@ -190,13 +190,6 @@ class Driver:
             with suppress(OSError):
                 stream.close()
 
-    def _tell(self, message: Order | End) -> None:
-        # Where it has ended at once, its last lines say why.
-        with suppress(OSError, ValueError):
-            assert self._process.stdin is not None
-            pickle.dump(message, self._process.stdin)
-            self._process.stdin.flush()
-
     def _hear(self) -> Said | None:
         """Wait for what it says next; None once it has ended."""
         said: Said | None = read_message(self._process.stdout)
@@ -205,13 +198,13 @@ class Driver:
     def _listen(self) -> None:
         while (said := self._hear()) is not None:
             if isinstance(said, Ended):
-                self._agents[said.number].note_end(said)
+                self.agents[said.number].note_end(said)
         code = self._process.wait()
-        for agent in self._agents:
+        for agent in self.agents:
             agent.note_end(Ended(agent.number, code, ()))
 
 
-class RayAgent:
+class RayAgent(AgentProcess):
     """An agent that is the child of an actor; `host` is the node that Ray chose."""
 
     def __init__(self, driver: Driver, number: int, host: str, wanted: WorldConfig) -> None:
@@ -229,31 +222,24 @@ class RayAgent:
         return f"<RayAgent {self.number} on {self.host} exit code {self.exit_code()}>"
 
     def fileno(self) -> int:
-        """Return a descriptor that turns readable when it has ended."""
         return self._reader
 
     def exit_code(self) -> int | None:
-        """Return how it ended; None while it runs."""
         return None if self._ended is None else self._ended.exit_code
 
     def last_lines(self) -> list[str]:
-        """Return the end of what it has written."""
         return [*self._ended.last_lines] if self._ended else []
-
-    def complaint(self) -> str:
-        """Return nothing: its last lines say why it has ended."""
-        return ""
 
     def end(self, timeout: float) -> None:
         """Have it end: its stdin at once, its actor by force after `timeout` seconds.
 
         The last to end ends the process that speaks with Ray.
         """
-        self._driver.tell_to_end(self.number, by_force=False)
+        self._driver.tell(End(self.number, by_force=False))
         if not self._is_over.wait(timeout):
-            self._driver.tell_to_end(self.number, by_force=True)
+            self._driver.tell(End(self.number, by_force=True))
             self._is_over.wait(KILL_TIMEOUT)
-        if self._driver.have_all_ended():
+        if all(agent.exit_code() is not None for agent in self._driver.agents):
             self._driver.end(max(timeout, KILL_TIMEOUT))
 
     def close(self) -> None:
@@ -343,15 +329,12 @@ def word_bundle(bundle: Bundle) -> str:
 
 def _for_worker(wanted: WorldConfig, nodes: Sequence[RayNode]) -> Bundle:
     has_gpus = any(node.resources.get(GPU) for node in nodes) and wanted.backend != "gloo"
-    return {
-        CPU: wanted.cpus or 1,
-        **({GPU: 1} if has_gpus or wanted.per_node == "gpu" else {}),
-        **({MEMORY: _bytes_of(wanted.memory)} if wanted.memory else {}),
-    }
-
-
-def _bytes_of(memory: str) -> int:
-    return int(memory[:-1]) * _BYTES[memory[-1]]
+    bundle: dict[str, float] = {CPU: wanted.cpus or 1}
+    if has_gpus or wanted.per_node == "gpu":
+        bundle[GPU] = 1
+    if wanted.memory:
+        bundle[MEMORY] = int(wanted.memory[:-1]) * _BYTES[wanted.memory[-1]]
+    return bundle
 
 
 def _room(node: RayNode, one: Bundle, wanted: WorldConfig) -> int:

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -31,7 +32,7 @@ from nbdist.cluster.ticket import (
     endpoint,
     listen_with,
 )
-from nbdist.wire.node_messages import NodeDown, NodeUp, node_frames, node_up_from
+from nbdist.wire.node_messages import NodeDown, NodeUp, node_frames, node_message_from
 from nbdist.wire.spec import LINK_TIMEOUT
 from nbdist.wire.transfer import Frame, Kind, Mismatch, Numbered
 
@@ -90,17 +91,6 @@ class _Line:
         return self.connection.silence() if self.lost_for is None else self.lost_for
 
 
-class _OneKey:
-    """Knows the one public key that is let in; zmq.auth asks it."""
-
-    def __init__(self, key: str) -> None:
-        self._key = key.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Say whether this key is let in."""
-        return key == self._key
-
-
 class NodeServer:
     """The head's side of the links to all agents.
 
@@ -147,7 +137,9 @@ class NodeServer:
         listen_with(self._socket, self._own, link_timeout)
         self._monitor = self._socket.get_monitor_socket(HEARD)
         self._auth.start()
-        self._auth.configure_curve_callback("nbdist", _OneKey(self._theirs.public))
+        let_in = self._theirs.public.encode()
+        knows = SimpleNamespace(callback=lambda _domain, key: key == let_in)
+        self._auth.configure_curve_callback("nbdist", knows)
         first, *others = addresses or ("*",)
         place = f"[{first}]" if ":" in first else first
         self.port = self._socket.bind_to_random_port(f"tcp://{place}")
@@ -212,7 +204,8 @@ class NodeServer:
             case Kind.MESSAGE:
                 self._known[identity] = line
                 frame, *data = frames
-                self._receive(identity, node_up_from(frame.bytes, *(each.buffer for each in data)))
+                message = node_message_from(frame.bytes, *(each.buffer for each in data))
+                self._receive(identity, message)
             case Kind.AGAIN if identity in self._known:
                 line.connection, line.lost_for = _Connection.of(first), None
                 for again in line.talk.again():
@@ -273,11 +266,9 @@ class Refusals:
         self._strangers: list[int] = []
         self._is_judged = False
 
-    def __repr__(self) -> str:
-        return f"<Refusals {self.count}>"
-
     def take(self, event: int, descriptor: int) -> bool:
         """Take in an event, of a connection's descriptor where it has one; whether it counts."""
+        counts = False
         match event:
             case zmq.EVENT_ACCEPTED:
                 self._strangers.append(descriptor)
@@ -285,13 +276,13 @@ class Refusals:
                 # It is not said which; those who come do so within moments, one after the other.
                 del self._strangers[:1]
             case zmq.EVENT_DISCONNECTED:
-                return self._count(counts=self._is_unjudged_stranger(descriptor))
+                counts = self._is_unjudged_stranger(descriptor)
             case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._is_judged = True  # it went by itself
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._is_judged = True
-                return self._count(counts=True)
-        return False
+                counts = self._is_judged = True
+        self.count += counts
+        return counts
 
     @property
     def is_worth_a_line(self) -> bool:
@@ -305,10 +296,6 @@ class Refusals:
             return False
         self._strangers.remove(descriptor)
         return not is_judged
-
-    def _count(self, *, counts: bool) -> bool:
-        self.count += counts
-        return counts
 
 
 OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))

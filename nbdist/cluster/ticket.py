@@ -1,34 +1,50 @@
-"""What an agent on another machine needs to find its world: addresses and keys, on its stdin.
+"""How a machine comes to a world: by a ticket, and `nbdist join`, which finds one.
 
-One line, and never in an argument or a variable, which other users can read.  The keys are
-CurveZMQ's (RFC 26), made anew for each world: with them both sides know one another, and what
-goes between them is encrypted.
+A ticket has addresses and keys.  It goes to an agent's stdin, one line, and never into an argument
+or a variable, which other users can read.  The keys are CurveZMQ's (RFC 26), made anew for each
+world: with them both sides know one another, and what goes between them is encrypted.
 
 For `nbdist join` the head writes a ticket into a file of the user's state folder, which only the
 user can read: on machines that share the home folder nobody has to carry a key.  And the guard of
 an agent that was killed says so to the head with it, which would find out only when the agent has
 not come back for the link timeout.
+
+`nbdist join HOST:PORT` is the agent of its machine until the world ends, and leaves it when it is
+ended itself.  torchrun, mpirun and srun start a command several times on a node, and tell each its
+number: the first of these processes joins, the others say so and end.
 """
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
+import re
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
+from nbdist.errors import UsageError
 from nbdist.system import folders
-from nbdist.wire.spec import LINK_TIMEOUT
+from nbdist.system.processes import agent_command, safe_environ
+from nbdist.wire.frames import built, fits
+from nbdist.wire.spec import LINK_TIMEOUT, NBDIST_DECIDES
 from nbdist.wire.transfer import Kind, Numbered
 
 LONGEST_TICKET = 1 << 16
+
+KEY_LENGTH = 40
+"""Letters of a key in Z85."""
 
 BEAT_INTERVAL = 0.5
 """Seconds between two signs of life that libzmq sends, from a thread of its own."""
@@ -85,22 +101,22 @@ class Ticket:
 def ticket_from(line: bytes) -> Ticket:
     """Read the line; raises BadTicket."""
     try:
-        return _ticket(json.loads(line))
-    except (ValueError, TypeError, KeyError) as error:
+        found = built(json.loads(line), Ticket)
+    except (ValueError, TypeError) as error:
         raise BadTicket(f"that is no ticket of a world: {type(error).__name__}") from None
+    if not fits(found, Ticket) or not _leads_somewhere(found):
+        raise BadTicket("that is no ticket of a world")
+    ticket: Ticket = found
+    return ticket
 
 
-def _ticket(found: Mapping[str, Any]) -> Ticket:
-    keys = KeyPair(str(found["keys"]["public"]), str(found["keys"]["secret"]))
-    for key in (found["server_key"], keys.public, keys.secret):
-        if len(key) != 40:
-            raise ValueError(key)
-    addresses = tuple(map(str, found["addresses"]))
-    port, link_timeout = int(found["port"]), float(found["link_timeout"])
-    if not addresses or not 0 < port < 1 << 16 or not 0 < link_timeout < 1 << 16:
-        raise ValueError(port)
-    fork = bool(found["fork"])
-    return Ticket(addresses, port, str(found["server_key"]), keys, fork, link_timeout)
+def _leads_somewhere(ticket: Ticket) -> bool:
+    has_keys = all(
+        len(key) == KEY_LENGTH
+        for key in (ticket.server_key, ticket.keys.public, ticket.keys.secret)
+    )
+    is_place = bool(ticket.addresses) and 0 < ticket.port < 1 << 16
+    return has_keys and is_place and 0 < ticket.link_timeout < 1 << 16
 
 
 def endpoint(address: str, port: int) -> str:
@@ -160,18 +176,19 @@ def place_of(ticket: Ticket) -> Place:
     return Place(ticket.addresses[0], ticket.port)
 
 
-def place_from(text: str) -> Place:
-    """Read a place; raises ValueError."""
+def place_from(text: str, command: str) -> Place:
+    """Read the place that was typed for a command, `nbdist join`; raises UsageError."""
     host, sign, port = text.strip().rpartition(":")
-    if host[:1] + host[-1:] == "[]":
-        host = host[1:-1]
-    elif ":" in host:
-        raise ValueError("write an IPv6 address in brackets, [fe80::1]:4321")
-    if not sign or not host or not port.isascii() or not port.isdigit() or len(port) > 5:
-        raise ValueError("it is HOST:PORT, as shown by the notebook")
-    if not 0 < int(port) < 1 << 16:
-        raise ValueError(f"there is no port {port}")
-    return Place(host, int(port))
+    in_brackets = host[:1] + host[-1:] == "[]"
+    if ":" in host and not in_brackets:
+        why = "write an IPv6 address in brackets, [fe80::1]:4321"
+    elif not (sign and host.strip("[]") and re.fullmatch("[0-9]{1,5}", port)):
+        why = "it is HOST:PORT, as shown by the notebook"
+    elif not 0 < int(port) < 1 << 16:
+        why = f"there is no port {port}"
+    else:
+        return Place(host[1:-1] if in_brackets else host, int(port))
+    raise UsageError(f"`{command} {text}`: {why}.")
 
 
 def join_keys_folder() -> Path:
@@ -266,3 +283,186 @@ def say_ended(line: bytes) -> None:
         come_with(link, ticket)
         link.connect(endpoint(ticket.addresses[0], ticket.port))
         link.send_multipart([Numbered().sign(Kind.ENDED), ended])
+
+
+# --- the command nbdist join ------------------------------------------------------------------
+
+
+REACH_TIMEOUT = 5.0
+"""Seconds for the place to answer, and then to take the key."""
+
+ENDED = 128 + signal.SIGTERM
+"""The exit code of what was ended, as a shell has it."""
+
+LEAVE_TIMEOUT = 15.0
+"""Seconds for the agent to have ended its workers; it takes 10 at most."""
+
+
+def join(text: str, key_file: str | None = None, node: int | None = None) -> int:
+    """Be the agent of this machine until the world ends; return an exit code.
+
+    `text` is the place that the notebook shows.  Raises UsageError.
+    """
+    place = place_from(text, "nbdist join")
+    part = part_of(os.environ)
+    if not part.leads:
+        sys.stderr.write("nbdist: one `nbdist join` per node: local rank 0 joins, this one ends\n")
+        return 0
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        return _come(place, key_file, part.node if node is None else node)
+    except KeyboardInterrupt:
+        return ENDED
+
+
+def _come(place: Place, key_file: str | None, number: int) -> int:
+    address = _reach(place)
+    key = _find_key(place, key_file)
+    ticket = replace(key, addresses=(address,), port=place.port)
+    if not _is_taken(ticket):
+        raise UsageError(
+            f"`nbdist join {place}`: what listens there does not take this key, made for the world "
+            f"at {place_of(key)}: that one has ended, or the address is another's."
+        )
+    environ = safe_environ(without_starters(os.environ), os.getcwd())
+    # A session of its own: Ctrl-C ends the agent through its stdin, with its workers.
+    agent = subprocess.Popen(
+        agent_command("", number), stdin=subprocess.PIPE, env=environ, start_new_session=True
+    )
+    assert agent.stdin is not None
+    try:
+        with suppress(BrokenPipeError):  # its own last line says why
+            agent.stdin.write(ticket.to_line())
+            agent.stdin.flush()
+        sys.stderr.write(f"nbdist: {socket.gethostname()} joins the world at {place}\n")
+        code = agent.wait()
+    finally:
+        _leave(agent)
+    return code if code >= 0 else 1
+
+
+def _end(_number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _leave(agent: subprocess.Popen[bytes]) -> None:
+    """End the agent, which has nothing left behind when its stdin has ended."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(BrokenPipeError):
+        assert agent.stdin is not None
+        agent.stdin.close()
+    try:
+        agent.wait(LEAVE_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        agent.kill()  # the process above it ends what is left
+        agent.wait()
+
+
+# --- its key ----------------------------------------------------------------------------------
+
+
+def _find_key(place: Place, key_file: str | None) -> Ticket:
+    """Find the key of the world at this place; raises UsageError where there is none."""
+    try:
+        if key_file == "-":
+            return ticket_from(sys.stdin.buffer.readline())
+        if key_file is not None:
+            return read_key_file(Path(key_file))
+        if found := find_join_key(place):
+            return found
+        if sys.stdin.isatty():
+            return ticket_from(getpass.getpass(f"Key of the world at {place}: ").encode())
+    except BadTicket as error:
+        raise UsageError(f"`nbdist join {place}`: {error}.") from None
+    except OSError as error:
+        raise UsageError(f"`--key-file {key_file}`: {error.strerror or error}.") from None
+    raise UsageError(
+        f"`nbdist join {place}`: {join_keys_folder()} has no key for it. Where the home folder is "
+        "not the notebook's, copy the file of that address from there: `--key-file FILE`, or "
+        "`--key-file -` for stdin."
+    )
+
+
+def _reach(place: Place) -> str:
+    """Return the address that answers there; UsageError for none: the world has ended, say."""
+    try:
+        with socket.create_connection((place.host, place.port), REACH_TIMEOUT) as reached:
+            return socket.getnameinfo(reached.getpeername(), socket.NI_NUMERICHOST)[0]
+    except OSError as error:
+        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise UsageError(
+            f"`nbdist join {place}`: no world waits there ({why}): it has ended, or the address "
+            f"is wrong. The notebook shows the address while it waits for machines."
+        ) from None
+
+
+def _is_taken(ticket: Ticket) -> bool:
+    """Check that the server at the ticket's address accepts its key; it may be another world's."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
+        link.linger = 0
+        come_with(link, ticket)
+        ends = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+        said: Any = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | ends)
+        with said:
+            link.connect(endpoint(ticket.addresses[0], ticket.port))
+            heard = said.poll(REACH_TIMEOUT * 1000) and parse_monitor_message(said.recv_multipart())
+            link.disable_monitor()
+        return bool(heard) and heard["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+# The one that stands nearest to the process comes first: mpirun and torchrun run in Slurm's jobs.
+STARTERS = (
+    ("LOCAL_RANK", "GROUP_RANK"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", ""),
+    ("MPI_LOCALRANKID", ""),
+    ("PALS_LOCAL_RANKID", ""),
+    ("SLURM_LOCALID", "SLURM_NODEID"),
+)
+"""The variables by which each numbers processes on a node, and nodes."""
+
+COMPLETION_INDEX = "JOB_COMPLETION_INDEX"
+"""The number of a pod in an Indexed Job of Kubernetes."""
+
+OF_STARTERS = (
+    *("TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "PALS_", "HYDI_"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASK_PID"),
+)
+"""What begins so is for the process that was started, and would mislead libraries in workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of one process: whether it `leads` its node, and which `node` that is, or -1."""
+
+    leads: bool
+    node: int
+
+
+def part_of(environ: Mapping[str, str]) -> Part:
+    """Return the part of the process with this environment."""
+    index = _number(environ, COMPLETION_INDEX)
+    for local_rank, node in STARTERS:
+        if (number := _number(environ, local_rank)) >= 0:
+            named = _number(environ, node)
+            return Part(number == 0, named if named >= 0 else index)
+    return Part(leads=True, node=index)
+
+
+def without_starters(environ: Mapping[str, str]) -> dict[str, str]:
+    """Leave out what was said to this process by what has started it, and is not the agent's.
+
+    torchrun sets OMP_NUM_THREADS to 1 where nobody has set it.
+    """
+    left_out = set(NBDIST_DECIDES)
+    if "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1":
+        left_out.add("OMP_NUM_THREADS")
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in left_out and not name.startswith(OF_STARTERS)
+    }
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1

@@ -25,7 +25,7 @@ MOST_UNDER_WAY = 256
 """Pieces on their way to all nodes together: a quarter of a gigabyte of this process's memory."""
 
 SAY_EVERY = 0.25
-"""Seconds after which the notebook is told how far big values are."""
+"""Seconds after which it is said how far big values are."""
 
 LOOK_EVERY = 1.0
 """Seconds between two looks at what the notebook still has."""
@@ -43,15 +43,6 @@ class _Waiting:
     total: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A task that no rank gets, for what this node has said of its big values."""
-
-    run: Run
-    node: int
-    problem: str
-
-
 class Downloads:
     """Tasks whose big variables are being sent to the nodes of their ranks.
 
@@ -63,10 +54,6 @@ class Downloads:
         self._sending: dict[int, Sending] = {}
         self._refs: dict[str, SegmentRef] = {}
         self._waiting: dict[str, _Waiting] = {}
-        self._refused: list[Refused] = []
-
-    def __repr__(self) -> str:
-        return f"<Downloads {len(self._waiting)} tasks wait, {self._sending}>"
 
     def add(self, run: Run, nodes: Iterable[int]) -> bool:
         """Send each of these nodes what it lacks of the task; False where none lacks anything.
@@ -97,16 +84,18 @@ class Downloads:
         """Those that anything was sent to."""
         return tuple(self._sending)
 
-    def taken(self, node: int, taken: Taken, now: float) -> None:
-        """Note what a node has answered; `ready` and `refused` say what came of it."""
+    def taken(self, node: int, taken: Taken, now: float) -> list[Run]:
+        """Note what a node has answered; take the tasks that no rank gets for that."""
+        refused = list[Run]()
         if node not in self._sending or not self._sending[node].taken(taken, now):
-            return
+            return refused
         for waiting in [*self._waiting.values()]:
             if taken.path in waiting.lacks.get(node, ()):
                 waiting.lacks[node].discard(taken.path)
                 if taken.problem:
                     del self._waiting[waiting.run.id]
-                    self._refused.append(Refused(waiting.run, node, taken.problem))
+                    refused.append(waiting.run)
+        return refused
 
     def progress(self) -> Iterator[tuple[Run, Moved]]:
         """Yield of each task that waits how much of its memory is there, on all nodes together."""
@@ -124,11 +113,6 @@ class Downloads:
         for run in ready:
             del self._waiting[run.id]
         return ready
-
-    def refused(self) -> list[Refused]:
-        """Take those that cannot be sent."""
-        refused, self._refused = self._refused, []
-        return refused
 
     def stop(self, ranks: Iterable[int]) -> list[Run]:
         """Take the tasks of these ranks that still wait: they are not sent any more."""
@@ -148,7 +132,7 @@ class Downloads:
     def drop(self) -> Iterator[tuple[int, Dropped]]:
         """Yield what nodes are to let go of: what nobody waits for, and the notebook has closed.
 
-        To be asked for now and then, and after `stop` and `refused`.
+        To be asked for now and then, and where tasks are not sent any more.
         """
         wanted = {
             path
@@ -185,9 +169,6 @@ class Returned:
     def __init__(self) -> None:
         self._receiving: dict[int, Receiving] = {}
         self._of_rank: dict[int, tuple[str, int, tuple[str, ...]]] = {}
-
-    def __repr__(self) -> str:
-        return f"<Returned {self._receiving}, of ranks {sorted(self._of_rank)}>"
 
     def take(self, node: int, piece: Piece) -> Taken | None:
         """Take in some of it; the answer."""
@@ -235,7 +216,8 @@ class Returned:
 class BulkTransfers:
     """Both ways together: `node` finds nodes by their numbers, `run` takes tasks to be sent.
 
-    `show` takes what the notebook is told in the place of ranks that do not get a task.
+    `up` has what ranks have brought back; `show` takes what the notebook is told in the place of
+    ranks that do not get a task.
     """
 
     def __init__(
@@ -248,17 +230,17 @@ class BulkTransfers:
         self._run = run
         self._show = show
         self._down = Downloads()
-        self._up = Returned()
+        self.up = Returned()
         self._timer: asyncio.TimerHandle | None = None
         self._said: dict[str, Moved] = {}  # by task, what it was told last
         self._say_at = 0.0
 
     def __repr__(self) -> str:
-        return f"<BulkTransfers {self._down} {self._up}>"
+        return f"<BulkTransfers down to {[*self._down.nodes]}>"
 
     def run(self, run: Run, nodes: Iterable[int]) -> None:
         """Have a task sent, to these nodes, once they have what it refers to."""
-        self._up.let_go(run.ranks)
+        self.up.let_go(run.ranks)
         if not run.segments or not self._down.add(run, nodes):
             self._run(run)
         self._go_on()
@@ -272,30 +254,23 @@ class BulkTransfers:
         done_with = {rank for run in stopped for rank in run.ranks}
         return tuple(rank for rank in ranks if rank not in done_with)
 
-    def let_go(self, task_id: str, ranks: Iterable[int]) -> None:
-        """Release what these ranks have brought back of a task: it has been read."""
-        self._up.let_go(ranks, task_id)
-
     def take(self, node: int, message: Piece | Taken | Dropped) -> None:
         """Take in what a node says of big values."""
         match message:
             case Piece():
-                if taken := self._up.take(node, message):
+                if taken := self.up.take(node, message):
                     self._node(node).send(taken)
             case Taken():
-                self._down.taken(node, message, time.monotonic())
+                refused = self._down.taken(node, message, time.monotonic())
+                self._refuse(refused, self._node(node), message.problem)
                 self._say()
                 self._go_on()
             case Dropped():
-                self._up.dropped(node, message)
-
-    def moved(self, node: int, outputs: Outputs) -> Outputs:
-        """Return what a node said with its values where the notebook can open them."""
-        return self._up.moved(node, outputs)
+                self.up.dropped(node, message)
 
     def lose(self, node: int) -> None:
         """Wait for nothing of a node that is lost."""
-        self._up.lose(node)
+        self.up.lose(node)
         self._down.lose(node)
         self._go_on()
 
@@ -305,24 +280,26 @@ class BulkTransfers:
             self._timer.cancel()
             self._timer = None
         self._down.close()
-        self._up.close()
+        self.up.close()
 
     def _go_on(self) -> None:
         now = time.monotonic()
         for number in self._down.nodes:
             while piece := self._down.next(number, now):
                 self._node(number).send(piece)
-        for refused in self._down.refused():
-            node, run = self._node(refused.node), refused.run
-            there = [rank for rank in run.ranks if rank in node.ranks]
-            self._fail(run, there, "NotEnoughMemory", f"{node.name}: {refused.problem}")
-            self._drop()
         for run in self._down.ready():
             if said := self._said.pop(run.id, None):
                 self._tell(run, Moved(said.total, said.total))
             self._run(run)
         if self._timer is None and self._down.nodes:
             self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
+
+    def _refuse(self, runs: Collection[Run], node: Node, problem: str) -> None:
+        for run in runs:
+            there = [rank for rank in run.ranks if rank in node.ranks]
+            self._fail(run, there, "NotEnoughMemory", f"{node.name}: {problem}")
+        if runs:
+            self._drop()
 
     def _say(self) -> None:
         if (now := time.monotonic()) < self._say_at:
@@ -355,10 +332,6 @@ class BulkTransfers:
             done = Done("error" if rank in failed else "aborted", 0.0, received=False)
             items.append((rank, run.id, done))
         self._show(Outputs(tuple(items)))
-
-
-MOVED_EVERY = 0.25
-"""Seconds after which it is said how far it is."""
 
 
 @dataclass
@@ -412,7 +385,7 @@ class Uploads:
             if taken.path in held.totals:
                 self._note(rank, held, taken)
         if (now := time.monotonic()) > self._say_at:
-            self._say_at = now + MOVED_EVERY
+            self._say_at = now + SAY_EVERY
             for rank, held in self._held.items():
                 self._emit(rank, held.task_id, held.moved)
         self._go_on()

@@ -12,7 +12,6 @@ from nbdist.errors import AgentLost, NbdistError, ValueLost, WorkerError
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.rank_transcript import RankTranscript
-from nbdist.output.rich import traceback_html
 from nbdist.output.screen import Line
 from nbdist.output.transcript import said_by
 from nbdist.output.wording import (
@@ -25,6 +24,7 @@ from nbdist.output.wording import (
     fold_ranks,
     line,
     panel,
+    traceback_html,
     traceback_text,
 )
 from nbdist.values.payload import open_payload

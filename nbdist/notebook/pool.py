@@ -6,9 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nbdist.config import DEFAULT_POOL, WorldConfig
+from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, UsageError
-from nbdist.hosts import LOCAL
 from nbdist.notebook.display import Page, make_display
 from nbdist.notebook.free_names import Gathered, assigned_in, names_bound
 from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, is_in_subshell

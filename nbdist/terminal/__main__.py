@@ -1,9 +1,260 @@
-"""`python -m nbdist.terminal`, where the command `nbdist` is not on the path."""
+"""The command `nbdist`, also `python -m nbdist.terminal` where that is not on the path."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import re
+import shutil
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from nbdist.terminal.console import main
+from nbdist import __version__
+from nbdist.errors import UsageError
+from nbdist.readers import read_memory
+from nbdist.terminal.worlds import as_lines, kill_world, looks, show_top, show_worlds
+from nbdist.topology import parse_layout
 
-sys.exit(main())
+BETWEEN_LOOKS = 0.5
+"""Seconds in which `nbdist status` counts processor time; longer than an answer is kept."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    options = _parser().parse_args(words)
+    try:
+        code = COMMANDS[options.command](options)
+        sys.stdout.flush()
+    except UsageError as error:
+        sys.stderr.write(f"nbdist: {error}\n")
+        return 2
+    except BrokenPipeError:  # `nbdist top | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes last
+        return 0
+    return code
+
+
+def _top(options: argparse.Namespace) -> int:
+    show_top(options.seconds, options.times)
+    return 0
+
+
+def _join(options: argparse.Namespace) -> int:
+    # ZeroMQ is imported for the key.
+    from nbdist.cluster.ticket import join
+
+    return join(options.place, options.key_file, options.index)
+
+
+def _k8s(options: argparse.Namespace) -> int:
+    from nbdist.cluster.ticket import place_from
+    from nbdist.terminal.kubernetes import Pods, manifest, mount_asked
+
+    nodes = parse_layout(options.layout).nodes
+    memory = read_memory(options.memory) if options.memory else ""
+    mounts = tuple(map(mount_asked, options.mount))
+    place = place_from(options.place, "nbdist k8s")
+    pods = Pods(place, nodes, options.image, options.name, options.secret, options.gpus,
+                options.cpus, memory, mounts)  # fmt: skip
+    sys.stdout.write(manifest(pods))
+    return 0
+
+
+def show_status() -> int:
+    """Print all worlds once; 1 where there is none."""
+    with looks() as look:
+        look()
+        time.sleep(BETWEEN_LOOKS)
+        found = look()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    sys.stdout.write("".join(f"{line}\n" for line in as_lines(found, width)))
+    return 0 if found else 1
+
+
+COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "enable": lambda options: enable(options.profile, is_sure=options.yes),
+    "disable": lambda options: disable(options.profile),
+    "join": _join,
+    "k8s": _k8s,
+    "kill": lambda options: kill_world(options.name),
+    "ps": lambda _: show_worlds(),
+    "status": lambda _: show_status(),
+    "top": _top,
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("nbdist", description="nbdist outside of notebooks.")
+    parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("status", help="what each worker does now, also while a cell runs")
+    top = commands.add_parser("top", help="like status, refreshed until q or Ctrl-C")
+    pause = "seconds between refreshes (2; at least 0.5)"
+    top.add_argument("-d", "--seconds", type=_seconds, default=2.0, help=pause)
+    top.add_argument("-n", "--times", type=int, default=0, help="stop after N refreshes")
+    commands.add_parser("ps", help="list all worlds, including detached ones")
+    kill = commands.add_parser("kill", help="end a world and everything that belongs to it")
+    kill.add_argument("name", help="its --name, pool or process, as shown by ps")
+    for name, what in (
+        ("enable", "make the magics available without %%load_ext nbdist"),
+        ("disable", "undo `enable`"),
+    ):
+        configuring = commands.add_parser(name, help=what)
+        configuring.add_argument("--profile", default="default", help="of IPython (default)")
+        if name == "enable":
+            configuring.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    _add_join(commands.add_parser("join", help="join a world that is waiting for machines"))
+    _add_k8s(commands.add_parser("k8s", help="write a Kubernetes Job whose pods join a world"))
+    return parser
+
+
+def _add_join(joining: argparse.ArgumentParser) -> None:
+    joining.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")
+    joining.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help="the world's key, - for stdin; by default that in the user's state folder",
+    )
+    # Not --node: torchrun takes that for a beginning of options of its own.
+    joining.add_argument(
+        "--index", metavar="N", type=int, help="the machine's number, for the order of ranks"
+    )
+
+
+def _add_k8s(writing: argparse.ArgumentParser) -> None:
+    writing.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")
+    writing.add_argument(
+        "-j", "--layout", metavar="NODESxN", required=True, help="as in the notebook: 2x4"
+    )
+    writing.add_argument("--image", required=True, help="an image with nbdist and torch")
+    writing.add_argument("--name", default="nbdist", help="of job and service (nbdist)")
+    writing.add_argument("--secret", default="", help="the secret with the key (NAME-key)")
+    writing.add_argument("--gpus", type=int, default=0, help="of each node")
+    writing.add_argument("--cpus", type=int, default=0, help="of each node")
+    writing.add_argument("--memory", metavar="SIZE", help="of each node: 64G")
+    writing.add_argument(
+        "--mount", metavar="CLAIM:/PATH", action="append", default=[],
+        help="a PersistentVolumeClaim and its mount path; :ro for read-only",
+    )  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.5 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError("it is 0.5 to 3600 seconds")
+    return seconds
+
+
+# --- `nbdist enable` --------------------------------------------------------------------------
+
+
+EXTENSION = "nbdist"
+SECTION, TRAIT = "MagicsManager", "lazy_magics"
+"""Where IPython looks for them."""
+
+_SET_IN_PYTHON = re.compile(rf"^[^#\n]*\b{TRAIT}\b", re.MULTILINE)
+
+
+def enable(profile: str, *, is_sure: bool) -> int:
+    """Write them into a profile, after asking; returns the command's exit code."""
+    # All magics are imported for this alone, and IPython in `config_file`.
+    from nbdist.notebook.command import find_commands
+
+    file = config_file(profile)
+    config = read(file)
+    # Also what IPython makes of `%%distributed` below other lines, so that this is said.
+    found = [*find_commands()]
+    below = {f"%{each.name}" for each in found if each.kind == "cell"}
+    names = sorted(below | {each.name for each in found})
+    in_python = file.with_suffix(".py")
+    if in_python.exists() and _SET_IN_PYTHON.search(in_python.read_text(encoding="utf-8")):
+        raise UsageError(
+            f"{in_python} sets {SECTION}.{TRAIT} itself; add to it "
+            f'`c.{SECTION}.{TRAIT}["distributed"] = "{EXTENSION}"`, and so on for other magics.'
+        )
+    if not is_sure and not _is_wanted(file, len(names) - len(below)):
+        sys.stdout.write("nothing was written\n")
+        return 1
+    config.setdefault(SECTION, {}).setdefault(TRAIT, {}).update(dict.fromkeys(names, EXTENSION))
+    write(file, config)
+    sys.stdout.write(
+        f"written to {file}: in new kernels `%%distributed -n 4` works at once; "
+        "`nbdist disable` undoes it\n"
+    )
+    return 0
+
+
+def disable(profile: str) -> int:
+    """Take out of the profile what `enable` has written; returns the command's exit code."""
+    file = config_file(profile)
+    config = read(file)
+    section: dict[str, Any] = config.get(SECTION, {})
+    magics: dict[str, Any] = section.get(TRAIT, {})
+    ours = [name for name, extension in magics.items() if extension == EXTENSION]
+    if not ours:
+        sys.stdout.write(f"there is nothing of nbdist in {file}\n")
+        return 1
+    for name in ours:
+        del magics[name]
+    if not magics:
+        del section[TRAIT]
+    if not section:
+        del config[SECTION]
+    write(file, config)
+    sys.stdout.write(f"removed from {file}: `%load_ext nbdist` loads nbdist\n")
+    return 0
+
+
+def config_file(profile: str) -> Path:
+    """Name the file of a profile that programs write; people write the one that ends in .py."""
+    from IPython.paths import get_ipython_dir
+
+    if not re.fullmatch(r"\w[\w.-]*", profile):
+        raise UsageError(f"`--profile {profile}`: an IPython profile, such as `default`.")
+    return Path(get_ipython_dir()) / f"profile_{profile}" / "ipython_config.json"
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Read it; UsageError where it is not what IPython could read."""
+    if not file.exists():
+        return {}
+    try:
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read ({error}); nothing was changed.") from None
+    is_good = isinstance(config, dict) and isinstance(config.get(SECTION, {}), dict)
+    if not is_good or not isinstance(config.get(SECTION, {}).get(TRAIT, {}), dict):
+        raise UsageError(f"{file} is not an IPython configuration; nothing was changed.")
+    return dict(config)
+
+
+def write(file: Path, config: dict[str, Any]) -> None:
+    """Replace the file in one step, or remove it where nothing is left in it."""
+    try:
+        if not config:
+            file.unlink(missing_ok=True)
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f".{file.name}.{os.getpid()}")
+        new.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        new.replace(file)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
+
+
+def _is_wanted(file: Path, count: int) -> bool:
+    """Ask; no answer is none."""
+    sys.stdout.write(
+        f"`%%distributed` and {count - 1} other magics will load nbdist when one is first used.\n"
+        f"Write this into {file}? [y/N] "
+    )
+    sys.stdout.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from nbdist.cluster.ticket import Place, join_key_file, place_from
+from nbdist.cluster.ticket import Place, join_key_file
 from nbdist.errors import UsageError
 
 KEY_FOLDER = "/var/run/secrets/nbdist"
@@ -60,14 +60,6 @@ class Pods:
                     f"`--mount {mount.claim}:{mount.path}`: something is already mounted there."
                 )
             taken.add(mount.path)
-
-
-def place_asked(text: str) -> Place:
-    """Read the place that pods are to join; raises UsageError."""
-    try:
-        return place_from(text)
-    except ValueError as why:
-        raise UsageError(f"`nbdist k8s {text}`: {why}.") from None
 
 
 def mount_asked(text: str) -> Mount:

@@ -18,8 +18,7 @@ from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
-from nbdist.wire.door import Look, WorldInfo
-from nbdist.wire.views import Usage
+from nbdist.wire.views import Look, Usage, WorldInfo
 from nbdist.words import aligned, count
 from nbdist.world.agents import Found, Worlds, worlds
 from nbdist.world.result import rows, usage_text
@@ -117,25 +116,23 @@ MADE_UP = re.compile(r"\d{8}-\d{6}-\d+|world|")
 """Names of worlds that nobody has given one."""
 
 
-class CpuMeter:
-    """Per cent of a core that processes have had between two looks."""
+Before = dict[tuple[str, int], tuple[float, float]]
+"""When each process was looked at last, by its host and number, and its seconds by then."""
 
-    def __init__(self) -> None:
-        self._before: dict[tuple[str, int], tuple[float, float]] = {}
 
-    def __repr__(self) -> str:
-        return f"<CpuMeter of {len(self._before)} processes>"
+def cpu_since(before: Before, seen: WorldInfo) -> dict[int, float]:
+    """Return by rank the per cent of a core since the last look, which this one becomes.
 
-    def read(self, seen: WorldInfo) -> dict[int, float]:
-        """Return it by rank; nothing of processes that are seen for the first time."""
-        found = {}
-        for worker in seen.ranks:
-            key, now = (seen.host, worker.pid), (seen.at, worker.cpu_seconds)
-            at, seconds = self._before.setdefault(key, now)
-            if now[0] > at:
-                found[worker.rank] = 100 * max(0.0, now[1] - seconds) / (now[0] - at)
-                self._before[key] = now
-        return found
+    Nothing of processes that are seen for the first time.
+    """
+    found = {}
+    for worker in seen.ranks:
+        key, now = (seen.host, worker.pid), (seen.at, worker.cpu_seconds)
+        at, seconds = before.setdefault(key, now)
+        if now[0] > at:
+            found[worker.rank] = 100 * max(0.0, now[1] - seconds) / (now[0] - at)
+            before[key] = now
+    return found
 
 
 LOOK_TIMEOUT = 3.0
@@ -147,13 +144,13 @@ Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
 @contextmanager
 def looks() -> Iterator[Callable[[], Picture]]:
     """Look at all worlds again and again, in the order of their notebooks."""
-    meter = CpuMeter()
+    before: Before = {}
     with closing(Worlds(Look(), LOOK_TIMEOUT)) as worlds:
 
         def look() -> Picture:
             found = [each.info for each in worlds.found()]
             found.sort(key=lambda info: (info.notebook, info.pool))
-            return [(info, meter.read(info)) for info in found]
+            return [(info, cpu_since(before, info)) for info in found]
 
         yield look
 

@@ -8,13 +8,12 @@ somebody types.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
-from nbdist.seats import Seats
+from nbdist.topology import Seats
 from nbdist.wire.frames import BadFrame, object_from
 from nbdist.wire.views import Collective, Place, StackFrame
 
@@ -251,17 +250,6 @@ class Ok:
 
 
 Answer = Place | Traced | Collective | HeldGroups | Lacks | Failed | Ok | Completions | Description
-
-
-def pack(message: Request | Answer) -> bytes:
-    """Pickle the message for the buffers of another."""
-    return pickle.dumps(message, protocol=5)
-
-
-def request_from(buffers: Sequence[bytes | memoryview]) -> Request:
-    """Return what the agent asks for."""
-    request: Request = pickle.loads(buffers[0])
-    return request
 
 
 def answer_from(buffers: Sequence[bytes | memoryview]) -> Answer:

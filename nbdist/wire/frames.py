@@ -1,4 +1,8 @@
-"""Bytes from where users' code runs: cut into frames, and made objects without trusting them."""
+"""Messages as bytes: packed, cut into frames, and made objects, also without trusting them.
+
+What a process of nbdist's says to another is a pickle.  Where users' code runs is no place to
+trust: what comes from there is checked (`object_from`).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,16 @@ Check = Callable[[Any], bool]
 
 class BadFrame(Exception):
     """Bytes that are not what they should be; the message says in what."""
+
+
+def pack(message: object) -> bytes:
+    """Return the message as one frame."""
+    return pickle.dumps(message, protocol=5)
+
+
+def unpack(frame: bytes | memoryview) -> Any:
+    """Return what `pack` has packed, in a process that this one trusts: code in it would run."""
+    return pickle.loads(frame)
 
 
 # --- objects ----------------------------------------------------------------------------
@@ -90,15 +104,14 @@ def _check_of(kind: Any) -> Check:
         checks = [*map(_check_of, inner)]
         return lambda value: any(check(value) for check in checks)
     if isinstance(kind, type) and is_dataclass(kind):
-        return lambda value: isinstance(value, kind) and _fields_fit(value, kind)
+        return lambda value: (
+            isinstance(value, kind)
+            and all(check(getattr(value, name, _MISSING)) for name, check in _field_checks(kind))
+        )
     if origin is None:
         return lambda value: isinstance(value, kind)
     parts = _parts_check(origin, inner)
     return lambda value: isinstance(value, origin) and parts(value)
-
-
-def _fields_fit(value: object, kind: Any) -> bool:
-    return all(check(getattr(value, name, _MISSING)) for name, check in _field_checks(kind))
 
 
 @cache

@@ -8,17 +8,15 @@ run code anyway, since running code is what it is for.  What ranks show is in
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbdist.output.events import Died, Output
-from nbdist.seats import Seats
+from nbdist.topology import Seats
 from nbdist.values.payload import SegmentRef
-from nbdist.wire.code_tree import CodeFile
 from nbdist.wire.control import Completions, Description, Question
-from nbdist.wire.logs import GetLogs, LogTail
+from nbdist.wire.files import CodeFile, GetLogs, LogTail
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.views import Place, Stack, Usage, WorkerStatus
 from nbdist.wire.work import InputReply, Task
@@ -415,20 +413,3 @@ class Outputs:
 
 Down = Ask | Run | Locate | Abort | Interrupt | Spare | LetGo | Enter | Remember | Received | Leave
 Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | Came | Silent
-
-
-def to_bytes(message: Down | Up) -> bytes:
-    """Pack the message into one frame."""
-    return pickle.dumps(message, protocol=5)
-
-
-def down_from(frame: bytes) -> Down:
-    """Unpack what the notebook has sent to this agent."""
-    message: Down = pickle.loads(frame)
-    return message
-
-
-def up_from(frame: bytes) -> Up:
-    """Unpack what an agent has sent to this notebook."""
-    message: Up = pickle.loads(frame)
-    return message

@@ -7,12 +7,13 @@ in one process where all workers are on one machine, else over a link.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from nbdist.seats import Seats
+from nbdist.topology import Seats
 from nbdist.wire.control import HeldGroups
+from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Down, Reply, StartFailure, Up, WorldStarted
 from nbdist.wire.spec import Versions, WorldSpec
 from nbdist.wire.store import Answer as StoreReply
@@ -229,30 +230,14 @@ NodeUp = Up | NodeHello | NodeAnswer | StoreAsk | Piece | Taken | Dropped
 AnyReply = Reply | PartReply
 
 
-def node_bytes(message: NodeDown | NodeUp) -> bytes:
-    """Pack the message into one frame."""
-    return pickle.dumps(message, protocol=5)
-
-
 def node_frames(message: NodeDown | NodeUp) -> list[bytes | memoryview]:
     """Pack the message; the bytes of a `Piece` are a frame of their own, which is not copied."""
     if isinstance(message, Piece):
-        return [node_bytes(replace(message, data=b"")), message.data]
-    return [node_bytes(message)]
+        return [pack(replace(message, data=b"")), message.data]
+    return [pack(message)]
 
 
-def node_up_from(frame: bytes, data: memoryview | None = None) -> NodeUp:
-    """Unpack what an agent has sent to its head."""
-    message: NodeUp = pickle.loads(frame)
-    return message if data is None else _with(message, data)
-
-
-def node_down_from(frame: bytes, data: memoryview | None = None) -> NodeDown:
-    """Unpack what a head has sent to this agent."""
-    message: NodeDown = pickle.loads(frame)
-    return message if data is None else _with(message, data)
-
-
-def _with(message: object, data: memoryview) -> Piece:
-    assert isinstance(message, Piece)
-    return replace(message, data=data)
+def node_message_from(frame: bytes, data: memoryview | None = None) -> Any:
+    """Unpack what `node_frames` has packed."""
+    message = unpack(frame)
+    return message if data is None else replace(message, data=data)

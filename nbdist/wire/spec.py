@@ -63,9 +63,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nbdist.errors import UsageError
-from nbdist.seats import Seat, Seats, gpus_of, ranks_on, seat_of
 from nbdist.system.processes import MODULE
-from nbdist.topology import is_slice, uses_nccl
+from nbdist.topology import Seat, Seats, gpus_of, is_slice, ranks_on, seat_of, uses_nccl
 
 # --- versions of interpreters -----------------------------------------------------------------
 

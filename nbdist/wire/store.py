@@ -9,11 +9,10 @@ the head, or an agent.  Nothing of it is on a disk.
 from __future__ import annotations
 
 import asyncio
-import pickle
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nbdist.wire.frames import BadFrame, framed, object_from
+from nbdist.wire.frames import BadFrame, framed, object_from, pack
 
 SOCKET = "store.sock"
 """Its name in the runtime folder."""
@@ -103,7 +102,7 @@ Answer = None | bool | int | bytes | tuple[bytes, ...] | Refused
 
 def to_frame(said: Operation | Answer) -> bytes:
     """Pack it as one frame of a stream."""
-    return framed(pickle.dumps(said, protocol=5))
+    return framed(pack(said))
 
 
 def operation_from(frame: bytes) -> Operation:
@@ -123,116 +122,97 @@ def answer_from(frame: bytes) -> Answer:
 # --- the store itself -------------------------------------------------------------------------
 
 
-class KeyValues:
-    """What torch's stores mean by their operations, without any clock, thread or socket.
+@dataclass(eq=False)
+class _Wait:
+    """One who waits until all of these keys are there."""
 
-    As TCPStore and FileStore have it, where the two agree.
+    keys: tuple[str, ...]
+    values: asyncio.Future[tuple[bytes, ...]]
+    missing: set[str]
+
+
+class HostedStore:
+    """Answers any number of ranks at once, on an event loop, each within the time that it gave.
+
+    Operations mean what they mean to TCPStore and FileStore, where the two agree.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waits: dict[Hashable, Waiting] = {}
-        self._missing: dict[Hashable, set[str]] = {}
-        self._waiting_for: dict[str, dict[Hashable, None]] = {}
+        self._waiting_for: dict[str, dict[_Wait, None]] = {}
 
     def __repr__(self) -> str:
-        return f"<KeyValues {len(self._values)} keys, {len(self._waits)} wait>"
+        waits = {wait for waits in self._waiting_for.values() for wait in waits}
+        return f"<HostedStore {len(self._values)} keys, {len(waits)} wait>"
 
-    def take(self, asker: Hashable, operation: Operation) -> Iterator[tuple[Hashable, Answer]]:
-        """Do it, and yield who is to be answered by what: mostly the one who asks.
-
-        It is not among them while its keys are missing; then `give_up` ends its wait.
-        """
+    async def ask(self, operation: Operation) -> Answer:
+        """Return the answer; who does not want it any more cancels."""
         match operation:
-            case Get() | Wait():
-                self._waits[asker] = operation
-                yield from self._look_again(asker)
-                if asker in self._waits and not operation.seconds:
-                    yield asker, self.give_up(asker)
+            case Get(keys, seconds):
+                return await self._wait_for(keys, seconds)
+            case Wait(keys, seconds):
+                return await self._wait_for(keys, seconds) is not None
             case Set(values):
-                yield asker, None
                 for key, value in values.items():
-                    yield from self._put(key, value)
+                    self._put(key, value)
             case Append(key, value):
-                yield asker, None
-                yield from self._put(key, self._values.get(key, b"") + value)
+                self._put(key, self._values.get(key, b"") + value)
             case Add(key, amount):
-                yield from self._add(asker, key, amount)
+                return self._add(key, amount)
             case CompareSet(key, expected, desired):
                 # What is not there is as empty.
                 if self._values.get(key, b"") == expected:
-                    yield from self._put(key, desired)
-                yield asker, self._values.get(key, expected)
+                    self._put(key, desired)
+                return self._values.get(key, expected)
             case Delete(key):
-                yield asker, self._values.pop(key, None) is not None
+                return self._values.pop(key, None) is not None
             case Count():
-                yield asker, len(self._values)
+                return len(self._values)
+        return None
 
-    def give_up(self, asker: Hashable) -> Answer:
-        """End its wait, and return what it is answered when the keys have not come."""
-        for key in self._missing.pop(asker, ()):
-            askers = self._waiting_for[key]
-            del askers[asker]
-            if not askers:
-                del self._waiting_for[key]
-        return False if isinstance(self._waits.pop(asker, None), Wait) else None
+    def begin_world(self) -> None:
+        """Forget all keys; the ranks of the world before have ended, and so have their waits."""
+        self._values.clear()
+        self._waiting_for.clear()
 
-    def _add(self, asker: Hashable, key: str, amount: int) -> Iterator[tuple[Hashable, Answer]]:
+    def _add(self, key: str, amount: int) -> int | Refused:
         before = self._values.get(key, b"0")
         try:
             total = int(before) + amount
         except ValueError:
-            yield asker, Refused(f"{key} holds {before[:40]!r}, to which no number can be added")
-            return
-        yield asker, total
-        yield from self._put(key, b"%d" % total)
+            return Refused(f"{key} holds {before[:40]!r}, to which no number can be added")
+        self._put(key, b"%d" % total)
+        return total
 
-    def _put(self, key: str, value: bytes) -> Iterator[tuple[Hashable, Answer]]:
-        self._values[key] = value
-        for asker in self._waiting_for.pop(key, {}):
-            missing = self._missing[asker]
-            missing.discard(key)
-            if not missing:
-                yield from self._look_again(asker)
-
-    def _look_again(self, asker: Hashable) -> Iterator[tuple[Hashable, Answer]]:
-        """Answer a wait whose keys are all there; what was there may have been deleted again."""
-        wait = self._waits[asker]
-        missing = {key for key in wait.keys if key not in self._values}
-        if not missing:
-            self.give_up(asker)
-            is_get = isinstance(wait, Get)
-            yield asker, tuple(self._values[key] for key in wait.keys) if is_get else True
-            return
-        self._missing[asker] = missing
-        for key in missing:
-            self._waiting_for.setdefault(key, {})[asker] = None
-
-
-class HostedStore:
-    """Answers any number of ranks at once, on an event loop, each within the time that it gave."""
-
-    def __init__(self) -> None:
-        self._key_values = KeyValues()
-        self._asked: dict[Hashable, asyncio.Future[Answer]] = {}
-
-    def __repr__(self) -> str:
-        return f"<HostedStore {self._key_values}>"
-
-    async def ask(self, operation: Operation) -> Answer:
-        """Return the answer; who does not want it any more cancels."""
-        loop, asker = asyncio.get_running_loop(), object()
-        answer = self._asked[asker] = loop.create_future()
+    async def _wait_for(self, keys: tuple[str, ...], seconds: float) -> tuple[bytes, ...] | None:
+        """Return the values once all are there; None where they do not come in time."""
+        wait = _Wait(keys, asyncio.get_running_loop().create_future(), set())
+        self._look(wait)
         try:
-            for who, what in self._key_values.take(asker, operation):
-                self._asked[who].set_result(what)
-            if not answer.done() and isinstance(operation, Get | Wait):
-                await asyncio.wait({answer}, timeout=operation.seconds)
-            return answer.result() if answer.done() else self._key_values.give_up(asker)
+            if not wait.values.done() and seconds:
+                await asyncio.wait({wait.values}, timeout=seconds)
+            return wait.values.result() if wait.values.done() else None
         finally:
-            self._key_values.give_up(asker)
-            del self._asked[asker]
+            self._forget(wait)
 
-    def begin_world(self) -> None:
-        """Forget all keys; the ranks of the world before have ended, and so have their waits."""
-        self._key_values = KeyValues()
+    def _put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for wait in self._waiting_for.pop(key, ()):
+            wait.missing.discard(key)
+            if not wait.missing:
+                self._look(wait)
+
+    def _look(self, wait: _Wait) -> None:
+        """End a wait whose keys are all there; what was there may have been deleted again."""
+        wait.missing = {key for key in wait.keys if key not in self._values}
+        if not wait.missing:
+            wait.values.set_result(tuple(self._values[key] for key in wait.keys))
+        for key in wait.missing:
+            self._waiting_for.setdefault(key, {})[wait] = None
+
+    def _forget(self, wait: _Wait) -> None:
+        for key in wait.missing:
+            waits = self._waiting_for.get(key, {})
+            waits.pop(wait, None)
+            if not waits:
+                self._waiting_for.pop(key, None)

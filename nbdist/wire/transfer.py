@@ -72,9 +72,6 @@ class Numbered:
         self._read = 0
         self._told = 0
 
-    def __repr__(self) -> str:
-        return f"<Numbered sent {self._last}, {len(self._kept)} kept, read {self._read}>"
-
     @property
     def has_read(self) -> bool:
         """Whether anything has come of which the other end has not been told."""
@@ -169,9 +166,6 @@ class _Transfer:
     sent: int = 0
     taken: int = 0
 
-    def close(self) -> None:
-        os.close(self.fd)
-
 
 class Sending:
     """What is sent over one link: one segment after the other, some pieces at a time.
@@ -184,8 +178,8 @@ class Sending:
     under way.
     """
 
-    def __init__(self, most: int = MOST_WINDOW) -> None:
-        self.most = most
+    def __init__(self) -> None:
+        self.most = MOST_WINDOW
         self._window = FIRST_WINDOW
         self._transfers: dict[str, _Transfer] = {}
         self._under_way: deque[tuple[str, float]] = deque()  # and when it was sent
@@ -237,7 +231,7 @@ class Sending:
         if end < transfer.total and not taken.problem:
             return False
         del self._transfers[path]
-        transfer.close()
+        os.close(transfer.fd)
         if not taken.problem:
             self.there.add(path)
         return True
@@ -257,13 +251,13 @@ class Sending:
         for path in known:
             self.there.discard(path)
             if transfer := self._transfers.pop(path, None):
-                transfer.close()
+                os.close(transfer.fd)
         return Dropped(known) if known else None
 
     def close(self) -> None:
         """Send nothing more."""
         for transfer in self._transfers.values():
-            transfer.close()
+            os.close(transfer.fd)
         self._transfers.clear()
         self._under_way.clear()
 
@@ -323,14 +317,11 @@ class Receiving:
             self._blanks[path] = blank, end
         return end
 
-    def ref(self, path: str) -> SegmentRef | None:
-        """Return where the segment of this path can be opened here; None where it is not whole."""
-        return self._segments[path].ref if path in self._segments else None
-
     def places(self, refs: Iterable[SegmentRef]) -> dict[str, SegmentRef]:
         """Return for those of these that have come where they can be opened here."""
-        found = {ref.path: self.ref(ref.path) for ref in refs}
-        return {path: ref for path, ref in found.items() if ref is not None}
+        return {
+            ref.path: self._segments[ref.path].ref for ref in refs if ref.path in self._segments
+        }
 
     def drop(self, paths: Iterable[str]) -> None:
         """Let go of these, whole or not; whoever has mapped one keeps that."""

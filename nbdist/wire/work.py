@@ -14,7 +14,6 @@ writes it in one piece.
 
 from __future__ import annotations
 
-import pickle
 import re
 import time
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from typing import Any, Literal, cast
 
 from nbdist.output.events import Done, Failure, InputRequest
 from nbdist.values.payload import Payload, Places, SegmentRef, moved, refs_in
-from nbdist.wire.frames import BadFrame, fits, object_from
+from nbdist.wire.frames import BadFrame, fits, object_from, unpack
 
 Kind = Literal["file", "module", "executable"]
 
@@ -153,10 +152,6 @@ class Task:
             case Call(op):
                 return op
 
-    def pack(self) -> bytes:
-        """Pickle it for the workers."""
-        return pickle.dumps(self, protocol=5)
-
     @property
     def segments(self) -> tuple[SegmentRef, ...]:
         """The shared memory that has its big values."""
@@ -171,9 +166,9 @@ class Task:
         return replace(self, names=moved(self.names, places), work=work)
 
 
-def unpack(data: bytes) -> Task:
-    """Return the task that `Task.pack` has packed."""
-    task: Task = pickle.loads(data)
+def task_from(frame: bytes) -> Task:
+    """Unpack a task."""
+    task: Task = unpack(frame)
     return task
 
 
@@ -188,23 +183,14 @@ class InputReply:
     text: str | None = None
     problem: str = ""
 
-    def pack(self) -> bytes:
-        """Pickle it for the worker."""
-        return pickle.dumps(self, protocol=5)
-
 
 @dataclass(frozen=True, slots=True)
 class SigintSent:
     """SIGINT was sent before this, and is for no task that comes after it."""
 
 
-SIGINT_SENT = pickle.dumps(SigintSent(), protocol=5)
-
-
-def down_from(data: bytes) -> Task | InputReply | SigintSent:
-    """Return what a worker has been sent, such as what was typed for the task that it does."""
-    received: Task | InputReply | SigintSent = pickle.loads(data)
-    return received
+ToWorker = Task | InputReply | SigintSent
+"""What a worker is sent of tasks, each as a frame."""
 
 
 def failure_in_words(name: str, message: str) -> Failure:

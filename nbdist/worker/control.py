@@ -37,6 +37,7 @@ from nbdist.wire.control import (
     Question,
     kind_of,
 )
+from nbdist.wire.frames import pack, unpack
 from nbdist.wire.spec import WorkerStart
 from nbdist.worker.compat import ipython
 from nbdist.worker.compat import torch as compat
@@ -75,7 +76,7 @@ class ControlThread:
         """Answer a request; called by ipykernel."""
         send = partial(self._send, stream, ident, message)
         with reserve():
-            request = control.request_from(message["buffers"])
+            request = unpack(message["buffers"][0])
             if isinstance(request, Question):
                 # That takes a while: what comes next, to free this rank for one, does not wait.
                 task = asyncio.get_running_loop().create_task(self._consult(request, send))
@@ -111,7 +112,7 @@ class ControlThread:
     ) -> None:
         session = self._kernel.session
         assert session is not None
-        buffers: list[Any] = [control.pack(answer)]
+        buffers: list[Any] = [pack(answer)]
         session.send(stream, control.REPLY, {}, message, ident, buffers=buffers)
 
     def _answer_to(self, request: control.Request) -> control.Answer:

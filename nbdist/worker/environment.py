@@ -28,7 +28,7 @@ from IPython.core.events import EventManager
 from IPython.core.interactiveshell import ExecutionResult
 from traitlets import Type
 
-from nbdist.wire.code_tree import moved_path
+from nbdist.wire.files import moved_path
 from nbdist.wire.spec import WorkerStart, sharing_variables
 from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Attempt, Surroundings

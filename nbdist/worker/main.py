@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import pickle
 import select
 import socket
 import sys
@@ -23,9 +22,9 @@ import torch.distributed as dist
 
 from nbdist.output.events import Done, InputRequest
 from nbdist.system.processes import safe_path
-from nbdist.wire.frames import FrameCutter, framed
+from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, difference, versions_here
-from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task, down_from, mark
+from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task, mark
 from nbdist.worker.control import ControlThread
 from nbdist.worker.environment import (
     Around,
@@ -253,7 +252,7 @@ class Tasks:
             if not data:  # it closes the connection before it ends this process
                 self._loop.call_soon_threadsafe(self._loop.remove_reader, agent)
             for frame in self._cutter.feed(data):
-                self._take(down_from(frame))
+                self._take(unpack(frame))
         return bool(data)
 
     def _take(self, item: Task | InputReply | SigintSent) -> None:
@@ -295,7 +294,7 @@ class Tasks:
 
     def _send(self, said: Said) -> None:
         assert self._agent is not None
-        self._agent.sendall(framed(pickle.dumps(said, protocol=5)))
+        self._agent.sendall(framed(pack(said)))
 
 
 def _end_unless_closed(serving: asyncio.Task[None]) -> None:

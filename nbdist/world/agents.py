@@ -30,7 +30,9 @@ from nbdist.system import folders
 from nbdist.system.folders import PREFIX, places
 from nbdist.system.limits import OomKills
 from nbdist.system.processes import MODULE, Child, children_of, last_lines_of, safe_environ
-from nbdist.wire.door import (
+from nbdist.wire.frames import BadFrame
+from nbdist.wire.spec import difference, versions_here
+from nbdist.wire.views import (
     DOOR,
     MOST_BYTES,
     Accepted,
@@ -45,8 +47,6 @@ from nbdist.wire.door import (
     process_at,
     to_line,
 )
-from nbdist.wire.frames import BadFrame
-from nbdist.wire.spec import difference, versions_here
 
 NEEDED = 20
 """What a link opens in the notebook's process, 16, and what is read now and then."""

@@ -20,7 +20,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from nbdist.errors import CodeNotSent
-from nbdist.wire.code_tree import OWN_NAMES, CodeFile, landmark, part_of
+from nbdist.wire.files import OWN_NAMES, CodeFile, landmark, part_of
 from nbdist.wire.messages import CodeHeld, GetCode, PutCode, Reply, Request, Starting
 from nbdist.wire.views import PACKAGES
 from nbdist.words import count, size_text

@@ -27,7 +27,7 @@ from nbdist.errors import AgentLost, ForkedProcess, StartError
 from nbdist.output.events import Died, Output
 from nbdist.system.folders import JoinedFolder, RuntimeFolder
 from nbdist.system.processes import left_behind
-from nbdist.wire.frames import BadFrame, object_from
+from nbdist.wire.frames import BadFrame, object_from, pack, unpack
 from nbdist.wire.messages import (
     Aborted,
     Answer,
@@ -47,8 +47,6 @@ from nbdist.wire.messages import (
     Starting,
     Up,
     Used,
-    to_bytes,
-    up_from,
 )
 from nbdist.world.agents import AGENT, AgentProcess, AttachedAgent, require_open_files
 
@@ -369,14 +367,14 @@ class Link:
 
     def _write(self) -> None:
         while self._waiting and self._identity:
-            self._socket.send_multipart([self._identity, to_bytes(self._waiting.popleft())])
+            self._socket.send_multipart([self._identity, pack(self._waiting.popleft())])
 
     def _read(self) -> None:
         with suppress(zmq.Again):
             while True:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 if len(frames) == 1 and self._knows(identity, frames[0]):
-                    self._take(up_from(frames[0]))
+                    self._take(unpack(frames[0]))
                 else:
                     log.warning("dropped %d frames of a stranger at %s", len(frames), self.address)
 

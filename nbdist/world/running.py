@@ -41,7 +41,7 @@ from nbdist.values.payload import Payload, as_read, open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.messages import Attached, Silent
 from nbdist.wire.views import Place, Usage
-from nbdist.wire.work import Task, unpack
+from nbdist.wire.work import Task, task_from
 from nbdist.words import name_ranks
 from nbdist.world import hangs
 from nbdist.world.names import Shipped
@@ -156,7 +156,7 @@ class RunningTask:
         patience = Patience(**there.memory.patience)
         if patience.control_timeout is None:  # somebody waits for it now
             patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
-        started, task = (there.started, there.started_ns), unpack(there.run.task)
+        started, task = (there.started, there.started_ns), task_from(there.run.task)
         return cls(task, patience, crew, started=started, ended=there.ended)
 
     # --- what is known --------------------------------------------------------------------

@@ -22,9 +22,9 @@ from pathlib import Path
 from nbdist import topology
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import BadTopology, UsageError
-from nbdist.seats import Position, Seats, seat_more
 from nbdist.system import folders
 from nbdist.system.limits import memory_limits
+from nbdist.topology import Position, Seats, seat_more
 from nbdist.wire.spec import NBDIST_DECIDES, NBDIST_SETS, WorldSpec, check_nvls, versions_here
 from nbdist.wire.work import Surroundings
 from nbdist.words import count, one_line, size_text

@@ -19,6 +19,7 @@ from nbdist import topology
 from nbdist.config import LOCAL, OnFailure, Patience, WorldConfig
 from nbdist.errors import AgentLost, StartError, WorldNotStarted
 from nbdist.output.events import Died, Done, InputRequest, Moved, Record, Visible
+from nbdist.wire.frames import pack
 from nbdist.wire.messages import (
     Aborted,
     Attached,
@@ -293,7 +294,7 @@ class Workers:
         level = wanted_level(is_shown=self.config.show)
         task = replace(task, log_level=level, imports=imports, around=around)
         running = RunningTask(task, patience or self.config.patience, self.crew, shipped)
-        link, packed = self.link, Run(task.id, task.ranks, task.pack(), task.segments)
+        link, packed = self.link, Run(task.id, task.ranks, pack(task), task.segments)
         self.remember(running.patience)
         self.advance(Event.TASK)
         self.running = running

@@ -18,6 +18,7 @@ import zmq
 
 from nbdist import __version__
 from nbdist.output.events import Died, Done
+from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import (
     Answer,
     Ask,
@@ -32,8 +33,6 @@ from nbdist.wire.messages import (
     StartWorld,
     Up,
     WorldStarted,
-    to_bytes,
-    up_from,
 )
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import Source, Task
@@ -76,7 +75,7 @@ class Notebook:
         self._calls = 0
 
     def send(self, message: Down) -> None:
-        self._socket.send_multipart([self._identity, to_bytes(message)])
+        self._socket.send_multipart([self._identity, pack(message)])
 
     def bind(self, name: str) -> None:
         """Wait for an agent at another socket too."""
@@ -92,7 +91,7 @@ class Notebook:
     def receive(self) -> tuple[bytes, Up]:
         assert self._socket.poll(SOON * 1000), "the agent says nothing"
         identity, frame = self._socket.recv_multipart()
-        return identity, up_from(frame)
+        return identity, unpack(frame)
 
     def receive_next(self) -> Up:
         """The next message of the connection that is there now; others may have something left."""
@@ -128,7 +127,7 @@ class Notebook:
 
     def send_task(self, name: str, source: str) -> None:
         """Have both ranks run the source."""
-        self.send(Run(name, (0, 1), Task(name, (0, 1), Source(source)).pack()))
+        self.send(Run(name, (0, 1), pack(Task(name, (0, 1), Source(source)))))
 
     def run(self, source: str) -> None:
         """Run a cell on both ranks, until both are done."""

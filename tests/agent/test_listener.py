@@ -14,7 +14,7 @@ import pytest
 
 from nbdist.agent import listener
 from nbdist.agent.listener import FRESH, MOST_CALLING, Listener
-from nbdist.wire.door import (
+from nbdist.wire.views import (
     DOOR,
     Accepted,
     Attach,
@@ -22,11 +22,11 @@ from nbdist.wire.door import (
     Look,
     Refused,
     Said,
+    WorkerStatus,
     WorldInfo,
     from_line,
     to_line,
 )
-from nbdist.wire.views import WorkerStatus
 from tests.waiting import SOON, until
 
 INFO = WorldInfo("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, guard=7)

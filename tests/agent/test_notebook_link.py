@@ -20,7 +20,7 @@ from nbdist import __version__
 from nbdist.agent.notebook_link import NotebookEnd, Serving
 from nbdist.output.events import Text
 from nbdist.system import folders
-from nbdist.wire.door import Accepted, Attach, Describe, Refused, Said, WorldInfo
+from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import (
     Answer,
     Ask,
@@ -36,9 +36,8 @@ from nbdist.wire.messages import (
     Request,
     StopWorld,
     WorldStarted,
-    to_bytes,
-    up_from,
 )
+from nbdist.wire.views import Accepted, Attach, Describe, Refused, Said, WorldInfo
 from nbdist.world.agents import Asking
 from tests.agent.test_agent import Notebook, close_stdin, end_notebook
 from tests.waiting import SOON, until, wait_until
@@ -61,13 +60,13 @@ async def test_messages_go_both_ways(runtime: Path, far_end: zmq.Socket[bytes]) 
     try:
         end.say_hello()
         identity, frame = await asyncio.to_thread(far_end.recv_multipart)
-        assert up_from(frame) == Hello(__version__, os.getpid(), socket.gethostname())
+        assert unpack(frame) == Hello(__version__, os.getpid(), socket.gethostname())
         for message in sent:
-            far_end.send_multipart([identity, to_bytes(message)])
+            far_end.send_multipart([identity, pack(message)])
         await until(lambda: len(came) == 2)
         end.send(Answer(1, None))
         _, frame = await asyncio.to_thread(far_end.recv_multipart)
-        assert up_from(frame) == Answer(1, None)
+        assert unpack(frame) == Answer(1, None)
     finally:
         end.close()
     assert came == sent

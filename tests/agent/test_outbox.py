@@ -27,7 +27,8 @@ from nbdist.output.events import (
     Text,
     Update,
 )
-from nbdist.wire.messages import Outputs, to_bytes, up_from
+from nbdist.wire.frames import pack, unpack
+from nbdist.wire.messages import Outputs
 from tests.waiting import until
 
 
@@ -277,9 +278,9 @@ async def test_what_ranks_show_alike_is_sent_once(notebook: Reader) -> None:
         notebook.say(f"{rank}{own}", rank, "stderr")
     await notebook.wait_for(1)
     (batch,) = notebook.batches
-    frame = to_bytes(batch)
+    frame = pack(batch)
     once = len(lines) + len(figure)
     assert once + 8 * len(own) < len(frame) < 1.1 * (once + 8 * len(own))
-    assert up_from(frame) == batch
+    assert unpack(frame) == batch
     assert [rank for rank, _, _ in batch.items] == [rank for rank in range(8) for _ in range(3)]
     assert notebook.text(3) == f"{lines}3{own}"

@@ -20,7 +20,7 @@ from nbdist.agent.forming import Part
 from nbdist.agent.listener import StoreWindow
 from nbdist.agent.worker_group import WorkerGroup
 from nbdist.cluster.node import Node
-from nbdist.seats import Position
+from nbdist.topology import Position
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import StartFailure, WorldStarted
 from nbdist.wire.node_messages import Held, NodeAsk, NodeDown, NodeFacts, NodeHello, Plan
@@ -73,8 +73,7 @@ def linked(group: WorkerGroup) -> Node:
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(asked: NodeAsk) -> None:
-        reply = await answer_head(asked.request, group, "127.0.0.1")
-        node.answered(asked.id, reply, of_part=True)
+        node.answered(asked.id, await answer_head(asked.request, group, "127.0.0.1"))
 
     def send(message: NodeDown) -> None:
         assert isinstance(message, NodeAsk)

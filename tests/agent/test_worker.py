@@ -15,6 +15,7 @@ import pytest
 from nbdist.agent.worker import NO_CELL, UNREACHABLE, Worker
 from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
 from nbdist.wire import control
+from nbdist.wire.frames import pack
 from nbdist.wire.messages import Run
 from nbdist.wire.work import InputReply, Task
 from nbdist.wire.work import Source as SourceText
@@ -38,7 +39,7 @@ class Watched:
 
     def begin(self, source: str, name: str = "a") -> None:
         ranks = (self.worker.rank,)
-        packed = Task(name, ranks, SourceText(source), execution_count=5).pack()
+        packed = pack(Task(name, ranks, SourceText(source), execution_count=5))
         self.worker.run(Run(name, ranks, packed))
 
     async def ends(self, name: str = "a") -> list[Output]:

@@ -21,9 +21,8 @@ from nbdist import topology
 from nbdist.agent import worker_group
 from nbdist.agent.agent import interface_of, spec_here
 from nbdist.agent.worker_group import WorkerGroup, problem_in
-from nbdist.seats import Position
 from nbdist.system import folders
-from nbdist.topology import usable_cores
+from nbdist.topology import Position, usable_cores
 from nbdist.wire.control import Answer, Failed, Ok
 from nbdist.wire.messages import StartFailure
 from nbdist.wire.spec import WorldSpec

@@ -48,7 +48,7 @@ from nbdist.wire.node_messages import (
     StartPart,
 )
 from nbdist.wire.views import Place, WorkerStatus
-from nbdist.wire.work import Source, Task, unpack
+from nbdist.wire.work import Source, Task, task_from
 
 PROCESSES = 4
 FIRST_PID = 1 << 22
@@ -102,7 +102,7 @@ class SimulatedWorkers:
     def run(self, run: Run) -> None:
         """Do the task on each rank."""
         self._outbox.begin(run.ranks)
-        task = unpack(run.task)
+        task = task_from(run.task)
         for rank in run.ranks:
             for output in _outputs_of(task, rank):
                 self._outbox.add(rank, run.id, output)

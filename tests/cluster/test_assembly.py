@@ -20,7 +20,7 @@ from nbdist.cluster.node import NodeLost
 from nbdist.config import Patience
 from nbdist.errors import RanksReleased, ScaleError, WorkerDied, WorkerError
 from nbdist.output.events import Died, Done, Failure, Text
-from nbdist.wire.code_tree import CodeFile, digest_of, landmark
+from nbdist.wire.files import CodeFile, digest_of, landmark
 from nbdist.wire.messages import CodeHeld, GetCode, Outputs, PutCode, Received, Request
 from nbdist.wire.store import SOCKET
 from nbdist.world.world import World

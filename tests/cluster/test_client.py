@@ -22,8 +22,9 @@ from nbdist.cluster.client import (
     read_ticket,
 )
 from nbdist.cluster.ticket import BadTicket, KeyPair, Ticket, listen_with
+from nbdist.wire.frames import pack
 from nbdist.wire.messages import Spare, Starting
-from nbdist.wire.node_messages import NodeDown, Target, node_bytes
+from nbdist.wire.node_messages import NodeDown, Target
 from nbdist.wire.transfer import Kind, Numbered
 from tests.waiting import SOON, until
 
@@ -104,7 +105,7 @@ def test_what_was_not_read_is_said_again(monkeypatch: pytest.MonkeyPatch) -> Non
                 identity, hello, _ = await head.recv_multipart()
                 await head.recv_multipart()
                 talk.take(hello)
-                await head.send_multipart([identity, *talk.message([node_bytes(Spare((0,)))])])
+                await head.send_multipart([identity, *talk.message([pack(Spare((0,)))])])
                 await until(lambda: got, "the agent has read it")
                 cut(port)
                 _, again = await head.recv_multipart()
@@ -115,7 +116,7 @@ def test_what_was_not_read_is_said_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
         with head:
             second = asyncio.run(asyncio.wait_for(connect_twice(), SOON))
-    assert second[1] == node_bytes(Starting(1))
+    assert second[1] == pack(Starting(1))
 
 
 def cut(port: int) -> None:

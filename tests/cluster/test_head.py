@@ -59,7 +59,7 @@ async def test_rows_and_answers() -> None:
     for number, message in sent:
         assert isinstance(message, Ask)
         node, rank = (first, 5) if number == 0 else (second, 2)
-        node.answered(message.id, (row(rank),), of_part=False)
+        node.answered(message.id, (row(rank),))
     assert await rows == (row(2), row(5))
     second.lose("gone")
     known = Completions((Candidate("x"),), 0, 0)
@@ -68,5 +68,5 @@ async def test_rows_and_answers() -> None:
     await until_sent(sent, 3)
     message = sent[-1][1]
     assert isinstance(message, Ask)
-    first.answered(message.id, known, of_part=False)
+    first.answered(message.id, known)
     assert await answer == known

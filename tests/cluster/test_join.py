@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.join`: who of a node's processes comes, and how it ends."""
+"""Tests of `nbdist.cluster.ticket`: who of a node's processes comes, and how it ends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from nbdist.cluster.join import part_of, without_starters
-from nbdist.cluster.ticket import KeyPair, Ticket, listen_with, write_join_key
-from nbdist.terminal.console import main
+from nbdist.cluster.ticket import (
+    KeyPair,
+    Ticket,
+    listen_with,
+    part_of,
+    without_starters,
+    write_join_key,
+)
+from nbdist.terminal.__main__ import main
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +100,7 @@ def test_a_key_of_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is tried at the address that was typed alone, and refused with the name of its world."""
-    monkeypatch.setattr("nbdist.cluster.join.REACH_TIMEOUT", 0.5)
+    monkeypatch.setattr("nbdist.cluster.ticket.REACH_TIMEOUT", 0.5)
     own, ticket = worlds[0]
     (key := tmp_path / "key").touch(0o600)
     key.write_bytes(ticket.to_line())

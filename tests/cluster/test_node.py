@@ -8,7 +8,7 @@ import time
 import pytest
 
 from nbdist.cluster.node import Node, NodeLost
-from nbdist.seats import Position
+from nbdist.topology import Position
 from nbdist.wire.messages import Ask, GetStatus, StartFailure
 from nbdist.wire.node_messages import (
     CallOff,
@@ -37,12 +37,12 @@ def node() -> tuple[Node, list[NodeDown]]:
 async def test_answers_by_their_numbers() -> None:
     """What a notebook asks and what only a head asks have numbers of their own."""
     there, sent = node()
-    both = asyncio.gather(there.ask(GetStatus(), 5), there.ask_part(CallOff(1), 5))
+    both = asyncio.gather(there.ask(GetStatus(), 5), there.ask(CallOff(1), 5))
     await asyncio.sleep(0)
     assert [type(each) for each in sent] == [Ask, NodeAsk]
-    there.answered(2, None, of_part=True)
-    there.answered(1, (), of_part=False)
-    there.answered(9, "of nobody", of_part=True)
+    there.answered(2, None)
+    there.answered(1, ())
+    there.answered(9, "of nobody")
     assert await both == [(), None]
     with pytest.raises(NodeLost, match="b did not answer within 0 s"):
         await there.ask(GetStatus(), 0.01)
@@ -58,7 +58,7 @@ async def test_a_clock_that_is_wrong() -> None:
             message = sent.pop()
             assert isinstance(message, NodeAsk)
             assert message.request == GetClock()
-            there.answered(message.id, time.time_ns() + HOUR, of_part=True)
+            there.answered(message.id, time.time_ns() + HOUR)
     assert abs(there.offset_ns - HOUR) < 10**9
 
 

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.placement`: where ranks sit, and what is checked of machines before."""
+"""Tests of `nbdist.cluster.node`: where ranks sit, and what is checked of machines before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.cluster.placement import (
+from nbdist.cluster.node import (
     REACHED,
     NoSeats,
     full_size,

@@ -18,8 +18,9 @@ import zmq
 
 from nbdist.cluster.server import NodeServer, Refusals, addresses, listened_at
 from nbdist.cluster.ticket import KeyPair, Ticket, come_with, endpoint
-from nbdist.wire.messages import Leave, Spare, Starting, down_from
-from nbdist.wire.node_messages import NodeHello, NodeUp, node_bytes
+from nbdist.wire.frames import pack, unpack
+from nbdist.wire.messages import Leave, Spare, Starting
+from nbdist.wire.node_messages import NodeHello, NodeUp
 from nbdist.wire.transfer import Kind, Numbered
 from tests.waiting import SOON, until
 
@@ -110,11 +111,11 @@ async def test_agents_come_and_go(opened: Opened) -> None:
     Nothing that is left of one server stands in the way of another.
     """
     with connect(opened.ticket) as link:
-        link.send_multipart(Numbered().message([node_bytes(Starting(3))]))
+        link.send_multipart(Numbered().message([pack(Starting(3))]))
         await until(lambda: opened.said)
         assert opened.said == [Starting(3)]
         opened.server.send(opened.who[0], Leave())
-        assert down_from(await next_message(link)) == Leave()
+        assert unpack(await next_message(link)) == Leave()
         assert (opened.lost, opened.server.refused) == ([], 0)
         link.send_multipart([Numbered().sign(Kind.ENDED), opened.who[0]])
         await until(lambda: opened.lost)
@@ -125,17 +126,17 @@ async def test_an_agent_that_connects_again(opened: Opened) -> None:
     """Each gets once what the other has said meanwhile; one that was given up is told so."""
     ticket, talk = opened.ticket, Numbered()
     with connect(ticket, b"agent") as first:
-        first.send_multipart(talk.message([node_bytes(Starting(0))]))
+        first.send_multipart(talk.message([pack(Starting(0))]))
         await until(lambda: opened.said)
     for rank in (1, 2):
         opened.server.send(b"agent", Spare((rank,)))
-    talk.message([node_bytes(Starting(1))])  # of which nothing arrives
+    talk.message([pack(Starting(1))])  # of which nothing arrives
     with connect(ticket, b"agent") as link:
         link.send_multipart([talk.sign(Kind.AGAIN)])
         for frames in [*talk.again()] * 2:
             link.send_multipart(frames)
         assert [await next_message(link) for _ in range(2)] == [
-            node_bytes(Spare((rank,))) for rank in (1, 2)
+            pack(Spare((rank,))) for rank in (1, 2)
         ]
         await until(lambda: len(opened.said) > 1)
         assert (opened.said, opened.lost) == ([Starting(0), Starting(1)], [])
@@ -159,7 +160,7 @@ async def test_strangers_are_refused_and_counted(opened: Opened) -> None:
         (replace(ticket, keys=own), replace(ticket, server_key=theirs)), 1
     ):
         with connect(wrong, again=False) as link:
-            link.send_multipart(Numbered().message([node_bytes(Starting(1))]))
+            link.send_multipart(Numbered().message([pack(Starting(1))]))
             await until(lambda number=number: server.refused == number)
     with socket.create_connection(("127.0.0.1", ticket.port)) as other:
         other.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
@@ -169,7 +170,8 @@ async def test_strangers_are_refused_and_counted(opened: Opened) -> None:
 
 AGENT = """
 import sys, zmq
-from nbdist.wire.node_messages import node_bytes
+
+from nbdist.wire.frames import pack
 from nbdist.wire.messages import Starting
 from nbdist.wire.transfer import Numbered
 from nbdist.cluster.ticket import come_with, endpoint, ticket_from
@@ -177,7 +179,7 @@ ticket = ticket_from(sys.stdin.buffer.readline())
 link = zmq.Context.instance().socket(zmq.DEALER)
 come_with(link, ticket)
 link.connect(endpoint("127.0.0.1", ticket.port))
-link.send_multipart(Numbered().message([node_bytes(Starting(1))]))
+link.send_multipart(Numbered().message([pack(Starting(1))]))
 while True: link.recv()
 """
 

@@ -23,6 +23,7 @@ from nbdist.cluster.ticket import (
     ticket_from,
     write_join_key,
 )
+from nbdist.errors import UsageError
 
 
 def test_a_ticket_crosses_as_a_line() -> None:
@@ -79,12 +80,12 @@ def test_a_key_is_found_by_the_place_that_is_shown() -> None:
     path = write_join_key(one)
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     places = ["10.0.0.1:4321", "[fd00::1]:4321", "lab.example.org:4321"]
-    assert [find_join_key(place_from(text)) for text in places] == [one] * 3
-    assert find_join_key(place_from("10.0.0.1:4322")) is None
+    assert [find_join_key(place_from(text, "nbdist join")) for text in places] == [one] * 3
+    assert find_join_key(place_from("10.0.0.1:4322", "nbdist join")) is None
     other = ticket("10.0.0.2")
     write_join_key(other)
-    assert find_join_key(place_from("10.0.0.2:4321")) == other
-    assert find_join_key(place_from("lab.example.org:4321")) is None
+    assert find_join_key(place_from("10.0.0.2:4321", "nbdist join")) == other
+    assert find_join_key(place_from("lab.example.org:4321", "nbdist join")) is None
 
 
 def test_a_world_at_an_old_ones_place_has_its_own_key() -> None:
@@ -144,11 +145,11 @@ def test_a_key_that_others_can_read_is_none(tmp_path: Path) -> None:
 )
 def test_what_is_no_place(text: str, why: str) -> None:
     """And why."""
-    with pytest.raises(ValueError, match=why):
-        place_from(text)
+    with pytest.raises(UsageError, match=f"^`nbdist join {text}`: {why}"):
+        place_from(text, "nbdist join")
 
 
 @pytest.mark.parametrize("text", ["a.example.org:1", "10.0.0.1:65535", "[fe80::1%eth0]:4321"])
 def test_a_place_is_written_as_it_is_read(text: str) -> None:
     """IPv6 in brackets."""
-    assert str(place_from(text)) == text
+    assert str(place_from(text, "nbdist join")) == text

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from nbdist.cluster.transfer import Downloads, Refused, Returned, Uploads
+from nbdist.cluster.transfer import Downloads, Returned, Uploads
 from nbdist.output.events import Done, Failure, Moved, Output, Text
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.shared_memory import Segment, open_segment, to_end
@@ -140,9 +140,8 @@ def test_no_room_on_a_node(downloads: Downloads, nodes: Nodes, segment: Segment)
     downloads.add(task, (0, 1))
     nodes.take_all(0)
     downloads.next(1, 0.0)
-    downloads.taken(1, Taken(segment.ref.path, 0, "2 MB are free"), 0.0)
-    assert downloads.refused() == [Refused(task, 1, "2 MB are free")]
-    assert downloads.refused() == downloads.ready() == []
+    assert downloads.taken(1, Taken(segment.ref.path, 0, "2 MB are free"), 0.0) == [task]
+    assert downloads.ready() == []
 
 
 def test_a_node_is_lost(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
@@ -270,7 +269,7 @@ def test_the_end_waits_for_its_values(up: Up, brought: Segment) -> None:
             (0, "a", ended(brought)),
             (0, "", Text("stdout", "late")),
         ]
-        here = head.ref(brought.ref.path)
+        here = head.places([brought.ref])[brought.ref.path]
         assert here is not None
         assert open_segment(here)[0] == open_segment(brought.ref)[0]
     assert repr(up.returns) == "<Uploads of ranks [], <Sending 0 bytes, 0 of 7 under way>>"

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.terminal.console`: the command `nbdist` as people type it."""
+"""Tests of `nbdist.terminal.__main__`: the command `nbdist` as people type it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.notebook.command import find_commands
-from nbdist.terminal.console import main
+from nbdist.terminal.__main__ import main
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 from tests.waiting import SOON

@@ -9,7 +9,7 @@ import yaml
 
 from nbdist.cluster.ticket import Place
 from nbdist.errors import UsageError
-from nbdist.terminal.console import main
+from nbdist.terminal.__main__ import main
 from nbdist.terminal.kubernetes import Mount, Pods, manifest, mount_asked
 
 PODS = Pods(

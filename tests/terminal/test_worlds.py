@@ -14,20 +14,20 @@ import psutil
 import pytest
 
 from nbdist import __version__
-from nbdist.terminal.console import main
+from nbdist.terminal.__main__ import main
 from nbdist.terminal.worlds import (
     HEADINGS,
     LOOK_TIMEOUT,
     NONE,
-    CpuMeter,
+    Before,
     as_lines,
+    cpu_since,
     printable,
     row_of,
     table,
     title,
 )
-from nbdist.wire.door import DOOR, Look, WorldInfo
-from nbdist.wire.views import Place, WorkerStatus
+from nbdist.wire.views import DOOR, Look, Place, WorkerStatus, WorldInfo
 from nbdist.world import agents
 from nbdist.world.agents import Found, Worlds, runtime_folders
 from nbdist.world.world import World
@@ -252,10 +252,10 @@ def test_lines_fit():
 
 def test_processor_time():
     """Per cent of a core between two looks; a new process under an old number starts at nothing."""
-    meter = CpuMeter()
-    assert meter.read(SEEN) == {}
+    before: Before = {}
+    assert cpu_since(before, SEEN) == {}
     later = replace(SEEN, at=12.0, ranks=(replace(BUSY, cpu_seconds=3.0), IDLE))
-    assert meter.read(later) == {0: 100.0, 1: 0.0}
-    assert meter.read(later) == {}
+    assert cpu_since(before, later) == {0: 100.0, 1: 0.0}
+    assert cpu_since(before, later) == {}
     anew = replace(SEEN, at=13.0, ranks=(replace(BUSY, cpu_seconds=0.5),))
-    assert meter.read(anew) == {0: 0.0}
+    assert cpu_since(before, anew) == {0: 0.0}

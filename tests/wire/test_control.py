@@ -10,7 +10,7 @@ import pytest
 
 from nbdist.wire import control
 from nbdist.wire.control import Candidate, Completions
-from nbdist.wire.frames import BadFrame
+from nbdist.wire.frames import BadFrame, pack, unpack
 from nbdist.wire.views import Begun, Collective, Place, StackFrame
 
 PLACE = Place(3, "all_reduce", {"0": 2}, begun=(Begun("0", 1, "all_reduce", "[2]"),))
@@ -46,13 +46,13 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.parametrize("request_", REQUESTS, ids=repr)
 def test_requests_arrive_equal(request_: control.Request) -> None:
     """A worker gets what its agent has asked for."""
-    assert control.request_from([memoryview(control.pack(request_))]) == request_
+    assert unpack(memoryview(pack(request_))) == request_
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=repr)
 def test_answers_arrive_equal(answer: control.Answer) -> None:
     """The agent gets what a worker has answered."""
-    assert control.answer_from([memoryview(control.pack(answer))]) == answer
+    assert control.answer_from([memoryview(pack(answer))]) == answer
 
 
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)

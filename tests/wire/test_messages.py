@@ -6,6 +6,7 @@ import pytest
 
 from nbdist.output.events import Clear, Died, Display, Done, Failure, Skipped, Text, Update
 from nbdist.values.payload import Payload
+from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import (
     Answer,
     Ask,
@@ -22,9 +23,6 @@ from nbdist.wire.messages import (
     StopWorld,
     Up,
     WorldStarted,
-    down_from,
-    to_bytes,
-    up_from,
 )
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.views import WorkerStatus
@@ -69,10 +67,10 @@ UP: list[Up] = [
 @pytest.mark.parametrize("message", DOWN, ids=repr)
 def test_what_goes_down_arrives_equal(message: Down):
     """The agent gets what the notebook sent."""
-    assert down_from(to_bytes(message)) == message
+    assert unpack(pack(message)) == message
 
 
 @pytest.mark.parametrize("message", UP, ids=repr)
 def test_what_comes_up_arrives_equal(message: Up):
     """The notebook gets what an agent sent."""
-    assert up_from(to_bytes(message)) == message
+    assert unpack(pack(message)) == message

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.seats import Position
+from nbdist.topology import Position
 from nbdist.values.shared_memory import SegmentRef
+from nbdist.wire.frames import pack
 from nbdist.wire.node_messages import (
     CallOff,
     NodeAnswer,
@@ -14,10 +15,8 @@ from nbdist.wire.node_messages import (
     NodeHello,
     StoreAnswer,
     StoreAsk,
-    node_bytes,
-    node_down_from,
     node_frames,
-    node_up_from,
+    node_message_from,
     processes,
 )
 from nbdist.wire.store import Add
@@ -31,13 +30,13 @@ FACTS = NodeFacts("a", 0, "10.0.0.1", 4000, 2, ("0",), "/python", {})
 )
 def test_what_goes_up(message: NodeHello | NodeAnswer | StoreAsk) -> None:
     """It arrives as it was."""
-    assert node_up_from(node_bytes(message)) == message
+    assert node_message_from(pack(message)) == message
 
 
 @pytest.mark.parametrize("message", [NodeAsk(1, CallOff(3)), StoreAnswer(2, 5)])
 def test_what_goes_down(message: NodeAsk | StoreAnswer) -> None:
     """So does this."""
-    assert node_down_from(node_bytes(message)) == message
+    assert node_message_from(pack(message)) == message
 
 
 def test_bytes_of_a_big_value() -> None:
@@ -45,9 +44,8 @@ def test_bytes_of_a_big_value() -> None:
     piece = Piece(SegmentRef("/proc/1/fd/2#3", (9,)), 4, b"bytes")
     frame, data = node_frames(piece)
     assert data is piece.data
-    assert node_up_from(bytes(frame), memoryview(data)) == piece
-    assert node_down_from(bytes(frame), memoryview(data)) == piece
-    assert node_frames(NodeAnswer(1, "x")) == [node_bytes(NodeAnswer(1, "x"))]
+    assert node_message_from(bytes(frame), memoryview(data)) == piece
+    assert node_frames(NodeAnswer(1, "x")) == [pack(NodeAnswer(1, "x"))]
 
 
 def test_processes_by_rank() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.seats import Position, Seat, fill
+from nbdist.topology import Position, Seat, seat_more
 from nbdist.wire import spec
 from nbdist.wire.spec import (
     NBDIST_DECIDES,
@@ -44,7 +44,7 @@ def test_command_of_a_spawned_worker() -> None:
 def test_seats_of_a_world() -> None:
     """On one node all, on several so many each."""
     assert WRAPPED.seat(3) == Seat(3, 4, 0, 1)
-    assert replace(WRAPPED, seats=fill((2, 2))).seat(3) == Seat(1, 2, 1, 2)
+    assert replace(WRAPPED, seats=seat_more((), (2, 2), 4)).seat(3) == Seat(1, 2, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_files_of_a_worker() -> None:
 
 def test_one_node_of_several() -> None:
     """It has its own ranks, and shows each all GPUs that it has; simulated ones share."""
-    world = replace(WRAPPED, seats=(Position(0, 0), Position(1, 0), *fill((2,))[1:]), world_size=3)
+    world = replace(WRAPPED, seats=(Position(0, 0), Position(1, 0), Position(0, 1)), world_size=3)
     real = replace(world, node=0, gpus=("0", "1"))
     assert (real.here, real.gpus_of(2)) == ((0, 2), ("0", "1"))
     assert (replace(real, node=1).here, replace(real, node=None).here) == ((1,), (0, 1, 2))
@@ -126,7 +126,7 @@ SPEC = WorldSpec(
     "/bin/py",
     ("4", "5", "6"),
     "run",
-    seats=fill((2, 2)),
+    seats=seat_more((), (2, 2), 4),
 )
 
 

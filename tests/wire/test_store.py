@@ -25,7 +25,6 @@ from nbdist.wire.store import (
     Delete,
     Get,
     HostedStore,
-    KeyValues,
     Operation,
     Refused,
     Set,
@@ -99,11 +98,19 @@ def test_garbage(frame: bytes) -> None:
         answer_from(frame)
 
 
-def done(values: KeyValues, operation: Operation) -> Answer:
-    """The one answer, to the one who asks."""
-    ((asker, answer),) = values.take("me", operation)
-    assert asker == "me"
-    return answer
+def on_loop(test: Callable[[HostedStore], Awaitable[None]]) -> None:
+    """Run it with a new store."""
+
+    async def main() -> None:
+        async with asyncio.timeout(SOON):
+            await test(HostedStore())
+
+    asyncio.run(main())
+
+
+def waiting(store: HostedStore, operation: Operation) -> asyncio.Task[Answer]:
+    """Somebody asks, and is not answered yet."""
+    return asyncio.ensure_future(store.ask(operation))
 
 
 # --- the same as torch's stores ---------------------------------------------------------------
@@ -134,7 +141,6 @@ def in_torch(store: Store, operation: Operation) -> object:
 def test_the_same_as_a_store_of_torch(tmp_path: Path, kind: str) -> None:
     """Each operation in turn, on keys that are there and keys that are not."""
     store: Store = FileStore(str(tmp_path / "store"), 1) if kind == "file" else HashStore()
-    values = KeyValues()
     operations: list[Operation] = [
         Wait(("a",)),
         Set({"a": b"1"}),
@@ -162,19 +168,26 @@ def test_the_same_as_a_store_of_torch(tmp_path: Path, kind: str) -> None:
             Append("other", b"o"),
             Get(("a", "other"), 1.0),
         ]
-    for number, operation in enumerate(operations):
-        answer = done(values, operation)
-        assert answer == in_torch(store, operation), f"{number}: {operation}"
+
+    async def test(mine: HostedStore) -> None:
+        for number, operation in enumerate(operations):
+            answer = await mine.ask(operation)
+            assert answer == in_torch(store, operation), f"{number}: {operation}"
+
+    on_loop(test)
 
 
 def test_what_holds_no_number() -> None:
     """Nothing is added to it, and it stays."""
-    values = KeyValues()
-    done(values, Set({"key": b"text"}))
-    answer = done(values, Add("key", 1))
-    assert answer == Refused("key holds b'text', to which no number can be added")
-    assert done(values, Get(("key",), 0)) == (b"text",)
-    assert done(values, Count()) == 1
+
+    async def test(store: HostedStore) -> None:
+        await store.ask(Set({"key": b"text"}))
+        answer = await store.ask(Add("key", 1))
+        assert answer == Refused("key holds b'text', to which no number can be added")
+        assert await store.ask(Get(("key",), 0)) == (b"text",)
+        assert await store.ask(Count()) == 1
+
+    on_loop(test)
 
 
 # --- waits -------------------------------------------------------------------------------------
@@ -182,14 +195,16 @@ def test_what_holds_no_number() -> None:
 
 def test_a_wait_is_answered_when_its_keys_are_there() -> None:
     """All of them, by whatever brings the last one, to all who wait for it."""
-    values = KeyValues()
-    assert [*values.take("a", Wait(("1", "2"), 9.0))] == []
-    assert [*values.take("b", Get(("2",), 9.0))] == []
-    assert [*values.take("c", Set({"1": b"x"}))] == [("c", None)]
-    assert repr(values) == "<KeyValues 1 keys, 2 wait>"
-    assert [*values.take("c", Add("2", 3))] == [("c", 3), ("a", True), ("b", (b"3",))]
-    assert [*values.take("c", Set({"1": b"x", "2": b"y"}))] == [("c", None)]
-    assert repr(values) == "<KeyValues 2 keys, 0 wait>"
+
+    async def test(store: HostedStore) -> None:
+        a, b = waiting(store, Wait(("1", "2"), SOON)), waiting(store, Get(("2",), SOON))
+        assert await store.ask(Set({"1": b"x"})) is None
+        await until(lambda: repr(store) == "<HostedStore 1 keys, 2 wait>")
+        assert await store.ask(Add("2", 3)) == 3
+        assert (await a, await b) == (True, (b"3",))
+        assert repr(store) == "<HostedStore 2 keys, 0 wait>"
+
+    on_loop(test)
 
 
 @pytest.mark.parametrize(
@@ -197,38 +212,34 @@ def test_a_wait_is_answered_when_its_keys_are_there() -> None:
 )
 def test_whatever_brings_a_key(operation: Operation) -> None:
     """It ends waits."""
-    values = KeyValues()
-    assert [*values.take("a", Get(("key",), 9.0))] == []
-    assert ("a", (b"v",)) in [*values.take("b", operation)]
+
+    async def test(store: HostedStore) -> None:
+        waits = waiting(store, Get(("key",), SOON))
+        await until(lambda: "1 wait" in repr(store))
+        await store.ask(operation)
+        assert await waits == (b"v",)
+
+    on_loop(test)
 
 
 def test_a_key_that_is_deleted_while_another_is_waited_for() -> None:
     """The wait goes on for it."""
-    values = KeyValues()
-    done(values, Set({"1": b""}))
-    assert [*values.take("a", Wait(("1", "2"), 9.0))] == []
-    assert done(values, Delete("1")) is True
-    assert done(values, Set({"2": b""})) is None
-    assert [*values.take("me", Set({"1": b""}))] == [("me", None), ("a", True)]
 
+    async def test(store: HostedStore) -> None:
+        await store.ask(Set({"1": b""}))
+        waits = waiting(store, Wait(("1", "2"), SOON))
+        await until(lambda: "1 wait" in repr(store))
+        assert await store.ask(Delete("1")) is True
+        await store.ask(Set({"2": b""}))
+        assert "1 wait" in repr(store)
+        await store.ask(Set({"1": b""}))
+        await store.ask(Delete("1"))  # it was there, and the wait is over
+        assert await waits is True
 
-def test_who_gives_up() -> None:
-    """It is answered that the keys have not come, and not again when they do."""
-    values = KeyValues()
-    assert [*values.take("a", Wait(("1",), 9.0)), *values.take("b", Get(("1",), 9.0))] == []
-    assert (values.give_up("a"), values.give_up("b"), values.give_up("c")) == (False, None, None)
-    assert done(values, Set({"1": b""})) is None
+    on_loop(test)
 
 
 # --- many at once ------------------------------------------------------------------------------
-
-
-def on_loop(test: Callable[[HostedStore], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(SOON):
-            await test(HostedStore())
-
-    asyncio.run(main())
 
 
 def test_a_wait_has_an_end() -> None:
@@ -241,7 +252,7 @@ def test_a_wait_has_an_end() -> None:
         await until(lambda: "1 wait" in repr(store))
         gone.cancel()
         await asyncio.wait({gone})
-        assert repr(store) == "<HostedStore <KeyValues 0 keys, 0 wait>>"
+        assert repr(store) == "<HostedStore 0 keys, 0 wait>"
 
     on_loop(test)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.values.payload import Payload, SegmentRef
+from nbdist.wire.frames import pack
 from nbdist.wire.work import (
     LONGEST_MARK,
     Attempt,
@@ -20,7 +21,7 @@ from nbdist.wire.work import (
     mark,
     mark_pattern,
     mark_value,
-    unpack,
+    task_from,
 )
 
 SOURCE = Task(
@@ -51,7 +52,7 @@ REST = Task(
 @pytest.mark.parametrize("task", [SOURCE, SCRIPT, CALL, REST], ids=repr)
 def test_what_is_packed_comes_out_equal(task: Task) -> None:
     """A worker gets what the notebook has packed."""
-    assert unpack(task.pack()) == task
+    assert task_from(pack(task)) == task
 
 
 def test_what_people_see_of_the_work() -> None:

@@ -13,6 +13,7 @@ from jupyter_client.session import Session
 
 from nbdist.output.events import Failure
 from nbdist.wire import control
+from nbdist.wire.frames import pack
 from nbdist.world.hangs import ABORTED
 from nbdist.world.world import World
 from tests.waiting import SOON
@@ -37,7 +38,7 @@ class Asker:
         self._session.send(self._socket, control.REQUEST, buffers=[*buffers])
 
     def ask(self, request: control.Request) -> control.Answer:
-        self.send(control.pack(request))
+        self.send(pack(request))
         assert self._socket.poll(SOON * 1000), "there is no answer"
         _, reply = self._session.recv(self._socket)
         assert reply["msg_type"] == control.REPLY

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nbdist.output.events import Done
-from nbdist.wire.frames import FrameCutter, framed
+from nbdist.wire.frames import FrameCutter, framed, pack
 from nbdist.wire.work import CatchUp, Finished, InputReply, Source, Task
 from nbdist.worker.main import Tasks
 from nbdist.worker.process import Interrupts
@@ -97,7 +97,7 @@ def served(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
 
 
 def task(name: str) -> bytes:
-    return framed(Task(name, (0,), Source(name)).pack())
+    return framed(pack(Task(name, (0,), Source(name))))
 
 
 def done(_: str) -> Done:
@@ -189,7 +189,7 @@ def test_what_somebody_types(served: Callable[..., Kernel]) -> None:
             each.start()
         requests = await agent.hear(2)
         assert {request.number for request in requests} == {2, 3}
-        stream = b"".join(framed(InputReply(number, str(number)).pack()) for number in (9, 3, 2))
+        stream = b"".join(framed(pack(InputReply(number, str(number)))) for number in (9, 3, 2))
         agent.end.sendall(stream[:-7])
         agent.end.sendall(stream[-7:] + task("second"))
         await until(lambda: not any(map(threading.Thread.is_alive, asking)))
@@ -206,7 +206,7 @@ def test_catching_up(served: Callable[..., Kernel]) -> None:
         tasks.catch_up()  # there is no connection yet: nobody could answer
         agent.end.sendall(task("first"))
         await agent.hear(1)
-        for end in (framed(InputReply(2).pack()), b""):
+        for end in (framed(pack(InputReply(2))), b""):
             waiting = threading.Thread(target=tasks.catch_up)
             waiting.start()
             (asked,) = await agent.hear(1)

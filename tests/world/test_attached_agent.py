@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nbdist import __version__
-from nbdist.wire.door import Accepted, WorldInfo
+from nbdist.wire.views import Accepted, WorldInfo
 from nbdist.world.agents import AttachedAgent, Found
 
 pytestmark = pytest.mark.own_agent

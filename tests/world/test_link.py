@@ -16,7 +16,8 @@ import zmq
 from nbdist import __version__
 from nbdist.errors import AgentLost, StartError
 from nbdist.output.events import Text
-from nbdist.wire.messages import Answer, GetStatus, Hello, Outputs, to_bytes
+from nbdist.wire.frames import pack
+from nbdist.wire.messages import Answer, GetStatus, Hello, Outputs
 from nbdist.world.link import Link
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
@@ -27,10 +28,10 @@ SENT: dict[str, list[bytes]] = {
     "garbage": [b"garbage"],
     "many frames": [b"a", b"b", b"c"],
     "a pickle that runs code": [b"cposix\nabort\n(tR."],
-    "a hello": [to_bytes(Hello("0", 1, "nowhere"))],
-    "an answer": [to_bytes(Answer(1, None))],
-    "outputs": [to_bytes(Outputs(((7, "", Text("stdout", "from nobody")),)))],
-    "outputs that are none": [to_bytes(Outputs((3,)))],  # type: ignore[arg-type]
+    "a hello": [pack(Hello("0", 1, "nowhere"))],
+    "an answer": [pack(Answer(1, None))],
+    "outputs": [pack(Outputs(((7, "", Text("stdout", "from nobody")),)))],
+    "outputs that are none": [pack(Outputs((3,)))],  # type: ignore[arg-type]
 }
 
 

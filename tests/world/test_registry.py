@@ -16,8 +16,8 @@ import pytest
 from nbdist import __version__
 from nbdist.errors import UsageError
 from nbdist.system.folders import PREFIX
-from nbdist.wire.door import DOOR, Describe, WorldInfo
 from nbdist.wire.spec import Versions, versions_here
+from nbdist.wire.views import DOOR, Describe, WorldInfo
 from nbdist.world import agents
 from nbdist.world.agents import Asking, Found, runtime_folders, to_attach, worlds
 from nbdist.world.world import World

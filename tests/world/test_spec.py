@@ -12,7 +12,7 @@ import pytest
 from nbdist import topology
 from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology, NotEnoughGpus, UsageError
-from nbdist.seats import Position, fill
+from nbdist.topology import Position, seat_more
 from nbdist.wire.spec import NBDIST_SETS, WorldSpec, torchrun_variables
 from nbdist.world import spec
 from nbdist.world.spec import Here, make_spec, parse_line, read_env_file, scaled, wanted_elsewhere
@@ -225,12 +225,12 @@ def test_simulated_nodes_are_scaled_as_they_were() -> None:
     """Fewer ranks leave room that later ones take; more than there is room for get new nodes."""
     config = WorldConfig(layout="2x2")
     spec = make_spec(config, "run", HERE)[0]
-    assert spec.seats == fill((2, 2))
+    assert spec.seats == seat_more((), (2, 2), 4)
     one = scaled(spec, config, 1, 8)[0]
     assert (one.seat(0).nodes, one.seat(0).local_world_size) == (1, 1)
-    assert scaled(one, config, 3, 8)[0].seats == fill((2, 2), 3)
-    assert scaled(one, config, 5, 8)[0].seats == fill((2, 2, 2), 5)
-    assert make_spec(WorldConfig(3, layout="2x2"), "run", HERE)[0].seats == fill((2, 2), 3)
+    assert scaled(one, config, 3, 8)[0].seats == seat_more((), (2, 2), 3)
+    assert scaled(one, config, 5, 8)[0].seats == seat_more((), (2, 2, 2), 5)
+    assert make_spec(WorldConfig(3, layout="2x2"), "run", HERE)[0].seats == seat_more((), (2, 2), 3)
 
 
 def test_what_a_launcher_is_told() -> None:
@@ -262,7 +262,7 @@ def test_a_world_elsewhere_is_not_judged_by_this_machine(monkeypatch: pytest.Mon
     config = WorldConfig(hosts="a:4,b:2", gpus="0,1", env={"LD_LIBRARY_PATH": "/x"})
     spec, said = make_spec(config, "run", HERE)
     assert (spec.gpus, spec.gpus_asked, spec.use_fork_server, said) == ((), "0,1", False, "")
-    there = replace(spec, backend="nccl", seats=fill((4, 2)), world_size=6)
+    there = replace(spec, backend="nccl", seats=seat_more((), (4, 2), 6), world_size=6)
     assert scaled(there, config, 5) == (replace(there, world_size=5), "")
     with pytest.raises(UsageError, match="`-n 7 --hosts a:4,b:2`: the hosts have room for 6 w"):
         scaled(there, config, 7)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import BadRanks, UsageError, WorkerDied, WorkerError
-from nbdist.seats import Position
+from nbdist.topology import Position
 from nbdist.wire.node_messages import Processes, processes
 from nbdist.world.recovery import scaled_text
 from nbdist.world.states import (

@@ -11,7 +11,7 @@ import pytest
 
 from nbdist.config import WorldConfig
 from nbdist.errors import WorldNotStarted
-from nbdist.seats import Position
+from nbdist.topology import Position
 from nbdist.wire.messages import Healed
 from nbdist.wire.work import Surroundings
 from nbdist.world.spec import NotebookSurroundings, make_spec

@@ -39,7 +39,7 @@ from nbdist.output.wording import (
 )
 from nbdist.readers import number_of_seconds, whole_number
 from nbdist.topology import parse_ranks
-from nbdist.wire.logs import GetLogs, LogTail, read_logs
+from nbdist.wire.files import GetLogs, LogTail, read_logs
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
 from nbdist.wire.views import Stack
 from nbdist.words import count, format_ranks, name_ranks

@@ -11,8 +11,8 @@ import pytest
 
 from nbdist.agent.worker_output import WorkerLog
 from nbdist.notebook.commands.inspect import last_lines
-from nbdist.wire import logs
-from nbdist.wire.logs import (
+from nbdist.wire import files as logs
+from nbdist.wire.files import (
     BLOCK,
     LONGEST,
     MOVED,
