@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import signal
+import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
 from tests.hosts.network import Host
-from tests.hosts.pauses import PARTS, kept
-from tests.hosts.worlds import check_whole, new_world
+from tests.hosts.worlds import SUM, agent_on, check_whole, new_world
 
 pytestmark = pytest.mark.shared_world
 
@@ -37,11 +39,28 @@ def world(started: World, hosts: list[Host]) -> World:
     return started
 
 
-@pytest.mark.parametrize("part", PARTS)
+def pause(part: str, world: World, host: Host) -> None:
+    """Have the head, the agent of a host, or its cable stand still."""
+    if part == "cable":
+        host.link_down()
+        time.sleep(PAUSE)
+        host.link_up()
+        return
+    guard = world.session.link.agents[0].pid if part == "head" else agent_on(host)
+    (paused, *_) = psutil.Process(guard).children()
+    paused.send_signal(signal.SIGSTOP)
+    time.sleep(PAUSE)
+    paused.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("part", ["head", "agent", "cable"])
 def test_a_short_pause(part: str, world: World, hosts: list[Host]) -> None:
     """No rank loses anything."""
     pids = dict(world.pids)
-    assert kept(world, hosts[1], PARTS[part], PAUSE) == [0, 1, 2, 3]
+    world.execute("kept = rank")
+    pause(part, world, hosts[1])
+    world.execute(SUM)
+    assert world.gather("kept") == [0, 1, 2, 3]
     assert world.pids == pids
 
 

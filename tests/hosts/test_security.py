@@ -250,21 +250,6 @@ def test_a_stranger_with_no_key(
     goes_on(world, 4)
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [b"GET / HTTP/1.1\r\n\r\n" * 100, os.urandom(1 << 16), b"\xff" + bytes(8) + b"\x7f\x03"],
-    ids=["HTTP", "random", "half a greeting"],
-)
-def test_garbage(
-    world: World, spy: Spy, network: Network, hosts: list[Host], garbage: bytes
-) -> None:
-    """It ends its own connection; the world goes on."""
-    world.execute("kept = 2")
-    with socket.create_connection((network.address, spy.ticket.port), timeout=3) as stranger:
-        stranger.sendall(garbage)
-        goes_on(world, 2)
-
-
 def test_a_replay(world: World, spy: Spy, network: Network, hosts: list[Host]) -> None:
     """What an agent has sent in its connection is worth nothing in another one."""
     world.execute("kept = 3")

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.errors import UsageError, WorkerError
+from nbdist.errors import ScaleError, UsageError, WorkerError
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.attacks.test_open_files import TAKE_ALL
 from tests.attacks.test_too_much import displays_that_nobody_takes
 from tests.hosts.launched import (
     KEPT,
+    PLACES,
+    WHERE,
     Launched,
-    can_be_scaled,
     has_torchruns_variables,
     inherited,
     is_clean,
@@ -118,8 +119,17 @@ def test_displays_of_another_host(world: World, hosts: list[Host], network: Netw
 
 
 def test_scale(world: World) -> None:
-    """Fewer, and as many again; not more than there is room for."""
-    can_be_scaled(world)
+    """Fewer, and as many again; what the hosts have no room for is refused in a line."""
+    world.scale(1)
+    check_whole(world, 1)
+    world.scale(4)
+    check_whole(world)
+    assert world.gather(WHERE) == PLACES
+    assert world.gather("globals().get('kept')") == [10, None, None, None]
+    with pytest.raises((ScaleError, UsageError), match=r"room for 4|4 .* have room") as refused:
+        world.scale(6)
+    assert "\n" not in str(refused.value)
+    check_whole(world)
 
 
 def test_files_that_hosts_do_not_have(
