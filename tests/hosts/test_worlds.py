@@ -6,6 +6,7 @@ How worlds of other launchers live is in `test_slurm.py`, `test_ray.py` and `tes
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import ScaleError, UsageError, WorkerError
+from nbdist.terminal.worlds import kill_world
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.attacks.test_open_files import TAKE_ALL
@@ -25,13 +27,14 @@ from tests.hosts.launched import (
     has_torchruns_variables,
     inherited,
     is_clean,
+    named,
     other_notebook,
     survives_an_agent,
     trains,
 )
 from tests.hosts.network import Host, Network
 from tests.hosts.worlds import agent_on, check_whole
-from tests.waiting import press_stop
+from tests.waiting import press_stop, wait_until
 
 pytestmark = pytest.mark.shared_world
 
@@ -42,6 +45,17 @@ def test_a_notebook_that_is_killed(path: None, hosts: list[Host], network: Netwo
     """Its workers end with it, whatever they do, on all hosts."""
     with other_notebook(SSH, "/nowhere"):
         assert all(host.left() for host in hosts[:2])
+    is_clean(SSH, network)
+
+
+def test_a_world_that_nobody_has(path: None, hosts: list[Host], network: Network) -> None:
+    """`nbdist kill` leaves nothing of it on any host."""
+    name = f"killed-{os.getpid()}"
+    with other_notebook(SSH, "/nowhere", name=name, detach=True):
+        wait_until(lambda: named(name), "it can be found")
+    wait_until(lambda: named(name)[0].is_detached, "its notebook is gone")
+    assert all(host.left() for host in hosts[:2])
+    assert kill_world(name) == 0
     is_clean(SSH, network)
 
 
