@@ -23,7 +23,7 @@ def test_it_is_ended(tmp_path: Path) -> None:
 
     Each test with its outcome, what it measured, and on what machine that was.
     """
-    only = ["--only", "freeing,kills", "-k", "collective_of_all and gloo or grows"]
+    only = ["--only", "stop,kills", "-k", "everything and gloo and Python or grows"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.gpu", "--out", str(tmp_path), "--device", "cpu", *only],
         cwd=command.ROOT,
@@ -39,15 +39,15 @@ def test_it_is_ended(tmp_path: Path) -> None:
         assert process.wait(SOON) == 1
     report = json.loads((tmp_path / "report.json").read_text())
     passed, *others = report["tests"]
-    assert (passed["file"], passed["outcome"]) == ("test_freeing", "passed")
+    assert (passed["file"], passed["outcome"]) == ("test_stop", "passed")
     assert passed["seconds"] > 0
     assert {test["outcome"] for test in others} <= {"cut off", "not run"}
     (figure,) = passed["figures"]
-    assert figure == "gloo: rank 1 raises, 3 in an all_reduce: to idle"
+    assert figure == "gloo: Stop, Python code"
     assert report["facts"]["torch"][0].isdigit()
     page = (tmp_path / "report.md").read_text()
     assert f"| {figure} | {passed['figures'][figure]} |" in page
-    assert "| test_freeing | test_the_first_collective_of_all[gloo] |" in page
+    assert "| test_stop | test_stop_keeps_everything[gloo-Python code] |" in page
 
 
 def test_every_file_is_in_the_order() -> None:
