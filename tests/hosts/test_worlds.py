@@ -7,22 +7,18 @@ How worlds of other launchers live is in `test_slurm.py`, `test_ray.py` and `tes
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nbdist.errors import ScaleError, UsageError, WorkerError
+from nbdist.errors import UsageError, WorkerError
 from nbdist.terminal.worlds import kill_world
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.attacks.test_open_files import TAKE_ALL
 from tests.attacks.test_too_much import displays_that_nobody_takes
 from tests.hosts.launched import (
-    KEPT,
-    PLACES,
-    WHERE,
     Launched,
     has_torchruns_variables,
     inherited,
@@ -34,7 +30,7 @@ from tests.hosts.launched import (
 )
 from tests.hosts.network import Host, Network
 from tests.hosts.worlds import agent_on, check_whole
-from tests.waiting import press_stop, wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.shared_world
 
@@ -99,21 +95,6 @@ def test_a_group_of_the_users_own(world: World) -> None:
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
-def test_stop(world: World) -> None:
-    """Ranks on all hosts leave a loop, or a collective."""
-    for source in (
-        "import time\nwhile True: time.sleep(0.01)",
-        "if rank: dist.barrier()\nelse: time.sleep(99)",
-    ):
-        pressing = threading.Timer(1.0, press_stop)
-        pressing.start()
-        with pytest.raises(KeyboardInterrupt):
-            world.execute(source)
-        pressing.join()
-    check_whole(world)
-    assert world.gather("kept") == KEPT
-
-
 def test_a_rank_at_a_limit_of_its_own(world: World) -> None:
     """By `ulimit` it cannot meet the ranks of either host again: it alone is restarted."""
     pids = dict(world.pids)
@@ -130,20 +111,6 @@ def test_a_rank_at_a_limit_of_its_own(world: World) -> None:
 def test_displays_of_another_host(world: World, hosts: list[Host], network: Network) -> None:
     """They are kept there up to a limit, as at home, and the memory is given back."""
     displays_that_nobody_takes(world, agent_on(hosts[1]), network.folder / "shown")
-
-
-def test_scale(world: World) -> None:
-    """Fewer, and as many again; what the hosts have no room for is refused in a line."""
-    world.scale(1)
-    check_whole(world, 1)
-    world.scale(4)
-    check_whole(world)
-    assert world.gather(WHERE) == PLACES
-    assert world.gather("globals().get('kept')") == [10, None, None, None]
-    with pytest.raises((ScaleError, UsageError), match=r"room for 4|4 .* have room") as refused:
-        world.scale(6)
-    assert "\n" not in str(refused.value)
-    check_whole(world)
 
 
 def test_files_that_hosts_do_not_have(
