@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import __main__ as command
-from tests.gpu.report import Report, write_metadata
+from tests.gpu.report import Report, results_of, write_metadata
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -31,9 +31,8 @@ def test_it_is_ended(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
     )
     try:
-        wait_until(
-            lambda: '"outcome": "passed"' in _text(tmp_path / "report.json"), timeout=2 * SOON
-        )
+        said = tmp_path / "test_stop.jsonl"
+        wait_until(lambda: said.exists() and '"passed"' in said.read_text(), timeout=2 * SOON)
     finally:
         process.terminate()
         assert process.wait(SOON) == 1
@@ -69,20 +68,18 @@ def test_metadata_of_a_checkout(tmp_path: Path) -> None:
     assert entries(found) == entries(installed)
 
 
-def test_a_report_can_be_written_at_any_moment(tmp_path: Path) -> None:
+def test_what_is_reported() -> None:
     """Before a file has said its tests, in the midst of one, and after a crash."""
-    report = Report(tmp_path, "cuda", 1.0, {"GPUs": ["a | b"]})
-    report.begin("test_x")
-    assert "| test_x |  | 0.0 | it has not said its tests |" in (tmp_path / "report.md").read_text()
-    say = [
+    (nothing,) = results_of("test_x", [], "no time was left")
+    assert (nothing.test, nothing.outcome, nothing.note) == ("", "not run", "no time was left")
+    said = [
         {"tests": ["a", "b", "c"]},
         {"begun": "a"},
         _ended("a", "passed", {"time": "3 s"}),
         {"begun": "b"},
     ]
-    for line in say:
-        report.take("test_x", json.dumps(line))
-    report.ended("test_x", -11, cut=False)
+    results = results_of("test_x", map(json.dumps, said), "pytest ended with code -11")
+    report = Report("cuda", 1.0, {"GPUs": ["a | b"]}, results)
     assert report.counts == {"passed": 1, "cut off": 1, "not run": 1}
     assert not report.is_good
     page = report.as_markdown()
@@ -102,18 +99,12 @@ def test_a_report_can_be_written_at_any_moment(tmp_path: Path) -> None:
         ([("call", "failed"), ("teardown", "failed")], "error"),
     ],
 )
-def test_how_a_test_ended(tmp_path: Path, lines: list[tuple[str, str]], outcome: str) -> None:
+def test_how_a_test_ended(lines: list[tuple[str, str]], outcome: str) -> None:
     """In its call, or in what was done before and after it."""
-    report = Report(tmp_path, "cuda", 1.0, {})
-    report.take("test_x", json.dumps({"tests": ["a"]}))
-    for when, how in lines:
-        report.take("test_x", json.dumps({**_ended("a", how, {}), "when": when, "note": "E  bad"}))
-    assert report.counts == {outcome: 1}
-    assert report.is_good == (outcome == "skipped")
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    ends = [{**_ended("a", how, {}), "when": when, "note": "E  bad"} for when, how in lines]
+    results = results_of("test_x", map(json.dumps, [{"tests": ["a"]}, *ends]), "")
+    assert [each.outcome for each in results] == [outcome]
+    assert Report("cuda", 1.0, {}, results).is_good == (outcome == "skipped")
 
 
 def _ended(test: str, outcome: str, figures: dict[str, str]) -> dict[str, Any]:
