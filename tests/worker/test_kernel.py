@@ -191,6 +191,22 @@ def test_what_people_at_a_terminal_have(world: World) -> None:
     assert world.gather("get_ipython().history_manager.enabled") == [False, False]
 
 
+SHELL = """
+import rich, rich.console
+kind = type(get_ipython())
+is_notebook = kind.__name__ == "ZMQInteractiveShell" and "ipykernel.zmqshell" in str(kind)
+is_rich_of_a_page = rich.get_console().is_jupyter or rich.console.Console().is_jupyter
+has_bars_of_a_page = "IPKernelApp" in get_ipython().config
+"""
+
+
+def test_the_shell_is_that_of_a_notebook(world: World) -> None:
+    """Libraries find out by its class; those that draw bars are not to use widgets."""
+    world.execute(SHELL)
+    found = world.gather("is_notebook, is_rich_of_a_page, has_bars_of_a_page")
+    assert found == [(True, False, False)] * 2
+
+
 def test_reset(world: World) -> None:
     """Variables are gone; what every worker has from its start is there again."""
     world.execute("x = 1; rank = 'mine'; del dist")

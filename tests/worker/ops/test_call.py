@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 from IPython.core.events import EventManager, available_events
 
-from nbdist.errors import WorkerError
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.pickling import pickle
-from nbdist.wire.work import Call
 from nbdist.worker.namespace import Context, Namespace, VariableError
 from nbdist.worker.ops.call import LentNames, call
-from nbdist.world.world import World
-
-pytestmark = pytest.mark.shared_world(2)
 
 
 class Shell:
@@ -157,15 +152,3 @@ def test_a_call_that_cannot_be_rebuilt(context: Context, shell: Shell) -> None:
     with pytest.raises(VariableError):
         call(context, "f", Payload((b"garbage",)))
     assert (context.names, context.title, shell.ends) == (before, "f", 0)
-
-
-# --- code of a front end's own ----------------------------------------------------------
-
-
-def test_what_it_prints_comes_back(world: World) -> None:
-    """With the rank's variables and IPython's magics, in the notebook's place and shown nowhere."""
-    world.execute("x = rank")
-    task = world.task(Call("call.answer", {"source": "_names = %who_ls\nprint('x' in _names, x)"}))
-    assert [*world.session.run(task)] == ["True 0\n", "True 1\n"]
-    with pytest.raises(WorkerError, match="nowhere"):
-        world.session.run(world.task(Call("call.answer", {"source": "nowhere"})))
