@@ -1,6 +1,6 @@
 """Figures of a real notebook kernel, beside their budgets: `python -m tests.bench`.
 
-    python -m tests.bench                      all rows, 5 runs each
+    python -m tests.bench                      all rows, 5 runs each: about 6 minutes
     python -m tests.bench --only start,pass    some rows; `--list` names them all
     python -m tests.bench --json figures.json  the figures to a file too; `--json` to stdout
 

@@ -17,6 +17,7 @@ from tests.bench.cells import (
     ratio,
     timeline,
 )
+from tests.bench.drawing import draw, flood
 from tests.bench.faults import faults, look
 from tests.bench.harness import Figure, header, line, marked_busy, to_json
 from tests.bench.lab import CellFailed, Lab
@@ -39,11 +40,13 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     "ranks32": ranks32,
     "ship": ship,
     "differ": differ,
+    "draw": draw,
     "giants": giants,
     "faults": faults,
     "collect": collectives,
     "timeline": timeline,
     "look": look,
+    "page": flood,
     "many": many,
     "hosts": hosts,
     "carry": carry,

@@ -217,6 +217,10 @@ class Notebook:
         self.page.wait_for_function(SAYS, arg=[number, text])
         return self.cells()[number].shown
 
+    def interrupt(self) -> None:
+        """Press the Stop button."""
+        self.page.locator("jp-button[data-command='notebook:interrupt-kernel']").click()
+
     def cells(self) -> list[ShownCell]:
         """What every code cell shows now."""
         return [ShownCell(**cell) for cell in self.page.evaluate(CELLS)]
@@ -287,18 +291,26 @@ class Lab:
 
 @pytest.fixture(scope="package")
 def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """The one of all tests, in headless Chromium; they are skipped where there is none."""
+    """The one of all tests; those that need a browser are skipped where there is none."""
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if not any(map(shutil.which, BROWSERS)):
         names = ", ".join(BROWSERS)
         pytest.skip(f"no browser: none of {names} is on PATH (apt-get install chromium)")
+    # Tutorials train on four ranks: what that needs is imported once, before they are there.
+    with jupyterlab(tmp_path_factory.mktemp("jupyter"), **{IDLE_IMPORTS: "1"}) as lab:
+        yield lab
+
+
+@contextmanager
+def jupyterlab(place: Path, **variables: str) -> Iterator[Lab]:
+    """Have a server with these variables, and JupyterLab on it in a page of headless Chromium."""
     from playwright.sync_api import sync_playwright
 
     path = next(filter(None, map(shutil.which, BROWSERS)))
     with (
         sync_playwright() as playwright,
         playwright.chromium.launch(executable_path=path, args=[*BROWSER_FLAGS]) as browser,
-        _serving(tmp_path_factory.mktemp("jupyter")) as (url, folder),
+        _serving(place, variables) as (url, folder),
     ):
         page = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}).new_page()
         page.set_default_timeout(SOON * 1000)
@@ -327,12 +339,11 @@ def lab(jupyter: Lab, request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 
 @contextmanager
-def _serving(place: Path) -> Iterator[tuple[str, Path]]:
+def _serving(place: Path, variables: dict[str, str]) -> Iterator[tuple[str, Path]]:
     """Have a server with settings and a port of its own: its address, and its folder."""
     folder = place / "notebooks"
     folder.mkdir()
-    # Tutorials train on four ranks: what that needs is imported once, before they are there.
-    environ = _environment(place) | {IDLE_IMPORTS: "1"}
+    environ = _environment(place) | variables
     log = place / "server.log"
     with log.open("wb") as output:
         server = subprocess.Popen(

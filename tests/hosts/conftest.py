@@ -26,8 +26,8 @@ A host:
   ended by `network.end(process)`; `argv(...)`, the command line that does it; `path("/tmp")`, how a
   file of the host's is reached from here
 - `processes()` -> pid: command line; `listening()` -> ports; `left()` -> what a test has left
-- `link_down() link_up() slow(delay=0.05, loss=0.01) fast() limit(100) block_port(80)
-  block_to(address, 'dport 80') set_clock(3600) set_names({}) mend()`
+- `link_down() link_up() slow(delay=0.05, loss=0.01) fast() limit(100) block_port(80) block_port()
+  block_port_of(address, 80) set_clock(3600) set_names({}) mend()`
 - `kill_all()`: what a reset of its power does to processes
 
 A host shares programs, this repository, `/run` and the processor with all others, and nothing else:

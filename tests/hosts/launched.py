@@ -19,6 +19,7 @@ import pytest
 
 import nbdist
 from nbdist.cluster.ticket import read_key_file
+from nbdist.errors import ScaleError, UsageError, WorkerDied, WorkerError
 from nbdist.world.agents import Found, worlds
 from nbdist.world.world import World
 from tests.hosts.conftest import complain
@@ -269,6 +270,20 @@ def has_torchruns_variables(world: World) -> None:
     assert world.gather("os.environ.get('PYTEST_CURRENT_TEST')") == [None] * 4
 
 
+def can_be_scaled(world: World) -> None:
+    """Fewer, and as many again; what the hosts have no room for is refused in a line."""
+    world.scale(1)
+    check_whole(world, 1)
+    world.scale(4)
+    check_whole(world)
+    assert world.gather(WHERE) == PLACES
+    assert world.gather("globals().get('kept')") == [10, None, None, None]
+    with pytest.raises((ScaleError, UsageError), match=r"room for 4|4 .* have room") as refused:
+        world.scale(6)
+    assert "\n" not in str(refused.value)
+    check_whole(world)
+
+
 def survives_an_agent(world: World, launched: Launched, network: Network) -> None:
     """The others go on without its ranks, and the user is told how to have them back."""
     world.execute("kept = rank + 10")
@@ -306,5 +321,11 @@ def lives(launched: Launched, network: Network) -> None:
     with inherited(launched, network) as world:
         trains(world)
         has_torchruns_variables(world)
+        with pytest.raises(WorkerError, match=r"rank 3.*ValueError: bad shard"):
+            world.execute("if rank == 3: raise ValueError('bad shard')\ndist.barrier()")
+        with pytest.raises(WorkerDied, match=r"rank 1 on node1 .*SIGKILL"):
+            world.execute("import os\nif rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
+        assert world.gather("globals().get('kept')") == [10, None, 12, 13]
+        can_be_scaled(world)
         survives_an_agent(world, launched, network)
         survives_a_link(world, network)

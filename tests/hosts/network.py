@@ -159,10 +159,14 @@ class Host:
 
     # --- processes ----------------------------------------------------------------------
 
-    def argv(self, command: str | Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    def argv(
+        self, command: str | Sequence[str], environ: Mapping[str, str] | None = None
+    ) -> list[str]:
         """The command line of this machine that runs a command, or a line of sh, on the host."""
         words = ["sh", "-c", command] if isinstance(command, str) else command
-        variables = [f"{name}={value}" for name, value in {**self.environ, **environ}.items()]
+        variables = [
+            f"{name}={value}" for name, value in {**self.environ, **(environ or {})}.items()
+        ]
         entered = ["nsenter", "--target", str(self._holder.pid), *NAMESPACES]
         return [*entered, "env", "-i", f"--chdir={HOME}", *variables, *words]
 
@@ -170,16 +174,18 @@ class Host:
         self,
         command: str | Sequence[str],
         *,
+        environ: Mapping[str, str] | None = None,
         timeout: float = COMMAND_TIMEOUT,
         check: bool = True,
+        stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:
         """Run a command, or a line of sh, on the host; `stdout` and `stderr` are text.
 
         AssertionError with what it said where it fails, unless `check` is False.
         """
         done = subprocess.run(
-            self.argv(command, {}),
-            stdin=subprocess.DEVNULL,
+            self.argv(command, environ),
+            input=stdin,
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -192,7 +198,7 @@ class Host:
         self,
         command: str | Sequence[str],
         *,
-        environ: Mapping[str, str] = {},
+        environ: Mapping[str, str] | None = None,
         **options: object,
     ) -> subprocess.Popen[bytes]:
         """Start one on the host, in a session of its own; `options` are those of Popen.
@@ -307,24 +313,26 @@ class Host:
         self.run("tc qdisc del dev eth0 root", check=False)
         subprocess.run(["tc", "qdisc", "del", "dev", self._port, "root"], capture_output=True)
 
-    def block_port(self, port: int) -> None:
-        """Drop what others send to a TCP port of this host, as a silent firewall."""
-        self._drop("input", f"iifname eth0 tcp dport {port}")
+    def block_port(self, port: int | None = None) -> None:
+        """Drop what others send to a TCP port of this host, or to any, as a silent firewall."""
+        what = f"tcp dport {port}" if port else "meta l4proto tcp tcp flags syn / syn,ack"
+        self.run(["nft", "add table inet nbt"])
+        self.run(["nft", "add chain inet nbt in { type filter hook input priority 0 ; }"])
+        self.run(["nft", f"add rule inet nbt in iifname eth0 {what} drop"])
 
     def block_from(self, address: str) -> None:
         """Drop what comes from another host, until `mend`; that host goes on sending it."""
-        self._drop("input", f"ip saddr {address}")
-
-    def block_to(self, address: str, what: str) -> None:
-        """Drop what of TCP this host sends to another machine: `dport 80`, or `flags syn`."""
         family = "ip6" if ":" in address else "ip"
-        self._drop("output", f"{family} daddr {address} tcp {what}")
-
-    def _drop(self, hook: str, rule: str) -> None:
-        chain = f"inet nbt {hook}"
         self.run(["nft", "add table inet nbt"])
-        self.run(["nft", f"add chain {chain} {{ type filter hook {hook} priority 0 ; }}"])
-        self.run(["nft", f"add rule {chain} {rule} drop"])
+        self.run(["nft", "add chain inet nbt in { type filter hook input priority 0 ; }"])
+        self.run(["nft", f"add rule inet nbt in {family} saddr {address} drop"])
+
+    def block_port_of(self, address: str, port: int) -> None:
+        """Drop what this host sends to a TCP port of another machine."""
+        family = "ip6" if ":" in address else "ip"
+        self.run(["nft", "add table inet nbt"])
+        self.run(["nft", "add chain inet nbt out { type filter hook output priority 0 ; }"])
+        self.run(["nft", f"add rule inet nbt out {family} daddr {address} tcp dport {port} drop"])
 
     def set_clock(self, ahead: float) -> None:
         """Have what is started on the host from now on see another time: so many seconds later.
@@ -355,10 +363,10 @@ class Host:
 
     # --- ending -------------------------------------------------------------------------
 
-    def kill_all(self) -> None:
+    def kill_all(self, but: Sequence[int] = ()) -> None:
         """Kill every process of the host that is no daemon, as a reset of its power does."""
         for pid in self.processes():
-            if not self._is_lasting(pid):
+            if pid not in but and not self._is_lasting(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 

@@ -49,7 +49,6 @@ ReturnToService=2
 KillWait=2
 TaskProlog={folder}/prolog
 DefMemPerCPU=100
-SchedulerParameters=bf_interval=2,sched_interval=2
 """
 
 

@@ -57,11 +57,12 @@ def test_a_host_that_ssh_does_not_reach(alias: str, why: str) -> None:
     ("python", "why"),
     [
         ("/no/python", "there is no /no/python there: `--python` names the interpreter, by its"),
+        ("/bin/sh", "it exited with code 2. Started with `ssh "),
         ("/usr/bin/python3", "the interpreter there has no nbdist: `pip install nbdist=="),
     ],
 )
 def test_no_interpreter_for_it(python: str, why: str) -> None:
-    """It does not exist, or has no nbdist."""
+    """It does not exist, is none, or has no nbdist."""
     said = refused("node1:1,node2:1", python=python)
     assert "the agent on node" in said
     assert why in said
@@ -93,14 +94,20 @@ def wrapped(host: Host, file: str = "", text: str = "", temporary: str = "/tmp")
 
 # --- the way from host to host ----------------------------------------------------------------
 
-NEW = "flags syn / syn,ack"
-"""What connects: a firewall that says nothing lets the rest of what it knows pass."""
+
+def drop_new(host: Host, address: str) -> None:
+    """Have the host connect to another machine no more, as a firewall that says nothing."""
+    host.run(["nft", "add table inet nbt"])
+    host.run(["nft", "add chain inet nbt out { type filter hook output priority 0 ; }"])
+    family = "ip6" if ":" in address else "ip"
+    rule = f"{family} daddr {address} tcp flags syn / syn,ack drop"
+    host.run(["nft", f"add rule inet nbt out {rule}"])
 
 
 def test_a_host_that_does_not_reach_the_notebook(hosts: list[Host], network: Network) -> None:
     """Each address of the notebook's is named, with the port."""
     for address in (network.address, network.address6):
-        hosts[1].block_to(address, NEW)
+        drop_new(hosts[1], address)
     said = refused("node1:1,node2:1", address=network.address)
     where = f"node2 cannot reach the notebook's machine at {network.address}:"
     assert said.startswith(f"the agent on node2 could not start: {where}")
@@ -109,7 +116,7 @@ def test_a_host_that_does_not_reach_the_notebook(hosts: list[Host], network: Net
 
 def test_hosts_that_do_not_reach_one_another(hosts: list[Host]) -> None:
     """Which one, the other's address and port, before a rank waits for the group."""
-    hosts[0].block_to(hosts[1].address, NEW)
+    drop_new(hosts[0], hosts[1].address)
     said = refused("node1:1,node2:1")
     where = f"node1 cannot reach node2 at {hosts[1].address}:"
     assert said.startswith(f"the workers could not start: {where}")

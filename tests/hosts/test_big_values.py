@@ -65,6 +65,20 @@ def begun(hosts: list[Host], then: Callable[[], None]) -> AbstractContextManager
     return once(lambda: {*segments(hosts)} - before, then, "a big value is on its way")
 
 
+# What the memory is that a tensor lies in: the inode, and how much of it counts for this process.
+MEMORY = """
+import re
+def memory_of(tensor):
+    at, inode = tensor.data_ptr(), None
+    for line in open("/proc/self/smaps"):
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) \\S+ \\S+ \\S+ (\\d+) +(.*)", line):
+            first, last = int(found[1], 16), int(found[2], 16)
+            inode = int(found[3]) if first <= at < last and "memfd:nbdist " in found[4] else None
+        elif inode is not None and line.startswith("Pss:"):
+            return inode, int(line.split()[1]) << 10
+"""
+
+
 @pytest.fixture(scope="module")
 def shared(hosts_of_module: list[Host], path: None) -> Iterator[World]:
     """One for all tests that leave it as it was."""
@@ -79,6 +93,18 @@ def world(shared: World, hosts_of_module: list[Host]) -> Iterator[World]:
     if shared.state.has_workers:
         shared.execute("for name in ('big', 'mine', 'part'): globals().pop(name, None)")
     nothing_is_left(hosts_of_module)
+
+
+def test_a_big_name(world: World) -> None:
+    """It arrives as it was, once on each host, whose ranks share it; and comes back so."""
+    big = torch.arange(SIZE // 8)
+    world.execute("total = int(big.sum())", names={"big": big})
+    assert world.gather("total") == [int(big.sum())] * 4
+    world.execute(MEMORY + "at = memory_of(big)")  # once all have read all of it
+    inodes, sizes = zip(*world.gather("at"), strict=True)
+    assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
+    assert sizes == pytest.approx([SIZE // 2] * 4, rel=0.1)
+    assert all(torch.equal(each, big) for each in world.gather("big"))
 
 
 def test_values_from_host_to_host(world: World) -> None:

@@ -36,7 +36,7 @@ def test_who_cannot_come_is_told_in_a_line(
         write_join_key(Ticket((network.address,), port, KeyPair.new().public, KeyPair.new()))
         bring_key(offers, hosts[0])
         assert "has no key for it. Where the home folder is not" in refused(hosts[1], place)
-        hosts[0].block_to(network.address, f"dport {port}")
+        hosts[0].block_port_of(network.address, port)
         told = refused(hosts[0], f"{place} --key-file /tmp/key")
         assert "no world waits there (no answer)" in told
         hosts[0].mend()

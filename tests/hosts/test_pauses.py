@@ -1,9 +1,8 @@
-"""Cables and networks that stand still for a while: what is kept, and said."""
+"""Heads, agents, cables and networks that stand still for a while: what is kept, and said."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +10,8 @@ import pytest
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
 from tests.hosts.network import Host
-from tests.hosts.worlds import SUM, check_whole, new_world
+from tests.hosts.pauses import PARTS, kept
+from tests.hosts.worlds import check_whole, new_world
 
 pytestmark = pytest.mark.shared_world
 
@@ -37,15 +37,11 @@ def world(started: World, hosts: list[Host]) -> World:
     return started
 
 
-def test_a_cable_that_is_out(world: World, hosts: list[Host]) -> None:
-    """For a while no rank loses anything; heads and agents that pause are in `tests/cluster`."""
+@pytest.mark.parametrize("part", PARTS)
+def test_a_short_pause(part: str, world: World, hosts: list[Host]) -> None:
+    """No rank loses anything."""
     pids = dict(world.pids)
-    world.execute("kept = rank")
-    hosts[1].link_down()
-    time.sleep(PAUSE)
-    hosts[1].link_up()
-    world.execute(SUM)
-    assert world.gather("kept") == [0, 1, 2, 3]
+    assert kept(world, hosts[1], PARTS[part], PAUSE) == [0, 1, 2, 3]
     assert world.pids == pids
 
 

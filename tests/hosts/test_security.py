@@ -218,13 +218,15 @@ def goes_on(world: World, kept: int) -> None:
 # --- strangers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has", ["another server's key", "the server's key"])
 def test_a_stranger_with_no_right_key(
-    world: World, spy: Spy, network: Network, hosts: list[Host], tmp_path: Path
+    world: World, spy: Spy, network: Network, hosts: list[Host], tmp_path: Path, has: str
 ) -> None:
     """It is refused and counted, nothing that it sends is read, and the world goes on."""
     world.execute("kept = 1")
     before, own = refused(world), KeyPair.new()
-    keys = [spy.ticket.server_key, own.public, own.secret]
+    server = spy.ticket.server_key if has == "the server's key" else KeyPair.new().public
+    keys = [server, own.public, own.secret]
     bomb = tmp_path / "bomb"
     place = f"tcp://{network.address}:{spy.ticket.port}"
     done = hosts[2].run([sys.executable, "-c", FORGED, place, str(bomb), *keys])
@@ -246,6 +248,21 @@ def test_a_stranger_with_no_key(
     say(hosts[2], f"{network.address} {spy.ticket.port}", greeting + forged)
     wait_until(lambda: refused(world) > before, "it was not counted")
     goes_on(world, 4)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n" * 100, os.urandom(1 << 16), b"\xff" + bytes(8) + b"\x7f\x03"],
+    ids=["HTTP", "random", "half a greeting"],
+)
+def test_garbage(
+    world: World, spy: Spy, network: Network, hosts: list[Host], garbage: bytes
+) -> None:
+    """It ends its own connection; the world goes on."""
+    world.execute("kept = 2")
+    with socket.create_connection((network.address, spy.ticket.port), timeout=3) as stranger:
+        stranger.sendall(garbage)
+        goes_on(world, 2)
 
 
 def test_a_replay(world: World, spy: Spy, network: Network, hosts: list[Host]) -> None:

@@ -6,31 +6,31 @@ How worlds of other launchers live is in `test_slurm.py`, `test_ray.py` and `tes
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from nbdist.errors import UsageError, WorkerError
-from nbdist.terminal.worlds import kill_world
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.attacks.test_open_files import TAKE_ALL
 from tests.attacks.test_too_much import displays_that_nobody_takes
 from tests.hosts.launched import (
+    KEPT,
     Launched,
+    can_be_scaled,
     has_torchruns_variables,
     inherited,
     is_clean,
-    named,
     other_notebook,
     survives_an_agent,
     trains,
 )
 from tests.hosts.network import Host, Network
 from tests.hosts.worlds import agent_on, check_whole
-from tests.waiting import wait_until
+from tests.waiting import press_stop
 
 pytestmark = pytest.mark.shared_world
 
@@ -41,17 +41,6 @@ def test_a_notebook_that_is_killed(path: None, hosts: list[Host], network: Netwo
     """Its workers end with it, whatever they do, on all hosts."""
     with other_notebook(SSH, "/nowhere"):
         assert all(host.left() for host in hosts[:2])
-    is_clean(SSH, network)
-
-
-def test_a_world_that_nobody_has(path: None, hosts: list[Host], network: Network) -> None:
-    """`nbdist kill` leaves nothing of it on any host."""
-    name = f"killed-{os.getpid()}"
-    with other_notebook(SSH, "/nowhere", name=name, detach=True):
-        wait_until(lambda: named(name), "it can be found")
-    wait_until(lambda: named(name)[0].is_detached, "its notebook is gone")
-    assert all(host.left() for host in hosts[:2])
-    assert kill_world(name) == 0
     is_clean(SSH, network)
 
 
@@ -95,6 +84,21 @@ def test_a_group_of_the_users_own(world: World) -> None:
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
+def test_stop(world: World) -> None:
+    """Ranks on all hosts leave a loop, or a collective."""
+    for source in (
+        "import time\nwhile True: time.sleep(0.01)",
+        "if rank: dist.barrier()\nelse: time.sleep(99)",
+    ):
+        pressing = threading.Timer(1.0, press_stop)
+        pressing.start()
+        with pytest.raises(KeyboardInterrupt):
+            world.execute(source)
+        pressing.join()
+    check_whole(world)
+    assert world.gather("kept") == KEPT
+
+
 def test_a_rank_at_a_limit_of_its_own(world: World) -> None:
     """By `ulimit` it cannot meet the ranks of either host again: it alone is restarted."""
     pids = dict(world.pids)
@@ -111,6 +115,11 @@ def test_a_rank_at_a_limit_of_its_own(world: World) -> None:
 def test_displays_of_another_host(world: World, hosts: list[Host], network: Network) -> None:
     """They are kept there up to a limit, as at home, and the memory is given back."""
     displays_that_nobody_takes(world, agent_on(hosts[1]), network.folder / "shown")
+
+
+def test_scale(world: World) -> None:
+    """Fewer, and as many again; not more than there is room for."""
+    can_be_scaled(world)
 
 
 def test_files_that_hosts_do_not_have(
