@@ -68,40 +68,41 @@ def wanted(**options: object) -> WorldConfig:
     return WorldConfig(launcher="ray", **options)  # type: ignore[arg-type]
 
 
-def test_as_many_on_each_node() -> None:
-    """A CPU for each worker, or as many as it is to have, and its memory."""
-    two = wanted(layout="2x2")
-    assert bundles_of(two, [SMALL, BIG]) == [{"CPU": 2}, {"CPU": 2}]
-    more = wanted(layout="1x2", cpus=4, memory="3G")
-    assert bundles_of(more, [SMALL, BIG]) == [{"CPU": 8, "memory": 6 * GIB}]
+ONE, TWO, FOUR = {"CPU": 1}, {"CPU": 2}, {"CPU": 4}
 
 
-def test_a_gpu_each_where_there_are_some() -> None:
-    """Unless the backend has no use for them."""
-    one = {"layout": "1x4"}
-    assert bundles_of(wanted(**one), [BIG, CARDS]) == [{"CPU": 4, "GPU": 4}]
-    assert bundles_of(wanted(**one, backend="gloo"), [BIG, CARDS]) == [{"CPU": 4}]
-
-
-def test_at_least_and_at_most() -> None:
-    """As many nodes as there are, between both."""
-    some = wanted(layout="1:3x4")
-    assert len(bundles_of(some, [SMALL, BIG, BIG])) == 2
-    assert len(bundles_of(some, [BIG] * 5)) == 3
-
-
-def test_so_many_in_all() -> None:
-    """On as few nodes as have room for them, the biggest first."""
-    nodes = [SMALL, CARDS, CARDS]
-    assert bundles_of(wanted(n=5), nodes) == [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}]
-    assert bundles_of(wanted(n=5), [SMALL, BIG]) == [{"CPU": 4}, {"CPU": 1}]
-
-
-def test_what_there_is() -> None:
-    """Without a number, of all nodes: their GPUs, else a few CPUs, or all."""
-    assert bundles_of(wanted(), [SMALL, BIG]) == [{"CPU": 4}, {"CPU": 2}]
-    assert bundles_of(wanted(n="cpu"), [SMALL, BIG]) == [{"CPU": 16}, {"CPU": 2}]
-    assert bundles_of(wanted(n="gpu"), [CARDS]) == [{"CPU": 4, "GPU": 4}]
+@pytest.mark.parametrize(
+    ("asked", "nodes", "bundles"),
+    [
+        # A CPU for each worker, or as many as it is to have, and its memory.
+        ({"layout": "2x2"}, [SMALL, BIG], [TWO, TWO]),
+        (
+            {"layout": "1x2", "cpus": 4, "memory": "3G"},
+            [SMALL, BIG],
+            [{"CPU": 8, "memory": 6 * GIB}],
+        ),
+        # A GPU each where there are some, unless the backend has no use for them.
+        ({"layout": "1x4"}, [BIG, CARDS], [{**FOUR, "GPU": 4}]),
+        ({"layout": "1x4", "backend": "gloo"}, [BIG, CARDS], [FOUR]),
+        # As many nodes as there are, between the least and the most.
+        ({"layout": "1:3x4"}, [SMALL, BIG, BIG], [FOUR] * 2),
+        ({"layout": "1:3x4"}, [BIG] * 5, [FOUR] * 3),
+        # So many in all on as few nodes as have room for them, the biggest first.
+        ({"n": 5}, [SMALL, CARDS, CARDS], [{**FOUR, "GPU": 4}, {**ONE, "GPU": 1}]),
+        ({"n": 5}, [SMALL, BIG], [FOUR, ONE]),
+        # Without a number, of all nodes: their GPUs, else a few CPUs, or all.
+        ({}, [SMALL, BIG], [FOUR, TWO]),
+        ({"n": "cpu"}, [SMALL, BIG], [{"CPU": 16}, TWO]),
+        ({"n": "gpu"}, [CARDS], [{**FOUR, "GPU": 4}]),
+        # A cluster's head often has no CPU to give.
+        ({}, [RayNode("head", {}), SMALL], [TWO]),
+    ],
+)
+def test_what_is_reserved(
+    asked: dict[str, object], nodes: list[RayNode], bundles: list[dict[str, float]]
+) -> None:
+    """A bundle for each node that gets workers."""
+    assert bundles_of(wanted(**asked), nodes) == bundles
 
 
 @pytest.mark.parametrize(
@@ -128,11 +129,6 @@ def test_too_little_of_many_nodes() -> None:
     """Not all are told."""
     with pytest.raises(NoRoom, match=r"the cluster has 50 nodes: .*; and 44 more$"):
         bundles_of(wanted(layout="51x1"), [SMALL] * 50)
-
-
-def test_a_node_that_has_nothing() -> None:
-    """A cluster's head often has no CPU to give."""
-    assert bundles_of(wanted(), [RayNode("head", {}), SMALL]) == [{"CPU": 2}]
     assert word_bundle({}) == "no CPU"
 
 

@@ -2,26 +2,25 @@
 
 Each file of tests is a pytest of its own, so that one that crashes takes nothing else along,
 the most telling ones first; what looks at all of the GPU's memory runs alone, the others beside
-each other where there are cores enough.  `report.json` and `report.md` are written anew
-after each test: whoever is cut off has what there is.  Needs torch, and what README.md beside
-this names.
+each other where there are cores enough.  `report.json` and `report.md` are written anew after
+each of these stages; what each test has said is in a file's own `.jsonl` at once.  Needs torch, and
+what README.md beside this names.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 
-from tests.gpu.report import Report, machine_facts, write_metadata
+from tests.gpu.report import Report, Result, machine_facts, results_of, write_metadata
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -45,7 +44,7 @@ LIMIT = 540.0
 END_GRACE = 10.0
 """Seconds that a pytest has to end its worlds when time is over."""
 
-TICK = 1.0
+TICK = 0.2
 
 
 class Deadline:
@@ -79,89 +78,58 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-tests-") as metadata:
         write_metadata(ROOT / "pyproject.toml", Path(metadata))
         environ = _environ(options.device, metadata)
-        report = Report(out, options.device, options.limit, machine_facts(environ))
-        report.write()
+        report = Report(options.device, options.limit, machine_facts(environ))
         for stage in STAGES:
             names = [name for name in stage if name in options.only]
             with ThreadPoolExecutor(options.jobs) as pool:
                 runs = [
-                    pool.submit(_run, name, options, environ, deadline, report) for name in names
+                    pool.submit(_run, name, out, options.k, environ, deadline) for name in names
                 ]
                 try:
                     wait(runs)
                 except KeyboardInterrupt:
                     deadline.passes()
             for run in runs:
-                run.result()
+                report.results += run.result()
+            report.write(out)
     sys.stdout.write(report.summary())
     return 0 if report.is_good else 1
 
 
 def _run(
-    name: str,
-    options: argparse.Namespace,
-    environ: dict[str, str],
-    deadline: Deadline,
-    report: Report,
-) -> None:
-    """Run one file, and take what its pytest says into the report."""
-    report.begin(name)
+    name: str, out: Path, wanted: str, environ: dict[str, str], deadline: Deadline
+) -> list[Result]:
+    """Run one file; what its tests have said."""
     if deadline.left <= 0:
-        report.not_run(name, "no time was left")
-        return
-    reading, writing = os.pipe()
-    log = report.folder / f"{name}.log"
-    with log.open("wb") as output:
+        return results_of(name, [], "no time was left")
+    said = out / f"{name}.jsonl"
+    said.write_text("")
+    with (out / f"{name}.log").open("wb") as output:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "pytest", str(HERE / f"{name}.py")),
                 *("-p", "pytest_timeout", "-p", "tests.gpu.recording", "-p", "no:cacheprovider"),
                 # What libraries warn of on a machine that we do not know is no failure.
                 *("-q", "-W", "default"),
-                *(["-k", options.k] if options.k else []),
+                *(["-k", wanted] if wanted else []),
             ],
             cwd=ROOT,
-            env={**environ, "NBDIST_REPORT_FD": str(writing)},
+            env={**environ, "NBDIST_REPORT_FILE": str(said)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            pass_fds=[writing],
             start_new_session=True,
         )
-        os.close(writing)
-        try:
-            for line in _lines(reading, deadline):
-                report.take(name, line)
-        finally:
-            os.close(reading)
-            code = _end(process, grace=END_GRACE if deadline.left > 0 else 0.0)
-    report.ended(name, code, cut=deadline.left <= 0)
-
-
-def _lines(source: int, deadline: Deadline) -> Iterator[str]:
-    """What pytest says, until it ends or time is over."""
-    rest = b""
-    while (left := deadline.left) > 0:
-        if not select.select([source], [], [], min(TICK, left))[0]:
-            continue
-        more = os.read(source, 65536)
-        if not more:
-            return
-        *lines, rest = (rest + more).split(b"\n")
-        yield from (line.decode() for line in lines)
-
-
-def _end(process: subprocess.Popen[bytes], grace: float) -> int:
-    """Its exit code; one that does not end by itself is interrupted, then killed."""
-    ladder = ((0, grace), (signal.SIGINT, END_GRACE), (signal.SIGKILL, END_GRACE))
-    for number, seconds in ladder:
-        if number and process.poll() is None:
-            os.killpg(process.pid, number)
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            continue
-    return process.wait()
+        while process.poll() is None and deadline.left > 0:
+            time.sleep(TICK)
+        is_over = process.poll() is None
+        for number in (signal.SIGINT, signal.SIGKILL):
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_GRACE)
+    why = "no time was left" if is_over else f"pytest ended with code {process.returncode}"
+    return results_of(name, said.read_text().splitlines(), why)
 
 
 def _environ(device: str, metadata: str) -> dict[str, str]:

@@ -1,20 +1,22 @@
-"""A pytest plugin that says how each test ended, as a line of JSON on a descriptor."""
+"""A pytest plugin that says how each test ended, as a line of JSON in a file."""
 
 from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 LONGEST = 2000
 
-_FD = int(os.environ["NBDIST_REPORT_FD"])
+_FILE = Path(os.environ["NBDIST_REPORT_FILE"])
 
 
 def _say(**what: Any) -> None:
-    os.write(_FD, json.dumps(what).encode() + b"\n")
+    with _FILE.open("a") as file:
+        file.write(f"{json.dumps(what)}\n")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

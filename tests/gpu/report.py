@@ -15,11 +15,10 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from tests.gpu.lab import smi
@@ -122,109 +121,77 @@ class Result:
     figures: dict[str, str] = field(default_factory=dict)
 
 
+def results_of(file: str, said: Iterable[str], why: str) -> list[Result]:
+    """What `tests.gpu.recording` has said of a file, and why it has said no more."""
+    results = {"": Result(file, "")}
+    begun = ""
+    for line in map(json.loads, said):
+        if "tests" in line:
+            results = {test: Result(file, test) for test in line["tests"]}
+        elif "begun" in line:
+            begun = line["begun"]
+        else:
+            _take(results[line["test"]], line)
+    for test, result in results.items():
+        if result.outcome == "not run":
+            result.outcome = "cut off" if test and test == begun else "not run"
+            result.note = why
+    return [*results.values()]
+
+
+def _take(result: Result, said: dict[str, Any]) -> None:
+    result.seconds += said["seconds"]
+    result.figures.update(said["figures"])
+    if said["when"] == "call" or result.outcome == "not run":
+        result.outcome, result.note = said["outcome"], said["note"]
+    if said["when"] != "call" and said["outcome"] == "failed":
+        result.outcome, result.note = "error", f"{said['when']}: {said['note']}"
+
+
+@dataclass
 class Report:
-    """Takes in what happens, from several threads, and writes it down each time."""
+    """All results of a run, and what it was about."""
 
-    def __init__(
-        self, folder: Path, device: str, limit: float, facts: Mapping[str, str | list[str]]
-    ) -> None:
-        self.folder = folder
-        self._device = device
-        self._limit = limit
-        self._facts = facts
-        self._results: dict[tuple[str, str], Result] = {}
-        self._begun = time.time()
-        self._running: dict[str, str] = {}
-        self._turn = Lock()
-
-    def __repr__(self) -> str:
-        return f"<Report {dict(self.counts)}>"
+    device: str
+    limit: float
+    facts: Mapping[str, str | list[str]]
+    results: list[Result] = field(default_factory=list)
+    begun: float = field(default_factory=time.time)
 
     @property
     def counts(self) -> Counter[str]:
         """How many tests ended in which way."""
-        return Counter(result.outcome for result in self._results.values())
+        return Counter(result.outcome for result in self.results)
 
     @property
     def is_good(self) -> bool:
         """Nothing failed, and nothing is missing."""
-        return bool(self._results) and not set(self.counts) - {"passed", "skipped"}
+        return bool(self.results) and not set(self.counts) - {"passed", "skipped"}
 
-    def begin(self, file: str) -> None:
-        with self._turn:
-            self._results[file, ""] = Result(file, "", note="it has not said its tests")
-            self._write()
-
-    def take(self, file: str, line: str) -> None:
-        """A line of `tests.gpu.recording`."""
-        with self._turn:
-            self._take(file, json.loads(line))
-            self._write()
-
-    def _take(self, file: str, said: dict[str, Any]) -> None:
-        if "tests" in said:
-            self._results.pop((file, ""), None)
-            for test in said["tests"]:
-                self._results[file, test] = Result(file, test)
-            return
-        if "begun" in said:
-            self._running[file] = said["begun"]
-            return
-        result = self._results[file, said["test"]]
-        result.seconds += said["seconds"]
-        result.figures.update(said["figures"])
-        if said["when"] == "call" or result.outcome == "not run":
-            result.outcome, result.note = said["outcome"], said["note"]
-        if said["when"] != "call" and said["outcome"] == "failed":
-            result.outcome, result.note = "error", f"{said['when']}: {said['note']}"
-
-    def ended(self, file: str, code: int, *, cut: bool) -> None:
-        """The file's pytest has ended; what it was at is what it ended in."""
-        with self._turn:
-            missing = [
-                r for r in self._results.values() if r.file == file and r.outcome == "not run"
-            ]
-            for result in missing:
-                is_it = self._running.get(file) == result.test
-                result.outcome = "cut off" if is_it else "not run"
-                result.note = "no time was left" if cut else f"pytest ended with code {code}"
-            self._write()
-
-    def not_run(self, file: str, why: str) -> None:
-        with self._turn:
-            self._results[file, ""] = Result(file, "", note=why)
-            self._write()
-
-    def write(self) -> None:
-        """Both files, each whole at any moment."""
-        with self._turn:
-            self._write()
-
-    def _write(self) -> None:
-        _write(self.folder / "report.json", json.dumps(self._as_json(), indent=1) + "\n")
-        _write(self.folder / "report.md", self.as_markdown())
-
-    def _as_json(self) -> dict[str, object]:
-        return {
-            "device": self._device,
-            "limit": self._limit,
+    def write(self, folder: Path) -> None:
+        """Write `report.json` and `report.md`."""
+        report = {
+            "device": self.device,
+            "limit": self.limit,
             "begun": self._time,
-            "seconds": round(time.time() - self._begun, 1),
+            "seconds": round(time.time() - self.begun, 1),
             "counts": self.counts,
-            "facts": dict(self._facts),
-            "tests": [asdict(result) for result in self._results.values()],
+            "facts": dict(self.facts),
+            "tests": [asdict(result) for result in self.results],
         }
+        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        (folder / "report.md").write_text(self.as_markdown(), encoding="utf-8")
 
     @property
     def _time(self) -> str:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._begun))
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.begun))
 
     def summary(self) -> str:
         """A line with the counts, and one for each test that did not do well."""
-        seconds = time.time() - self._begun
+        seconds = time.time() - self.begun
         counts = ", ".join(f"{self.counts[name]} {name}" for name in ORDER if self.counts[name])
-        bad = [r for r in self._results.values() if r.outcome not in ("passed", "skipped")]
-        lines = [f"{counts or 'nothing was run'} in {seconds:.0f} s on {self._device}"]
+        bad = [r for r in self.results if r.outcome not in ("passed", "skipped")]
+        lines = [f"{counts or 'nothing was run'} in {seconds:.0f} s on {self.device}"]
         lines += [f"{r.outcome}: {r.file} {r.test} {_last_line(r.note)}".rstrip() for r in bad]
         return "\n".join(lines) + "\n"
 
@@ -233,21 +200,19 @@ class Report:
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:
-        yield f"# nbdist on {self._device}, {self._time}\n"
+        yield f"# nbdist on {self.device}, {self._time}\n"
         yield self.summary().partition("\n")[0] + ".\n"
         yield "| fact | |\n|---|---|"
-        for name, value in self._facts.items():
+        for name, value in self.facts.items():
             text = "; ".join(value) if isinstance(value, list) else value
             yield f"| {name} | {_cell(text)} |"
-        figures = [
-            (r, name, value) for r in self._results.values() for name, value in r.figures.items()
-        ]
+        figures = [(r, name, value) for r in self.results for name, value in r.figures.items()]
         if figures:
             yield "\n| figure | value | test |\n|---|---|---|"
             for result, name, value in figures:
                 yield f"| {_cell(name)} | {_cell(value)} | {_cell(result.test)} |"
         for outcome in ORDER:
-            found = [r for r in self._results.values() if r.outcome == outcome]
+            found = [r for r in self.results if r.outcome == outcome]
             if found:
                 yield f"\n## {outcome}: {len(found)}\n"
                 yield "| file | test | s | |\n|---|---|---|---|"
@@ -263,9 +228,3 @@ def _last_line(text: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
-
-
-def _write(path: Path, text: str) -> None:
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

@@ -12,43 +12,10 @@ from typing import Any
 import pytest
 
 from tests.gpu import __main__ as command
-from tests.gpu.report import Report, write_metadata
+from tests.gpu.report import Report, results_of, write_metadata
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.timeout(300)
-
-COMMAND = [sys.executable, "-m", "tests.gpu"]
-
-
-def run(out: Path, *options: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, report.json and report.md of the command."""
-    ended = subprocess.run(
-        [*COMMAND, "--out", str(out), "--device", "cpu", *options],
-        cwd=command.ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-        check=False,
-    )
-    assert ended.stderr == ""
-    report = json.loads((out / "report.json").read_text())
-    return ended.returncode, report, (out / "report.md").read_text()
-
-
-def test_all_was_run(tmp_path: Path) -> None:
-    """Where nothing has failed the command succeeds, and says what needs a GPU."""
-    code, report, page = run(tmp_path, "--only", "ground", "-k", "nccl_than_gpus")
-    assert (code, report["counts"]) == (0, {"skipped": 1})
-    assert "no GPU is visible here" in page
-
-
-def test_time_is_over(tmp_path: Path) -> None:
-    """What was at work is ended; what had no time is in the report as not run."""
-    code, report, page = run(tmp_path, "--only", "kills,ground", "--limit", "1")
-    assert code == 1
-    assert {test["outcome"] for test in report["tests"]} <= {"cut off", "not run"}
-    assert "| test_kills |  | 0.0 | no time was left |" in page
 
 
 def test_it_is_ended(tmp_path: Path) -> None:
@@ -56,31 +23,30 @@ def test_it_is_ended(tmp_path: Path) -> None:
 
     Each test with its outcome, what it measured, and on what machine that was.
     """
-    only = ["--only", "freeing,kills", "-k", "collective_of_all and gloo or grows"]
+    only = ["--only", "stop,kills", "-k", "everything and gloo and Python or grows"]
     process = subprocess.Popen(
-        [*COMMAND, "--out", str(tmp_path), "--device", "cpu", *only],
+        [sys.executable, "-m", "tests.gpu", "--out", str(tmp_path), "--device", "cpu", *only],
         cwd=command.ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
     try:
-        wait_until(
-            lambda: '"outcome": "passed"' in _text(tmp_path / "report.json"), timeout=2 * SOON
-        )
+        said = tmp_path / "test_stop.jsonl"
+        wait_until(lambda: said.exists() and '"passed"' in said.read_text(), timeout=2 * SOON)
     finally:
         process.terminate()
         assert process.wait(SOON) == 1
     report = json.loads((tmp_path / "report.json").read_text())
     passed, *others = report["tests"]
-    assert (passed["file"], passed["outcome"]) == ("test_freeing", "passed")
+    assert (passed["file"], passed["outcome"]) == ("test_stop", "passed")
     assert passed["seconds"] > 0
     assert {test["outcome"] for test in others} <= {"cut off", "not run"}
     (figure,) = passed["figures"]
-    assert figure == "gloo: rank 1 raises, 3 in an all_reduce: to idle"
+    assert figure == "gloo: Stop, Python code"
     assert report["facts"]["torch"][0].isdigit()
     page = (tmp_path / "report.md").read_text()
     assert f"| {figure} | {passed['figures'][figure]} |" in page
-    assert "| test_freeing | test_the_first_collective_of_all[gloo] |" in page
+    assert "| test_stop | test_stop_keeps_everything[gloo-Python code] |" in page
 
 
 def test_every_file_is_in_the_order() -> None:
@@ -102,20 +68,18 @@ def test_metadata_of_a_checkout(tmp_path: Path) -> None:
     assert entries(found) == entries(installed)
 
 
-def test_a_report_can_be_written_at_any_moment(tmp_path: Path) -> None:
+def test_what_is_reported() -> None:
     """Before a file has said its tests, in the midst of one, and after a crash."""
-    report = Report(tmp_path, "cuda", 1.0, {"GPUs": ["a | b"]})
-    report.begin("test_x")
-    assert "| test_x |  | 0.0 | it has not said its tests |" in (tmp_path / "report.md").read_text()
-    say = [
+    (nothing,) = results_of("test_x", [], "no time was left")
+    assert (nothing.test, nothing.outcome, nothing.note) == ("", "not run", "no time was left")
+    said = [
         {"tests": ["a", "b", "c"]},
         {"begun": "a"},
         _ended("a", "passed", {"time": "3 s"}),
         {"begun": "b"},
     ]
-    for line in say:
-        report.take("test_x", json.dumps(line))
-    report.ended("test_x", -11, cut=False)
+    results = results_of("test_x", map(json.dumps, said), "pytest ended with code -11")
+    report = Report("cuda", 1.0, {"GPUs": ["a | b"]}, results)
     assert report.counts == {"passed": 1, "cut off": 1, "not run": 1}
     assert not report.is_good
     page = report.as_markdown()
@@ -135,17 +99,12 @@ def test_a_report_can_be_written_at_any_moment(tmp_path: Path) -> None:
         ([("call", "failed"), ("teardown", "failed")], "error"),
     ],
 )
-def test_how_a_test_ended(tmp_path: Path, lines: list[tuple[str, str]], outcome: str) -> None:
+def test_how_a_test_ended(lines: list[tuple[str, str]], outcome: str) -> None:
     """In its call, or in what was done before and after it."""
-    report = Report(tmp_path, "cuda", 1.0, {})
-    report.take("test_x", json.dumps({"tests": ["a"]}))
-    for when, how in lines:
-        report.take("test_x", json.dumps({**_ended("a", how, {}), "when": when, "note": "E  bad"}))
-    assert report.counts == {outcome: 1}
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    ends = [{**_ended("a", how, {}), "when": when, "note": "E  bad"} for when, how in lines]
+    results = results_of("test_x", map(json.dumps, [{"tests": ["a"]}, *ends]), "")
+    assert [each.outcome for each in results] == [outcome]
+    assert Report("cuda", 1.0, {}, results).is_good == (outcome == "skipped")
 
 
 def _ended(test: str, outcome: str, figures: dict[str, str]) -> dict[str, Any]:

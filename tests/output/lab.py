@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html.parser import HTMLParser
 
 from nbdist.output.events import Died, Display, Done, Failure, Output, Text
 from nbdist.output.html import panel_html
-from nbdist.output.layout import final_layout, live_layout
+from nbdist.output.layout import Block, Item, final_layout, live_layout
 from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript
 
@@ -105,6 +105,26 @@ def out(text: str) -> Text:
 
 def value(text: str) -> Display:
     return Display({"text/plain": text}, {}, is_result=True)
+
+
+def lines(count: int, text: str = "") -> Output:
+    """So many lines, each with its number."""
+    return out("".join(f"{text}{number}\n" for number in range(count)))
+
+
+def failure(message: str = "bad", time_ns: int = 1) -> Failure:
+    """An exception in line 2 of a cell."""
+    return Failure("E", message, ("Cell In[1], line 2", f"E: {message}"), time_ns)
+
+
+def ranks_of(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
+    """Those of each block."""
+    return [block.group.ranks for block in blocks]
+
+
+def kinds(items: Iterable[Item]) -> list[object]:
+    """How many lines stand together, and what is between them."""
+    return [len(item) if isinstance(item, list) else item for item in items]
 
 
 def make(

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.output.events import Died, Display, Failure, Output, Skipped, Text
-from nbdist.output.layout import Block, Hidden, Item, Row, final_layout
+from nbdist.output.events import Died, Display, Output, Skipped, Text
+from nbdist.output.layout import Hidden, Row, final_layout
 from nbdist.output.rank_transcript import Shown
 from nbdist.output.screen import Line
-from tests.output.lab import make, out, value
-
-
-def lines(count: int, text: str = "") -> Output:
-    return out("".join(f"{text}{number}\n" for number in range(count)))
-
-
-def failure(message: str = "bad", time_ns: int = 1) -> Failure:
-    return Failure("E", message, ("Cell In[1], line 2", f"E: {message}"), time_ns)
-
-
-def ranks(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
-    return [block.group.ranks for block in blocks]
-
-
-def kinds(items: Iterable[Item]) -> list[object]:
-    return [len(item) if isinstance(item, list) else item for item in items]
+from tests.output.lab import failure, kinds, lines, make, out, ranks_of, value
 
 
 def test_values() -> None:
@@ -76,7 +58,7 @@ def test_what_is_open() -> None:
     said = {3: [lines(70, "d"), failure()], 4: []}
     transcript = make(5, lambda rank: said.get(rank, [lines(25, "abc"[rank % 3])]))
     blocks = final_layout(transcript).blocks
-    assert ranks(blocks) == [(3,), (0,), (1,), (2,)]
+    assert ranks_of(blocks) == [(3,), (0,), (1,), (2,)]
     assert [block.is_open for block in blocks] == [True, True, False, False]
 
 
@@ -84,7 +66,7 @@ def test_few_lines_are_open() -> None:
     """However much is open, a rank that has said little may be the one that is odd."""
     said = {3: [lines(8, "odd")]}
     blocks = final_layout(make(4, lambda rank: said.get(rank, [lines(70, "abcd"[rank])]))).blocks
-    assert ranks(blocks) == [(0,), (1,), (2,), (3,)]
+    assert ranks_of(blocks) == [(0,), (1,), (2,), (3,)]
     assert [block.is_open for block in blocks] == [True, False, False, True]
 
 
@@ -92,7 +74,7 @@ def test_what_stands_back() -> None:
     """Of many groups those that are like many others."""
     said = {40: [out("d\n" * 3), failure()], 50: [out("same\n" * 3)], 51: [out("same\n" * 3)]}
     panel = final_layout(make(64, lambda rank: said.get(rank, [lines(2, f"{rank} ")])))
-    assert ranks(panel.blocks) == [(40,), (0,), (50, 51)]
+    assert ranks_of(panel.blocks) == [(40,), (0,), (50, 51)]
     assert len(panel.rest) == 60
 
 
@@ -101,7 +83,7 @@ def test_who_is_odd_does_not_stand_back() -> None:
     said = {17: [out("shard 17\nno data left\n")], 33: [out("shard 33\n")]}
     usual = [f"shard {rank}\nloss {2 + rank / 100}\n" for rank in range(64)]
     panel = final_layout(make(64, lambda rank: said.get(rank, [out(usual[rank])])))
-    assert ranks(panel.blocks) == [(0,), (17,), (33,)]
+    assert ranks_of(panel.blocks) == [(0,), (17,), (33,)]
     assert len(panel.rest) == 61
     assert panel.spread == "loss 2.0 (rank 0) to 2.63 (rank 63)"
 
@@ -112,7 +94,7 @@ def test_a_failed_rank_beside_values() -> None:
     assert [row.ranks for row in before.rows] == [(0, 2), (1, 3)]
     said = {3: [value("1"), failure()]}
     panel = final_layout(make(4, lambda rank: said.get(rank, [value(f"{rank % 2}")])))
-    assert ranks(panel.blocks) == [(3,)]
+    assert ranks_of(panel.blocks) == [(3,)]
     assert [row.ranks for row in panel.rows] == [(0, 2), (1,)]
 
 
@@ -122,7 +104,7 @@ def test_who_says_nothing() -> None:
     assert [row.ranks for row in panel.rows] == [(0,)]
     assert (panel.blocks, panel.silent) == ((), (1, 2, 3))
     panel = final_layout(make(4, lambda rank: [failure()] if rank == 2 else []))
-    assert (ranks(panel.blocks), panel.silent) == ([(2,)], (0, 1, 3))
+    assert (ranks_of(panel.blocks), panel.silent) == ([(2,)], (0, 1, 3))
 
 
 def test_bars() -> None:
@@ -172,7 +154,7 @@ def test_failures() -> None:
         3: [Died(-9, 9)],
     }
     blocks = final_layout(make(4, lambda rank: said[rank])).blocks
-    assert ranks(blocks) == [(1,), (2,), (3,)]
+    assert ranks_of(blocks) == [(1,), (2,), (3,)]
     assert [block.failed for block in blocks] == [
         "",
         "E: bad (as on rank 1)",

@@ -14,7 +14,7 @@ import pytest
 from IPython.core.ultratb import AutoFormattedTB
 from tqdm import tqdm
 
-from nbdist.output.events import Died, Display, Done, Failure, Output, Skipped, Text
+from nbdist.output.events import Display, Done, Failure, Output, Skipped, Text
 from nbdist.output.html import MOST_BYTES, MOST_LIVE_BYTES, is_tile, tiled
 from nbdist.output.layout import final_layout
 from nbdist.output.transcript import Transcript
@@ -94,25 +94,6 @@ def test_failed_rank() -> None:
     assert sum("Traceback (most recent call last)" in line for line in lines) == 1
     assert any(line.startswith("--> ") or "---> " in line for line in lines)
     assert "\x1b" not in html
-
-
-def test_failures_that_follow() -> None:
-    """What failed after the first is a line; equal errors refer to the first rank."""
-    text = "[gloo/pair.cc:5] Connection closed by peer"
-    lost = Failure("RuntimeError", text, ("tb of gloo",), 50, connections="ended")
-    said: dict[int, list[Output]] = {
-        0: [lost],
-        1: [out("one\n"), failure("bad", 1)],
-        2: [out("two\n"), failure("bad", 2)],
-        3: [Died(-9, 60)],
-    }
-    lines = Panel(final_html(make(4, lambda rank: said[rank]))).lines
-    assert lines[0] == "4 ranks · 1.2 s · ✗ 3 · 1 released"
-    assert lines[1] == "rank 1 ✗ failed first · 1 line"
-    assert f"rank 0 ⊘ RuntimeError: {text}" in [" ".join(line.split()) for line in lines]
-    assert "rank 2 ✗ 1 line ValueError: bad (as on rank 1)" in lines
-    assert "rank 3 ✗  killed (SIGKILL), often by the system for using too much memory" in lines
-    assert sum("Traceback (most recent call last)" in line for line in lines) == 1
 
 
 def test_many_groups() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from nbdist.output.events import Display, Failure, InputRequest, Output, Text
 from nbdist.output.html import panel_html
 from nbdist.output.layout import (
-    Block,
     Hidden,
     Item,
     Row,
@@ -25,24 +23,7 @@ from nbdist.output.layout import (
 )
 from nbdist.output.screen import Line
 from nbdist.output.text import panel_text
-from tests.output.lab import Panel, final_html, make, out
-
-
-def lines(count: int, text: str = "") -> Output:
-    return out("".join(f"{text}{number}\n" for number in range(count)))
-
-
-def failure(message: str = "bad", time_ns: int = 1) -> Failure:
-    return Failure("E", message, ("Cell In[1], line 2", f"E: {message}"), time_ns)
-
-
-def ranks(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
-    return [block.group.ranks for block in blocks]
-
-
-def kinds(items: Iterable[Item]) -> list[object]:
-    return [len(item) if isinstance(item, list) else item for item in items]
-
+from tests.output.lab import Panel, failure, final_html, kinds, lines, make, out, ranks_of
 
 HIDDEN = st.builds(Hidden, st.integers(1, 9), in_log_only=st.booleans())
 KEPT = st.just([Line("x", stderr=False)])
@@ -68,7 +49,7 @@ def test_live_blocks() -> None:
     transcript = make(4, lambda rank: said.get(rank, [lines(30)]), finished=False)
     panel = live_layout(transcript, 12.34, "a note")
     assert (panel.seconds, panel.note, panel.is_live) == ("12.3 s", "a note", True)
-    assert ranks(panel.blocks) == [(1,), (0, 2)]
+    assert ranks_of(panel.blocks) == [(1,), (0, 2)]
     assert [kinds(block.items) for block in panel.blocks] == [[12], [12]]
     assert [block.words for block in panel.blocks] == [("… 28 earlier",), ("same", "… 18 earlier")]
 
@@ -80,7 +61,7 @@ def test_live_rows() -> None:
         64, lambda rank: said.get(rank, [out(f"{rank}\nlast {rank // 3}\n")]), finished=False
     )
     panel = live_layout(transcript, 1.0)
-    assert ranks(panel.blocks) == [(60,)]
+    assert ranks_of(panel.blocks) == [(60,)]
     assert panel.rows[0] == Row((0, 1, 2), Line("last 0", stderr=False))
     assert len(panel.rows) == 16
     assert panel.more == (*range(48, 60), 61, 62, 63)
@@ -91,12 +72,12 @@ def test_live_blocks_of_those_who_ask() -> None:
     asked = [lines(40), InputRequest(1, "> ")]
     few = make(3, lambda rank: asked if rank == 0 else [lines(30)], finished=False)
     panel = live_layout(few, 1.0)
-    assert ranks(panel.blocks) == [(1, 2), (0,)]
+    assert ranks_of(panel.blocks) == [(1, 2), (0,)]
     assert [kinds(block.items) for block in panel.blocks] == [[12], [40]]
     all_ask = make(3, lambda rank: [out(f"{rank}\n"), InputRequest(1, "> ")], finished=False)
-    assert ranks(live_layout(all_ask, 1.0, turn=0).blocks) == [(1,), (2,), (0,)]
+    assert ranks_of(live_layout(all_ask, 1.0, turn=0).blocks) == [(1,), (2,), (0,)]
     many = make(20, lambda rank: asked if rank == 5 else [out(f"{rank}\n")], finished=False)
-    assert ranks(live_layout(many, 1.0).blocks) == [(5,)]
+    assert ranks_of(live_layout(many, 1.0).blocks) == [(5,)]
 
 
 def test_live_blocks_are_bounded() -> None:

@@ -14,16 +14,12 @@ from nbdist.output.events import (
     InputRequest,
     Output,
     Skipped,
-    Text,
     Typed,
     Update,
 )
 from nbdist.output.rank_transcript import MOST_DISPLAYS, Gap, RankTranscript, Shown
 from nbdist.output.screen import Line
-
-
-def out(text: str) -> Text:
-    return Text("stdout", text)
+from tests.output.lab import out
 
 
 def figure(name: str, display_id: str | None = None) -> Display:

@@ -194,6 +194,6 @@ BAR = "".join(f"\rtrain {number}%|####    | {number}/100000" for number in range
 def test_floods(text: str, chunk: int, last: str) -> None:
     """However much comes, and in whatever pieces, the last line is the right one.
 
-    In quadratic time this would outlast every limit; how long it takes, the bench tells.
+    In quadratic time this would outlast every limit.
     """
     assert strip(screen_of(text, chunk).tail(200)[-1].text).startswith(last)

@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.output.events import Died, Display, Done, Failure, Output, Text, Update
+from nbdist.output.events import Died, Display, Done, Failure, Output, Update
 from nbdist.output.fingerprint import normal
 from nbdist.output.screen import Line
 from nbdist.output.transcript import Transcript, fold
-
-
-def out(text: str) -> Text:
-    return Text("stdout", text)
+from tests.output.lab import out
 
 
 def failure(message: str, time_ns: int, name: str = "ValueError", line: int = 5) -> Failure:

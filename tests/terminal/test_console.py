@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,8 @@ from nbdist.terminal.__main__ import main
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 from tests.waiting import SOON
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(1) as started:
-        yield started
+pytestmark = pytest.mark.shared_world(1)
 
 
 def nbdist(*words: str) -> subprocess.CompletedProcess[str]:
@@ -110,11 +102,9 @@ def test_a_notebook_without_load_ext(profile: Path, capsys: pytest.CaptureFixtur
         assert "── ranks 0-1" in notebook.run("%%distributed -n 2\nworld_size").text
         notebook.manager.restart_kernel(now=True)
         notebook.client.wait_for_ready(timeout=SOON)
-        assert notebook.run("%dist_status").text.startswith("no workers are running")
-        notebook.manager.restart_kernel(now=True)
-        notebook.client.wait_for_ready(timeout=SOON)
         place = "split the cell at line 2."
         assert notebook.run("x = 1\n%%distributed\nx").error.endswith(place)
+        assert notebook.run("%dist_status").text.startswith("no workers are running")
     finally:
         notebook.close()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pexpect
 import psutil
 import pytest
 
@@ -19,10 +21,12 @@ from nbdist.terminal.worlds import (
     HEADINGS,
     LOOK_TIMEOUT,
     NONE,
+    OFF,
     Before,
     as_lines,
     cpu_since,
     printable,
+    rich_picture,
     row_of,
     table,
     title,
@@ -31,7 +35,7 @@ from nbdist.wire.views import DOOR, Look, Place, WorkerStatus, WorldInfo
 from nbdist.world import agents
 from nbdist.world.agents import Found, Worlds, runtime_folders
 from nbdist.world.world import World
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -259,3 +263,53 @@ def test_processor_time():
     assert cpu_since(before, later) == {}
     anew = replace(SEEN, at=13.0, ranks=(replace(BUSY, cpu_seconds=0.5),))
     assert cpu_since(before, anew) == {0: 0.0}
+
+
+# --- drawn over and over in a terminal --------------------------------------------------
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
+    """Another screen, drawn again; `q` and Ctrl-C end it, and the terminal is as it was."""
+    hide = "" if has_rich else "import sys; sys.modules['rich.live'] = None; "
+    command = f"{hide}from nbdist.terminal.worlds import show_top; show_top(0.5)"
+    # pytest loads readline, which has LINES and COLUMNS in the environment of what is started
+    # from then on; they count for more than the terminal's size.
+    environ = {
+        name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")
+    }
+    shown = pexpect.spawn(
+        sys.executable,
+        ["-c", command],
+        env=environ,
+        dimensions=(300, 120),
+        encoding="utf-8",
+        timeout=SOON,
+    )
+    try:
+        shown.expect_exact("\x1b[?1049h")
+        for _ in range(2):
+            shown.expect("rank.*state")
+            shown.expect_exact(str(world.pids[0]))
+        if has_rich:
+            shown.sendintr()
+        else:
+            shown.send("xq")
+        shown.expect_exact(OFF[-8:])
+        shown.expect(pexpect.EOF)
+    finally:
+        shown.close()
+    assert shown.exitstatus == 0
+
+
+def test_a_narrow_window():
+    """Cuts what is long, and keeps numbers whole."""
+    console = pytest.importorskip("rich.console")
+    narrow = console.Console(width=72, force_terminal=False)
+    with narrow.capture() as captured:
+        narrow.print(rich_picture([(SEEN, {0: 99.0})]))
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= 72
+    assert "200 MiB" in captured.get()
+    assert "busy 12 s " in captured.get()
+    assert "none of your worlds" in str(rich_picture([]))

@@ -6,7 +6,6 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ from nbdist.tools.timeline_op import trace_events
 from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 
 def test_the_straggler_is_named(kernel: Notebook) -> None:
@@ -250,12 +248,6 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 
 
 # --- the op, in real workers ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        yield world
 
 
 def times_of(world: World) -> dict[int, RankTimes]:

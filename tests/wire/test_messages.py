@@ -11,18 +11,12 @@ from nbdist.wire.messages import (
     Answer,
     Ask,
     Down,
-    GetStatus,
-    Hello,
-    Interrupt,
     Leave,
     Outputs,
-    Received,
     Run,
     StartFailure,
     StartWorld,
-    StopWorld,
     Up,
-    WorldStarted,
 )
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.views import WorkerStatus
@@ -31,18 +25,11 @@ SPEC = WorldSpec(2, "gloo", {"HOME": "/root"}, "/tmp", ("", "/lib"), 1, "/usr/bi
 
 DOWN: list[Down] = [
     Ask(1, StartWorld(SPEC)),
-    Ask(2, StopWorld(0.5)),
-    Ask(3, GetStatus()),
-    Ask(4, Interrupt((0, 3))),
     Run("a1", (0, 1), b"\x80\x05"),
-    Received(),
     Leave(),
 ]
 
 UP: list[Up] = [
-    Hello("0.1.0", 5, "node01"),
-    Answer(1, None),
-    Answer(2, WorldStarted({0: 10}, {0: "/logs/0"})),
     Answer(3, StartFailure(1, "node01", "python", "it exited with code 1", ("Traceback",))),
     Answer(4, (WorkerStatus(0, 10, "node01", "busy", 1.5, 1 << 40, "cuda:0"),)),
     Outputs(

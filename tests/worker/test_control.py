@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import zmq
 from jupyter_client.session import Session
 
+from nbdist.errors import WorkerError
 from nbdist.output.events import Failure
 from nbdist.wire import control
+from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
 from nbdist.wire.frames import pack
+from nbdist.wire.work import Call
+from nbdist.worker.control import attributes, complete, describe, look_up
 from nbdist.world.hangs import ABORTED
 from nbdist.world.world import World
 from tests.waiting import SOON
@@ -90,3 +98,266 @@ def test_a_collective_is_aborted(world: World, rank1: Asker) -> None:
     world.session.heal()
     assert rank1.ask(control.LastCollective()) == control.Ok()
     world.execute("dist.barrier()")
+
+
+# --- what a front end asks --------------------------------------------------------------
+
+
+SLOW = """
+import pathlib, time
+class Slow:
+    quick = 1
+    def __repr__(self):
+        while not pathlib.Path({gate!r}).exists():
+            time.sleep(0.01)
+        return "slow"
+slow = Slow()
+"""
+
+
+def ask(world: World, question: Question, *ranks: int) -> Completions | Description:
+    """The first answer that comes in time; on a busy machine a rank may take too long."""
+    deadline = time.monotonic() + SOON
+    while time.monotonic() < deadline:
+        asked = world.session.consult(question, ranks or (0, 1))
+        assert asked is not None
+        if isinstance(answer := asked.result(SOON), Completions | Description):
+            return answer
+    raise AssertionError(f"no answer within {SOON} s")
+
+
+def texts(world: World, code: str, *ranks: int) -> set[str]:
+    answer = ask(world, Complete(code, len(code)), *ranks)
+    assert isinstance(answer, Completions)
+    return {each.text for each in answer.candidates}
+
+
+def until_there(world: World, text: str, code: str, *ranks: int) -> None:
+    """Until jedi, which has much to read at first, knows it: longer than an answer takes."""
+    deadline = time.monotonic() + SOON
+    while text not in texts(world, code, *ranks):
+        assert time.monotonic() < deadline
+
+
+def test_of_an_idle_rank(world: World) -> None:
+    """IPython answers, who follows what an expression gives."""
+    world.execute("import torch.nn as nn")
+    world.execute("import sys\nlimit = sys.getrecursionlimit()\nmine = 1", ranks=[1])
+    until_there(world, "weight", "nn.Linear(1, 1).wei", 1)
+    as_before = "(sys.getrecursionlimit() == limit, 'jedi' in sys.modules)"
+    assert world.gather(as_before, ranks=[1]) == [(True, True)]
+    assert "mine" in texts(world, "mi", 1)
+    assert "mine" not in texts(world, "mi", 0)
+    told = ask(world, Inspect("nn.Linear(", 10))
+    assert isinstance(told, Description)
+    assert "in_features" in told.data["text/plain"]
+
+
+def test_an_idle_one_is_asked_first(world: World, tmp_path: Path) -> None:
+    """Here rank 1, while rank 0 runs a cell; of rank 0 alone what is there is told."""
+    gate = tmp_path / "gate"
+    world.execute(SLOW.format(gate=str(gate)) + "mine = rank\nimport torch.nn as nn")
+    running = world.submit(world.task("str(slow)", ranks=[0]))
+    try:
+        until_there(world, "weight", "nn.Linear(1, 1).wei")
+        assert "quick" in texts(world, "slow.qu", 0)
+        assert texts(world, "nn.Linear(1, 1).wei", 0) == set()
+        told = ask(world, Inspect("mine", 4), 0)
+        assert isinstance(told, Description)
+        assert told.data["text/plain"].splitlines()[:2] == ["Type:      int", "Value:     0"]
+        assert told.data["text/plain"].endswith("\nRank:      0")
+    finally:
+        gate.touch()
+        world.session.wait(running)
+    world.session.check(running)
+
+
+def test_users_code_that_takes_long(world: World, tmp_path: Path) -> None:
+    """The answer comes without it, cells run meanwhile, and so does the next question."""
+    gate = tmp_path / "gate"
+    world.execute(SLOW.format(gate=str(gate)))
+    try:
+        told = ask(world, Inspect("slow", 4), 0)  # IPython waits for its `repr`
+        assert isinstance(told, Description)
+        assert told.data["text/plain"] == "Type:      Slow\nRank:      0"
+        assert "quick" in texts(world, "slow.qu", 0)
+        assert [*world.execute("rank + 1", fetch=("rank",))] == [0, 1]
+    finally:
+        gate.touch()
+
+
+def test_a_rank_that_holds_the_gil(world: World, tmp_path: Path) -> None:
+    """The other one answers; where there is none, nobody does, within a second."""
+    fifo = tmp_path / "fifo"
+    world.execute(f"import ctypes, os\nos.path.exists({str(fifo)!r}) or os.mkfifo({str(fifo)!r})",
+                  ranks=[0])  # fmt: skip
+    world.execute(f"gate = os.open({str(fifo)!r}, os.O_RDWR)\nmine = 1", ranks=[0])
+    world.execute("mine = 1", ranks=[1])
+    held = "ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)"
+    running = world.submit(world.task(held, ranks=[0]))
+    try:
+        assert "mine" in texts(world, "mi")
+        asked = world.session.consult(Complete("mi", 2), (0,))
+        assert asked is not None
+        assert asked.result(SOON) is None
+    finally:
+        fifo.write_bytes(b"x")
+        world.session.wait(running)
+
+
+def test_code_of_a_front_ends_own(world: World) -> None:
+    """With the rank's variables and IPython's magics, in the notebook's place and shown nowhere."""
+    world.execute("x = rank")
+    task = world.task(Call("call.answer", {"source": "_names = %who_ls\nprint('x' in _names, x)"}))
+    assert [*world.session.run(task)] == ["True 0\n", "True 1\n"]
+    with pytest.raises(WorkerError, match="nowhere"):
+        world.session.run(world.task(Call("call.answer", {"source": "nowhere"})))
+
+
+def test_without_workers() -> None:
+    """There is nobody to ask."""
+    assert World(2).session.consult(Complete("x", 1), (0, 1)) is None
+
+
+# --- what is said without running users' code -------------------------------------------
+
+
+class Never(BaseException):
+    """Users' code was run."""
+
+
+def never(*_: object) -> Any:
+    raise Never
+
+
+class Traps:
+    """An object that must only be looked at."""
+
+    there = 3
+
+    def __init__(self) -> None:
+        self.own = {"images": 1, "labels": 2, 3: 4}
+
+    __getattr__ = __getattribute__ = __dir__ = __repr__ = never  # type: ignore[assignment]
+    costly = property(never)
+
+
+class Net(torch.nn.Module):
+    """A small net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(2, 3)
+        self.register_buffer("mean", torch.zeros(2))
+
+    @staticmethod
+    def of(size: int) -> Net:
+        raise Never
+
+
+def train(model: Net, lr: float = 0.1) -> None:
+    """Train it."""
+
+
+NAMES: dict[str, Any] = {
+    "traps": Traps(),
+    "net": Net(),
+    "Net": Net,
+    "train": train,
+    "batch": {"images": 1, "labels": 2, 3: 4},
+    "grad": torch.zeros(2, 3, dtype=torch.float64),
+    "math": math,
+    "epoch": 3,
+}
+Net.__getattr__ = never  # type: ignore[method-assign]
+
+
+def said_of(code: str) -> list[str]:
+    found = complete(NAMES, code)
+    assert (found.end, code[: found.start]) == (len(code), code[: found.start])
+    return [each.text for each in found.candidates]
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        ("x = tra", ["train", "traps"]),
+        ("print(epo", ["epoch"]),
+        ("traps.ow", ["own"]),
+        ("traps.there", ["there"]),
+        ("traps.cos", ["costly"]),
+        ("traps.costly.re", []),
+        ("net.fir", ["first"]),
+        ("net.first.wei", ["weight"]),
+        ("net.me", ["mean"]),
+        ("net.first.weight.requires_grad", ["requires_grad", "requires_grad_"]),
+        ("grad.dtype.is_fl", ["is_floating_point"]),
+        ("math.sq", ["sqrt"]),
+        ("batch['im", ["images"]),
+        ('batch["', ["images", "labels"]),
+        ("traps.own['la", ["labels"]),
+        ("nope.x", []),
+        ("nope.x.", []),
+        ("f().ow", []),
+        ("'text'.lo", []),
+        ("3.re", []),
+        ("", []),
+        ("a + ", []),
+    ],
+)
+def test_what_can_stand_there(code: str, wanted: list[str]) -> None:
+    """Names, attributes to any depth, keys; nothing where code would have to run."""
+    assert said_of(code) == wanted
+
+
+def test_where_and_of_what_kind() -> None:
+    """What is replaced is the word before the cursor, wherever that is in the cell."""
+    code = "# %%distributed\nnet.first.wei\nlater"
+    found = look_up(NAMES, Complete(code, code.index("\nlater")))
+    assert isinstance(found, Completions)
+    assert code[found.start : found.end] == "wei"
+    kinds = {each.text: each.type for each in complete(NAMES, "t").candidates}
+    assert (kinds["train"], kinds["type"], kinds["try"]) == ("function", "class", "keyword")
+    (first,) = complete(NAMES, "net.fi").candidates
+    assert (first.text, first.type) == ("first", "instance")
+
+
+def test_what_its_maker_has_put_there_comes_first() -> None:
+    """The layers of a model, before what torch gives all of them; of a library all alike."""
+    assert said_of("net.")[:2] == ["first", "mean"]
+    assert said_of("traps.")[:2] == ["own", "costly"]
+    assert said_of("math.") == sorted(said_of("math."))
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        ("train(net", ["Signature: train(model: 'Net', lr: 'float' = 0.1)", "Train it."]),
+        ("net.of", ["Signature: of(size: 'int')"]),
+        ("Net", ["Type:      type", "Docstring: A small net."]),
+        ("epoch", ["Type:      int", "Value:     3"]),
+        ("grad", ["Type:      Tensor", "shape (2, 3), torch.float64, cpu"]),
+        ("batch", ["Type:      dict", "3 entries"]),
+        ("net", ["Type:      Net", "Docstring: A small net."]),
+        ("traps", ["Type:      Traps", "An object that must only be looked at."]),
+        ("len", ["Signature: len(obj, /)"]),
+    ],
+)
+def test_what_it_is(code: str, wanted: list[str]) -> None:
+    """Signature, type, value of what has one, docstring; of the function in whose call one is."""
+    found = look_up(NAMES, Inspect(code, len(code.partition("(")[0])))
+    assert isinstance(found, Description)
+    for each in wanted:
+        assert each in found.data["text/plain"]
+
+
+def test_nothing_is_said_of_what_is_not_there() -> None:
+    """Nor of what only a property could tell."""
+    assert describe(NAMES, "nope") == describe(NAMES, "traps.costly") == Description({})
+
+
+def test_of_a_module_that_is_half_made() -> None:
+    """Its class is known before its parts are."""
+    half = Net.__new__(Net)
+    assert "forward" in attributes(half)
+    assert [each.text for each in complete({"half": half}, "half.forw").candidates] == ["forward"]

@@ -11,10 +11,7 @@ import torch
 from nbdist.worker.compat import accelerator
 from nbdist.worker.control import change_environment, change_threads
 from nbdist.worker.environment import share_gpu
-from nbdist.world.world import World
 from tests.wire.test_spec import START
-
-pytestmark = pytest.mark.shared_world(2)
 
 
 @pytest.mark.parametrize(
@@ -63,19 +60,3 @@ def test_threads_that_a_user_has_set_stay() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
-
-
-SHELL = """
-import rich, rich.console
-kind = type(get_ipython())
-is_notebook = kind.__name__ == "ZMQInteractiveShell" and "ipykernel.zmqshell" in str(kind)
-is_rich_of_a_page = rich.get_console().is_jupyter or rich.console.Console().is_jupyter
-has_bars_of_a_page = "IPKernelApp" in get_ipython().config
-"""
-
-
-def test_the_shell_is_that_of_a_notebook(world: World) -> None:
-    """Libraries find out by its class; those that draw bars are not to use widgets."""
-    world.execute(SHELL)
-    found = world.gather("is_notebook, is_rich_of_a_page, has_bars_of_a_page")
-    assert found == [(True, False, False)] * 2

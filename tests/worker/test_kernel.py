@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from nbdist.output.final import final_layout
 
 from nbdist.errors import WorkerError
+from nbdist.output.text import panel_text
+from nbdist.wire.work import Source
 from nbdist.world.world import World
 from tests.cells import run, run_well
 from tests.worlds import NewWorld
@@ -188,6 +191,22 @@ def test_what_people_at_a_terminal_have(world: World) -> None:
     assert world.gather("get_ipython().history_manager.enabled") == [False, False]
 
 
+SHELL = """
+import rich, rich.console
+kind = type(get_ipython())
+is_notebook = kind.__name__ == "ZMQInteractiveShell" and "ipykernel.zmqshell" in str(kind)
+is_rich_of_a_page = rich.get_console().is_jupyter or rich.console.Console().is_jupyter
+has_bars_of_a_page = "IPKernelApp" in get_ipython().config
+"""
+
+
+def test_the_shell_is_that_of_a_notebook(world: World) -> None:
+    """Libraries find out by its class; those that draw bars are not to use widgets."""
+    world.execute(SHELL)
+    found = world.gather("is_notebook, is_rich_of_a_page, has_bars_of_a_page")
+    assert found == [(True, False, False)] * 2
+
+
 def test_reset(world: World) -> None:
     """Variables are gone; what every worker has from its start is there again."""
     world.execute("x = 1; rank = 'mine'; del dist")
@@ -198,3 +217,53 @@ def test_reset(world: World) -> None:
     world.execute("dist.all_reduce(torch.ones(1))")
     assert "the worker is still running" in "\n".join(run(world, "exit()").failure().traceback)
     run_well(world, "pass")
+
+
+# --- warnings ---------------------------------------------------------------------------
+
+WARNS = """# %%distributed
+import warnings
+weight = torch.zeros(1, requires_grad=True)
+scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([weight], lr=0.1), 1)
+
+def careless():
+    warnings.warn("not like this", stacklevel=2)
+
+careless()
+scheduler.step()
+warnings.warn_explicit("from elsewhere", UserWarning, "elsewhere.py", 7)
+"""
+
+
+def shown(world: World, source: str) -> str:
+    """The text of a cell, the seventh of its notebook."""
+    running = world.submit(world.task(Source(source), execution_count=7))
+    world.session.wait(running)
+    running.result()
+    text = panel_text(final_layout(running.transcript))
+    world.session.let_go(running)
+    return text
+
+
+def test_warnings_name_the_cells_line(world: World) -> None:
+    """All ranks say the same, and it is shown once; where in a library it arose is said too."""
+    _head, header, *lines = shown(world, WARNS).split("\n")
+    assert header == "── ranks 0-1 (same) ──"
+    assert lines[:2] == ["Cell In[7], line 9: UserWarning: not like this", "  careless()"]
+    assert lines[2].startswith("Cell In[7], line 10: UserWarning: Detected call of `lr_scheduler")
+    assert lines[3] == "  scheduler.step()"
+    assert lines[4].startswith("Cell In[7], line 11: UserWarning: from elsewhere")
+    assert lines[5].endswith("(elsewhere.py:7)")
+
+
+def test_not_in_a_cell(world: World) -> None:
+    """A warning to which no cell has led is worded as ever."""
+    source = """
+import threading, time, warnings
+thread = threading.Thread(
+    target=warnings.warn_explicit, args=("quiet", UserWarning, "elsewhere.py", 7)
+)
+thread.start()
+thread.join()
+"""
+    assert "\nelsewhere.py:7: UserWarning: quiet" in shown(world, source)

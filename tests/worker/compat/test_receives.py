@@ -6,7 +6,7 @@ import pytest
 
 from nbdist.world.world import World
 
-pytestmark = pytest.mark.shared_world(4)
+pytestmark = pytest.mark.shared_world(2)
 
 ONLY_RECEIVES = """
 from nbdist.worker.compat.torch import end_receive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +15,15 @@ import torch.distributed as dist
 
 from nbdist.wire.views import Begun, Collective
 from nbdist.worker.compat import nccl as seam
-from nbdist.worker.compat.torch import RENEWS_GLOO
+from nbdist.worker.compat.torch import RECORDS_GLOO, RENEWS_GLOO
 from nbdist.worker.group import nccl
 from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.group.nccl import AbortHangs, Nccl, Pending, UnderWay
 from nbdist.worker.group.stores import Meeting
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
 
 GPU = torch.device("cuda:0")
 
@@ -255,3 +259,80 @@ def test_a_legacy_group_counts_anew(recorded: dict[str, Entries]) -> None:
     under_way.start_over()
     old.insert(0, entry(2, "nccl:all_reduce", number=1))
     assert [each.number for each in under_way.begun(0)] == [1]
+
+
+# --- what torch has recorded of this generation -----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(new_world: NewWorld) -> Iterator[World]:
+    if not RECORDS_GLOO:
+        pytest.skip("this torch records nothing of gloo's")
+    with new_world(2) as world:
+        world.execute(
+            "import time\n"
+            "from nbdist.worker.group.nccl import MOST_BEGUN, Counts, Recording\n"
+            "recording = Recording()\n"
+            "def counts(): return [*recording.counts().values()]"
+        )
+        yield world
+
+
+def test_what_was_begun(world: World) -> None:
+    """With name, number and sizes, the oldest first, from a time on."""
+    world.execute(
+        "dist.barrier()\n"
+        "recording.start_over()\n"
+        "began = time.time_ns()\n"
+        "dist.all_reduce(torch.ones(2, 3))\n"
+        "dist.broadcast(torch.ones(4, dtype=torch.int64), 0)\n"
+        "found = recording.begun(recording.counts(), began)\n"
+        "later = recording.begun(recording.counts(), time.time_ns())"
+    )
+    for found, later in world.gather("found, later"):
+        said = [(each.name, each.sizes, each.dtypes, each.elements) for each in found]
+        assert said == [("all_reduce", "[2, 3]", "Float", "6"), ("broadcast", "[4]", "Long", "4")]
+        assert found[1].number == found[0].number + 1
+        assert later == ()
+
+
+def test_only_the_last_of_many(world: World) -> None:
+    """Ranks that do not meet are rarely further apart."""
+    world.execute(
+        "began = time.time_ns()\n"
+        "for _ in range(MOST_BEGUN + 9): dist.all_reduce(torch.ones(1))\n"
+        "found = recording.begun(recording.counts(), began)\n"
+        "last = recording.begun(recording.counts(), began)[-1].number"
+    )
+    for found, last in world.gather("found, last"):
+        assert [each.number for each in found] == list(range(last - 63, last + 1))
+
+
+def test_what_is_waited_for(world: World) -> None:
+    """The last that has not ended, and how many have not."""
+    world.execute(
+        "store, recording = dist.group.WORLD.get_group_store(), Recording()\n"
+        "if rank == 1: store.wait(['go'])\n"
+        "works = [dist.all_reduce(torch.ones(1), async_op=True)]\n"
+        "works.append(dist.broadcast(torch.ones(1), 1, async_op=True))\n"
+        "if rank == 0:\n"
+        "    unfinished = sum(each.unfinished for each in recording.counts().values())\n"
+        "    waited_for = recording.waited_for(recording.counts())\n"
+        "    store.set('go', '')\n"
+        "for work in works: work.wait()"
+    )
+    assert world.gather("unfinished, waited_for", ranks=[0]) == [(2, "broadcast")]
+
+
+def test_another_generation(world: World) -> None:
+    """Nothing of what has begun before is under way, or the last one."""
+    world.execute(
+        "recording = Recording()\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "before = recording.last()\n"
+        "recording.start_over()\n"
+        "after, begun = recording.last(), recording.begun(recording.counts(), 0)"
+    )
+    for before, after, begun in world.gather("before, after, begun"):
+        assert before.name == "all_reduce"
+        assert (after, begun) == (None, ())

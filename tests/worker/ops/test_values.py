@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.ops.values`: values that stay until they have been read."""
+"""Tests of `nbdist.worker.ops.values`: values that are brought, pushed and copied."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nbdist.errors import UsageError, WorkerDied, WorkerError
 from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, pack_frames
 from nbdist.values.pickling import pickle, unpickle
 from nbdist.wire.ops import Brought
@@ -20,6 +21,9 @@ from nbdist.worker.ops.values import (
     push,
     scatter,
 )
+from nbdist.world.world import World
+
+pytestmark = pytest.mark.shared_world(3)
 
 
 @pytest.fixture
@@ -113,3 +117,118 @@ def test_what_was_changed():
     push(context, packed)
     bind_pushed(context)
     assert changed(context, ("x", "y")) == []
+
+
+# --- copied through the group -----------------------------------------------------------
+
+
+@pytest.fixture
+def world(world: World) -> World:
+    """Three ranks without variables of tests before."""
+    world.execute("%reset -f")
+    world.execute("import os")
+    return world
+
+
+def copy(world: World, *names: str, source: int, to: tuple[int, ...] | None = None) -> None:
+    """Call the ops on all ranks; none has anything to say, as torch has of memory."""
+    for op, more in (("values.sync", {"source": source, "to": to}), ("values.bind_synced", {})):
+        world.call(op, wanted=names, **more)
+        assert world.session.running is not None
+        assert [track.line_count for track in world.session.running.transcript] == [0, 0, 0]
+
+
+def bound(world: World) -> list[frozenset[str]]:
+    """What each rank says that the last task has bound there."""
+    assert world.session.running is not None
+    dones = [track.done for track in world.session.running.transcript]
+    return [done.bound if done else frozenset() for done in dones]
+
+
+def test_ranks_that_lack_a_name_get_all(world: World) -> None:
+    """The others keep what they have; all of those concerned own the names."""
+    world.execute("if rank: x = rank\nif rank == 1: y = [x]")
+    copy(world, "x", "y", source=1)
+    assert bound(world) == [{"x", "y"}] * 3
+    assert world.gather("(x, y)") == [(1, [1])] * 3
+    world.execute("x = rank")
+    copy(world, "x", "y", source=2)
+    assert bound(world) == [frozenset()] * 3
+    assert world.gather("x") == [0, 1, 2]
+
+
+def test_ranks_that_are_named(world: World) -> None:
+    """Whatever they have; what others have stays."""
+    world.execute("x = rank")
+    copy(world, "x", source=2, to=(0,))
+    assert bound(world) == [{"x"}, frozenset(), {"x"}]
+    assert world.gather("x") == [2, 1, 2]
+
+
+def test_objects_stay_shared(world: World) -> None:
+    """Tensors, their views and memory that cannot be written to come as they are."""
+    world.execute(
+        "import numpy as np\n"
+        "if rank == 0:\n"
+        "    whole = torch.arange(6.0); part = whole[2:4]; both = [whole, part]\n"
+        "    empty, fixed = np.empty(0), np.arange(1000); fixed.flags.writeable = False"
+    )
+    copy(world, "whole", "part", "both", "empty", "fixed", source=0)
+    world.execute("part.fill_(rank + 7)")
+    assert world.gather("(whole[2].item(), both[0] is whole, both[1] is part)") == [
+        (rank + 7.0, True, True) for rank in range(3)
+    ]
+    assert world.gather("(len(empty), int(fixed.sum()))") == [(0, 499_500)] * 3
+
+
+def test_definitions_come_with_what_uses_them(world: World) -> None:
+    """Functions, classes and modules, as far as they are lacking; data has to be named."""
+    world.execute(
+        "if rank == 0:\n"
+        "    import math as m\n"
+        "    scale = 3\n"
+        "    def times(x): return m.floor(x) * scale\n"
+        "    class Net:\n        def run(self): return times(rank + 0.5)\n"
+        "    net = Net()\n"
+        "if rank == 1: scale, times = 5, lambda x: 'its own'"
+    )
+    copy(world, "net", source=0)
+    assert bound(world) == [{"net"}] * 3
+    assert world.gather("net.run()", ranks=[0, 1]) == [0, "its own"]
+    with pytest.raises(WorkerError, match="NameError: name 'scale' is not defined"):
+        world.execute("net.run()", ranks=[2])
+    world.execute("scale = 2", ranks=[2])
+    assert world.gather("net.run()", ranks=[2]) == [4]
+
+
+def test_what_cannot_be_rebuilt(world: World) -> None:
+    """Ranks where it cannot say so; no rank has got it, and the group is whole."""
+    world.execute(
+        "def made(number):\n"
+        "    if rank == 2: raise ValueError('not here')\n"
+        "    return number\n"
+        "class Odd:\n    def __reduce__(self): return made, (5,)\n"
+        "if rank == 0: odd = Odd()"
+    )
+    said = r"\(2\); first: rank 2 after .* `odd` could not be rebuilt: ValueError: not here"
+    with pytest.raises(WorkerError, match=said):
+        copy(world, "odd", source=0)
+    assert world.gather("globals().get('odd')", ranks=[1, 2]) == [None, None]
+    with pytest.raises(UsageError, match="`odd` could not be rebuilt"):
+        world.sync(["odd"])
+    assert world.gather("globals().get('odd')", ranks=[1, 2]) == [None, None]
+    assert world.sync(["made"], ranks=[1]) == (1,)
+
+
+def test_a_rank_that_dies_while_names_are_copied(world: World) -> None:
+    """The others are freed, it is replaced, and the next copy goes through."""
+    world.execute(
+        "class Deadly:\n"
+        "    def __reduce__(self): os.kill(os.getpid(), 9)\n"
+        "given = [1, 2]\n"
+        "if rank == 1: deadly = Deadly()"
+    )
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        world.sync(["deadly"], source=1)
+    assert world.sync(["given"]) == (1,)
+    assert world.gather("given") == [[1, 2]] * 3

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group.stores`: called as C++ calls it, through a PrefixStore."""
+"""Tests of `nbdist.worker.group.stores`: called as C++ calls them, through a PrefixStore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed import DistStoreError
 
 from nbdist.agent.listener import StoreWindow
@@ -76,9 +76,8 @@ def store(connections: Connections) -> AgentStore:
     return AgentStore(connections, "g", timeout=SOON)
 
 
-def test_all_that_is_asked_of_a_store(store: AgentStore, connections: Connections) -> None:
-    """Whatever C++ calls reaches the agent, and all is under one prefix."""
-    asked: Store = PrefixStore("a", store)
+def answers_all(asked: Store) -> None:
+    """Whatever C++ calls is answered as by a store of torch's own."""
     asked.set("key", "value")
     assert asked.get("key") == b"value"
     asked.wait(["key"])
@@ -87,6 +86,12 @@ def test_all_that_is_asked_of_a_store(store: AgentStore, connections: Connection
     assert [asked.add("count", 2), asked.add("count", 3)] == [2, 5]
     assert asked.compare_set("key", "value", "changed") == b"changed"
     assert asked.multi_get(["key", "count"]) == [b"changed", b"5"]
+
+
+def test_all_that_is_asked_of_a_store(store: AgentStore, connections: Connections) -> None:
+    """It reaches the agent, and all is under one prefix."""
+    asked: Store = PrefixStore("a", store)
+    answers_all(asked)
     asked.multi_set(["one", "two"], ["1", "2"])
     asked.append("two", "nd")
     assert asked.get("two") == b"2nd"
@@ -225,3 +230,38 @@ def test_a_forked_child(store: AgentStore, connections: Connections) -> None:
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert store.get("key") == b"value"
+
+
+# --- over a store of torch's own ----------------------------------------------------------------
+
+
+@pytest.fixture
+def over_file(tmp_path: Path) -> AbortableStore:
+    return AbortableStore(FileStore(str(tmp_path / "store"), 1), timeout=30.0)
+
+
+def test_all_that_is_asked_of_a_store_of_torch(over_file: AbortableStore) -> None:
+    """It reaches that."""
+    asked: Store = PrefixStore("a", over_file)
+    answers_all(asked)
+    assert asked.num_keys() >= 2
+    assert asked.delete_key("key")
+    assert not asked.check(["key"])
+    assert repr(over_file) == "<AbortableStore at rest>"
+
+
+def test_aborted_where_torch_waits(over_file: AbortableStore) -> None:
+    """Each wait ends at once, also one that begins later; then the store can be used again."""
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(PrefixStore("a", over_file).get, "key")
+        wait_until(lambda: over_file.is_waited_in)
+        over_file.abort()
+        with pytest.raises(ConnectionResetError, match="Connection closed by peer"):
+            got.result(timeout=1.0)
+        with pytest.raises(ConnectionResetError):
+            over_file.get("key")
+        over_file.start_over()
+        got = pool.submit(PrefixStore("a", over_file).get, "key")
+        wait_until(lambda: over_file.is_waited_in)
+        over_file.set("a/key", "value")
+        assert got.result(timeout=1.0) == b"value"
