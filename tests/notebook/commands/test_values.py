@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from nbdist.errors import UsageError
 from nbdist.notebook.commands.values import expressions_in
-from tests.notebook.front_end import Notebook, body
+from tests.notebook.front_end import Notebook, body, lasting
 
 pytestmark = pytest.mark.shared_world
 
@@ -54,16 +54,11 @@ def test_words_become_expressions(line, found):
     assert [*expressions_in(line.split(" "))] == found
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Notebook]:
-    """A notebook with two workers, of which the first has a name more."""
-    notebook = Notebook(
-        "%load_ext nbdist",
-        "%%distributed -n 2\nt = torch.full((2,), float(rank)); n = rank + 1\nboth = [t]\n"
-        "if rank == 0: only = 'here'",
-    )
-    yield notebook
-    notebook.close()
+two = lasting(
+    "%load_ext nbdist",
+    "%%distributed -n 2\nt = torch.full((2,), float(rank)); n = rank + 1\nboth = [t]\n"
+    "if rank == 0: only = 'here'",
+)
 
 
 def test_several_names(two: Notebook):
