@@ -79,13 +79,6 @@ def test_process_inherits_the_notebooks_folder_and_path(world: World) -> None:
         assert [entry for entry in path if entry] == [entry for entry in sys.path if entry]
 
 
-def test_users_own_variable_wins(world: World) -> None:
-    """A cell can bind `rank` to what it likes, and that is what later cells find."""
-    run_well(world, "before, rank = rank, 'mine'")
-    assert world.gather("rank") == ["mine"] * world.size
-    run_well(world, "rank = before")
-
-
 @on_both
 def test_collectives(world: World) -> None:
     """All ranks share a group: all_reduce, barrier and all_gather_object give right results."""
@@ -98,15 +91,6 @@ def test_collectives(world: World) -> None:
     for rank, (t, ranks) in enumerate(world.gather("(t, all_of_them)")):
         assert t.tolist() == [total] * 3, rank
         assert ranks == [*range(world.size)]
-
-
-def test_cell_on_some_ranks(world: World) -> None:
-    """A cell for some ranks runs there only."""
-    run_well(world, "ran = False")
-    ran = run_well(world, "ran = True", ranks=(1,))
-    assert ran.running.transcript.ranks == (1,)
-    assert world.gather("ran") == [rank == 1 for rank in range(world.size)]
-    assert world.gather("rank", ranks=[1]) == [1]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +271,6 @@ def test_all_raise_and_the_earliest_is_the_cause(world: World) -> None:
 REPLACED = r"was restarted and its variables \(.+\) are gone; other ranks are unaffected\."
 
 
-@on_both
 def test_os_exit(world: World) -> None:
     """`os._exit(3)` on one rank is told with its code; what it said is kept; it is replaced."""
     ran = run(world, "import os\nprint('last words')\nif rank == 1:\n    os._exit(3)")
