@@ -143,7 +143,6 @@ DEATHS: dict[str, Callable[[Notebook], object]] = {
 @pytest.mark.parametrize(
     ("deaths", "moment"),
     [
-        (["kernel"], "idle"),
         (["fork server", "kernel"], "while starting"),
         (["kernel"], "while healing"),
         (["fork server", "kernel and agent"], "in a collective"),

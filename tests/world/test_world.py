@@ -34,17 +34,14 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.shared_world
 
 
-on_both = pytest.mark.parametrize("started", ["fork", "spawn"], indirect=True)
-
-
 @pytest.fixture(scope="module", params=["fork"])
 def started(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
-    """A world for all tests of the module; fewer ranks where each imports torch anew."""
+    """A world for all tests of the module; one rank where it imports torch anew."""
     fork = request.param == "fork"
     logs = tmp_path_factory.mktemp("logs")
-    with World(4 if fork else 2, fork=fork, log_dir=str(logs), name="test") as world:
+    with World(4 if fork else 1, fork=fork, log_dir=str(logs), name="test") as world:
         yield world
 
 
@@ -79,7 +76,6 @@ def test_process_inherits_the_notebooks_folder_and_path(world: World) -> None:
         assert [entry for entry in path if entry] == [entry for entry in sys.path if entry]
 
 
-@on_both
 def test_collectives(world: World) -> None:
     """All ranks share a group: all_reduce, barrier and all_gather_object give right results."""
     run_well(
@@ -109,7 +105,6 @@ def test_data_loader_with_workers(world: World, method: str) -> None:
         f"    multiprocessing_context='{method}')\n"
         "print([batch.tolist() for batch in loader])\n"
         "del loader",
-        ranks=(0,) if method == "spawn" else None,
     )
     assert ran.lines() == ["[[100, 101, 104, 109], [116, 125, 136, 149]]"]
     assert ran.stderr() == []

@@ -155,14 +155,3 @@ def test_another_name_and_some_ranks(two: Notebook):
     assert two.run("%dist_gather column -r 1").errors == []
     assert two.value("column.tolist()") == [[0, 1, 2], [3, 4, 5]]
     assert "rank 0 has no `column`" in two.run("%dist_gather column --as c").error
-
-
-def test_what_cannot_be_scattered(two: Notebook):
-    """One line says why."""
-    two.run("five = 5; word = [1]")
-    for line, said in (
-        ("five", "`five` (int) cannot be split"),
-        ("word --dim 2", "`word` (list) has no dimension 2 to split."),
-        ("word --as a.b", "`a.b`: name the parts"),
-    ):
-        assert said in two.run(f"%dist_scatter {line}").error
