@@ -178,11 +178,7 @@ BUSY = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint
 
 
 @pytest.mark.parametrize(
-    ("end", "fork", "is_busy"),
-    [
-        (end_notebook, False, False),
-        (leave, True, True),
-    ],
+    ("end", "fork", "is_busy"), [(end_notebook, False, False), (leave, True, True)]
 )
 def test_end(
     make: Callable[..., Notebook],

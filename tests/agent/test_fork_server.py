@@ -14,14 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.agent.startup import (
-    Fork,
-    Forked,
-    Imported,
-    WorkerExited,
-    start_fork_server,
-    to_frame,
-)
+from nbdist.agent.startup import Fork, Forked, Imported, WorkerExited, start_fork_server, to_frame
 from nbdist.wire.frames import FrameCutter
 from tests.agent.sources import worker_start
 from tests.waiting import SOON

@@ -45,10 +45,7 @@ def test_errors_of_ranks(notebook: Notebook) -> None:
     """Errors that differ in the rank's number name all; `%dist_why` calls none of them the same."""
     source = "%%distributed\nif rank in (1, 3): raise KeyError(f'missing key {rank}')"
     outcome = notebook.run(source)
-    assert body(outcome)[-2:] == [
-        "KeyError: 'missing key {1,3}'",
-        "── ranks 0,2 (no output) ──",
-    ]
+    assert body(outcome)[-2:] == ["KeyError: 'missing key {1,3}'", "── ranks 0,2 (no output) ──"]
     assert "── ranks 1,3 (same except for {…}) ✗ ──" in body(outcome)
     first = 1 if "first: rank 1" in outcome.error else 3
     assert f"first: rank {first} after" in outcome.error

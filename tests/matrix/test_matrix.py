@@ -13,17 +13,7 @@ from torch._C import _distributed_c10d as c10d
 
 from tests.matrix import contract
 from tests.matrix.__main__ import Environment, moved
-from tests.matrix.rows import (
-    COLUMNS,
-    OLDEST_TORCH,
-    ROWS,
-    Result,
-    Row,
-    Verdict,
-    load,
-    read,
-    table,
-)
+from tests.matrix.rows import COLUMNS, OLDEST_TORCH, ROWS, Result, Row, Verdict, load, read, table
 from tests.sources import sources
 from tests.test_private_names import uses_in
 from tests.waiting import SOON

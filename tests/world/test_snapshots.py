@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from nbdist.errors import UsageError, WorkerDied, WorkerError, WorldNotStarted
 from nbdist.wire.spec import versions_here
 from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.world import World
+from tests.waiting import SOON
 
 pytestmark = [pytest.mark.shared_world(2), pytest.mark.usefixtures("empty_snapshot_folder")]
 
@@ -171,6 +173,37 @@ def test_a_rank_that_raises_while_it_writes(world: World, tmp_path: Path) -> Non
         world.snapshot(["x"], name="a")
     assert isinstance(caught.value, WorkerError)
     assert entries(tmp_path / "a") == [".lock"]
+
+
+KILLED = """
+import os, sys
+from nbdist import World
+
+with World(2, log_dir="") as world:
+    world.execute("x = 1")
+    world.snapshot(["x"], name="a")
+    world.execute(
+        "import os, time\\nclass Bomb:\\n    def __reduce__(self):\\n"
+        f"        os.kill({os.getpid()}, 9); time.sleep(60)\\n"
+        "x = Bomb() if rank else 2"
+    )
+    world.snapshot(["x"], name="a")
+"""
+
+
+def test_the_notebook_killed_while_ranks_write(world: World, tmp_path: Path) -> None:
+    """What it left is no snapshot, and goes with the next one."""
+    command = [sys.executable, "-c", KILLED]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SOON)
+    assert done.returncode == -9, done.stderr
+    left = entries(tmp_path / "a")
+    assert len(left) == 3
+    assert left[1].startswith(".part-")
+    assert len(world.snapshot_store.all()) == 1
+    world.restore(name="a")
+    assert world.gather("x") == [1, 1]
+    world.snapshot(["x"], name="b")
+    assert not [name for name in entries(tmp_path / "a") if name.startswith(".part-")]
 
 
 def test_without_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,7 @@ import psutil
 import pytest
 
 from nbdist.agent.worker_output import LOST_AFTER
-from nbdist.errors import (
-    AgentLost,
-    UsageError,
-    WorkerDied,
-    WorkerError,
-    WorldNotStarted,
-)
+from nbdist.errors import AgentLost, UsageError, WorkerDied, WorkerError, WorldNotStarted
 from nbdist.output.events import Clear, Display, Text, Update
 from nbdist.world.states import State
 from nbdist.world.world import World
