@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from nbdist.wire.views import Gpu
 from nbdist.world.result import usage_text
 from nbdist.world.world import World
 from tests.waiting import SOON
+from tests.worlds import NewWorld
 
 STAND_IN = """
 from types import SimpleNamespace
@@ -96,7 +98,13 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch):
     gauge.close()
 
 
-@pytest.mark.shared_world(2)
+@pytest.fixture(scope="module")
+def world(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2) as started:
+        yield started
+
+
+@pytest.mark.shared_world
 def test_while_a_cell_runs(world: World, tmp_path: Path) -> None:
     """Each rank's memory comes by itself, and is less on the rank that has less."""
     gate = tmp_path / "gate"

@@ -129,7 +129,7 @@ NAMES = (
     _row("%dist_sync nope", "no `nope`"),
     _row("%dist_sync here --from 9", "there is no rank 9"),
     _row("%dist_sync here --from 0,1", "it takes one rank to copy from"),
-    _row("%dist_scatter lock", "(lock) cannot be split"),
+    _row("%dist_scatter lock", "cannot be split: use a tensor"),
     _row("%dist_restart --keep nope", "no rank has `nope`; all workers are as they were."),
     _row("%%distributed -o 1x\nhere", "`-o 1x`", "name for the result, such as `-o result`."),
     _row(("%%distributed -o res\nhere", "res[7]"), "no value of rank 7: ranks 0-1 have one."),

@@ -12,18 +12,7 @@ import pytest
 from nbdist.agent.worker_logs import WorkerLog
 from nbdist.notebook.commands.logs import last_lines
 from nbdist.wire import logs
-from nbdist.wire.logs import (
-    BLOCK,
-    LONGEST,
-    MOVED,
-    PAGE,
-    GetLogs,
-    LogTail,
-    earlier_file,
-    moved_line,
-    read_logs,
-    renumbered_line,
-)
+from nbdist.wire.logs import BLOCK, LONGEST, PAGE, GetLogs, LogTail, read_logs
 from tests.notebook.front_end import Notebook
 
 pytestmark = pytest.mark.shared_world
@@ -186,20 +175,3 @@ def test_how_much_is_read_at_once(tmp_path: Path) -> None:
     assert none == LogTail(4, "stdout")
     (other,) = ask(GetLogs((3,), ("stdout",), 50, attempt=7))
     assert (other.lines, other.start) == ((), 0)
-
-
-def test_a_file_goes_on_in_another() -> None:
-    """The first line of the new one names it, and how to have more."""
-    earlier = earlier_file(Path("/logs/0/stdout.log"))
-    assert earlier == Path("/logs/0/stdout.log.1")
-    line = moved_line(earlier, 200 << 20)
-    assert line.startswith(f"{MOVED}stdout.log.1, ")
-    assert line.endswith("NBDIST_LOG_LIMIT allows 200 MiB]\n")
-
-
-def test_what_was_another_rank() -> None:
-    """The line names the rank, and where that wrote to."""
-    line = renumbered_line(Path("/logs/attempt_0/3/stdout.log"), 3)
-    assert (
-        line == "[nbdist: this was rank 3 until now, and wrote to /logs/attempt_0/3/stdout.log]\n"
-    )
