@@ -7,11 +7,36 @@ import sys
 
 import pytest
 
-from tests.faults.soak import soak
+from nbdist.agent.fork_server import IMPORTED_WHEN_IDLE
+from nbdist.world.world import World
+from tests.faults.soak import Holdings, soak, wait_for_imports
 from tests.waiting import SOON
 
+WITHOUT_PYTEST = """
+import sys
+sys.modules["pytest"] = None
+import tests.faults.actions, tests.faults.soak, tests.faults.stops
+"""
 
-@pytest.mark.own_agent  # whose memory is looked at
+
+def test_they_need_no_pytest() -> None:
+    """The long soak, random actions and the long list of Stops run where there is none."""
+    subprocess.run([sys.executable, "-c", WITHOUT_PYTEST], check=True)
+
+
+@pytest.mark.own_agent
+def test_idle_imports_are_no_growth(idle_imports: None) -> None:
+    """What the fork server has after they were waited for is what it has for good."""
+    with World(1, log_dir="") as world:
+        wait_for_imports(world)
+        before = Holdings.now(world)
+        world.replace([0])
+        last = f"{IMPORTED_WHEN_IDLE[-1]!r} in __import__('sys').modules"
+        assert world.gather(last) == [True]
+        assert not Holdings.now(world).has_grown_since(before)
+
+
+@pytest.mark.own_agent  # whose idle imports are no growth
 def test_faults_in_a_row() -> None:
     """After each of them all ranks work, who lived has its variables, and nothing grows."""
     kinds, settled, end = soak(1, 15)
