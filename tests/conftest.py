@@ -114,6 +114,17 @@ def shared_agent(nothing_is_left_by_all: set[str]) -> Iterator[SharedAgent]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     AGENT.is_offered = not item.get_closest_marker("own_agent")
+    if front_end := sys.modules.get("tests.notebook.front_end"):
+        front_end.KERNELS.is_offered = item.get_closest_marker("kernel") is not None
+
+
+@pytest.fixture(scope="session")
+def kernels(nothing_is_left_by_all: set[str]) -> Iterator[object]:
+    """The kernels of all notebooks of this process, but of those of tests marked `own_agent`."""
+    from tests.notebook.front_end import KERNELS
+
+    yield KERNELS
+    KERNELS.end()
 
 
 @pytest.fixture(scope="session")
@@ -134,6 +145,7 @@ def started(request: pytest.FixtureRequest, new_world: NewWorld) -> Iterator[Wor
 def world(request: pytest.FixtureRequest, started: World) -> World:
     """It, started anew where a test has lost it, or has given it another size."""
     (ranks,) = request.node.get_closest_marker("shared_world").args
+    started.session.receive_waiting()
     if started.state is not State.READY or started.size != ranks:
         started.restart(ranks)
     return started

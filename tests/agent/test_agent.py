@@ -23,7 +23,6 @@ from nbdist.wire.messages import (
     Answer,
     Ask,
     Down,
-    GetStatus,
     Hello,
     Leave,
     Outputs,
@@ -170,10 +169,6 @@ def end_notebook(notebook: Notebook) -> None:
     notebook.life.wait()
 
 
-def terminate(notebook: Notebook) -> None:
-    notebook.agent.terminate()
-
-
 def leave(notebook: Notebook) -> None:
     notebook.send(Leave())
 
@@ -182,13 +177,7 @@ BUSY = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint
 
 
 @pytest.mark.parametrize(
-    ("end", "fork", "is_busy"),
-    [
-        (close_stdin, True, True),
-        (end_notebook, False, False),
-        (terminate, True, False),
-        (leave, True, True),
-    ],
+    ("end", "fork", "is_busy"), [(end_notebook, False, False), (leave, True, True)]
 )
 def test_end(
     make: Callable[..., Notebook],
@@ -198,10 +187,11 @@ def test_end(
 ) -> None:
     """Whatever ends the agent: its workers, what they started, and its folder go with it.
 
-    Also where they run a cell that ignores signals.
+    Also where they run a cell that ignores signals.  SIGINT ends no agent.
     """
     notebook = make(fork=fork)
     assert isinstance(notebook.start(), WorldStarted)
+    notebook.agent.send_signal(signal.SIGINT)
     notebook.run(
         "import subprocess, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "children = [subprocess.Popen(['sleep', '1000'], start_new_session=s) for s in (0, 1)]"
@@ -217,6 +207,9 @@ def test_end(
         while len({rank for rank, name, _ in notebook.outputs if name == "busy"}) < 2:
             notebook.take_one()
     processes = agent.children(recursive=True)
+    for process in (agent, *processes):
+        assert process.net_connections("inet") == []
+    assert notebook.runtime.stat().st_mode & 0o777 == 0o700
     end(notebook)
     assert notebook.agent.wait(SOON) == 0
     _gone, alive = psutil.wait_procs(processes, timeout=SOON)
@@ -224,26 +217,13 @@ def test_end(
     assert not notebook.runtime.exists()
 
 
-@pytest.mark.parametrize("end", [terminate, leave])
-def test_end_while_starting(make: Callable[..., Notebook], end: Callable[[Notebook], None]) -> None:
+def test_end_while_starting(make: Callable[..., Notebook]) -> None:
     """An agent that is told to end while its fork server still imports ends at once."""
     notebook = make()
     notebook.send(Ask(1, StartWorld(notebook.spec("gloo"))))
-    end(notebook)
+    notebook.agent.terminate()
     assert notebook.agent.wait(SOON) == 0
     assert not notebook.runtime.exists()
-
-
-def test_a_stop_button_and_private_sockets(make: Callable[..., Notebook]) -> None:
-    """SIGINT ends no agent; its folder is this user's alone, and nothing listens on TCP."""
-    notebook = make()
-    notebook.start()
-    notebook.agent.send_signal(signal.SIGINT)
-    assert [row.state for row in notebook.call(GetStatus())] == ["idle", "idle"]
-    assert notebook.runtime.stat().st_mode & 0o777 == 0o700
-    agent = psutil.Process(notebook.agent.pid)
-    for process in (agent, *agent.children(recursive=True)):
-        assert process.net_connections("inet") == []
 
 
 def test_notebook_that_is_gone_already() -> None:

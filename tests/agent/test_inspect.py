@@ -16,12 +16,10 @@ from nbdist.agent.inspect import UsageWatch, status_of
 from nbdist.system.processes import thread_state
 from nbdist.wire.views import Place, Stack, WorkerStatus
 from nbdist.world.running import RunningTask
-from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.waiting import SOON
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(4)
 
 
 HOLD = "ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)"
@@ -29,21 +27,6 @@ HOLD = "ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)"
 
 WAIT = "os.read(gate, 1)"
 """The same without the GIL."""
-
-
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(4) as world:
-        yield world
-
-
-@pytest.fixture
-def world(started: World) -> World:
-    """The world, ready: started anew if the test before has left it otherwise."""
-    started.session.receive_waiting()
-    if started.state is not State.READY:
-        started.restart()
-    return started
 
 
 class Gate:

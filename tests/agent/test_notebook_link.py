@@ -137,15 +137,8 @@ def test_the_next_notebook_gets_all(notebook: Notebook) -> None:
             said = [o.text for on, _, o in again.items if on == rank and isinstance(o, Text)]
             assert "".join(said) == f"before {rank}\n"
         notebook.send(Received())
-    notebook.agent.terminate()
-    assert notebook.agent.wait(SOON) == 0
-
-
-@pytest.mark.own_agent
-def test_a_world_without_workers(notebook: Notebook) -> None:
-    """Nothing is kept that nobody can want."""
-    notebook.call(StopWorld(0.0))
-    end_notebook(notebook)
+        notebook.call(StopWorld(0.0))
+    # Nothing is kept that nobody can want: a world without workers.
     assert notebook.agent.wait(SOON) == 0
 
 

@@ -9,12 +9,7 @@ import asyncio
 
 import pytest
 
-from nbdist.agent.outbox import (
-    BATCH_SECONDS,
-    BATCHES_UNDER_WAY,
-    Backlog,
-    Outbox,
-)
+from nbdist.agent.outbox import BATCH_SECONDS, BATCHES_UNDER_WAY, Backlog, Outbox
 from nbdist.output.events import (
     Clear,
     Display,

@@ -71,48 +71,31 @@ async def test_what_it_started_ends_with_it(runtime: Path, tmp_path: Path, sourc
 
 
 @forked
-async def test_fork_server_that_is_killed(source: Source) -> None:
-    """Its workers live on, their ends are told, and the next one comes from a new fork server.
+async def test_fork_server_that_hangs_or_is_killed(
+    monkeypatch: pytest.MonkeyPatch, source: Source
+) -> None:
+    """A silent one is killed after a while; what was asked of it comes from another.
 
-    Also where a worker dies with it, told with its signal or as one that was killed, and where
-    it is killed while it forks: whoever asked gets a worker all the same.
+    Its workers live on, and their ends are told; also where a worker dies with its fork server,
+    told with its signal or as one that was killed.
     """
     first, second = await source.worker(0), await source.worker(1)
     fork_server = fork_server_of(first)
-    fork_server.kill()
-    await until(lambda: fork_server_of(first) == psutil.Process())
-    third = await source.worker(2)
+    fork_server.suspend()
+    monkeypatch.setattr("nbdist.agent.processes.FORK_TIMEOUT", 0.2)
+    asked = asyncio.ensure_future(source.worker(2))
+    await until(lambda: fork_server_of(first) == psutil.Process(), "it is killed")
+    monkeypatch.undo()  # the next one has its time
+    third = await asked
     another = fork_server_of(third)
     assert another not in (fork_server, psutil.Process())
+    assert not fork_server.is_running()
     os.kill(second.pid, signal.SIGSEGV)
     assert await asyncio.wait_for(second.exited, SOON) == -signal.SIGSEGV
-    assert not psutil.pid_exists(fork_server.pid)
     os.kill(third.pid, signal.SIGSEGV)
     another.kill()
     code = await asyncio.wait_for(third.exited, SOON)
     assert code in (-signal.SIGSEGV, -signal.SIGKILL)
-    last = fork_server_of(await source.worker(3))
-    last.suspend()
-    asked = asyncio.ensure_future(source.worker(4))
-    for _ in range(10):  # rounds of the loop, in which it asks
-        await asyncio.sleep(0)
-    last.kill()
-    assert fork_server_of(await asked) not in (last, another)
-    assert not first.exited.done()
-
-
-@forked
-async def test_fork_server_that_hangs(monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
-    """It is killed after a while; what was asked of it comes from another, its workers stay."""
-    first = await source.worker(0)
-    fork_server = fork_server_of(first)
-    fork_server.suspend()
-    monkeypatch.setattr("nbdist.agent.processes.FORK_TIMEOUT", 0.2)
-    asked = asyncio.ensure_future(source.worker(1))
-    await until(lambda: fork_server_of(first) != fork_server, "it is killed")
-    monkeypatch.undo()  # the next one has its time
-    assert fork_server_of(await asked) != fork_server
-    assert not fork_server.is_running()
     assert not first.exited.done()
 
 

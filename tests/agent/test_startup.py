@@ -221,10 +221,7 @@ NOWHERE = Ticket(("127.0.0.1",), 1, KeyPair.new().public, KeyPair.new(), fork=Fa
     [
         (b"hello\n", "nbdist: that is no ticket of a world"),
         (b"", "nbdist: stdin has ended before there was a ticket on it"),
-        (
-            NOWHERE.to_line(),
-            "at 127.0.0.1:1: Connection refused",
-        ),
+        (NOWHERE.to_line(), "at 127.0.0.1:1: Connection refused"),
     ],
 )
 def test_who_cannot_come(

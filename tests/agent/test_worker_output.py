@@ -69,10 +69,10 @@ def test_messages_are_where_their_marks_are():
     assert fed(STREAM, messages=(1, 2, 3)) == EXPECTED
 
 
-@pytest.mark.parametrize("cut", range(1, len(STREAM)))
-def test_reads_end_anywhere(cut: int):
+def test_reads_end_anywhere():
     """A read that ends within a mark or a character changes nothing."""
-    assert fed(STREAM[:cut], STREAM[cut:], messages=(1, 2, 3)) == EXPECTED
+    for cut in range(1, len(STREAM)):
+        assert fed(STREAM[:cut], STREAM[cut:], messages=(1, 2, 3)) == EXPECTED, cut
 
 
 def test_text_is_not_held_back():

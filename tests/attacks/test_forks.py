@@ -16,7 +16,6 @@ import pytest
 
 from nbdist import World
 from nbdist.errors import ScaleError, StartError, WorldBroken
-from tests.notebook.front_end import Notebook
 from tests.waiting import SOON, wait_until
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
@@ -130,38 +129,6 @@ def test_a_world_in_a_forked_child(world: World) -> None:
         assert child.exitcode == 0
     said.close()
     assert world.gather("rank") == [0, 1]
-
-
-CHILD = """
-import multiprocessing
-context = multiprocessing.get_context("fork")
-def child(said):
-    try:
-        get_ipython().run_cell_magic("distributed", "", "rank")
-        said.put("it ran")
-    except Exception as error:
-        said.put(f"{type(error).__name__}: {error}")
-said = context.SimpleQueue()
-process = context.Process(target=child, args=(said,))
-process.start()
-print(said.get())
-process.join(60)
-print(process.exitcode)
-"""
-
-
-def test_a_cell_in_a_forked_child_of_the_notebook() -> None:
-    """It says in one line that it cannot be, and the notebook's own cells go on."""
-    notebook = Notebook("%load_ext nbdist")
-    try:
-        assert notebook.run("%%distributed -n 1\npass").errors == []
-        first, code = "".join(notebook.run(CHILD).streams).splitlines()
-        assert first.startswith("ForkedProcess: `%%distributed`")
-        assert "forked child of the notebook" in first
-        assert code == "0"
-        assert notebook.run("%%distributed\nassert rank == 0").errors == []
-    finally:
-        notebook.close()
 
 
 GROUPS = Path("/sys/fs/cgroup/pids")

@@ -6,7 +6,6 @@ import resource
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,7 +13,7 @@ from nbdist import World
 from nbdist.errors import RanksReleased, WorkerError
 from tests.waiting import SOON
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(3)
 
 SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
 
@@ -44,13 +43,6 @@ if rank == 1:
 dist.barrier()
 """
 """Rank 1 has a lowered hard limit, and takes every descriptor that is closed."""
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """Three workers, for all tests here."""
-    with World(3, log_dir="") as started:
-        yield started
 
 
 @pytest.fixture(autouse=True)

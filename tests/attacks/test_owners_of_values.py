@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.notebook.front_end import Notebook, body
-from tests.worlds import IDLE_IMPORTS
+from tests.notebook.front_end import Notebook, body, lasting
 
-pytestmark = pytest.mark.shared_world
+pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Notebook]:
-    first = ("%load_ext nbdist", "import torch", "%%distributed -n 2\npass")
-    notebook = Notebook(*first, env={IDLE_IMPORTS: "1"})  # they train
-    yield notebook
-    notebook.close()
+two = lasting("%load_ext nbdist", "import torch", "%%distributed -n 2\npass")
 
 
 # --- what was gathered ----------------------------------------------------------------------------

@@ -8,16 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 from nbconvert import HTMLExporter, LatexExporter
 
 from tests.notebook.front_end import Notebook, Outcome
-from tests.waiting import SOON, wait_until
+from tests.waiting import wait_until
 
-pytestmark = pytest.mark.shared_world
+pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +45,7 @@ def test_errors_of_ranks(notebook: Notebook) -> None:
     """Errors that differ in the rank's number name all; `%dist_why` calls none of them the same."""
     source = "%%distributed\nif rank in (1, 3): raise KeyError(f'missing key {rank}')"
     outcome = notebook.run(source)
-    assert body(outcome)[-2:] == [
-        "KeyError: 'missing key {1,3}'",
-        "── ranks 0,2 (no output) ──",
-    ]
+    assert body(outcome)[-2:] == ["KeyError: 'missing key {1,3}'", "── ranks 0,2 (no output) ──"]
     assert "── ranks 1,3 (same except for {…}) ✗ ──" in body(outcome)
     first = 1 if "first: rank 1" in outcome.error else 3
     assert f"first: rank {first} after" in outcome.error
@@ -57,20 +53,6 @@ def test_errors_of_ranks(notebook: Notebook) -> None:
     why = notebook.run("%dist_why").text
     assert f"rank {4 - first}: KeyError: 'missing key {4 - first}'" in why
     assert "the same" not in why
-
-
-# --- bars ---------------------------------------------------------------------------------
-
-
-def test_bars_are_text(notebook: Notebook) -> None:
-    """A bar is a line that has reached its end, where ipywidgets is too."""
-    pytest.importorskip("ipywidgets")
-    pytest.importorskip("tqdm")
-    bar = "from tqdm.auto import tqdm\nfor _ in tqdm(range(3)): pass"
-    outcome = notebook.run(f"%%distributed -r 0\nimport ipywidgets\n{bar}")
-    assert outcome.errors == []
-    assert "100%" in outcome.text
-    assert "widget" not in outcome.text
 
 
 # --- what cannot be shown -----------------------------------------------------------------
@@ -180,17 +162,6 @@ LATER = {
 }
 
 
-def shown_since(notebook: Notebook, *wanted: str) -> dict[str, Any]:
-    """The display that has these texts, which appears while no cell runs."""
-    deadline = time.monotonic() + SOON
-    while True:
-        message = notebook.client.get_iopub_msg(timeout=deadline - time.monotonic())
-        if message["msg_type"] in ("display_data", "update_display_data"):
-            content: dict[str, Any] = message["content"]
-            if all(each in content["data"]["text/plain"] for each in wanted):
-                return content
-
-
 @pytest.mark.parametrize("later", LATER)
 def test_late_output_is_shown_under_its_cell(
     notebook: Notebook, later: str, tmp_path: Path
@@ -202,7 +173,7 @@ def test_late_output_is_shown_under_its_cell(
     assert outcome.errors == []
     sign.touch()
     # Of all ranks: what came after this would be in the cell of another test.
-    said = shown_since(notebook, "said late by 0", "said late by 1")
+    said = notebook.next_shown("said late by 0", "said late by 1")
     assert said["transient"] == outcome.displays[0]["transient"]
     assert "said in time" in said["data"]["text/plain"]
     assert notebook.run("%%distributed\npass").errors == []
@@ -243,26 +214,8 @@ def test_flood_after_a_cell(notebook: Notebook) -> None:
     )
     drawn, until = 0, time.monotonic() + 2.0
     while time.monotonic() < until:
-        shown_since(notebook, "talks")
+        notebook.next_shown("talks")
         drawn += 1
     assert drawn <= 12
     outcome = notebook.run("%%distributed\nover.set()\ntalker.join()")
     assert outcome.errors == []
-
-
-def test_display_is_updated_by_a_later_cell(notebook: Notebook) -> None:
-    """`h.update()` changes what the earlier cell has shown."""
-    first = notebook.run(
-        "%%distributed\nh = display({'text/plain': 'before'}, raw=True, display_id=True)"
-    )
-    assert "before" in first.text
-    notebook.run("%%distributed\nprint('between')")
-    later = notebook.run("%%distributed\nh.update({'text/plain': 'after'}, raw=True)\nprint('x')")
-    # Each may be drawn several times: rank by rank, and while the cell runs.
-    (own,) = later.displays
-    last = {each["transient"]["display_id"]: each["data"] for each in (own, *later.updates)}
-    (earlier,) = first.displays
-    changed = last[earlier["transient"]["display_id"]]["text/plain"]
-    assert "after" in changed
-    assert "before" not in changed
-    assert "x" in last[own["transient"]["display_id"]]["text/plain"]

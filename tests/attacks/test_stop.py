@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied
 from nbdist.world.running import RunningTask
-from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.stops import FIRST, spinning, stop_in
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
-
-
-@pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(3, show=False) as world:
-        yield world
+pytestmark = pytest.mark.shared_world(3)
 
 
 @pytest.fixture
-def world(started: World) -> World:
+def world(world: World) -> World:
     """A world in order, whose ranks have a variable to lose."""
-    if started.state is not State.READY:
-        started.restart()
-    started.execute("kept = rank")
-    return started
+    world.execute("kept = rank")
+    return world
 
 
 def begin(world: World, source: str, patience: Patience | None = None) -> RunningTask:
@@ -56,12 +44,11 @@ def leave(world: World, running: RunningTask) -> None:
         world.session.wait_for_stop()
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "new_group"])
-def test_in_the_first_collective_on_busy_cores(world: World, name: str) -> None:
+def test_in_the_first_collective_on_busy_cores(world: World) -> None:
     """Nobody loses anything; `python -m tests.faults.stops` goes through all of them."""
     world.restart()
     with spinning(4):
-        *_, lost = stop_in(world, FIRST[name])
+        *_, lost = stop_in(world, FIRST["all_reduce"])
     assert lost == ()
 
 

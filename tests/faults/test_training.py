@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from nbdist.errors import NbdistError
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 TRAINING = """
 from torch.distributed.fsdp import fully_shard
@@ -60,10 +57,9 @@ BREAKS = {
 
 
 @pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        world.execute(TRAINING)
-        yield world
+def started(started: World) -> World:
+    started.execute(TRAINING)
+    return started
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from nbdist.output.bars import BarTable, bar_table, merged_line
 from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import panel_text
 from nbdist.wire.work import Source
-from tests.worlds import NewWorld
 
 UNTIL_SEEN = """
 def until_seen(name, folder={folder!r}):
@@ -85,7 +84,7 @@ def moving(table: BarTable, ranks: Sequence[int]) -> set[str]:
     return names if len(names) == 1 else set()
 
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 DATA = """
 import torch
@@ -111,15 +110,9 @@ same = all(torch.equal(weights, other) for other in others)
 
 
 @pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        world.execute(DATA)
-        yield world
-
-
-@pytest.fixture
-def world(started: World) -> World:
-    """Two ranks with some data; what they need not have is in order again."""
+def started(started: World) -> World:
+    """Two ranks with some data."""
+    started.execute(DATA)
     return started
 
 

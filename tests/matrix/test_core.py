@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.notebook.front_end import Notebook, Outcome, body
+from tests.notebook.front_end import Notebook, body
 
 pytestmark = pytest.mark.shared_world
 
@@ -233,16 +233,9 @@ def test_restart(notebook: Notebook) -> None:
 @pytest.mark.parametrize("waits", ["while True: pass", "if rank: dist.barrier()\nwhile True: pass"])
 def test_stop(notebook: Notebook, waits: str) -> None:
     """The Stop button ends Python code and waiting in a collective; variables are kept."""
-    pressed: list[Outcome] = []
-
-    def press(outcome: Outcome) -> None:
-        shown = (*outcome.displays, *outcome.updates)
-        if not pressed and any("running" in each["data"]["text/plain"] for each in shown):
-            pressed.append(outcome)
-            notebook.manager.interrupt_kernel()
-
     bound = "kept = rank\ndist.barrier()\nprint('running')"
-    outcome = notebook.run(f"%%distributed\n{bound}\n{waits}", press)
+    cell = f"%%distributed\n{bound}\n{waits}"
+    outcome = notebook.run(cell, notebook.stop_at("running"))
     assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-3. No variables were lost."
     goes_on(notebook)
 

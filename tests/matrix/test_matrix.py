@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -14,18 +13,7 @@ from torch._C import _distributed_c10d as c10d
 
 from tests.matrix import contract
 from tests.matrix.__main__ import Environment, moved
-from tests.matrix.rows import (
-    COLAB,
-    COLUMNS,
-    OLDEST_TORCH,
-    ROWS,
-    Result,
-    Row,
-    Verdict,
-    load,
-    read,
-    table,
-)
+from tests.matrix.rows import COLUMNS, OLDEST_TORCH, ROWS, Result, Row, Verdict, load, read, table
 from tests.sources import sources
 from tests.test_private_names import uses_in
 from tests.waiting import SOON
@@ -53,28 +41,6 @@ def test_every_torch_has_a_row() -> None:
     assert sorted(map(int, pinned)) == [*range(OLDEST_TORCH[1] - 1, 16)]
     assert [row.name for row in ROWS if row.is_refused] == ["torch-2.6"]
     assert not Row("newest", "3.13").is_refused
-
-
-@pytest.mark.parametrize(
-    ("package", "versions"),
-    [
-        ("ipykernel", {"6.17.1", "6.29.5", None}),
-        ("ipython", {"7.34.0", "8.*", "9.*", None}),
-        ("jupyter_client", {"7.4.9", "8.*", None}),
-    ],
-)
-def test_every_jupyter_has_a_row(package: str, versions: set[str | None]) -> None:
-    """None is the newest."""
-    assert versions <= {row.pins.get(package) for row in ROWS}
-    assert {"3.11", "3.12", "3.13", "3.14"} == {row.python for row in ROWS}
-
-
-def test_colab_keeps_what_it_has() -> None:
-    """Its row pins all that is known of its image, and installing nbdist may change nothing."""
-    (row,) = [row for row in ROWS if row.name == "colab"]
-    assert row.keeps_all
-    assert row.pins == COLAB
-    assert "ipykernel==6.17.1" in row.requirements
 
 
 def test_every_column_has_its_test() -> None:
@@ -123,31 +89,21 @@ SEAM = ("torch", "nccl", "models")
 OWN = {"_replace"}  # a named tuple's
 
 
-def test_all_is_where_the_seam_looks() -> None:
-    """Groups, their backends, what Flight Recorder writes, what "nccl" is, DDP and FSDP2."""
-    answer = subprocess.run(
-        [sys.executable, "-m", "tests.matrix.contract"],
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-        check=False,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TORCH_DISTRIBUTED_DEBUG": "OFF"},
-    )
-    assert answer.stdout.endswith(": 0 names moved\n"), answer.stdout + answer.stderr
-    assert answer.returncode == 0
+def test_all_is_where_the_seam_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups, their backends, what Flight Recorder writes, what "nccl" is, DDP and FSDP2.
 
-
-def test_a_row_says_what_has_moved(tmp_path: Path) -> None:
-    """Its torch is asked, and the log has what that has said."""
-    with (tmp_path / "log").open("w") as log:
-        assert moved(Environment(Path(sys.prefix), log)) == []
+    Where a name has moved, the log of the row has what its torch has said.
+    """
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        assert moved(Environment(Path(sys.prefix), file)) == [], log.read_text()
         (tmp_path / "bin").mkdir()
         python = tmp_path / "bin" / "python"
         python.write_text("#!/bin/sh\necho ProcessGroup.lacks; exit 1\n")
         python.chmod(0o755)
-        assert len(moved(Environment(tmp_path, log))) == 1
-    said = (tmp_path / "log").read_text()
+        assert len(moved(Environment(tmp_path, file))) == 1
+    said = log.read_text()
     assert ": 0 names moved\n" in said
     assert "\nProcessGroup.lacks\n" in said
 

@@ -10,38 +10,10 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbdist.notebook.command import find_commands
 from nbdist.notebook.options import NbDist
 from nbdist.notebook.pool import Pools
-from tests.notebook.front_end import KERNELS, Notebook, SharedKernels
+from tests.notebook.front_end import Notebook, lasting
 
-
-@pytest.fixture(scope="session")
-def kernels(nothing_is_left_by_all: set[str]) -> Iterator[SharedKernels]:
-    """The kernels of all notebooks of this process, but of those of tests marked `own_agent`."""
-    yield KERNELS
-    KERNELS.end()
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    KERNELS.is_offered = item.get_closest_marker("kernel") is not None
-
-
-def pytest_runtest_teardown() -> None:
-    KERNELS.is_offered = False
-
-
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[Notebook]:
-    """One notebook for all tests of the module."""
-    notebook = Notebook("%load_ext nbdist")
-    yield notebook
-    notebook.close()
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Notebook]:
-    """One notebook with two workers for all tests of the module."""
-    notebook = Notebook("%load_ext nbdist", "%dist_init -n 2")
-    yield notebook
-    notebook.close()
+kernel = lasting("%load_ext nbdist")
+two = lasting("%load_ext nbdist", "%dist_init -n 2")
 
 
 @pytest.fixture

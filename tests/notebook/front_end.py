@@ -7,11 +7,13 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
 
 import psutil
+import pytest
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 from jupyter_core.utils import ensure_event_loop
@@ -171,10 +173,11 @@ class Notebook:
 
     def fails_at(self, source: str) -> str:
         """Run what is no cell of the notebook's; return its traceback, if it has one."""
-        reply = self._reply_to(self.client.execute(source, silent=True, stop_on_error=False))
+        reply = self.reply_to(self.client.execute(source, silent=True, stop_on_error=False))
         return "" if reply["status"] == "ok" else "\n".join(reply.get("traceback", ["aborted"]))
 
-    def _reply_to(self, request: str) -> dict[str, Any]:
+    def reply_to(self, request: str) -> dict[str, Any]:
+        """The reply to what was sent."""
         while (reply := self.client.get_shell_msg(timeout=SOON))["parent_header"]["msg_id"] != (
             request
         ):
@@ -210,7 +213,7 @@ class Notebook:
             self._take(outcome, kind, content)
             if meanwhile is not None:
                 meanwhile(outcome)
-        outcome.reply = self._reply_to(request)
+        outcome.reply = self.reply_to(request)
         # Whatever a person does, and whatever goes wrong: none of it is the person's concern.
         assert not (found := INSIDES.findall(outcome.seen)), (found, outcome.seen)
         return outcome
@@ -244,6 +247,28 @@ class Notebook:
             case "error":
                 outcome.errors.append(content)
 
+    def stop_at(self, text: str) -> Callable[[Outcome], None]:
+        """Presses Stop, as a front end does, as soon as this is shown; for `meanwhile`."""
+        pressed: list[bool] = []
+
+        def look(outcome: Outcome) -> None:
+            shown = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
+            if not pressed and any(text in each for each in shown):
+                pressed.append(True)
+                self.manager.interrupt_kernel()
+
+        return look
+
+    def next_shown(self, *texts: str) -> dict[str, Any]:
+        """The next display, or change of one, that has all of these; no cell need run."""
+        deadline = time.monotonic() + SOON
+        while True:
+            message = self.client.get_iopub_msg(timeout=deadline - time.monotonic())
+            if message["msg_type"] in ("display_data", "update_display_data"):
+                content: dict[str, Any] = message["content"]
+                if all(each in content["data"]["text/plain"] for each in texts):
+                    return content
+
     def value(self, expression: str) -> Any:
         """The value of an expression in the notebook, which `repr` can show."""
         outcome = self.run(expression)
@@ -264,6 +289,17 @@ class Notebook:
         self.client.stop_channels()
         if not is_kept:
             self.manager.shutdown_kernel(now=True)
+
+
+def lasting(*first: str) -> Any:
+    """A fixture: one notebook for all tests of the module, in which these cells have run."""
+
+    @pytest.fixture(scope="module")
+    def notebook() -> Iterator[Notebook]:
+        with closing(Notebook(*first)) as made:
+            yield made
+
+    return notebook
 
 
 def body(outcome: Outcome) -> list[str]:

@@ -89,16 +89,8 @@ def test_stop_at_a_prompt(pair: Notebook) -> None:
 
 def test_stop_while_a_step_takes_long(pair: Notebook) -> None:
     """It ends the cell too, and does not lead into the debugger again."""
-
-    def stop(outcome: Outcome) -> None:
-        shown = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
-        if any("begun" in text for text in shown) and not stopped:
-            stopped.append("")
-            pair.manager.interrupt_kernel()
-
-    stopped: list[str] = []
     cell = "%%rank 0\nimport time\ndef long():\n    print('be' + 'gun')\n    time.sleep(600)\n"
-    said = pair.run(f"{cell}breakpoint()\nlong()", meanwhile=stop, typed=["n"])
+    said = pair.run(f"{cell}breakpoint()\nlong()", meanwhile=pair.stop_at("begun"), typed=["n"])
     assert said.error == "KeyboardInterrupt: Stopped on rank 0. No variables were lost."
     assert len(said.prompts) == 1
     assert "BdbQuit" not in said.panel["text/plain"]

@@ -23,41 +23,34 @@ def footprint():
     )
 """
 
+STATE = (
+    "(footprint(), sorted(get_ipython().magics_manager.lsmagic()['line']), "
+    "sorted(get_ipython().magics_manager.lsmagic()['cell']), "
+    "[len(found) for found in get_ipython().events.callbacks.values()], "
+    "sorted(vars(get_ipython())), sorted(vars(get_ipython().kernel)), "
+    "[str(each) for each in get_ipython().input_transformers_cleanup], "
+    "[each for each in get_ipython().configurables if 'nbdist' in type(each).__module__])"
+)
 
-def test_notebook_is_not_changed(fresh: Callable[..., Notebook]) -> None:
-    """A session imports no torch here and changes no variable, signal handler, name or path."""
+
+def test_the_notebook_is_as_it_was(fresh: Callable[..., Notebook]) -> None:
+    """A session imports no torch here and changes no variable, signal handler, name or path.
+
+    `%unload_ext` ends the workers and takes out magics, events, settings and threads.
+    """
     notebook = fresh(FOOTPRINT)
-    before = notebook.value("footprint()")
+    notebook.value(STATE)  # the first look may import something
+    before = notebook.value(STATE)
+    environ, handlers, names, has_torch, path, _ = before[0]
     notebook.run("%load_ext nbdist")
     notebook.run("%%distributed -n 2\nx = torch.ones(2) * rank\ndist.all_reduce(x)")
     notebook.run("%%distributed\nraise ValueError")
-    notebook.run("%dist_gather rank --as ranks_there")
+    assert notebook.run("%dist_gather rank --as ranks_there").errors == []
     after = notebook.value("footprint()")
-    assert after[0] == before[0]
-    assert after[1] == before[1]
-    assert after[2] == sorted([*before[2], "ranks_there"])
-    assert after[3:5] == before[3:5] == (False, before[4])
-
-
-def test_unload_leaves_nothing(fresh: Callable[..., Notebook]) -> None:
-    """`%unload_ext` ends the workers and takes out magics, events, settings and threads."""
-    notebook = fresh(FOOTPRINT)
-    state = (
-        "(footprint(), sorted(get_ipython().magics_manager.lsmagic()['line']), "
-        "sorted(get_ipython().magics_manager.lsmagic()['cell']), "
-        "[len(found) for found in get_ipython().events.callbacks.values()], "
-        "sorted(vars(get_ipython())), sorted(vars(get_ipython().kernel)), "
-        "[str(each) for each in get_ipython().input_transformers_cleanup], "
-        "[each for each in get_ipython().configurables if 'nbdist' in type(each).__module__])"
-    )
-    notebook.value(state)  # the first look may import something
-    before = notebook.value(state)
-    for _ in range(2):
-        notebook.run("%load_ext nbdist")
-        assert notebook.run("%%distributed -n 2\npass").errors == []
-        assert notebook.run("%unload_ext nbdist").errors == []
-        assert notebook.value(state) == before
+    assert after[:3] == (environ, handlers, sorted([*names, "ranks_there"]))
+    assert after[3:5] == (has_torch, path) == (False, path)
+    notebook.run("del ranks_there")
+    for load in ("%unload_ext nbdist", "%load_ext nbdist\n%unload_ext nbdist"):
+        assert notebook.run(load).errors == []
+        assert notebook.value(STATE) == before
         assert notebook.process.children(recursive=True) == []
-    notebook.run("%load_ext nbdist")
-    assert notebook.run("%unload_ext nbdist").errors == []
-    assert notebook.process.children(recursive=True) == []

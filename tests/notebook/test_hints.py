@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from nbdist.output.ansi import strip
-from tests.notebook.front_end import Notebook, body
+from tests.notebook.front_end import Notebook, body, lasting
 
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Notebook]:
-    """A notebook with two workers, who have names of their own."""
-    notebook = Notebook("%load_ext nbdist", "shipped = 1")
-    notebook.run(
-        "%%distributed -n 2\nimport torch.nn as nn\nmodel, used = nn.Linear(1, 1), shipped"
-    )
-    notebook.run("%%rank 1\nlonely = 1")
-    notebook.run("%%distributed --pool other -n 1\ntheirs = 1")
-    yield notebook
-    notebook.close()
+two = lasting(
+    "%load_ext nbdist",
+    "shipped = 1",
+    "%%distributed -n 2\nimport torch.nn as nn\nmodel, used = nn.Linear(1, 1), shipped",
+    "%%rank 1\nlonely = 1",
+    "%%distributed --pool other -n 1\ntheirs = 1",
+)
 
 
 @pytest.mark.parametrize(

@@ -280,12 +280,7 @@ class Subshell:
 
 def matches(notebook: Notebook, code: str) -> list[str]:
     """What a front end offers to complete it with."""
-    request = notebook.client.complete(code)
-    while True:
-        reply = notebook.client.get_shell_msg(timeout=SOON)
-        if reply["parent_header"]["msg_id"] == request:
-            found: list[str] = reply["content"]["matches"]
-            return found
+    return list(notebook.reply_to(notebook.client.complete(code))["matches"])
 
 
 @pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")

@@ -6,7 +6,7 @@ import os
 import signal
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -269,21 +269,18 @@ def test_beside_the_notebooks_cells(notebook: Notebook) -> None:
     assert said == "Stopped on ranks 0-1. No variables were lost."
 
 
-@pytest.mark.own_agent
-def test_nothing_is_left_by_the_end() -> None:
-    """Of the notebook, or the extension: the cell ends with its workers, and Stop is as before."""
-    notebook = Notebook("%load_ext nbdist", "%dist_init -n 2")
-    display_id = begin(notebook, SLEEPS)
-    idle_until(notebook, display_id, "begun")
-    workers = notebook.process.children(recursive=True)
-    assert notebook.run("%unload_ext nbdist").errors == []
+def test_nothing_is_left_by_the_end(fresh: Callable[..., Notebook]) -> None:
+    """Of the extension: the cell ends with its workers, and Stop is as before."""
+    other = fresh("%load_ext nbdist")
+    before = {*other.process.children(recursive=True)}
+    display_id = begin(other, SLEEPS, "-n 2")
+    idle_until(other, display_id, "begun")
+    workers = {*other.process.children(recursive=True)} - before
+    assert other.run("%unload_ext nbdist").errors == []
     assert not any(each.is_running() for each in workers)
-    assert "JobLost" in notebook.run("job.wait()").errors[0]["ename"]
-    notebook.manager.interrupt_kernel()
-    assert notebook.value("1 + 1") == 2
-    notebook.run("%load_ext nbdist")
-    begin(notebook, SLEEPS, "-n 2")
-    notebook.close()
+    assert "JobLost" in other.run("job.wait()").errors[0]["ename"]
+    other.manager.interrupt_kernel()
+    assert other.value("1 + 1") == 2
 
 
 def test_done_is_right_at_the_first_call(notebook: Notebook) -> None:

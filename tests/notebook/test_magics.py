@@ -13,7 +13,6 @@ import pytest
 
 from nbdist.errors import NbdistError
 from nbdist.notebook.command import find_commands
-from nbdist.output.ansi import strip
 from tests.notebook.front_end import Notebook, Outcome, body
 from tests.waiting import SOON
 
@@ -84,20 +83,6 @@ def test_names_of_the_notebook_go_along(notebook: Notebook) -> None:
     assert notebook.value("scale") == 4
 
 
-def test_line_numbers_are_the_notebooks(notebook: Notebook) -> None:
-    """A traceback shows the number of the cell and of the line as the editor has them."""
-    notebook.run("%%distributed\ndef fail():\n    raise ValueError('bad shard')")
-    outcome = notebook.run("%%distributed\nx = 1\nif rank == 2:\n    fail()")
-    number = outcome.reply["execution_count"]
-    assert outcome.error.startswith("WorkerError: 1 of 4 ranks failed (2); first: rank 2 after ")
-    assert outcome.error.endswith("s: ValueError: bad shard")
-    text = outcome.panel["text/plain"]
-    assert f"Cell In[{number}], line 4" in text
-    assert f"Cell In[{number - 1}], line 3" in text
-    assert "raise ValueError('bad shard')" in text
-    assert "nbdist" not in text
-
-
 def test_ranks_of_a_cell(notebook: Notebook) -> None:
     """`%%rank` and `-r` run a cell on some ranks; forms with signs and colons are read."""
     for magic, ranks in (
@@ -136,17 +121,8 @@ def test_the_main_job(notebook: Notebook, tmp_path: Path) -> None:
     assert same == "── ranks 0-1 (same) ──"
     assert len(eval(weights)[0]) == 2
     assert notebook.run("%dist_snapshot step").errors == []
-
-    pressed: list[int] = []
-
-    def stop(outcome: Outcome) -> None:
-        shown = (*outcome.displays, *outcome.updates)
-        if not pressed and any("waits" in each["data"]["text/plain"] for each in shown):
-            pressed.append(1)
-            notebook.manager.interrupt_kernel()
-
     waits = "print('waits')\nif rank: dist.barrier()\nimport time; time.sleep(600)"
-    stopped = notebook.run(f"%%distributed\n{waits}", stop).error
+    stopped = notebook.run(f"%%distributed\n{waits}", notebook.stop_at("waits")).error
     assert stopped == "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost."
     said = notebook.run("%%rank 1\nimport os, signal; os.kill(os.getpid(), signal.SIGKILL)").error
     assert "was killed by SIGKILL" in said
@@ -182,17 +158,6 @@ def test_gather(notebook: Notebook) -> None:
     assert notebook.value("sums") == [0.0, 2.0, 4.0, 6.0]
     notebook.run("%dist_gather 'loss * 2' --as doubled -r -1")
     assert notebook.value("doubled") == 3.0
-
-
-def test_push(notebook: Notebook) -> None:
-    """`%dist_push` binds a name of the notebook on the workers, though they own it."""
-    notebook.run("%%distributed\nepochs = 1")
-    notebook.run("epochs = 7")
-    notebook.run("%%distributed\nepochs = 2")
-    outcome = notebook.run("%dist_push epochs")
-    assert outcome.errors == []
-    assert body(notebook.run("%%distributed\nepochs")) == ["── ranks 0-3 (same) ──", "7"]
-    assert "the notebook has no nowhere" in notebook.run("%dist_push nowhere").error
 
 
 # --- workers ----------------------------------------------------------------------------
@@ -254,15 +219,11 @@ def test_output_again(notebook: Notebook) -> None:
 @pytest.mark.parametrize(
     ("source", "parts"),
     [
-        ("%%distributed -n 0\n1", ["`-n 0`", "at least one", "`-n 4`"]),
         ("%%rank\n1", ["needs ranks", "`%%rank 0`"]),
         ("%%rank 0\n1", ["The cell needs workers, and none are running. A `%%distributed -n 4`"]),
-        ("%%distributed --nosuch 3\n1", ["--nosuch", "`%%distributed?` shows all options"]),
         ("%%distributed --gpus 0,9\n1", ["--gpus"]),
         ("%%distributed --launcher nowhere\n1", ["launcher", "local"]),
-        ("%%distributed\n\n   \n", ["no code", "%dist_init -n 4"]),
         ("%dist_restart -n x", ["`-n x`"]),
-        ("%dist_push", ["`%dist_push?`"]),
         ("%dist_status 3", ["`%dist_status?`"]),
     ],
 )
@@ -273,27 +234,6 @@ def test_bad_input(typed: Callable[[str], str], source: str, parts: list[str]) -
     for part in parts:
         assert part in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_exit_on_the_ranks(notebook: Notebook) -> None:
-    """`exit()` in a cell ends the cell and says how workers are ended, as a bare `quit` does."""
-    outcome = notebook.run("%%distributed\nimport sys\nsys.exit(3)")
-    assert "SystemExit" in outcome.error
-    ends = "`%dist_shutdown` ends all workers"
-    assert f"the worker is still running. {ends}." in outcome.panel["text/plain"]
-    assert ends in notebook.run("%%distributed\nquit").text
-
-
-def test_plain_mode(notebook: Notebook) -> None:
-    """Lines come as a stream, with their ranks, and so does the traceback of what fails."""
-    notebook.run("%config NbDist.display = 'plain'")
-    outcome = notebook.run("%%distributed\nprint('same'); print('mine', rank)")
-    failed = notebook.run("%%rank 1\nraise ValueError('bad')")
-    notebook.run("%config NbDist.display = 'panel'")
-    assert outcome.displays == []
-    assert {"[0-3] same", "[3] mine 3"} <= {*"".join(outcome.streams).splitlines()}
-    assert failed.errors[0]["evalue"].endswith("ValueError: bad")
-    assert "raise ValueError('bad')" in strip("".join(failed.streams))
 
 
 # --- help -------------------------------------------------------------------------------
@@ -309,6 +249,3 @@ def test_help_of_magics(notebook: Notebook) -> None:
     """`%dist_gather?` shows what it does and its options."""
     (payload,) = notebook.run("%dist_gather?").reply["payload"]
     assert "--stack" in payload["data"]["text/plain"]
-
-
-# --- what is shown where, and other libraries ---------------------------------------------

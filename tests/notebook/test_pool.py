@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from nbdist.errors import ForkedProcess
 from nbdist.notebook.options import NbDist
 from nbdist.notebook.pool import Pools, Routine
 from nbdist.world.snapshot_store import Part, Snapshot
-from tests.notebook.front_end import Notebook, body
+from tests.notebook.front_end import Notebook, body, lasting
 
 pytestmark = pytest.mark.shared_world
 
@@ -22,13 +21,11 @@ ROLE = """import os
 print(*(os.environ[name] for name in ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")))"""
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Notebook]:
-    """A notebook with a pool `ps` of one worker and a pool `trainer` of two."""
-    start = ("%dist_init --pool ps -n 1", "%%distributed --pool trainer -n 2\nmine = 'trainer'")
-    notebook = Notebook("%load_ext nbdist", *start)
-    yield notebook
-    notebook.close()
+pools = lasting(
+    "%load_ext nbdist",
+    "%dist_init --pool ps -n 1",
+    "%%distributed --pool trainer -n 2\nmine = 'trainer'",
+)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import ipykernel
 import pytest
 
-from tests.notebook.front_end import Notebook, Outcome
+from tests.notebook.front_end import Notebook, Outcome, lasting
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.skipif(
@@ -19,12 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Notebook]:
-    first = "%%distributed -n 2\nimport pathlib, time\nmine = 1"
-    notebook = Notebook("%load_ext nbdist", first)
-    yield notebook
-    notebook.close()
+two = lasting("%load_ext nbdist", "%%distributed -n 2\nimport pathlib, time\nmine = 1")
 
 
 class Gate:
@@ -46,19 +41,6 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     made.open()
 
 
-def reply_to(notebook: Notebook, request: str) -> dict[str, Any]:
-    deadline = time.monotonic() + SOON
-    while time.monotonic() < deadline:
-        try:
-            reply = notebook.client.get_shell_msg(timeout=1)
-        except Empty:
-            continue
-        if reply["parent_header"]["msg_id"] == request:
-            content: dict[str, Any] = reply["content"]
-            return content
-    raise AssertionError(f"no reply within {SOON} s")
-
-
 def ask_meanwhile(notebook: Notebook, cell: str, gate: Gate, ask: Callable[[], str]) -> Any:
     """The reply to what is asked while a cell runs, which waits for the gate."""
     asked: list[dict[str, Any]] = []
@@ -66,7 +48,7 @@ def ask_meanwhile(notebook: Notebook, cell: str, gate: Gate, ask: Callable[[], s
     def meanwhile(outcome: Outcome) -> None:
         # That the kernel is busy it says before the cell begins; what is asked then has its turn.
         if (outcome.displays or outcome.streams) and not asked:
-            asked.append(reply_to(notebook, ask()))
+            asked.append(notebook.reply_to(ask()))
             gate.open()
 
     ran = notebook.run(cell, meanwhile)
@@ -129,7 +111,7 @@ def test_the_state_that_front_ends_show(two: Notebook, gate: Gate) -> None:
             states.append(said["content"]["execution_state"])
     assert states == ["idle", "busy"]
     gate.open()
-    assert reply_to(two, cell)["status"] == "ok"
+    assert two.reply_to(cell)["status"] == "ok"
 
 
 def test_everything_else_waits_for_the_cell(two: Notebook, gate: Gate) -> None:
@@ -144,8 +126,8 @@ def test_everything_else_waits_for_the_cell(two: Notebook, gate: Gate) -> None:
     client.shell_channel.send(forged)
     client.session.key = key
     gate.open()
-    assert reply_to(two, cell)["status"] == "ok"
-    assert "print" in reply_to(two, plain)["matches"]
+    assert two.reply_to(cell)["status"] == "ok"
+    assert "print" in two.reply_to(plain)["matches"]
     with pytest.raises(Empty):
         client.get_shell_msg(timeout=0.3)
     assert (
@@ -160,5 +142,5 @@ def test_without_nbdist(two: Notebook, gate: Gate) -> None:
     cell = begun(two, gate)
     request = two.client.complete("prin")
     gate.open()
-    assert reply_to(two, cell)["status"] == "ok"
-    assert "print" in reply_to(two, request)["matches"]
+    assert two.reply_to(cell)["status"] == "ok"
+    assert "print" in two.reply_to(request)["matches"]

@@ -50,27 +50,6 @@ def test_workers_have_what_options_set(given: Notebook) -> None:
     )
 
 
-def test_a_cell_may_say_what_is_so(given: Notebook) -> None:
-    """The cell that started the workers can be run again, and says more of them."""
-    line = f"%%distributed {OPTIONS}\nimport os; print(os.environ['A'])"
-    assert body(given.run(line)) == ["── ranks 0-1 (same) ──", "1 2"]
-    said = "have `-j 2x1`, not `-j 1x2`. `%dist_restart -j 1x2` starts new ones."
-    assert said in given.run("%%distributed -j 1x2\n1").error
-
-
-def test_what_cannot_be_changes_nothing(given: Notebook) -> None:
-    """The workers that run go on."""
-    given.run("%%distributed\nkept = rank")
-    for line, said in (
-        ("-n 8 -j 2x4", "`-n 8 -j 2x4`: `-j 2x4` is nodes x workers per node"),
-        ("--env RANK=1", "RANK is set by nbdist and cannot be changed."),
-        ("--env-file /nowhere", "`--env-file /nowhere`: No such file"),
-    ):
-        assert said in given.run(f"%dist_restart {line}").error
-    given.run("%dist_gather kept")
-    assert given.value("kept") == [0, 1]
-
-
 def test_restart_takes_all_options(given: Notebook, tmp_path: Path) -> None:
     """What it says is new, the rest stays; where that cannot start, a cell starts the old ones."""
     file = tmp_path / ".env"

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from tests.notebook.conftest import (
-    kernel,
-    kernels,
-    pools,
-    pytest_runtest_setup,
-    pytest_runtest_teardown,
-    typed,
-)
+from tests.notebook.conftest import kernel, pools, typed
 
-__all__ = ["kernel", "kernels", "pools", "pytest_runtest_setup", "pytest_runtest_teardown", "typed"]
+__all__ = ["kernel", "pools", "typed"]

@@ -43,9 +43,7 @@ def test_functions_and_threads_ask_too(world: World, enter: Enter) -> None:
 def test_the_end_of_all_input(world: World, enter: Enter) -> None:
     """It is EOFError in the rank, as it is anywhere."""
     enter("only one")
-    world.execute(
-        "try:\n    said = input()\nexcept EOFError:\n    said = 'end'",
-    )
+    world.execute("try:\n    said = input()\nexcept EOFError:\n    said = 'end'")
     assert world.gather("said") == ["only one", "end"]
 
 

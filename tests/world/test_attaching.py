@@ -88,7 +88,10 @@ LOOP += "\\nprint('ended', x)\\ny = 2 * x"
 def test_it_goes_on(
     begin: Callable[[str], Script], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its task comes to its end, variables and set-up cells are there, ranks can be replaced."""
+    """Its task comes to its end, variables and set-up cells are there, ranks can be replaced.
+
+    It can be let go again, and had again; then nothing was missed.
+    """
     script = begin(f'world.submit(world.task("{LOOP % (tmp_path / "seen")}"))')
     with pytest.raises(
         UsageError, match=f"the notebook of process {script.process.pid} still uses it"
@@ -115,23 +118,17 @@ def test_it_goes_on(
         world.scale(3)
         assert world.gather("big", rank=2) == 100_000
         assert world.session.config.detach
+        link = world.session.detach_link()
+        assert link is not None
+        link.detach()
+        wait_until(lambda: [each.is_detached for each in here()] == [True], "it is detached again")
+    world = attach(NAME)
+    assert (world.state, world.size, world.catch_up()) == (State.READY, 3, None)
+    with world:
+        assert world.gather("x", ranks=[0]) == [0]
         world.restart(1)
         assert world.gather("big") == [100_000]
     assert here() == []
-
-
-def test_nothing_was_missed(begin: Callable[[str], Script]) -> None:
-    """Where no task ran; the world can be let go again, and had again."""
-    begin("world.session.detach_link().detach()").close()
-    wait_until(lambda: [each.is_detached for each in here()] == [True], "it is detached")
-    world = attach(NAME)
-    assert (world.state, world.size, world.catch_up()) == (State.READY, 2, None)
-    link = world.session.detach_link()
-    assert link is not None
-    link.detach()
-    wait_until(lambda: [each.is_detached for each in here()] == [True], "it is detached again")
-    with attach(NAME) as again:
-        assert again.gather("x") == [0, 1]
 
 
 def test_a_rank_that_dies_meanwhile(begin: Callable[..., Script]) -> None:

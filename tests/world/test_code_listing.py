@@ -49,7 +49,7 @@ def test_code_goes_along_and_the_rest_stays(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     listing = listed(tmp_path)
     assert {*listing.files} == {
-        *("mine.py", "pkg/__init__.py", "pkg/deep/part.py", "config", "venv/pyvenv"),
+        *("mine.py", "pkg/__init__.py", "pkg/deep/part.py", "config", "venv/pyvenv")
     }
     assert listing.files["mine.py"].digest == digest_of(b"x = 1")
     assert {*listing.left_out} == {"big", "model.pt", "checkpoints/"}

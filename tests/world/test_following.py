@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,28 +17,20 @@ from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.waiting import SOON, once, press_stop
 
-pytestmark = pytest.mark.shared_world
-
 N = 2
+
+pytestmark = pytest.mark.shared_world(N)
 
 SLEEPS = "from pathlib import Path; import os, time\nPath(os.environ['RANK']).touch()\n"
 SLEEPS += "time.sleep(600)\n"
 
 
-@pytest.fixture(scope="module")
-def started() -> Iterator[World]:
-    with World(N, log_dir="") as world:
-        yield world
-
-
 @pytest.fixture
-def world(started: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """Ready ranks with `kept`, in a folder where they say that they have begun."""
     monkeypatch.chdir(tmp_path)
-    if started.state is not State.READY:
-        started.restart()
-    started.execute(f"import os; os.chdir({str(tmp_path)!r}); kept = rank")
-    return started
+    world.execute(f"import os; os.chdir({str(tmp_path)!r}); kept = rank")
+    return world
 
 
 def have_begun(folder: Path) -> bool:

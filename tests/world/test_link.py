@@ -22,7 +22,7 @@ from nbdist.world.link import Link
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 SENT: dict[str, list[bytes]] = {
     "garbage": [b"garbage"],
@@ -44,12 +44,6 @@ def send(address: str, kind: int, frames: list[bytes]) -> None:
     stranger.send_multipart(frames)
     stranger.close()
     context.term()
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World(2, log_dir="", show=False) as started:
-        yield started
 
 
 @pytest.mark.parametrize("sent", SENT)

@@ -93,8 +93,6 @@ def test_another_launchers_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert "nbdist.cluster" in session.link.agent.command
         assert not psutil.pid_exists(agent.pid)
         assert list(session.run(session.task(fetch=("x",)))) == [7]
-        session.restart(launcher="local")
-        assert "nbdist.agent" in session.link.agent.command
 
 
 @pytest.mark.parametrize("ranks", ["0", [7], [-1], ["0"]])

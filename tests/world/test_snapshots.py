@@ -12,7 +12,7 @@ import pytest
 
 from nbdist.errors import UsageError, WorkerDied, WorkerError, WorldNotStarted
 from nbdist.wire.spec import versions_here
-from nbdist.world.snapshot_store import KEPT, Snapshot
+from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.world import World
 from tests.waiting import SOON
 
@@ -74,20 +74,6 @@ def test_another_size(world: World) -> None:
     assert world.gather("x") == [10, 11, 11]
     with pytest.raises(UsageError, match=r"`--from 2`: .* is of 2 ranks"):
         world.restore(name="a", from_rank=2)
-
-
-def test_the_newest_are_kept(world: World, tmp_path: Path) -> None:
-    """Of each name three, also within one second; older ones are found by their stamps."""
-    for x in range(KEPT + 2):
-        world.execute(f"x = {x}")
-        world.snapshot(["x"], name="a")
-    taken = world.snapshot_store.of("a")
-    assert len(taken) == KEPT
-    assert len(entries(tmp_path / "a")) == KEPT + 1  # and the lock
-    world.restore(name=taken[-1].key)
-    assert world.gather("x") == [2, 2]
-    world.restore(name="a")
-    assert world.gather("x") == [4, 4]
 
 
 def test_functions_of_another_python(world: World) -> None:

@@ -201,14 +201,6 @@ def test_what_workers_take_after() -> None:
     assert make_spec(WorldConfig(9), "run", HERE)[1].startswith("9 workers on 8 CPU cores")
 
 
-def test_what_another_interpreter_takes_after() -> None:
-    """Of the path it gets what is no package of this one's, `--env PYTHONPATH=` first."""
-    config = WorldConfig(1, python="/bin/sh", env={"PYTHONPATH": "/first:/second"})
-    spec = make_spec(config, "run", HERE)[0]
-    assert (spec.python, spec.own_path) == ("/bin/sh", True)
-    assert spec.sys_path == ("/first", "/second", "", "/added")
-
-
 @pytest.mark.parametrize(
     "argv",
     [

@@ -24,8 +24,6 @@ from nbdist.world.world import World
 from tests.waiting import once, press_stop
 from tests.worlds import NewWorld
 
-both_sources = pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
-
 
 @pytest.fixture
 def new_children() -> Callable[[], list[psutil.Process]]:
@@ -36,20 +34,7 @@ def new_children() -> Callable[[], list[psutil.Process]]:
     ]
 
 
-@pytest.mark.own_agent
-def test_shutdown_leaves_nothing(traces_left: Callable[[], list[str]]) -> None:
-    """After the `with` block no process, thread, descriptor, socket folder or segment is left."""
-    with World(2, log_dir="") as world:
-        world.execute("import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nx = [0] * 9")
-        big = world.gather("torch.zeros(200_000)")
-        assert len(big) == 2
-        assert traces_left() != []
-    del big
-    assert [line for line in traces_left() if not line.startswith("process")] == []
-    assert world.state is State.STOPPED
-
-
-@pytest.mark.own_agent
+@pytest.mark.world
 def test_worker_that_cannot_form_its_group(
     monkeypatch: pytest.MonkeyPatch,
     traces_left: Callable[[], list[str]],
@@ -80,7 +65,7 @@ def test_worker_that_cannot_form_its_group(
     assert [line for line in traces_left() if not line.startswith("process")] == []
 
 
-@pytest.mark.own_agent
+@pytest.mark.world
 def test_worker_whose_gpu_torch_cannot_use(
     monkeypatch: pytest.MonkeyPatch, new_children: Callable[[], list[psutil.Process]]
 ) -> None:
@@ -99,19 +84,14 @@ def test_worker_whose_gpu_torch_cannot_use(
 
 
 @pytest.mark.own_agent
-@both_sources
-def test_worker_whose_import_fails(
-    fork: bool,  # noqa: FBT001
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_worker_whose_import_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A broken torch fails the start within seconds, with the end of its traceback."""
     broken = tmp_path / "torch"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise ImportError('broken on purpose')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    world = World(2, fork=fork, log_dir="")
+    world = World(2, log_dir="")
     began = time.monotonic()
     with pytest.raises(StartError) as caught:
         world.start()
@@ -184,18 +164,3 @@ def test_who_was_replaced_is_said_once() -> None:
     assert workers.replace_dead({"late"}) == (1,)
     assert (workers.dead, workers.names.lacking([1])) == ({}, "late and x")
     assert [workers.take_replaced(), workers.take_replaced()] == [{1: Died(-9, 0)}, {}]
-
-
-def test_log_files(new_world: NewWorld, tmp_path: Path) -> None:
-    """Each rank's full text is in its own files, a folder for each attempt of the agent's."""
-    with new_world(2, log_dir=str(tmp_path), name="exp") as world:
-        world.execute("import sys\nprint('out', rank)\nprint('err', rank, file=sys.stderr)")
-        (attempt,) = (tmp_path / "exp").glob("attempt_*")
-        for rank in range(2):
-            folder = attempt / str(rank)
-            assert world.logs[rank] == str(folder)
-            assert (folder / "stdout.log").read_text() == f"out {rank}\n"
-            assert (folder / "stderr.log").read_text() == f"err {rank}\n"
-        world.restart()
-        number = int(attempt.name.removeprefix("attempt_"))
-        assert world.logs[0] == str(tmp_path / "exp" / f"attempt_{number + 1}" / "0")

@@ -68,11 +68,8 @@ def test_cells_that_stay_here(auto: Notebook) -> None:
 def expression(notebook: Notebook, code: str) -> str:
     """What a front end is told that asks for an expression beside a cell."""
     request = notebook.client.execute("", silent=True, user_expressions={"found": code})
-    while True:
-        reply = notebook.client.get_shell_msg(timeout=SOON)
-        if reply["parent_header"]["msg_id"] == request:
-            found = reply["content"]["user_expressions"]["found"]
-            return str(found["data"]["text/plain"] if "data" in found else found["ename"])
+    found = notebook.reply_to(request)["user_expressions"]["found"]
+    return str(found["data"]["text/plain"] if "data" in found else found["ename"])
 
 
 def silent(notebook: Notebook, code: str) -> str:

@@ -1,4 +1,4 @@
-"""Tests of `%dist_log`, and of log records, in a real kernel."""
+"""Tests of `%dist_log` in a real kernel."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from nbdist.wire import files as logs
 from nbdist.wire.files import (
     BLOCK,
     LONGEST,
-    MOVED,
     PAGE,
     GetLogs,
     LogTail,
-    earlier_file,
-    moved_line,
     read_logs,
-    renumbered_line,
 )
 from tests.notebook.front_end import Notebook
 
@@ -94,7 +90,6 @@ def test_attempts(notebook: Notebook, folder: Path) -> None:
     [
         ("%dist_log --grep (", "`--grep (` is not a regular expression: "),
         ("%dist_log --tail 0", "`--tail 0`: a number"),
-        ("%dist_log --tail x", "`--tail x`: a number"),
         ("%dist_log -r 7", "there is no rank 7"),
     ],
 )
@@ -109,23 +104,6 @@ def test_no_log_files(fresh: Callable[..., Notebook]) -> None:
     assert "There are no workers whose log to show" in notebook.run("%dist_log").error
     notebook.run("%%distributed -n 1\nprint(1)")
     assert "have no log files: NBDIST_LOG_DIR is empty" in notebook.run("%dist_log").error
-
-
-def test_records_reach_handlers_in_the_notebook(notebook: Notebook) -> None:
-    """A handler on `nbdist` gets what the workers log; without one the notebook prints nothing."""
-    notebook.run("%%distributed\nimport logging\nlogging.getLogger('train').setLevel(20)")
-    cell = "%%distributed\nlogging.getLogger('train').info('epoch %d', rank)"
-    assert notebook.run(cell).text.startswith("2 ranks")
-    notebook.run(
-        "import logging\nseen = []\n"
-        "class Seen(logging.Handler):\n"
-        "    def emit(self, record): seen.append((record.rank, record.getMessage()))\n"
-        "logging.getLogger('nbdist').addHandler(Seen())\n"
-        "logging.getLogger('nbdist').setLevel('INFO')"
-    )
-    assert notebook.run(cell).text.startswith("2 ranks")
-    assert notebook.value("sorted(seen)") == [(0, "epoch 0"), (1, "epoch 1")]
-    notebook.run("logging.getLogger('nbdist').handlers.clear()")
 
 
 @pytest.fixture(params=[PAGE, 1000])
@@ -204,20 +182,3 @@ def test_how_much_is_read_at_once(tmp_path: Path) -> None:
     assert none == LogTail(4, "stdout")
     (other,) = ask(GetLogs((3,), ("stdout",), 50, attempt=7))
     assert (other.lines, other.start) == ((), 0)
-
-
-def test_a_file_goes_on_in_another() -> None:
-    """The first line of the new one names it, and how to have more."""
-    earlier = earlier_file(Path("/logs/0/stdout.log"))
-    assert earlier == Path("/logs/0/stdout.log.1")
-    line = moved_line(earlier, 200 << 20)
-    assert line.startswith(f"{MOVED}stdout.log.1, ")
-    assert line.endswith("NBDIST_LOG_LIMIT allows 200 MiB]\n")
-
-
-def test_what_was_another_rank() -> None:
-    """The line names the rank, and where that wrote to."""
-    line = renumbered_line(Path("/logs/attempt_0/3/stdout.log"), 3)
-    assert (
-        line == "[nbdist: this was rank 3 until now, and wrote to /logs/attempt_0/3/stdout.log]\n"
-    )

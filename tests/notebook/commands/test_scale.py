@@ -58,25 +58,3 @@ def test_names_of_the_workers_are_copied(notebook: Notebook) -> None:
     )
     notebook.run("mine = 'changed here'")
     assert "changed here" in notebook.run("%%distributed\nmine").text
-
-
-CANNOT = {
-    "%dist_scale 1 -r 0": "not both",
-    "%dist_scale -r 5": "there is no rank 5",
-    "%dist_scale -2": "it takes at least one worker. There are 2",
-    "%dist_scale many": "that is not a number of workers",
-    "%dist_sync gone": "rank 0: this rank has no `gone`; nothing was copied",
-    "%dist_sync mine.x": "a name is copied, not an expression",
-    "%dist_sync lock": "rank 0: `lock` cannot be copied: TypeError: cannot pickle",
-    "%dist_sync mine --from 0,1": "it takes one rank to copy from",
-    "%dist_sync mine -r 5": "there is no rank 5",
-}
-
-
-def test_what_cannot_be_is_one_line(notebook: Notebook) -> None:
-    """With the remedy; the workers are as they were."""
-    notebook.run("%%distributed\nimport threading; mine = 1\nif rank == 0: lock = threading.Lock()")
-    for typed, said in CANNOT.items():
-        assert said in notebook.run(typed).error, typed
-    assert notebook.run("%dist_gather rank --as ranks").errors == []
-    assert notebook.value("ranks") == [0, 1]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.notebook.front_end import Notebook, body
-from tests.waiting import SOON, wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.shared_world
 
@@ -179,10 +179,6 @@ def test_stop(notebook: Notebook, folder: Path) -> None:
     request = notebook.client.execute("%dist_snapshot slow --name slow")
     wait_until(lambda: [*folder.glob("slow/.part-*")], "a part is being written")
     notebook.process.send_signal(signal.SIGINT)
-    while (reply := notebook.client.get_shell_msg(timeout=SOON))["parent_header"]["msg_id"] != (
-        request
-    ):
-        pass
-    assert reply["content"]["ename"] == "Interrupted"
+    assert notebook.reply_to(request)["ename"] == "Interrupted"
     assert [each.name for each in (folder / "slow").iterdir()] == [".lock"]
     assert notebook.run("%%distributed\ndel slow").errors == []

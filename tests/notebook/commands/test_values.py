@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from nbdist.errors import UsageError
 from nbdist.notebook.commands.values import expressions_in
-from tests.notebook.front_end import Notebook, body
+from tests.notebook.front_end import Notebook, body, lasting
 
 pytestmark = pytest.mark.shared_world
 
@@ -54,16 +54,11 @@ def test_words_become_expressions(line, found):
     assert [*expressions_in(line.split(" "))] == found
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Notebook]:
-    """A notebook with two workers, of which the first has a name more."""
-    notebook = Notebook(
-        "%load_ext nbdist",
-        "%%distributed -n 2\nt = torch.full((2,), float(rank)); n = rank + 1\nboth = [t]\n"
-        "if rank == 0: only = 'here'",
-    )
-    yield notebook
-    notebook.close()
+two = lasting(
+    "%load_ext nbdist",
+    "%%distributed -n 2\nt = torch.full((2,), float(rank)); n = rank + 1\nboth = [t]\n"
+    "if rank == 0: only = 'here'",
+)
 
 
 def test_several_names(two: Notebook):
@@ -160,14 +155,3 @@ def test_another_name_and_some_ranks(two: Notebook):
     assert two.run("%dist_gather column -r 1").errors == []
     assert two.value("column.tolist()") == [[0, 1, 2], [3, 4, 5]]
     assert "rank 0 has no `column`" in two.run("%dist_gather column --as c").error
-
-
-def test_what_cannot_be_scattered(two: Notebook):
-    """One line says why."""
-    two.run("five = 5; word = [1]")
-    for line, said in (
-        ("five", "`five` (int) cannot be split"),
-        ("word --dim 2", "`word` (list) has no dimension 2 to split."),
-        ("word --as a.b", "`a.b`: name the parts"),
-    ):
-        assert said in two.run(f"%dist_scatter {line}").error

@@ -138,24 +138,3 @@ def test_ranks_that_have_the_notebooks_value_lack_nothing(house: Any) -> None:
     assert house.notices == [
         "`y` is rank 0's own, rank 1 has an older one: `%dist_sync y --from 0 -r 1`"
     ]
-
-
-def test_new_workers_have_nothing(house: Any) -> None:
-    """After a restart, or the replacement of one rank, names are sent again."""
-    house.cell("n = m = 1")
-    house.distributed("n\nm = 2")
-    house.table.replaced([1])
-    assert house.names("n", ranks=(0,)) == set()
-    assert house.names("n") == {"n"}
-    house.table.replaced([0, 1])
-    assert house.names("n, m") == {"n", "m"}
-
-
-def test_owners_say_who_has_what(house: Any) -> None:
-    """For `%dist_status -v`."""
-    house.cell("a = b = 1")
-    house.distributed("a\nb = 2", ranks=(0,))
-    assert house.table.owners() == {
-        "a": ("notebook", frozenset({0})),
-        "b": ("workers", frozenset({0})),
-    }

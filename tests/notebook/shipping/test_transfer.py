@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from nbdist.notebook import transfer
 from nbdist.notebook.display import PlainDisplay
 from nbdist.notebook.transfer import moved, on_its_way_text
-from tests.notebook.front_end import Notebook, Outcome
+from tests.notebook.front_end import Notebook, lasting
 
 pytestmark = pytest.mark.shared_world
 
@@ -79,8 +77,7 @@ def held():
 """
 
 STOPS = """
-import os, signal, threading, time
-from nbdist.notebook.extension import _loaded
+import signal
 publisher = get_ipython().display_pub
 
 def stop_at(text):
@@ -91,19 +88,6 @@ def stop_at(text):
             signal.raise_signal(signal.SIGINT)
         return message
     publisher.register_hook(press)
-
-def stop_late(folder):
-    'Has Stop come when rank 0 has bound what it was sent and rank 1 is at it, which then ends.'
-    ((pools, *_),) = _loaded.values()
-    session = pools.default.world.session
-    def press():
-        while not (os.path.exists(folder + '/binds') and session.unfinished == (1,)):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-        while not session.running.is_stopping:
-            time.sleep(0.01)
-        open(folder + '/open', 'w').close()
-    threading.Thread(target=press).start()
 """
 
 THERE = f"""%%distributed -n 2
@@ -116,25 +100,8 @@ theirs = np.ones(5_000_000)
 """
 
 
-@pytest.fixture(scope="module")
-def slow() -> Iterator[Notebook]:
-    """A notebook and two workers that copy a little at a time, and say so at once."""
-    notebook = Notebook("%load_ext nbdist", SLOWLY, HELD, STOPS, THERE)
-    yield notebook
-    notebook.close()
-
-
-def stop_at(notebook: Notebook, text: str) -> Callable[[Outcome], None]:
-    """Presses Stop once this is shown."""
-    pressed: list[int] = []
-
-    def look(outcome: Outcome) -> None:
-        shown = [each["data"]["text/plain"] for each in (*outcome.displays, *outcome.updates)]
-        if not pressed and any(text in each for each in shown):
-            pressed.append(1)
-            os.kill(notebook.process.pid, signal.SIGINT)
-
-    return look
+slow = lasting("%load_ext nbdist", SLOWLY, HELD, STOPS, THERE)
+"""A notebook and two workers that copy a little at a time, and say so at once."""
 
 
 @pytest.mark.parametrize(
@@ -167,46 +134,6 @@ def test_stop_in_the_middle(slow: Notebook, line: str, what: str):
         assert sum(slow.value("there")) >= 5_000_000
     else:
         assert slow.value("[float(each.sum()) for each in new]") == [5e6, 5e6]
-
-
-OLD = """%%distributed
-class Old:
-    def __del__(self):
-        import os, time
-        if rank:
-            open({folder!r} + '/binds', 'w').close()
-            while not os.path.exists({folder!r} + '/open'): time.sleep(0.01)
-new = Old()
-"""
-
-
-def test_stop_when_it_is_being_bound(slow: Notebook, tmp_path: Path):
-    """It comes too late: it waits until all ranks have it, and says so."""
-    slow.run("new = [1, 2]")
-    slow.run(OLD.format(folder=str(tmp_path)))
-    slow.run(f"stop_late({str(tmp_path)!r})")
-    late = slow.run("%dist_scatter new").error
-    assert "Stopped. Stop came too late: ranks 0-1 have bound new." in late
-    slow.run("%dist_gather type(new).__name__ --as there")
-    assert slow.value("there") == ["list", "list"]
-
-
-BAD_ON_ONE = """
-class BadOnOne:
-    def __setstate__(self, state):
-        import os
-        if os.environ['RANK'] == '1': raise ValueError('not here')
-new = BadOnOne(); new.state = 1
-"""
-
-
-def test_a_rank_that_cannot_have_it(slow: Notebook):
-    """The other one has not bound it either."""
-    slow.run("%%distributed\nnew = 'as it was'")
-    slow.run(BAD_ON_ONE)
-    assert "1 of 2 ranks failed (1)" in slow.run("%dist_push new").error
-    slow.run("%dist_gather new --as there")
-    assert slow.value("there") == ["as it was"] * 2
 
 
 def test_a_name_that_a_cell_has_deleted(slow: Notebook):
@@ -244,7 +171,7 @@ def test_stop_while_it_arrives(slow: Notebook, tmp_path: Path):
     flag = tmp_path / "flag"
     slow.run(ARRIVES_SLOWLY.format(flag=str(flag)))
     use = "%%distributed\nprint(late.value)"
-    stopped = slow.run(use, stop_at(slow, "2 ranks · "))
+    stopped = slow.run(use, slow.stop_at("2 ranks · "))
     assert "KeyboardInterrupt: Stopped on ranks 0-1" in stopped.error
     assert "False" in slow.run("%%distributed\nprint('late' in globals())").text
     flag.touch()
