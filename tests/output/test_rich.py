@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nbdist.output.rich import parted, shortened, traceback_html, traceback_rows
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, plain_of
 from nbdist.output.html import leftovers
+from nbdist.output.wording import parted, shortened, traceback_html, traceback_rows
 from tests.output.lab import Panel, figure, final_html, make, out
 
 
@@ -224,5 +224,5 @@ def test_nothing_is_lost(places: list[str], most: int) -> None:
     """Put together, the parts are the traceback; fewer rows than asked for are never seen."""
     text = traceback_of(*places)
     assert "\n".join(row for part in parted(text) for row in part.rows) == text
-    seen = sum(part.height for part in shortened(text, most))
+    seen = sum(len(part.seen) for part in shortened(text, most))
     assert seen <= most + 5

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nbdist.output.final import final_layout
 
 from nbdist.errors import WorkerError
+from nbdist.output.layout import final_layout
 from nbdist.output.text import panel_text
 from nbdist.wire.work import Source
 from nbdist.world.world import World
