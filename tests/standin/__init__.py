@@ -2,5 +2,5 @@
 
 Its collectives end in threads of its own, so that the main thread runs ahead as on a GPU.  Written
 after torch's sources of nccl2; `contract` has what it and the real one are to have in common.
-`python -m tests.standin` prints how worlds heal on it, and in what time.
+`pytest tests/standin` shows how worlds heal on it.
 """
