@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import SOON
+
 # Long enough for an agent that ends its workers politely first.
-LEAK_TIMEOUT = float(os.environ.get("NBDIST_LEAK_TIMEOUT", "8"))
+LEAK_TIMEOUT = float(os.environ.get("NBDIST_LEAK_TIMEOUT", SOON * 8 / 60))
 LONGEST_WAIT = 30.0
 POLL_SECONDS = 0.02
 

@@ -9,12 +9,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-_BUSY = max(1, round(os.getloadavg()[0] / (os.cpu_count() or 1)))
 
-SOON = int(os.environ.setdefault("TESTS_SOON", str(60 * _BUSY)))
+def _busy() -> int:
+    """How many want a processor for each that there is: as an average, and in this moment."""
+    last_minute, _, _, tasks, _ = Path("/proc/loadavg").read_text().split()
+    now = int(tasks.partition("/")[0])
+    return max(1, round(max(float(last_minute), now) / (os.cpu_count() or 1)))
+
+
+SOON = int(os.environ.setdefault("TESTS_SOON", str(60 * _busy())))
 """Seconds in which all comes that comes at all: more where other programs have the processors.
 The same in all processes of a run, since cases of tests are named by it."""
+
+os.environ.setdefault("PYTEST_TIMEOUT", str(10 * SOON))
 
 STEP = 0.01
 
