@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -246,6 +248,18 @@ def test_an_import_that_points_up_is_told(file, source, told):
 def test_an_early_torch_is_told(file, source, told):
     """Importing torch in a function or for type checkers is fine; when it is run at once, not."""
     assert any(is_early_torch(each) for each in imports_of(file, source)) == told
+
+
+def test_what_is_imported_at_once_is_installed():
+    """pip brings it; torch alone would bring no numpy, and no worker would start."""
+    text = (ROOT / "pyproject.toml").read_text()
+    named = {
+        re.split("[<>=~,;]", each)[0] for each in tomllib.loads(text)["project"]["dependencies"]
+    }
+    brought = named | {"nbdist", "zmq", "traitlets"}  # by pyzmq, and by IPython
+    at_once = [each for each in all_imports() if each.at_once]
+    packages = {each.name.partition(".")[0].lower(): str(each) for each in at_once}
+    assert {packages[name] for name in packages.keys() - brought - sys.stdlib_module_names} == set()
 
 
 def test_no_circles():
