@@ -23,7 +23,7 @@ SOON = int(os.environ.setdefault("TESTS_SOON", str(60 * _busy())))
 """Seconds in which all comes that comes at all: more where other programs have the processors.
 The same in all processes of a run, since cases of tests are named by it."""
 
-os.environ.setdefault("PYTEST_TIMEOUT", str(10 * SOON))
+os.environ.setdefault("PYTEST_TIMEOUT", str(10 * SOON))  # for a test that hangs
 
 STEP = 0.01
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import selectors
 import shutil
 import signal
@@ -46,7 +45,7 @@ from nbdist.system.processes import (
     go_below_guard,
     reap,
 )
-from nbdist.wire.frames import FrameCutter, framed
+from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 
 if TYPE_CHECKING:
     from nbdist.wire.spec import WorkerStart
@@ -135,11 +134,6 @@ class WorkerExited:
 
 
 FromForkServer = Imported | Forked | ForkFailed | WorkerExited
-
-
-def to_frame(message: Fork | FromForkServer) -> bytes:
-    """Return the bytes to send."""
-    return framed(pickle.dumps(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,13 +300,13 @@ class ForkServer:
 
     def send(self, message: FromForkServer) -> None:
         """Send it in one piece: new workers write to the same socket."""
-        self._agent.sendall(to_frame(message))
+        self._agent.sendall(framed(pack(message)))
 
     def _receive(self) -> list[Fork] | None:
         """Return the requests that are complete by now; None at the end."""
         data, descriptors, _, _ = socket.recv_fds(self._agent, READ_SIZE, DESCRIPTORS)
         self._descriptors.extend(descriptors)
-        return [*map(pickle.loads, self._requests.feed(data))] if data else None
+        return [*map(unpack, self._requests.feed(data))] if data else None
 
     # --- importing on ---------------------------------------------------------------------
 

@@ -187,7 +187,7 @@ MOST_ASKING = 4096
 PRIVATE_SOCKET = 0o600
 
 AskStore = Callable[[store.Operation], Awaitable[store.Answer]]
-"""Raises ConnectionError where nobody is there any more who could answer."""
+"""Raises ConnectionError where the head is lost."""
 
 
 class StoreWindow:
@@ -203,7 +203,7 @@ class StoreWindow:
         return f"<StoreWindow {self.path}, {len(self._asking)} connections>"
 
     async def open(self) -> None:
-        """Answer from now on; anew where the socket has been removed.  Raises OSError.
+        """Answer from now on, on a new socket if the old one was removed.  Raises OSError.
 
         A cleaner of /tmp does that; who is connected stays so.
         """

@@ -432,7 +432,7 @@ class WorldRecord:
         bound.update((name, done.imported.get(name)) for name in done.bound)
         if isinstance(done.values, Payload) and done.values.segment is not None:
             self._lent.setdefault(task_id, set()).add(rank)
-        # A note of what nobody has asked for again is of no more use.
+        # Tasks are dropped whose values all ranks have let go.
         self._lent = {task: ranks for task, ranks in self._lent.items() if ranks}
 
     def _take_change(self, request: messages.Request, reply: messages.Reply) -> None:

@@ -34,12 +34,11 @@ from nbdist.agent.fork_server import (
     WorkerExited,
     log_file,
     start_fork_server,
-    to_frame,
 )
 from nbdist.system import processes
 from nbdist.system.limits import Lack, word_lack
 from nbdist.system.processes import END_TIMEOUT, OwnTime, await_end, end_group, reap, safe_environ
-from nbdist.wire.frames import FrameCutter
+from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
 
@@ -325,7 +324,7 @@ class Forker:
         number = next(self._numbers)
         forked: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
         self._asked[number] = forked
-        frame = to_frame(Fork(number, start))
+        frame = framed(pack(Fork(number, start)))
         try:
             # Blocks only where its buffer is full, until it has imported the module at hand.
             sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
@@ -367,7 +366,7 @@ class Forker:
         except ConnectionResetError:  # it has ended before it had read a request
             data = b""
         for frame in self._replies.feed(data):
-            self._receive(pickle.loads(frame))
+            self._receive(unpack(frame))
         if not data:
             # Only when no process has the other end any more: no further answer can come.
             self._stop_listening(self._server)

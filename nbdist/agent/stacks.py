@@ -189,7 +189,7 @@ TYPE, SIZE, STATE, BYTES = 8, 16, 32, 32
 (PyASCIIObject: unicodeobject.h), and where those of bytes begin."""
 
 KINDS = {1: "B", 2: "H", 4: "I"}
-"""How letters of so many bytes are read."""
+"""`struct` codes of a string's letters, by the bytes of each."""
 
 PYTHONS = 3
 """Calls with a smaller owner run Python code; others stand for C code between them."""

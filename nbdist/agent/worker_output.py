@@ -397,7 +397,7 @@ class WorkerLog:
 
 
 class _File:
-    """One that is set aside, and begun anew, when it has its `share` of bytes; 0: never."""
+    """A log file that is rotated when it has its `share` of bytes; 0: never."""
 
     def __init__(self, path: Path, share: int) -> None:
         self._path = path

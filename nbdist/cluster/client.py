@@ -344,7 +344,7 @@ async def _try(target: Target, timeout: float) -> str:
 
 
 async def is_refused(address: str, port: int) -> bool:
-    """Say whether the machine answers that nobody listens there."""
+    """Return True if the machine refuses the connection: no process listens on that port."""
     try:
         await _connect(address, port, REACH_TIMEOUT)
     except OSError as error:

@@ -293,7 +293,7 @@ def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, 
 
 
 REACHED = 16
-"""Of so many other machines each tries the way: with more of them, others try the rest."""
+"""Machines that each machine tries to reach, at most; the others try the rest."""
 
 
 def mismatch(name: str, hello: NodeHello, here: Versions) -> str:

@@ -451,7 +451,7 @@ def part_of(environ: Mapping[str, str]) -> Part:
 def without_starters(environ: Mapping[str, str]) -> dict[str, str]:
     """Leave out what was said to this process by what has started it, and is not the agent's.
 
-    torchrun sets OMP_NUM_THREADS to 1 where nobody has set it.
+    torchrun sets OMP_NUM_THREADS to 1 unless it is set.
     """
     left_out = set(NBDIST_DECIDES)
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1":

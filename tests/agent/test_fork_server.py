@@ -20,9 +20,8 @@ from nbdist.agent.fork_server import (
     Imported,
     WorkerExited,
     start_fork_server,
-    to_frame,
 )
-from nbdist.wire.frames import FrameCutter
+from nbdist.wire.frames import FrameCutter, framed, pack
 from tests.agent.sources import worker_start
 from tests.waiting import SOON
 
@@ -51,7 +50,7 @@ class Agent:
     def ask(self, number: int) -> int:
         """Ask for a worker; the read end of its stdout."""
         read, write = os.pipe()
-        frame = to_frame(Fork(number, worker_start(self.runtime, number)))
+        frame = framed(pack(Fork(number, worker_start(self.runtime, number))))
         sent = socket.send_fds(self._server.socket, [frame], [write, write])
         self._server.socket.sendall(frame[sent:])
         os.close(write)
