@@ -337,8 +337,14 @@ class Forker:
         try:
             await self._wait(forked, FORK_TIMEOUT)
             return forked.result()
+        except asyncio.CancelledError:  # called off on its way: it comes, and has ended after this
+            await self._wait(forked, FORK_TIMEOUT)
+            if not forked.exception():
+                forked.result().kill()
+                await asyncio.wait([forked.result().exited], timeout=END_TIMEOUT)
+            raise
         finally:
-            forked.cancel()  # where it was called off: a worker that comes later is ended
+            forked.cancel()  # given up: a worker that comes later is ended
 
     async def _wait(self, answer: asyncio.Future[Any], timeout: float) -> None:
         """Wait for an answer; a fork server that hangs is killed, for another to take its place."""

@@ -56,8 +56,9 @@ REACH_TIMEOUT = 5.0
 REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")
 """How often Ray tries what listens, a second apart: by itself 20 times, also with a wrong token."""
 
-PLACE_TIMEOUT = 5.0
-"""Seconds for nodes that have what is wanted to have it free."""
+PLACE_TIMEOUT = 20.0
+"""Seconds for nodes that have what is wanted to have it free: a world that has just ended gives it
+back by and by, beside other work over 5 s after its end."""
 
 REMEDY = "`ray start` makes it one, and RAY_ADDRESS names another"
 CURRENT = "ray_current_cluster"

@@ -289,7 +289,10 @@ def say_ended(line: bytes) -> None:
 
 
 REACH_TIMEOUT = 5.0
-"""Seconds for the place to answer, and then to take the key."""
+"""Seconds for the place to answer, which its machine's kernel does."""
+
+KEY_TIMEOUT = 20.0
+"""Seconds for the key to be taken, by a thread that a busy machine can keep from it."""
 
 ENDED = 128 + signal.SIGTERM
 """The exit code of what was ended, as a shell has it."""
@@ -405,7 +408,7 @@ def _is_taken(ticket: Ticket) -> bool:
         said: Any = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | ends)
         with said:
             link.connect(endpoint(ticket.addresses[0], ticket.port))
-            heard = said.poll(REACH_TIMEOUT * 1000) and parse_monitor_message(said.recv_multipart())
+            heard = said.poll(KEY_TIMEOUT * 1000) and parse_monitor_message(said.recv_multipart())
             link.disable_monitor()
         return bool(heard) and heard["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 

@@ -100,7 +100,7 @@ def test_a_key_of_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is tried at the address that was typed alone, and refused with the name of its world."""
-    monkeypatch.setattr("nbdist.cluster.ticket.REACH_TIMEOUT", 0.5)
+    monkeypatch.setattr("nbdist.cluster.ticket.KEY_TIMEOUT", 0.5)
     own, ticket = worlds[0]
     (key := tmp_path / "key").touch(0o600)
     key.write_bytes(ticket.to_line())

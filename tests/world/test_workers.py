@@ -74,13 +74,14 @@ def test_worker_whose_gpu_torch_cannot_use(
         pytest.skip("torch can use one here")
     monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    world = World(2, log_dir="", share_gpus=True)
-    with pytest.raises(StartError) as caught:
-        world.start()
+    for _ in range(5):  # the other rank may be about to be forked
+        world = World(2, log_dir="", share_gpus=True)
+        with pytest.raises(StartError) as caught:
+            world.start()
+        assert new_children() == []
     (said,) = str(caught.value).splitlines()
     assert said.startswith(f"the workers could not start: GPU 0 of {os.uname().nodename}: ")
     assert said.endswith("; `--env CUDA_VISIBLE_DEVICES=` uses the CPU.")
-    assert new_children() == []
 
 
 @pytest.mark.own_agent
