@@ -26,7 +26,7 @@ from nbdist.readers import (
 )
 from nbdist.topology import parse_layout
 
-README = Path(__file__).parent.parent / "README.md"
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
 
 
 @pytest.mark.parametrize(
@@ -158,15 +158,15 @@ def test_world_takes_the_fields_as_arguments() -> None:
         World(bogus=1)  # type: ignore[call-arg]
 
 
-def test_the_readme_lists_the_options() -> None:
+def test_the_manual_lists_the_options() -> None:
     """Its table has each flag and argument, with the same words."""
-    rows = re.findall(r"^\| `([^|]*)` \| `(\w+)` \| (.*) \|$", README.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([^|]*)` \| `(\w+)` \| (.*) \|$", REFERENCE.read_text(), re.MULTILINE)
     assert rows == [(each.usage or "-", name, each.help) for name, each in OPTIONS.items()]
 
 
 def test_each_option_is_read() -> None:
     """One that nothing reads does not belong there."""
-    package = README.parent / "nbdist"
+    package = REFERENCE.parents[1] / "nbdist"
     source = "\n".join(path.read_text() for path in package.rglob("*.py"))
     in_properties = {"hang_timeout", "free", "launcher", "hosts"}
     unread = {name for name in OPTIONS if not re.search(rf"\b(config|wanted)\.{name}\b", source)}

@@ -1,4 +1,4 @@
-"""What every rank has to have after what a user does: the README's rules, in plain numbers.
+"""What every rank has to have after what a user does: the manual's rules, in plain numbers.
 
 `tests.faults.actions` asks it after each of its actions.
 """

@@ -1,6 +1,6 @@
 """What runs where: a core suite, run in a fresh virtual environment per row of versions.
 
-    python -m tests.matrix                        # all rows: the README's table
+    python -m tests.matrix                        # all rows: the manual's table
     python -m tests.matrix --rows colab,newest    # some
     python -m tests.matrix --list                 # which there are
 

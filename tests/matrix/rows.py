@@ -1,4 +1,4 @@
-"""The rows: which versions are tried; what the core suite said of each; the README's table."""
+"""The rows: which versions are tried; what the core suite said of each; the manual's table."""
 
 from __future__ import annotations
 

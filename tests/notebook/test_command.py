@@ -14,7 +14,7 @@ from nbdist.notebook.command import find_commands, is_used
 from nbdist.notebook.options import GROUPS
 from nbdist.notebook.pool import Pools
 
-README = Path(__file__).parent.parent.parent / "README.md"
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 ROW = re.compile(r"^\| `(%%?\w+)", re.MULTILINE)
 
 FEATURE = '''
@@ -41,9 +41,9 @@ def dist_mute(line: Line) -> str:
 '''
 
 
-def test_the_readme_has_a_row_for_each_magic():
+def test_the_manual_has_a_row_for_each_magic():
     """The tables of magics are what is registered but for short forms, no more and no less."""
-    _, _, after = README.read_text().partition("\n## The magics\n")
+    _, _, after = REFERENCE.read_text().partition("\n## Magics\n")
     rows = ROW.findall(after.partition("\n## ")[0])
     registered = [each.shown_name for each in find_commands() if not each.short_for]
     assert sorted(rows) == sorted(registered)

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.extension`, and of the README's first example, pasted as it is."""
+"""Tests of `nbdist.notebook.extension`, and of the README's examples, pasted as they are."""
 
 from __future__ import annotations
 
@@ -83,11 +83,17 @@ def test_a_magic_that_is_not_first(shell: Any) -> None:
     assert {"before", "x", "here"} & shell.user_ns.keys() == {"before"}
 
 
+def blocks() -> list[tuple[str, list[str]]]:
+    """The README's blocks of code, each with the lines that it says are shown."""
+    text = README.read_text().partition("\n## First steps\n")[2].partition("\n## ")[0]
+    found = re.findall(r"(?m)((?:^    .*\n(?:\n(?=    ))?)+)(?:\n```text\n([^`]+)```)?", text)
+    assert len(found) == 5
+    return [(dedent(code), shown.splitlines()) for code, shown in found]
+
+
 def example() -> str:
-    """The README's first block of code."""
-    found = re.search(r"(?m)(?:^    .*\n(?:\n(?=    ))?)+", README.read_text())
-    assert found, "the README shows no code"
-    return dedent(found[0])
+    """The first of them."""
+    return blocks()[0][0]
 
 
 def trained(outcomes: list[Outcome]) -> list[str]:
@@ -110,7 +116,11 @@ def test_the_readmes_example_in_one_cell(fresh: Fresh) -> None:
     notebook = fresh()
     check(notebook, [example()])
     notebook.run("del loss")
-    check(notebook, [example()])
+    for code, lines in blocks():
+        outcome = notebook.run(code)
+        assert [each["ename"] for each in outcome.errors] == ["WorkerError"] * ("raise" in code)
+        for line in lines:
+            assert re.search(re.sub(r"\d+", r"\\d+", re.escape(line)), outcome.seen), outcome.seen
     wrong = notebook.run("%load_ext nbdist\n\n# a\n%%distributed\nx = 1\n1 / 0\n%dist_gather x")
     (error,) = wrong.errors
     assert "line 6" in (wrong.updates or wrong.displays)[-1]["data"]["text/plain"]

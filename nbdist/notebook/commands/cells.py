@@ -266,7 +266,7 @@ _GROUPS = {
     "many machines": "dist_attach",
 }
 GROUPS = {title: names.split() for title, names in _GROUPS.items()}
-"""Magics by what they are for: here, in the README and in the package's docstring."""
+"""Magics by what they are for: here, in the manual and in the package's docstring."""
 
 MACHINES = (
     ("%dist_init --hosts a,b", "Start workers on machines reached by ssh"),
