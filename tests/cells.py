@@ -9,8 +9,8 @@ from pathlib import Path
 
 from nbdist.errors import NbdistError
 from nbdist.output.ansi import strip
-from nbdist.output.events import Failure, Output
-from nbdist.output.rank_transcript import Gap, Shown
+from nbdist.output.events import Failure, Output, Skipped
+from nbdist.output.rank_transcript import Shown
 from nbdist.output.screen import Line
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
@@ -35,7 +35,7 @@ class Ran:
                     found.append(text)
                 case Shown(display=display):
                     found.append(f"<{display.data['text/plain']}>")
-                case Gap(lines=number):
+                case Skipped(lines=number):
                     found.append(f"({number} lines skipped)")
         return found
 

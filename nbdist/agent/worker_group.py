@@ -113,7 +113,7 @@ class WorkerGroup:
             return _failure(spec, worker.rank, why, lines)
         # All have the same libraries.
         checked = await self.all[ranks[0]].ask(control.Check(), CHECK_TIMEOUT)
-        lacks = checked.sentences if isinstance(checked, control.Lacks) else ()
+        lacks = checked if isinstance(checked, tuple) else ()
         return WorldStarted(*self._whereabouts(), lacks)
 
     def _begin(self, spec: WorldSpec, attempt: int) -> None:

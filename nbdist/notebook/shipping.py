@@ -21,7 +21,7 @@ from nbdist.notebook.transfer import BIG, Shipment
 from nbdist.values.definitions import SYSTEM_NAMES, Import
 from nbdist.values.payload import OPTIMIZER, Identity, is_atomic, kind_of, size_of
 from nbdist.values.pickling import Pickled, digest_of, join, pickle
-from nbdist.values.unpicklable import PICKLING_ERRORS, fails_in, parts, unshippable
+from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in, parts
 from nbdist.words import count, format_ranks, name_ranks, size_text
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped, check_are_free
 
@@ -227,7 +227,8 @@ class _Plan:
             fails = fails_in(self._names)
             for name in values:
                 if fails(self._names[name]):
-                    raise unshippable(name, self._names[name], fails, problem) from problem
+                    found = blame(name, self._names[name], fails, problem)
+                    raise VariableNotSent(name, *found) from problem
             raise
 
     # --- what belongs together ------------------------------------------------------------

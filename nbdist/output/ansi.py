@@ -1,8 +1,4 @@
-"""Terminal colour codes (SGR, `ESC[...m`): what they mean, and coloured text as HTML.  Pure.
-
-Colours that a program took from the 16 named ones become shades that are legible on
-white and on black, since the page's theme is not known and may change.
-"""
+"""Terminal colour codes (SGR): what they mean, and text in legible shades as HTML.  Pure."""
 
 from __future__ import annotations
 
@@ -17,14 +13,7 @@ RESET = "\x1b[0m"
 BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE = 1, 2, 3, 4, 7, 9
 _ATTRIBUTES = frozenset({BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE})
 # What each "switch off" code ends; 21 is "double underline" or "not bold", by terminal.
-_ENDS = {
-    21: frozenset({BOLD}),
-    22: frozenset({BOLD, DIM}),
-    23: frozenset({ITALIC}),
-    24: frozenset({UNDERLINE}),
-    27: frozenset({INVERSE}),
-    29: frozenset({STRIKE}),
-}
+_ENDS = {21: {BOLD}, 22: {BOLD, DIM}, 23: {ITALIC}, 24: {UNDERLINE}, 27: {INVERSE}, 29: {STRIKE}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +36,20 @@ PLAIN = Style()
 
 @lru_cache(maxsize=4096)
 def restyle(style: Style, parameters: str) -> Style:
-    """Give the style after `ESC[<parameters>m`; unknown parameters change nothing."""
+    """Return the style after `ESC[<parameters>m`; unknown parameters change nothing."""
     codes = [int(code) if code else 0 for code in parameters.replace(":", ";").split(";")]
-    position = 0
-    while position < len(codes):
-        code = codes[position]
-        if code in (38, 48):
-            colour, position = _extended_colour(codes, position)
-            if colour:
-                style = _coloured(style, code, colour)
-            continue
-        style = _simple(style, code)
-        position += 1
+    while codes:
+        match codes:
+            case [38 | 48 as code, 5, number, *codes]:
+                if number < 256:
+                    style = _coloured(style, code, f"{code};5;{number}")
+            case [38 | 48 as code, 2, red, green, blue, *codes]:
+                if max(red, green, blue) < 256:
+                    style = _coloured(style, code, f"{code};2;{red};{green};{blue}")
+            case [38 | 48, *_]:
+                break
+            case [code, *codes]:
+                style = _simple(style, code)
     return style
 
 
@@ -69,26 +60,10 @@ def _simple(style: Style, code: int) -> Style:
         return replace(style, attributes=style.attributes | {code})
     if code in _ENDS:
         return replace(style, attributes=style.attributes - _ENDS[code])
-    if 30 <= code <= 37 or 90 <= code <= 97:
-        return replace(style, foreground=str(code))
-    if 40 <= code <= 47 or 100 <= code <= 107:
-        return replace(style, background=str(code))
-    if code == 39:
-        return replace(style, foreground="")
-    if code == 49:
-        return replace(style, background="")
-    return style
-
-
-def _extended_colour(codes: list[int], position: int) -> tuple[str, int]:
-    """Read the colour that starts with 38 or 48 at `position`; also the position after it."""
-    count = {5: 3, 2: 5}.get(codes[position + 1] if position + 1 < len(codes) else -1)
-    if count is None or position + count > len(codes):
-        return "", len(codes)
-    values = codes[position : position + count]
-    if max(values[2:]) > 255:
-        return "", position + count
-    return ";".join(map(str, values)), position + count
+    tens, unit = divmod(code, 10)
+    if tens in (3, 4, 9, 10) and unit < 8:
+        return _coloured(style, 38 if tens in (3, 9) else 48, str(code))
+    return _coloured(style, code - 1, "") if code in (39, 49) else style
 
 
 def _coloured(style: Style, code: int, colour: str) -> Style:
@@ -101,7 +76,7 @@ def strip(text: str) -> str:
 
 
 def cut(text: str, width: int) -> tuple[str, str]:
-    """Part a text after so many characters, each part with its colours."""
+    """Part a text after `width` characters, each part with its colours."""
     style, position, shown = PLAIN, 0, 0
     for code in SGR.finditer(text):
         if shown + code.start() - position >= width:
@@ -119,10 +94,17 @@ def cut(text: str, width: int) -> tuple[str, str]:
 Rgb = tuple[int, int, int]
 
 # black red green yellow blue magenta cyan white, then the bright ones.
-_NAMED = (
-    *("#6e7681", "#d43a3a", "#1e9350", "#a87a00", "#2f7fe6", "#b04fc4", "#0c8da0", "#868e96"),
-    *("#7d8590", "#ea4e4e", "#28a25c", "#bc8b10", "#4a90f0", "#c267d6", "#1f9cb0", "#959da5"),
+_NAMED = bytes.fromhex(
+    "6e7681 d43a3a 1e9350 a87a00 2f7fe6 b04fc4 0c8da0 868e96"
+    "7d8590 ea4e4e 28a25c bc8b10 4a90f0 c267d6 1f9cb0 959da5"
 )
+_RULES = {
+    BOLD: "font-weight:bold",
+    DIM: "opacity:0.65",
+    ITALIC: "font-style:italic",
+    STRIKE: "text-decoration:line-through",
+    UNDERLINE: "text-decoration:underline",
+}
 _CUBE = (0, 95, 135, 175, 215, 255)
 # Relative luminance between which text can be read on both white and near-black.
 _DARKEST, _LIGHTEST = 0.08, 0.38
@@ -154,19 +136,8 @@ def _span(text: str, style: Style) -> str:
 
 @lru_cache(maxsize=4096)
 def _css(style: Style) -> str:
-    rules = _colour_rules(style)
-    attributes = style.attributes
-    if BOLD in attributes:
-        rules.append("font-weight:bold")
-    if DIM in attributes:
-        rules.append("opacity:0.65")
-    if ITALIC in attributes:
-        rules.append("font-style:italic")
-    if UNDERLINE in attributes:
-        rules.append("text-decoration:underline")
-    elif STRIKE in attributes:
-        rules.append("text-decoration:line-through")
-    return ";".join(rules)
+    rules = [rule for attribute, rule in _RULES.items() if attribute in style.attributes]
+    return ";".join([*_colour_rules(style), *rules])
 
 
 def _colour_rules(style: Style) -> list[str]:
@@ -175,7 +146,8 @@ def _colour_rules(style: Style) -> list[str]:
         # The page's own colours are not known: grey stands for the text's as a background.
         front, back = back, front or (128, 128, 128)
     if front and back:
-        if _contrast(front, back) < _FAINT:
+        low, high = sorted((_luminance(front), _luminance(back)))
+        if (high + 0.05) / (low + 0.05) < _FAINT:  # WCAG's contrast, 1 for equal colours
             front = (0, 0, 0) if _luminance(back) > _MIDDLE else (255, 255, 255)
         return [f"color:{_hex(front)}", f"background-color:{_hex(back)}"]
     if front:
@@ -186,23 +158,19 @@ def _colour_rules(style: Style) -> list[str]:
 
 
 def _rgb(colour: str) -> Rgb | None:
-    codes = [int(code) for code in colour.split(";") if code]
-    match codes:
-        case []:
-            return None
+    match [int(code) for code in colour.split(";") if code]:
         case [_, 5, number]:
             return _from_256(number)
         case [_, 2, red, green, blue]:
             return red, green, blue
         case [code]:
             return _from_256(code % 10 + (8 if code >= 90 else 0))
-        case _:
-            return None
+    return None
 
 
 def _from_256(number: int) -> Rgb:
     if number < 16:
-        red, green, blue = bytes.fromhex(_NAMED[number][1:])
+        red, green, blue = _NAMED[3 * number : 3 * number + 3]
         return red, green, blue
     if number >= 232:
         grey = 8 + 10 * (number - 232)
@@ -226,12 +194,6 @@ def _legible(colour: Rgb) -> Rgb:
 def _luminance(colour: Rgb) -> float:
     red, green, blue = (float((part / 255) ** 2.2) for part in colour)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def _contrast(one: Rgb, other: Rgb) -> float:
-    """Give the ratio by which WCAG judges text on a background: 1 for equal colours."""
-    low, high = sorted((_luminance(one), _luminance(other)))
-    return (high + 0.05) / (low + 0.05)
 
 
 def _mix(colour: Rgb, other: int, share: float) -> Rgb:

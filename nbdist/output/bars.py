@@ -1,13 +1,11 @@
-"""The progress bars of all ranks as one table: who is how far, and who is behind.  Pure.
-
-Of bars in bars the innermost has the row, those around it stand before its name.
-"""
+"""The progress bars of all ranks as one table: who is how far, and who is behind.  Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from statistics import median
 
 from nbdist.output.fingerprint import BAR_SIGNS, Bar, clock_text, number_of, read_bar
@@ -43,7 +41,7 @@ _NUMBERS = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class RankBars:
-    """The bar of a rank, those around it, outermost first, and its last line of text, if any."""
+    """The innermost bar of a rank, those around it, outermost first, and its last line of text."""
 
     rank: int
     bar: Bar
@@ -58,7 +56,6 @@ class RankBars:
 
     @property
     def outer(self) -> Bar:
-        """The outermost."""
         return self.around[0] if self.around else self.bar
 
     @property
@@ -87,8 +84,7 @@ class RankBars:
 class BarTable:
     """A row for each of the ranks, of many the slowest; `summary` says where the others are.
 
-    `behind` is by how much the slowest is that.
-    `beside` are their last lines of text, each once with its ranks.
+    `behind` says how far the slowest is; `beside` are last lines of text, each with its ranks.
     """
 
     ranks: tuple[int, ...]
@@ -99,10 +95,9 @@ class BarTable:
     beside: tuple[tuple[Line, tuple[int, ...]], ...] = ()
 
     def share(self, bars: RankBars) -> float | None:
-        """Give how much of its bar is drawn: the longer, the further the rank is of all.
+        """Return how much of its bar is drawn, or of the one around it: the longer, the further.
 
-        With a bar around it, of that; of ranks in other epochs those in the first ones come
-        first, whatever their bars say.
+        Of ranks in other epochs those in the first ones come first, whatever their bars say.
         """
         share = bars.whole_share
         epochs = sorted({each.numbers for each in self.rows})
@@ -123,27 +118,21 @@ def bars_of(said: RankTranscript) -> RankBars | None:
     is_over = bar.is_finished or said.state != "running"
     if is_over and last < len(read) - 1:
         return None
-    around: list[Bar] = []
-    for above in reversed(read[max(0, last - _MOST_AROUND) : last]):
-        if above is None or above.is_finished:
-            break
-        around.append(above)
-    text = None
-    for item, found in zip(tail, read, strict=True):
-        if found is None and isinstance(item, Line) and item.text:
-            text = item
-    return RankBars(said.rank, bar, tuple(around[::-1]), text)
+    above = reversed(read[max(0, last - _MOST_AROUND) : last])
+    around = [bar for bar in takewhile(lambda bar: bar and not bar.is_finished, above) if bar]
+    lines = (item for item, found in zip(tail, read, strict=True) if found is None)
+    texts = [item for item in lines if isinstance(item, Line) and item.text]
+    return RankBars(said.rank, bar, tuple(around[::-1]), texts[-1] if texts else None)
 
 
 def _read(item: object, said: RankTranscript, *, is_last: bool) -> Bar | None:
     if not isinstance(item, Line):
         return None
-    if not is_last:
-        # There may be thousands of these, and reading one takes a while.
-        return read_bar(item.text) if any(sign in item.text for sign in BAR_SIGNS) else None
     piece = said.pieces[-1]
-    is_edited = isinstance(piece, Screen) and piece.is_edited
-    return read_bar(item.text, is_edited=is_edited)
+    if is_last:
+        return read_bar(item.text, is_edited=isinstance(piece, Screen) and piece.is_edited)
+    # There may be thousands of these, and reading one takes a while.
+    return read_bar(item.text) if any(sign in item.text for sign in BAR_SIGNS) else None
 
 
 def _bars_of_all(transcript: Transcript) -> list[RankBars]:
@@ -167,43 +156,26 @@ def bar_table(transcript: Transcript) -> BarTable | None:
 
 
 def _slowest(found: Sequence[RankBars]) -> tuple[int | None, str]:
-    """Find the rank that is clearly behind the first, and say `rank 2 is 20 % behind`.
-
-    So much of the way of the first is still before it; of ranks in other epochs nobody knows how
-    much.  None where no rank is, or nobody can tell.
-    """
-    if len(found) < 2 or not _are_comparable(found):
-        return None, ""
+    """Find the rank that is clearly behind the first: `rank 2 is 20 % behind`; else None and ""."""
     low, high = min(found, key=_way), max(found, key=_way)
+    if len({_NUMBERS.sub("#", bars.outer.name) for bars in found}) > 1:
+        return None, ""
     if low.numbers != high.numbers:
         return low.rank, f"rank {low.rank} is behind"
-    behind = high.overall - low.overall
+    # Each epoch can have a bar of its own: those that began at other times are not the same.
+    running = [bars.outer for bars in found if not bars.outer.is_finished]
+    elapsed = [bar.elapsed for bar in running if bar.elapsed is not None] or [0.0]
+    longest, behind = max(elapsed), high.overall - low.overall
+    if longest - min(elapsed) > max(_BEGAN_APART, _BEGAN_APART_SHARE * longest):
+        return None, ""
     if behind < _BEHIND or behind <= _BEHIND_SHARE * high.overall:
         return None, ""
     return low.rank, f"rank {low.rank} is {100 * behind / high.overall:.0f} % behind"
 
 
 def _way(bars: RankBars) -> tuple[tuple[int, ...], float]:
-    """Give what orders ranks: `epoch 2` at 20 % is further than `epoch 1` at 80 %."""
+    # `epoch 2` at 20 % is further than `epoch 1` at 80 %.
     return bars.numbers, bars.overall
-
-
-def _are_comparable(found: Sequence[RankBars]) -> bool:
-    """Say whether all are at the same bar but for numbers in its name.
-
-    Bars of one name that began at other times are not the same: each epoch can have its own.
-    """
-    if len({_NUMBERS.sub("#", bars.outer.name) for bars in found}) > 1:
-        return False
-    if len({bars.numbers for bars in found}) > 1:
-        return True
-    elapsed = [
-        bars.outer.elapsed
-        for bars in found
-        if bars.outer.elapsed is not None and not bars.outer.is_finished
-    ]
-    apart = max(elapsed, default=0.0) - min(elapsed, default=0.0)
-    return apart <= max(_BEGAN_APART, _BEGAN_APART_SHARE * max(elapsed, default=0.0))
 
 
 def merged_line(transcript: Transcript) -> str:
@@ -219,24 +191,20 @@ def merged_line(transcript: Transcript) -> str:
 
 
 def _common_name(found: Sequence[RankBars]) -> str:
-    """Give the name that all bars have, "" where they differ; ranks may be in other epochs."""
+    """Return the name that all bars have, as `epoch 2-3/10, step`; "" where they differ."""
     names = {bars.name for bars in found}
     if len(names) == 1:
         return names.pop()[: 2 * _LONGEST_NAME]
-    around = {tuple((bar.name, bar.total) for bar in bars.around) for bars in found}
     inner = {bars.bar.name for bars in found}
+    around = {tuple((bar.name, bar.total) for bar in bars.around) for bars in found}
     if len(around) > 1 or len(inner) > 1:
         return ""
-    depths = range(len(found[0].around))
-    outer = [_amounts([bars.around[depth] for bars in found]) for depth in depths]
+    outer = []
+    for bars in zip(*(bars.around for bars in found), strict=True):
+        low, high = (pick(bars, key=lambda bar: bar.position) for pick in (min, max))
+        done = low.done if low.done == high.done else f"{low.done}-{high.done}"
+        outer.append(f"{low.name} {replace(low, done=done).amount}".strip())
     return ", ".join(filter(None, [*outer, inner.pop()]))
-
-
-def _amounts(bars: Sequence[Bar]) -> str:
-    """Write `epoch 2-3/10`."""
-    low, high = (pick(bars, key=lambda bar: bar.position) for pick in (min, max))
-    done = low.done if low.done == high.done else f"{low.done}-{high.done}"
-    return f"{low.name} {done}{f'/{low.total}' if low.total else ''}".strip()
 
 
 def _summary(found: Sequence[RankBars]) -> str:
@@ -251,17 +219,12 @@ def _spread(found: Sequence[RankBars]) -> tuple[str, str, str]:
     """Say how far the last, the middle and the first are."""
     order = sorted((bars.bar for bars in found), key=lambda bar: bar.position)
     if all(bar.fraction is not None for bar in order):
-        half = median(bar.position for bar in order)
-        return (
-            _percent(order[0].position),
-            _percent(half),
-            _percent(order[-1].position),
-        )
+        ways = [bar.position for bar in order]
+        return _percent(ways[0]), _percent(median(ways)), _percent(ways[-1])
     return order[0].done, order[len(order) // 2].done, order[-1].done
 
 
 def _longest_left(found: Sequence[RankBars]) -> float | None:
-    """Say for how many seconds the last will run still, by what bars say or their pace so far."""
     return max((left for bars in found if (left := bars.bar.left) is not None), default=None)
 
 
@@ -277,16 +240,13 @@ def _percent(share: float) -> str:
 
 
 def _columns(bars: RankBars) -> tuple[str, str, str, str, str, str]:
-    """Give the cells of a row beside the bar: name, per cent, amount, times, rate, the rest."""
+    """Return the cells of a row beside the bar: name, per cent, amount, times, rate, the rest."""
     bar, name = bars.bar, bars.name
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME - 1]}…"
     percent = "" if bar.fraction is None else _percent(bar.fraction)
     times = _times_text(bar.elapsed, None if bar.is_finished else bar.remaining)
     return name, percent, bar.amount, times, bar.rate, bar.rest
-
-
-# --- the table in a page, and as text -----------------------------------------------------
 
 
 _CELL = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
@@ -305,29 +265,23 @@ def bars_html(shown: BarTable) -> str:
 
 
 def _row(shown: BarTable, bars: RankBars) -> list[tuple[str, str]]:
-    is_slowest = bars.rank == shown.slowest
+    is_slowest, share, drawn = bars.rank == shown.slowest, shown.share(bars), ""
     name, percent, amount, times, rate, rest = _columns(bars)
-    end = dim(clip(rest, _LONGEST_REST))
-    if is_slowest:
-        end = f"{end} {coloured('slowest', AMBER)}"
+    if share is not None:
+        colour = GREEN if bars.bar.is_finished else AMBER if is_slowest else BLUE
+        fill = f"{_FILL};width:{100 * share:.0f}%;background-color:{colour}"
+        drawn = f'<span style="{_TRACK}"><span style="{fill}"></span></span>'
+    slowest = f" {coloured('slowest', AMBER)}" if is_slowest else ""
     return [
         (_CELL, bold(name_ranks([bars.rank]))),
         (_CELL, dim(name)),
-        (_CELL, _drawn(bars, shown.share(bars), is_slowest=is_slowest)),
+        (_CELL, drawn),
         (_RIGHT, percent),
         (_RIGHT, dim(amount)),
         (_CELL, dim(times)),
         (_RIGHT, dim(rate)),
-        (_REST, end),
+        (_REST, dim(clip(rest, _LONGEST_REST)) + slowest),
     ]
-
-
-def _drawn(bars: RankBars, share: float | None, *, is_slowest: bool) -> str:
-    if share is None:
-        return ""
-    colour = GREEN if bars.bar.is_finished else AMBER if is_slowest else BLUE
-    fill = f"{_FILL};width:{100 * share:.0f}%;background-color:{colour}"
-    return f'<span style="{_TRACK}"><span style="{fill}"></span></span>'
 
 
 def bars_text(shown: BarTable) -> list[str]:
@@ -344,10 +298,7 @@ def bars_text(shown: BarTable) -> list[str]:
 
 def _words(bars: RankBars, share: float | None) -> list[str]:
     name, percent, amount, times, rate, rest = _columns(bars)
-    drawn = "" if share is None else f"|{_blocks(share)}|"
+    whole, part = divmod(round((share or 0.0) * _CELLS * 8), 8)
+    blocks = ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)
+    drawn = "" if share is None else f"|{blocks}|"
     return [name_ranks([bars.rank]), name, drawn, percent.rjust(4), amount, times, rate, rest]
-
-
-def _blocks(share: float) -> str:
-    whole, part = divmod(round(share * _CELLS * 8), 8)
-    return ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)

@@ -1,7 +1,4 @@
-"""What one rank shows, in the order in which it showed it, as frozen dataclasses.
-
-A raw Jupyter message lives for one line in `nbdist.agent`, then it is one of these.
-"""
+"""What one rank shows, in the order in which it showed it; Jupyter messages become these."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Text and displays that were not sent because the notebook could not keep up.
-
-    The text is in the rank's log file all the same.
-    """
+    """Text, which is only in the log, and displays that the notebook was too slow for."""
 
     characters: int
     lines: int
@@ -47,16 +41,12 @@ class Skipped:
 
 
 def plain_of(data: MimeBundle) -> str:
-    """Read its text/plain; its source where that says less, else what kinds of data it has.
-
-    For `display(Markdown("**done**"))` IPython's text/plain is the name of a class.
-    """
+    """Read its text/plain; its source where that is the name of a class, else its kinds."""
     text = text_of(data.get("text/plain", ""))
-    if text and not _NAME_OF_A_CLASS.fullmatch(text):
+    if text and not _NAME_OF_A_CLASS.fullmatch(text):  # as for `display(Markdown("**done**"))`
         return text
-    for kind in _READABLE:
-        if kind in data:
-            return text_of(data[kind])
+    if (source := next((data[kind] for kind in _READABLE if kind in data), None)) is not None:
+        return text_of(source)
     kinds = ", ".join(kind for kind in data if kind != "text/plain")
     return text or (f"<{kinds}>" if kinds else "")
 
@@ -101,10 +91,9 @@ class Clear:
 class Failure:
     """An exception that ended the rank's cell; `traceback` has ANSI colours.
 
-    `kinds` are its class and those that this is derived from, as `module:qualified.name`.
-    `connections` is what it says of those to other ranks: that they "ended", since collectives
-    were aborted or a rank has died, that gloo closed them when a collective "timed out", or
-    nothing.  `account` is lines on what the memory is used for that was not enough.
+    `kinds` are its class and its bases, as `module:qualified.name`.  The `connections` to other
+    ranks have "ended", since collectives were aborted or a rank has died, or gloo closed them when
+    a collective "timed out".  `account` is lines on what used the memory that was not enough.
     """
 
     name: str
@@ -122,10 +111,8 @@ NAME_PROBLEM = "VariableError"
 SCRIPT_FAILED = "ScriptFailed"
 """The same where a script or executable ended with an exit code that is not 0."""
 
-
 LEFT_DEBUGGER = "BdbQuit"
 """The same where somebody left the debugger, which ends the task."""
-
 
 IGNORES_STOP = "it ignored Stop"
 
@@ -134,10 +121,9 @@ IGNORES_STOP = "it ignored Stop"
 class Died:
     """The rank's process ended.
 
-    `exit_code` is negative for a signal, as in `subprocess`, and None where its machine is lost,
-    and nothing more is known of it; `last_lines` is the end of all
-    that it has written; `why` says why its agent has ended it, "" if it did not.  With
-    `received_too_much` gloo did, for a message of more bytes than the rank's tensor holds.
+    `exit_code` is negative for a signal, None where its machine is lost; `last_lines` are what it
+    wrote last; `why` says why its agent has ended it, "" if it did not.  With `received_too_much`
+    gloo did, for a message of more bytes than the rank's tensor holds.
     """
 
     exit_code: int | None
@@ -164,20 +150,18 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The rank has finished the cell; nothing of it follows.
+    """The rank has finished the cell, whose source ran for `seconds`; nothing of it follows.
 
-    `bound` are the names that the cell bound in the rank, `imported` those of them that
-    stand for modules or come from some, with where they do (`numpy`, `torch.nn:Linear`, ""
-    where it cannot be found there); `values` is what the cell was asked to bring back, or
-    what the exception has that ended it, a `Payload`, `seconds` how long its source ran.  From
-    worker to agent it says by `failure` what ended it, and by `error_number` that of the error
-    message that has the same with its traceback, 0 if none was sent.  `changed` are files of
-    modules that the rank has imported, and that were edited since.  `gone` are names that the
-    cell has deleted; without `received` it was stopped before it had bound those that came along.
-    `kept` is how many bytes the cell's last value takes, where the rank has kept it for the
-    notebook, None where not.  `kinds` says of those of `bound` that are modules, optimizers or
-    tensors which they are (`nbdist.values.payload`), and `covered` are those that every worker has
-    of itself, and that are something else now.  `unfit` says why the process is of no more use.
+    `bound` are the names that the cell bound, `imported` those of them that are modules or come
+    from some, and from where (`numpy`, `torch.nn:Linear`, "" where it cannot be found there);
+    `gone` are those that it deleted.  `values` is what it was asked to bring back, or what the
+    exception has that ended it, a `Payload`.  From worker to agent `failure` is what ended it, and
+    `error_number` that of the message with the traceback, 0 if none was sent.  `changed` are files
+    of imported modules that were edited since.  Without `received` it was stopped before it had
+    bound the names that came along.  `kept` is the bytes of the cell's last value where the rank
+    keeps it, else None.  `kinds` tells modules, optimizers and tensors (`nbdist.values.payload`);
+    `covered` are names that each worker has of itself, and that are something else now.  `unfit`
+    says why the process is of no more use.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -203,10 +187,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a logger of the worker has logged, its text formatted there.
-
-    `created` is seconds on the clock; `exception` and `stack` are texts, "" for none.
-    """
+    """What a logger of the worker has logged; `created` is seconds, all texts are formatted."""
 
     host: str
     local_rank: int
@@ -227,11 +208,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class InputRequest:
-    """The rank waits for a line that somebody types: `input()`, `getpass()`, a debugger.
-
-    `number` is its place among what the rank has shown, by which the reply finds it; of a
-    `secret` one nothing is shown.
-    """
+    """The rank waits for a typed line: `input()`, `getpass()`; the reply has the same number."""
 
     number: int
     prompt: str
@@ -292,10 +269,6 @@ def size_of(output: Output) -> int:
             return 0
 
 
-_NUMBERS = (int, float)
-"""Of which figures have very many."""
-
-
 def _length(value: object) -> int:
     length, waiting = 0, [value]  # not by recursion: JSON can be as deep as its sender likes
     while waiting:
@@ -306,7 +279,8 @@ def _length(value: object) -> int:
                 length += OF_VALUE * len(mapping)
                 waiting.extend(mapping.values())
             case list(values):
-                others = [each for each in values if not isinstance(each, _NUMBERS)]
+                # Figures have very many numbers.
+                others = [each for each in values if not isinstance(each, int | float)]
                 length += OF_VALUE * (len(values) - len(others))
                 waiting.extend(others)
             case _:

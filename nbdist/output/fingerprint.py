@@ -1,12 +1,8 @@
-"""When the outputs of two ranks count as alike: the same but for what must differ.
-
-Addresses, device numbers and process ids differ between ranks that do the same; in an
-error's text the rank's own number does too.  What differs is shown all the same:
-`nbdist.output.transcript`.  Pure.
-"""
+"""When the outputs of two ranks count as alike: the same but for what must differ.  Pure."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import marshal
 import re
@@ -14,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nbdist.output.ansi import strip
-from nbdist.output.events import Died, Failure, MimeBundle, RankError
+from nbdist.output.events import Failure, MimeBundle, RankError
 
 _VARIES = re.compile(
     r"(?P<address>\b0x)[0-9a-fA-F]{6,16}\b"
@@ -52,10 +48,7 @@ def without_bars(text: str) -> str:
 
 
 class Key(NamedTuple):
-    """Equal `alike` means equal output; with equal `exact` as well to the last character.
-
-    Equal `but_bars` means that, but for the lines that are progress bars.
-    """
+    """Equal where two outputs are alike, the same but for progress bars, the same to the letter."""
 
     alike: bytes
     but_bars: bytes
@@ -68,7 +61,7 @@ class Digest:
     __slots__ = ("_hashes",)
 
     def __init__(self) -> None:
-        """Begin with nothing: a hash for each part of the key, and one of the lines' origins."""
+        # One for each part of the key, and one of the lines' origins.
         self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(4)]
 
     def add(self, text: str, origins: bytes = b"") -> None:
@@ -108,7 +101,7 @@ WITHOUT_REFERENCES = 2
 
 
 def content_key(data: MimeBundle) -> bytes:
-    """Make the key of a display's content, soon: of texts or JSON there may be very much."""
+    """Make the key of a display's content, quickly: there may be very much of it."""
     keys = []
     for kind, value in sorted(data.items()):
         is_text = isinstance(value, str)
@@ -123,23 +116,15 @@ def error_keys(rank: int, error: RankError | None) -> tuple[str, ...]:
     The first keeps the rank's own number, the second has a placeholder for it: ranks 3
     and 5 may both say "5 shards", or each its own number, and are alike either way.
     """
-    match error:
-        case None:
-            return ("",)
-        case Died(exit_code=code):
-            return (f"died {code}",)
-        case Failure(name=name, message=message):
-            place = _place(error)
-            said = _compared(message)
-            own = re.sub(rf"(?<!\d)(?<!\d\.){rank}(?!\d|\.\d)", _PLACE, said)
-            return tuple(f"{place}\n{name}: {text}" for text in (said, own))
+    if not isinstance(error, Failure):
+        return (f"died {error.exit_code}" if error else "",)
+    place, said = _place(error), _compared(error.message)
+    own = re.sub(rf"(?<!\d)(?<!\d\.){rank}(?!\d|\.\d)", _PLACE, said)
+    return tuple(f"{place}\n{error.name}: {text}" for text in (said, own))
 
 
 def _place(failure: Failure) -> str:
-    """Take the traceback without the message at its end: its numbers are line numbers.
-
-    Of Stop only the cell's own lines: where in a library it hits is chance.
-    """
+    """Return the traceback without the message; of Stop, which is chance, the cell's own lines."""
     text = "\n".join(failure.traceback)
     if failure.name == "KeyboardInterrupt":
         return " ".join(_CELL_LINE.findall(strip(text)))
@@ -158,8 +143,7 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-# --- which lines are progress bars, and how far they say they are.  Pure ----------------------
-
+# --- which lines are progress bars, and how far they say they are -----------------------------
 
 BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
 """What nearly all bars have in them, and little else has: looked for before anything is read."""
@@ -197,11 +181,10 @@ _SEPARATORS = " \t:-•|·"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One progress bar: what for, how far, for how long, and how fast.
+    """One progress bar; `rest` is what else its line said, and times are seconds.
 
     `done` and `total` are as they were written ("1.2G"), "" where they were not; `fraction` is
-    between 0 and 1, None where the total is not known; times are seconds; `rest` is what else
-    the line said.
+    between 0 and 1, None where the total is not known.
     """
 
     name: str = ""
@@ -236,10 +219,7 @@ class Bar:
 
 
 def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
-    """Read a line as a progress bar, None if it is none.
-
-    `is_edited` says that it was written over; lines without a drawn bar have to be.
-    """
+    """Read a line as a progress bar, if it is one; without a drawn bar it has to be `is_edited`."""
     if len(text) > _LONGEST or not any(sign in text for sign in _SIGNS):
         return None
     plain = strip(text).strip()
@@ -247,9 +227,7 @@ def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
         if found := pattern.fullmatch(plain):
             return _from_tqdm(found)
     drawn = _DRAWN.search(plain)
-    if drawn or is_edited:
-        return _from_any(plain, drawn)
-    return None
+    return _from_any(plain, drawn) if drawn or is_edited else None
 
 
 def _from_tqdm(found: re.Match[str]) -> Bar | None:
@@ -310,7 +288,7 @@ def _without_times(rest: str, *, is_finished: bool) -> tuple[str, float | None, 
 
 
 def fraction_of(done: str, total: str, percent: float | None) -> float | None:
-    """Say how far it is: more exactly than a percentage where both numbers are known."""
+    """Return how far it is: more exactly than a percentage where both numbers are known."""
     whole = number_of(total)
     if whole > 0:
         return min(1.0, number_of(done) / whole)
@@ -327,13 +305,10 @@ def number_of(text: str) -> float:
 
 def seconds_of(text: str) -> float | None:
     """Read `00:12`, `1:02:03`, `4s`; None of what says that it is not known."""
-    text = text.strip().removesuffix("s")
-    if not text or not all(part.isdigit() for part in text.split(":")):
+    parts = text.strip().removesuffix("s").split(":")
+    if not all(part.isdigit() for part in parts):
         return None
-    total = 0.0
-    for part in text.split(":"):
-        total = 60 * total + int(part)
-    return total
+    return functools.reduce(lambda total, part: 60 * total + int(part), parts, 0.0)
 
 
 def clock_text(seconds: float) -> str:

@@ -1,7 +1,4 @@
-"""A panel as one piece of HTML: at most 64 KB while its cell runs, then 1 MB besides images.
-
-An update rebuilds the page's DOM, so nothing of a live panel can be opened or scrolled.  Pure.
-"""
+"""A panel as HTML: at most 64 KB while its cell runs, then 1 MB without images.  Pure."""
 
 from __future__ import annotations
 
@@ -31,12 +28,10 @@ from nbdist.output.wording import (
     details,
     dim,
     embed,
-    is_image,
     is_leftover,
     kind_text,
     line,
     lines_html,
-    more_ranks,
     panel,
     size,
     table,
@@ -87,29 +82,26 @@ def _head(shown: Panel) -> str:
     """Write `8 ranks · 12.3 s · ● 7 · ✗ 1`, and a square for each rank if there are many."""
     if not shown.states:
         return line(dim(" · ".join(filter(None, [shown.ranks, shown.seconds, shown.pace]))))
-    parts = [bold(shown.ranks), *(dim(each) for each in (shown.seconds,) if each)]
-    parts += [coloured(text, _COLOURS[look]) for look, text in shown.states]
-    parts += [dim(each) for each in (shown.pace, shown.now) if each]
-    return line(dim(" · ").join(parts)) + _squares(shown)
-
-
-def _squares(shown: Panel) -> str:
+    states = [coloured(text, _COLOURS[look]) for look, text in shown.states]
+    words = bold(shown.ranks), dim(shown.seconds), *states, dim(shown.pace), dim(shown.now)
+    head = line(dim(" · ").join(filter(None, words)))
+    if not shown.squares:
+        return head
     chips = "".join(
         f'<span style="{_SQUARE};background-color:{_COLOURS[look]}">{ranks}</span>'
         for ranks, look in shown.squares
     )
     more = dim(f" and {shown.more_squares} more") if shown.more_squares else ""
-    return f'<div style="{_SQUARES}">{chips}</div>{more}' if chips else ""
+    return f'{head}<div style="{_SQUARES}">{chips}</div>{more}'
 
 
 def _display_html(html: str) -> str:
-    """Put a figure or a table in its place, with lines broken as the page does."""
     return f'<div style="white-space:normal;overflow-x:auto;margin:4px 0">{html}</div>'
 
 
 def _title(block: Block) -> str:
     group = block.group
-    mark = coloured(MARKS[group.look], _COLOURS[group.look])
+    mark = coloured(MARKS[group.shown.look], _COLOURS[group.shown.look])
     return f"{bold(name_ranks(group.ranks))} {mark} {dim(' · '.join(block.words))}"
 
 
@@ -122,11 +114,6 @@ class _Room:
 
     left: int
     blocks: int
-
-    def share(self) -> int:
-        """Say what the next block may use."""
-        self.blocks -= 1
-        return self.left // (self.blocks + 1)
 
 
 def _final(shown: Panel) -> str:
@@ -146,7 +133,6 @@ def _final(shown: Panel) -> str:
 
 
 def _values(rows: Iterable[Row]) -> str:
-    """Write two columns: which ranks, and their value; equal values once."""
     found = table(
         [(_VALUE, dim(name_ranks(row.ranks))), (_VALUE, lines_html([row.line], _WIDTHS[0]))]
         for row in rows
@@ -157,7 +143,7 @@ def _values(rows: Iterable[Row]) -> str:
 def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
     """Write the ranks that are like many others, behind one line."""
     ranks = [rank for block in blocks for rank in block.group.ranks]
-    title = bold(f"{count(len(ranks), 'more rank')}")
+    title = bold(count(len(ranks), "more rank"))
     said = dim(f"with output of their own: {format_ranks(ranks)}")
     parts, done = [], 0
     for run in tiled(blocks):
@@ -171,11 +157,11 @@ def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
 
 
 def _final_block(block: Block, style: str, room: _Room) -> str:
-    """Write one group: its title, and its output when opened."""
-    share = room.share()
+    share = room.left // room.blocks
+    room.blocks -= 1
     error = _final_error(block, share // 2)
     body, image_bytes = _output(block, share - size(error) - _BLOCK_BYTES)
-    title, colour = _title(block), _COLOURS[block.group.look]
+    title, colour = _title(block), _COLOURS[block.group.shown.look]
     if block.failed:
         title += f" {coloured(clip(block.failed, 200), colour)}"
     html = details(title, body + error, colour, is_open=block.is_open, style=style)
@@ -231,14 +217,12 @@ def _newest(lines: list[Line], budget: int) -> tuple[list[Line], int]:
 
 def _text(lines: list[Line]) -> str:
     html = lines_html(lines, _WIDTHS[0])
-    if len(lines) <= _TALL_LINES:
-        return html
-    return f'<div style="{_TALL}"><div>{html}</div></div>'
+    return html if len(lines) <= _TALL_LINES else f'<div style="{_TALL}"><div>{html}</div></div>'
 
 
 def _is_image(shown: Shown) -> bool:
-    html = embed(shown.display)
-    return html is not None and is_image(html)
+    """Return True for an image: a panel's size is counted without."""
+    return (embed(shown.display) or "").startswith("<img ")
 
 
 def _final_display(shown: Shown) -> str:
@@ -251,7 +235,6 @@ def _final_display(shown: Shown) -> str:
 
 
 def _final_error(block: Block, budget: int) -> str:
-    """Write the traceback: open where it came first, behind a word where it is another one."""
     error, part = block.group.error, block.group.part
     if not isinstance(error, Failure) or part == "same" or traceback_text(error) == block.failed:
         return ""  # One line in the title says it.
@@ -292,25 +275,24 @@ def _live(shown: Panel) -> str:
 
 def _live_body(shown: Panel, room: _LiveRoom) -> str:
     write = partial(_live_block, room=room)
-    parts = [write(block, "") for block in shown.blocks if block.group.has_failed]
+    failed, others = shown.parted
+    parts = [write(block, "") for block in failed]
     if shown.bars:
         parts.append(bars_html(shown.bars))
-    others = [block for block in shown.blocks if not block.group.has_failed]
     # Lines go on coming, and would move what stands beside them.
-    if all(any(isinstance(item, Shown) for item in block.items) for block in others):
-        parts += [_side_by_side(blocks, write) for blocks in tiled(others)]
-    else:
-        parts += [write(block, "") for block in others]
+    is_calm = all(any(isinstance(item, Shown) for item in block.items) for block in others)
+    runs = tiled(others) if is_calm else ([block] for block in others)
+    parts += [_side_by_side(blocks, write) for blocks in runs]
     # A row for each distinct last line: which ranks are there, and the line.
     rows = (
         [(_RANKS, bold(format_ranks(row.ranks))), (_LAST, lines_html([row.line], room.width))]
         for row in shown.rows
     )
-    return "".join([*parts, table(rows), line(dim(more_ranks(shown.more)))])
+    more = f"and {len(shown.more)} more: {name_ranks(shown.more)}" if shown.more else ""
+    return "".join([*parts, table(rows), line(dim(more))])
 
 
 def _live_block(block: Block, style: str, room: _LiveRoom) -> str:
-    """Write one group, and what ended its cell: in full where it came first, else in a line."""
     parts, group = [line(_title(block))], block.group
     for item in block.items:
         match item:
@@ -324,12 +306,11 @@ def _live_block(block: Block, style: str, room: _LiveRoom) -> str:
         text = traceback_text(group.error)
         parts.append(traceback_html(text, _LIVE_TRACEBACK_LINES, room.width))
     elif block.failed:
-        parts.append(line(coloured(clip(block.failed, room.width), _COLOURS[group.look])))
-    return barred("".join(parts), _COLOURS[group.look], style)
+        parts.append(line(coloured(clip(block.failed, room.width), _COLOURS[group.shown.look])))
+    return barred("".join(parts), _COLOURS[group.shown.look], style)
 
 
 def _live_display(shown: Shown, room: _LiveRoom) -> str:
-    """Write the display if there is room, else its text."""
     html = embed(shown.display)
     if html is not None and len(html) <= room.left:
         room.left -= len(html)
@@ -340,7 +321,6 @@ def _live_display(shown: Shown, room: _LiveRoom) -> str:
 
 
 # --- which blocks of a panel stand side by side -----------------------------------------------
-
 
 _WIDEST_LINE, _WIDEST_TABLE = 42, 60
 _MOST_LINES = 16
@@ -362,7 +342,7 @@ def tiled(blocks: Iterable[Block]) -> Iterator[list[Block]]:
 
 
 def is_tile(block: Block) -> bool:
-    """Say whether a block is narrow and low enough; failed ranks have the whole width."""
+    """Return True for a block that is narrow and low; failed ranks have the whole width."""
     is_calm = block.is_open and not block.failed and not block.group.has_failed
     return is_calm and bool(block.items) and all(map(_is_narrow, block.items))
 
@@ -372,12 +352,9 @@ def _is_narrow(item: Item) -> bool:
         case Hidden():
             return False
         case Shown():
-            html = embed(item.display)
-            if html is not None and is_image(html):
-                return True
             # How wide a table is drawn is not known, but it is about as wide as its text.
-            rows = item.plain.split("\n")
-            return _fits(rows, _WIDEST_LINE if html is None else _WIDEST_TABLE)
+            width = _WIDEST_LINE if embed(item.display) is None else _WIDEST_TABLE
+            return _is_image(item) or _fits(item.plain.split("\n"), width)
         case lines:
             return _fits([strip(line.text) for line in lines], _WIDEST_LINE)
 
@@ -386,26 +363,22 @@ def _fits(rows: list[str], width: int) -> bool:
     return len(rows) <= _MOST_LINES and max(map(len, rows)) <= width
 
 
-def tile_style(block: Block, count: int) -> str:
-    """Give what a block's style says of its place among so many: figures share the width.
+def _side_by_side(blocks: list[Block], write: Callable[[Block, str], str]) -> str:
+    """Write the blocks of a run, whose figures share the width.
 
     Three beside one another where there is room, but two and four are two in a row.
     """
-    shown = (item for item in block.items if isinstance(item, Shown))
-    has_figure = any((html := embed(item.display)) and is_image(html) for item in shown)
-    return _FIGURE.format(45 if count in (2, 4) else 30) if has_figure else _OTHER
-
-
-def _side_by_side(blocks: list[Block], write: Callable[[Block, str], str]) -> str:
-    """Write the blocks of a run, each with what its style says of its place."""
     if len(blocks) == 1:
         return write(blocks[0], "")
-    tiles = (write(block, tile_style(block, len(blocks))) for block in blocks)
+    tiles = []
+    for block in blocks:
+        has_figure = any(isinstance(item, Shown) and _is_image(item) for item in block.items)
+        figure = _FIGURE.format(45 if len(blocks) in (2, 4) else 30)
+        tiles.append(write(block, figure if has_figure else _OTHER))
     return f'<div style="{_ROW}">{"".join(tiles)}</div>'
 
 
 # --- what is not part of the panel --------------------------------------------------------
-
 
 MOST_BELOW = 32
 """Displays of a cell that are shown below its panel."""
@@ -414,15 +387,12 @@ MOST_BELOW = 32
 def leftovers(
     transcript: Transcript, ranks: Collection[int] | None = None
 ) -> list[tuple[tuple[int, ...], Display]]:
-    """Find what only the page can render, with the ranks that show it; of equal ones the first.
+    """Find what only the page can render, of all ranks or some, in their order, with the ranks.
 
-    In the order of the ranks, all or some, and of what each has shown; a rank that shows the
-    same twice has two.
+    Of equal ones it is the first; a rank that shows the same twice has two.
     """
     found: dict[object, tuple[list[int], Display]] = {}
-    for each in transcript:
-        if ranks is not None and each.rank not in ranks:
-            continue
+    for each in (each for each in transcript if ranks is None or each.rank in ranks):
         times: Counter[bytes] = Counter()
         for shown in each.displays:
             if is_leftover(shown.display.data):
@@ -438,7 +408,7 @@ def figures(transcript: Transcript) -> list[tuple[str, Display]]:
     for group in transcript.groups():
         for shown in group.displays:
             data = shown.display.data
-            if (html := embed(shown.display)) is not None and is_image(html):
+            if _is_image(shown):
                 images = {kind: data[kind] for kind in data if kind.startswith("image/")}
                 found.append((name_ranks(group.ranks), replace(shown.display, data=images)))
     return found

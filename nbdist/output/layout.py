@@ -1,7 +1,6 @@
-"""What a cell's panel shows, decided once from its transcript; `html` and `text` write it.
+"""What a cell's panel shows, decided once from its transcript; `html` and `text` write it.  Pure.
 
-Live and final are two layouts: a live one is bounded and drawn anew as a whole a few times a
-second, a final one has everything of interest and can be opened and closed.  Pure.
+A live layout is bounded, and drawn as a whole a few times a second; a final one can be opened.
 """
 
 from __future__ import annotations
@@ -15,18 +14,12 @@ from typing import TypeAlias, TypeVar, cast
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import MOST_ROWS, BarTable, RankBars, bar_table
-from nbdist.output.events import Failure
+from nbdist.output.events import Failure, Skipped
 from nbdist.output.fingerprint import read_bar
-from nbdist.output.rank_transcript import Gap, Look, RankTranscript, Shown
+from nbdist.output.rank_transcript import Look, RankTranscript, Shown
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import Group, Likeness, Transcript, fold_shown, fold_tail
-from nbdist.output.wording import (
-    error_text,
-    in_log_only,
-    lines_text,
-    ranks_text,
-    seconds_text,
-)
+from nbdist.output.wording import error_text, in_log_only, lines_text, ranks_text, seconds_text
 from nbdist.words import count, format_ranks
 
 MARKS: dict[Look, str] = {
@@ -83,11 +76,7 @@ _Item = TypeVar("_Item", Item, str | Hidden)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What is shown of ranks that are alike, below a title.
-
-    `words` are said of them in the title; `failed` is their error in one line, "" where it
-    has a traceback here that says it.
-    """
+    """What is shown of alike ranks below a title with `words`; `failed` is an error in one line."""
 
     group: Group
     words: tuple[str, ...]
@@ -118,11 +107,11 @@ class Row:
 class Panel:
     """A cell's output: who, how long and how; blocks, then rows, then what stands back.
 
-    `squares` is a numbered square for each rank or run of ranks where there are many; the
-    ranks of `more` have no block and no row; `rest` are blocks behind one
-    line; `bars` come after the blocks of failed ranks, in a finished cell for `rows`; `spread`
-    says how far numbers lie apart, and `silent` are ranks without output; `now` is what ranks use
-    at the moment, and `foot` a last line.  A panel without states says all in one dim line.
+    `squares` are numbered, for ranks or runs of ranks where there are many; the ranks of `more`
+    have no block and no row; `rest` are blocks behind one line; `bars` come after the blocks of
+    failed ranks, in a finished cell for `rows`; `spread` says how far numbers lie apart; `silent`
+    are ranks without output; `now` is what ranks use, `foot` a last line.  A panel without states
+    is one dim line.
     """
 
     ranks: str
@@ -142,6 +131,12 @@ class Panel:
     more: tuple[int, ...] = ()
     rest: tuple[Block, ...] = ()
     silent: tuple[int, ...] = ()
+
+    @property
+    def parted(self) -> tuple[list[Block], list[Block]]:
+        """The blocks of failed ranks, and the others."""
+        failed = [block for block in self.blocks if block.group.has_failed]
+        return failed, [block for block in self.blocks if not block.group.has_failed]
 
 
 def merged(items: Iterable[_Item]) -> list[_Item]:
@@ -169,13 +164,10 @@ def live_layout(
 ) -> Panel:
     """Lay out a running cell; `note` is a line such as which ranks wait where.
 
-    `usage` is what ranks use at the moment, and `clock` the time of day: after a reload the page
-    shows this layout for ever.
-
+    `usage` is what ranks use, `clock` the time of day: after a reload the page shows this for ever.
     Ranks that are at a progress bar are in one table.  Of many ranks that differ only the failed,
-    and those that wait for your input, have blocks, the others a row for each distinct
-    last line.  Who waits so stands last, and the rank whose `turn` it is after all others: what is
-    typed goes below.
+    and those that wait for your input, have blocks, the others a row for each last line.  Those
+    that wait come last, after them the rank whose `turn` it is: what is typed goes below.
     """
     bars = bar_table(transcript)
     at_bars = {*bars.ranks} if bars else set()
@@ -188,8 +180,8 @@ def live_layout(
     in_blocks, lines, rows = groups, _LIVE_LINES, {}
     if len(transcript.ranks) > MANY_RANKS and len(groups) > _FEW_GROUPS:
         in_blocks = [group for group in groups if group.has_failed or _asks(group)]
-        lines, rest = _LIVE_LINES_OF_FAILED, [each for each in groups if each not in in_blocks]
-        rows = _by_last_line(rest)
+        lines = _LIVE_LINES_OF_FAILED
+        rows = _by_last_line(each for each in groups if each not in in_blocks)
     each = max(2, lines // max(1, len(in_blocks)))
     shown = [*rows.items(), *(bars.beside if bars else ())]
     left_out = [each.ranks for each in in_blocks[MOST_ROWS:]] + [of for _, of in shown[MOST_ROWS:]]
@@ -221,7 +213,7 @@ def _live_block(transcript: Transcript, group: Group, limit: int) -> Block:
         match item:
             case Shown():
                 items.append(item)
-            case Gap(lines=lines):
+            case Skipped(lines=lines):
                 items.append(Hidden(lines, in_log_only=True))
                 earlier -= lines
             case Line():
@@ -236,15 +228,14 @@ def _live_block(transcript: Transcript, group: Group, limit: int) -> Block:
 def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:
     found: dict[Line, list[int]] = {}
     for group in groups:
+        line = Line("", stderr=False)
         match group.tail(1):
             case [Line() as line]:
                 pass
             case [Shown() as shown]:
-                line = Line(shown.plain.split("\n")[0], stderr=False)
-            case [Gap(lines=lines)]:
-                line = Line(in_log_only(lines), stderr=False)
-            case _:
-                line = Line("", stderr=False)
+                line = line._replace(text=shown.plain.split("\n")[0])
+            case [Skipped(lines=lines)]:
+                line = line._replace(text=in_log_only(lines))
         found.setdefault(line, []).extend(group.ranks)
     return found
 
@@ -258,17 +249,13 @@ def final_layout(
     note: str = "",
     now: float | None = None,
 ) -> Panel:
-    """Lay out a finished cell, failed ranks first.
-
-    `logs` has the names of the ranks' log files; `note` is a line at the end.  One that has been
-    broken off has lasted until `now`.
-    """
+    """Lay out a finished cell, or one broken off at `now`; `logs` has the names of log files."""
     logs = logs or {}
     ranks, seconds = ranks_text(transcript.ranks), seconds_text(transcript.elapsed(now))
     if transcript.is_silent and not transcript.failed:
         return Panel(ranks, seconds, pace=_pace(transcript), note=note)
     groups = transcript.groups(failed_first=True)
-    silent = [group for group in groups if group.shown.is_silent and group.state == "ok"]
+    silent = [group for group in groups if group.shown.is_silent and group.shown.state == "ok"]
     failed = [group for group in groups if group.has_failed]
     others = [group for group in groups if group not in failed and group not in silent]
     rows = _values(others)
@@ -290,27 +277,22 @@ def final_layout(
 
 
 def _values(groups: Sequence[Group]) -> tuple[Row, ...]:
-    """Make a row for each group where every rank has shown one short line and nothing else."""
+    """Make rows where every rank has shown one short line and nothing else; else none."""
     if len(groups) > _MOST_VALUES:
         return ()
     rows: list[Row] = []
     for group in groups:
         if (value := _value(group)) is None:
             return ()
-        rows += _rows(group, value)
+        bars = [(each.rank, bar) for each in group.members if (bar := _bar(each))]
+        if len({bar.text for _, bar in bars}) > 1:
+            rows += [Row((rank,), bar) for rank, bar in bars]
+        else:
+            rows.append(Row(group.ranks, value, sameness(group)))
     return tuple(rows) if len(rows) <= _MOST_VALUES else ()
 
 
-def _rows(group: Group, value: Line) -> list[Row]:
-    """Make one row of the group, or one for each rank where what differs is a progress bar."""
-    bars = [(each.rank, bar) for each in group.members if (bar := _bar(each))]
-    if not bars or len({bar.text for _, bar in bars}) == 1:
-        return [Row(group.ranks, value, sameness(group))]
-    return [Row((rank,), bar) for rank, bar in bars]
-
-
 def _bar(said: RankTranscript) -> Line | None:
-    """Give a rank's last line, if it is a progress bar."""
     match said.tail(1):
         case [Line() as line] if read_bar(line.text):
             return line
@@ -319,11 +301,11 @@ def _bar(said: RankTranscript) -> Line | None:
 
 def _value(group: Group) -> Line | None:
     """Find the single short line that is all a rank has shown."""
-    if group.state != "ok" or len(group.shown.said) != 1:
+    if group.shown.state != "ok" or len(group.shown.said) != 1:
         return None
     match group.shown.said[0], group.tail(1):
         case Screen() as screen, [Line() as line] if screen.end == 1:
-            line = bar if (bar := _bar(group.shown)) else line
+            line = _bar(group.shown) or line
         case _, [Shown(display=display) as shown] if list(display.data) == ["text/plain"]:
             line = Line(shown.plain, stderr=False)
         case _:
@@ -347,13 +329,9 @@ def _parted(groups: list[Group], first: int) -> tuple[list[Group], list[Group]]:
     """Part the groups with a block each from those that stand back where they are too many."""
     if len(groups) <= _MANY_GROUPS:
         return groups, []
-    unlike = unlike_most(groups)
-    main: list[Group] = []
-    rest: list[Group] = []
-    for group in groups:
-        stands_out = group.ranks[0] == first or len(group.ranks) > 1 or group.ranks[0] in unlike
-        (main if stands_out else rest).append(group)
-    return main, rest
+    seen = {first, *unlike_most(groups)}
+    main = [group for group in groups if group.ranks[0] in seen or len(group.ranks) > 1]
+    return main, [group for group in groups if group not in main]
 
 
 def _final_blocks(
@@ -373,7 +351,7 @@ def _final_blocks(
             "failed first" if first else "",
             sameness(group),
             _amount(group.shown),
-            "aborted" if group.state == "aborted" else "",
+            "aborted" if group.shown.state == "aborted" else "",
         ]
         failed, log = _failed_with(group, transcript), logs.get(group.ranks[0])
         blocks.append(Block(group, tuple(filter(None, words)), tuple(items), failed, log, is_open))
@@ -387,10 +365,10 @@ def _items_of(group: Group, limit: int) -> list[Item]:
         match pieces[0]:
             case Shown():
                 found.append(fold_shown([piece for piece in pieces if isinstance(piece, Shown)]))
-            case Gap(lines=lines):
+            case Skipped(lines=lines):
                 found.append(Hidden(lines, in_log_only=True))
             case Screen() as piece:
-                lines_here = fold_tail(pieces, group.named, min(limit, len(piece)))
+                lines_here = fold_tail(group, pieces, min(limit, len(piece)))
                 if lines_here:
                     found.append([row for rows in lines_here for row in rows])
                 if len(piece) > len(lines_here):
@@ -403,20 +381,15 @@ def _items_of(group: Group, limit: int) -> list[Item]:
 
 def _pace(transcript: Transcript) -> str:
     """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`, "" where it does not matter."""
-    timed = [
-        (seconds, each.rank)
-        for each in transcript
-        if each.state == "ok" and (seconds := each.seconds)
-    ]
+    done = [each for each in transcript if each.state == "ok" and each.seconds]
+    timed = [(each.seconds or 0.0, each.rank) for each in done]
     if len(timed) < 2:
         return ""
     (low, fastest), (high, slowest) = min(timed), max(timed)
     if high - low < max(_SLOWER, _SLOWER_SHARE * high):
         return ""
-    return (
-        f"slowest rank {slowest} ({seconds_text(high)}), "
-        f"fastest rank {fastest} ({seconds_text(low)})"
-    )
+    slow = f"slowest rank {slowest} ({seconds_text(high)})"
+    return f"{slow}, fastest rank {fastest} ({seconds_text(low)})"
 
 
 def _amount(said: RankTranscript) -> str:
@@ -425,9 +398,6 @@ def _amount(said: RankTranscript) -> str:
     parts = [lines_text(lines)] if lines else []
     parts += [count(displays, "display")] if displays else []
     return ", ".join(parts)
-
-
-# --- words ------------------------------------------------------------------------------
 
 
 def sameness(group: Group) -> str:
@@ -473,7 +443,6 @@ def _failed_with(group: Group, transcript: Transcript) -> str:
 
 # --- short outputs of ranks held against one another ------------------------------------------
 
-
 SHORT_LINES = 12
 _MOST_ODD = 8
 _MOST_SPREADS = 4
@@ -497,7 +466,7 @@ Numbers: TypeAlias = tuple[tuple[str, ...], ...]
 
 def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
     """Find the first ranks of the groups whose short output has other words than that of most."""
-    words = {group.ranks[0]: _short(group.shown) for group in groups if group.state == "ok"}
+    words = {group.ranks[0]: _short(group.shown) for group in groups if group.shown.state == "ok"}
     counted = Counter[Words]()
     for group in groups:
         if short := words.get(group.ranks[0]):
@@ -511,10 +480,7 @@ def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
 
 
 def spread(transcript: Transcript) -> str:
-    """Say how far numbers lie apart: `loss 2.23 (rank 7) to 2.3 (rank 0)`.
-
-    "" where there are none, or so few lines that it is seen at a glance.
-    """
+    """Say how far numbers lie apart: `loss 2.23 (rank 7) to 2.3 (rank 0)`; "" of few lines."""
     said = {each.rank: short for each in transcript if (short := _short(each))}
     usual = Counter(words for words, _ in said.values()).most_common(1)
     if not usual:
@@ -536,8 +502,7 @@ def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, s
             if is_own or len(set(values.values())) == 1:
                 continue
             low, high = (pick(values, key=lambda rank: float(values[rank])) for pick in (min, max))
-            label = _LABEL.search(line[place])
-            found = _UNIT.match(line[place + 1])
+            label, found = _LABEL.search(line[place]), _UNIT.match(line[place + 1])
             unit = found[0] if found else ""
             text = f"{values[low]}{unit} (rank {low}) to {values[high]}{unit} (rank {high})"
             yield label[1] if label else "", text

@@ -1,39 +1,27 @@
-"""What one rank has said so far of a cell: pieces of text and displays, and how it ended.
-
-No I/O and no clock: the time comes with each output.
-"""
+"""What one rank has said so far of a cell: pieces of text and displays, and how it ended.  Pure."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
+from nbdist.output import events
 from nbdist.output.ansi import strip
-from nbdist.output.events import (
-    Clear,
-    Died,
-    Display,
-    Done,
-    Failure,
-    InputRequest,
-    Output,
-    RankError,
-    Skipped,
-    Text,
-    Typed,
-    Update,
-    plain_of,
-    size_of,
-)
-from nbdist.output.fingerprint import Key, content_key, error_keys, key_of
+from nbdist.output.events import Skipped
+from nbdist.output.fingerprint import Digest, Key, content_key, error_keys, key_of
 from nbdist.output.screen import Line, Screen
 from nbdist.output.wording import left_out_text
 
 SHOWN_AT_MOST = 64 << 20
 MOST_DISPLAYS = 2_000
 """As many displays of a rank are kept, if their characters are."""
+
+SHOWN = events.Text | events.Display | Skipped | events.Failure | events.Typed
+"""Before which `clear_output(wait=True)` takes effect."""
 
 State = Literal["waiting", "running", "ok", "failed", "died", "aborted"]
 Look: TypeAlias = State | Literal["released", "stopped"]
@@ -45,17 +33,14 @@ FAILED: frozenset[State] = frozenset({"failed", "died"})
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A rich display in its place among the text, with its newest content.
+    """A rich display with its newest content, of which `content` is the key but for text/plain."""
 
-    `content` is the key of what it has besides its text/plain, which may hold an address.
-    """
-
-    display: Display
+    display: events.Display
     key: Key
     content: bytes
 
     @classmethod
-    def of(cls, display: Display) -> Shown:
+    def of(cls, display: events.Display) -> Shown:
         """Make the keys, of what may be very much, once and for all."""
         # A result shows its number in a notebook, but not here: it equals a display.
         data = {kind: value for kind, value in display.data.items() if kind != "text/plain"}
@@ -69,30 +54,12 @@ class Shown:
     @property
     def plain(self) -> str:
         """Its text/plain, "" if it has none."""
-        return plain_of(self.display.data)
+        return events.plain_of(self.display.data)
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Lines that were printed here and are only in the log."""
-
-    lines: int
-    characters: int
-
-    @property
-    def key(self) -> Key:
-        return key_of(f"{self.lines} lines, {self.characters} characters")
-
-
-Piece: TypeAlias = Screen | Shown | Gap
-
-
-class Body(NamedTuple):
-    """The keys of all that a rank has said: a `Key`, with a part for each piece."""
-
-    alike: tuple[bytes, ...]
-    but_bars: tuple[bytes, ...]
-    exact: tuple[bytes, ...]
+Piece: TypeAlias = Screen | Shown | Skipped
+Entry: TypeAlias = Line | Shown | Skipped
+"""What is shown of pieces; of what was skipped how many lines are in the log alone."""
 
 
 class RankTranscript:
@@ -103,10 +70,10 @@ class RankTranscript:
         self.rank = rank
         self.state: State = "waiting"
         self.pieces: list[Piece] = []
-        self.failure: Failure | None = None
-        self.died: Died | None = None
-        self.done: Done | None = None
-        self.asks: InputRequest | None = None
+        self.failure: events.Failure | None = None
+        self.died: events.Died | None = None
+        self.done: events.Done | None = None
+        self.asks: events.InputRequest | None = None
         self.started: float | None = None
         self.finished: float | None = None
         self.version = 0
@@ -116,16 +83,14 @@ class RankTranscript:
         self._note: Shown | None = None  # of how many displays are left out
         self._clear_next = False
         self._new_lines = 0  # since the oldest were forgotten
-        self._body: tuple[int, Body] | None = None
+        self._body: tuple[int, Key] | None = None
         self._error_keys: tuple[object, tuple[str, ...]] = (None, ("",))
 
     def __repr__(self) -> str:
         return f"<RankTranscript of rank {self.rank} {self.state}, {self.line_count} lines>"
 
-    # --- reading ------------------------------------------------------------------------
-
     @property
-    def error(self) -> RankError | None:
+    def error(self) -> events.RankError | None:
         """What ended the rank's cell first."""
         if self.failure is None or self.died is None:
             return self.failure or self.died
@@ -134,7 +99,7 @@ class RankTranscript:
     @property
     def look(self) -> Look:
         """Its state as it is shown."""
-        if self.state == "failed" and isinstance(error := self.error, Failure):
+        if self.state == "failed" and isinstance(error := self.error, events.Failure):
             if error.name == "KeyboardInterrupt":
                 return "stopped"
             if error.connections == "ended":
@@ -161,7 +126,7 @@ class RankTranscript:
     def line_count(self) -> int:
         """All lines of text, also those that are no longer kept."""
         texts = [piece.end for piece in self.pieces if isinstance(piece, Screen)]
-        return sum(texts) + sum(piece.lines for piece in self.pieces if isinstance(piece, Gap))
+        return sum(texts) + sum(piece.lines for piece in self.pieces if isinstance(piece, Skipped))
 
     @property
     def rows(self) -> int:
@@ -173,7 +138,7 @@ class RankTranscript:
         return [piece for piece in self.pieces if isinstance(piece, Shown)]
 
     def has_display(self, display_id: str) -> bool:
-        """Say whether there is one to update."""
+        """Return True if there is one to update."""
         return any(shown.display.display_id == display_id for shown in self.displays)
 
     @property
@@ -187,18 +152,18 @@ class RankTranscript:
         return not self.line_count and not self.displays and self.error is None
 
     @property
-    def body(self) -> Body:
+    def body(self) -> Key:
         """What to compare with other ranks' output; errors are compared by `error_keys`."""
         if self._body is None or self._body[0] != self.version:
-            # A screen that was wiped shows the same as none.
-            keys = [piece.key for piece in self.said]
-            body = Body(*zip(*keys, strict=True)) if keys else Body((), (), ())
-            self._body = self.version, body
+            digest = Digest()
+            for piece in self.said:  # a screen that was wiped shows the same as none
+                digest.add_key(key_of(repr(piece)) if isinstance(piece, Skipped) else piece.key)
+            self._body = self.version, digest.key
         return self._body[1]
 
-    def tail(self, count: int) -> list[Line | Shown | Gap]:
+    def tail(self, count: int) -> list[Entry]:
         """Take the last `count` lines and displays, in order."""
-        found: list[Line | Shown | Gap] = []
+        found: list[Entry] = []
         for piece in reversed(self.pieces):
             if len(found) >= count:
                 break
@@ -213,9 +178,7 @@ class RankTranscript:
         lines = (each for each in self.tail(self.rows + 1) if isinstance(each, Line))
         return "".join(f"{strip(line.text)}\n" for line in lines if line.stderr is stderr)
 
-    # --- writing ------------------------------------------------------------------------
-
-    def receive(self, output: Output, now: float) -> None:
+    def receive(self, output: events.Output, now: float) -> None:
         """Take in what the rank has said; `version` counts what changes anything to be seen."""
         self.begin(now)
         self.version += self._take(output, now)
@@ -228,42 +191,40 @@ class RankTranscript:
             self.state = "running"
             self.version += 1
 
-    def _take(self, output: Output, now: float) -> bool:
+    def _take(self, output: events.Output, now: float) -> bool:
+        if isinstance(output, events.Text) and not output.text:
+            return False
+        if self._clear_next and isinstance(
+            output, events.Text | events.Display | Skipped | events.Failure | events.Typed
+        ):
+            self._clear(wait=False)
         match output:
-            case Text(stream=stream, text=text):
-                if not text:
-                    return False
-                self._clear_if_due()
+            case events.Text(stream=stream, text=text):
                 self._screen().write(stream, text)
                 self._new_lines += text.count("\n")
-            case Display():
-                self._clear_if_due()
+            case events.Display():
                 self.pieces.append(Shown.of(output))
                 self._count(output)
-            case Update():
+            case events.Update():
                 return self._update(output)
             case Skipped():
-                self._clear_if_due()
                 self._skip(output)
-            case Clear(wait=wait):
+            case events.Clear(wait=wait):
                 return self._clear(wait=wait)
-            case Failure():
-                self._clear_if_due()
-                if self.done is not None:
-                    self._show_error(output)
-                else:
-                    self.failure, self.state = output, "failed"
-            case InputRequest():
+            case events.Failure() if self.done is not None:
+                self._show_error(output)
+            case events.Failure():
+                self.failure, self.state = output, "failed"
+            case events.InputRequest():
                 self.asks = output  # the input box shows the prompt until something is typed
-            case Typed(text=text):
+            case events.Typed(text=text):
                 prompt = self.asks.prompt if self.asks is not None else ""
-                self._clear_if_due()
                 self._screen().write("stdout", f"{prompt}{text}\n")
                 self.asks = None
-            case Died():
+            case events.Died():
                 self.asks = None
                 self.died, self.state, self.finished = output, "died", now
-            case Done(status=status):
+            case events.Done(status=status):
                 self.asks = None
                 self.done, self.finished = output, now
                 if status == "ok" and self.failure is not None:
@@ -273,7 +234,7 @@ class RankTranscript:
                     self.state = "failed" if status == "error" else status
         return True
 
-    def _show_error(self, shown: Failure) -> None:
+    def _show_error(self, shown: events.Failure) -> None:
         """Write it as text like any other: it did not end the cell, or came after its end."""
         self._screen().write("stderr", "\n".join([*shown.traceback, ""]))
 
@@ -299,29 +260,27 @@ class RankTranscript:
             screen.forget(excess)
             excess -= before - len(screen)
 
-    def _update(self, update: Update) -> bool:
-        changed = False
+    def _update(self, update: events.Update) -> bool:
+        display = None
         for position, piece in enumerate(self.pieces):
             if isinstance(piece, Shown) and piece.display.display_id == update.display_id:
                 display = replace(piece.display, data=update.data, metadata=update.metadata)
                 self.pieces[position] = Shown.of(display)
-                changed = True
-        if changed:
+        if display is not None:
             self._count(display)
-        return changed
+        return display is not None
 
     def _skip(self, skipped: Skipped) -> None:
         if skipped.displays:
             self._leave_out(len(self.pieces), skipped.displays)
-        lines, characters = skipped.lines, skipped.characters
-        if not (lines or characters):
-            return
-        if self.pieces and isinstance(last := self.pieces[-1], Gap):
-            lines, characters = lines + last.lines, characters + last.characters
-            self.pieces.pop()
-        self.pieces.append(Gap(lines, characters))
+        if skipped.lines or skipped.characters:
+            text = replace(skipped, displays=0)
+            if self.pieces and isinstance(last := self.pieces[-1], Skipped):
+                text += last
+                self.pieces.pop()
+            self.pieces.append(text)
 
-    def _count(self, display: Display) -> None:
+    def _count(self, display: events.Display) -> None:
         """Leave out the older half of the displays where there are too many by now."""
         self._room -= self._cost(display)
         if self._room >= 0:
@@ -343,13 +302,13 @@ class RankTranscript:
             *older, newest = self.pieces
             self.pieces = [*_joined(older), newest]
 
-    def _cost(self, display: Display) -> int:
-        return max(size_of(display), self._most_shown // MOST_DISPLAYS)
+    def _cost(self, display: events.Display) -> int:
+        return max(events.size_of(display), self._most_shown // MOST_DISPLAYS)
 
     def _leave_out(self, at: int, number: int) -> None:
         """Say at this place, and no other, how many displays are not kept."""
         self._left_out += number
-        note = Display({"text/plain": left_out_text(self._left_out)}, {})
+        note = events.Display({"text/plain": left_out_text(self._left_out)}, {})
         self.pieces.insert(at, shown := Shown.of(note))
         self.pieces = [piece for piece in self.pieces if piece is not self._note]
         self._note = shown
@@ -362,19 +321,15 @@ class RankTranscript:
             self._room, self._left_out, self._note = self._most_shown, 0, None
         return changed
 
-    def _clear_if_due(self) -> None:
-        if self._clear_next:
-            self._clear(wait=False)
-
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Make one text, and one gap before it, of those that no display parts any more."""
+    """Make one text, and what was skipped before it, of those that no display parts any more."""
     for is_shown, run in groupby(pieces, lambda piece: isinstance(piece, Shown)):
         if is_shown:
             yield from run
             continue
         said = [*run]
-        if gaps := [piece for piece in said if isinstance(piece, Gap)]:
-            yield Gap(sum(gap.lines for gap in gaps), sum(gap.characters for gap in gaps))
+        if skipped := [piece for piece in said if isinstance(piece, Skipped)]:
+            yield functools.reduce(operator.add, skipped)
         if screens := [piece for piece in said if isinstance(piece, Screen)]:
             yield screens[0] if len(screens) == 1 else Screen.joined(screens)

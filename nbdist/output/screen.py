@@ -1,8 +1,4 @@
-"""What a terminal would show of the text that one rank has printed.
-
-Pure; transcripts and plain mode feed it.  Scrolling up is unlimited within the lines that are
-kept: there is no window height.
-"""
+"""What a terminal of unlimited height would show of the text that one rank has printed.  Pure."""
 
 from __future__ import annotations
 
@@ -91,20 +87,14 @@ class _OpenRow:
     def render(self) -> str:
         """Return the row with its colour codes; asking again costs nothing, however long it is."""
         if self._rendered is None:
-            self._rendered = self._render()
+            text, parts, start = self._characters.getvalue(), [], 0
+            for style, run in groupby(self._styles or ()):
+                end = start + sum(1 for _ in run)
+                codes = style.codes
+                parts.append(f"\x1b[{codes}m{text[start:end]}{RESET}" if codes else text[start:end])
+                start = end
+            self._rendered = "".join(parts) if self._styles else text
         return self._rendered
-
-    def _render(self) -> str:
-        text = self._characters.getvalue()
-        if self._styles is None:
-            return text
-        parts, start = [], 0
-        for style, run in groupby(self._styles):
-            end = start + sum(1 for _ in run)
-            codes = style.codes
-            parts.append(f"\x1b[{codes}m{text[start:end]}{RESET}" if codes else text[start:end])
-            start = end
-        return "".join(parts)
 
 
 class Screen:
@@ -131,8 +121,6 @@ class Screen:
 
     def __repr__(self) -> str:
         return f"<Screen {len(self)} lines, {self.dropped} dropped, cursor {self.cursor}>"
-
-    # --- reading ------------------------------------------------------------------------
 
     @property
     def dropped(self) -> int:
@@ -225,7 +213,9 @@ class Screen:
         else:
             self._write_tokens(text, flag)
         if len(self._rows) > 2 * self._keep or self._characters > KEEP_CHARACTERS:
-            self._trim()
+            self._drop(len(self._rows) - 1 - self._keep)
+            while self._characters > KEEP_CHARACTERS and self._row:
+                self._drop(max(1, self._row // 8))
 
     def _is_simple(self, text: str) -> bool:
         """Say whether the text only appends: lines and colours, with the cursor at the end."""
@@ -366,8 +356,6 @@ class Screen:
         if not row.width:
             self._flags[self._row] &= ~_STDERR
 
-    # --- joining and forgetting -----------------------------------------------------------
-
     @classmethod
     def joined(cls, screens: Sequence[Screen]) -> Screen:
         """Make one of several that are written no more; it is not to be written either."""
@@ -395,11 +383,6 @@ class Screen:
             del self._rows[:count], self._flags[:count]
             self._first += count
             self._row -= count
-
-    def _trim(self) -> None:
-        self._drop(len(self._rows) - 1 - self._keep)
-        while self._characters > KEEP_CHARACTERS and self._row:
-            self._drop(max(1, self._row // 8))
 
 
 @lru_cache(maxsize=4096)

@@ -1,8 +1,4 @@
-"""A panel as text/plain: terminals, logs, diffs and screen readers get this.  Pure.
-
-Every line belongs to the ranks named in the nearest header above it.  Colours are left out:
-saved notebooks are read in diffs.
-"""
+"""A panel as text/plain: each line belongs to the ranks in the nearest header above it.  Pure."""
 
 from __future__ import annotations
 
@@ -11,24 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from nbdist.output import events
 from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_text
-from nbdist.output.events import (
-    Clear,
-    Died,
-    Display,
-    Done,
-    Failure,
-    InputRequest,
-    Output,
-    Skipped,
-    Text,
-    Typed,
-    Update,
-    plain_of,
-)
 from nbdist.output.layout import MARKS, Block, Hidden, Panel, sameness
-from nbdist.output.rank_transcript import Gap, Shown
+from nbdist.output.rank_transcript import Entry, Shown
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
@@ -48,11 +31,12 @@ _MOST_ROWS = 200
 
 def panel_text(shown: Panel) -> str:
     """Write the panel; its HTML says the same."""
-    head = head_text(shown)
-    body = [*(_live(shown) if shown.is_live else _final(shown))]
-    note = [shown.note] if shown.note else []
-    foot = [shown.foot] if shown.foot else []
-    return "\n".join([head, *note, *body, *foot] if shown.is_live else [head, *body, *note])
+    lines = [head_text(shown)]
+    if shown.is_live:
+        lines += [*filter(None, [shown.note]), *_live(shown), *filter(None, [shown.foot])]
+    else:
+        lines += [*_final(shown), *filter(None, [shown.note])]
+    return "\n".join(lines)
 
 
 def head_text(shown: Panel) -> str:
@@ -72,23 +56,19 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
 def whole_text(transcript: Transcript, ranks: Iterable[int]) -> str:
     """Write all lines of some ranks that are still kept, each rank under a header of its own."""
     parts: list[str] = []
-    for rank in ranks:
-        said = transcript[rank]
-        parts.append(_header([rank]))
-        for item in said.tail(said.line_count + len(said.pieces)):
-            parts.extend(_plain(item))
+    for said in map(transcript.__getitem__, ranks):
+        items = said.tail(said.line_count + len(said.pieces))
+        parts += [_header([said.rank]), *(row for item in items for row in _plain(item))]
     return "\n".join(parts)
 
 
 def _final(shown: Panel) -> Iterator[str]:
     if shown.spread:
         yield shown.spread
-    failed = len(shown.blocks) if shown.rows else 0
-    yield from _blocks(shown.blocks[:failed])
-    for row in shown.rows:
+    yield from _blocks((*shown.blocks, *shown.rest))
+    for row in shown.rows:  # of the other ranks, which have no blocks then
         yield _header(row.ranks, row.sameness)
         yield strip(row.line.text)
-    yield from _blocks((*shown.blocks[failed:], *shown.rest))
     if shown.silent:
         yield _header(shown.silent, "no output")
 
@@ -108,13 +88,13 @@ def _blocks(blocks: Sequence[Block]) -> Iterator[str]:
 
 
 def _live(shown: Panel) -> Iterator[str]:
-    failed = [block for block in shown.blocks if block.group.has_failed]
+    failed, others = shown.parted
     for block in failed:
         yield from _live_block(block)
     if shown.bars:
         yield _header(shown.bars.ranks)
         yield from (clip(line, _LIVE_WIDTH) for line in bars_text(shown.bars))
-    for block in shown.blocks[len(failed) :]:
+    for block in others:
         yield from _live_block(block)
     for row in shown.rows:
         yield _header(row.ranks)
@@ -138,7 +118,6 @@ def _live_block(block: Block) -> Iterator[str]:
 
 
 def _output(block: Block, budget: int) -> list[str]:
-    """Write the block's lines, as many from the end as the budget allows."""
     parts: list[str] = []
     for item in reversed(block.items):
         if isinstance(item, Hidden):
@@ -150,18 +129,17 @@ def _output(block: Block, budget: int) -> list[str]:
             text = clip(row, _WIDEST if len(row) < budget // 2 else _WIDTH)
             budget -= len(text) + 1
             if budget < 0:
-                hidden = Hidden(len(rows) - number, in_log_only=False)
-                parts.append(block.where_rest(hidden))
+                parts.append(block.where_rest(Hidden(len(rows) - number, in_log_only=False)))
                 break
             parts.append(text)
     return parts[::-1]
 
 
-def _plain(item: Line | Shown | Gap) -> list[str]:
+def _plain(item: Entry) -> list[str]:
     match item:
         case Line(text=text):
             return [strip(text)]
-        case Gap(lines=lines):
+        case events.Skipped(lines=lines):
             return [in_log_only(lines)]
         case Shown() as shown:
             return strip(shown.plain).split("\n")
@@ -169,7 +147,7 @@ def _plain(item: Line | Shown | Gap) -> list[str]:
 
 def _error(block: Block, budget: int, *, colours: bool = False) -> list[str]:
     error = block.group.error
-    if block.group.part != "first" or not isinstance(error, Failure):
+    if block.group.part != "first" or not isinstance(error, events.Failure):
         return [block.failed] if block.failed else []
     text = traceback_text(error) if colours else strip(traceback_text(error))
     for most in (_MOST_ROWS, 30, 5, 1):
@@ -181,7 +159,7 @@ def _error(block: Block, budget: int, *, colours: bool = False) -> list[str]:
 
 def _block_header(block: Block) -> str:
     group = block.group
-    mark = MARKS[group.look] if group.has_failed or group.state == "aborted" else ""
+    mark = MARKS[group.shown.look] if group.has_failed or group.shown.state == "aborted" else ""
     return _header(group.ranks, sameness(group), mark)
 
 
@@ -192,7 +170,6 @@ def _header(ranks: Iterable[int], sameness: str = "", mark: str = "") -> str:
 
 
 # --- outputs of all ranks as one stream of lines, for terminals, scripts and logs -------------
-
 
 MERGE_SECONDS = 0.1
 # A rank that is this many lines behind another is not waited for.
@@ -211,15 +188,20 @@ class _Rank:
     queue: deque[tuple[float, str]] = field(default_factory=deque)
     waiting: Counter[str] = field(default_factory=Counter)  # The texts in the queue.
 
+    @property
+    def head(self) -> str | None:
+        return self.queue[0][1] if self.queue else None
+
     def push(self, text: str, now: float) -> None:
         self.queue.append((now, text))
         self.waiting[text] += 1
 
     def pop(self) -> str:
         _, text = self.queue.popleft()
-        self.waiting[text] -= 1
-        if not self.waiting[text]:
+        if self.waiting[text] == 1:
             del self.waiting[text]
+        else:
+            self.waiting[text] -= 1
         return text
 
 
@@ -236,7 +218,7 @@ class PlainLines:
         waiting = sum(len(rank.queue) for rank in self._ranks.values())
         return f"<PlainLines ranks {format_ranks(self._ranks)}, {waiting} lines waiting>"
 
-    def receive(self, rank: int, output: Output, now: float) -> Iterator[str]:
+    def receive(self, rank: int, output: events.Output, now: float) -> Iterator[str]:
         """Take in an output; yields the lines that need not wait for other ranks."""
         self._take(self._ranks[rank], output, now)
         yield from self.due(now)
@@ -251,7 +233,13 @@ class PlainLines:
             agree = len(heads) == len(self._ranks) and all(head[1] == text for head, _ in heads)
             if not agree and now - since < MERGE_SECONDS:
                 return
-            yield from self._emit_line(text)
+            for number, rank in self._ranks.items():  # first what they said before
+                for _ in range(_before(rank, text)):
+                    yield f"[{number}] {rank.pop()}"
+            same = [number for number, rank in self._ranks.items() if rank.head == text]
+            for number in same:
+                self._ranks[number].pop()
+            yield f"[{format_ranks(same)}] {text}"
 
     def flush(self) -> Iterator[str]:
         """Yield the lines that are complete, without waiting for other ranks."""
@@ -263,24 +251,22 @@ class PlainLines:
             self._end_screen(rank, now)
         yield from self.flush()
 
-    # --- in -----------------------------------------------------------------------------
-
-    def _take(self, rank: _Rank, output: Output, now: float) -> None:
+    def _take(self, rank: _Rank, output: events.Output, now: float) -> None:
         match output:
-            case Text(stream=stream, text=text):
+            case events.Text(stream=stream, text=text):
                 self._write(rank, stream, text, now)
-            case Display(data=data) | Update(data=data):
-                self._say(rank, plain_of(data), now)
-            case Skipped(lines=lines, displays=displays):
+            case events.Display(data=data) | events.Update(data=data):
+                self._say(rank, events.plain_of(data), now)
+            case events.Skipped(lines=lines, displays=displays):
                 if displays:
                     self._say(rank, left_out_text(displays), now)
                 if lines:
                     self._say(rank, in_log_only(lines), now)
-            case Failure() | Died():
+            case events.Failure() | events.Died():
                 self._say(rank, f"✗ {error_text(output)}", now)
-            case Done() | InputRequest():
+            case events.Done() | events.InputRequest():
                 self._end_screen(rank, now)
-            case Typed() | Clear():
+            case events.Typed() | events.Clear():
                 pass  # The terminal has shown what was typed, and what is printed stays.
 
     def _write(self, rank: _Rank, stream: str, text: str, now: float) -> None:
@@ -298,7 +284,6 @@ class PlainLines:
         rank.taken = max(rank.taken, stop)
 
     def _say(self, rank: _Rank, text: str, now: float) -> None:
-        """Add lines that are not printed text: they begin on a line of their own."""
         self._end_screen(rank, now)
         for line in text.split("\n"):
             rank.push(line, now)
@@ -306,22 +291,6 @@ class PlainLines:
     def _end_screen(self, rank: _Rank, now: float) -> None:
         self._take_lines(rank, rank.screen.end, now)
         rank.screen, rank.taken = Screen(_KEEP), 0
-
-    # --- out ----------------------------------------------------------------------------
-
-    def _emit_line(self, text: str) -> Iterator[str]:
-        """Yield the line, once for all ranks that have it; what those said before comes first."""
-        for number, rank in self._ranks.items():
-            for _ in range(_before(rank, text)):
-                yield f"[{number}] {rank.pop()}"
-        same = [
-            number
-            for number, rank in self._ranks.items()
-            if rank.queue and rank.queue[0][1] == text
-        ]
-        for number in same:
-            self._ranks[number].pop()
-        yield f"[{format_ranks(same)}] {text}"
 
 
 def _before(rank: _Rank, text: str) -> int:

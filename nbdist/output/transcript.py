@@ -1,8 +1,4 @@
-"""What one cell has said so far on every rank.
-
-No I/O and no clock: `receive` takes outputs as they come, with the time, and `groups` says
-which ranks are shown together.
-"""
+"""What one cell has said so far on every rank, and which ranks are shown together.  Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from nbdist.output.ansi import strip
-from nbdist.output.events import Died, Failure, Output, RankError
+from nbdist.output.events import Failure, Output, RankError
 from nbdist.output.fingerprint import read_bar
 from nbdist.output.rank_transcript import (
     ENDED,
     FAILED,
     SHOWN_AT_MOST,
-    Gap,
+    Entry,
     Look,
     Piece,
     RankTranscript,
     Shown,
-    State,
 )
 from nbdist.output.screen import Line, Screen
 from nbdist.words import format_ranks
@@ -56,8 +51,6 @@ class Transcript:
     def __getitem__(self, rank: int) -> RankTranscript:
         return self.by_rank[rank]
 
-    # --- writing ------------------------------------------------------------------------
-
     def start(self, now: float) -> None:
         """Count the time from now on: all ranks have been given the cell."""
         self.started = now
@@ -69,8 +62,6 @@ class Transcript:
         if self.started is None:
             self.started = now
         self.by_rank[rank].receive(output, now)
-
-    # --- reading ------------------------------------------------------------------------
 
     def looks(self) -> Counter[Look]:
         """Count the ranks in each state, as it is shown."""
@@ -94,11 +85,7 @@ class Transcript:
         return max(0.0, now - self.started)
 
     def groups(self, *, failed_first: bool = False) -> list[Group]:
-        """Group alike ranks, in the order of their first ranks; failed ones first if asked.
-
-        Where all that differs is a few rows, only those together whose output is the same, but
-        for progress bars, of which each rank has a row.
-        """
+        """Group alike ranks; where few rows differ, those that differ in progress bars alone."""
         members = self._members(exactly=True)
         if sum(each[0].rows for each in members) > MOST_ROWS:
             members = self._members(exactly=False)
@@ -123,8 +110,6 @@ class Transcript:
             for key in keys:
                 known.setdefault(key, group)
         return members
-
-    # --- failures -----------------------------------------------------------------------
 
     @property
     def failed(self) -> tuple[int, ...]:
@@ -157,21 +142,20 @@ class Transcript:
 
 
 def follows(error: RankError) -> bool:
-    """Say whether it is only what another rank's failure, or Stop, has led to."""
-    return isinstance(error, Failure) and (
-        error.connections == "ended" or error.name == "KeyboardInterrupt"
-    )
+    """Return True for what another rank's failure, or Stop, has led to."""
+    if not isinstance(error, Failure):
+        return False
+    return error.connections == "ended" or error.name == "KeyboardInterrupt"
 
 
 # --- what ranks that are alike have said, as one text in which the differing places are sets ---
-
 
 # All places in which alike texts can differ; see `nbdist.output.fingerprint`.
 _PLACES = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _MOST_IN_A_SET = 64
 _MOST_BARS = 16
 
-_Said = TypeVar("_Said", bound="Line | Shown | Gap")
+_Said = TypeVar("_Said", bound=Entry)
 
 
 Part = Literal["none", "first", "same", "other"]
@@ -184,11 +168,10 @@ Likeness = Literal["same", "bars", "places", "line"]
 class Group:
     """Ranks whose output and error are alike; `members` are theirs, `shown` is one of them.
 
-    `likeness` is what they have in common: they are the "same", differ in progress "bars", of
-    which each has a row, or in "places" (addresses, device numbers, process ids), which are
-    shown as sets, or Stop has ended them in the same "line".  `error` is what ended the cell
-    there, also with sets; `part` says whether they failed: among them the "first" rank of all,
-    with the "same" error as that, or with an "other" one.
+    They are the "same", differ in progress "bars", of which each has a row, or in "places"
+    (addresses, device numbers, process ids), which are shown as sets, or Stop has ended them in
+    the same "line".  `error` is what ended the cell there, also with sets; `part` says whether
+    that is the "first" error of all, the "same" as that, or an "other" one.
     """
 
     members: tuple[RankTranscript, ...]
@@ -202,41 +185,28 @@ class Group:
         return tuple(each.rank for each in self.members)
 
     @property
-    def state(self) -> State:
-        return self.shown.state
-
-    @property
-    def look(self) -> Look:
-        return self.shown.look
-
-    @property
     def has_failed(self) -> bool:
         return self.shown.state in FAILED
 
     @property
     def pieces(self) -> list[tuple[Piece, ...]]:
         """What they have said, each piece as often as there are ranks that differ."""
-        return [*zip(*(each.said for each in self._differing), strict=True)]
+        return [*zip(*(each.said for each in self.differing), strict=True)]
 
     @property
     def displays(self) -> list[Shown]:
         """Their displays, each once."""
-        shown = zip(*(each.displays for each in self._differing), strict=True)
+        shown = zip(*(each.displays for each in self.differing), strict=True)
         return [*map(fold_shown, shown)]
 
-    def tail(self, count: int) -> list[Line | Shown | Gap]:
+    def tail(self, count: int) -> list[Entry]:
         """Fold their last `count` lines and displays, in order."""
-        tails = [each.tail(count) for each in self._differing]
+        tails = [each.tail(count) for each in self.differing]
         return [*map(_fold_item, _from_the_end(tails))]
 
     @property
-    def named(self) -> tuple[int, ...]:
-        """The ranks of the pieces that are given, in their order."""
-        return tuple(each.rank for each in self._differing)
-
-    @property
-    def _differing(self) -> tuple[RankTranscript, ...]:
-        """One of them where all have said the same."""
+    def differing(self) -> tuple[RankTranscript, ...]:
+        """The members; one of them where all have said the same."""
         same = len({each.body.exact for each in self.members}) == 1
         return (self.shown,) if same else self.members
 
@@ -274,10 +244,7 @@ def fold(texts: Sequence[str]) -> str | None:
 
 
 def fold_lines(lines: Sequence[Line]) -> Line:
-    """Fold the same line of some ranks; its colours only where they do not matter.
-
-    Of bars, which while they move are in a table, there is one, and that others differ.
-    """
+    """Fold the same line of some ranks; of bars there is one, and that others differ."""
     first = lines[0]
     text = fold([line.text for line in lines])
     if text != first.text and read_bar(first.text):
@@ -303,24 +270,20 @@ def fold_shown(shown: Sequence[Shown]) -> Shown:
     return replace(first, display=replace(first.display, data=data))
 
 
-def fold_tail(pieces: Sequence[Piece], ranks: Sequence[int], count: int) -> list[list[Line]]:
-    """Fold the last lines of the same screen of some ranks; a row each where they are bars."""
+def fold_tail(group: Group, pieces: Sequence[Piece], count: int) -> list[list[Line]]:
+    """Fold the last lines of the same screen of its ranks; a row each where they are bars."""
     tails = [piece.tail(count) for piece in pieces if isinstance(piece, Screen)]
+    ranks = [each.rank for each in group.differing]
     return [_rows(lines, ranks) for lines in _from_the_end(tails)]
 
 
 def _rows(lines: Sequence[Line], ranks: Sequence[int]) -> list[Line]:
-    """Write a row for each rank where the line is a bar, else one for all.
-
-    The places of very many bars are folded as others are.
-    """
     texts = [line.text for line in lines]
     if len(set(texts)) == 1 or not read_bar(texts[0]):
         return [fold_lines(lines)]
     if len(lines) > _MOST_BARS and (text := fold(texts)) is not None:
         return [Line(text, lines[0].stderr)]
-    width = max(len(str(rank)) for rank in ranks)
-    pairs = zip(lines, ranks, strict=True)
+    width, pairs = len(str(max(ranks))), zip(lines, ranks, strict=True)
     return [Line(f"rank {rank:<{width}}  {line.text}", line.stderr) for line, rank in pairs]
 
 
@@ -334,8 +297,7 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
         return first
     message = fold([failure.message for failure in failures])
     texts = ["\n".join(failure.traceback) for failure in failures]
-    traceback = fold(texts)
-    if traceback is None:
+    if (traceback := fold(texts)) is None:
         traceback = fold([*map(strip, texts)])
     if message is None or traceback is None:
         return None
@@ -343,17 +305,13 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
 
 
 def said_by(error: RankError | None) -> object:
-    """Take all of an error that is shown; of the same error it is equal."""
-    match error:
-        case None:
-            return None
-        case Failure(name, message, traceback):
-            return name, message, "\n".join(traceback)
-        case Died(exit_code):
-            return exit_code
+    """Return all of an error that is shown; of the same error it is equal."""
+    if isinstance(error, Failure):
+        return error.name, error.message, "\n".join(error.traceback)
+    return error and error.exit_code
 
 
-def _fold_item(items: tuple[Line | Shown | Gap, ...]) -> Line | Shown | Gap:
+def _fold_item(items: tuple[Entry, ...]) -> Entry:
     match items[0]:
         case Line():
             return fold_lines([item for item in items if isinstance(item, Line)])
@@ -396,5 +354,4 @@ def _runs(values: Sequence[str], *, counts: bool) -> Iterator[str]:
 
 
 def _plus(number: str, more: int) -> str:
-    """Count so many on, in as many digits; "" from what is no number."""
     return str(int(number) + more).zfill(len(number)) if number.isdecimal() else ""

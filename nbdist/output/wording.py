@@ -1,27 +1,23 @@
-"""What panels and tables are made of: words, and HTML of text, figures and tracebacks.  Pure.
-
-What the page has to render itself (Markdown, LaTeX, JSON, plotly, vega, HTML that is broken or
-runs scripts) cannot be part of a panel: it is displayed below (`nbdist.output.html.leftovers`).
-"""
+"""What panels and tables are made of: words, and HTML of text, figures and tracebacks.  Pure."""
 
 from __future__ import annotations
 
 import re
 import signal
 from base64 import b64encode
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
 from html.parser import HTMLParser
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, TypeVar
 
 from nbdist.output.ansi import ansi_html, cut, strip
-from nbdist.output.events import Died, Display, Failure, MimeBundle, RankError, text_of
+from nbdist.output.events import Display, Failure, MimeBundle, RankError, text_of
 from nbdist.output.fingerprint import read_bar
 from nbdist.output.screen import Line
-from nbdist.words import count, name_ranks, one_line
+from nbdist.words import count, one_line
 
 _CODES_PER_CHARACTER = 8
 
@@ -34,11 +30,6 @@ def fold_ranks(said: Mapping[int, _Said]) -> dict[_Said, list[int]]:
     for rank in sorted(said):
         found.setdefault(said[rank], []).append(rank)
     return found
-
-
-def more_ranks(ranks: Collection[int]) -> str:
-    """Say `and 16 more: ranks 48-63`, "" of none."""
-    return f"and {len(ranks)} more: {name_ranks(ranks)}" if ranks else ""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -59,14 +50,12 @@ def seconds_text(seconds: float) -> str:
 
 def error_text(error: RankError) -> str:
     """Say the error in one line: `ValueError: bad shard`, `the process exited with code 3`."""
-    match error:
-        case Failure(name=name, message=message):
-            line = one_line(strip(message))
-            return f"{name}: {line}" if line else name
-        case Died() as died:
-            if died.exit_code == -signal.SIGKILL and not died.why:
-                return "killed (SIGKILL), often by the system for using too much memory"
-            return f"the process {died.end}"
+    if isinstance(error, Failure):
+        line = one_line(strip(error.message))
+        return f"{error.name}: {line}" if line else error.name
+    if error.exit_code == -signal.SIGKILL and not error.why:
+        return "killed (SIGKILL), often by the system for using too much memory"
+    return f"the process {error.end}"
 
 
 def traceback_text(failure: Failure) -> str:
@@ -106,10 +95,10 @@ def clip(text: str, width: int) -> str:
 
 # --- the parts that panels and tables are drawn from.  Pure -----------------------------------
 
-
 GREEN, BLUE, RED, AMBER, GREY = "#2a9d4a", "#2f7fe6", "#d43a3a", "#b7791f", "#868e96"
 _PANEL = "font-family:monospace;font-size:13px;line-height:1.4;text-align:left;margin:0"
 _STDERR = "background-color:rgba(255,80,80,0.1)"
+_LEFT = "border-left:3px solid {};padding-left:8px;margin:3px 0"
 _TABLE = (
     "border-collapse:collapse;border:none;margin:2px 0;font-size:13px;table-layout:auto;"
     "text-align:left"
@@ -146,17 +135,18 @@ def coloured(text: str, colour: str) -> str:
 
 def barred(body: str, colour: str, style: str = "") -> str:
     """Draw a bar of this colour to the left of a block."""
-    return f'<div style="{_bar(colour)}{style}">{body}</div>'
+    return f'<div style="{_LEFT.format(colour)}{style}">{body}</div>'
 
 
 def details(title: str, body: str, colour: str, *, is_open: bool, style: str = "") -> str:
     """Do the same, with a title that opens and closes it."""
-    summary = f'<summary style="cursor:pointer">{title}</summary>'
-    return f'<details{" open" * is_open} style="{_bar(colour)}{style}">{summary}{body}</details>'
+    start = f'<details{" open" * is_open} style="{_LEFT.format(colour)}{style}">'
+    return f"{start}{opening(title)}{body}</details>"
 
 
-def _bar(colour: str) -> str:
-    return f"border-left:3px solid {colour};padding-left:8px;margin:3px 0"
+def opening(html: str) -> str:
+    """Make what is seen of `<details>` before they are opened."""
+    return f'<summary style="cursor:pointer">{html}</summary>'
 
 
 def table(rows: Iterable[Iterable[tuple[str, str]]]) -> str:
@@ -171,16 +161,13 @@ def table(rows: Iterable[Iterable[tuple[str, str]]]) -> str:
 
 
 def lines_html(lines: Iterable[Line], width: int) -> str:
-    """Write lines of text, those of stderr tinted, each cut at `width` characters.
-
-    A very long one is three rows high, and opens.
-    """
+    """Write lines of text at most `width` wide, those of stderr tinted; a very long one opens."""
     parts = []
     for (is_stderr, is_long), run in groupby(lines, key=_kind):
         style = f"{LINES};{_STDERR}" if is_stderr else LINES
         texts = [clip(line.text, width) for line in run]
         if is_long and width > _LONG:
-            parts += [f'<details style="{style}">{_opening(text)}</details>' for text in texts]
+            parts += [f'<details style="{style}">{_long_line(text)}</details>' for text in texts]
             continue
         # An empty line would have no height in a block of its own.
         text = "\n".join(_DRAWN.sub(_BAR, ansi_html(text)) or " " for text in texts)
@@ -194,11 +181,10 @@ def _kind(line: Line) -> tuple[bool, bool]:
     return line.stderr and read_bar(line.text) is None, is_long
 
 
-def _opening(text: str) -> str:
-    """Write the beginning of a line, and behind it the rest."""
+def _long_line(text: str) -> str:
     start, rest = cut(text, _THREE_ROWS)
     more = dim(f" … {len(rest):,} more characters" if "\x1b" not in rest else " … more characters")
-    return f'<summary style="cursor:pointer">{ansi_html(start)}{more}</summary>{ansi_html(rest)}'
+    return opening(ansi_html(start) + more) + ansi_html(rest)
 
 
 def size(html: str) -> int:
@@ -207,7 +193,6 @@ def size(html: str) -> int:
 
 
 # --- figures, tables and HTML of a rank -------------------------------------------------------
-
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 _EMBEDDED = frozenset({"text/plain", "text/html", "image/svg+xml", *_IMAGES})
@@ -223,13 +208,11 @@ _KINDS = {
 }
 _LONGEST_HTML = 200_000
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]*\Z")
-_VOID = frozenset(
-    {"area", "base", "br", "col", "embed", "hr", "img", "input"}
-    | {"link", "meta", "param", "source", "track", "wbr"}
-)
-# HTML lets these end without a tag.
-_LENIENT = frozenset(
-    ["p", "li", "dt", "dd", "tr", "td", "th", "thead", "tbody", "tfoot", "option", "colgroup"]
+# Nothing closes these, or HTML lets them end without a tag.
+_ENDLESS = frozenset(
+    {*("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param")}
+    | {*("source", "track", "wbr", "p", "li", "dt", "dd", "tr", "td", "th", "thead", "tbody")}
+    | {"tfoot", "option", "colgroup"}
 )
 
 
@@ -242,14 +225,13 @@ def kind_text(data: MimeBundle) -> str:
 
 
 def is_leftover(data: MimeBundle) -> bool:
-    """Say whether the bundle can only be shown by the page's own renderers."""
+    """Return True where only the page's own renderers can show the bundle."""
     if "text/html" in data:
         html = text_of(data["text/html"])
         if len(html) > _LONGEST_HTML or not _is_contained(html):
             return True
-    others = data.keys() - _EMBEDDED
-    has_picture = any(kind in data for kind in _EMBEDDED - {"text/plain"})
-    return bool(others - _BESIDE) if has_picture else bool(others)
+    has_picture = not data.keys().isdisjoint(_EMBEDDED - {"text/plain"})
+    return bool(data.keys() - _EMBEDDED - (_BESIDE if has_picture else set()))
 
 
 def embed(display: Display) -> str | None:
@@ -269,11 +251,6 @@ def embed(display: Display) -> str | None:
     return None
 
 
-def is_image(html: str) -> bool:
-    """Say whether this result of `embed` is an image: a panel's size is counted without."""
-    return html.startswith("<img ")
-
-
 def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:
     found = metadata.get(kind)
     about: Mapping[str, Any] = found if isinstance(found, Mapping) else metadata
@@ -284,15 +261,14 @@ def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:
     )
     # Where it has to be less wide it is less high too, whatever its attributes say.
     shape = "max-width:100%;height:auto"
-    background = {"light": ";background-color:#ffffff", "dark": ";background-color:#000000"}.get(
-        str(about.get("needs_background")), ""
-    )
-    return f'<img src="data:{kind};base64,{escape(encoded)}"{size} style="{shape}{background}">'
+    colour = {"light": "#ffffff", "dark": "#000000"}.get(str(about.get("needs_background")))
+    shape += f";background-color:{colour}" if colour else ""
+    return f'<img src="data:{kind};base64,{escape(encoded)}"{size} style="{shape}">'
 
 
 @lru_cache(maxsize=256)
 def _is_contained(html: str) -> bool:
-    """Say whether the markup has no scripts and closes what it opens: nothing leaks out."""
+    """Return True for markup without scripts that closes what it opens: nothing leaks out."""
     parser = _Balance()
     parser.feed(html)
     parser.close()
@@ -308,7 +284,7 @@ class _Balance(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "script":
             self.is_fine = False
-        elif tag not in _VOID and tag not in _LENIENT:
+        elif tag not in _ENDLESS:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -317,14 +293,11 @@ class _Balance(HTMLParser):
             self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag in _VOID or tag in _LENIENT:
-            return
-        if not self.open or self.open.pop() != tag:
+        if tag not in _ENDLESS and (not self.open or self.open.pop() != tag):
             self.is_fine = False
 
 
 # --- tracebacks in parts ----------------------------------------------------------------------
-
 
 _FRAME = re.compile(
     r"(?:Cell |Input )?In ?\[|File |<ipython-input|(?:/|~/|\.\.?/)\S+(?::\d+)?,? in "
@@ -360,19 +333,16 @@ def parted(text: str) -> list[Part]:
     The last call before an error is always seen: it raised it.
     """
     frames = [*_frames(text.split("\n"))]
-    last = [
-        number + 1 == len(frames) or bool(_NEXT_ERROR.match(strip(frames[number + 1][0])))
-        for number in range(len(frames))
-    ]
-    kinds = [
-        "" if is_last else _library(frame) for frame, is_last in zip(frames, last, strict=True)
-    ]
+    kinds = []
+    for frame, after in zip_longest(frames, frames[1:]):
+        is_last = after is None or _NEXT_ERROR.match(strip(after[0]))
+        kinds.append("" if is_last else _library(frame))
     parts = []
     for in_library, run in groupby(zip(frames, kinds, strict=True), key=lambda pair: bool(pair[1])):
         pairs = [*run]
         rows = tuple(row for frame, _ in pairs for row in frame)
         is_long = in_library and len(pairs) >= _FEWEST_FOLDED
-        parts.append(Part(rows, _label(kind for _, kind in pairs) if is_long else ""))
+        parts.append(Part(rows, _label([kind for _, kind in pairs]) if is_long else ""))
     return parts
 
 
@@ -396,11 +366,10 @@ def _library(frame: list[str]) -> str:
     return next((found[1] for each in _LIBRARIES if (found := each.search(head))), "")
 
 
-def _label(libraries: Iterable[str]) -> str:
-    names = [*libraries]
-    some = [*dict.fromkeys(names)]
-    more = [] if len(some) <= _MOST_LIBRARIES else ["…"]
-    return f"… {count(len(names), 'call')} in {', '.join([*some[:_MOST_LIBRARIES], *more])}"
+def _label(libraries: list[str]) -> str:
+    some = [*dict.fromkeys(libraries)]
+    some[_MOST_LIBRARIES:] = ["…"] * (len(some) > _MOST_LIBRARIES)
+    return f"… {count(len(libraries), 'call')} in {', '.join(some)}"
 
 
 def shortened(text: str, most: int) -> list[Part]:
@@ -409,21 +378,13 @@ def shortened(text: str, most: int) -> list[Part]:
     rows = [row for part in parts for row in part.seen]
     if len(rows) <= most + 1:
         return parts
-    own = _own_line(rows)
+    # The first call is the cell's.
+    own = next((frame for frame in _frames(rows) if _FRAME.match(strip(frame[0]))), [])
+    arrows = [row for row in own if _ARROW.match(strip(row))]
     last = rows[-most:]
-    first = [row for row in dict.fromkeys([rows[0], *own]) if row not in last]
+    first = [row for row in dict.fromkeys([rows[0], *own[:1], *arrows[:1]]) if row not in last]
     left = len(rows) - len(first) - len(last)
     return [Part((*first, f"… {left} lines …", *last))]
-
-
-def _own_line(rows: list[str]) -> list[str]:
-    """Find the first call, which is the cell's, and its line."""
-    heads = [number for number, row in enumerate(rows) if _FRAME.match(strip(row))]
-    if not heads:
-        return []
-    end = heads[1] if len(heads) > 1 else len(rows)
-    arrows = [row for row in rows[heads[0] : end] if _ARROW.match(strip(row))]
-    return [rows[heads[0]], *arrows[:1]]
 
 
 def traceback_html(text: str, lines: int, width: int) -> str:
@@ -436,7 +397,7 @@ def _part_html(part: Part, width: int) -> str:
     html = f'<div style="{LINES}">{body}</div>'
     if not part.folded:
         return html
-    return f'<details><summary style="cursor:pointer">{dim(part.folded)}</summary>{html}</details>'
+    return f"<details>{opening(dim(part.folded))}{html}</details>"
 
 
 def traceback_rows(text: str, lines: int) -> list[str]:

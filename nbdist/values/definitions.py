@@ -1,9 +1,6 @@
-"""Functions and classes of `__main__`: taken apart for a pickle, and made anew from it.
+"""Functions and classes of `__main__`: taken apart in the sender, made anew in the receiver.
 
-`nbdist.values.pickling` calls the first half in the sender; pickles name the second half,
-which runs in the receiver.  The source of their cells follows them: in the receiver it goes
-where `inspect` and tracebacks look for it, with the number of the cell where IPython looks for
-that.
+The source of their cells follows them, to where `inspect`, tracebacks and IPython look for it.
 """
 
 from __future__ import annotations
@@ -71,8 +68,7 @@ class Variable:
 
     def contents(self) -> tuple[Any, ...]:
         """Return its value, alone; nothing if it has none yet."""
-        # ValueError: the cell is empty.
-        with suppress(ValueError):
+        with suppress(ValueError):  # the cell is empty
             return (self.cell.cell_contents,)
         return ()
 
@@ -176,10 +172,7 @@ def is_importable(value: Any) -> bool:
 
 
 def other_name(kind: type) -> str | None:
-    """Find the name that a class has in its module, where it is none of its own.
-
-    An enumeration of torch calls itself by a private name, which is not in its module.
-    """
+    """Find the name that a class has in its module where it calls itself otherwise, as in torch."""
     module = sys.modules.get(kind.__module__)
     # What is made in a function is given names at run time, which others lack.
     if module is None or kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
@@ -212,16 +205,8 @@ MAIN = MadeBy(receiving_namespace)
 """Stands for them in a pickle."""
 
 
-def module_namespace(name: str) -> dict[str, Any]:
-    """Return the globals for functions that a module made."""
-    return importlib.import_module(name).__dict__
-
-
 def import_by_name(name: str, *submodules: str) -> types.ModuleType:
-    """Import a module, not taken as an attribute of its package, which need not have it.
-
-    Its submodules are imported as well.
-    """
+    """Import a module, also one that its package has no attribute for, and its submodules."""
     for submodule in submodules:
         importlib.import_module(submodule)
     return importlib.import_module(name)
@@ -233,16 +218,6 @@ def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.Code
         there, here = (".".join(map(str, each)) for each in (python, PYTHON))
         raise pickle.UnpicklingError(f"a function of Python {there} cannot be used in {here}")
     return types.CodeType(*parts).replace(co_filename=filename)
-
-
-def make_function(
-    code: types.CodeType,
-    namespace: dict[str, Any],
-    name: str,
-    cells: tuple[types.CellType, ...],
-) -> types.FunctionType:
-    """Make a function without its details, for `fill_function`."""
-    return types.FunctionType(code, namespace, name, None, cells or None)
 
 
 def fill_function(function: types.FunctionType, state: Any) -> None:
@@ -285,15 +260,6 @@ def make_cached_function(
     return functools.lru_cache(maxsize, typed)(function)
 
 
-def make_cached_property(
-    function: Callable[[Any], Any], name: str | None
-) -> functools.cached_property[Any]:
-    """Make a property that knows its name, as it would from the body of a class."""
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
-
-
 # --- which objects of a pickle another value may share with it -------------------------------
 
 # Not worth keeping together: equal copies of these cannot be distinguished, or there is
@@ -307,6 +273,11 @@ _IMMUTABLE: tuple[type, ...] = (
     *(decimal.Decimal, fractions.Fraction, uuid.UUID),
 )
 
+_IMMUTABLE_BY_NAME = (
+    *(("torch", name) for name in ("dtype", "device", "layout", "memory_format")),
+    *(("numpy", name) for name in ("dtype", "generic")),
+)
+
 _PLAIN = frozenset({str, bytes, int, float, tuple, types.FunctionType, type})
 
 # Their instances are made once in every process; ours stand for things in a pickle.
@@ -317,22 +288,23 @@ class Fence:
     """Marks in a pickle's memo where the contents of a class or a function begin and end."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _fence, ()
+        return int, ()  # of what it becomes nothing is used
 
 
 def mutable_ids(
     memo: dict[int, tuple[int, Any]], fences: list[tuple[Fence, Fence]]
 ) -> frozenset[int]:
-    """Collect the ids of the objects in a pickler's memo that two values can share.
-
-    The memo is numbered in the order in which objects were met.
-    """
+    """Collect the ids of the objects in a pickler's memo that two values can share."""
     inside = [False] * (len(memo) + 1)
     for begin, end in fences:
         # The second is missing where the class was still open: never after a pickle.
         for index in range(memo[id(begin)][0], memo[id(end)][0]):
             inside[index] = True
-    immutable = (*_IMMUTABLE, *_immutable_of("torch"), *_immutable_of("numpy"))
+    others = ((sys.modules.get(library), name) for library, name in _IMMUTABLE_BY_NAME)
+    immutable = (
+        *_IMMUTABLE,
+        *filter(None, (getattr(module, name, None) for module, name in others)),
+    )
     outside = {
         key: value
         for key, (index, value) in memo.items()
@@ -344,19 +316,6 @@ def mutable_ids(
         for key, value in outside.items()
         if not isinstance(value, immutable) and not type(value).__module__.startswith(_BY_NAME)
     ).union(id(value.cell) for value in outside.values() if isinstance(value, Variable))
-
-
-def _immutable_of(library: str) -> tuple[type, ...]:
-    names = {
-        "torch": ("dtype", "device", "layout", "memory_format"),
-        "numpy": ("dtype", "generic"),
-    }
-    module = sys.modules.get(library)
-    return tuple(found for name in names[library] if (found := getattr(module, name, None)))
-
-
-def _fence() -> None:
-    return None
 
 
 # --- the source of cells ----------------------------------------------------------------------
@@ -419,6 +378,5 @@ def _number_of(filename: str, source: str) -> int | None:
 
 
 def _shell() -> Any:
-    """Return IPython's, where it runs, without importing it for that."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

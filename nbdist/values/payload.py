@@ -1,8 +1,6 @@
 """Python values on their way between processes: pickled, big ones in shared memory.
 
-The memory of what was shipped can be kept, and of a value that is shipped again only those
-frames are copied, the memory of its tensors and arrays, that differ from what lies there.  So
-the receiver gets the value as it is now, all of it, whatever it has done with the last one.
+The memory can be kept: of a value that is shipped again only the frames that differ are copied.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -60,10 +58,7 @@ def pack_frames(frames: Sequence[Buffer]) -> Packed:
 def packing(
     frames: Sequence[Buffer], inline_limit: int = INLINE_LIMIT
 ) -> Generator[int, None, Packed]:
-    """Make a payload of these frames; yields how many bytes have been copied so far.
-
-    Close the generator where it is not wanted any more: nothing is left behind.
-    """
+    """Make a payload of these frames; yields how many bytes have been copied.  It can be closed."""
     if size_of(frames) < inline_limit:
         return Payload(frames=tuple(bytes(memoryview(frame)) for frame in frames)), None
     segment = yield from Segment.filling(frames)
@@ -89,10 +84,7 @@ def pack_names(
 
 
 def open_payload(payload: Payload) -> list[Buffer]:
-    """Return the frames of a payload: a segment's are writable, and copied when written to.
-
-    Raises `nbdist.values.shared_memory.SegmentGone`.
-    """
+    """Return the frames, a segment's as writable copies; raises `SegmentGone`."""
     own: list[Buffer] = [*payload.frames]
     if payload.segment is not None:
         own = [*open_segment(payload.segment)]
@@ -109,51 +101,49 @@ Places = Mapping[str, SegmentRef]
 
 
 def refs_in(value: object) -> tuple[SegmentRef, ...]:
-    """Find the segments that the payloads of a value lie in, each once.
-
-    In mappings, lists, tuples and dataclasses: what the notebook and the ops put payloads in.
-    """
+    """Find the segments of the payloads in mappings, lists, tuples and dataclasses, each once."""
     refs: list[SegmentRef] = []
-    for payload in _payloads_in(value):
-        own = [payload.segment] if payload.segment is not None else []
-        refs += [*own, *payload.others, *(ref for _, ref in payload.within)]
+
+    def note(payload: Payload) -> Payload:
+        within = [ref for _, ref in payload.within]
+        refs.extend(filter(None, [payload.segment, *payload.others, *within]))
+        return payload
+
+    _with_payloads(value, note)
     return tuple(dict.fromkeys(refs))
-
-
-def _payloads_in(value: object) -> Iterator[Payload]:
-    match value:
-        case Payload():
-            yield value
-        case Mapping():
-            yield from (found for each in value.values() for found in _payloads_in(each))
-        case list() | tuple():
-            yield from (found for each in value for found in _payloads_in(each))
-        case _ if is_dataclass(value):
-            for each in fields(value):
-                yield from _payloads_in(getattr(value, each.name))
 
 
 def moved(value: Value, places: Places) -> Value:
     """Return the value with its payloads' segments where they are now; itself without any."""
+
+    def now(ref: SegmentRef) -> SegmentRef:
+        return places.get(ref.path, ref)
+
+    def move(payload: Payload) -> Payload:
+        segment, others = payload.segment and now(payload.segment), tuple(map(now, payload.others))
+        within = tuple((path, now(ref)) for path, ref in payload.within)
+        return replace(payload, segment=segment, others=others, within=within)
+
     if not any(ref.path in places for ref in refs_in(value)):
         return value
-    found: Any = value
-    match found:
-        case Payload(frames, segment, others, order, within):
-            there = segment and places.get(segment.path, segment)
-            others = tuple(places.get(ref.path, ref) for ref in others)
-            within = tuple((path, places.get(ref.path, ref)) for path, ref in within)
-            found = Payload(frames, there, others, order, within)
+    return _with_payloads(value, move)  # type: ignore[no-any-return]
+
+
+def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
+    match value:
+        case Payload():
+            return change(value)
         case Mapping():
-            found = {key: moved(each, places) for key, each in found.items()}
+            return {key: _with_payloads(each, change) for key, each in value.items()}
         case list():
-            found = [moved(each, places) for each in found]
+            return [_with_payloads(each, change) for each in value]
         case tuple():
-            found = tuple(moved(each, places) for each in found)
-        case _:
-            now = {each.name: moved(getattr(found, each.name), places) for each in fields(found)}
-            found = replace(found, **now)
-    return found  # type: ignore[no-any-return]
+            return tuple(_with_payloads(each, change) for each in value)
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            names = [each.name for each in fields(value)]
+            parts = {name: _with_payloads(getattr(value, name), change) for name in names}
+            return replace(value, **parts)
+    return value
 
 
 def as_read(value: Value, payload: Payload) -> Value:
@@ -189,10 +179,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Shipped:
-    """A payload, the segment to keep open until it has been opened, and what may be kept of it.
-
-    `copied` are the bytes that were, of `size` in all.
-    """
+    """A payload, the segment to keep open until it is opened, and what may be kept of it; bytes."""
 
     packed: Packed
     kept: Kept | None
@@ -203,10 +190,7 @@ class Shipped:
 def packing_changed(
     frames: Sequence[Buffer], known: Sequence[Kept]
 ) -> Generator[int, None, Shipped]:
-    """Make a payload of these frames, with those that are known to lie there where they are.
-
-    Yields how many bytes have been copied so far.
-    """
+    """Make a payload of these frames, the `known` ones where they are; yields the bytes copied."""
     finder = _Finder(known)
     places = {at: place for at, frame in enumerate(frames) if (place := finder.find(frame))}
     for segment in _not_worth_it(places.values()):
@@ -216,34 +200,25 @@ def packing_changed(
         yield from steps
     payload, new = steps.made
     copied, size = size_of(frames[at] for at in rest), size_of(frames)
-    everywhere = places
-    if new is not None:
-        everywhere = {**places, **{at: (new, number) for number, at in enumerate(rest)}}
+    own = {at: number for number, at in enumerate(rest)}
     if places:
-        payload = _with_others(payload, rest, places, len(frames))
+        others = [*dict.fromkeys(segment for segment, _ in places.values())]
+        order = {
+            at: (others.index(segment) + 1, number) for at, (segment, number) in places.items()
+        }
+        order |= {at: (0, number) for at, number in own.items()}
+        refs = tuple(segment.ref for segment in others)
+        payload = replace(payload, others=refs, order=tuple(order[at] for at in sorted(order)))
+    if new is not None:
+        places |= {at: (new, number) for at, number in own.items()}
     big = sum(memoryview(frame).nbytes >= SMALLEST for frame in frames[1:])
     is_worth_it = size >= KEPT_FROM and big > 1
-    kept = Kept(tuple(everywhere[at] for at in sorted(everywhere))) if is_worth_it else None
+    kept = Kept(tuple(places[at] for at in sorted(places))) if is_worth_it else None
     return Shipped((payload, new), kept, copied, size)
 
 
-def _with_others(
-    payload: Payload, rest: Sequence[int], places: dict[int, Place], number: int
-) -> Payload:
-    """Say of each frame in which memory it is, and where there."""
-    others = [*dict.fromkeys(segment for segment, _ in places.values())]
-    own = {at: (0, index) for index, at in enumerate(rest)}
-    there = {at: (others.index(segment) + 1, index) for at, (segment, index) in places.items()}
-    order = tuple({**own, **there}[at] for at in range(number))
-    refs = tuple(segment.ref for segment in others)
-    return Payload(payload.frames, payload.segment, refs, order)
-
-
 def _not_worth_it(places: Iterable[Place]) -> Iterator[Segment]:
-    """Find segments of which less than half is in use, and those that are too many.
-
-    They would stay for a small part of them.
-    """
+    """Find segments of which less than half is in use, and those that are too many."""
     used: Counter[Segment] = Counter()
     for segment, index in places:
         used[segment] += segment.ref.sizes[index]
@@ -266,11 +241,10 @@ class _Finder:
         view = memoryview(frame).cast("B")
         places = self._by_size.get(view.nbytes, []) if view.nbytes >= SMALLEST else []
         # In the order in which they were: as a rule the first one is it.
-        for place in places:
-            if _is_equal(view, place):
-                places.remove(place)
-                return place
-        return None
+        found = next((place for place in places if _is_equal(view, place)), None)
+        if found:
+            places.remove(found)
+        return found
 
 
 def _is_equal(view: memoryview, place: Place) -> bool:
@@ -294,78 +268,65 @@ def _is_same(one: memoryview, other: memoryview) -> bool:
 
 # --- what a name is bound to ------------------------------------------------------------------
 
-
 _SMALL, _FEW = 4096, 16
 _ATOMIC = (int, float, complex, bool, str, bytes, type(None), type(...))
 
 
 def is_atomic(value: Any) -> bool:
-    """Say whether a value is so small and plain that its text stands for it."""
+    """Return True for a value so small and plain that its text stands for it."""
+    if type(value) not in _ATOMIC:
+        return False
     if isinstance(value, str | bytes):
-        return type(value) in _ATOMIC and len(value) <= _SMALL
-    if isinstance(value, int):
-        # Python refuses to write out longer ones.
-        return type(value) in _ATOMIC and value.bit_length() <= _SMALL
-    return type(value) in _ATOMIC
+        return len(value) <= _SMALL
+    # Python refuses to write out longer numbers.
+    return not isinstance(value, int) or value.bit_length() <= _SMALL
 
 
 def _is_light(value: Any) -> bool:
-    """Say whether it may be kept: it is atomic, or holds a few values that are."""
+    """Return True for what may be kept: it is atomic, or holds a few values that are."""
     if type(value) not in (list, tuple, dict) or len(value) > _FEW:
         return is_atomic(value)
     # Copies: another thread may change it meanwhile.
-    parts = [*value, *value.values()] if type(value) is dict else [*value]
-    return all(map(is_atomic, parts))
+    return all(map(is_atomic, [*value, *value.values()] if type(value) is dict else [*value]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    """An object that takes no weak references: enough of it to notice another in its place."""
-
-    id: int
-    kind: type
-    length: int
-    first: tuple[int, ...]
-
-    @classmethod
-    def of(cls, value: Any) -> _Outline:
-        # Python's own: what a user's class says of itself can raise anything.
-        sized = type(value) in (list, tuple, dict, bytearray, bytes, str)
-        first = itertools.islice(value, _FEW) if type(value) in (list, tuple, dict) else ()
-        length = len(value) if sized else 0
-        return cls(id(value), type(value), length, tuple(map(id, first)))
+def _outline(value: Any) -> tuple[Any, ...]:
+    """Return enough of an object to notice another in its place: first its id and its type."""
+    # Python's own: what a user's class says of itself can raise anything.
+    length = len(value) if type(value) in (list, tuple, dict, bytearray, bytes, str) else 0
+    first = itertools.islice(value, _FEW) if type(value) in (list, tuple, dict) else ()
+    return id(value), type(value), length, *map(id, first)
 
 
 class Identity:
-    """Says whether a name is still bound to the very same object.
+    """Tells whether a name is still bound to the very same object.
 
-    Another object can get the id of one that is gone, so where possible this is a weak
-    reference, and the object itself if it is light.
+    Another one can get the id of one that is gone: this keeps a weak reference, or a light object.
     """
 
     def __init__(self, value: Any) -> None:
         self._value = value if _is_light(value) else None
         self._weak: weakref.ref[Any] | None = None
-        self._outline: _Outline | None = None
+        self._outline: tuple[Any, ...] | None = None
         if is_atomic(value):
             return
         try:
             self._weak = weakref.ref(value)
         except TypeError:
-            self._outline = _Outline.of(value)
+            self._outline = _outline(value)
 
     def is_still(self, value: Any) -> bool:
-        """Say whether `value` is what this was made from."""
+        """Return True if `value` is what this was made from."""
         if self._weak is not None:
             return self._weak() is value
         if self._outline is not None:
             # Its own length may have changed; it is the same object all the same.
-            return self._outline.id == id(value) and self._outline.kind is type(value)
+            return self._outline[:2] == (id(value), type(value))
         return self._value is value
 
     def is_unchanged(self, value: Any) -> bool:
-        """Say whether it is that, and as far as a glance can show with the same contents."""
-        same = self._outline is None or self._outline == _Outline.of(value)
+        """Return True if it also has the same contents, as far as a glance can show."""
+        same = self._outline is None or self._outline == _outline(value)
         return same and self.is_still(value)
 
 

@@ -1,10 +1,7 @@
 """Python values as frames: one pickle, and its big contents beside it, not copied.
 
-The notebook and the workers use it in both directions.  It is cloudpickle but for one
-thing: functions of the sender's `__main__` become functions of the receiver's
-`__main__`.  They find there whatever they use by name, so what they use is not in the
-pickle; it is reported instead (`Pickled.needs`).  Big pickles are read in pieces, so that
-Stop does not wait for all of one.
+It is cloudpickle, but functions of the sender's `__main__` become functions of the receiver's:
+the names that they use there are not in the pickle, but reported (`Pickled.needs`).
 """
 
 from __future__ import annotations
@@ -27,48 +24,26 @@ from typing import Any, ClassVar, cast
 import cloudpickle.cloudpickle as by_value
 
 from nbdist.system.limits import ASKED_FROM, require_memory
-from nbdist.values.definitions import (
-    MAIN,
-    PYTHON,
-    CellSource,
-    Fence,
-    MadeBy,
-    Variable,
-    cell_source,
-    fill_class,
-    fill_function,
-    global_names,
-    import_by_name,
-    imported_submodules,
-    is_importable,
-    keep_cell_sources,
-    make_cached_function,
-    make_cached_property,
-    make_class,
-    make_code,
-    make_function,
-    module_namespace,
-    mutable_ids,
-    other_name,
-    receiving,
-    require_importable,
-    take_slots,
-)
+from nbdist.values import definitions
+from nbdist.values.definitions import CellSource, Fence, MadeBy, Variable
 from nbdist.values.shared_memory import Buffer
 from nbdist.values.tensors import TensorReducer, reduce_constant
 
 LONG = 1 << 20
 """Bytes of a text or `bytes` that a sketch leaves out."""
 
+READ_FROM = 1 << 20
+"""Bytes of a pickle itself that take some 10 ms to be read."""
+
+AT_ONCE = 64 << 20
+"""Bytes of memory that are read between two looks for Stop."""
+
 Reduced = tuple[Any, ...]
 Reduce = Callable[[Any], Reduced]
 
 
 class Pickled:
-    """A value as frames, and what was learnt on the way through it.
-
-    The frames show the value's own memory: pack them before the value changes.
-    """
+    """A value as frames of its own memory, to be packed before it changes, and what was learnt."""
 
     def __init__(self, pickler: _Pickler) -> None:
         # It keeps every object that it met alive, so that ids stay theirs.
@@ -106,13 +81,12 @@ class Pickled:
     def shared(self) -> frozenset[int]:
         """Ids of the mutable objects in it, and addresses of tensors' memory.
 
-        Two values share an object where these meet, if both `Pickled` are still there.
-        What classes and functions hold does not count: a class is the same one in the
-        receiver whatever brings it.
+        Two values share an object where these meet, if both `Pickled` are still there.  What
+        classes and functions hold does not count: they are the same in the receiver anyway.
         """
         with without_cycles():
             memo = self._pickler.memo.copy()
-        ids = mutable_ids(memo, self._pickler.fences)
+        ids = definitions.mutable_ids(memo, self._pickler.fences)
         tensors = self._pickler.tensors
         return ids | tensors.addresses if tensors else ids
 
@@ -128,12 +102,10 @@ def pickle(
 ) -> Pickled:
     """Pickle `value` for another process, where `namespace` is the `__main__` of this one.
 
-    Raises what pickling raises, for the most part `PicklingError` and `TypeError`; a
-    class's own `__reduce__` can raise anything.  With `sketch` tensors on a device are
-    not copied from there, nor are long texts; the result says whether they changed.  With
-    `back_to_device` they arrive on the receiver's own device of that kind, with `exact`
-    nothing beside what a tensor shows.  `reduce` is asked first how to take an object apart;
-    NotImplemented for as usual.
+    Raises what pickling raises; a class's own `__reduce__` can raise anything.  A `sketch` has no
+    tensors on a device, nor long texts, but tells whether they changed.  With `back_to_device`
+    tensors arrive on the receiver's own device, with `exact` nothing beside what they show.
+    `reduce` is asked first how to take an object apart; NotImplemented for as usual.
     """
     options = (sketch, back_to_device, exact, reduce)
     pickler = _Pickler(namespace, frozenset(), *options)
@@ -148,12 +120,11 @@ def pickle(
 def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) -> Any:
     """Make the value of `pickle`'s frames; writable frames are used as memory, not copied.
 
-    Functions of the sender's `__main__` get `namespace`, by default this process's
-    `__main__`, as their globals.
+    Functions of the sender's `__main__` get `namespace`, or this process's, as their globals.
     """
     # Arrays and tensors would otherwise be read-only.
     buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
-    with receiving(namespace):
+    with definitions.receiving(namespace):
         return load(frames[0], buffers)[0]
 
 
@@ -179,10 +150,7 @@ class _FirstFrame(io.BytesIO):
         self._looked = 0
 
     def write(self, data: Any) -> int:
-        """Keep the bytes; NotEnoughMemory before they are more than there is room for.
-
-        Of long ones a sketch keeps what differs when they do.
-        """
+        """Keep the bytes, of long ones in a sketch a digest; NotEnoughMemory for too many."""
         size = memoryview(data).nbytes
         if self._sketch and size >= LONG:
             self.left_out += size
@@ -194,11 +162,9 @@ class _FirstFrame(io.BytesIO):
 
 
 class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types.
-    """Says how each object is taken apart; pickle's C code does the rest."""
-
     dispatch_table: ClassVar[ChainMap[type, Any]] = ChainMap(
         {
-            functools.cached_property: lambda it: (make_cached_property, (it.func, it.attrname)),
+            functools.cached_property: lambda it: (type(it), (it.func,), {"attrname": it.attrname}),
             types.CodeType: lambda code: _reduce_code(code),
         },
         by_value.Pickler.dispatch_table,
@@ -226,20 +192,14 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         torch = sys.modules.get("torch")
         if hasattr(torch, "TypedStorage"):  # Not while it is still being imported.
             assert torch is not None
-            self.tensors = TensorReducer(
-                torch,
-                whole,
-                sketch=sketch,
-                back_to_device=back_to_device,
-                exact=exact,
-            )
+            self.tensors = TensorReducer(torch, whole, sketch, back_to_device, exact)
         self._namespace = namespace
         self._reduce = reduce
         self._variables: dict[int, Variable] = {}
 
     def dump_with_cells(self, value: Any) -> None:
         """Pickle the value, and after it the cells in it, which are all known by then."""
-        self.dump((value, MadeBy(keep_cell_sources, self.sources)))
+        self.dump((value, MadeBy(definitions.keep_cell_sources, self.sources)))
 
     def reducer_override(self, value: Any) -> Reduced:
         """Take apart what is not a plain built-in.  Called by pickle."""
@@ -255,7 +215,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         if self.tensors is not None and isinstance(value, self.tensors.types):
             return self.tensors.reduce(value)
         if isinstance(value, types.ModuleType):
-            return import_by_name, (require_importable(value),)
+            return definitions.import_by_name, (definitions.require_importable(value),)
         if isinstance(value, io.TextIOBase):
             return _reduce_stream(value)
         if isinstance(value, ctypes.CDLL):
@@ -263,20 +223,19 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             raise plain_pickle.PicklingError("a loaded library cannot be pickled")
         # Looked for here because the C code asks an object's `__reduce__` before the
         # table when that gives a name.
-        if kind is _CACHED and not is_importable(value):
+        if kind is _CACHED and not definitions.is_importable(value):
             parameters = value.cache_parameters()
-            return make_cached_function, (value.__wrapped__, *parameters.values())
-        name = _SENTINELS.get(id(value))
-        if name is not None:
+            return definitions.make_cached_function, (value.__wrapped__, *parameters.values())
+        if name := _SENTINELS.get(id(value)):
             return getattr, (sys.modules["dataclasses"], name)
         return reduce_constant(value)
 
     def _reduce_function(self, function: types.FunctionType) -> Reduced:
         own = function.__globals__
         if own is self._namespace:
-            names = global_names(function.__code__)
+            names = definitions.global_names(function.__code__)
             self.needs |= names
-            return self._rebuild_in(MAIN, function, imported_submodules(function, names))
+            return self._rebuild_in(definitions.MAIN, function, names)
         reduced: Reduced = super().reducer_override(function)
         if cast(Any, reduced) is NotImplemented:
             return reduced  # by its name
@@ -284,12 +243,13 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         if module is not None and module.__dict__ is own:
             # A closure that a library made, for instance by decorating: it belongs to the
             # library's module there as here.
-            return self._rebuild_in(MadeBy(module_namespace, module.__name__), function, [])
+            there = MadeBy(vars, MadeBy(definitions.import_by_name, module.__name__))
+            return self._rebuild_in(there, function)
         self._keep_source(function.__code__)
         return reduced
 
     def _rebuild_in(
-        self, namespace: object, function: types.FunctionType, submodules: list[types.ModuleType]
+        self, namespace: object, function: types.FunctionType, names: frozenset[str] = frozenset()
     ) -> Reduced:
         self._keep_source(function.__code__)
         # They get their values after the function is there, because these may lead to it.
@@ -305,37 +265,33 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         }
         if getattr(function, "__type_params__", ()):
             details["__type_params__"] = function.__type_params__  # type: ignore[attr-defined]
+        submodules = definitions.imported_submodules(function, names)
         inner = self._fenced((dict(function.__dict__), details, submodules))
         return (
-            make_function,
-            (function.__code__, namespace, function.__name__, tuple(closure)),
+            types.FunctionType,
+            (function.__code__, namespace, function.__name__, None, tuple(closure) or None),
             ([variable.contents() for variable in closure], inner),
             None,
             None,
-            fill_function,
+            definitions.fill_function,
         )
 
     def _reduce_class(self, kind: type) -> Reduced:
-        if alias := other_name(kind):
+        if alias := definitions.other_name(kind):
             return getattr, (sys.modules[kind.__module__], alias)
         reduced = super().reducer_override(kind)
         if reduced is NotImplemented or len(reduced) == REFERENCE:
             return cast(Reduced, reduced)
         maker, args, state = reduced[:3]
-        if not issubclass(kind, Enum) and (slots := take_slots(kind, state[0])) is not None:
+        slots = None if issubclass(kind, Enum) else definitions.take_slots(kind, state[0])
+        if slots is not None:
             args = (*args[:3], {**args[3], "__slots__": slots}, *args[4:])
         # Python puts these there when they are first asked for: that is no change.
         state[0].pop("__slotnames__", None)
         if not state[0].get("__annotations__", True):
             del state[0]["__annotations__"]
-        return (
-            make_class,
-            (maker, args, kind.__qualname__),
-            self._fenced(state),
-            None,
-            None,
-            fill_class,
-        )
+        made = maker, args, kind.__qualname__
+        return definitions.make_class, made, self._fenced(state), None, None, definitions.fill_class
 
     def _fenced(self, state: Any) -> tuple[Fence, Any, Fence]:
         fences = Fence(), Fence()
@@ -343,10 +299,9 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         return fences[0], state, fences[1]
 
     def _keep_source(self, code: types.CodeType) -> None:
-        if code.co_filename not in self.sources:
-            source = cell_source(code.co_filename)
-            if source is not None:
-                self.sources[code.co_filename] = source
+        name = code.co_filename
+        if name not in self.sources and (source := definitions.cell_source(name)) is not None:
+            self.sources[name] = source
 
 
 REFERENCE = 2
@@ -374,7 +329,7 @@ def _reduce_stream(stream: io.TextIOBase) -> Reduced:
 def _reduce_code(code: types.CodeType) -> Reduced:
     _, parts = by_value.Pickler.dispatch_table[types.CodeType](code)
     # cloudpickle drops the file's name from 3.1.3 on; a copy, as it makes one of each text.
-    return make_code, (PYTHON, "".join(code.co_filename), *parts)
+    return definitions.make_code, (definitions.PYTHON, "".join(code.co_filename), *parts)
 
 
 def _load_union(parts: list[list[Buffer]]) -> dict[str, Any]:
@@ -384,22 +339,19 @@ def _load_union(parts: list[list[Buffer]]) -> dict[str, Any]:
     return values
 
 
-# --- read in pieces, between which Stop is met -------------------------------------------------
-
-
-READ_FROM = 1 << 20
-"""Bytes of a pickle itself that take some 10 ms to be read."""
-
-AT_ONCE = 64 << 20
-"""Bytes of memory that are read between two looks for Stop."""
-
-
 def load(first: Buffer, buffers: Sequence[Buffer]) -> Any:
     """Load a pickle with the buffers that belong to it."""
     if memoryview(first).nbytes < READ_FROM:
         return plain_pickle.loads(first, buffers=buffers)
+    file = io.BytesIO(first)
+    # A piece at a time: between two pieces Stop is met, which C code alone never does.
+    reading = types.SimpleNamespace(
+        read=lambda size: file.read(size),
+        readline=lambda: file.readline(),
+        readinto=lambda buffer: file.readinto(buffer),
+    )
     with without_cycles():
-        return plain_pickle.Unpickler(_Reading(first), buffers=buffers).load()
+        return plain_pickle.Unpickler(reading, buffers=buffers).load()
 
 
 def digest_of(data: Buffer) -> str:
@@ -413,10 +365,7 @@ def digest_of(data: Buffer) -> str:
 
 @contextmanager
 def without_cycles() -> Iterator[None]:
-    """Have Python look for no cycles meanwhile.
-
-    Among millions of new objects that takes longer than to make them, and Stop waits.
-    """
+    """Look for no cycles meanwhile, which takes longer than to make millions of objects."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -424,19 +373,3 @@ def without_cycles() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-class _Reading:
-    """A pickle read a piece at a time: between two pieces Stop is met, which C code never does."""
-
-    def __init__(self, data: Buffer) -> None:
-        self._file = io.BytesIO(data)
-
-    def read(self, size: int) -> bytes:
-        return self._file.read(size)
-
-    def readline(self) -> bytes:
-        return self._file.readline()
-
-    def readinto(self, buffer: Any) -> int:
-        return self._file.readinto(buffer)

@@ -1,8 +1,7 @@
 """Memory that one process fills once and others of the same user on the machine map.
 
-The notebook, the agents and the workers use it for big values.  A segment has no name
-in any file system: it is a descriptor of its owner, which others reach through
-`/proc/<pid>/fd`, so it ends with its last user whatever happens to the owner.
+A segment has no name in any file system: it is a descriptor of its owner, which others reach
+through `/proc/<pid>/fd`, so it ends with its last user whatever happens to the owner.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import mmap
 import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pickle import PickleBuffer
@@ -42,8 +42,7 @@ class SegmentGone(OSError):
 class SegmentRef:
     """Where a shared segment can be opened, by any process of the same user on the machine.
 
-    `path` ends in `#` and the inode, which distinguishes this segment from a later one that got
-    the same descriptor; `open_segment` reads it.
+    `path` ends in `#` and the inode: a later segment can get the same descriptor.
     """
 
     path: str
@@ -75,10 +74,7 @@ class _Open:
 
 
 class Segment(_Open):
-    """Some frames in shared memory, for as long as this object is open.
-
-    Processes that have mapped it keep what they mapped when it is closed.
-    """
+    """Some frames in shared memory while this is open; what processes have mapped they keep."""
 
     def __init__(self, fd: int, sizes: tuple[int, ...]) -> None:
         """Takes the descriptor over; `filling` makes segments."""
@@ -89,9 +85,9 @@ class Segment(_Open):
     def filling(cls, frames: Sequence[Buffer]) -> Generator[int, None, Segment]:
         """Make a new segment with a copy of the frames, each copied once.
 
-        Yields how many bytes have been copied, every `PIECE` bytes; whoever does not want the
-        rest closes the generator.  NotEnoughMemory when there is no room for it, `OSError` when
-        the machine is out of it all the same; nothing is left behind in any of these cases.
+        Yields how many bytes have been copied, every `PIECE` bytes; it can be closed before its
+        end.  Raises NotEnoughMemory, or OSError where memory runs out all the same; nothing is
+        left behind then.
         """
         views = [memoryview(frame).cast("B") for frame in frames]
         with Blank([view.nbytes for view in views]) as blank:
@@ -104,10 +100,7 @@ class Segment(_Open):
 
     @classmethod
     def of_another(cls, ref: SegmentRef) -> Segment:
-        """Open another process's segment as one of this process's, for when that one lets go.
-
-        Raises `SegmentGone`.
-        """
+        """Open another process's segment, for when that closes it; raises `SegmentGone`."""
         return cls(open_file(ref), ref.sizes)
 
     @cached_property
@@ -115,10 +108,8 @@ class Segment(_Open):
         return _layout(self.ref.sizes)[0]
 
     def pieces(self, number: int, most: int) -> Iterator[memoryview]:
-        """Yield what is in a frame, some bytes at a time, in memory that is used again.
-
-        Reading takes no page faults, as looking at a mapping would for every page.
-        """
+        """Yield what is in a frame, some bytes at a time, in memory that is used again."""
+        # Reading takes no page faults, as looking at a mapping would for every page.
         at, left = self._offsets[number], self.ref.sizes[number]
         memory = memoryview(bytearray(min(most, left)))
         while left:
@@ -132,16 +123,13 @@ class Segment(_Open):
 
 
 class Blank(_Open):
-    """Memory for frames of these sizes that is still being filled; close it where it is left so.
-
-    `offsets` say where each frame begins, `total` how many bytes it is.  Raises as
-    `Segment.filling` does.
-    """
+    """Memory for frames of these sizes, in all `total` bytes, that is still being `filled`."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._fd = -1
         self.sizes = tuple(sizes)
         self.offsets, self.total = _layout(self.sizes)
+        self.filled = 0
         require_memory(self.total)
         self._fd = os.memfd_create("nbdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, self.total)
@@ -157,6 +145,7 @@ class Blank(_Open):
         while done < view.nbytes:
             # No signal ends a write to memory: Stop would wait for all of it.
             done += os.pwrite(self._fd, view[done : done + PIECE], offset + done)
+            self.filled = offset + done
             yield done
 
     def sealed(self) -> Segment:
@@ -185,10 +174,7 @@ def open_segment(ref: SegmentRef) -> list[memoryview]:
 
 
 def open_file(ref: SegmentRef) -> int:
-    """Open another process's segment, to be read as a file of `length_of(ref)` bytes.
-
-    Raises `SegmentGone`.
-    """
+    """Open another process's segment as a file of `length_of(ref)` bytes; raises `SegmentGone`."""
     path, _, inode = ref.path.partition("#")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -203,12 +189,11 @@ def open_file(ref: SegmentRef) -> int:
 
 
 def is_there(ref: SegmentRef) -> bool:
-    """Say whether its owner has it open."""
+    """Return True while its owner has it open."""
     path, _, inode = ref.path.partition("#")
-    try:
+    with suppress(OSError):
         return str(os.stat(path).st_ino) == inode
-    except OSError:
-        return False
+    return False
 
 
 def length_of(ref: SegmentRef) -> int:
@@ -217,10 +202,7 @@ def length_of(ref: SegmentRef) -> int:
 
 
 class Steps(Generic[Made]):
-    """Something that is made a step at a time: iterate, then take what was `made`.
-
-    Close it where it may be left before it is done: what there is of it is released.
-    """
+    """Something that is made a step at a time: iterate, then take what was `made`; or close it."""
 
     made: Made
 

@@ -1,14 +1,10 @@
-"""torch tensors as pickles with their contents out of band; `nbdist.values.pickling` calls it.
-
-The sender's side is `TensorReducer`, which exists only where torch has been imported;
-the receiver's are the functions below it, which import torch when they are called.
-"""
+"""torch tensors as pickles with their contents out of band; `nbdist.values.pickling` calls it."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pickle import PickleBuffer
@@ -22,17 +18,11 @@ if TYPE_CHECKING:
 Reduced = tuple[Any, ...]
 
 PINNED_MOST = 1 << 30
-"""Bytes of one piece that go from a GPU through pinned memory, which torch keeps for the next.
-
-Above that it is not worth that much of memory that cannot be swapped.
-"""
+"""Bytes of a piece that go from a GPU through pinned memory at most: torch keeps that."""
 
 
 class _Piece:
-    """Some bytes of a storage; two tensors that name the same one share it again.
-
-    It keeps the storage: another one could get the address of a copy that is gone.
-    """
+    """Some bytes of a storage, which it keeps: another one could get the address of a copy."""
 
     def __init__(self, storage: torch.UntypedStorage, contents: Any, device: str) -> None:
         self.storage = storage
@@ -46,21 +36,19 @@ class _Piece:
 class TensorReducer:
     """How tensors and their storages are pickled, for the length of one pickle.
 
-    Contents are passed as buffers of the tensor's own memory, without copying.  A tensor
-    that shows a part of its storage takes only that part along, unless another tensor in
-    the same pickle overlaps it: then `overlapping` says which storages have to travel as
-    a whole for their tensors to stay one memory, and the pickle has to be made again
-    with these.  With `exact` nothing goes along that no tensor shows.
+    Contents are passed as buffers of the tensor's own memory, without copying.  Of a storage only
+    the part that a tensor shows goes along, unless another tensor in the same pickle overlaps it:
+    then the pickle has to be made again with the storages that are `overlapping` as the `whole`
+    ones.  With `exact` nothing goes along that no tensor shows.
     """
 
     def __init__(
         self,
         torch: ModuleType,
-        whole: frozenset[int] = frozenset(),
-        *,
-        sketch: bool = False,
-        back_to_device: bool = False,
-        exact: bool = False,
+        whole: frozenset[int],
+        sketch: bool,  # noqa: FBT001
+        back_to_device: bool,  # noqa: FBT001
+        exact: bool,  # noqa: FBT001
     ) -> None:
         self.types = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
         self.versions: list[int] = []
@@ -108,7 +96,7 @@ class TensorReducer:
                 return cast(Reduced, NotImplemented)
             # mypy: the class has it from Python.
             make, args = cast(Any, tensor).__reduce_ex__(5)
-            return rebuild_with_grad, (make, args, grad)
+            return make, args, {"grad": grad}, None, None, set_attributes
         # RuntimeError: inference tensors do not count their changes.
         with suppress(RuntimeError):
             self.versions.append(tensor._version)
@@ -208,8 +196,8 @@ def reduce_constant(value: Any) -> Reduced:
     match kind.__module__, kind.__name__:
         case ("torch", "memory_format") | ("torch._ops", "OpOverload" | "OpOverloadPacket"):
             return torch_name, (str(value),)
-        case "torch" | "numpy" as library, "finfo" | "iinfo" as name:
-            return limits_of, (library, name, str(value.dtype))
+        case "torch" | "numpy" as library, "finfo" | "iinfo":
+            return kind, (getattr(sys.modules[library], str(value.dtype)),)
     return cast(Reduced, NotImplemented)
 
 
@@ -217,10 +205,7 @@ def reduce_constant(value: Any) -> Reduced:
 
 
 def rebuild_storage(contents: Any, device: str = "cpu") -> torch.UntypedStorage:
-    """Make a storage that uses this memory, or a copy of it where it cannot be written to.
-
-    With `device`, such as `cuda`, a copy on the receiver's own.
-    """
+    """Make a storage of this memory; a copy if it is read-only, or for the receiver's `device`."""
     import torch
 
     view = memoryview(contents)
@@ -257,15 +242,6 @@ def rebuild_tensor(
     return tensor.requires_grad_(requires_grad)
 
 
-def rebuild_with_grad(
-    make: Callable[..., torch.Tensor], args: tuple[Any, ...], grad: torch.Tensor
-) -> torch.Tensor:
-    """Make a tensor that torch takes apart itself, with its gradient."""
-    tensor = make(*args)
-    set_attributes(tensor, {"grad": grad})
-    return tensor
-
-
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
     """Give a tensor its gradient, and the attributes that Python code had put on it."""
     for name, value in attributes.items():
@@ -282,12 +258,6 @@ def torch_name(path: str) -> Any:
     if start == "torch":
         return getattr(torch, name)
     return functools.reduce(getattr, path.split("."), torch.ops)
-
-
-def limits_of(library: str, kind: str, dtype: str) -> Any:
-    """Make `torch.finfo(torch.float16)`, or numpy's."""
-    module = importlib.import_module(library)
-    return getattr(module, kind)(getattr(module, dtype))
 
 
 def _same(value: Any) -> Any:

@@ -1,8 +1,4 @@
-"""Why a value cannot be pickled: the part of it that is to blame, and what to do instead.
-
-Asked after pickling has failed: by the notebook's side for what goes to the workers, by a worker
-for what goes back.
-"""
+"""Why a value could not be pickled: the part of it that is to blame, and what to do instead."""
 
 from __future__ import annotations
 
@@ -21,9 +17,9 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-from nbdist.errors import VariableNotSent
 from nbdist.values import pickling
 
 SEARCH_TIMEOUT = 1.0
@@ -62,74 +58,45 @@ def _is_compiled(value: Any) -> bool:
 
 _Kind = tuple[Callable[[Any], bool], str, str, str]
 
+# fmt: off
 _KINDS: tuple[_Kind, ...] = (
-    (
-        _is(types.GeneratorType, types.AsyncGeneratorType),
-        "generator",
-        "how far a generator has come cannot be copied",
-        "call the function that makes it inside the cell, or send `list(...)` of it",
-    ),
-    (
-        _is(types.CoroutineType, asyncio.Future),
-        "coroutine",
-        "an awaitable belongs to one event loop",
-        "call the async function inside the cell, and await it there",
-    ),
-    (
-        _is(*_LOCKS),
-        "thread lock",
-        "a lock works within one process",
-        "make it inside the cell, or drop it in `__getstate__` of the class that holds it",
-    ),
-    (
-        _is(socket.socket),
-        "socket",
-        "a connection belongs to the process that opened it",
-        "connect inside the cell",
-    ),
-    (
-        _is(io.IOBase),
-        "open file",
-        "the position of an open file belongs to the process that opened it",
-        "keep its path, and open it inside the cell",
-    ),
-    (
-        _is(types.ModuleType),
-        "module",
-        "the workers could not import it by its name",
-        "write it to a .py file that the workers can import",
-    ),
-    (
-        _is(subprocess.Popen, multiprocessing.process.BaseProcess, threading.Thread),
-        "process or thread",
-        "only the process that started it can use it",
-        "start it inside the cell",
-    ),
-    (
-        _is(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
-        "weak reference",
-        "it points at an object of this process",
-        "send the object itself, or make the reference inside the cell",
-    ),
-    (
-        _is(types.FrameType, types.TracebackType),
-        "frame",
-        "a stack belongs to the thread that runs on it",
-        "send what you need from it: its text, or the values",
-    ),
-    (
-        lambda value: type(value).__module__.partition(".")[0] in _OF_THE_NOTEBOOK,
-        "part of this notebook",
-        "it belongs to this notebook's kernel",
-        "use it in a cell of the notebook, outside `%%distributed`",
-    ),
-    (
-        _is_compiled,
-        "compiled function or C data",
-        "machine code and C pointers have a meaning in one process only",
-        "load or compile it inside the cell",
-    ),
+    (_is(types.GeneratorType, types.AsyncGeneratorType), "generator",
+     "how far a generator has come cannot be copied",
+     "call the function that makes it inside the cell, or send `list(...)` of it"),
+    (_is(types.CoroutineType, asyncio.Future), "coroutine",
+     "an awaitable belongs to one event loop",
+     "call the async function inside the cell, and await it there"),
+    (_is(*_LOCKS), "thread lock",
+     "a lock works within one process",
+     "make it inside the cell, or drop it in `__getstate__` of the class that holds it"),
+    (_is(socket.socket), "socket",
+     "a connection belongs to the process that opened it",
+     "connect inside the cell"),
+    (_is(io.IOBase), "open file",
+     "the position of an open file belongs to the process that opened it",
+     "keep its path, and open it inside the cell"),
+    (_is(types.ModuleType), "module",
+     "the workers could not import it by its name",
+     "write it to a .py file that the workers can import"),
+    (_is(subprocess.Popen, multiprocessing.process.BaseProcess, threading.Thread),
+     "process or thread",
+     "only the process that started it can use it",
+     "start it inside the cell"),
+    (_is(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType), "weak reference",
+     "it points at an object of this process",
+     "send the object itself, or make the reference inside the cell"),
+    (_is(types.FrameType, types.TracebackType), "frame",
+     "a stack belongs to the thread that runs on it",
+     "send what you need from it: its text, or the values"),
+    (lambda value: type(value).__module__.partition(".")[0] in _OF_THE_NOTEBOOK,
+     "part of this notebook",
+     "it belongs to this notebook's kernel",
+     "use it in a cell of the notebook, outside `%%distributed`"),
+    (_is_compiled, "compiled function or C data",
+     "machine code and C pointers have a meaning in one process only",
+     "load or compile it inside the cell"),
 )
+# fmt: on
 """Which objects stay where they are, and of each kind a name, why, and the way out."""
 
 
@@ -146,26 +113,19 @@ def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
     return fails
 
 
-def unshippable(
-    name: str, value: Any, fails: Callable[[Any], bool], problem: BaseException
-) -> VariableNotSent:
-    """Make the error about `value`, whose pickling raised `problem`.
-
-    `fails` tries to pickle a part.  The search ends after about a second, with what it
-    has found by then.
-    """
-    return VariableNotSent(name, *blame(name, value, fails, problem))
-
-
 def blame(
     name: str, value: Any, fails: Callable[[Any], bool], problem: BaseException
 ) -> tuple[str, str, str, str]:
-    """Find the path from the name to the culprit, its type, why it cannot travel, what to do."""
+    """Find the path from the name to the culprit, its type, why it cannot travel, what to do.
+
+    Pickling the value raised `problem`; `fails` tries to pickle a part.  The search ends after
+    about a second, with what it has found by then.
+    """
     path, culprit = _find_culprit(name, value, fails)
     if kind := _kind_of(culprit):
         return path, *kind
-    said = str(problem).splitlines() or [type(problem).__name__]
-    why = f"it cannot be pickled ({said[0].rstrip('.')})"
+    said = str(problem).partition("\n")[0] or type(problem).__name__
+    why = f"it cannot be pickled ({said.rstrip('.')})"
     remedy = "make it inside the cell, or give its class a `__reduce__` that says how to make it"
     return path, type_name(culprit), why, remedy
 
@@ -228,15 +188,12 @@ def parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        with suppress(ValueError):  # It has no value yet.
             yield f".<closure>.{name}", cell.cell_contents
-        except ValueError:
-            continue  # It has no value yet.
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
     defaults = function.__defaults__ or ()
-    for name, default in zip(reversed(arguments), reversed(defaults), strict=False):
-        yield f".<default>.{name}", default
-    for name, default in (function.__kwdefaults__ or {}).items():
+    named = zip(reversed(arguments), reversed(defaults), strict=False)
+    for name, default in (*named, *(function.__kwdefaults__ or {}).items()):
         yield f".<default>.{name}", default
 
 

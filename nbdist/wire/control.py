@@ -1,15 +1,13 @@
 """What an agent asks of a worker's control thread, whatever its task does, and the answers.
 
-They travel as pickles in the buffers of messages on the kernel's control channel.  A worker
-trusts its agent; the agent makes of a worker's bytes nothing but these answers, since what
-runs there is users' code.  A `Question` is what a front end asks of a worker's names while
-somebody types.
+They are pickles in messages on the kernel's control channel.  The agent makes of a worker's bytes
+nothing but these answers, since users' code runs there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
@@ -39,6 +37,7 @@ class Inspect:
 
 
 Question = Complete | Inspect
+"""What a front end asks of a worker's names while somebody types."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +49,14 @@ class Candidate:
     signature: str = ""
 
 
-KINDS = (
-    ("function", (FunctionType, BuiltinFunctionType, MethodDescriptorType)),
-    ("class", (type,)),
-    ("module", (ModuleType,)),
-)
-
-
 def kind_of(value: object) -> str:
-    """Return what jedi would call it."""
-    found = (kind for kind, types in KINDS if issubclass(type(value), types))
-    return next(found, "instance")
+    """Return what jedi would call it; nothing of its own is run."""
+    kind = type(value)
+    if issubclass(kind, FunctionType | BuiltinFunctionType | MethodDescriptorType):
+        return "function"
+    if issubclass(kind, type):
+        return "class"
+    return "module" if issubclass(kind, ModuleType) else "instance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +84,8 @@ class Completions:
         """Write the content of a kernel's reply to a front end."""
         place = {"start": self.start, "end": self.end}
         typed = [
-            {**place, "text": each.text, "type": each.type or "<unknown>",
-             "signature": each.signature}
-            for each in self.candidates
-        ]  # fmt: skip
+            {**place, **asdict(each), "type": each.type or "<unknown>"} for each in self.candidates
+        ]
         return {
             "matches": [each.text for each in self.candidates],
             "cursor_start": self.start,
@@ -119,9 +113,6 @@ REQUEST, REPLY = "nbdist_request", "nbdist_reply"
 """The kinds of these messages."""
 
 
-# --- requests ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Locate:
     """Where is the main thread?  Answered by `Place`, `briefly` with what people read of it."""
@@ -146,7 +137,7 @@ class ListGroups:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What do torch and IPython lack?  Answered by `Lacks`."""
+    """What do torch and IPython lack?  Answered by a sentence for each thing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +161,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """Connect the world's group and all these groups anew, in place, as this generation.
-
-    `seats` and `environ` say where all sit now: ranks of a lost node sit on others.
-    """
+    """Connect the world's group and these anew, as this generation; all sit where `seats` say."""
 
     generation: int
     members: Mapping[str, tuple[int, ...]]
@@ -194,22 +182,8 @@ class Resize:
     environ: Mapping[str, str]
 
 
-Request = (
-    Locate
-    | Trace
-    | LastCollective
-    | ListGroups
-    | Check
-    | Bind
-    | LetGo
-    | Abort
-    | Regroup
-    | Resize
-    | Question
-)
-
-
-# --- answers ----------------------------------------------------------------------------
+Look = Locate | Trace | LastCollective | ListGroups | Check | Question
+Request = Look | Bind | LetGo | Abort | Regroup | Resize
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +204,6 @@ class HeldGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class Lacks:
-    """What is missing in the libraries, a sentence each."""
-
-    sentences: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """It could not be done; `unfit` where only another process could do it."""
 
@@ -249,7 +216,8 @@ class Ok:
     """It is done, or there is none of what was asked for."""
 
 
-Answer = Place | Traced | Collective | HeldGroups | Lacks | Failed | Ok | Completions | Description
+Said = Completions | Description
+Answer = Place | Traced | Collective | HeldGroups | tuple[str, ...] | Failed | Ok | Said
 
 
 def answer_from(buffers: Sequence[bytes | memoryview]) -> Answer:

@@ -1,11 +1,7 @@
 """Files of other machines: the ends of ranks' logs, and the notebook's code.
 
-The agent of a machine reads logs for notebooks on other ones; the notebook itself those of its own
-machine, where they are there also once the agent has ended.
-
-The notebook's folder goes by `--sync-code` to nodes that do not share it.  The notebook lists its
-files (`nbdist.world.code_sync`); a node, or the head for its nodes, answers which it lacks
-(`nbdist.agent.code_folder`), by what is in them.
+Agents read logs for notebooks on other machines; a notebook reads those of its own, which outlive
+the agent.  By `--sync-code` a node gets the notebook's files that it lacks, by what is in them.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import accumulate, chain
+from itertools import accumulate, chain, product
 from pathlib import Path
 
 from nbdist.system.folders import MARKER
@@ -39,10 +35,9 @@ LONGEST = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class GetLogs:
-    """Read the last `most` lines of these ranks' log files, fewer where they are long.
+    """Read the last `most` lines of these ranks' logs, fewer long ones; a tuple of `LogTail`.
 
-    `attempt` is None for the files that are written now; `end` is where an earlier answer
-    began, None for the end.  Answered by a tuple of `LogTail`.
+    `attempt` is None for the present one; `end` is where an earlier answer began, or None.
     """
 
     ranks: tuple[int, ...]
@@ -54,10 +49,10 @@ class GetLogs:
 
 @dataclass(frozen=True, slots=True)
 class LogTail:
-    """Lines of a rank's log, the first of which begins at `start`; `file` is its path there.
+    """Lines of a rank's log, the first of which begins at `start`; without files `file` is "".
 
     Bytes count from where the file with the earlier lines begins.  `attempts` are the starts of
-    the workers that there are files of.  Without files `file` is "".
+    the workers that there are files of.
     """
 
     rank: int
@@ -70,18 +65,20 @@ class LogTail:
 
 def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogTail, ...]:
     """Read what is asked for of ranks with these folders."""
-    ranks = [rank for rank in get.ranks if rank in folders_of]
-    return tuple(
-        _tail_of(rank, folders_of[rank], stream, get) for rank in ranks for stream in get.streams
-    )
-
-
-def _tail_of(rank: int, folder: Path | None, stream: str, get: GetLogs) -> LogTail:
-    if folder is None:
-        return LogTail(rank, stream)
-    file = file_of(folder, stream, get.attempt)
-    lines, start = last_lines(file, get.most, get.end)
-    return LogTail(rank, stream, str(file), tuple(lines), start, attempts_beside(folder))
+    found = []
+    for rank, stream in product([rank for rank in get.ranks if rank in folders_of], get.streams):
+        if (folder := folders_of[rank]) is None:
+            found.append(LogTail(rank, stream))
+            continue
+        run = folder.parent.parent  # with a folder for each attempt
+        names = (each.name for each in run.glob(f"{ATTEMPT}*"))
+        attempts = tuple(sorted(int(name.removeprefix(ATTEMPT)) for name in names))
+        if get.attempt is not None:
+            folder = run / f"{ATTEMPT}{get.attempt}" / folder.name
+        file = folder / f"{stream}.log"
+        lines, start = last_lines(file, get.most, get.end)
+        found.append(LogTail(rank, stream, str(file), tuple(lines), start, attempts))
+    return tuple(found)
 
 
 def last_lines(file: Path, most: int, end: int | None = None) -> tuple[list[str], int]:
@@ -124,9 +121,6 @@ def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
             yield 0, rest
 
 
-# --- their names ------------------------------------------------------------------------------
-
-
 def moved_line(earlier: Path, limit: int) -> str:
     """Write the first line of a file that was begun because the one before was full."""
     allowed = f"NBDIST_LOG_LIMIT allows {limit >> 20} MiB"
@@ -143,21 +137,7 @@ def earlier_file(file: Path) -> Path:
     return file.with_name(f"{file.name}.1")
 
 
-def file_of(folder: Path, stream: str, attempt: int | None = None) -> Path:
-    """Name a log file in a rank's folder, or in its folder of another attempt."""
-    if attempt is not None:
-        folder = folder.parent.parent / f"{ATTEMPT}{attempt}" / folder.name
-    return folder / f"{stream}.log"
-
-
-def attempts_beside(folder: Path) -> tuple[int, ...]:
-    """List the attempts of which there are files, a rank's folder being of one of them."""
-    found = folder.parent.parent.glob(f"{ATTEMPT}*")
-    return tuple(sorted(int(each.name[len(ATTEMPT) :]) for each in found))
-
-
 # --- the notebook's code ----------------------------------------------------------------------
-
 
 PART = 4 << 20
 """Bytes of files after which a message has enough: other messages need not wait for more."""
@@ -190,16 +170,11 @@ def digest_of(content: bytes) -> bytes:
 
 
 def landmark(path: str) -> tuple[int, int] | None:
-    """Return by which machines tell that they have the very same file; None for no file.
-
-    Those that mount one file system see one inode, and when it was last changed in
-    nanoseconds; a copy has others, and no program can set the latter.
-    """
-    try:
+    """Return by which machines know the very same file, inode and ctime; None for no file."""
+    with suppress(OSError):
         found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_ctime_ns
+        return found.st_ino, found.st_ctime_ns
+    return None
 
 
 def part_of(

@@ -1,8 +1,4 @@
-"""Messages as bytes: packed, cut into frames, and made objects, also without trusting them.
-
-What a process of nbdist's says to another is a pickle.  Where users' code runs is no place to
-trust: what comes from there is checked (`object_from`).
-"""
+"""Messages as bytes: pickles, cut into frames; from where users' code runs they are checked."""
 
 from __future__ import annotations
 
@@ -35,9 +31,6 @@ def unpack(frame: bytes | memoryview) -> Any:
     return pickle.loads(frame)
 
 
-# --- objects ----------------------------------------------------------------------------
-
-
 def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
     """Return what was pickled, if it is of this kind: a dataclass, or a union; raises BadFrame.
 
@@ -54,8 +47,6 @@ def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes objects of some classes, and runs nothing else."""
-
     def __init__(self, frame: bytes, classes: Mapping[tuple[str, str], type]) -> None:
         super().__init__(io.BytesIO(frame))
         self._classes = classes
@@ -71,7 +62,6 @@ _hints = cache(get_type_hints)
 
 @cache
 def _classes_by_name(*kinds: Any) -> Mapping[tuple[str, str], type]:
-    """Return the dataclasses that values of these kinds can be made of, by module and name."""
     found: set[type] = set()
     waiting = [*kinds]
     while waiting:
@@ -84,7 +74,7 @@ def _classes_by_name(*kinds: Any) -> Mapping[tuple[str, str], type]:
 
 
 def fits(value: object, kind: Any) -> bool:
-    """Say whether a value is what an annotation says, all the way down."""
+    """Return True for a value that is what an annotation says, all the way down."""
     return _check_of(kind)(value)
 
 
@@ -152,19 +142,13 @@ def built(value: Any, kind: Any) -> Any:
     return value
 
 
-# --- frames of a stream ------------------------------------------------------------------
-
-
 def framed(data: bytes) -> bytes:
     """Return the bytes with their length before them."""
     return _LENGTH.pack(len(data)) + data
 
 
 class FrameCutter:
-    """Cuts what is read from a stream into the frames that were written.
-
-    One of more than `most` bytes raises BadFrame.
-    """
+    """Cuts what is read into frames; one of more than `most` bytes raises BadFrame."""
 
     def __init__(self, most: int | None = None) -> None:
         self._data = bytearray()

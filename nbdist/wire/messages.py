@@ -1,9 +1,6 @@
-"""What crosses between the notebook and an agent, as frozen dataclasses.
+"""What crosses between the notebook and an agent; what ranks show is in `nbdist.output.events`.
 
-Both sides run the same version of nbdist (`Hello` carries it), so these travel as
-pickles over a socket in a folder that only this user can open: who could write to it could
-run code anyway, since running code is what it is for.  What ranks show is in
-`nbdist.output.events`.
+Both run the same version of nbdist, so these are pickles, on a socket that only this user can open.
 """
 
 from __future__ import annotations
@@ -15,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from nbdist.output.events import Died, Output
 from nbdist.topology import Seats
 from nbdist.values.payload import SegmentRef
-from nbdist.wire.control import Completions, Description, Question
-from nbdist.wire.files import CodeFile, GetLogs, LogTail
+from nbdist.wire.control import Question
+from nbdist.wire.files import CodeFile, GetLogs
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.views import Place, Stack, Usage, WorkerStatus
+from nbdist.wire.views import Place, Usage
 from nbdist.wire.work import InputReply, Task
 
 if TYPE_CHECKING:
@@ -29,10 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StartWorld:
-    """Start all workers of `spec` and form their group; answered by `WorldStarted`.
-
-    A head needs the options too, with what the notebook has chosen (`wanted_elsewhere`).
-    """
+    """Start all workers and form their group; answered by `WorldStarted`.  A head has `wanted`."""
 
     spec: WorldSpec
     wanted: WorldConfig | None = None
@@ -64,10 +58,7 @@ class GetStacks:
 
 @dataclass(frozen=True, slots=True)
 class Consult:
-    """Put a question to one of these ranks, an idle one if there is any.
-
-    Answered by what the rank answers, None where none does in time.
-    """
+    """Ask one of these ranks, an idle one if there is any; None where none answers in time."""
 
     ranks: tuple[int, ...]
     question: Question
@@ -80,10 +71,7 @@ class Heal:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Have as many workers as this spec says, and a group of them; answered by `Healed`.
-
-    `keep` are the ranks that stay, which are the first of the new world, in this order.
-    """
+    """Change the number of workers; answered by `Healed`.  The ranks of `keep` become the first."""
 
     spec: WorldSpec
     keep: tuple[int, ...]
@@ -99,10 +87,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class GetCode:
-    """Make the node's folder hold these files, by their paths; answered by `CodeHeld`.
-
-    By the `landmarks` the node tells whether it shares the notebook's folder.
-    """
+    """Hold these files, unless the `landmarks` are in the same folder; answered by `CodeHeld`."""
 
     landmarks: Mapping[str, tuple[int, int]]
     files: Mapping[str, CodeFile]
@@ -120,30 +105,17 @@ class Grow:
     """Take in the machines that have come since the start; answered by `Healed`."""
 
 
-Request = (
-    StartWorld
-    | StopWorld
-    | GetStatus
-    | GetRefused
-    | GetStacks
-    | GetLogs
-    | Consult
-    | Heal
-    | Scale
-    | Grow
-    | Kill
-    | GetCode
-    | PutCode
-)
+Look = GetStatus | GetRefused | GetStacks | GetLogs | Consult
+Change = StartWorld | StopWorld | Heal | Scale | Grow | Kill
+Request = Look | Change | GetCode | PutCode
 
 
 @dataclass(frozen=True, slots=True)
 class WorldStarted:
     """All ranks are up and share a group; `logs` are their log folders ("" for none).
 
-    `lacks` says what is missing in the libraries that they have, a sentence each.  `hosts` has
-    the machine of each rank where there are several,
-    and `spec` is what the world became, where that depends on other machines.
+    `lacks` says what their libraries lack, a sentence each.  Of several machines `hosts` has that
+    of each rank, and `spec` is what the world became.
     """
 
     pids: Mapping[int, int]
@@ -168,10 +140,8 @@ class StartFailure:
 class Healed:
     """All ranks share a group again; `problem` says why they do not, "" when they do.
 
-    There are as many as `pids`, where `seats` says.  `not_scaled` says why they are as many as
-    before, "" when they are as many as was asked for.  `hosts` has the machine of each where
-    there are several, and `spec` is what the world became, as in `WorldStarted`.  `way_back` is
-    what has lost machines back that do not come by themselves.
+    There are as many as `pids`, where `seats` says; `not_scaled` says why their number is that of
+    before.  `hosts` and `spec` are as in `WorldStarted`; `way_back` brings back lost machines.
     """
 
     pids: Mapping[int, int]
@@ -186,10 +156,7 @@ class Healed:
 
 @dataclass(frozen=True, slots=True)
 class CodeHeld:
-    """What a node lacks of the notebook's files; it has written them where it lacks nothing.
-
-    Where it is the very same folder there (`is_shared`) nothing has to be sent.
-    """
+    """What a node lacks of the notebook's files; nothing where it has them, or they `is_shared`."""
 
     host: str
     lacks: tuple[CodeFile, ...] = ()
@@ -197,19 +164,8 @@ class CodeHeld:
     problem: str = ""
 
 
-Reply = (
-    WorldStarted
-    | StartFailure
-    | Healed
-    | CodeHeld
-    | tuple[WorkerStatus, ...]
-    | tuple[Stack, ...]
-    | tuple[LogTail, ...]
-    | Completions
-    | Description
-    | int
-    | None
-)
+Reply = Any
+"""What the request says that it is answered by."""
 
 
 # --- what goes over the link ----------------------------------------------------------------
@@ -225,10 +181,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Notebook to agent: pass the packed task on to those of its ranks that live there, at once.
-
-    `segments` is the shared memory that it refers to.
-    """
+    """Notebook to agent: pass the packed task, which refers to `segments`, on to its ranks."""
 
     id: str
     ranks: tuple[int, ...]
@@ -282,10 +235,10 @@ class Enter:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Notebook to agent: what the next notebook has to know that takes the world over.
+    """Notebook to agent: what the next notebook needs that takes the world over.
 
-    `options` are those of the world by the fields of `WorldConfig`, `patience` that of the task
-    which comes next, `setup` the set-up cells with their keys.
+    `options` are fields of `WorldConfig`, `patience` is that of the next task, `setup` are the
+    set-up cells with their keys.
     """
 
     options: Mapping[str, Any]
@@ -353,10 +306,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Starting:
-    """Agent to notebook: of the workers that are being started so many are up by now.
-
-    `text` says which of several machines have come.
-    """
+    """Agent to notebook: `up` of the workers have started; `text` says which machines have come."""
 
     up: int
     text: str = ""
@@ -385,10 +335,7 @@ class Came:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """Agent to notebook, again and again: these machines, which may be none, do not respond.
-
-    Each counts as lost after `timeout` seconds.
-    """
+    """Agent to notebook: these machines do not respond; each is lost after `timeout` seconds."""
 
     hosts: tuple[str, ...]
     timeout: float
@@ -403,10 +350,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Agent to notebook: what ranks have shown since the last batch, in each rank's order.
-
-    `task_id` is the task that was running then, "" where there was none.
-    """
+    """Agent to notebook: rank, task ("" for none) and output, since the last batch, in order."""
 
     items: tuple[tuple[int, str, Output], ...]
 

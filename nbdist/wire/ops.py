@@ -14,10 +14,9 @@ from nbdist.words import count
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
-    """A worker's memory in bytes before and after it released what is not needed.
+    """A worker's bytes before and after it released what is not needed; `memory` is PSS.
 
-    `memory` is PSS, in which shared pages count in part; `on_gpu` what tensors take of the
-    rank's GPU, `held_on_gpu` that and what torch keeps for the next ones, 0 without a GPU.
+    `on_gpu` is what tensors take of its GPU, `held_on_gpu` also what torch keeps; 0 without one.
     """
 
     memory: tuple[int, int]
@@ -27,11 +26,7 @@ class Cleaned:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Memory that a name leads to: of a tensor or array, or of `count` of them.
-
-    `size` is bytes, all of those that a view is of; where there are several, `shape` and
-    `dtype` are those that all of them have, else empty.
-    """
+    """Memory that a name leads to: of a tensor or array, all that a view is of, or of `count`."""
 
     name: str
     size: int
@@ -44,16 +39,12 @@ class Held:
     def kind(self) -> str:
         """What it is: `(1024, 64) float32`, `24 tensors`."""
         several = count(self.count, "tensor") if self.count > 1 else ""
-        shape = str(self.shape) if self.shape else ""
-        return " ".join(filter(None, [several, shape, self.dtype]))
+        return " ".join(filter(None, [several, str(self.shape or ""), self.dtype]))
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes that were used at a time; `is_bound` where it may have been before the cell.
-
-    The last cell has then used less at any time.
-    """
+    """The most bytes used at a time; `is_bound` where it may have been before the last cell."""
 
     size: int
     is_bound: bool = False
@@ -72,12 +63,11 @@ class GpuMemory:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a rank's memory is used for; bytes.
+    """What a rank's memory is used for, in bytes; not `is_whole` where there was no time for all.
 
-    `pss` counts pages that processes share in part; `limit` is what leaves least: the machine's,
-    its control group's or `ulimit -v`.  `held` are the largest tensors and arrays that names
-    lead to, `kept` those that only the last traceback and `Out` lead to; `tensors` and
-    `kept_size` are all of them.  Not `is_whole`: there was no time to look at everything.
+    `limit` is what leaves least: the machine's, its control group's or `ulimit -v`.  `held` are
+    the largest tensors and arrays that names lead to, `kept` those of the last traceback and `Out`
+    alone; `tensors` and `kept_size` are all of them.
     """
 
     pss: int
@@ -106,9 +96,8 @@ class Met:
 class RankTimes:
     """A rank's last cell in nanoseconds of the clock: its waits for others, and what it began.
 
-    `waits` are those that Python code saw, `waited_ns` is all of these together; what C++ code
-    waits for (a DDP module's backward) is in `met` alone, which needs Flight Recorder:
-    `is_recorded`.  Not `is_whole`: there were more, and these are the last.
+    `waits` are those of Python code, `waited_ns` in all; what C++ code waits for (a DDP module's
+    backward) is in `met` alone, if `is_recorded` by Flight Recorder.  If not `is_whole`, the last.
     """
 
     began_ns: int
@@ -122,10 +111,7 @@ class RankTimes:
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
-    """A rank's events of a profile: JSON objects with commas between, compressed; `size` bytes.
-
-    `count` of them, the earliest, without those `dropped`; or a `problem`, for the user.
-    """
+    """A rank's first events of a profile, JSON with commas between, compressed; or a `problem`."""
 
     events: bytes = b""
     size: int = 0
@@ -144,10 +130,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """A rank's values of some expressions, packed, or why they cannot be had.
+    """A rank's values of some expressions; with parts `spread` over ranks nothing is packed yet.
 
-    `of` is the expression that has no value: for want of the name `missing`, or of another
-    `problem`, for the user.  Where parts are `spread` over ranks nothing is packed yet.
+    The expression `of` has no value: the name `missing` is, or there is another `problem`.
     """
 
     of: str = ""
@@ -161,8 +146,7 @@ class Brought:
 class Part:
     """A tensor, array or plain value within a value: `kind` is its type, dtype and shape.
 
-    `digest` is of its contents, "" where they cannot be compared; `text` is the value itself
-    where it is short, `size` its bytes, `count` its elements.
+    `digest` is "" where contents cannot be compared; a short value is the `text`; `size` is bytes.
     """
 
     kind: str
@@ -183,10 +167,7 @@ class Looked:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far two tensors are apart: at most `most`, in `differing` elements.
-
-    `odd` are those of them where one rank alone has NaN or infinity.
-    """
+    """How far two tensors are apart, in `differing` elements; of `odd` ones one has NaN or inf."""
 
     most: float
     differing: int
@@ -227,10 +208,9 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A rank's file of a snapshot: names, what goes along with them, what was left out and why.
+    """A rank's file of a snapshot, or a `problem`; restoring it needs the `meshes`.
 
-    With a `problem`, for the user, there is no file.  `versions` are those that wrote it; `meshes`
-    are those that restoring it needs.
+    It has `names` and what goes along (`also`); what was `left_out`, and why; who wrote it.
     """
 
     problem: str = ""
@@ -247,8 +227,7 @@ class Written:
 class Loaded:
     """A rank has read its file, unless there is one of these, for the user.
 
-    `damage` of the file, `distrust` because another user could have written it, any other
-    `problem` with what is in it.
+    `distrust` is because another user could have written it.
     """
 
     problem: str = ""

@@ -1,56 +1,4 @@
-"""What a world is to be, what its ranks have in common, and what each worker process starts with.
-
-Made by the notebook (`WorldSpec`) and by each agent (`WorkerStart`); a worker gets its
-spec and its start before its first import of user code.
-
-The names and meanings of the environment variables that torchrun gives its workers are
-torch.distributed.elastic's (agent/server/local_elastic_agent.py); libraries such as Accelerate and
-Lightning read them.  A test compares them with those of a real torchrun, name by name.  What
-differs in more than numbers, names and paths:
-
-=============================== ======== ============= =======================================
-name                            torchrun here          why
-=============================== ======== ============= =======================================
-OMP_NUM_THREADS                 1        cores / ranks torchrun leaves the other cores idle
-TORCHELASTIC_USE_AGENT_STORE    True     False         nothing listens on MASTER_PORT: user
-                                                       code's own rank 0 makes a store there
-TORCH_NCCL_ASYNC_ERROR_HANDLING 1        0             1 ends a worker ten minutes into a wait,
-                                                       also in a debugger; nbdist itself aborts
-                                                       collectives that wait in vain
-TORCHELASTIC_SIGNALS_TO_HANDLE  set      unset         the torchrun process's own business
-PYTHON_EXEC                     unset    the workers'  a torchrun in a cell uses it as well
-GLOO_SOCKET_IFNAME              unset    lo            gloo would ask the host's name for an
-                                                       address, and listen on that one
-TORCH_NCCL_ENABLE_MONITORING    unset    0             it ends a worker that waits, as above
-TORCH_NCCL_RETHROW_CUDA_ERRORS  unset    0, with nccl  else torch's watchdog ends a worker whose
-                                                       communicator was aborted or whose context
-                                                       is corrupt, before a cell can say so
-TORCH_NCCL_DUMP_ON_TIMEOUT      unset    0, with nccl  else a first abort writes Flight Recorder's
-                                                       trace to a file, for up to 15 s
-NCCL_NVLS_ENABLE                unset    0, with nccl  what it sets up in NVLink's switches does
-                                                       not survive an abort, so healing demands it
-                                                       (NVIDIA's in-process restart does too)
-NCCL_SOCKET_IFNAME              unset    =lo, with     nccl would listen on an interface of its
-                                         nccl          own choice; on several machines it is the
-                                                       one that gloo has, and not those whose names
-                                                       begin so: hence the =
-NCCL_RAS_ENABLE                 unset    0, with nccl  nccl's own monitor listens on TCP only, and
-                                                       answers whoever asks; it counts what a rank
-                                                       has launched, as Flight Recorder does, and
-                                                       knows not what has ended, nor send and recv
-CUDA_VISIBLE_DEVICES            as it is the GPUs used what `--gpus` chose, a slice of it per
-                                                       simulated node, or each rank's MIG slice
-MPLBACKEND                      unset    inline        figures are outputs of the cell
-PYDEVD_DISABLE_FILE_VALIDATION  unset    1             a debugger's warning that none can heed
-NBDIST_WORLD                    unset    the name      `--name`
-=============================== ======== ============= =======================================
-
-The user's own OMP_NUM_THREADS, TORCH_NCCL_*, NCCL_*, GLOO_SOCKET_IFNAME and MPLBACKEND win.
-Where ranks share a GPU there is `sharing_variables` besides.  Of what ends a process torch 2.15's
-`nccl` reads TORCH_NCCL_ASYNC_ERROR_HANDLING alone, and later ones the monitoring too.  Never set
-here is TORCH_NCCL_DESYNC_DEBUG: torch then takes TORCH_NCCL_ASYNC_ERROR_HANDLING=0 for 3.
-Read in torch 2.13's and 2.15's headers and libraries; not run on a GPU yet.
-"""
+"""What a world is to be (`WorldSpec`), and what each worker process starts with (`WorkerStart`)."""
 
 from __future__ import annotations
 
@@ -65,9 +13,6 @@ from typing import NamedTuple
 from nbdist.errors import UsageError
 from nbdist.system.processes import MODULE
 from nbdist.topology import Seat, Seats, gpus_of, is_slice, ranks_on, seat_of, uses_nccl
-
-# --- versions of interpreters -----------------------------------------------------------------
-
 
 Versions = Mapping[str, str]
 """By what it is the version of; "" where it is not there."""
@@ -107,9 +52,6 @@ def difference(there: Versions, here: Versions) -> Difference | None:
     return None
 
 
-# --- ranks ------------------------------------------------------------------------------------
-
-
 LAST_LINE_SAYS = 78
 """The exit code of a worker that cannot start, for a reason that its last line says in full."""
 
@@ -131,21 +73,17 @@ class WorldSpec:
     """What every rank of a world has in common.
 
     `environ` is the notebook's whole environment, on other machines what was asked for: with
-    secrets; `threads` is how many each rank may
-    use for one operation; `backend` is None for no process group; `use_fork_server` forks
-    the workers from a process that has torch imported, else each is spawned, with `wrap`
-    before its command.  `seats` has where each rank sits, () on one node, and `room` for how
-    many each simulated node has room.  `node` is the one that this spec is for, with its own
-    `gpus`; None on one machine, which has all ranks, whose nodes are simulated.
-    A rank's log files have `log_limit` bytes for each stream, or with 0 no limit.
-    `sys_path` and `argv` are the notebook's, for what cells run; with `own_path` the
-    interpreter's own path follows after it; with `share_gpus` several ranks of nccl can
-    have one GPU; of each node's those are used that `gpus_asked` numbers, "" for all; with
-    `sync_code` edited modules are imported anew before each task.
-    `interface` is that of the network by which gloo connects ranks, and at `master_addr` user
-    code's own rank 0 can listen; `master_port` 0 is one that the agent holds.
-    With `torch_store` the ranks meet there.  `versions` are those of the notebook where a worker's
-    may be others: of an interpreter or a wrapper that the user names.
+    secrets.  `threads` is how many each rank may use for one operation; `backend` is None for no
+    process group; without `use_fork_server` each worker is spawned, with `wrap` before its command.
+    `seats` has where each rank sits, () on one node, `room` for how many each simulated node has
+    room; `node` is the one that this spec is for, with its own `gpus`, None on one machine, whose
+    nodes are simulated.  `log_limit` is bytes for each stream of a rank, 0 for no limit.
+    `sys_path` and `argv` are the notebook's; with `own_path` the interpreter's own path follows;
+    with `share_gpus` several ranks of nccl can have one GPU; `gpus_asked` numbers those of each
+    node that are used, "" for all; with `sync_code` edited modules are imported again before each
+    task.  gloo connects ranks by the `interface`; user code's own rank 0 can listen at
+    `master_addr` and `master_port`, 0 for one that the agent holds.  With `torch_store` the ranks
+    meet there.  `versions` are the notebook's where the user names an interpreter or a wrapper.
     """
 
     world_size: int
@@ -203,13 +141,11 @@ class WorldSpec:
 class WorkerStart:
     """What one worker process needs before its first import of user code.
 
-    `token` marks the escape sequences for its agent in its stdout;
-    `store_path` is the file through which the ranks of this machine find one another, or
-    else `store_socket` is where they ask for a store of all machines; the names of
-    `over_file` begin with `over_path`;
-    with `joins` it replaces a worker that has died, or is one more, and joins these groups,
-    the ranks of each by its name, besides the world's own; `gpus` are those that
-    it sees.  `sized_in` is the generation in which the world's group got its size.
+    `token` marks the escape sequences for its agent in its stdout.  The ranks of this machine find
+    one another through the file `store_path`, or those of all machines through `store_socket`.
+    The names of `over_file` begin with `over_path`.  With `joins` a worker is replaced or added,
+    and joins these groups, the ranks of each by name, besides the world's own.  `gpus` are those
+    that it sees; `sized_in` is the generation in which the world's group got its size.
     """
 
     rank: int
@@ -268,11 +204,8 @@ def over_file(path: str | Path, generation: int) -> Path:
     return Path(f"{path}.over{generation}")
 
 
-# --- worlds on many machines ------------------------------------------------------------------
-
-
 LINK_TIMEOUT = 10.0
-"""Seconds without one after which a machine counts as lost, unless the user says otherwise.
+"""Seconds without a link after which a machine counts as lost, by default.
 
 TCP sends what was lost again after 0.2, 0.6, 1.4, 3.0 and 6.2 s: a cable that is out for a second
 may be silent for nearly three.
@@ -280,7 +213,6 @@ may be silent for nearly three.
 
 
 # --- environment variables --------------------------------------------------------------------
-
 
 NBDIST_DECIDES = frozenset(
     {
@@ -294,12 +226,23 @@ NBDIST_DECIDES = frozenset(
 """What a user cannot set for the workers, because it says which rank each is."""
 
 WITH_NCCL: Mapping[str, str] = {
+    # Else torch's watchdog ends a worker whose communicator was aborted or whose context is
+    # corrupt, before a cell can say so.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # Else a first abort writes Flight Recorder's trace to a file, for up to 15 s.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # What it sets up in NVLink's switches does not survive an abort, so healing demands it
+    # (NVIDIA's in-process restart does too).
     "NCCL_NVLS_ENABLE": "0",
+    # nccl's own monitor listens on TCP and answers everybody; like Flight Recorder it counts what
+    # a rank has launched, and knows neither what has ended nor send and recv.
     "NCCL_RAS_ENABLE": "0",
 }
-"""What ranks whose backend uses nccl have besides; and NCCL_SOCKET_IFNAME."""
+"""What ranks whose backend uses nccl have besides; and NCCL_SOCKET_IFNAME.
+
+Read in torch 2.13's and 2.15's headers and libraries.  TORCH_NCCL_DESYNC_DEBUG is never set: torch
+then takes TORCH_NCCL_ASYNC_ERROR_HANDLING=0 for 3.
+"""
 
 NBDIST_SETS = NBDIST_DECIDES | {
     *("OMP_NUM_THREADS", "PYTHON_EXEC", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
@@ -318,14 +261,14 @@ def check_nvls(backend: str, environ: Mapping[str, str], *, shared: bool) -> str
 
     UsageError where ranks share a GPU, or have slices of one: NCCL would refuse to connect them.
     """
-    value = environ.get("NCCL_NVLS_ENABLE", "0") if uses_nccl(backend) else "0"
+    value = environ.get("NCCL_NVLS_ENABLE", "0")
+    if value == "0" or not uses_nccl(backend):
+        return ""
     if value == "1" and shared:
         raise UsageError(
             "NCCL_NVLS_ENABLE=1 cannot work where several ranks are on one GPU: "
             "`--env NCCL_NVLS_ENABLE=0` turns it off."
         )
-    if value == "0":
-        return ""
     return (
         f"NCCL_NVLS_ENABLE={value}: faster, but after an aborted collective the group may not be "
         "rebuilt; ranks are restarted then and lose their variables."
@@ -338,9 +281,8 @@ def sharing_variables(
     """Choose what lets NCCL of this version have several ranks on one GPU, before its first use.
 
     MIG `slices` of one GPU count as that GPU (NCCL to 2.31), but have multiprocessors of their own.
-    Older ones recognise two ranks on one GPU by host and bus.  With a host of its own each rank
-    passes, and meets the others through sockets, of the loopback interface: they are on one
-    machine.  What the user has set stays, but for the host, which has to be each rank's own.
+    Older ones recognise two ranks on one GPU by host and bus: each rank gets a host of its own, and
+    meets the others through sockets of the loopback interface.  All else that the user set stays.
     """
     wanted = {"NCCL_NVLS_ENABLE": "0"}  # which adds up in the switch between GPUs
     if not slices:
@@ -360,12 +302,25 @@ def torchrun_variables(
 ) -> Mapping[str, str]:
     """Work out the rank's part of the environment.
 
-    `port` is one that nothing listens on yet; `error_file` is what `@record` writes to.
+    `port` is one that nothing listens on yet; `error_file` is what `@record` writes to.  Names and
+    meanings are torch.distributed.elastic's (agent/server/local_elastic_agent.py), as Accelerate
+    and Lightning read them; a test compares them with a real torchrun's.  There is no
+    TORCHELASTIC_SIGNALS_TO_HANDLE, which is for torchrun's own process.
     """
     seat, size = spec.seat(rank), str(spec.world_size)
     gpus = spec.gpus_of(rank)
-    with_nccl = {"NCCL_SOCKET_IFNAME": f"={spec.interface}", **WITH_NCCL}
-    nccl = with_nccl if uses_nccl(spec.backend or "") else {}
+    unless_set = {
+        # gloo would ask the host's name for an address, and listen on that one.
+        "GLOO_SOCKET_IFNAME": spec.interface,
+        # torchrun's 1 ends a worker ten minutes into a wait, also in a debugger; nbdist itself
+        # aborts collectives that wait in vain.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",  # which ends a worker that waits, too
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures are the cell's outputs
+    }
+    if uses_nccl(spec.backend or ""):
+        # nccl would choose an interface itself; without the = also one whose name begins so.
+        unless_set |= {"NCCL_SOCKET_IFNAME": f"={spec.interface}", **WITH_NCCL}
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(seat.local_rank),
@@ -378,19 +333,17 @@ def torchrun_variables(
         "ROLE_NAME": spec.pool,
         "MASTER_ADDR": spec.master_addr,
         "MASTER_PORT": str(spec.master_port or port),
+        # Nothing listens on MASTER_PORT: user code's own rank 0 makes a store there.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": spec.name,
         "TORCHELASTIC_ERROR_FILE": error_file,
+        # torchrun's 1 leaves the other cores idle.
         "OMP_NUM_THREADS": spec.environ.get("OMP_NUM_THREADS") or str(spec.threads),
-        "PYTHON_EXEC": spec.python,
+        "PYTHON_EXEC": spec.python,  # for a torchrun in a cell
         "NBDIST_WORLD": spec.name,
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
-        "GLOO_SOCKET_IFNAME": spec.environ.get("GLOO_SOCKET_IFNAME", spec.interface),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": spec.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
-        "TORCH_NCCL_ENABLE_MONITORING": spec.environ.get("TORCH_NCCL_ENABLE_MONITORING", "0"),
-        "MPLBACKEND": spec.environ.get("MPLBACKEND", "module://matplotlib_inline.backend_inline"),
-        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-        **{name: spec.environ.get(name, value) for name, value in nccl.items()},
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # a debugger's warning that none can heed
+        **{name: spec.environ.get(name, value) for name, value in unless_set.items()},
     }

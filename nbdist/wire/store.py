@@ -1,9 +1,7 @@
-"""The store in which the ranks of a world meet: what is asked of it, all of it bytes, and itself.
+"""The store in which the ranks of a world meet: what is asked of it, and itself (`HostedStore`).
 
 A worker sends an `Operation` to its agent's socket in the runtime folder, one at a time, and reads
-its `Answer`; for several machines the agent passes both on.  Where users' code runs is no
-place to trust: both ends check what they read.  `HostedStore` is kept by whoever all ranks can ask:
-the head, or an agent.  Nothing of it is on a disk.
+its `Answer`; of several machines the head has the store.  Both ends check what they read.
 """
 
 from __future__ import annotations
@@ -59,8 +57,7 @@ class Add:
 class CompareSet:
     """Have the value `desired` where it is `expected`, or where none is there and none expected.
 
-    Answered by the value that is there then, and where there is none by `expected`: as torch
-    has it.
+    Answered by the value then, where there is none by `expected`, as in torch.
     """
 
     key: str
@@ -119,23 +116,15 @@ def answer_from(frame: bytes) -> Answer:
     return answer
 
 
-# --- the store itself -------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class _Wait:
-    """One who waits until all of these keys are there."""
-
     keys: tuple[str, ...]
     values: asyncio.Future[tuple[bytes, ...]]
     missing: set[str]
 
 
 class HostedStore:
-    """Answers any number of ranks at once, on an event loop, each within the time that it gave.
-
-    Operations mean what they mean to TCPStore and FileStore, where the two agree.
-    """
+    """Answers any number of ranks at once; operations mean what they do to torch's own stores."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -146,7 +135,7 @@ class HostedStore:
         return f"<HostedStore {len(self._values)} keys, {len(waits)} wait>"
 
     async def ask(self, operation: Operation) -> Answer:
-        """Return the answer; who does not want it any more cancels."""
+        """Return the answer, within the time that the operation gives."""
         match operation:
             case Get(keys, seconds):
                 return await self._wait_for(keys, seconds)
@@ -212,7 +201,7 @@ class HostedStore:
 
     def _forget(self, wait: _Wait) -> None:
         for key in wait.missing:
-            waits = self._waiting_for.get(key, {})
-            waits.pop(wait, None)
+            if waits := self._waiting_for.get(key):
+                waits.pop(wait, None)
             if not waits:
                 self._waiting_for.pop(key, None)

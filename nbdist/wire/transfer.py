@@ -1,23 +1,19 @@
 """What goes over a link between machines: messages, each once, and shared memory in pieces.
 
-Either end of a link has a `Numbered`.  What it sends has the number after that of the message
-before, and says up to which number it has read from the other; what that has not read yet is
-kept.  On a new connection both send again what they have kept, and each takes the next number
-alone: neither what it has already, nor what was sent before the new connection was known.
+Each end has a `Numbered`.  A message has the next number, and says up to which number its sender
+has read; what the other end has not read yet is kept.  On a new connection both send again what
+they have kept, and each takes the next number alone.
 
-On one machine a process that is given a `SegmentRef` opens the memory where it lies.  On
-another it cannot: so the head and the agents carry the memory over the link between them, once
-for all ranks of a node, put it into a segment of their own there, and pass on what refers to it
-with the `SegmentRef` that is good there (`nbdist.values.payload.moved`).  Both ways, with one
-`Sending` and one `Receiving` at each end of a link; neither does any I/O but on memory.
+Head and agents carry shared memory over their link, once for all ranks of a node, into segments of
+their own, and pass on what refers to it with the `SegmentRef` that is good there
+(`nbdist.values.payload.moved`): with a `Sending` and a `Receiving` at each end, which do no I/O.
 
-How long a segment is kept, as on one machine:
+How long a segment is kept:
 
-- What goes down is the notebook's, and is on a node for as long as the notebook has it open:
-  until the task has ended, or for as long as it keeps what it ships.  The head looks after that
+- What goes down is on a node for as long as the notebook has it open; the head looks after that
   (`nbdist.values.shared_memory.is_there`), and says `Dropped`.
-- What comes up is a rank's, until the notebook has read it (`LetGo`) or the rank gets its next
-  task.  The head's copy goes by the same two, and with the world.
+- What comes up stays until the notebook has read it (`LetGo`), the rank gets its next task, or the
+  world ends.
 - What is under way is dropped with its link, and where nobody waits for it any more.
 """
 
@@ -31,16 +27,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from nbdist.errors import NotEnoughMemory
-from nbdist.values.shared_memory import (
-    Blank,
-    Segment,
-    SegmentRef,
-    length_of,
-    open_file,
-)
-
-# --- messages ---------------------------------------------------------------------------------
-
+from nbdist.values.shared_memory import Blank, Segment, SegmentRef, length_of, open_file
 
 Frame = bytes | memoryview
 
@@ -113,7 +100,6 @@ class Numbered:
 
 # --- segments of shared memory ----------------------------------------------------------------
 
-
 PIECE = 1 << 20
 """Bytes in a message: other messages wait no longer than for some of them."""
 
@@ -136,10 +122,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The answer to each piece: the receiver has the segment of this path up to `end`.
-
-    It has none of it, and wants none, with a `problem`.
-    """
+    """The answer to a piece: the receiver has the segment up to `end`, nothing with a `problem`."""
 
     path: str
     end: int
@@ -155,10 +138,7 @@ class Dropped:
 
 @dataclass
 class _Transfer:
-    """A segment that is being sent, as far as `sent`; the descriptor is its own.
-
-    The receiver has said that it has it up to `taken`.
-    """
+    """A segment that is `sent` so far, and `taken` by the receiver; the descriptor is its own."""
 
     ref: SegmentRef
     fd: int
@@ -192,10 +172,7 @@ class Sending:
         return f"<Sending {left:,} bytes, {len(self._under_way)} of {self._window} under way>"
 
     def add(self, ref: SegmentRef) -> bool:
-        """Send this one too, unless it is there; say whether it is not there yet.
-
-        Raises SegmentGone.
-        """
+        """Send this one too, and return True, unless it is there; raises SegmentGone."""
         if ref.path in self.there:
             return False
         if ref.path not in self._transfers:
@@ -209,10 +186,9 @@ class Sending:
         for transfer in self._transfers.values():
             if transfer.sent < transfer.total:
                 size = min(PIECE, transfer.total - transfer.sent)
-                piece = Piece(
-                    transfer.ref, transfer.sent, os.pread(transfer.fd, size, transfer.sent)
-                )
-                transfer.sent += len(piece.data)
+                data = os.pread(transfer.fd, size, transfer.sent)
+                piece = Piece(transfer.ref, transfer.sent, data)
+                transfer.sent += len(data)
                 self._under_way.append((transfer.ref.path, now))
                 return piece
         return None
@@ -262,10 +238,7 @@ class Sending:
         self._under_way.clear()
 
     def _adapt(self, delay: float) -> None:
-        """Send more at a time while that makes no piece wait for the others; fewer if it does.
-
-        What waits on the link is in the way of Stop.
-        """
+        # Fewer at a time where pieces wait for one another: they are in the way of Stop.
         self._least_delay = min(self._least_delay, delay)
         waited = delay - self._least_delay
         step = 1 if waited < MOST_DELAY else -1
@@ -276,7 +249,7 @@ class Receiving:
     """What comes over one link, put into segments of this process."""
 
     def __init__(self) -> None:
-        self._blanks: dict[str, tuple[Blank, int]] = {}  # and how far each is filled
+        self._blanks: dict[str, Blank] = {}
         self._segments: dict[str, Segment] = {}
 
     def __repr__(self) -> str:
@@ -303,18 +276,15 @@ class Receiving:
     def _fill(self, piece: Piece) -> int:
         path = piece.ref.path
         if path not in self._blanks:
-            self._blanks[path] = Blank(piece.ref.sizes), 0
-        blank, filled = self._blanks[path]
+            self._blanks[path] = Blank(piece.ref.sizes)
+        blank = self._blanks[path]
         end = piece.offset + len(piece.data)
-        if piece.offset != filled or not filled < end <= blank.total:
-            raise OSError(0, f"bytes {piece.offset:,}-{end:,} came after {filled:,}")
+        if piece.offset != blank.filled or not blank.filled < end <= blank.total:
+            raise OSError(0, f"bytes {piece.offset:,}-{end:,} came after {blank.filled:,}")
         for _ in blank.writing(memoryview(piece.data), piece.offset):
             pass
         if end == blank.total:
-            del self._blanks[path]
-            self._segments[path] = blank.sealed()
-        else:
-            self._blanks[path] = blank, end
+            self._segments[path] = self._blanks.pop(path).sealed()
         return end
 
     def places(self, refs: Iterable[SegmentRef]) -> dict[str, SegmentRef]:
@@ -343,4 +313,4 @@ class Receiving:
     def _forget(self, paths: Iterable[str]) -> None:
         for path in paths:
             if begun := self._blanks.pop(path, None):
-                begun[0].close()
+                begun.close()

@@ -1,13 +1,7 @@
-"""What can be seen of a world from outside while its ranks run anything.
+"""What can be seen of a world from outside while its ranks run anything: place, stack, status.
 
-The place, stack and status of a rank.  `CallLayout` says where a worker's memory has the calls of
-its main thread: the worker tells it as it starts (`nbdist.worker.probe`), for the agent, which
-reads that memory (`nbdist.agent.stacks`).
-
-And what other processes of the user ask of a world: what it is, how its ranks are, to take it over.
-An agent (or the head of many) answers at one socket in the runtime folder: one question a
-connection, one answer, each a line of JSON with plain values, which other versions of nbdist can
-read too.  Each side makes nothing of the other's bytes but what stands here.
+And what other processes of the user ask of a world, at one socket in the runtime folder: one
+question a connection, one answer, each a line of JSON that other versions of nbdist can read, too.
 """
 
 from __future__ import annotations
@@ -18,7 +12,7 @@ import re
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -66,17 +60,14 @@ class Place:
     """Where a rank that runs a cell is.
 
     `line` of the cell, or of a script's `file` with its text in `code`, 0 where unknown;
-    `operation` is the collective it waits for, "" if it
-    does something else; `counts` has by group how many collectives it has begun, `moved` the
-    bytes that its connections have carried, `in_flight` packets that it has sent and that have
-    yet to arrive; `stalled` the pairs of addresses, the own one first, between which nothing of
-    that arrives; `is_calm` whether none of gloo's threads has
-    anything to do; `unfinished` how many collectives seem to have begun and not ended.
-    `holds_gil`: C code holds the GIL, so nothing more is known, unless the line is.
-    `is_stopped`: by a signal such as SIGSTOP.  `begun` are a waiting or idle rank's last
-    collectives of the cell, `has_help` says whether another thread or a GPU may act for it.
-    `is_cleaning_up`: an `except` or `finally` of its code runs because of Stop.
-    `asks`: it waits for a line that somebody types.
+    `operation` is the collective it waits for, "" if it does something else; `counts` has by group
+    how many collectives it has begun, `moved` the bytes that its connections have carried,
+    `in_flight` the packets that have yet to arrive; `stalled` the pairs of addresses, the own one
+    first, between which none of these arrives.  `is_calm`: none of gloo's threads has anything to
+    do.  `unfinished` counts collectives that seem to have begun and not ended.  `holds_gil`: C code
+    does, so nothing more is known, unless the line is.  `is_stopped`: by SIGSTOP or such.  `begun`
+    are a waiting or idle rank's last collectives; `has_help`: another thread or a GPU may act for
+    it.  `is_cleaning_up`: an `except` or `finally` runs because of Stop.  `asks`: for typed input.
     """
 
     line: int = 0
@@ -128,10 +119,7 @@ class StackFrame:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The main thread of one rank: the calls from the cell inwards, the innermost last.
-
-    A rank that is idle has none; where a busy one has none, `problem` says why.
-    """
+    """The main thread's calls from the cell inwards, innermost last; or a busy rank's `problem`."""
 
     rank: int
     pid: int
@@ -162,9 +150,8 @@ class Usage:
 class WorkerStatus:
     """One worker as its agent sees it; memory in bytes (PSS: shared pages count in part).
 
-    A busy one has a `place` and its line's `code`; `collective` is its last, None if unknown.
-    `cpu_seconds` counts what all of its threads have run so far, `cell` is the number of the
-    one that it runs, `last_line` what it has written last, whatever signs are in it.
+    A busy one has a `place` and its line's `code`, and its `cell`'s number; `collective` is its
+    last, None if unknown; `cpu_seconds` are of all of its threads, `last_line` is as written.
     """
 
     rank: int
@@ -185,20 +172,19 @@ class WorkerStatus:
 
 # --- calls in a worker's memory ---------------------------------------------------------------
 
-
 LARGEST = 4096
 """No offset is as large; what is read may come from a cell that wrote into the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """Addresses of the thread's state and of two types; all else are offsets in bytes.
+    """Where a worker's memory has the calls of its main thread, which its agent reads there.
 
-    The state has the innermost `call`, or, unless `holder` is 0, a pointer there to what has
-    it.  A call has its `code`, the `previous` one, the `instruction` that it is at, and by its
-    `owner` whether it is one of Python code.  A code object has its `file`, its `name`, the
-    `first_line` and a table of `lines`, and ends with its `instructions`.  The letters of an
-    `ascii` text begin elsewhere than those of any `other`.
+    Addresses of the `thread`'s state and of two types; all else are offsets in bytes.  The state
+    has the innermost `call`, or, unless `holder` is 0, a pointer there to what has it.  A call has
+    its `code`, the `previous` one, the `instruction` that it is at, and by its `owner` whether it
+    is one of Python code.  A code object ends with its `instructions`.  The letters of an `ascii`
+    text begin elsewhere than those of any `other`.
     """
 
     thread: int
@@ -233,7 +219,6 @@ class CallLayout:
 
 # --- what other processes ask of a world ------------------------------------------------------
 
-
 DOOR = "world.sock"
 """The socket's name in the runtime folder."""
 
@@ -260,10 +245,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """A notebook of this version wants the world, and has bound this socket in the folder.
-
-    Answered by `Accepted` or `Refused`; it has the world for as long as the connection lasts.
-    """
+    """A notebook, which has bound this socket, wants the world while this connection lasts."""
 
     version: str
     pid: int
@@ -272,16 +254,14 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class WorldInfo:
-    """A world: `notebook` has it, a process, 0 where none does, since `since` on the clock.
+    """A world: the process `notebook` has it, 0 for none, since `since` on the clock.
 
-    `cell` is what it runs, a line, "" for nothing; `began` when that was sent, or the world
-    was started.  Before the first start there are no `workers` and no `name`, and never for an
-    agent that is a part of a world.  `guard` is the process that ends last, once nothing is
-    left of the world.  `versions` are those of the interpreter that the world was started with.
+    `cell` is the line that it runs, "" for nothing; `began` is when that was sent, or the world was
+    started.  Before the first start, and for a part of a world, there are no `workers` and no
+    `name`.  `guard` is the process that ends last.  `versions` are those of its interpreter.
 
     The last four answer `Look` alone.  `at` is the agent's monotonic clock, in seconds, by which
-    `cpu_seconds` of two answers can be compared; `notebook_name` is what Jupyter calls the
-    notebook, "" where it does not say.
+    `cpu_seconds` of two answers can be compared; `notebook_name` is Jupyter's, "" for none.
     """
 
     version: str
@@ -325,7 +305,7 @@ _KINDS: dict[str, Any] = {each.__name__: each for each in get_args(Said)}
 
 def to_line(said: Said) -> bytes:
     """Write it as one line."""
-    return json.dumps({type(said).__name__: said}, default=_fields_of).encode() + b"\n"
+    return json.dumps({type(said).__name__: asdict(said)}).encode() + b"\n"
 
 
 def from_line(line: bytes) -> Said:
@@ -340,18 +320,8 @@ def from_line(line: bytes) -> Said:
     return said
 
 
-def _fields_of(said: Any) -> dict[str, Any]:
-    return {each.name: getattr(said, each.name) for each in fields(said)}
-
-
-# --- who is there -----------------------------------------------------------------------------
-
-
 def connect_to(path: Path, timeout: float) -> socket.socket:
-    """Connect to a socket of this user's; raises OSError where there is none.
-
-    Whatever is done with it takes `timeout` seconds at most.
-    """
+    """Connect to a socket of this user's, for at most `timeout` seconds a use; raises OSError."""
     end = socket.socket(socket.AF_UNIX)
     try:
         end.settimeout(timeout)
@@ -374,7 +344,6 @@ def process_at(end: socket.socket) -> int:
     return _credentials(end)[0]
 
 
-def _credentials(end: socket.socket) -> tuple[int, int, int]:
+def _credentials(end: socket.socket) -> tuple[int, ...]:
     found = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process, user, group = map(int, _CREDENTIALS.unpack(found))
-    return process, user, group
+    return _CREDENTIALS.unpack(found)

@@ -1,15 +1,11 @@
 """What ranks are to do and what they say of it: tasks, and marks in a worker's stdout.
 
-A `Task` is typed from the magic or the API to the worker that does it.
+A worker writes text to its stdout, a pipe that the agent reads: what it wrote before it died is
+there, and C code, child processes and Python share one order.  Figures and errors travel over
+iopub; the worker first writes a mark with the message's number where it belongs in the text.
 
-By marks a worker's agent finds where rich output belongs.  A worker writes text straight to its
-stdout, a pipe that the agent reads, so whatever it wrote before it died is there, and C code, child
-processes and Python share one order.  Figures and errors travel over iopub.  Before it sends one,
-the worker writes a mark with its number; the agent puts the message where its mark is.
-
-A mark is an APC escape sequence (ECMA-48 8.3.2), which terminals ignore, with a token
-that no user's output can hold by chance.  It is shorter than PIPE_BUF, so the kernel
-writes it in one piece.
+A mark is an APC escape sequence (ECMA-48 8.3.2), which terminals ignore, with a token that no
+output has by chance.  It is shorter than PIPE_BUF: the kernel writes it in one piece.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from nbdist.output.events import Done, Failure, InputRequest
 from nbdist.values.payload import Payload, Places, SegmentRef, moved, refs_in
@@ -38,10 +34,9 @@ class Source:
 class Script:
     """A script, module or executable; `name` is how it was called: `train.py`, `pkg.mod`.
 
-    `file` is where the notebook has found it ("" for a module that is no file), `root` the
-    folder whose code counts as the script's own.  With `local_rank` it gets
-    `--local-rank=N` before all other arguments.  `near` is where `file` lies below the notebook's
-    folder, which can have another place on other machines; "" outside of it.
+    `file` is where the notebook has found it ("" for a module that is no file), `near` where it
+    lies below the notebook's folder ("" outside of it), which other machines can have elsewhere.
+    `root` is the folder of the script's own code; with `local_rank` it gets `--local-rank=N` first.
     """
 
     kind: Kind
@@ -51,11 +46,7 @@ class Script:
     root: str = ""
     local_rank: bool = False
     near: str = ""
-
-    @property
-    def op(self) -> str:
-        """The op that runs it."""
-        return "script"
+    op: ClassVar[str] = "script"
 
     @property
     def arguments(self) -> Mapping[str, Any]:
@@ -65,10 +56,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call an op: a function of `nbdist.worker.ops`, `script` or `snapshot.write`.
-
-    `arguments` are plain data, and a `Payload` where they are the user's.
-    """
+    """Call `snapshot.write` or another op; `arguments` are plain data, the user's a `Payload`."""
 
     op: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -79,11 +67,9 @@ Work = Source | Script | Call
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The notebook's folder, `sys.path` and environment, where they are others than at the start.
+    """What has changed around the notebook since the start: its `folder`, which was `first`.
 
-    `folder` is the notebook's now, `first` was its folder when the workers were described.
-    `sys_path` is None where it is the same as then.  `environ` has the variables that were
-    changed since, with None for those that were removed.
+    `sys_path` is None where it is the same; `environ` has None for variables that were removed.
     """
 
     folder: str
@@ -104,16 +90,13 @@ class Attempt:
 class Task:
     """Work for some ranks at once.
 
-    `names` is a pickled mapping to bind in the ranks first, but for those of `stays` on a rank,
-    which has them where others lack them; after the work the values of the
-    expressions in `fetch` come back in `Done.values`, or what an op has returned.
-    `log_level` is the level from which on the notebook handles the ranks' records of
-    `logging`, None for none.  `imports` has for new ranks what others had imported in their
-    place, as `Done.imported`.  With `execution_count` the ranks number the cell as the notebook
-    does, so that their tracebacks say `Cell In[5]`.  `key` is the front end's own id of the
-    cell, the same when it is run again; "" for none.  With `keeps` the last value of the cell comes
-    back, or is kept where it is big, under the task's `id`.  `around` is None where the notebook's
-    surroundings are what they were when the workers started.
+    `names` is a pickled mapping to bind in the ranks first, but for those that a rank has by
+    `stays`.  The values of the expressions in `fetch`, or what an op returns, become `Done.values`.
+    From `log_level` on the notebook handles records of the ranks' `logging`, None for none.
+    `imports` has for new ranks what others have imported, as `Done.imported`.  By
+    `execution_count` tracebacks say `Cell In[5]`; `key` is the front end's id of the cell, "" for
+    none.  With `keeps` the last value comes back, or stays there under the task's `id` where it is
+    big.  `around` is None where nothing has changed around the notebook.
     """
 
     id: str
@@ -174,10 +157,7 @@ def task_from(frame: bytes) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class InputReply:
-    """What was typed for the `InputRequest` of this number; None at the end of all input.
-
-    `problem` says why nobody can type anything, "" where somebody can.
-    """
+    """What was typed for this `InputRequest`, None for the end of input; or why nobody can type."""
 
     number: int
     text: str | None = None
@@ -232,7 +212,6 @@ def said_from(frame: bytes) -> Said:
 
 # --- marks ------------------------------------------------------------------------------------
 
-
 Mark = int | Literal["up", "ready", "stdout", "stderr"]
 """A message's number; or `up`: the worker's kernel is bound; `ready`: and its group formed; or
 the stream that the text which follows belongs to."""
@@ -261,5 +240,4 @@ def cut_off_pattern(token: str) -> re.Pattern[bytes]:
 
 def mark_value(text: bytes) -> Mark:
     """Read the value of a mark from what `mark_pattern` found."""
-    word = text.decode()
-    return int(word) if word.isdigit() else cast("Mark", word)
+    return int(text) if text.isdigit() else cast("Mark", text.decode())

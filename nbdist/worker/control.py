@@ -130,7 +130,7 @@ class ControlThread:
                 members = {} if group is None else group.held()
                 return control.HeldGroups(self._start.rank, size, members)
             case control.Check():
-                return control.Lacks((*compat.check(), *ipython.check()))
+                return (*compat.check(), *ipython.check())
             case control.Bind(parent):
                 die_with_parent(parent)
             case control.LetGo(task_id):

@@ -15,13 +15,13 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbdist.errors import BadRanks, UsageError, WorkerError
+from nbdist.errors import BadRanks, UsageError, VariableNotSent, WorkerError
 from nbdist.output.events import NAME_PROBLEM, Died, Failure
 from nbdist.output.wording import fold_ranks
 from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, packing, size_of
 from nbdist.values.pickling import Pickled, pickle, unpickle
 from nbdist.values.shared_memory import Steps
-from nbdist.values.unpicklable import PICKLING_ERRORS, fails_in, unshippable
+from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in
 from nbdist.wire.ops import Brought, Loaded, Mesh, Written
 from nbdist.wire.spec import difference, versions_here
 from nbdist.wire.work import Call, Task, Work
@@ -266,7 +266,8 @@ class Scatter:
         try:
             return pickle(part, namespace, exact=True)
         except PICKLING_ERRORS as problem:
-            raise unshippable(self.name, part, fails_in(namespace), problem) from None
+            found = blame(self.name, part, fails_in(namespace), problem)
+            raise VariableNotSent(self.name, *found) from None
 
 
 def sync(

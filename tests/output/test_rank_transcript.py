@@ -17,7 +17,7 @@ from nbdist.output.events import (
     Typed,
     Update,
 )
-from nbdist.output.rank_transcript import MOST_DISPLAYS, Gap, RankTranscript, Shown
+from nbdist.output.rank_transcript import MOST_DISPLAYS, RankTranscript, Shown
 from nbdist.output.screen import Line
 from tests.output.lab import out
 
@@ -45,7 +45,7 @@ def texts(transcript: RankTranscript) -> list[str]:
                 found.append(text)
             case Shown():
                 found.append(f"<{item.plain}>")
-            case Gap(lines=lines):
+            case Skipped(lines=lines):
                 found.append(f"({lines} skipped)")
     return found
 

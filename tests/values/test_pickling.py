@@ -115,7 +115,7 @@ def test_big_pickles_are_read_in_pieces(number: int, least: int):
     finally:
         sys.setprofile(None)
     assert value == [float(n) for n in range(number)]
-    assert least <= reads.count("callread") <= 10 * least
+    assert least <= reads.count("call<lambda>") <= 10 * least
 
 
 def test_buffers_beside_a_big_one():

@@ -28,7 +28,7 @@ ANSWERS: list[control.Answer] = [
     control.Traced(PLACE, (StackFrame("Cell In[1]", 3, "<module>"),)),
     Collective("all_reduce", 3, is_done=False),
     control.HeldGroups(1, 2, {"a": (0, 1)}),
-    control.Lacks(("torch has no x",)),
+    ("torch has no x",),
     control.Failed("too late", unfit=False),
     control.Ok(),
 ]

@@ -15,7 +15,6 @@ import pytest
 
 from nbdist.errors import UsageError
 from nbdist.topology import Position, Seat, seat_more
-from nbdist.wire import spec
 from nbdist.wire.spec import (
     NBDIST_DECIDES,
     NBDIST_SETS,
@@ -172,12 +171,6 @@ def test_ranks_with_nccl(backend: str) -> None:
     assert between["NCCL_SOCKET_IFNAME"] == "=eth1"
     theirs = dict.fromkeys(NCCLS, "theirs")
     assert {*torchrun_variables(replace(spec, environ=theirs), 0, 0).items()} >= {*theirs.items()}
-
-
-def test_each_name_has_its_reason() -> None:
-    """What torchrun does not set, or otherwise, is in the table of the module."""
-    table = {line.split()[0] for line in spec.__doc__.splitlines() if line}
-    assert table >= NCCLS
 
 
 def test_nvls_that_the_user_wants() -> None:
