@@ -83,23 +83,6 @@ def test_every_error_is_in_the_table_above():
     assert defined - {errors.NbdistError} == {type(error) for error in EVERY_ERROR}
 
 
-def test_the_docstring_shows_the_hierarchy():
-    """The module's docstring lists every error under the one that also catches it."""
-    stack: list[tuple[int, str]] = []
-    shown = {}
-    for indent, name in re.findall(r"^( *)\* :exc:`(\w+)`", errors.__doc__ or "", re.M):
-        while stack and stack[-1][0] >= len(indent):
-            stack.pop()
-        shown[name] = stack[-1][1] if stack else "Exception"
-        stack.append((len(indent), name))
-    true = {
-        name: value.__bases__[0].__name__
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, errors.NbdistError)
-    }
-    assert shown == true
-
-
 @pytest.mark.parametrize("error", EVERY_ERROR, ids=ids)
 def test_an_error_is_one_line_that_ends_like_one(error):
     """The message is one line without repeated stops; a failed start's is followed by its log."""
@@ -250,19 +233,6 @@ def test_no_line_has_the_name_of_a_class_twice():
         assert line.count(type(error).__name__) == 1
     nested = errors.WorkerError(0, "a", 1, {0: Failed(0)}, 1, 1.0, ("WorkerError", "no rank"))
     assert str(nested) == "1 of 1 rank failed (0); first: rank 0 after 1.0 s: no rank"
-
-
-@pytest.mark.parametrize(("old", "new"), errors.OLD_NAMES.items())
-def test_old_class_names_still_catch(old, new):
-    """A class that was renamed can be caught by its old name, which warns and says the new one."""
-    with pytest.warns(DeprecationWarning, match=f"{old} is now called {new}"):
-        assert getattr(errors, old) is getattr(errors, new)
-
-
-def test_an_unknown_class_is_an_attribute_error():
-    """The old names hide no typing error."""
-    with pytest.raises(AttributeError, match="no attribute 'RanksFred'"):
-        errors.RanksFred  # noqa: B018
 
 
 def test_an_agent_that_ended_by_itself_says_why():

@@ -475,9 +475,9 @@ class RunningTask:
             return self.lost
         cause = self.transcript.root_cause()
         if self.timed_out is not None and (cause is None or _is_of_stop(cause[1])):
-            late, killed, timeout = self.unfinished, self.killed_by_stop, self.patience.timeout
-            is_safe = self._is_safe
-            return CellTimeout(timeout or 0.0, self.timed_out, late, killed, is_safe=is_safe)
+            late, timeout = self.unfinished, self.patience.timeout or 0.0
+            is_safe = self._is_safe and not self.killed_by_stop
+            return CellTimeout(timeout, self.timed_out, late, is_safe=is_safe)
         if self.unfinished:
             return self.not_stopped
         if cause is None:
