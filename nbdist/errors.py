@@ -7,7 +7,7 @@ else: constructors take facts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from nbdist.words import LACKED_MEMORY, count, format_ranks, name_ranks, one_line, word_exit
 
@@ -19,20 +19,14 @@ KEPT = "; no variables were lost"
 
 
 class NbdistError(Exception):
-    """What went wrong and what to do about it, in one line.
-
-    IPython shows that line alone, without a traceback of nbdist's insides.
-    """
+    """What went wrong and what to do: IPython shows this one line, without a traceback."""
 
     def add(self, sentence: str) -> None:
         """Say more: what was done about it."""
         self.args = (f"{str(self).rstrip('.')}. {sentence[:1].upper()}{sentence[1:]}",)
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows, in a notebook and in a terminal.
-
-        Called by `InteractiveShell.showtraceback`, which wants a list.
-        """
+        """Return what IPython shows.  Called by `InteractiveShell.showtraceback`."""
         return [f"\x1b[31m{type(self).__name__}\x1b[0m: {self}"]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,10 +43,7 @@ def rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
 
 
 def bare(kind: type[Made], *args: object) -> Made:
-    """Make an exception of this class without its own constructor, by that of the builtin one.
-
-    MemoryError's makes only its own.  TypeError for what is made of more than Python knows.
-    """
+    """Make an exception by its class's builtin constructor; TypeError where there are two."""
     base: Any = kind
     while base.__module__ != "builtins":
         base = base.__base__
@@ -121,10 +112,9 @@ class BadRanks(UsageError):
 
 
 class VariableNotSent(UsageError):
-    """A name of the notebook that the cell uses cannot travel to the workers.
+    """A name that the cell uses cannot travel; `path` leads to the culprit, as in `loader.lock`.
 
-    `path` leads from the name to the culprit, `loader.lock`; `why` and `remedy` are
-    phrases, "a thread lock belongs to one process" and "make it inside the cell".
+    `why` and `remedy` are phrases: "a thread lock belongs to one process", "make it in the cell".
     """
 
     def __init__(self, name: str, path: str, type_name: str, why: str, remedy: str) -> None:
@@ -182,10 +172,7 @@ class NoRuntimeFolder(UsageError):
 
 
 class NotEnoughMemory(UsageError):
-    """Values to be sent do not fit into shared memory beside themselves; nothing was sent.
-
-    `size`, `limit` and `free` are bytes; `where` is a cgroup or the machine.
-    """
+    """Values to be sent do not fit into the memory of `where`; sizes are bytes."""
 
     def __init__(self, size: int, where: str, limit: int, free: int) -> None:
         super().__init__(
@@ -294,39 +281,35 @@ class RankFailure(Protocol):
         """When, on that rank's clock."""
 
 
-class WorkerError(NbdistError):
-    """The cell failed on some of the ranks that ran it.
+class Blame(NamedTuple):
+    """Where the earliest failure of a cell was, and what ended it on each rank that failed."""
 
-    `except ValueError` catches it too, where that is what a rank raised
-    (`nbdist.world.result`).  `rank host pid`
-    are those of the earliest failure, the cause; `errors` has every failed rank.  The
-    traceback is in that rank's output, above the error.  `original` is what the rank raised
-    where that is to be raised in its place, since no class can be derived from its own.
+    rank: int
+    host: str
+    pid: int
+    errors: Mapping[int, RankFailure]
+
+
+class WorkerError(NbdistError):
+    """The cell failed on some of the ranks that ran it; their output has the tracebacks.
+
+    `except ValueError` catches it too, where that is what a rank raised (`nbdist.world.result`).
+    `rank host pid` are those of the earliest failure, the cause; `errors` has every failed rank.
+    `original` is raised in its place where no class can be derived from its own.
     """
 
     original: Exception | None = None
 
     def __init__(
-        self,
-        rank: int,
-        host: str,
-        pid: int,
-        errors: Mapping[int, RankFailure],
-        ran: int,
-        seconds: float,
-        cause: tuple[str, str],
-        who: str = "",
+        self, blame: Blame, ran: int, seconds: float, cause: tuple[str, str], who: str = ""
     ) -> None:
-        """`ran` ranks ran the cell; `cause` is the exception's class name and message.
-
-        `who` names the rank, with its host where there are several.
-        """
-        self._keep(rank, host, pid, errors)
+        """`ran` ranks ran the cell; `cause` is a class name and message; `who` names the rank."""
+        self.rank, self.host, self.pid, self.errors = blame
         name = "" if cause[0] == type(self).__name__ else cause[0]  # it is shown before the line
         said = ": ".join(filter(None, [name, one_line(cause[1])]))
         super().__init__(
-            f"{len(errors)} of {count(ran, 'rank')} failed ({format_ranks(errors)}); "
-            f"first: {who or f'rank {rank}'} after {seconds:.1f} s: {said}"
+            f"{len(self.errors)} of {count(ran, 'rank')} failed ({format_ranks(self.errors)}); "
+            f"first: {who or f'rank {self.rank}'} after {seconds:.1f} s: {said}"
         )
 
     def show(self, *lines: str) -> None:
@@ -336,43 +319,27 @@ class WorkerError(NbdistError):
     def _render_traceback_(self) -> list[str]:
         return [*super()._render_traceback_(), *getattr(self, "__notes__", ())]
 
-    def _keep(self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure]) -> None:
-        self.rank, self.host, self.pid, self.errors = rank, host, pid, dict(errors)
-
 
 class WorkerDied(WorkerError):
     """The process of a rank ended: killed, crashed, out of memory, or `os._exit`."""
 
     def __init__(
-        self,
-        rank: int,
-        host: str,
-        pid: int,
-        errors: Mapping[int, RankFailure],
-        ran: int,
-        seconds: float,
-        exit_code: int | None,
-        end: str = "",
+        self, blame: Blame, seconds: float | None, exit_code: int | None, end: str = ""
     ) -> None:
-        """`ran` is 0 when no cell was running; `exit_code` is negative for a signal.
-
-        `end` says how it ended where the exit code does not.
-        """
-        self._keep(rank, host, pid, errors)
+        """`seconds` into the cell; None when none ran.  `end` says more than the exit code."""
+        self.rank, self.host, self.pid, self.errors = blame
         self.exit_code = exit_code
-        when = f"{seconds:.1f} s into the cell" if ran else "while no cell was running"
-        ended = end or word_exit(exit_code)
-        NbdistError.__init__(self, f"rank {rank} on {host} (pid {pid}) {ended} {when}.")
+        when = "while no cell was running" if seconds is None else f"{seconds:.1f} s into the cell"
+        who, ended = f"rank {blame.rank} on {blame.host}", end or word_exit(exit_code)
+        NbdistError.__init__(self, f"{who} (pid {blame.pid}) {ended} {when}.")
 
 
 class RanksReleased(WorkerError):
     """Ranks waited in collectives for what could never come."""
 
-    def __init__(
-        self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure], why: str, fate: str
-    ) -> None:
+    def __init__(self, blame: Blame, why: str, fate: str) -> None:
         """`why` says who waited in what, and why in vain; `fate` who was restarted after that."""
-        self._keep(rank, host, pid, errors)
+        self.rank, self.host, self.pid, self.errors = blame
         NbdistError.__init__(self, f"{why}. The waiting ranks were released{'' if fate else KEPT}.")
         if fate:
             self.add(fate)
@@ -384,10 +351,7 @@ class CellTimeout(NbdistError, TimeoutError):
     def __init__(
         self, seconds: float, where: str, late: Iterable[int] = (), *, is_safe: bool = True
     ) -> None:
-        """`where` says where its ranks were then, `late` are those that have not left it yet.
-
-        With `is_safe` none was ended, nor will these be but by Stop.
-        """
+        """`where` are its ranks; with `is_safe` the `late` ones are not ended but by Stop."""
         late, doing = [*late], f": {where}" if where else ""
         kept = KEPT if is_safe else ""
         super().__init__(f"the cell was stopped by `--timeout {seconds:g}`{doing}{kept}.")
@@ -430,11 +394,7 @@ class LocalCellError(NbdistError):
 
 
 class AgentLost(NbdistError):
-    """The agent of a machine ended; its workers ended with it.
-
-    `last_line` is the last of its log, which says why where it ended by itself, or that it lacked
-    memory.
-    """
+    """The agent of a machine ended, and its workers with it; `last_line` is that of its log."""
 
     def __init__(self, host: str, exit_code: int | None, last_line: str = "") -> None:
         is_why = (exit_code or 0) > 0 or last_line.startswith(LACKED_MEMORY)

@@ -18,6 +18,7 @@ from nbdist.config import CONTROL_TIMEOUT, Patience
 from nbdist.errors import (
     KEPT,
     AgentLost,
+    Blame,
     CellTimeout,
     NbdistError,
     RanksNotStopped,
@@ -484,22 +485,19 @@ class RunningTask:
             return None
         rank, first = cause
         host, pid = self.crew.machines.name(rank), self.crew.pids.get(rank, 0)
-        errors, ran = self.transcript.errors, len(self.task.ranks)
-        own = {rank: error for rank, error in errors.items() if not follows(error)}
+        blame = Blame(rank, host, pid, self.transcript.errors)
+        own = {rank: error for rank, error in blame.errors.items() if not follows(error)}
         seconds = self.seconds_until(first.time_ns)
         if isinstance(first, Died):
-            code, end = first.exit_code, first.end
-            died = WorkerDied(rank, host, pid, errors, ran, seconds, code, end)
+            died = WorkerDied(blame, seconds, first.exit_code, first.end)
             for fact in filter(None, (self._why_ended, self.why_died, self.fate)):
                 died.add(fact)
             return died
         if not own and self.aborted and not self.is_stopping:
-            return RanksReleased(rank, host, pid, errors, self._why_aborted, self.fate)
-        error = WorkerError(
-            *(rank, host, pid, own or errors, ran, seconds),
-            cause=(first.name, first.message),
-            who=self.crew.machines.who([rank]),
-        )
+            return RanksReleased(blame, self._why_aborted, self.fate)
+        blame, cause_text = blame._replace(errors=own or blame.errors), (first.name, first.message)
+        who = self.crew.machines.who([rank])
+        error = WorkerError(blame, len(self.task.ranks), seconds, cause_text, who)
         if self.aborted:
             error.add(f"{hangs.released_text(self.aborted)}{'' if self.fate else KEPT}.")
         differing = f"Before that: {self.differing}." if self.differing else ""
