@@ -485,8 +485,9 @@ class RunningTask:
             return None
         rank, first = cause
         host, pid = self.crew.machines.name(rank), self.crew.pids.get(rank, 0)
-        blame = Blame(rank, host, pid, self.transcript.errors)
-        own = {rank: error for rank, error in blame.errors.items() if not follows(error)}
+        errors = self.transcript.errors
+        blame = Blame(rank, host, pid, errors)
+        own = {rank: error for rank, error in errors.items() if not follows(error)}
         seconds = self.seconds_until(first.time_ns)
         if isinstance(first, Died):
             died = WorkerDied(blame, seconds, first.exit_code, first.end)
@@ -495,9 +496,9 @@ class RunningTask:
             return died
         if not own and self.aborted and not self.is_stopping:
             return RanksReleased(blame, self._why_aborted, self.fate)
-        blame, cause_text = blame._replace(errors=own or blame.errors), (first.name, first.message)
-        who = self.crew.machines.who([rank])
-        error = WorkerError(blame, len(self.task.ranks), seconds, cause_text, who)
+        who, said = self.crew.machines.who([rank]), (first.name, first.message)
+        blame = Blame(rank, host, pid, own or errors)
+        error = WorkerError(blame, len(self.task.ranks), seconds, said, who)
         if self.aborted:
             error.add(f"{hangs.released_text(self.aborted)}{'' if self.fate else KEPT}.")
         differing = f"Before that: {self.differing}." if self.differing else ""
