@@ -62,7 +62,7 @@ _MODULES = {
 
 @contextmanager
 def _own_imports() -> Iterator[None]:
-    """Have what nbdist imports looked for in the notebook's folder last, not before packages.
+    """Look for what nbdist imports in the notebook's folder last, not before packages.
 
     A `psutil.py` there is the user's; and none of their files is run without being asked for.
     """

@@ -1,7 +1,7 @@
-"""What a world is asked to be: each option once, with its flag, its help and its check.
+"""What a world is asked to be: each option once, with its flag, its help and its check; pure.
 
-`World(...)` takes the fields as arguments, the magics have them as flags, and
-`nbdist.world.spec` works out of them what agents and workers get.  Pure; runs in the notebook.
+`World(...)` takes the fields as arguments, the magics as flags; `nbdist.world.spec` works out of
+them what agents and workers get.
 """
 
 from __future__ import annotations
@@ -54,16 +54,13 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 """In the names of variables whose values are not shown."""
 
 
-def read_policy(text: str) -> OnFailure:
-    """Read the value of `--on-failure`."""
-    for policy in get_args(OnFailure):
-        if text == policy:
-            return policy  # type: ignore[no-any-return]
+def _read_policy(text: str) -> OnFailure:
+    if text in get_args(OnFailure):
+        return cast(OnFailure, text)
     raise UsageError(f"`--on-failure {text}`: there are heal (the default), restart-all and stop.")
 
 
 # --- the options ------------------------------------------------------------------------------
-
 
 LOCAL = "local"
 """The launcher for this machine."""
@@ -77,9 +74,8 @@ class Option:
     """How a field of `WorldConfig` is typed at a magic, and what it is.
 
     `flag` is "" for what only Python can say; `read` makes the field's value of text, or of
-    what Python gives, and raises UsageError where it cannot be.  What is `at_once` a running
-    world can be given too; all else only new workers have.  nbdist's own `launchers` are
-    those that take it, () for all.
+    what Python gives, and raises UsageError.  A running world can be given what is `at_once`.
+    nbdist's own `launchers` are those that take it, () for all.
     """
 
     flag: str
@@ -227,7 +223,7 @@ class WorldConfig:
     on_failure: OnFailure = _option(  # noqa: RUF009 (it makes a field)
         "--on-failure", "what to do when a worker dies: heal (default) restarts it and "
         "the others keep their variables, restart-all restarts all, stop ends all",
-        read_policy, "WHAT", at_once=True, default="heal")
+        _read_policy, "WHAT", at_once=True, default="heal")
     hang_timeout: float = _option(
         "--hang-timeout",
         "seconds until a running cell shows which ranks wait for which (4)",
@@ -248,19 +244,13 @@ class WorldConfig:
             given = getattr(self, each.name)
             if given is not each.default:
                 object.__setattr__(self, each.name, OPTIONS[each.name].read(given))
-        self._check_size()
-        self._check_machines()
-
-    def _check_size(self) -> None:
-        """Raise UsageError where `-n` and `-j` contradict one another."""
-        if not self.layout or self.n == "auto":
-            return
-        size = parse_layout(self.layout).world_size
-        if not isinstance(self.n, int) or self.n >= size:
+        size = self.shape.world_size if self.shape and self.n != "auto" else None
+        if size and (not isinstance(self.n, int) or self.n >= size):
             raise UsageError(
                 f"`-n {self.n} -j {self.layout}`: `-j {self.layout}` is nodes x workers per "
                 f"node, {size} in total; `-n` with it may only use fewer of them."
             )
+        self._check_machines()
 
     def _check_machines(self) -> None:
         """Raise UsageError where launcher, hosts and layout contradict one another."""
@@ -277,9 +267,8 @@ class WorldConfig:
             both = "it takes both, `--rdzv-backend etcd-v2 --rdzv-endpoint HOST:2379`"
             raise UsageError(f"`{OPTIONS[rdzv[0]].again(given[rdzv[0]])}`: {both}.")
         if self.hosts:
-            layout = parse_layout(self.layout) if self.layout else None
             typed = f"-j {self.layout}" if self.layout else f"-n {self.n}"
-            check_room(typed, self.workers, layout, self.named_hosts)
+            check_room(typed, self.workers, self.shape, self.named_hosts)
 
     def __repr__(self) -> str:
         usual = WorldConfig().__dict__
@@ -289,9 +278,9 @@ class WorldConfig:
         return f"WorldConfig({', '.join(f'{name}={value!r}' for name, value in said.items())})"
 
     @property
-    def other_pool(self) -> str:
-        """The pool's name, to be said where it is not the default one; else ""."""
-        return "" if self.pool == DEFAULT_POOL else self.pool
+    def shape(self) -> Layout | None:
+        """Nodes and workers per node, as `layout` says."""
+        return parse_layout(self.layout) if self.layout else None
 
     @property
     def launched_by(self) -> str:
@@ -313,19 +302,18 @@ class WorldConfig:
     @property
     def min_nodes(self) -> int:
         """How many nodes are enough to start with."""
-        layout = parse_layout(self.layout) if self.layout else None
-        return (layout.least or layout.nodes) if layout else len(self.named_hosts) or 1
+        return (self.shape.least or self.shape.nodes) if self.shape else len(self.named_hosts) or 1
 
     @property
     def max_nodes(self) -> int | None:
         """How many nodes can have ranks; None for all that there are."""
-        return parse_layout(self.layout).nodes if self.layout else len(self.named_hosts) or None
+        return self.shape.nodes if self.shape else len(self.named_hosts) or None
 
     @property
     def per_node(self) -> WorkerCount:
         """How many workers each node is to have, one node after the other filled."""
-        if self.layout:
-            return parse_layout(self.layout).per_node
+        if self.shape:
+            return self.shape.per_node
         return "auto" if isinstance(self.n, int) else parse_workers(self.n)
 
     @property
@@ -369,7 +357,7 @@ class WorldConfig:
 
     def of_size(self, size: int) -> WorldConfig:
         """Make another of so many workers, seated by the layout as far as it has room for them."""
-        room = parse_layout(self.layout).world_size if self.layout else 0
+        room = self.shape.world_size if self.shape else 0
         if size > room:
             return self.but(n=size)
         return replace(self, n="auto" if size == room else size)
@@ -380,10 +368,7 @@ OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in 
 
 
 def launcher_for(said: Mapping[str, object], environ: Mapping[str, str]) -> str:
-    """Choose a launcher by what was said, or by where a process is; where none was named.
-
-    In an allocation of Slurm's it is Slurm's, unless that is this machine alone.
-    """
+    """Choose a launcher by what was said, or by the place: Slurm's in an allocation of nodes."""
     if said.get("hosts"):
         return "ssh"
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES")
@@ -419,18 +404,14 @@ MEAN_N = ("workers", "num_workers", "nprocs", "num_processes", "nproc_per_node",
 def takes_options(
     config: Callable[P, WorldConfig],
 ) -> Callable[[Callable[[S, WorldConfig], None]], Callable[Concatenate[S, P], None]]:
-    """Have a method that wants a `WorldConfig` take what that is made of.
-
-    So type checkers, `help()` and editors show the fields as the method's parameters.
-    """
+    """Let a method that wants a `WorldConfig` take its fields: `help()` and editors show them."""
 
     def decorate(method: Callable[[S, WorldConfig], None]) -> Callable[Concatenate[S, P], None]:
         def taking(self: S, /, *args: P.args, **options: P.kwargs) -> None:
             if len(args) > 1:  # all but `n` have names
                 raise UnknownArgument(f"nbdist.{type(self).__name__}", repr(args[1]))
             if unknown := next((name for name in options if name not in OPTIONS), None):
-                near = get_close_matches(unknown, OPTIONS, 1)
-                near = ["n"] if unknown in MEAN_N else near
+                near = ["n"] if unknown in MEAN_N else get_close_matches(unknown, OPTIONS, 1)
                 raise UnknownArgument(f"nbdist.{type(self).__name__}", unknown, "".join(near))
             method(self, config(*args, **options))
 
@@ -458,14 +439,14 @@ else:
 def takes_changes(
     changes: Callable[P, WorldConfig],
 ) -> Callable[[Callable[Concatenate[S, ...], None]], Callable[Concatenate[S, P], None]]:
-    """Have type checkers and editors show what `changes` is made of as a method's parameters."""
+    """Show type checkers and editors the fields of `changes` as a method's parameters."""
     return lambda method: cast(Any, method)
 
 
 def _arguments() -> str:
     """Write the fields as a docstring has arguments."""
-    found = {name: option.help for name, option in OPTIONS.items()}
-    for name, option in OPTIONS.items():
-        if option.flag.startswith("--no-"):
-            found[name] = f"False to {option.help}"
-    return "\n".join(f"    {name}: {text}." for name, text in found.items())
+    turns_off = {name: option.flag.startswith("--no-") for name, option in OPTIONS.items()}
+    return "\n".join(
+        f"    {name}: {'False to ' if turns_off[name] else ''}{option.help}."
+        for name, option in OPTIONS.items()
+    )

@@ -1,48 +1,13 @@
 """Every error that a user can meet: who, what, and what to do now.
 
-Any process may import this; it stands on the lowest floor.  An error is worded here
-and nowhere else: constructors take facts.
-
-Each line names what happened, indented under what also catches it:
-
-* :exc:`NbdistError`
-    * :exc:`UsageError`: what was typed cannot be done; nothing has run
-        * :exc:`BadTopology`: `-n`, `--gpus` or `--backend`
-            * :exc:`NotEnoughGpus`: two ranks would share a GPU, which nccl cannot
-        * :exc:`BadRanks`: `-r`, or the line of `%%rank`
-        * :exc:`UnknownArgument`: `World(workers=3)`, also a :exc:`TypeError`
-        * :exc:`NoValue`: `result[7]` of two ranks, also a :exc:`KeyError`
-        * :exc:`VariableNotSent`: a name that the cell uses cannot be pickled
-        * :exc:`WrongVersion`: nbdist does not run with a library that is installed
-        * :exc:`WorldNotStarted`: it takes workers and there are none
-        * :exc:`WorldSizeMismatch`: `-n` differs from the workers that are running
-        * :exc:`NoRuntimeFolder`: no folder can hold the sockets of the workers
-        * :exc:`NotEnoughMemory`: values do not fit into shared memory
-        * :exc:`ForkedProcess`: the workers belong to the process that this one was forked from
-        * :exc:`WorldBusy`: the workers have not finished what they were given before
-        * :exc:`WorldBroken`: the workers share no group any more
-        * :exc:`RanksNotStopped`: ranks did not stop when they were asked to
-    * :exc:`StartError`: a worker, or an agent, could not start
-    * :exc:`CodeNotSent`
-    * :exc:`ScaleError`: there are as many workers as before `%dist_scale`
-    * :exc:`WorkerError`: the code raised on some ranks
-        * :exc:`WorkerDied`: the process of a rank ended
-        * :exc:`RanksReleased`: ranks waited in collectives for what could never come
-    * :exc:`CellTimeout`: the cell took longer than `--timeout` allows
-    * :exc:`JobTimeout`: a cell that was sent with `--no-wait` has not ended in time
-    * :exc:`JobLost`: it ended with its workers, which were started anew or shut down
-    * :exc:`ValueLost`: the last value of a cell is no longer on the rank
-    * :exc:`LocalCellError`: a cell that runs in the notebook too, by `--here-too`, raised there
-    * :exc:`AgentLost`: the agent of a machine ended, and its workers with it
-
-Stop raises :exc:`Interrupted`, which is Python's own :exc:`KeyboardInterrupt`.
+Any process may import this; it stands on the lowest floor.  An error is worded here and nowhere
+else: constructors take facts.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from nbdist.words import LACKED_MEMORY, count, format_ranks, name_ranks, one_line, word_exit
 
@@ -52,46 +17,16 @@ START_LOG_LINES = 20
 
 KEPT = "; no variables were lost"
 
-OLD_NAMES = {
-    "CellTimedOut": "CellTimeout",
-    "FailedHere": "LocalCellError",
-    "InChild": "ForkedProcess",
-    "JobRuns": "JobTimeout",
-    "NotScaled": "ScaleError",
-    "RanksFreed": "RanksReleased",
-    "UnshippableName": "VariableNotSent",
-    "ValueGone": "ValueLost",
-    "WorldChanged": "WorldSizeMismatch",
-    "WorldStuck": "RanksNotStopped",
-}
-"""What classes were called in version 0.1, for one more version."""
-
-
-def __getattr__(name: str) -> Any:
-    """Return the class that had this name in version 0.1, with a DeprecationWarning."""
-    if name not in OLD_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    new = OLD_NAMES[name]
-    said = f"nbdist.errors.{name} is now called {new}; the old name will be removed"
-    warnings.warn(said, DeprecationWarning, stacklevel=2)
-    return globals()[new]
-
 
 class NbdistError(Exception):
-    """What went wrong and what to do about it, in one line.
-
-    IPython shows that line alone, without a traceback of nbdist's insides.
-    """
+    """What went wrong and what to do: IPython shows this one line, without a traceback."""
 
     def add(self, sentence: str) -> None:
         """Say more: what was done about it."""
         self.args = (f"{str(self).rstrip('.')}. {sentence[:1].upper()}{sentence[1:]}",)
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows, in a notebook and in a terminal.
-
-        Called by `InteractiveShell.showtraceback`, which wants a list.
-        """
+        """Return what IPython shows.  Called by `InteractiveShell.showtraceback`."""
         return [f"\x1b[31m{type(self).__name__}\x1b[0m: {self}"]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -108,10 +43,7 @@ def rebuild(kind: type[NbdistError], args: tuple[object, ...]) -> NbdistError:
 
 
 def bare(kind: type[Made], *args: object) -> Made:
-    """Make an exception of this class without its own constructor, by that of the builtin one.
-
-    MemoryError's makes only its own.  TypeError for what is made of more than Python knows.
-    """
+    """Make an exception by its class's builtin constructor; TypeError where there are two."""
     base: Any = kind
     while base.__module__ != "builtins":
         base = base.__base__
@@ -130,8 +62,6 @@ class BadTopology(UsageError):
     """An option that describes the world has no meaning."""
 
     def __init__(self, option: str, text: str, why: str, forms: str) -> None:
-        self.option = option
-        self.text = text
         super().__init__(f"`{option} {text}`: {why}. {forms}")
 
 
@@ -159,10 +89,6 @@ class NotEnoughGpus(BadTopology):
     """More ranks than GPUs were asked for with nccl, which needs one for each rank."""
 
     def __init__(self, ranks: int, gpus: int, visible_devices: str | None) -> None:
-        self.ranks = ranks
-        self.gpus = gpus
-        self.option = "-n"
-        self.text = str(ranks)
         where = "" if visible_devices is None else f" (CUDA_VISIBLE_DEVICES={visible_devices})"
         shared = "`--share-gpus` for several on one (slow), or `--backend gloo`"
         remedy = f"`-n {gpus}`, {shared}." if gpus else "`--backend gloo`."
@@ -177,8 +103,6 @@ class BadRanks(UsageError):
     """A selection of ranks that cannot be read, or that names a rank that is not there."""
 
     def __init__(self, text: str, world_size: int, why: str) -> None:
-        self.text = text
-        self.world_size = world_size
         there = f"are ranks {format_ranks(range(world_size))}"
         super().__init__(
             f"`{text}` selects no ranks: {why}. "
@@ -188,16 +112,13 @@ class BadRanks(UsageError):
 
 
 class VariableNotSent(UsageError):
-    """A name of the notebook that the cell uses cannot travel to the workers.
+    """A name that the cell uses cannot travel; `path` leads to the culprit, as in `loader.lock`.
 
-    `path` leads from the name to the culprit, `loader.lock`; `why` and `remedy` are
-    phrases, "a thread lock belongs to one process" and "make it inside the cell".
+    `why` and `remedy` are phrases: "a thread lock belongs to one process", "make it in the cell".
     """
 
     def __init__(self, name: str, path: str, type_name: str, why: str, remedy: str) -> None:
         self.name = name
-        self.path = path
-        self.type_name = type_name
         culprit = f"`{name}`" if path == name else f"`{name}`: `{path}`"
         super().__init__(
             f"{culprit} ({type_name}) cannot be sent to the workers: {why}; nothing has run. "
@@ -209,8 +130,6 @@ class WrongVersion(UsageError):
     """A library is too old, or one of a few versions with a fault."""
 
     def __init__(self, library: str, found: str, wanted: str) -> None:
-        self.library = library
-        self.found = found
         wanted = ",".join(sorted(wanted.split(","), key=lambda part: (part[0] == "!", part)))
         super().__init__(
             f"nbdist does not run with {library} {found}, so nothing was loaded: "
@@ -233,8 +152,6 @@ class WorldSizeMismatch(UsageError):
 
     def __init__(self, running: int, asked: int, pool: str = "") -> None:
         """`pool` is named where it is not the default one."""
-        self.running = running
-        self.asked = asked
         some = f", `-r {format_ranks(range(asked))}` runs on some" if asked < running else ""
         of = f" --pool {pool}" if pool else ""
         super().__init__(
@@ -247,7 +164,6 @@ class NoRuntimeFolder(UsageError):
     """No place can hold the folder of a world's sockets; `problems` says why, by place."""
 
     def __init__(self, problems: Mapping[str, str]) -> None:
-        self.problems = problems
         listed = "; ".join(f"{one_line(place, 50)}: {why}" for place, why in problems.items())
         super().__init__(
             f"no folder can hold the sockets of the workers ({listed}). "
@@ -256,18 +172,13 @@ class NoRuntimeFolder(UsageError):
 
 
 class NotEnoughMemory(UsageError):
-    """Values to be sent do not fit into shared memory beside themselves; nothing was sent.
-
-    `size`, `limit` and `free` are bytes; `where` is a cgroup or the machine.
-    """
+    """Values to be sent do not fit into the memory of `where`; sizes are bytes."""
 
     def __init__(self, size: int, where: str, limit: int, free: int) -> None:
-        self.size, self.where, self.limit, self.free = size, where, limit, free
         super().__init__(
-            f"sending {_gigabytes(size)} needs as much shared memory, but only "
-            f"{_gigabytes(free)} of "
-            f"the {_gigabytes(limit)} that {where} may use are free. Load the data on the workers, "
-            "send less, or raise the limit."
+            f"sending {size / 1e9:.2f} GB needs as much shared memory, but only {free / 1e9:.2f} "
+            f"GB of the {limit / 1e9:.2f} GB that {where} may use are free. Load the data on the "
+            "workers, send less, or raise the limit."
         )
 
 
@@ -277,8 +188,7 @@ class ForkedProcess(UsageError):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"{what}: this process is a forked child of the notebook, and the workers belong to "
-            f"the notebook. "
-            "Call it in the notebook itself; a new `nbdist.World(n)` works here too."
+            "the notebook. Call it in the notebook itself; a new `nbdist.World(n)` works here too."
         )
 
 
@@ -286,10 +196,10 @@ class WorldBusy(UsageError):
     """The workers have not finished what they were given before."""
 
     def __init__(self, ranks: Iterable[int], seconds: float) -> None:
-        self.ranks = tuple(ranks)
-        verb = "is" if len(self.ranks) == 1 else "are"
+        ranks = [*ranks]
+        verb = "is" if len(ranks) == 1 else "are"
         super().__init__(
-            f"{name_ranks(self.ranks)} {verb} still running an earlier cell ({seconds:.1f} s)."
+            f"{name_ranks(ranks)} {verb} still running an earlier cell ({seconds:.1f} s)."
             " Wait for it, stop it with `%dist_interrupt`, or restart with `%dist_restart`."
         )
 
@@ -299,16 +209,15 @@ class RanksNotStopped(UsageError):
 
     def __init__(self, ranks: Iterable[int], doing: str = "", *, is_safe: bool = False) -> None:
         """`doing` says where they are; with `is_safe` they are not ended but by another Stop."""
-        self.ranks = tuple(ranks)
-        is_one = len(self.ranks) == 1
+        ranks = [*ranks]
+        is_one = len(ranks) == 1
         verb, them, their = ("has", "it", "its") if is_one else ("have", "them", "their")
-        ending = f", which may end {them}"
         super().__init__(
-            f"{name_ranks(self.ranks)} {verb} not stopped yet{f' ({doing})' if doing else ''}"
+            f"{name_ranks(ranks)} {verb} not stopped yet{f' ({doing})' if doing else ''}"
             f"{KEPT if is_safe else f', and may have to be ended, with {their} variables'}. "
             f"The next cell waits for {them}; `%dist_interrupt` presses Stop again"
-            f"{ending if is_safe else ''}, and "
-            f"`%dist_restart -r {format_ranks(self.ranks)}` restarts {them}."
+            f"{f', which may end {them}' if is_safe else ''}, and "
+            f"`%dist_restart -r {format_ranks(ranks)}` restarts {them}."
         )
 
 
@@ -332,16 +241,9 @@ class StartError(NbdistError):
     """
 
     def __init__(
-        self,
-        rank: int | None,
-        host: str,
-        command: str,
-        why: str,
-        log_lines: Sequence[str] = (),
+        self, rank: int | None, host: str, command: str, why: str, log_lines: Sequence[str] = ()
     ) -> None:
-        self.rank = rank
-        self.host = host
-        self.command = command
+        self.rank, self.host, self.command = rank, host, command
         self.log_lines = tuple(log_lines[-START_LOG_LINES:])
         if not command:  # nothing has run that could have left lines
             super().__init__(f"the workers could not start: {why.rstrip('.')}.")
@@ -357,7 +259,6 @@ class CodeNotSent(NbdistError):
 
     def __init__(self, host: str, why: str) -> None:
         """`host` is "" where the notebook's machine itself is the reason."""
-        self.host = host
         where = f" to {host}" if host else ""
         super().__init__(f"`--sync-code` could not bring the notebook's folder{where}: {why}.")
 
@@ -366,8 +267,6 @@ class ScaleError(NbdistError):
     """More workers could not be had; those that were there before are as they were."""
 
     def __init__(self, size: int, asked: int, why: str) -> None:
-        self.size = size
-        self.asked = asked
         super().__init__(
             f"the world could not be scaled to {asked}: {one_line(why)}. "
             f"{_are_running(size)}, as before, with their variables."
@@ -382,39 +281,35 @@ class RankFailure(Protocol):
         """When, on that rank's clock."""
 
 
-class WorkerError(NbdistError):
-    """The cell failed on some of the ranks that ran it.
+class Blame(NamedTuple):
+    """Where the earliest failure of a cell was, and what ended it on each rank that failed."""
 
-    `except ValueError` catches it too, where that is what a rank raised
-    (`nbdist.world.result`).  `rank host pid`
-    are those of the earliest failure, the cause; `errors` has every failed rank.  The
-    traceback is in that rank's output, above the error.  `original` is what the rank raised
-    where that is to be raised in its place, since no class can be derived from its own.
+    rank: int
+    host: str
+    pid: int
+    errors: Mapping[int, RankFailure]
+
+
+class WorkerError(NbdistError):
+    """The cell failed on some of the ranks that ran it; their output has the tracebacks.
+
+    `except ValueError` catches it too, where that is what a rank raised (`nbdist.world.result`).
+    `rank host pid` are those of the earliest failure, the cause; `errors` has every failed rank.
+    `original` is raised in its place where no class can be derived from its own.
     """
 
     original: Exception | None = None
 
     def __init__(
-        self,
-        rank: int,
-        host: str,
-        pid: int,
-        errors: Mapping[int, RankFailure],
-        ran: int,
-        seconds: float,
-        cause: tuple[str, str],
-        who: str = "",
+        self, blame: Blame, ran: int, seconds: float, cause: tuple[str, str], who: str = ""
     ) -> None:
-        """`ran` ranks ran the cell; `cause` is the exception's class name and message.
-
-        `who` names the rank, with its host where there are several.
-        """
-        self._keep(rank, host, pid, errors)
+        """`ran` ranks ran the cell; `cause` is a class name and message; `who` names the rank."""
+        self.rank, self.host, self.pid, self.errors = blame
         name = "" if cause[0] == type(self).__name__ else cause[0]  # it is shown before the line
         said = ": ".join(filter(None, [name, one_line(cause[1])]))
         super().__init__(
-            f"{len(errors)} of {count(ran, 'rank')} failed ({format_ranks(errors)}); "
-            f"first: {who or f'rank {rank}'} after {seconds:.1f} s: {said}"
+            f"{len(self.errors)} of {count(ran, 'rank')} failed ({format_ranks(self.errors)}); "
+            f"first: {who or f'rank {self.rank}'} after {seconds:.1f} s: {said}"
         )
 
     def show(self, *lines: str) -> None:
@@ -424,48 +319,27 @@ class WorkerError(NbdistError):
     def _render_traceback_(self) -> list[str]:
         return [*super()._render_traceback_(), *getattr(self, "__notes__", ())]
 
-    def _keep(self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure]) -> None:
-        self.rank = rank
-        self.host = host
-        self.pid = pid
-        self.errors = dict(errors)
-
 
 class WorkerDied(WorkerError):
     """The process of a rank ended: killed, crashed, out of memory, or `os._exit`."""
 
     def __init__(
-        self,
-        rank: int,
-        host: str,
-        pid: int,
-        errors: Mapping[int, RankFailure],
-        ran: int,
-        seconds: float,
-        exit_code: int | None,
-        end: str = "",
+        self, blame: Blame, seconds: float | None, exit_code: int | None, end: str = ""
     ) -> None:
-        """`ran` is 0 when no cell was running; `exit_code` is negative for a signal.
-
-        `end` says how it ended where the exit code does not.
-        """
-        self._keep(rank, host, pid, errors)
+        """`seconds` into the cell; None when none ran.  `end` says more than the exit code."""
+        self.rank, self.host, self.pid, self.errors = blame
         self.exit_code = exit_code
-        when = f"{seconds:.1f} s into the cell" if ran else "while no cell was running"
-        NbdistError.__init__(
-            self,
-            f"rank {rank} on {host} (pid {pid}) {end or word_exit(exit_code)} {when}.",
-        )
+        when = "while no cell was running" if seconds is None else f"{seconds:.1f} s into the cell"
+        who, ended = f"rank {blame.rank} on {blame.host}", end or word_exit(exit_code)
+        NbdistError.__init__(self, f"{who} (pid {blame.pid}) {ended} {when}.")
 
 
 class RanksReleased(WorkerError):
     """Ranks waited in collectives for what could never come."""
 
-    def __init__(
-        self, rank: int, host: str, pid: int, errors: Mapping[int, RankFailure], why: str, fate: str
-    ) -> None:
+    def __init__(self, blame: Blame, why: str, fate: str) -> None:
         """`why` says who waited in what, and why in vain; `fate` who was restarted after that."""
-        self._keep(rank, host, pid, errors)
+        self.rank, self.host, self.pid, self.errors = blame
         NbdistError.__init__(self, f"{why}. The waiting ranks were released{'' if fate else KEPT}.")
         if fate:
             self.add(fate)
@@ -475,26 +349,15 @@ class CellTimeout(NbdistError, TimeoutError):
     """The cell took longer than `--timeout` allows, and was stopped as by Stop."""
 
     def __init__(
-        self,
-        seconds: float,
-        where: str,
-        late: Iterable[int] = (),
-        killed: Iterable[int] = (),
-        *,
-        is_safe: bool = True,
+        self, seconds: float, where: str, late: Iterable[int] = (), *, is_safe: bool = True
     ) -> None:
-        """`where` says where its ranks were then, `late` are those that have not left it yet.
-
-        With `is_safe` these are not ended but by Stop.
-        """
-        self.late, self.killed = tuple(late), tuple(killed)
-        doing = f": {where}" if where else ""
-        kept = KEPT if is_safe and not self.killed else ""
-        said = f"the cell was stopped by `--timeout {seconds:g}`{doing}{kept}."
-        super().__init__(said)
-        if self.late:
-            verb = "has" if len(self.late) == 1 else "have"
-            self.add(f"{name_ranks(self.late)} {verb} not stopped yet; the next cell waits.")
+        """`where` are its ranks; with `is_safe` the `late` ones are not ended but by Stop."""
+        late, doing = [*late], f": {where}" if where else ""
+        kept = KEPT if is_safe else ""
+        super().__init__(f"the cell was stopped by `--timeout {seconds:g}`{doing}{kept}.")
+        if late:
+            verb = "has" if len(late) == 1 else "have"
+            self.add(f"{name_ranks(late)} {verb} not stopped yet; the next cell waits.")
 
 
 class JobTimeout(NbdistError, TimeoutError):
@@ -516,9 +379,8 @@ class ValueLost(NbdistError, LookupError):
     """The last value of a cell cannot be had from these ranks; `how` says why: `is gone ...`."""
 
     def __init__(self, ranks: Iterable[int], how: str) -> None:
-        self.ranks = tuple(ranks)
         super().__init__(
-            f"the last value of that cell on {name_ranks(self.ranks)} {how}. "
+            f"the last value of that cell on {name_ranks(ranks)} {how}. "
             "What a cell binds to a variable stays, and `%dist_gather variable` brings it."
         )
 
@@ -532,16 +394,9 @@ class LocalCellError(NbdistError):
 
 
 class AgentLost(NbdistError):
-    """The agent of a machine ended; its workers ended with it.
-
-    `last_line` is the last of its log, which says why where it ended by itself, or that it lacked
-    memory.
-    """
+    """The agent of a machine ended, and its workers with it; `last_line` is that of its log."""
 
     def __init__(self, host: str, exit_code: int | None, last_line: str = "") -> None:
-        self.host = host
-        self.exit_code = exit_code
-        self.last_line = last_line
         is_why = (exit_code or 0) > 0 or last_line.startswith(LACKED_MEMORY)
         why = f" ({one_line(last_line)})" if last_line and is_why else ""
         super().__init__(
@@ -551,28 +406,22 @@ class AgentLost(NbdistError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Stop ended the cell on these ranks, which keep their variables; or, of none, a start.
+    """Stop ended the cell on these ranks, which keep their variables; or, of none, a start."""
 
-    Those in `killed` went on regardless; `fate` says what became of the ranks instead.
-    """
-
-    def __init__(self, ranks: Iterable[int], killed: Iterable[int] = (), fate: str = "") -> None:
-        self.ranks = tuple(ranks)
-        self.killed = tuple(killed)
-        said = f"Stopped on {name_ranks(self.ranks)}. No variables were lost."
+    def __init__(self, ranks: Iterable[int], fate: str = "") -> None:
+        """`fate` says what became of the ranks instead, where they could not be interrupted."""
+        said = "no workers were started."
         if fate:
             said = f"Stopped. {_sentence(fate)}"
-        super().__init__(said if self.ranks or fate else "no workers were started.")
+        elif on := [*ranks]:
+            said = f"Stopped on {name_ranks(on)}. No variables were lost."
+        super().__init__(said)
 
     def _render_traceback_(self) -> list[str]:
         return [f"\x1b[31mKeyboardInterrupt\x1b[0m: {self}"]
 
 
 # --- words that several errors share --------------------------------------------------
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
 
 
 def _are_running(number: int) -> str:

@@ -1,18 +1,17 @@
-"""What reads the value of a flag: from its text, or from what Python gives; pure."""
+"""Readers of flags' values: of their text, or of what Python gives; pure."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 from nbdist.errors import BadTopology, UsageError
 
-_NAME_LIMIT = 200
-_PART_LIMIT = 100
+_NAME_LIMIT, _PART_LIMIT = 200, 100
 _BYTES = re.compile(r"([0-9]{1,6})([MGT])(?:i?B)?", re.IGNORECASE)
 _PATTERN = re.compile(r"[A-Za-z0-9_*?]+")
 _ADDRESS = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,100}")
@@ -22,10 +21,7 @@ _ENDPOINT = re.compile(r"(?:[A-Za-z0-9_.-]{1,250}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5
 def whole_number(
     flag: str, what: str, least: int = 1, most: int = 999_999_999
 ) -> Callable[[Any], int]:
-    """Make a reader of a flag's whole numbers, also for argparse's `type`.
-
-    It raises UsageError with what the number is: `--tail x`: a number, such as `--tail 1`.
-    """
+    """Make a reader of whole numbers, for argparse's `type`; UsageError has `what` they are."""
 
     def read(value: object) -> int:
         text = unquoted(str(value))
@@ -66,8 +62,7 @@ def number_of_seconds(flag: str) -> Callable[[Any], float]:
 
 def read_name(name: str) -> str:
     """Read the value of `--name`, which can be a folder below the log folder, and stays there."""
-    parts: Sequence[str] = name.split("/")
-    bad = any(part in ("", ".", "..") or len(part) > _PART_LIMIT for part in parts)
+    bad = any(part in ("", ".", "..") or len(part) > _PART_LIMIT for part in name.split("/"))
     if bad or not name.isprintable() or len(name) > _NAME_LIMIT:
         raise UsageError(
             f"`--name {name}`: it names a folder below the log folder, such as `exp` or `exp/run1`."
@@ -153,8 +148,7 @@ def read_endpoint(text: str) -> str:
 
 _FORMS = (
     "Use `--hosts a,b`, or `--hosts a:4,user@b:2` with the number of workers on each; write an "
-    "IPv6 address in brackets"
-    ", `[fe80::1]:2`."
+    "IPv6 address in brackets, `[fe80::1]:2`."
 )
 _HOST = re.compile(r"(?:([^@]*)@)?(?:\[([^\]]*)\]|([^:\[\]]*))(?::([0-9]{1,6}))?")
 # No option of ssh's, and nothing that a shell would take for more than a name.
@@ -165,10 +159,7 @@ _DOTTED = re.compile(r"[0-9.]+")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine that ssh reaches; `slots` is for how many workers it has room, if that was said.
-
-    `user` is "" for whomever ssh takes.
-    """
+    """A machine that ssh reaches, with room for `slots` workers if that was said."""
 
     address: str
     slots: int | None = None
@@ -187,13 +178,16 @@ class Host:
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Read the value of `--hosts`."""
-    hosts = tuple(_parse(item.strip(), text) for item in text.split(","))
-    seen = set()
-    for host in hosts:
-        if host.address in seen:
-            raise BadTopology("--hosts", text, f"{host.address} is listed twice", _FORMS)
-        seen.add(host.address)
-    return hosts
+    hosts: dict[str, Host] = {}
+    try:
+        for item in text.split(","):
+            host = _parse(item.strip())
+            if host.address in hosts:
+                raise ValueError(f"{host.address} is listed twice")
+            hosts[host.address] = host
+    except ValueError as why:
+        raise BadTopology("--hosts", text, str(why), _FORMS) from None
+    return tuple(hosts.values())
 
 
 def read_hosts(given: str | Iterable[str]) -> str:
@@ -202,44 +196,32 @@ def read_hosts(given: str | Iterable[str]) -> str:
     return ",".join(map(str, parse_hosts(text)))
 
 
-def _parse(item: str, text: str) -> Host:
+def _parse(item: str) -> Host:
+    """Read one host; ValueError with the reason, as a phrase."""
+    if not item:
+        raise ValueError("there is nothing next to a comma")
     found = _HOST.fullmatch(item)
-    if not found:
-        raise BadTopology("--hosts", text, _why_not(item), _FORMS)
-    user, six, name, slots = found.groups()
+    user, six, name, slots = found.groups() if found else (None, None, "", None)
     if user is not None and not _NAME.fullmatch(user):
-        raise BadTopology("--hosts", text, f"`{user}` cannot be a user", _FORMS)
-    address = _name(name) if six is None else _six(six)
-    if not address:
-        raise BadTopology("--hosts", text, _why_not(item), _FORMS)
+        raise ValueError(f"`{user}` cannot be a user")
+    try:
+        address = _address(name) if six is None else _six(six)
+    except ValueError:
+        raise ValueError(f"`{item}` is not a host") from None
     if slots is not None and int(slots) < 1:
-        raise BadTopology("--hosts", text, f"`{item}` allows no worker", _FORMS)
+        raise ValueError(f"`{item}` allows no worker")
     return Host(address, None if slots is None else int(slots), user or "")
 
 
-def _name(text: str) -> str:
-    """Return a name or IPv4 address as it is to be written, "" for neither."""
-    if not _NAME.fullmatch(text):
-        return ""
-    if not _DOTTED.fullmatch(text):
-        return text.lower().rstrip(".")
-    try:
-        return str(IPv4Address(text))
-    except ValueError:
-        return ""
+def _address(name: str) -> str:
+    """Return a name or IPv4 address as it is to be written; ValueError for neither."""
+    if not _NAME.fullmatch(name):
+        raise ValueError
+    return str(IPv4Address(name)) if _DOTTED.fullmatch(name) else name.lower().rstrip(".")
 
 
 def _six(text: str) -> str:
     address, sign, zone = text.partition("%")
     if sign and not _ZONE.fullmatch(zone):
-        return ""
-    try:
-        return f"{IPv6Address(address)}{sign}{zone}"
-    except ValueError:
-        return ""
-
-
-def _why_not(item: str) -> str:
-    if not item:
-        return "there is nothing next to a comma"
-    return f"`{item}` is not a host"
+        raise ValueError
+    return f"{IPv6Address(address)}{sign}{zone}"

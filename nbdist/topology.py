@@ -1,20 +1,16 @@
 """How many workers, on how many nodes and which GPUs, with which backend, and which of their ranks.
 
-The text of `-n`, `-j`, `--gpus`, `--backend` and `-r` becomes values here, or an error of
-`nbdist.errors` that shows the right forms.  Runs in the notebook kernel, which must not
-initialise CUDA: GPUs are counted from what the driver shows in files.
-
-Where each rank sits is worked out in notebook, head and agents alike.  On one machine the nodes
-of `-j 2x4` are simulated: each rank finds in its environment what torchrun would put there.
+The notebook's kernel must not initialise CUDA: GPUs are counted from what the driver shows in
+files.  On one machine the nodes of `-j 2x4` are simulated, in the ranks' environment.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -30,8 +26,7 @@ WorkerCount = int | Literal["auto", "gpu", "cpu"]
 # tensors, and of objects, work too.
 GPU_BACKEND = "cpu:gloo,cuda:nccl"
 
-AUTO_LIMIT = 4
-NVIDIA_SMI_TIMEOUT = 5.0
+AUTO_LIMIT, NVIDIA_SMI_TIMEOUT = 4, 5.0
 DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 AMD_FOLDER = Path("/sys/class/kfd/kfd/topology/nodes")
 SLICES_FOLDER = Path("/proc/driver/nvidia/capabilities")
@@ -72,10 +67,7 @@ def parse_workers(text: str) -> WorkerCount:
 
 
 def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
-    """Count the workers that `-n` means on a machine with that many GPUs and cores.
-
-    `auto` is one per GPU, and without any one per core, at most 4.
-    """
+    """Count the workers that `-n` means; `auto` is one per GPU, else one per core, at most 4."""
     if workers == "auto":
         return gpus or max(1, min(cores, AUTO_LIMIT))
     if workers == "cpu":
@@ -88,7 +80,7 @@ def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
 
 
 def parse_size(n: int | str, size: int) -> int:
-    """Say how many workers `n` means for a world that has `size`; UsageError for none."""
+    """Count the workers that `n` means for a world of `size`; UsageError for none."""
     text = str(n).strip()
     found = _SIZE.fullmatch(text)
     if found is None:
@@ -121,8 +113,7 @@ def check_start(
 ) -> str | None:
     """Return None when all is well, or one line to warn with; raises what cannot work.
 
-    Two ranks of nccl on one GPU is what cannot, unless they are to share it;
-    `visible_devices` is the text of CUDA_VISIBLE_DEVICES, for that error.
+    `visible_devices` is the text of CUDA_VISIBLE_DEVICES, for NotEnoughGpus.
     """
     if uses_nccl(backend) and workers > gpus and not (gpus and share_gpus):
         raise NotEnoughGpus(workers, gpus, visible_devices)
@@ -143,10 +134,7 @@ def check_start(
 
 @dataclass(frozen=True)
 class Layout:
-    """At most `nodes` nodes with `per_node` workers each: `2x4`; `1:2x4` begins with one.
-
-    `least` is with how many nodes it begins, 0 for all.
-    """
+    """At most `nodes` nodes with `per_node` workers each; `least` are enough to begin, 0: all."""
 
     nodes: int
     per_node: int
@@ -212,7 +200,7 @@ def check_class(backend: str, torch: str) -> None:
 
 
 def uses_nccl(backend: str) -> bool:
-    """Say whether ranks of this backend need a GPU each."""
+    """Return True if ranks of this backend need a GPU each."""
     return "nccl" in backend
 
 
@@ -232,18 +220,20 @@ def visible_gpus(environ: Mapping[str, str], installed: int | None = None) -> tu
         return ()
     number = installed_gpus() if installed is None else installed
     if chosen is None:
-        return installed_slices() or tuple(str(index) for index in range(number))
+        return _installed_slices() or tuple(map(str, range(number)))
     if is_slice(chosen[0]):
         return tuple(filter(is_slice, chosen)) if number else ()
-    return _existing(chosen, number)
+    index = (int(each) if each.isdigit() else at for at, each in enumerate(chosen))
+    absent = (at for at, gpu in enumerate(index) if max(at, gpu) >= number)
+    return chosen[: next(absent, None)]
 
 
 def is_slice(gpu: str) -> bool:
-    """Say whether it is a slice of a GPU (MIG), as CUDA_VISIBLE_DEVICES names it."""
+    """Return True for a slice of a GPU (MIG), as CUDA_VISIBLE_DEVICES names it."""
     return gpu.startswith("MIG-")
 
 
-def installed_slices() -> tuple[str, ...]:
+def _installed_slices() -> tuple[str, ...]:
     """Name the MIG slices of the machine's GPUs: nvidia-smi does where the driver has some."""
     if next(SLICES_FOLDER.glob("gpu*/mig/gi*/ci*"), None) is None:
         return ()
@@ -251,12 +241,10 @@ def installed_slices() -> tuple[str, ...]:
 
 
 def installed_gpus() -> int:
-    """Count the machine's GPUs: by the driver's files, else by nvidia-smi.
-
-    NVIDIA's, or with a torch for ROCm AMD's, whose driver's nodes without a number are CPUs.
-    """
-    if _has_rocm():
-        return sum(node.read_text().strip() != "0" for node in AMD_FOLDER.glob("*/gpu_id"))
+    """Count the machine's GPUs: by the driver's files, else by nvidia-smi; AMD's with ROCm."""
+    with suppress(PackageNotFoundError):
+        if "+rocm" in version("torch"):
+            return sum(node.read_text().strip() != "0" for node in AMD_FOLDER.glob("*/gpu_id"))
     try:
         return len(list(DRIVER_FOLDER.iterdir()))
     except OSError:
@@ -284,16 +272,15 @@ def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
     if len(set(numbers)) < len(numbers):
         raise BadTopology("--gpus", text, "a GPU is listed twice", _GPUS_FORM)
     if missing := [number for number in numbers if number >= len(visible)]:
-        why = f"there is no GPU {missing[0]}, {_visible(len(visible))}"
+        there = {0: "none is visible", 1: "only GPU 0 is visible"}
+        are = there.get(len(visible), f"0-{len(visible) - 1} are visible")
+        why = f"there is no GPU {missing[0]}, {are}"
         raise BadTopology("--gpus", text, why, _GPUS_FORM)
     return tuple(visible[number] for number in numbers)
 
 
 def _cuda_list(text: str) -> tuple[str, ...]:
-    """Read CUDA_VISIBLE_DEVICES as CUDA does: up to the first entry that is none.
-
-    Nothing at all when one is named twice.
-    """
+    """Read CUDA_VISIBLE_DEVICES as CUDA does: to the first that is none; () if one is repeated."""
     entries: list[str] = []
     for entry in (part.strip() for part in text.split(",")):
         if not (_NUMBER.fullmatch(entry) or entry.startswith(("GPU-", "MIG-"))):
@@ -302,52 +289,24 @@ def _cuda_list(text: str) -> tuple[str, ...]:
     return tuple(entries) if len(set(entries)) == len(entries) else ()
 
 
-def _existing(chosen: Sequence[str], number: int) -> tuple[str, ...]:
-    for position, entry in enumerate(chosen):
-        if position >= number or (entry.isdigit() and int(entry) >= number):
-            return tuple(chosen[:position])
-    return tuple(chosen)
-
-
-def _has_rocm() -> bool:
-    try:
-        return "+rocm" in version("torch")
-    except PackageNotFoundError:
-        return False
-
-
 def _listed_by_nvidia_smi() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
     try:
         return subprocess.run(
-            [program, "-L"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=NVIDIA_SMI_TIMEOUT,
-            check=True,
-        ).stdout
+            ["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=NVIDIA_SMI_TIMEOUT, check=True,
+        ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _visible(number: int) -> str:
-    if number == 0:
-        return "none is visible"
-    return "only GPU 0 is visible" if number == 1 else f"0-{number - 1} are visible"
 
 
 # --- ranks ----------------------------------------------------------------------------
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
-    """List the ranks that `-r` selects, ascending, each once.
+    """List the ranks that `-r` selects, ascending, each once; the text is never evaluated.
 
-    Numbers, spans and slices with commas between them: `0`, `0,2-3`, `1:3`, `::2`, `-1`,
-    `all`; brackets around them do no harm.  Slices are Python's; the text is parsed, never
-    evaluated.
+    Numbers, spans and slices as Python's with commas between them: `0`, `0,2-3`, `1:3`, `::2`,
+    `-1`, `all`; brackets around them do no harm.
     """
     listed = text.strip()
     if listed[:1] + listed[-1:] == "[]":
@@ -417,10 +376,7 @@ class Seat:
 
 
 def free_seats(room: Mapping[int, int], taken: Collection[Position] = ()) -> Iterator[Position]:
-    """Yield the seats that no rank has, one node after the other.
-
-    `room` is for how many ranks each node has it, those that sit there included.
-    """
+    """Yield the free seats, node by node; `room` is for how many ranks each node has it in all."""
     for node, number in sorted(room.items()):
         for local_rank in range(number):
             if (position := Position(node, local_rank)) not in taken:
@@ -428,10 +384,7 @@ def free_seats(room: Mapping[int, int], taken: Collection[Position] = ()) -> Ite
 
 
 def seat_more(seats: Seats, room: Sequence[int], size: int) -> Seats:
-    """Seat as many ranks: the first keep their seats, more get the first ones that are free.
-
-    `room` is for how many each node has it; () for one node, which has no limit.
-    """
+    """Seat `size` ranks: the first keep their seats; `room` is by node, () for no limit."""
     kept = seats[:size]
     if not (room or kept):
         return ()
@@ -440,10 +393,7 @@ def seat_more(seats: Seats, room: Sequence[int], size: int) -> Seats:
 
 
 def seat_of(rank: int, world_size: int, seats: Seats) -> Seat:
-    """Say what a rank is told of its seat.
-
-    Nodes are counted as torchrun does: those that have ranks, from 0 on without a gap.
-    """
+    """Return a rank's seat; as torchrun does it counts the nodes that have ranks, without a gap."""
     if not seats:
         return Seat(rank, world_size, 0, 1)
     node, local_rank = seats[rank]
@@ -473,10 +423,7 @@ def gpus_of(rank: int, seats: Seats, gpus: Sequence[str]) -> tuple[str, ...]:
 
 
 def reseat(seats: Seats, lost: Collection[int], room: Mapping[int, int]) -> Seats | None:
-    """Seat the ranks of lost nodes on the others, with room for that many; None for too little.
-
-    All others keep their seats.
-    """
+    """Seat the ranks of lost nodes on the others; None where these have too little `room`."""
     taken = {position for position in seats if position.node not in lost}
     new = [*islice(free_seats(room, taken), len(seats) - len(taken))]
     if len(taken) + len(new) < len(seats):

@@ -1,7 +1,4 @@
-"""Words that errors, outputs and options share: ranks, counts, exit codes, one line of many.
-
-Pure, on the lowest floor.
-"""
+"""Words that errors, outputs and options share: ranks, counts, exit codes; pure."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ workers work in it and import from it: files in it are replaced, each whole.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
@@ -150,7 +151,7 @@ def remove(folder: Path) -> list[str]:
 def drop_dead(parent: Path) -> None:
     """Remove folders whose agents were killed before they could."""
     for folder in parent.glob(PREFIX + "*"):
-        if folders.is_abandoned(folder, _what(folder)):
+        if folders.is_ours(folder, _what(folder), fcntl.LOCK_EX):
             remove(folder)
 
 

@@ -30,7 +30,7 @@ from nbdist import __version__
 from nbdist.agent.outbox import WorldRecord
 from nbdist.output.events import Died
 from nbdist.system import folders
-from nbdist.system.processes import Guard, adopt_orphans, end_descendants
+from nbdist.system.processes import LEAVES, STAYS, Guard, adopt_orphans, end_descendants
 from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
 from nbdist.wire import messages
 from nbdist.wire.frames import pack, unpack
@@ -195,7 +195,7 @@ class Tether:
             case messages.Remember():
                 message = self._holding(message)
                 if message.options.get("detach") != self._record.detach:
-                    self._guard.tell(stays=bool(message.options.get("detach")))
+                    self._guard.tell(STAYS if message.options.get("detach") else LEAVES)
         self._record.take_down(message)
         if not isinstance(message, messages.Remember):
             self._hand_on(message)

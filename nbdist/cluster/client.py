@@ -115,7 +115,7 @@ class HeadEnd:
         self._looking: asyncio.Task[None] | None = None
         self._identity = b"agent" + secrets.token_bytes(16)
         if guard is not None:
-            guard.tell_last_word(what_to_say(self._identity, coming.ticket, coming.way.address))
+            guard.tell(what_to_say(self._identity, coming.ticket, coming.way.address))
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
         link.routing_id = self._identity

@@ -316,7 +316,7 @@ def check_end(
     if stopped and not running.unfinished and (killed or not running.died):
         world.session.told(killed)
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
-        raise Interrupted(running.task.ranks, killed, fate)
+        raise Interrupted(running.task.ranks, fate)
     if not running.lacking and cause and (name := undefined_name(cause[1])) in pool.gathered:
         running.lacking = f"{gathered_text(name)}."
     if error := running.error():

@@ -16,7 +16,7 @@ from IPython.core.magic_arguments import argument, argument_group, parse_argstri
 from traitlets import Bool, Enum, default
 from traitlets.config import Configurable
 
-from nbdist.config import OPTIONS, Option, WorldConfig
+from nbdist.config import DEFAULT_POOL, OPTIONS, Option, WorldConfig
 from nbdist.errors import UsageError, WorldSizeMismatch
 from nbdist.readers import read_environ, read_restarts, unquoted
 
@@ -104,7 +104,8 @@ def check_same(world: World, options: argparse.Namespace) -> None:
     """Raise UsageError where a cell's options are not true of the workers that run."""
     asked = {name: value for name, value in given(options).items() if not OPTIONS[name].at_once}
     if "n" in asked and (size := world.session.resolve(asked.pop("n"))) != world.size:
-        raise WorldSizeMismatch(world.size, size, world.session.config.other_pool)
+        pool = world.session.config.pool
+        raise WorldSizeMismatch(world.size, size, "" if pool == DEFAULT_POOL else pool)
     # What was chosen for it, where nothing had been said.
     session = world.session
     chosen = {"backend": session.backend, "name": session.name}

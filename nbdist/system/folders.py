@@ -1,11 +1,8 @@
 """Folders that nbdist makes: private from their first moment on, removed only with proof.
 
-Used in all processes of ours.  A folder that may be removed one day has a marker, a file that
-says what the folder is and which inode it has, so that neither a copy nor what was renamed
-passes for it.  A process that uses such a folder holds the marker's lock, which the kernel ends
-with the process: nothing that a cleaner of /tmp takes away makes a folder in use look abandoned.
-Without a marker nothing is removed, whatever its name and its age.  `RuntimeFolder` has a world's
-sockets on one machine: the notebook's, or that of a node elsewhere.
+A folder that may be removed one day has a marker, a file with the folder's purpose and inode: no
+copy passes for it.  Processes that use the folder lock the marker, so that none in use is removed,
+whatever a cleaner of /tmp took away.  Without a marker nothing is removed.
 """
 
 from __future__ import annotations
@@ -40,10 +37,7 @@ class Untrusted(Exception):
 
 
 def make_private(folder: Path) -> None:
-    """Make what is missing of a path, for this user alone; what is there stays as it is.
-
-    Raises OSError.
-    """
+    """Make what is missing of a path, for this user alone; what is there stays.  Raises OSError."""
     if not folder.is_dir():
         make_private(folder.parent)
         with suppress(FileExistsError):  # another process was quicker, or it is a file: seen in use
@@ -51,7 +45,7 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(folder: Path) -> None:
-    """Raise PermissionError for a folder that is not this user's alone."""
+    """Raise PermissionError for a folder that others can open."""
     found = os.lstat(folder)
     is_open = not stat.S_ISDIR(found.st_mode) or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     if is_open or found.st_uid != os.geteuid():
@@ -64,10 +58,7 @@ def open_private(path: str | Path, flags: int) -> int:
 
 
 def claim(folder: Path, what: str) -> int:
-    """Mark a folder that this process has just made; the descriptor holds it until closed.
-
-    Raises OSError.
-    """
+    """Mark a folder just made; the descriptor holds it until it is closed.  Raises OSError."""
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
     marker = open_private(folder / MARKER, flags)
     _lock(marker, fcntl.LOCK_SH)
@@ -99,7 +90,7 @@ def _text(what: str, inode: int) -> bytes:
 
 
 def runtime(folder: Path) -> str:
-    """Say what the folder of a world's sockets is."""
+    """Word the purpose of a folder of a world's sockets."""
     return f"sockets of {folder.name}"
 
 
@@ -113,22 +104,17 @@ def state_folder() -> str:
 
 
 def is_ours(folder: Path, what: str, lock: int = fcntl.LOCK_SH) -> bool:
-    """Return True if it has the marker that `claim` wrote into this very folder."""
+    """Return True if it has the marker that `claim` wrote; with LOCK_EX if it is unused, too."""
     marker = join(folder, what, lock)
     if marker is not None:
         os.close(marker)
     return marker is not None
 
 
-def is_abandoned(folder: Path, what: str) -> bool:
-    """Return True if it is one of ours that no process uses any more."""
-    return is_ours(folder, what, fcntl.LOCK_EX)
-
-
 def remove(
     folder: Path, what: str, contents: re.Pattern[str] | None, aside: Path | None = None
 ) -> bool:
-    """Remove a folder of ours that is not in use and holds nothing else; say whether it went.
+    """Remove a folder of ours that is not in use and holds nothing else; return True if it went.
 
     `contents` match the paths in it, relative to it, those of folders with a slash at their
     end; None for whatever is there.  What does not match, a symbolic link, another user's
@@ -187,9 +173,9 @@ def _is_closed(folder: os.stat_result) -> bool:
 
 
 def open_trusted(path: Path) -> int:
-    """Open a plain file that, as the two folders it is in, only this user can have written.
+    """Open a plain file that only this user can have written, as the two folders it is in.
 
-    None of them is looked for behind a symbolic link.  Raises Untrusted, and OSError.
+    Symbolic links count for none.  Raises Untrusted, and OSError.
     """
     with ExitStack() as opened:
         at = None
@@ -209,7 +195,10 @@ def _open_own(path: Path, above: int | None, flags: int) -> int:
     if flags == _FILE and not stat.S_ISREG(found.st_mode):
         why = f"{path} is no plain file"
     elif found.st_uid != os.geteuid():
-        why = f"{path} belongs to {_user(found.st_uid)}"
+        owner = str(found.st_uid)
+        with suppress(KeyError):
+            owner = pwd.getpwuid(found.st_uid).pw_name
+        why = f"{path} belongs to user {owner}"
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         why = f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o})"
     if why:
@@ -227,34 +216,23 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _user(number: int) -> str:
-    try:
-        return f"user {pwd.getpwuid(number).pw_name}"
-    except KeyError:
-        return f"user {number}"
-
-
 # --- folders of worlds' sockets ---------------------------------------------------------------
 
 
-PREFIX = "nbdist-"
-SOCKET = "notebook.sock"
+PREFIX, SOCKET = "nbdist-", "notebook.sock"
+
 LAST_PLACES = ("/tmp", "/var/tmp")
 """Where it goes when the environment names no place that can hold it."""
-LONGEST_NAME = "a123456g1234r123456.tasks"
-"""As long as any name of a socket in the folder."""
-SOCKET_PATH_LIMIT = 107
-"""Bytes (unix(7), without the zero at the end)."""
+
+LONGEST_NAME, SOCKET_PATH_LIMIT = "a123456g1234r123456.tasks", 107
+"""No socket's name in the folder is longer; bytes of a path (unix(7), without the final zero)."""
+
 ROOM = 1 << 18
 """Bytes that a world's small files take, at most."""
 
 
 class RuntimeFolder:
-    """A new folder, mode 0700, in the first place that can hold one.
-
-    Who has made it holds it as long as it lives, and so does the agent.
-    Raises NoRuntimeFolder with what is wrong with each place.
-    """
+    """A new folder, held by this process; NoRuntimeFolder says what is wrong with each place."""
 
     def __init__(self) -> None:
         self.path, self.socket = _make_folder(), SOCKET
@@ -274,10 +252,7 @@ class RuntimeFolder:
 
 
 class JoinedFolder:
-    """The folder of a world that another notebook has made, and left to its agents.
-
-    Raises OSError for one that is not ours, or is going.
-    """
+    """The folder of a world that another notebook has left; OSError for one not ours, or going."""
 
     def __init__(self, path: Path) -> None:
         check_private(path)

@@ -1,9 +1,7 @@
-"""The machine's limits: processes and threads, open files, memory.
+"""The machine's limits, with name and remedy: processes and threads, open files, memory.
 
-Where one is reached, its name and the remedy are said.  In a container or a Slurm job a control
-group (cgroups(7)) decides how much memory there is, and not the machine: of what goes beyond its
-limit the kernel kills as a rule the biggest process, the notebook.  Asked before memory is shared:
-both versions, and each group above the process's own.
+In a container or a Slurm job a control group (cgroups(7)) limits memory, not the machine: beyond it
+the kernel kills as a rule the biggest process, the notebook.  Asked before memory is shared.
 """
 
 from __future__ import annotations
@@ -63,29 +61,22 @@ def lack_in(last_lines: Iterable[str]) -> str:
 def _limits_of_user() -> Iterator[tuple[str, int, int]]:
     """Yield `ulimit -u`, which root is free of: name, limit, and how many there are."""
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if os.getuid() != 0 and most != resource.RLIM_INFINITY:
-        yield "`ulimit -u`", most, sum(map(_threads_of_ours, Path("/proc").glob("[0-9]*")))
-
-
-def _threads_of_ours(process: Path) -> int:
-    try:
-        if process.stat().st_uid != os.getuid():
-            return 0
-        return len(os.listdir(process / "task"))
-    except OSError:
-        return 0  # it has ended, or shows nothing of itself
+    if os.getuid() == 0 or most == resource.RLIM_INFINITY:
+        return
+    there = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or shows nothing of itself
+            if process.stat().st_uid == os.getuid():
+                there += len(os.listdir(process / "task"))
+    yield "`ulimit -u`", most, there
 
 
 def _limits_of_groups() -> Iterator[tuple[str, int, int]]:
     """Yield those of every control group that this process is in."""
     for group in control_groups("pids"):
-        try:
-            most, there = (
-                int((group.folder / name).read_text()) for name in ("pids.max", "pids.current")
-            )
-        except (OSError, ValueError):
-            continue  # it has none, or it is "max"
-        yield f"pids.max of {group.folder}", most, there
+        with suppress(OSError, ValueError):  # it has none, or it is "max"
+            most, there = (group.folder / name for name in ("pids.max", "pids.current"))
+            yield f"pids.max of {group.folder}", int(most.read_text()), int(there.read_text())
 
 
 # --- open files -----------------------------------------------------------------------------
@@ -100,9 +91,8 @@ def raise_file_limit() -> None:
 def word_lack_of_files(workers: int) -> str:
     """Word why there cannot be so many workers; "" where the limit of open files allows them."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = max(
-        AGENT_FILES + FILES_OF_RANK * workers, WORKER_FILES + FILES_OF_PEER * (workers - 1)
-    )
+    of_agent = AGENT_FILES + FILES_OF_RANK * workers
+    needed = max(of_agent, WORKER_FILES + FILES_OF_PEER * (workers - 1))
     if hard == resource.RLIM_INFINITY or needed <= hard:
         return ""
     most = min((hard - AGENT_FILES) // FILES_OF_RANK, (hard - WORKER_FILES) // FILES_OF_PEER + 1)
@@ -116,9 +106,8 @@ def word_lack_of_files(workers: int) -> str:
 # --- control groups ---------------------------------------------------------------------------
 
 
-ASKED_FROM = 32 << 20
-"""Bytes: less than that is not looked at; it takes 0.2 ms."""
-UNLIMITED = 1 << 60
+ASKED_FROM, UNLIMITED = 32 << 20, 1 << 60
+"""Bytes: less than that is not looked at, which takes 0.2 ms; no limit from that on."""
 
 OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -249,10 +238,7 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 class OomKills:
-    """Counts how many processes the kernel kills for lack of memory, where one lives.
-
-    In its control group, or on the whole machine where that cannot be read.
-    """
+    """Counts the processes killed for lack of memory in a process's control group, or anywhere."""
 
     def __init__(self, pid: int) -> None:
         self._file = next((file for file in _count_files(pid) if _count_in(file) is not None), None)

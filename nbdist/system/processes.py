@@ -1,10 +1,8 @@
 """Processes of our own: how interpreters are started, what the kernel says of them, their ends.
 
-No interpreter looks into the notebook's folder for what it imports: `random.py` there is a file
-of the user's, and not Python's module.  Little is imported here, and nothing of nbdist: the agent
-has this before it starts the fork server.  It is also a script, with no package around it:
-`python -IS processes.py COMMAND ...` becomes the command that wraps a worker (`--wrap`), which
-then dies with its agent.
+Little is imported here, and nothing of nbdist: the agent has this before it starts the fork server.
+It is also a script, with no package around it: `python -IS processes.py COMMAND ...` becomes the
+command that wraps a worker (`--wrap`), which then dies with its agent.
 """
 
 from __future__ import annotations
@@ -21,12 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn
 
 MODULE = ("-P", "-m")
-"""Options before a module to run; with `-P` the working directory is not on `sys.path`."""
+"""Options before a module to run: a `random.py` in the working directory is the user's."""
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
@@ -63,16 +60,13 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def signal_on_parents_end(number: signal.Signals, parent: int) -> bool:
-    """Have the kernel send this process the signal when its parent ends; False if it has.
-
-    Polls for a lost parent in Python need the GIL; this does not.
-    """
+    """Let the kernel send this process the signal when its parent ends; False if it has."""
     _prctl(PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
 
 
 def adopt_orphans(*, adopts: bool = True) -> None:
-    """Have processes whose parents end become children of this one, so that it can end them."""
+    """Become the parent of descendants whose parents end, so that this process can end them."""
     _prctl(PR_SET_CHILD_SUBREAPER, int(adopts))
 
 
@@ -99,7 +93,7 @@ def thread_state(pid: int) -> str:
 
 
 def is_exiting(pid: int) -> bool:
-    """Say whether the kernel is taking the process down, or has, which can take long."""
+    """Return True if the kernel is taking the process down, or has, which can take long."""
     stat = _stat(pid)
     return len(stat) <= 6 or bool(int(stat[6]) & PF_EXITING)
 
@@ -120,12 +114,12 @@ def _stat(pid: int) -> list[str]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Say whether a signal such as SIGSTOP, or a debugger, has stopped the process."""
+    """Return True if a signal such as SIGSTOP, or a debugger, has stopped the process."""
     return thread_state(pid) in "Tt"
 
 
 def ignores(pid: int, number: int) -> bool:
-    """Say whether the signal does nothing to the process; one that has ended ignores none."""
+    """Return True if the signal does nothing to the process; one that has ended ignores none."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
             found = next((line for line in status if line.startswith("SigIgn:")), "SigIgn: 0")
@@ -134,8 +128,7 @@ def ignores(pid: int, number: int) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """Seconds that a thread has run, and has been ready to and has not; how often it has begun."""
 
     ran: float = 0.0
@@ -156,9 +149,7 @@ def schedule(pid: int, tid: int | str) -> Schedule:
 class OwnTime:
     """Counts the seconds of a process from now on, without those it has waited for a processor.
 
-    A rank that did nothing for two seconds because eight processes shared two cores has had
-    half a second.  Of its threads the one that has waited longest counts: they wait for one
-    another, for the GIL or for gloo's loop.
+    The wait of the thread that waited longest: threads wait for one another, too, for the GIL.
     """
 
     def __init__(self, pid: int) -> None:
@@ -181,7 +172,7 @@ def _waits(pid: int) -> dict[str, float]:
 
 
 def trim_memory() -> None:
-    """Give back to the machine what the C library keeps of freed memory, where it is glibc."""
+    """Return what the C library keeps of freed memory to the machine, where it is glibc."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -191,9 +182,8 @@ def trim_memory() -> None:
 # The process that a launcher starts forks the agent, or a head, before anything else is imported,
 # and waits for its end: this is the guard, which stays when the agent is killed, and then ends all
 # that is left.  As a child subreaper it becomes the parent of what the agent leaves behind, workers
-# and what they started included, wherever these have gone; of a guard that is killed the agent gets
-# a SIGTERM, and ends in order.  An agent that hangs when its notebook has ended is killed, unless
-# it has said that it stays.
+# and what they started included; of a guard that is killed the agent gets a SIGTERM, and ends in
+# order.  An agent that hangs after its notebook's end is killed, unless it has said that it stays.
 
 
 END_TIMEOUT, END_STEP = 5.0, 0.005
@@ -205,11 +195,8 @@ AGENT_GRACE, AGENT_GRACES = 5.0, 6
 AT_WORK = 0.01
 """The share of a core from which on it does: it may still import, beside others on busy cores."""
 
-STAYS, LEAVES = b"s", b"l"
-"""What an agent tells its guard."""
-
-LONGEST_TOLD = 1 << 16
-"""Bytes; a pipe holds no more."""
+STAYS, LEAVES, LONGEST_TOLD = b"s", b"l", 1 << 16
+"""Whether an agent outlives its notebook, as it tells its guard; bytes that a pipe holds."""
 
 
 class Guard:
@@ -219,15 +206,10 @@ class Guard:
         self.pid = os.getppid()
         self._end = end
 
-    def tell(self, *, stays: bool) -> None:
-        """Say whether this process is to be left alone when its notebook has ended."""
-        with suppress(BrokenPipeError):  # it is being killed, and this process is told so
-            os.write(self._end, STAYS if stays else LEAVES)
-
-    def tell_last_word(self, line: bytes) -> None:
-        """Leave what is to be said to the head where this process is killed: `last_word`."""
-        with suppress(BrokenPipeError):
-            os.write(self._end, line)
+    def tell(self, word: bytes) -> None:
+        """Tell it `STAYS` or `LEAVES`, or what `after_kill` gets if this process is killed."""
+        with suppress(BrokenPipeError):  # the guard is being killed
+            os.write(self._end, word)
 
 
 def go_below_guard(
@@ -263,10 +245,7 @@ def end_group(pid: int) -> None:
 
 
 def reap(leaders: Container[int]) -> Iterator[tuple[int, int]]:
-    """Reap children that have ended: yields process and exit code, negative for a signal.
-
-    What is left in the groups of `leaders` is killed.
-    """
+    """Reap children that have ended, and kill the groups of `leaders`: yields pid and exit code."""
     with suppress(ChildProcessError):  # there are none
         while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             pid = child.si_pid
@@ -278,18 +257,24 @@ def reap(leaders: Container[int]) -> Iterator[tuple[int, int]]:
 
 def end_descendants() -> None:
     """Kill and reap all that descends from this process, which adopts orphans."""
-    await_end(_end_children)
+
+    def end_children() -> bool:
+        if not (have_ended := _reap_children()):
+            _signal_children(signal.SIGKILL)
+        return have_ended
+
+    await_end(end_children)
 
 
 def await_end(have_ended: Callable[[], bool], timeout: float = END_TIMEOUT) -> None:
-    """Look until processes have ended, so many seconds at most."""
+    """Look until processes have ended, at most `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not have_ended() and time.monotonic() < deadline:
         time.sleep(END_STEP)
 
 
 def _reap_children() -> bool:
-    """Reap those that have ended; say whether these were all."""
+    """Reap those that have ended; return True if none is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -302,14 +287,6 @@ def _signal_children(number: int) -> None:
     for child in children_of(os.getpid()):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(child, number)
-
-
-def _end_children() -> bool:
-    """Reap those that have ended, and kill the others, whose own become this one's children."""
-    if _reap_children():
-        return True
-    _signal_children(signal.SIGKILL)
-    return False
 
 
 def _watch(
@@ -342,10 +319,7 @@ def _watch(
 
 
 def _wait_for(agent: int, notebook: int | None, told: int, grace: float) -> tuple[int, bytes]:
-    """Return the agent's status and what it has told; kill it where it hangs after its notebook.
-
-    But not one that stays, as it has said.
-    """
+    """Return the agent's status and what it told; kill one that hangs after its notebook's end."""
     ended, ends = os.pidfd_open(agent), select.poll()
     ends.register(ended, select.POLLIN)
     ends.register(sys.stdin, 0)  # a pipe's hang-up
@@ -377,10 +351,8 @@ def _ends(agent: int, ended: int, grace: float) -> bool:
 # --- a process that connects to this one ------------------------------------------------------
 
 
-LAST_BYTES = 4096
-
-LEFT = "nbdist left behind: "
-"""Begins a line of a log that says what its process could not end."""
+LAST_BYTES, LEFT = 4096, "nbdist left behind: "
+"""Of a log; begins a line of it that says what its process could not end."""
 
 
 def last_lines_of(log: BinaryIO) -> list[str]:
@@ -461,10 +433,7 @@ def left_behind(lines: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Become the command that wraps a worker, between it and the agent.
-
-    A worker itself asks for its end with the agent; both settings survive exec.
-    """
+    """Become the command that wraps a worker, and let it die with the agent: that survives exec."""
     signal_on_parents_end(signal.SIGKILL, os.getppid())
     # Stop is not meant for the wrapper, which is in the worker's process group; a kernel has a
     # handler of its own while it runs a cell.

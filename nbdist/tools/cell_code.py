@@ -1,7 +1,7 @@
 """Code of the notebook as plain Python for a script: its cells, and what binds its variables.
 
-The text stays as it was typed.  Only statements are replaced that need IPython, or that the
-script makes itself, as the process group: they become Python, or a comment with the reason.
+The text stays as it was typed, but for what needs IPython, and the process group, which the script
+makes itself: that becomes Python, or a comment with the reason.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ def cell_code(
     source = _OUR_LINE.sub("", source, count=1) if source.startswith("# %%") else source
     magic = _MAGIC.match(source)
     if magic and magic[1] in ("distributed", "rank", *_LOOK_ON):
-        body = source[magic.end() :]
-        return cell_code(body, transform, known, shows_value=shows_value)
+        return cell_code(source[magic.end() :], transform, known, shows_value=shows_value)
     try:
         text = transform(source)
         tree, is_async = ast.parse(text), awaits(text)
     except SyntaxError:
         why = "it cannot be read as Python"
-        return "\n".join(f"# {line}" for line in [f"{why}:", *source.split("\n")]), [why]
+        return f"# {why}:\n{source}".replace("\n", "\n# "), [why]
     edits, lost = _without_ipython(tree, text.encode().split(b"\n"), known)
     match tree.body:
         case [*_, ast.Expr(value)] if shows_value and not any(map(_is_shell_call, ast.walk(value))):
@@ -75,8 +74,7 @@ def cell_code(
 def guarded(text: str, ranks: Iterable[int]) -> str:
     """Put code under a condition for these ranks."""
     first, *others = sorted(ranks)
-    numbers = ", ".join(map(str, [first, *others]))
-    condition = f"rank in ({numbers})" if others else f"rank == {first}"
+    condition = f"rank in {(first, *others)}" if others else f"rank == {first}"
     body = text if ast.parse(text).body else f"{text}\npass"
     return f"if {condition}:\n{indented(body)}"
 
@@ -97,12 +95,11 @@ def indented(text: str) -> str:
 
 # --- statements that need IPython ---------------------------------------------------------
 
+Edits = list[tuple[ast.AST, str]]
+
 
 class _LeftOut(Exception):
     """There is no Python for a statement; has it as people know it, and why."""
-
-
-Edits = list[tuple[ast.AST, str]]
 
 
 def _without_ipython(
@@ -118,11 +115,9 @@ def _without_ipython(
             continue
         calls = [node for node in ast.walk(statement) if _is_shell_call(node)]
         try:
-            match statement:
-                case ast.Expr(ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name))) if (
-                    name in _GROUP
-                ):
-                    raise _LeftOut(ast.unparse(statement), "the script calls it itself")
+            called = ast.unparse(statement).partition("(")[0].rpartition(".")[2]
+            if isinstance(statement, ast.Expr) and called in _GROUP:
+                raise _LeftOut(ast.unparse(statement), "the script calls it itself")
             edits += [(call, _plain_call(call, known)) for call in calls]  # type: ignore[arg-type]
         except _LeftOut as left:
             typed, why = map(one_line, left.args)
@@ -134,14 +129,12 @@ def _without_ipython(
 
 
 def _edited(text: str, edits: Edits) -> str:
-    """Replace nodes of a source; the text around them stays."""
     source = text.encode()
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     for node, new in sorted(edits, key=lambda edit: _place(edit[0]), reverse=True):
         line, column, last, end = _place(node)
-        source = (
-            source[: starts[line - 1] + column] + new.encode() + source[starts[last - 1] + end :]
-        )
+        before, after = source[: starts[line - 1] + column], source[starts[last - 1] + end :]
+        source = before + new.encode() + after
     return source.decode()
 
 
@@ -151,14 +144,11 @@ def _place(node: Any) -> tuple[int, int, int, int]:
 
 def _is_shell_call(node: ast.AST) -> bool:
     """Return True for a call such as `get_ipython().run_line_magic("time", "f()")`."""
-    match node:
-        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")))):
-            return True
-    return False
+    func = node.func if isinstance(node, ast.Call) else None
+    return isinstance(func, ast.Attribute) and ast.unparse(func.value) == "get_ipython()"
 
 
 def _plain_call(call: ast.Call, known: Collection[str]) -> str:
-    """Write a call of IPython as Python; raises `_LeftOut` where there is none."""
     assert isinstance(call.func, ast.Attribute)
     texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
     match call.func.attr, texts:
@@ -193,17 +183,14 @@ def _line_magic(name: str, line: str) -> str:
 
 def _command(command: str, known: Collection[str]) -> str:
     """Write a command for the system; what IPython fills in makes it an f-string."""
-    fills_in = any(map(is_python, _BRACES.findall(command)))
 
-    def name(found: re.Match[str]) -> str:
-        nonlocal fills_in
-        if found[1] or found[2] not in known:
-            return found[0].replace("$$", "$")
-        fills_in = True
-        return f"{{{found[2]}}}"
+    def fill_in(found: re.Match[str]) -> str:
+        is_name = not found[1] and found[2] in known
+        return f"{{{found[2]}}}" if is_name else found[0].replace("$$", "$")
 
-    text = repr(_DOLLAR.sub(name, command))
-    text = f"f{text}" if fills_in else text
+    filled_in = _DOLLAR.sub(fill_in, command)
+    fills_in = any(map(is_python, _BRACES.findall(filled_in)))
+    text = f"f{filled_in!r}" if fills_in else repr(filled_in)
     if not is_python(text):
         raise _LeftOut(f"!{command}", "what is filled in cannot be written in a script")
     return text
@@ -225,9 +212,9 @@ def awaits(text: str) -> bool:
 
 def in_event_loop(text: str, title: str) -> str:
     """Wrap code that awaits into a function of its own, whose variables are the script's."""
-    bound = sorted(names_bound(text))
-    head = f"async def {title}():\n" + (f"    global {', '.join(bound)}\n" if bound else "")
-    return f"{head}{indented(text)}\n\n\nasyncio.run({title}())"
+    bound = ", ".join(sorted(names_bound(text)))
+    shared = f"    global {bound}\n" if bound else ""
+    return f"async def {title}():\n{shared}{indented(text)}\n\n\nasyncio.run({title}())"
 
 
 # --- what binds variables of the notebook --------------------------------------------------
@@ -246,17 +233,21 @@ class Statements:
 
     def importing(self, name: str, value: Any) -> list[str]:
         """Find the imports that give a variable its value: those of the cells, or its module's."""
-        guess = [text for text in [_import_of(name, value)] if text]
-        for statements in (self._imports[name], guess):
-            if found := [each for each in statements if _gives(each, name, value)]:
+        guess = ""
+        if isinstance(value, types.ModuleType):
+            guess = f"import {value.__name__} as {name}"
+        elif isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+            guess = f"from {value.__module__} import {value.__qualname__} as {name}"
+        guess = guess.replace(f" {name} as {name}", f" {name}")
+        for texts in (self._imports[name], [guess]):
+            if found := [each for each in texts if _gives(each, name, value)]:
                 return [*dict.fromkeys(found)]
         return []
 
     def binding(self, name: str, value: Any = None) -> str:
-        """Find the last statement that bound a variable; "" if there is none.
+        """Find the last statement that bound a variable, or "": first in the cell that defined it.
 
-        Before it those whose value it uses, as in `f = decorated(f)`.  Of a function or class
-        the cell is known that defined it.
+        Before it those whose value it uses, as in `f = decorated(f)`.
         """
         texts: list[str] = []
         for cell in [*_cells_of(value), *reversed(self._cells)]:
@@ -268,17 +259,6 @@ class Statements:
                         if name not in names_used(text):
                             return "\n".join(texts)
         return ""
-
-
-def _import_of(name: str, value: Any) -> str:
-    """Write an import of a module, function or class by its own name."""
-    if isinstance(value, types.ModuleType):
-        own, text = value.__name__, f"import {value.__name__}"
-    elif isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
-        own, text = value.__qualname__, f"from {value.__module__} import {value.__qualname__}"
-    else:
-        return ""
-    return text if own == name else f"{text} as {name}"
 
 
 def imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -345,29 +325,22 @@ def literal(value: Any) -> str | None:
     return None
 
 
-class _Noting(pickle.Pickler):
-    """Pickles all but tensors, and notes which functions and classes a reader has to have."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self.needs: set[str] = set()
-        self._tensor = getattr(sys.modules.get("torch"), "Tensor", ())
-
-    def persistent_id(self, value: Any) -> str | None:
-        """Note an object.  Called by pickle."""
-        is_tensor = isinstance(value, self._tensor)
-        found = type(value) if is_tensor else value
-        if isinstance(found, type | types.FunctionType) and found.__module__ == "__main__":
-            self.needs.add(found.__qualname__.partition(".")[0])
-        return "tensor" if is_tensor else None
-
-
 def needed_to_read(value: Any) -> frozenset[str]:
-    """Find what a script has to define before it reads a value that torch has saved.
+    """Find which functions and classes a script has to define to read a value that torch saved.
 
     Raises what pickle does.
     """
+    needs, tensor = set[str](), getattr(sys.modules.get("torch"), "Tensor", ())
+
+    def note(part: Any) -> str | None:
+        is_tensor = isinstance(part, tensor)
+        found = type(part) if is_tensor else part
+        if isinstance(found, type | types.FunctionType) and found.__module__ == "__main__":
+            needs.add(found.__qualname__.partition(".")[0])
+        return "tensor" if is_tensor else None
+
     with open(os.devnull, "wb") as nowhere:
-        pickler = _Noting(nowhere)
+        pickler = pickle.Pickler(nowhere)
+        pickler.persistent_id = note  # type: ignore[method-assign]
         pickler.dump(value)
-    return frozenset(pickler.needs)
+    return frozenset(needs)

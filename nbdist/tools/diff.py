@@ -1,6 +1,6 @@
 """`%dist_diff`: which ranks have the same of a value, part by part, and how far others are from it.
 
-`Comparison` is pure; `nbdist.tools.diff_op` looks at the values, on the ranks.
+`Comparison` is pure; the op of the same name looks at the values, on the ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from nbdist.wire.work import Call
 from nbdist.words import count, name_ranks, size_text
 from nbdist.world.exchange import check_expressions, refusal
 
-MOST_ROWS = 50
+MOST_ROWS, MOST_DISTANCES = 50, 3
 
-HEADINGS = ("part", "type", "ranks")
+MOST_COMPARED = 128 << 20
+"""Bytes of parts whose numbers are compared; of the others it is only said that they differ."""
+
+Group = tuple[Part | None, list[int]]
+"""A part that some ranks have alike; None where they have no such part."""
 
 
 @command(
@@ -47,30 +51,26 @@ def dist_diff(line: Line) -> Shown | str:
 
 
 def _compared(line: Line, expression: str) -> Shown | str:
-    found = Comparison(expression, line.call("diff", expression=expression))
-    _check(line, found)
+    looked: dict[int, Looked] = line.call("diff", expression=expression)
+    failed = {rank: each for rank, each in looked.items() if each.missing or each.problem}
+    if len(failed) == len(looked) or any(each.problem for each in failed.values()):
+        refused = {r: Brought(expression, None, e.missing, e.problem) for r, e in failed.items()}
+        if error := refusal(line.world.session, refused):
+            raise error
+    found = Comparison(expression, looked)
     for reference, (others, paths) in found.to_compare().items():
         found.take(_distances(line, expression, reference, others, paths))
     rows = [*found.rows()]
     head, more = found.head(len(rows)), len(rows) - MOST_ROWS
     last = [(f"and {more} more", "", "")] if more > 0 else []
-    return table(head, [HEADINGS, *rows[:MOST_ROWS], *last]) if rows else head
-
-
-def _check(line: Line, found: Comparison) -> None:
-    """Raise the error of a value that no rank has, or that cannot be looked at on some."""
-    failed: dict[int, Looked] = {r: e for r, e in found.looked.items() if e.missing or e.problem}
-    if len(failed) < len(found.looked) and not any(each.problem for each in failed.values()):
-        return
-    refused = {r: Brought(found.title, None, e.missing, e.problem) for r, e in failed.items()}
-    if error := refusal(line.world.session, refused):
-        raise error
+    shown = [("part", "type", "ranks"), *rows[:MOST_ROWS], *last]
+    return table(head, shown) if rows else head
 
 
 def _distances(
     line: Line, expression: str, reference: int, others: Sequence[int], paths: Sequence[str]
 ) -> Mapping[int, Mapping[str, Distance]]:
-    """Have ranks compare these parts with those of another one, through shared memory."""
+    """Compare these parts of the others with those of `reference`, through shared memory."""
     pool, world = line.pool, line.world
     wanted = {"expression": expression, "paths": tuple(paths)}
     lending = world.task(Call("diff.lend", wanted), ranks=(reference,))
@@ -83,15 +83,6 @@ def _distances(
         world.session.let_go_of(lending, (reference,))
 
 
-MOST_COMPARED = 128 << 20
-"""Bytes of parts whose numbers are compared; of the others it is only said that they differ."""
-
-MOST_DISTANCES = 3
-
-Group = tuple[Part | None, list[int]]
-"""A part that some ranks have alike; None where they have no such part."""
-
-
 @dataclass
 class Comparison:
     """What ranks have under `title`, and how far they are apart.
@@ -102,8 +93,6 @@ class Comparison:
     title: str
     looked: Mapping[int, Looked]
     distances: dict[str, dict[int, Distance]] = field(default_factory=dict)
-
-    # --- what there is --------------------------------------------------------------------
 
     @property
     def have(self) -> list[int]:
@@ -142,8 +131,6 @@ class Comparison:
             for path, distance in by_path.items():
                 self.distances.setdefault(path, {})[rank] = distance
 
-    # --- what to say ----------------------------------------------------------------------
-
     def head(self, differing: int) -> str:
         """Say how much there is, and who agrees: `model: 6 parts, 1.2 MiB · ranks 0-3 agree`."""
         have = self.have
@@ -152,34 +139,28 @@ class Comparison:
         much = f", {size_text(size)}" if size else ""
         said = [f"{self.title}: {count(len(parts), 'part')}{much}"]
         if differing:
-            verb = "differs" if differing == 1 else "differ"
-            said.append(f"{differing} of {len(self.paths)} {verb}")
+            said.append(f"{differing} of {len(self.paths)} differ{'s' if differing == 1 else ''}")
         else:
             said.append(f"{name_ranks(have)} agree" if len(have) > 1 else "one rank alone")
-        missing = [rank for rank in self.looked if rank not in have]
-        if missing:
+        if missing := [rank for rank in self.looked if rank not in have]:
             said.append(f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} none")
-        unseen = sum(any(p and not p.digest for p, _ in self.groups(path)) for path in self.paths)
-        if unseen:
+        groups = map(self.groups, self.paths)
+        if unseen := sum(any(p and not p.digest for p, _ in each) for each in groups):
             said.append(f"{count(unseen, 'part')} not compared: sharded, or of unknown kind")
         return " · ".join(said)
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield a part that differs, of which kind it is, and in which ranks."""
         for path in self.paths:
-            groups = self._groups_by_value(path)
+            groups, apart = self.groups(path), self.distances.get(path, {})
+            # Equal but for bits: the sign of a zero, or which NaN it is.
+            equal = {rank for rank, distance in apart.items() if not distance.differing}
+            parts = {rank: part for part, ranks in groups for rank in ranks}
+            groups = _grouped({r: groups[0][0] if r in equal else p for r, p in parts.items()})
             if len(groups) > 1:
                 kinds = {part.kind if part else "" for part, _ in groups}
                 kind = kinds.pop() if len(kinds) == 1 else ""
-                yield path or self.title, kind, _difference(groups, self.distances.get(path, {}))
-
-    def _groups_by_value(self, path: str) -> list[Group]:
-        """Group ranks, those together that differ in bits alone: zeros' signs, kinds of NaN."""
-        groups = self.groups(path)
-        apart = self.distances.get(path, {})
-        equal = {rank for rank, distance in apart.items() if not distance.differing}
-        parts = {rank: part for part, ranks in groups for rank in ranks}
-        return _grouped({r: groups[0][0] if r in equal else part for r, part in parts.items()})
+                yield path or self.title, kind, _difference(groups, apart)
 
 
 def _grouped(parts: Mapping[int, Part | None]) -> list[Group]:

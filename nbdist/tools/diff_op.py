@@ -51,7 +51,7 @@ def lend(context: Context, expression: str, paths: Sequence[str]) -> Brought:
 
 
 def compare(context: Context, expression: str, packed: Payload) -> dict[str, Distance]:
-    """Say how far this rank's parts are from those."""
+    """Measure how far this rank's parts are from those."""
     found, theirs = leaves(eval(expression, context.names)), context.open(packed)
     both = {path: (comparable(found.get(path)), tensor) for path, tensor in theirs.items()}
     return {
@@ -61,8 +61,7 @@ def compare(context: Context, expression: str, packed: Payload) -> dict[str, Dis
     }
 
 
-ROW = 1 << 16
-ROWS = 64
+ROW, ROWS = 1 << 16, 64
 
 COMPARED_AT_ONCE = 1 << 18
 """Elements, so that what is made of them on the way stays in a processor's cache."""
@@ -76,13 +75,11 @@ def part_of(leaf: Any) -> Part:
         data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         kind = f"{leaf.dtype} {leaf.shape}"
         return Part(kind, digest_of_data(data.data), size=leaf.nbytes, count=leaf.size)
-    if isinstance(leaf, torch.Tensor):
-        return _part_of_tensor(leaf)
-    return _part_of_plain(leaf)
+    return _part_of_tensor(leaf) if isinstance(leaf, torch.Tensor) else _part_of_plain(leaf)
 
 
 def comparable(leaf: Any) -> torch.Tensor | None:
-    """Give the tensor that can be subtracted from another rank's; None where there is none."""
+    """Return the tensor that can be subtracted from another rank's; None where there is none."""
     if isinstance(leaf, np.ndarray):
         try:
             return torch.from_numpy(np.array(leaf))
@@ -97,11 +94,8 @@ def comparable(leaf: Any) -> torch.Tensor | None:
 
 
 def _part_of_tensor(tensor: torch.Tensor) -> Part:
-    shape = tuple(tensor.shape)
-    kind = f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
-    where = tensor.device.type
-    kind = kind if where == "cpu" else f"{kind} on {where}"
-    digest = ""
+    kind, where = f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", tensor.device.type
+    kind, digest = kind if where == "cpu" else f"{kind} on {where}", ""
     if _is_sharded(tensor):
         kind += ", sharded"
     elif tensor.is_sparse:
@@ -119,7 +113,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _is_sharded(tensor: Any) -> bool:
-    """Say whether ranks have different parts of it: of a DTensor."""
+    """Return True for a DTensor of which ranks have different parts."""
     return not all(place.is_replicate() for place in getattr(tensor, "placements", ()))
 
 
@@ -144,7 +138,8 @@ def digest_on_device(data: torch.Tensor) -> str:
     """
     whole = data.numel() // 4 * 4
     words, rest = data[:whole].view(torch.int32), data[whole:]
-    factors = _factors().to(data.device)
+    random = np.random.default_rng(20).integers(-(2**63), 2**63 - 1, ROW, dtype=np.int64)
+    factors = torch.from_numpy(random | 1).to(data.device)
     digest = hashlib.blake2b(f"{data.numel()}".encode(), digest_size=8)
     for start in range(0, words.numel(), ROW * ROWS):
         piece = words[start : start + ROW * ROWS]
@@ -154,11 +149,6 @@ def digest_on_device(data: torch.Tensor) -> str:
         digest.update(sums.cpu().numpy().tobytes() + last.cpu().numpy().tobytes())
     digest.update(rest.cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _factors() -> torch.Tensor:
-    random = np.random.default_rng(20)
-    return torch.from_numpy(random.integers(-(2**63), 2**63 - 1, ROW, dtype=np.int64) | 1)
 
 
 # --- how far apart ----------------------------------------------------------------------
@@ -203,30 +193,22 @@ def _part_of_plain(leaf: Any) -> Part:
         return Part(f"{kind} of {len(leaf)}", digest_of_data(said.encode()))
     if isinstance(leaf, bytes | bytearray | str):
         data = leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf
-        return Part(
-            kind, digest_of_data(data), one_line(repr(leaf[:LONGEST_TEXT]), LONGEST_TEXT), len(data)
-        )
+        text = one_line(repr(leaf[:LONGEST_TEXT]), LONGEST_TEXT)
+        return Part(kind, digest_of_data(data), text, len(data))
     if "__repr__" in {name for each in type(leaf).__mro__[:-1] for name in vars(each)}:
         text = repr(leaf)
         digest = digest_of_data(text.encode("utf-8", "surrogatepass"))
         return Part(kind, digest, one_line(text, LONGEST_TEXT))
-    return Part(kind, _pickled(leaf))
-
-
-def _pickled(leaf: Any) -> str:
-    """Return the digest of its pickle; "" where it has none, and cannot be compared."""
-    file = BytesIO()
-    pickler = pickle.Pickler(file, 5)
+    pickler = pickle.Pickler(file := BytesIO(), 5)
     pickler.fast = True  # equal values are equal, whatever their parts share
     try:
         pickler.dump(leaf)
     except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)
-        return ""
-    return digest_of_data(file.getbuffer())
+        return Part(kind, "")  # which cannot be compared
+    return Part(kind, digest_of_data(file.getbuffer()))
 
 
-MOST_LEAVES = 100_000
-DEEPEST = 60
+MOST_LEAVES, DEEPEST = 100_000, 60
 
 LONG = 32
 """From this many numbers on a list is compared as one array."""

@@ -1,8 +1,7 @@
 """`%dist_export`: the distributed cells as a script that torchrun runs without nbdist.
 
-The script has the cells that made what the workers have, in their order.  Before each stand the
-variables of the notebook that it uses: imports and definitions as they were typed, small values
-as text, others out of one file of `torch.save` beside the script.  Runs in the notebook.
+Before each cell stand the variables of the notebook that it uses: definitions as they were typed,
+small values as text, others out of a file that `torch.save` writes.  Runs in the notebook.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import inspect
 import math
 import os
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,47 +58,44 @@ def dist_export(line: Line) -> Shown:
     and small values of the notebook that the cells use are in it, others in train_values.pt.
     The lines below the summary say what it could not carry over.
     """
-    path, file = free_paths(line.options.file, force=line.options.force)
+    path, file = _free_paths(line.options.file, force=line.options.force)
     world, shell = line.world, line.pool.shell
-    session = world.session
     history = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
     # What auto mode sent to the ranks was typed here, and bound nothing here.
-    ran_here = [line.auto.ran.get(number, source) for number, source in enumerate(history)]
-    composer = Composer(session.past, session.names, Statements(ran_here), shell.transform_cell)
-    script = composer.compose(setting_of(world, path))
+    cells = Statements(line.auto.ran.get(number, source) for number, source in enumerate(history))
+    past, names = world.session.past, world.session.names
+    script = Composer(past, names, cells, shell.transform_cell).compose(setting_of(world, path))
     if not script.cells:
         raise UsageError(
             "`%dist_export`: no `%%distributed` cell has succeeded since the workers were started."
         )
     line.display.wait_for(f"writing {path} …")
     size = _write(script, path, file, shell.user_ns)
-    parts = [str(path), count(script.cells, "cell")]
-    if script.saved:
-        parts.append(f"{count(len(script.saved), 'variable')} in {file} ({size_text(size)})")
-    parts.append(f"`torchrun --nproc-per-node {world.size} {path}`")
+    saved = f" · {count(len(script.saved), 'variable')} in {file} ({size_text(size)})"
+    said = f"{path} · {count(script.cells, 'cell')}{saved if script.saved else ''}"
     lost = ["not carried over:", *(f"  {each}" for each in script.lost)] if script.lost else []
-    return block("\n".join([" · ".join(parts), *lost]))
+    return block("\n".join([f"{said} · `torchrun --nproc-per-node {world.size} {path}`", *lost]))
 
 
-def free_paths(text: str | None, *, force: bool) -> tuple[Path, Path]:
+def _free_paths(text: str | None, *, force: bool) -> tuple[Path, Path]:
     """Return where the script and its values go; raises UsageError where they cannot."""
     path = Path(text or "").expanduser()
     if not text or path.suffix != ".py":
-        name = f"`%dist_export {text}`" if text else "`%dist_export`"
+        typed = f" {text}" if text else ""
         raise UsageError(
-            f"{name}: the script needs a name that ends in .py: `%dist_export train.py`."
+            f"`%dist_export{typed}`: the script needs a name that ends in .py: "
+            "`%dist_export train.py`."
         )
     if not path.parent.is_dir():
         raise UsageError(f"`%dist_export {text}`: there is no folder {path.parent}.")
-    paths = path, values_file(path)
+    paths = path, _values_file(path)
     if there := [each for each in paths if each.exists() and not (force and each.is_file())]:
         hint = "" if force else f" `%dist_export --force {path}` overwrites it."
         raise UsageError(f"`%dist_export`: {' and '.join(map(str, there))} already exists.{hint}")
     return paths
 
 
-def values_file(path: Path) -> Path:
-    """Name the file beside a script."""
+def _values_file(path: Path) -> Path:
     return path.with_name(f"{path.stem}_values.pt")
 
 
@@ -153,15 +150,14 @@ def setting_of(world: World, path: Path) -> Setting:
     return Setting(path, world.size, backend, tuple(lost))
 
 
-def docstring(setting: Setting, lost: Iterable[str]) -> str:
-    """Write what the script is, how it is run, and what it lacks."""
+def _docstring(setting: Setting, lost: Sequence[str]) -> str:
     notebook = os.path.basename(os.environ.get("JPY_SESSION_NAME", "")) or "a notebook"
     lines = [
         f"The distributed cells of {notebook}, written by `%dist_export` of nbdist.",
         f"\n    torchrun --nproc-per-node {setting.ranks} {setting.path.name}",
+        *(["\nNot carried over:"] if lost else []),
+        *(f"- {each}" for each in lost),
     ]
-    if lost := [*lost]:
-        lines += ["\nNot carried over:", *(f"- {each}" for each in lost)]
     text = "\n".join(lines).replace("\\", "/").replace('"""', "'''")
     return f'"""{text}\n"""'
 
@@ -216,7 +212,7 @@ class _Section:
 class _Origin:
     """How the script gets a variable of the notebook: `needs` are names to be there before."""
 
-    text: str
+    text: str = ""
     needs: frozenset[str] = frozenset()
     is_import: bool = False
     is_saved: bool = False
@@ -238,35 +234,29 @@ class Composer:
         self._there: dict[str, object] = {}  # variables of the notebook so far, by their versions
         self._bound = set[str]()  # by the cells so far
         self._made = set[str]().union(*(task.made for task in past.tasks))
-        self._sections = [*self._translated(transform)]
+        self._sections = self._translated(transform)
         self._made = self._made.union(*(names_bound(each.text) for each in self._sections))
 
     def compose(self, setting: Setting) -> Script:
         """Put it together; what could not be carried over is in it too."""
         self._hoist_imports()
-        lost_by_cells = [*self._lost]
-        self._give_variables()
-        saved = {name: each for name, each in sorted(self._origins.items()) if each.is_saved}
+        saved = self._find_origins()
         if saved:
-            # Again, now that it is known what to read before the first cell, and what that takes.
-            self._lost, self._there, self._bound = lost_by_cells, {}, set()
             self._imports["from pathlib import Path"] = None
-            for section in self._sections:
-                section.before.clear()
             first, seen = self._sections[0], {*_KNOWN}
-            for name in sorted(frozenset[str]().union(*(each.needs for each in saved.values()))):
+            for name in sorted({need for each in saved for need in self._origins[each].needs}):
                 self._give(name, first, {}, seen)
-            file = values_file(setting.path).name
+            file = _values_file(setting.path).name
             first.before += [f"VALUES = Path(__file__).with_name({file!r})", f"NOTEBOOK = {_LOAD}"]
-            self._give_variables()
-        self._lost += [*self._missing(), *_left_out(self._past), *setting.lost]
+        self._give_variables()
+        self._lost += [*_left_out(self._past), *setting.lost]
         lost = tuple(dict.fromkeys(self._lost))
         backend = f'"{setting.backend}"' if setting.backend else CHOSEN
         begin, end = f"dist.init_process_group({backend})", "dist.destroy_process_group()"
         if setting.backend == "none":
             begin = end = ""
         parts = [
-            docstring(setting, lost),
+            _docstring(setting, lost),
             "\n".join(sorted(self._imports, key=lambda line: "__future__" not in line)),
             f"{PROLOGUE}\n{begin}",
             *map(_shown, self._sections),
@@ -279,15 +269,17 @@ class Composer:
         """Find what the imports at the top bind."""
         return set[str]().union(*map(names_bound, self._imports))
 
-    def _translated(self, transform: Transform) -> Iterator[_Section]:
+    def _translated(self, transform: Transform) -> list[_Section]:
+        sections = []
         tasks = [each for each in self._past.tasks if (each.kind, each.status) == ("cell", "ok")]
         known = {each.name for each in self._past.sent} | self._made | WORKERS_OWN
         for task in sorted(tasks, key=lambda task: task.last):
             text, lost = cell_code(task.text, transform, known, shows_value=task.shows_value)
             lost += ["its figures are drawn and not shown"] if task.draws else []
-            self._lost += [f"{title_of(task)}: {each}" for each in lost]
+            self._lost += [f"{_title_of(task)}: {each}" for each in lost]
             self._imports |= {"import asyncio": None} if awaits(text) else {}
-            yield _Section(task, text)
+            sections.append(_Section(task, text))
+        return sections
 
     def _hoist_imports(self) -> None:
         """Move the imports of cells to the top, where nothing before them can tell."""
@@ -314,8 +306,24 @@ class Composer:
 
     # --- variables of the notebook --------------------------------------------------------------
 
+    def _find_origins(self) -> list[str]:
+        """Find how the script can get each variable that it may need; return those to be saved."""
+        sent = {each.name: each.shipped.needs for each in self._past.sent}
+        known = _KNOWN | self._imported() | (self._made - sent.keys())
+        waiting = {name for section in self._sections for name in names_used(section.text)}
+        while waiting:
+            name = waiting.pop()
+            if name in known or (name not in sent and name not in self._names.namespace):
+                continue
+            known.add(name)
+            if not SYSTEM_NAMES.fullmatch(name):
+                self._origins[name] = self._find_origin(name)
+                waiting |= self._origins[name].needs | sent.get(name, frozenset())
+        return sorted(name for name, each in self._origins.items() if each.is_saved)
+
     def _give_variables(self) -> None:
         """Write the variables that each cell uses before it, as they were sent to it."""
+        there = {*_KNOWN}
         for section in self._sections:
             sent = self._past.sent_before(section.task.last)
             seen = {*_KNOWN, *self._imported(), *(self._made - sent.keys())}
@@ -324,6 +332,16 @@ class Composer:
             bound = names_bound(section.text)
             self._bound |= bound
             self._there = {name: v for name, v in self._there.items() if name not in bound}
+            text = "\n".join([*section.before, section.text])
+            for name in sorted(names_used(text) - there - self._imported()):
+                if name == "display":
+                    self._imports["display = print"] = None
+                elif name in self._made:
+                    title = _title_of(section.task)
+                    self._lost.append(f"{title} uses {name}, which no cell before it binds")
+                else:
+                    self._lost.append(f"`{name}` is used and not there")
+            there |= names_used(text) | names_bound(text)
 
     def _give(self, name: str, section: _Section, sent: Mapping[str, Sent], seen: set[str]) -> None:
         """Write a variable before a cell, and before it those that it needs.
@@ -331,21 +349,20 @@ class Composer:
         As it was when it was sent if that is known.  A set-up cell has brought variables to new
         workers, of which no task is known to have sent them.
         """
-        record = sent.get(name)
-        if name in seen or SYSTEM_NAMES.fullmatch(name):
-            return
-        if record is None and name not in self._names.namespace:
+        record, origin = sent.get(name), self._origins.get(name)
+        is_there = record is not None or name in self._names.namespace
+        if origin is None or name in seen or not is_there:
             return
         seen.add(name)
         since, until = record.task if record else 0, section.task.last
         if any(name in each.made for each in self._past.tasks if since <= each.last < until):
             return  # workers have bound it since it was sent
-        now = self._version_of(name)
+        now = None
+        with suppress(NbdistError, KeyError):
+            now = version_now(name, self._names)
         version = record.shipped.version if record else now
         if (text := _atom(version)) is not None:
             origin = _Origin(f"{name} = {text}")
-        else:
-            origin = self._origins[name] = self._origins.get(name) or self._find_origin(name)
         for need in sorted(origin.needs.union(record.shipped.needs if record else ())):
             self._give(need, section, sent, seen)
         if self._there.get(name, self) == version:
@@ -364,16 +381,9 @@ class Composer:
         elif origin.text:
             section.before.append(origin.text)
 
-    def _version_of(self, name: str) -> object:
-        """Return a variable as it is now, as `Shipped.version` has what was sent."""
-        try:
-            return version_now(name, self._names)
-        except (NbdistError, KeyError):
-            return None
-
     def _find_origin(self, name: str) -> _Origin:
         if name not in self._names.namespace:
-            return _Origin("", problem=f"`{name}` was sent, and is gone from the notebook")
+            return _Origin(problem=f"`{name}` was sent, and is gone from the notebook")
         value = self._names.namespace[name]
         if lines := self._statements.importing(name, value):
             return _Origin("\n".join(lines), is_import=True)
@@ -391,24 +401,7 @@ class Composer:
         if text := self._statements.binding(name, whole):
             # What cells bind may be there when its functions are called.
             return _Origin(text, names_used(text) - self._made)
-        return _Origin("", problem=problem)
-
-    def _missing(self) -> list[str]:
-        """Say which names are used and not there, and have `display` print."""
-        there = _KNOWN | self._imported()
-        said = []
-        for section in self._sections:
-            text = "\n".join([*section.before, section.text])
-            for name in sorted(names_used(text) - there):
-                if name == "display":
-                    self._imports["display = print"] = None
-                elif name in self._made:
-                    title = title_of(section.task)
-                    said.append(f"{title} uses {name}, which no cell before it binds")
-                else:
-                    said.append(f"`{name}` is used and not there")
-            there |= names_used(text) | names_bound(text)
-        return said
+        return _Origin(problem=problem)
 
 
 def _atom(version: object) -> str | None:
@@ -426,7 +419,7 @@ def _shown(section: _Section) -> str:
     if text.strip() and not task.on_all:
         text = guarded(text, task.ranks)
     times = f", which ran {task.runs} times" if task.runs > 1 else ""
-    return "\n".join([f"# --- {title_of(task)}{times} ---", *section.before, text])
+    return "\n".join([f"# --- {_title_of(task)}{times} ---", *section.before, text])
 
 
 def _left_out(past: Past) -> list[str]:
@@ -435,13 +428,13 @@ def _left_out(past: Past) -> list[str]:
     if past.forgotten:
         said.append(f"the first {count(past.forgotten, 'cell')}: they are no longer known")
     for task in past.tasks:
-        made = f", which bound {list_names(task.made)}" if task.made else ""
-        title = title_of(task)
+        ended = ""
         if task.kind == "cell" and task.status != "ok":
-            ended = "was interrupted" if task.status == "interrupted" else "failed"
-            said.append(f"{title} {ended}{f' ({task.error})' if task.error else ''}{made}")
-        elif task.kind in ("script", "call"):
-            said.append(f"{title}{made}")
+            ended = " was interrupted" if task.status == "interrupted" else " failed"
+            ended += f" ({task.error})" if task.error else ""
+        if ended or task.kind in ("script", "call"):
+            made = f", which bound {list_names(task.made)}" if task.made else ""
+            said.append(f"{_title_of(task)}{ended}{made}")
     if past.gathered:
         names = list_names(past.gathered)
         said.append(f"what the notebook itself did with {names}, which were gathered")
@@ -457,11 +450,10 @@ _MAGICS = {
 """What people have typed, by op, or the op's module."""
 
 
-def title_of(task: PastTask) -> str:
+def _title_of(task: PastTask) -> str:
     """Name a task as people see it: `In [5]`."""
     if task.kind == "call":
-        op, module = task.text, task.text.partition(".")[0]
-        return f"`{_MAGICS.get(op) or _MAGICS.get(module, op)}`"
-    if task.kind != "cell":
-        return f"`%dist_run {task.text}`" if task.kind == "script" else "`%dist_push`"
+        return f"`{_MAGICS.get(task.text) or _MAGICS.get(task.text.partition('.')[0], task.text)}`"
+    if task.kind == "script":
+        return f"`%dist_run {task.text}`"
     return f"cell {task.last}" if task.number is None else f"In [{task.number}]"

@@ -1,4 +1,4 @@
-"""`%dist_timeline`: the last cell's time on each rank: computing, waiting, and for whom.
+"""`%dist_timeline`, the last cell's time on each rank, and `%%distributed --profile`, a trace.
 
 Worked out of what each rank has noted (`nbdist.tools.timeline_op`): a rank waits from when it
 begins a collective until the last rank does, unless it does something else meanwhile.  Python
@@ -9,23 +9,33 @@ that goes on after its last collective counts as waiting until then.
 
 from __future__ import annotations
 
+import gzip
+import os
+import time
+import zlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
-from nbdist.notebook.command import Line, command
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import NbdistError, UsageError
+from nbdist.notebook.command import CellOption, Line, command
 from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.options import ranks_option
 from nbdist.output.wording import seconds_text
-from nbdist.wire.ops import Met, RankTimes
-from nbdist.words import count, size_text
+from nbdist.wire.ops import Met, RankTimes, TracePart
+from nbdist.words import count, one_line, size_text
 
-SLICES = 60
-"""Of a bar: characters."""
+SLICES, MOST_BARS = 60, 32
+"""Characters of a bar; ranks that have one, of more those that stand out."""
 
-MOST_BARS = 32
-"""Ranks that have a bar; of more those that stand out."""
+Span = tuple[float, float]
 
 ON_GPUS = "nccl collectives are not included: `%%distributed --profile` shows what GPUs do"
 
@@ -51,11 +61,11 @@ def dist_timeline(line: Line) -> Shown | str:
 def headline(found: Timeline) -> str:
     """Say how long it took, and who kept the others waiting."""
     met = count(found.met, "collective")
-    parts = [count(len(found.rows), "rank"), seconds_text(found.seconds)]
     if not found.is_recorded:
-        parts.append("which rank came last is not recorded before torch 2.11")
-    else:
-        parts.append(met if found.is_whole else f"the last {met}")
+        met = "which rank came last is not recorded before torch 2.11"
+    elif not found.is_whole:
+        met = f"the last {met}"
+    parts = [count(len(found.rows), "rank"), seconds_text(found.seconds), met]
     if (late := found.straggler) is not None:
         last = f"came last to {late.came_last} of them; " if late.came_last > 1 else ""
         parts.append(
@@ -66,15 +76,12 @@ def headline(found: Timeline) -> str:
 
 def _table(found: Timeline) -> Shown:
     rows = [("rank", "total", "computing", "in collectives", "times last", "wait caused")]
-    whole = found.seconds
+    text = partial(_seconds, whole=found.seconds)
     for row in _shown(found):
-        share = f"{row.waiting / row.seconds:.0%}" if row.seconds else "0%"
-        waiting = f"{_seconds(row.waiting, whole)} ({share})"
-        late = _seconds(row.awaited, whole) if row.awaited >= whole / 200 else ""
-        rows.append(
-            (str(row.rank), _seconds(row.seconds, whole), _seconds(row.computing, whole), waiting,
-             str(row.came_last or ""), late)
-        )  # fmt: skip
+        waiting = f"{text(row.waiting)} ({row.waiting / (row.seconds or 1):.0%})"
+        late = text(row.awaited) if row.awaited >= found.seconds / 200 else ""
+        times = str(row.rank), text(row.seconds), text(row.computing), waiting
+        rows.append((*times, str(row.came_last or ""), late))
     return table(headline(found), rows)
 
 
@@ -86,17 +93,12 @@ def _bars(found: Timeline) -> Shown:
     said = [f"{COMPUTES} computing  {WAITS} in collectives{both}"]
     if more := len(found.rows) - len(bars):
         said.append(count(more, "more rank"))
-    if found.operations:
-        sizes = (f" ({size_text(each.size)})" if each.size else "" for each in found.operations)
-        parts = zip(found.operations[:4], sizes, strict=False)
-        said.append(" · ".join(f"{each.name} x {each.count}{size}" for each, size in parts))
+    said += [" · ".join(map(str, found.operations[:4]))] if found.operations else []
     return block("\n".join([*(f"rank {r:>{width}} {bar}" for r, bar in bars.items()), *said]))
 
 
 def _shown(found: Timeline) -> list[Row]:
-    """Choose the ranks that are shown: the slowest and the most awaited, where there are many."""
-    if len(found.rows) <= MOST_BARS:
-        return [*found.rows]
+    """Choose the ranks that are shown: the most awaited and the slowest, where there are many."""
     order = sorted(found.rows, key=lambda row: (-row.awaited, -row.computing))
     return sorted(order[:MOST_BARS], key=lambda row: row.rank)
 
@@ -121,8 +123,6 @@ def _seconds(seconds: float, whole: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.1f} s" if whole >= 100 else f"{seconds:.2f} s"
 
-
-Span = tuple[float, float]
 
 LATE = 0.001
 """Seconds: a rank that comes so much after the first is counted as the last."""
@@ -153,13 +153,15 @@ class Row:
         return max(0.0, self.seconds - self.waiting)
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """All collectives of one name, on the rank that began most: how many, and bytes."""
 
     name: str
-    count: int
+    calls: int
     size: int
+
+    def __str__(self) -> str:
+        return f"{self.name} x {self.calls}{f' ({size_text(self.size)})' if self.size else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,11 @@ def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
     if not times:
         return None
     origin = min(each.began_ns for each in times.values())
-    meetings = _meetings(times)
+    arrivals: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    for rank, each in times.items():
+        for met in each.met:
+            arrivals[met.group, met.number][rank] = met.at_ns
+    meetings = {key: at for key, at in arrivals.items() if len(at) > 1}
     last = {key: max(at.values()) for key, at in meetings.items()}
     spans = {rank: _waits(each, last) for rank, each in times.items()}
     took = {rank: each.ended_ns - each.began_ns for rank, each in times.items()}
@@ -217,15 +223,6 @@ def timeline_of(times: Mapping[int, RankTimes]) -> Timeline | None:
         all(each.is_recorded for each in times.values()),
         all(each.is_whole for each in times.values()),
     )
-
-
-def _meetings(times: Mapping[int, RankTimes]) -> dict[tuple[str, int], dict[int, int]]:
-    """Find when each rank came to each collective that more than one rank came to."""
-    found: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
-    for rank, each in times.items():
-        for met in each.met:
-            found[met.group, met.number][rank] = met.at_ns
-    return {key: at for key, at in found.items() if len(at) > 1}
 
 
 def _waits(times: RankTimes, last: Mapping[tuple[str, int], int]) -> list[tuple[int, int]]:
@@ -279,11 +276,119 @@ def _overlap(spans: Sequence[Span], begin: float, end: float) -> float:
 
 def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[Operation, ...]:
     """Count by name, the most bytes first, on the rank that began most."""
-    met: tuple[Met, ...] = max(ranks, key=len, default=())
-    counts: dict[str, int] = defaultdict(int)
-    sizes: dict[str, int] = defaultdict(int)
-    for each in met:
-        counts[each.name] += 1
-        sizes[each.name] += each.size
-    found = (Operation(name, count, sizes[name]) for name, count in counts.items())
-    return tuple(sorted(found, key=lambda each: (-each.size, -each.count, each.name)))
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for each in max(ranks, key=len, default=()):
+        sizes[each.name].append(each.size)
+    found = (Operation(name, len(each), sum(each)) for name, each in sizes.items())
+    return tuple(sorted(found, key=lambda each: (-each.size, -each.calls, each.name)))
+
+
+# --- a profile ---------------------------------------------------------------------------
+
+HEAD = b'{"nbdist": 1, "displayTimeUnit": "ms", "traceEvents": [\n'
+"""Every trace begins so, and nothing else is written over."""
+
+SUFFIXES = (".json", ".json.gz")
+
+LARGE = 16_000_000
+"""Bytes of JSON from which on a trace is compressed, also where its name does not say so."""
+
+
+@contextmanager
+def _profiled(line: Line) -> Iterator[None]:
+    """Run torch's profiler around the cell, where `--profile` asks for it.
+
+    The trace is written also where the cell fails; where it cannot be, a line says so.
+    """
+    if line.options.profile is None:
+        yield
+        return
+    if line.options.no_wait:
+        raise UsageError("`--profile`: the trace is written after the cell: not with `--no-wait`.")
+    path = check_path(line.options.profile)
+    line.pool.ensure(line.options, line.display)
+    line.display.wait_for("starting torch's profiler …")
+    line.call("timeline.begin_profile")
+    origin = time.time_ns()
+    try:
+        yield
+    finally:
+        line.pool.display().say(_collect(line, path, origin))
+
+
+def _collect(line: Line, path: Path, origin: int) -> str:
+    """Collect the ranks' events and write them; return the line to show."""
+    try:
+        found = line.call("timeline.end_profile", origin_ns=origin)
+        parts = {rank: part or TracePart() for rank, part in found.items()}
+        path = write_trace(path, parts)
+    except NbdistError as error:
+        return f"no trace of this cell: {one_line(str(error))}"
+    events = sum(part.count for part in parts.values())
+    said = [f"{path} · {events:,} events of {count(len(parts), 'rank')} · ui.perfetto.dev opens it"]
+    for rank, part in parts.items():
+        lost = f"the last {part.dropped:,} events are not in it" if part.dropped else part.problem
+        said += [f"rank {rank}: {lost}"] if lost else []
+    return " · ".join(said)
+
+
+PROFILE = CellOption(
+    argument("--profile", nargs="?", const="trace.json", metavar="FILE",
+             help="run the cell under torch.profiler, and write one trace of all ranks for"
+             " ui.perfetto.dev (trace.json)"),
+    _profiled,
+)  # fmt: skip
+
+
+def check_path(text: str) -> Path:
+    """Read where a trace is to be written; UsageError where it cannot be."""
+    path = Path(text).expanduser()
+    if not text.endswith(SUFFIXES):
+        raise UsageError(
+            f"`--profile {text}`: the trace needs a name that ends in .json or .json.gz."
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"`--profile {text}`: there is no folder {path.parent}.")
+    for each in (path, _compressed(path)):
+        if each.exists() and not _is_trace(each):
+            raise UsageError(
+                f"`--profile {text}`: {each} already exists and is not a trace of nbdist. Choose "
+                f"another name."
+            )
+    return path
+
+
+def write_trace(path: Path, parts: Mapping[int, TracePart]) -> Path:
+    """Write what ranks have brought, whole or not at all; return where it is.
+
+    Raises UsageError where it cannot be written.
+    """
+    if sum(part.size for part in parts.values()) > LARGE:
+        path = _compressed(path)
+    unfinished = path.with_name(f".{path.name}.part")
+    is_compressed = path.suffix == ".gz"
+    try:
+        with gzip.open(unfinished, "wb", 5) if is_compressed else open(unfinished, "wb") as file:
+            file.write(HEAD)
+            for number, part in enumerate(part for part in parts.values() if part.events):
+                file.write((b",\n" if number else b"") + zlib.decompress(part.events))
+            file.write(b"\n]}\n")
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise UsageError(f"`--profile {path}`: {error.strerror or error}.") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _compressed(path: Path) -> Path:
+    return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
+
+
+def _is_trace(path: Path) -> bool:
+    """Return True if it begins as traces do that were written here."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            return bool(file.read(len(HEAD)) == HEAD)
+    except (OSError, EOFError, zlib.error):
+        return False

@@ -59,9 +59,9 @@ def timeline(context: Context) -> RankTimes:
 def _met(entry: dict[str, Any]) -> Met:
     sizes = entry["input_sizes"] or entry["output_sizes"]
     dtypes = entry["input_dtypes"] or entry["output_dtypes"] or [""]
-    size = sum(math.prod(each) for each in sizes) * BYTES.get(dtypes[0], 1)
-    group, number = entry["process_group"][0], int(entry["collective_seq_id"])
-    return Met(str(group), number, operation_of(entry), entry["time_created_ns"], size)
+    size = sum(map(math.prod, sizes)) * BYTES.get(dtypes[0], 1)
+    group, number = str(entry["process_group"][0]), int(entry["collective_seq_id"])
+    return Met(group, number, operation_of(entry), entry["time_created_ns"], size)
 
 
 # --- a profile --------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ _profilers: list[Any] = []
 
 
 def begin_profile(context: Context) -> None:
-    """Have torch's profiler look at what this rank does from now on."""
+    """Start torch's profiler on this rank."""
     _stop()
     profiler = torch.profiler.profile(activities=accelerator.profiled())
     profiler.start()
@@ -102,7 +102,7 @@ def end_profile(context: Context, origin_ns: int) -> TracePart | None:
 def trace_events(
     events: list[dict[str, Any]], rank: int, pid: int, shift: float
 ) -> Iterator[dict[str, Any]]:
-    """Give a rank's events as those of process number `rank`, a GPU's as threads of it.
+    """Yield a rank's events as those of process number `rank`, a GPU's as threads of it.
 
     `shift` is added to their times; what the profiler says of itself is left out.
     """

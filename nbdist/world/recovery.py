@@ -19,6 +19,7 @@ from typing import TypeAlias
 
 from nbdist.errors import (
     AgentLost,
+    Blame,
     NbdistError,
     RanksReleased,
     ScaleError,
@@ -467,7 +468,7 @@ def death(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
     """Return the error of ranks that died while no task ran, with what became of them."""
     rank, died = next(iter(dead.items()))
     host, pid = workers.machines.name(rank), died.pid or workers.pids.get(rank, 0)
-    error = WorkerDied(rank, host, pid, dead, 0, 0.0, died.exit_code, died.end)
+    error = WorkerDied(Blame(rank, host, pid, {**dead}), None, died.exit_code, died.end)
     error.add(healing_text(workers, dead))
     return error
 

@@ -18,6 +18,7 @@ from nbdist.config import CONTROL_TIMEOUT, Patience
 from nbdist.errors import (
     KEPT,
     AgentLost,
+    Blame,
     CellTimeout,
     NbdistError,
     RanksNotStopped,
@@ -475,31 +476,29 @@ class RunningTask:
             return self.lost
         cause = self.transcript.root_cause()
         if self.timed_out is not None and (cause is None or _is_of_stop(cause[1])):
-            late, killed, timeout = self.unfinished, self.killed_by_stop, self.patience.timeout
-            is_safe = self._is_safe
-            return CellTimeout(timeout or 0.0, self.timed_out, late, killed, is_safe=is_safe)
+            late, timeout = self.unfinished, self.patience.timeout or 0.0
+            is_safe = self._is_safe and not self.killed_by_stop
+            return CellTimeout(timeout, self.timed_out, late, is_safe=is_safe)
         if self.unfinished:
             return self.not_stopped
         if cause is None:
             return None
         rank, first = cause
         host, pid = self.crew.machines.name(rank), self.crew.pids.get(rank, 0)
-        errors, ran = self.transcript.errors, len(self.task.ranks)
+        errors = self.transcript.errors
+        blame = Blame(rank, host, pid, errors)
         own = {rank: error for rank, error in errors.items() if not follows(error)}
         seconds = self.seconds_until(first.time_ns)
         if isinstance(first, Died):
-            code, end = first.exit_code, first.end
-            died = WorkerDied(rank, host, pid, errors, ran, seconds, code, end)
+            died = WorkerDied(blame, seconds, first.exit_code, first.end)
             for fact in filter(None, (self._why_ended, self.why_died, self.fate)):
                 died.add(fact)
             return died
         if not own and self.aborted and not self.is_stopping:
-            return RanksReleased(rank, host, pid, errors, self._why_aborted, self.fate)
-        error = WorkerError(
-            *(rank, host, pid, own or errors, ran, seconds),
-            cause=(first.name, first.message),
-            who=self.crew.machines.who([rank]),
-        )
+            return RanksReleased(blame, self._why_aborted, self.fate)
+        who, said = self.crew.machines.who([rank]), (first.name, first.message)
+        blame = Blame(rank, host, pid, own or errors)
+        error = WorkerError(blame, len(self.task.ranks), seconds, said, who)
         if self.aborted:
             error.add(f"{hangs.released_text(self.aborted)}{'' if self.fate else KEPT}.")
         differing = f"Before that: {self.differing}." if self.differing else ""

@@ -194,9 +194,8 @@ def _on_this_machine(spec: WorldSpec, config: WorldConfig, here: Here) -> tuple[
     """Add what its GPUs and cores decide; the rest as `make_spec`."""
     visible = topology.visible_gpus(spec.environ)
     gpus = visible if config.gpus is None else topology.parse_gpus(config.gpus, visible)
-    if config.layout is not None:
-        layout = topology.parse_layout(config.layout)
-    else:
+    layout = config.shape
+    if layout is None:
         workers = topology.parse_workers(str(config.n))
         layout = topology.Layout(1, topology.resolve(workers, len(gpus), here.cores))
     spec = replace(
@@ -275,8 +274,7 @@ def given_environ(config: WorldConfig) -> dict[str, str]:
 
 def size_of(config: WorldConfig) -> int | None:
     """Read how many workers are asked for; None where that depends on the machines."""
-    size = topology.parse_layout(config.layout).world_size if config.layout else None
-    return config.workers or size
+    return config.workers or (config.shape.world_size if config.shape else None)
 
 
 def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:

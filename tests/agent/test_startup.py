@@ -31,8 +31,8 @@ command = "setsid sleep 1000 > /dev/null & echo $!"
 shell = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE)
 print(os.getpid(), shell.communicate()[0].decode(), flush=True)
 if sys.stdin.readline():
-    above.tell(stays=False)
-    above.tell(stays=True)
+    above.tell(processes.LEAVES)
+    above.tell(processes.STAYS)
     print("stays", flush=True)
     signal.pause()
 """

@@ -237,6 +237,7 @@ def test_places_that_cannot_hold_sockets(
 ) -> None:
     """A path that is too long, in bytes, or relative, or of other signs: there is another place."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.delenv("TMPDIR", raising=False)
     folder = parent / name
     folder.mkdir()
     monkeypatch.setenv(variable, name if name == "run" else str(folder))

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.tools.timeline`, its op and `.profile`: who waited for whom, and traces."""
+"""Tests of `nbdist.tools.timeline`, and its op: who waited for whom, and traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nbdist.errors import UsageError
-from nbdist.tools import profile
+from nbdist.tools import timeline as tool
 from nbdist.tools.timeline import Timeline, bar_of, headline, timeline_of
 from nbdist.tools.timeline_op import trace_events
 from nbdist.wire.ops import Met, RankTimes, TracePart
@@ -173,9 +173,7 @@ def test_operations_and_what_is_known() -> None:
     """By bytes; who cannot tell says so."""
     timeline = found(r0=times(1, 2, name="all_reduce"), r1=RankTimes(START, START, (), 0, (),
                      is_recorded=False, is_whole=False))  # fmt: skip
-    assert [(each.name, each.count, each.size) for each in timeline.operations] == [
-        ("all_reduce", 2, 8)
-    ]
+    assert [*timeline.operations] == [("all_reduce", 2, 8)]
     assert (timeline.is_recorded, timeline.is_whole, timeline.met) == (False, False, 0)
     assert "which rank came last is not recorded before torch 2.11" in headline(timeline)
     long = found(r0=RankTimes(1, 2, (), 0, (), is_whole=False))
@@ -221,13 +219,13 @@ PARTS = {0: part('{"a": 1}'), 1: TracePart(problem="too large"), 2: part('{"b": 
 def test_one_trace_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """JSON; compressed where it is large, and the next one may take its place."""
     path = tmp_path / "t.json"
-    assert profile.write(profile.check_path(str(path)), PARTS) == path
+    assert tool.write_trace(tool.check_path(str(path)), PARTS) == path
     assert json.loads(path.read_text())["traceEvents"] == [{"a": 1}, {"b": 2}]
-    monkeypatch.setattr(profile, "LARGE", 10)
-    large = profile.write(profile.check_path(str(path)), PARTS)
+    monkeypatch.setattr(tool, "LARGE", 10)
+    large = tool.write_trace(tool.check_path(str(path)), PARTS)
     assert large.name == "t.json.gz"
     assert json.loads(gzip.decompress(large.read_bytes()))["traceEvents"] == [{"a": 1}, {"b": 2}]
-    assert profile.check_path(str(large)) == large
+    assert tool.check_path(str(large)) == large
     assert sorted(each.name for each in tmp_path.iterdir()) == ["t.json", "t.json.gz"]
 
 
@@ -236,14 +234,14 @@ def test_other_files_stay(tmp_path: Path, name: str) -> None:
     """What is no trace of ours is not written over."""
     (tmp_path / name).write_text("{}")
     with pytest.raises(UsageError, match="already exists"):
-        profile.check_path(str(tmp_path / "x.json"))
+        tool.check_path(str(tmp_path / "x.json"))
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     """One line, and nothing is left."""
     (tmp_path / "x.json").mkdir()
     with pytest.raises(UsageError, match="--profile"):
-        profile.write(tmp_path / "x.json", PARTS)
+        tool.write_trace(tmp_path / "x.json", PARTS)
     assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
 
 

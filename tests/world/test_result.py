@@ -16,7 +16,7 @@ import pytest
 from IPython.lib.pretty import pretty
 from pydantic_core import SchemaValidator, ValidationError
 
-from nbdist.errors import UsageError, WorkerError
+from nbdist.errors import Blame, UsageError, WorkerError
 from nbdist.output.events import Failure, Text
 from nbdist.output.transcript import Transcript
 from nbdist.wire.work import Call, Task
@@ -89,7 +89,7 @@ def test_a_rank_that_failed() -> None:
         failed.index("far", 0)
 
 
-ERROR = WorkerError(1, "node1", 4711, {}, 4, 1.2, ("KeyError", "'x'"))
+ERROR = WorkerError(Blame(1, "node1", 4711, {}), 4, 1.2, ("KeyError", "'x'"))
 
 
 class Demanding(ValueError):
