@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import psutil
 
 from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
@@ -25,15 +21,13 @@ from nbdist.agent.stopping import Stopping
 from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_group import WorkerGroup
 from nbdist.system.processes import Guard
-from nbdist.topology import parse_gpus, usable_cores, visible_gpus
 from nbdist.wire import control, messages, node_messages
 from nbdist.wire.files import GetLogs, read_logs
 from nbdist.wire.messages import Ask
-from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import Answer as StoreReply
 from nbdist.wire.store import Operation
 from nbdist.wire.transfer import Taken
-from nbdist.wire.views import Stack, WorldInfo
+from nbdist.wire.views import Place, Stack, WorldInfo
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import Coming, HeadEnd
@@ -46,10 +40,10 @@ BIND_TIMEOUT = 60.0
 
 
 class Agent:
-    """Does what the notebook calls for, one call at a time, and reports as things happen.
+    """Does what the notebook asks, one call at a time, and reports what happens.
 
-    With `coming` it is one of several, and has a head in the notebook's place.  Its ranks meet in
-    a store that this keeps, else in a file.
+    With `coming` it is one of several, and has a head in the notebook's place.  Ranks meet in the
+    head's store, else in a file.
     """
 
     def __init__(
@@ -76,9 +70,9 @@ class Agent:
             self._returns = Uploads(emit, self._send_head)
             self._store = StoreWindow(runtime, self._ask_head)
             emit = self._returns.add
-        self._address = coming.way.own if coming else "127.0.0.1"
         self._workers = WorkerGroup(
-            runtime, self._children, self._forker, emit, self._send, self._store, self._address
+            *(runtime, self._children, self._forker, emit, self._send, self._store),
+            coming.way.own if coming else "127.0.0.1",
         )
         self._forming = Forming({0: self._workers})
         self._usage = UsageWatch(self._send)
@@ -100,10 +94,7 @@ class Agent:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
 
     async def serve(self) -> str:
-        """Work until the notebook leaves or ends, then leave nothing behind.
-
-        Returns why it has lost its head, "" for an agent that has not.
-        """
+        """Work until the notebook leaves or ends; return why it has lost its head, else ""."""
         asyncio.get_running_loop().set_exception_handler(self._serving.fail)
         self._children.attach()
         if self._forker:
@@ -130,8 +121,6 @@ class Agent:
             self._children.close()
         return self._end.problem
 
-    # --- messages ------------------------------------------------------------------------
-
     def _send(self, message: messages.Up) -> None:
         self._end.send(message)
 
@@ -146,8 +135,8 @@ class Agent:
     def _receive(self, message: node_messages.NodeDown) -> None:
         do = self._serving.do
         match message:
-            case node_messages.NodeAsk(number, request):
-                do(self._report_part(number, request))
+            case node_messages.NodeAsk() as asked:
+                do(self._report_part(asked))
             case messages.Run() as run:
                 self._run(run)
             case Ask(number, messages.GetStatus()):
@@ -163,7 +152,7 @@ class Agent:
             case Ask() as ask:
                 self._serving.call(ask)
             case messages.Locate(ranks):
-                do(self._locate(ranks))
+                do(self._report_places(ranks))
             case messages.Abort(ranks):
                 do(self._workers.abort(ranks))
             case Taken() as taken if self._returns:
@@ -220,16 +209,29 @@ class Agent:
         asked = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
         return tuple(await asyncio.gather(*map(stack_of, asked)))
 
-    async def _report_part(self, number: int, request: node_messages.PartRequest) -> None:
-        reply = await answer_head(request, self._workers, self._address)
-        self._send_head(node_messages.NodeAnswer(number, reply))
+    async def _report_part(self, asked: node_messages.NodeAsk) -> None:
+        reply: node_messages.NodeReply
+        match asked.request:
+            case node_messages.GetClock():
+                reply = time.time_ns()
+            case node_messages.Reach(targets):
+                from nbdist.cluster.client import first_unreached
 
-    async def _locate(self, ranks: Sequence[int]) -> None:
+                reply = await first_unreached(targets)
+            case node_messages.LocateRanks(ranks):
+                reply = await self._locate(ranks)
+            case part:
+                reply = await self._workers.do(part)
+        self._send_head(node_messages.NodeAnswer(asked.id, reply))
+
+    async def _report_places(self, ranks: Sequence[int]) -> None:
+        self._send(messages.Located(await self._locate(ranks)))
+
+    async def _locate(self, ranks: Sequence[int]) -> dict[int, Place]:
         alive = self._workers.alive(ranks)
         places = await asyncio.gather(*(worker.locate() for worker in alive))
         found = zip(alive, places, strict=True)
-        there = {each.rank: place for each, place in found if not each.is_killed}
-        self._send(messages.Located(there))
+        return {each.rank: place for each, place in found if not each.is_killed}
 
     async def _let_go(self, task_id: str, ranks: Sequence[int]) -> None:
         let_go, alive = control.LetGo(task_id), self._workers.alive(ranks)
@@ -241,7 +243,7 @@ class Agent:
         return with_ranks(info, self._workers.spec, rows)
 
     def _bind_workers(self) -> None:
-        """Have workers end with this process: without the fork server they are its children."""
+        """Let workers end with this process: without the fork server they are its children."""
         workers, bind = self._workers.all_alive(), control.Bind(os.getpid())
         log.warning("the fork server has ended; %d workers are left", len(workers))
         for worker in workers:
@@ -255,74 +257,9 @@ def run_agent(
     guard: Guard,
     coming: Coming | None = None,
 ) -> str:
-    """Run an agent until its world, or its head, ends; returns with nothing left behind.
-
-    What it returns is why it ended before that, else "".
-    """
+    """Run an agent until its world, or its head, ends; return why it ended before that, else ""."""
 
     async def serve() -> str:
         return await Agent(runtime, notebook_pid, fork_server, guard, coming).serve()
 
     return run(runtime, serve)
-
-
-# --- the part of one of several machines ------------------------------------------------------
-
-
-async def answer_head(
-    request: node_messages.PartRequest, workers: WorkerGroup, address: str
-) -> node_messages.PartReply:
-    """Do what the head asks; `address` is that of this machine by which others reach it."""
-
-    def here(spec: WorldSpec) -> WorldSpec:
-        return spec_here(workers.code.moved(spec), os.environ, interface_of(address))
-
-    match request:
-        case node_messages.GetClock():
-            return time.time_ns()
-        case node_messages.Reach(targets):
-            from nbdist.cluster.client import first_unreached
-
-            return await first_unreached(targets)
-        case node_messages.StartPart(spec, ranks, attempt):
-            return await workers.start_part(here(spec), ranks, attempt)
-        case node_messages.GetHeld():
-            return await workers.held()
-        case node_messages.Prepare(spec, ranks):
-            return await workers.prepare(here(spec), ranks)
-        case node_messages.Form(plan, ranks):
-            return await workers.form(replace(plan, spec=here(plan.spec)), ranks)
-        case node_messages.CallOff(generation):
-            await workers.call_off(generation)
-        case node_messages.EndRanks(ranks, grace):
-            await workers.end(ranks, grace)
-        case node_messages.Renumber(became):
-            await workers.renumber(became)
-    return None
-
-
-def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldSpec:
-    """Make of the spec that all nodes share the one for this: its environment, folder and GPUs.
-
-    The agent runs in the interpreter that workers are to have.
-    """
-    environ = {**own, **spec.environ}
-    cwd = spec.cwd if Path(spec.cwd).is_dir() else str(Path.home())
-    here, visible = max(1, len(spec.here)), visible_gpus(environ)
-    return replace(
-        spec,
-        environ=environ,
-        cwd=cwd,
-        gpus=parse_gpus(spec.gpus_asked, visible) if spec.gpus_asked else visible,
-        python=sys.executable,
-        threads=spec.threads or max(1, usable_cores() // here),
-        interface=interface or spec.interface,
-    )
-
-
-def interface_of(address: str) -> str:
-    """Name the network interface that has this address, "" for none."""
-    for name, found in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in found):
-            return name
-    return ""

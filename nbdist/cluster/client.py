@@ -1,8 +1,7 @@
 """The end of the link to the head of a world, of an agent on one of several machines.
 
-How it comes there: a ticket on stdin, the first address of it that can be reached, and a
-CurveZMQ connection.  When that is lost it is made again, and both sides say again what the other
-may not have read.  When nobody listens there any more, or stdin ends, the agent leaves.
+When the connection is lost it is made again, and both sides repeat what the other may have missed.
+When the head is gone, or stdin ends, the agent leaves.
 """
 
 from __future__ import annotations
@@ -56,11 +55,8 @@ from nbdist.wire.store import Answer, Operation
 from nbdist.wire.transfer import Dropped, Kind, Mismatch, Numbered, Piece, Receiving
 from nbdist.wire.work import task_from
 
-TICKET_TIMEOUT = 60.0
-"""Seconds for the ticket to come; a person may have to type it."""
-
-LINK_LINGER = 500
-"""Milliseconds that the last messages may take to reach the head."""
+TICKET_TIMEOUT = 60.0  # seconds for the ticket to come; a person may have to type it
+LINK_LINGER = 500  # milliseconds that the last messages may take to reach the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +127,6 @@ class HeadEnd:
         self._link = ZMQStream(link)
         self._link.on_recv(self._receive, copy=False)
 
-    def __repr__(self) -> str:
-        state = "closed" if self._link.closed() else "open"
-        return f"<HeadEnd {self._coming.way.address} {state}>"
-
     async def open(self) -> None:
         """Say who this is, and where; leave when the link is lost, stdin ends, or at a SIGTERM."""
         loop = asyncio.get_running_loop()
@@ -183,10 +175,8 @@ class HeadEnd:
             self._say_again()
             self._has_come = True
         elif not self._has_come or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._end(
-                f"{self._place} does not take this key: a world that has ended had it, or another "
-                "one"
-            )
+            had = "a world that has ended had it, or another one"
+            self._end(f"{self._place} does not take this key: {had}")
         elif self._is_dismissed:
             self._leave()
         else:
@@ -216,10 +206,8 @@ class HeadEnd:
             self._lose()
 
     def _lose(self) -> None:
-        self._end(
-            f"the connection to the world at {self._place} was lost, and the workers here were "
-            "ended"
-        )
+        lost = f"the connection to the world at {self._place} was lost"
+        self._end(f"{lost}, and the workers here were ended")
 
     def _end(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -274,14 +262,9 @@ class HeadEnd:
                 self._hand_on(message)
 
 
-WAY_TIMEOUT = 5.0
-"""Seconds for one of the head's addresses to answer."""
-
-ORDER_GRACE = 0.2
-"""Seconds more for one that comes before the quickest in order."""
-
-REACH_TIMEOUT = 4.0
-"""Seconds for a machine to answer: two lost packets are sent again by then."""
+WAY_TIMEOUT = 5.0  # seconds for one of the head's addresses to answer
+ORDER_GRACE = 0.2  # seconds more for one that comes before the quickest in order
+REACH_TIMEOUT = 4.0  # seconds for a machine to answer: two lost packets are sent again by then
 
 
 class NoWay(OSError):
@@ -320,7 +303,6 @@ async def _find_way(ticket: Ticket) -> Way:
 
 
 async def _try_way(address: str, port: int) -> Way | str:
-    """Return the way by this address, or why there is none."""
     try:
         return Way(address, await _connect(address, port, WAY_TIMEOUT))
     except OSError as error:

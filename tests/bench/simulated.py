@@ -28,8 +28,6 @@ from nbdist.wire.messages import (
     Ask,
     GetStatus,
     Leave,
-    Locate,
-    Located,
     Received,
     Run,
     Up,
@@ -41,10 +39,11 @@ from nbdist.wire.node_messages import (
     GetClock,
     GetHeld,
     Held,
+    LocateRanks,
     NodeAnswer,
     NodeAsk,
     NodeDown,
-    PartReply,
+    NodeReply,
     StartPart,
 )
 from nbdist.wire.views import Place, WorkerStatus
@@ -158,8 +157,6 @@ class SimulatedAgent:
                 self._workers.run(run)
             case Received():
                 self._workers.received()
-            case Locate(ranks):
-                self.end.send(Located({rank: Place() for rank in ranks}))
             case Ask(number, request):
                 rows = self._workers.status() if isinstance(request, GetStatus) else None
                 self.end.send(Answer(number, rows))
@@ -168,7 +165,7 @@ class SimulatedAgent:
             case Leave():
                 self._leave()
 
-    def _reply(self, request: object) -> PartReply:
+    def _reply(self, request: object) -> NodeReply:
         workers = self._workers
         match request:
             case GetClock():
@@ -176,6 +173,8 @@ class SimulatedAgent:
             case StartPart(_, ranks):
                 workers.ranks = ranks
                 return WorldStarted(workers.pids, dict.fromkeys(ranks, ""))
+            case LocateRanks(ranks):
+                return {rank: Place() for rank in ranks}
             case GetHeld():
                 return Held(dict.fromkeys(workers.ranks, HeldGroups()))
             case Form(_, ranks):
