@@ -69,7 +69,6 @@ def _clean_up_after_kill(last_word: bytes) -> None:
 
 # --- what is said between agent, fork server and workers ----------------------------------------
 
-
 DESCRIPTORS = 2  # that come with each `Fork`: the worker's stdout and stderr
 
 
@@ -146,7 +145,6 @@ def start_fork_server(runtime: Path) -> ForkServerProcess:
 
 
 # --- the fork server ----------------------------------------------------------------------------
-
 
 READ_SIZE = 1 << 16
 

@@ -166,7 +166,6 @@ async def _last_collective(worker: Worker) -> Collective | control.Ok | None:
 
 # --- what the workers of a machine use --------------------------------------------------------
 
-
 LARGEST_SHARE = 0.005  # of a core's time for counting pages again and again
 
 
@@ -312,7 +311,6 @@ def _text(said: str | bytes) -> str:
 
 
 # --- telling it -------------------------------------------------------------------------------
-
 
 FIRST_AFTER = 1.0  # seconds into a task: shorter ones cost nothing
 EVERY = 2.0

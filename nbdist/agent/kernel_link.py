@@ -29,7 +29,6 @@ from nbdist.wire.work import MOST_BYTES, InputReply, Said, SigintSent, said_from
 
 # --- messages ---------------------------------------------------------------------------------
 
-
 log = logging.getLogger("nbdist.agent")
 
 OURS = (
@@ -163,7 +162,6 @@ def as_shown(failure: events.Failure) -> events.Failure:
 
 
 # --- connections ------------------------------------------------------------------------------
-
 
 PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}  # ends of socket names
 

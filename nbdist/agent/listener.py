@@ -156,7 +156,6 @@ class Listener:
 
 # --- the store that is asked ------------------------------------------------------------------
 
-
 MOST_ASKING = 4096  # connections at a time, each with a descriptor; a rank has one for each thread
 
 PRIVATE_SOCKET = 0o600

@@ -39,7 +39,6 @@ Result = TypeVar("Result")
 
 # --- the end of the link ----------------------------------------------------------------------
 
-
 LINK_LINGER = 500  # milliseconds that the last messages may take to reach the notebook
 
 
@@ -78,7 +77,6 @@ class NotebookEnd:
 
 
 # --- the notebook and the next one ------------------------------------------------------------
-
 
 log = logging.getLogger("nbdist.agent")
 

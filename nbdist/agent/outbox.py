@@ -35,7 +35,6 @@ from nbdist.wire.spec import WorldSpec
 
 # --- what is kept -----------------------------------------------------------------------------
 
-
 TEXT_KEPT = 4 << 20  # characters per rank that wait; older ones are only in the log file
 SHOWN_KEPT = 64 << 20  # characters of figures and tables that wait; older ones are left out
 OF_ITEM = 1000  # what each output counts in a batch besides its characters: small ones take time
@@ -188,7 +187,6 @@ class Backlog:
 
 # --- what is sent -----------------------------------------------------------------------------
 
-
 BATCH_SECONDS = 0.02
 BATCHES_UNDER_WAY = 4  # that may be unacknowledged; then the notebook is too slow for more
 ENOUGH_IN_A_BATCH = 8 << 20  # characters of a full batch: the answer to Stop waits behind these
@@ -274,7 +272,6 @@ def folded(items: Iterable[Item]) -> tuple[Item, ...]:
 
 
 # --- for the next notebook ----------------------------------------------------------------------
-
 
 TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
 """Characters of all ranks' text that are kept; of one rank's at least that, at most `TEXT_KEPT`."""

@@ -179,7 +179,6 @@ def command_of(spec: WorldSpec, path: str | None) -> list[str]:
 
 # --- forked workers ---------------------------------------------------------------------------
 
-
 IMPORT_TIMEOUT = 180.0
 FORK_TIMEOUT = 20.0  # seconds for an answer, which waits at most for one import
 

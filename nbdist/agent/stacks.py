@@ -160,7 +160,6 @@ def with_code(frames: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
 
 # --- calls in the memory of a process -----------------------------------------------------------
 
-
 TYPE, SIZE, STATE, BYTES = 8, 16, 32, 32
 """Where objects have their type, and texts and bytes their length; what a text's letters are
 (PyASCIIObject: unicodeobject.h), and where those of bytes begin."""

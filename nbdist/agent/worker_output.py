@@ -303,7 +303,6 @@ class Merger(Generic[Message]):
 
 # --- log files ------------------------------------------------------------------------------
 
-
 RUNS_KEPT = 20
 LONGEST_LOGGED = 1 << 20  # bytes that a file may be longer than its share so that a line is whole
 

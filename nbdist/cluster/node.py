@@ -35,7 +35,6 @@ from nbdist.words import count
 
 CLOCK_TRIES = 3  # times that a clock is read; the answer that came quickest says most
 
-
 T = TypeVar("T")
 
 

@@ -261,7 +261,6 @@ def say_ended(line: bytes) -> None:
 
 # --- the command nbdist join ------------------------------------------------------------------
 
-
 REACH_TIMEOUT = 5.0  # seconds for the place to answer, which its machine's kernel does
 KEY_TIMEOUT = 20.0  # seconds for the key to be taken, by a thread on a busy machine
 ENDED = 128 + signal.SIGTERM  # the exit code of what was ended, as a shell has it
