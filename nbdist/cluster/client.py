@@ -290,58 +290,50 @@ def find_way(ticket: Ticket) -> Way:
 
 
 async def _find_way(ticket: Ticket) -> Way:
-    tried = [asyncio.create_task(_try_way(each, ticket.port)) for each in ticket.addresses]
+    tried = [
+        asyncio.create_task(_connect(each, ticket.port, WAY_TIMEOUT)) for each in ticket.addresses
+    ]
     for quickest in asyncio.as_completed(tried):
-        if isinstance(await quickest, Way):
+        if isinstance(await quickest, str):
             break
     await asyncio.wait(tried, timeout=ORDER_GRACE)
-    found = [attempt.result() for attempt in tried if attempt.done()]
-    if way := next((each for each in found if isinstance(each, Way)), None):
-        return way
-    said = "; ".join(map(str, found))
+    problems = []
+    for address, attempt in zip(ticket.addresses, tried, strict=True):
+        match attempt.result() if attempt.done() else None:
+            case str(own):
+                return Way(address, own)
+            case OSError() as error:
+                problems.append(f"{address}:{ticket.port}: {_why(error, WAY_TIMEOUT)}")
+    said = "; ".join(problems)
     raise NoWay(f"{socket.gethostname()} cannot reach the notebook's machine at {said}")
-
-
-async def _try_way(address: str, port: int) -> Way | str:
-    try:
-        return Way(address, await _connect(address, port, WAY_TIMEOUT))
-    except OSError as error:
-        return f"{address}:{port}: {_why(error, WAY_TIMEOUT)}"
 
 
 async def first_unreached(targets: Sequence[Target], timeout: float = REACH_TIMEOUT) -> str:
     """Try all at once; return which could not be reached, where and why, "" for none."""
-    tried = await asyncio.gather(*(_try(target, timeout) for target in targets))
-    return next(filter(None, tried), "")
-
-
-async def _try(target: Target, timeout: float) -> str:
-    try:
-        await _connect(target.address, target.port, timeout)
-    except ConnectionRefusedError:
-        return ""  # nothing listens there, and it is the machine that says so
-    except OSError as error:
-        return f"{target.name} at {target.address}:{target.port}: {_why(error, timeout)}"
+    tried = await asyncio.gather(*(_connect(to.address, to.port, timeout) for to in targets))
+    for to, error in zip(targets, tried, strict=True):
+        # A machine that refuses is there; nothing listens on that port.
+        if isinstance(error, OSError) and not isinstance(error, ConnectionRefusedError):
+            return f"{to.name} at {to.address}:{to.port}: {_why(error, timeout)}"
     return ""
 
 
 async def is_refused(address: str, port: int) -> bool:
     """Return True if the machine refuses the connection: no process listens on that port."""
-    try:
-        await _connect(address, port, REACH_TIMEOUT)
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
+    return isinstance(await _connect(address, port, REACH_TIMEOUT), ConnectionRefusedError)
 
 
-async def _connect(address: str, port: int, timeout: float) -> str:
-    """Connect there, and return the own address that leads there; OSError where none does."""
+async def _connect(address: str, port: int, timeout: float) -> str | OSError:
+    """Connect there, and return the own address that leads there, or what is in the way."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as attempt:
-        attempt.settimeout(0.0)
-        async with asyncio.timeout(timeout):
-            await asyncio.get_running_loop().sock_connect(attempt, (address, port))
-        return str(attempt.getsockname()[0])
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as attempt:
+            attempt.settimeout(0.0)
+            async with asyncio.timeout(timeout):
+                await asyncio.get_running_loop().sock_connect(attempt, (address, port))
+            return str(attempt.getsockname()[0])
+    except OSError as error:
+        return error
 
 
 def _why(error: OSError, timeout: float) -> str:
