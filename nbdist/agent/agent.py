@@ -19,13 +19,11 @@ from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
 from nbdist.agent.stopping import Stopping
 from nbdist.agent.worker import Emit, Worker
-from nbdist.agent.worker_group import WorkerGroup
+from nbdist.agent.worker_group import HeldPort, WorkerGroup
 from nbdist.system.processes import Guard
 from nbdist.wire import control, messages, node_messages
 from nbdist.wire.files import GetLogs, read_logs
 from nbdist.wire.messages import Ask
-from nbdist.wire.store import Answer as StoreReply
-from nbdist.wire.store import Operation
 from nbdist.wire.transfer import Taken
 from nbdist.wire.views import Place, Stack, WorldInfo
 
@@ -58,6 +56,8 @@ class Agent:
         self._forker = Forker(runtime, self._children, fork_server) if fork_server else None
         self._serving = Serving(self._answer, self._send)
         self._outbox = Outbox(self._send)
+        port, leave = HeldPort(coming.way.own if coming else "127.0.0.1"), self._serving.leave
+        self._end: Tether | HeadEnd
         self._head: HeadEnd | None = None
         self._returns: Uploads | None = None
         self._store: StoreWindow | None = None
@@ -67,12 +67,16 @@ class Agent:
             from nbdist.cluster.client import HeadEnd
             from nbdist.cluster.transfer import Uploads
 
-            self._returns = Uploads(emit, self._send_head)
-            self._store = StoreWindow(runtime, self._ask_head)
+            self._end = self._head = head = HeadEnd(
+                coming, port.number, self._receive, leave, guard
+            )
+            self._returns = Uploads(emit, head.send)
+            self._store = StoreWindow(runtime, head.ask_store)
             emit = self._returns.add
+        else:
+            self._end = Tether(runtime, notebook_pid, guard, self._receive, leave)
         self._workers = WorkerGroup(
-            *(runtime, self._children, self._forker, emit, self._send, self._store),
-            coming.way.own if coming else "127.0.0.1",
+            runtime, self._children, self._forker, emit, self._send, self._store, port
         )
         self._forming = Forming({0: self._workers})
         self._usage = UsageWatch(self._send)
@@ -80,14 +84,7 @@ class Agent:
             lambda: self._workers.abort(self._workers.all),
             lambda places: self._send(messages.Aborted(places)),
         )
-        leave, tether = self._serving.leave, None
-        self._end: Tether | HeadEnd
-        if coming:
-            self._end = self._head = HeadEnd(
-                coming, self._workers.port, self._receive, leave, guard
-            )
-        else:
-            self._end = tether = Tether(runtime, notebook_pid, guard, self._receive, leave)
+        tether = self._end if isinstance(self._end, Tether) else None
         self._listener = Listener(runtime, self._look, tether)
 
     def __repr__(self) -> str:
@@ -123,14 +120,6 @@ class Agent:
 
     def _send(self, message: messages.Up) -> None:
         self._end.send(message)
-
-    def _send_head(self, message: node_messages.NodeUp) -> None:
-        assert self._head
-        self._head.send(message)
-
-    async def _ask_head(self, operation: Operation) -> StoreReply:
-        assert self._head
-        return await self._head.ask_store(operation)
 
     def _receive(self, message: node_messages.NodeDown) -> None:
         do = self._serving.do
@@ -222,7 +211,8 @@ class Agent:
                 reply = await self._locate(ranks)
             case part:
                 reply = await self._workers.do(part)
-        self._send_head(node_messages.NodeAnswer(asked.id, reply))
+        assert self._head is not None
+        self._head.send(node_messages.NodeAnswer(asked.id, reply))
 
     async def _report_places(self, ranks: Sequence[int]) -> None:
         self._send(messages.Located(await self._locate(ranks)))

@@ -114,7 +114,6 @@ class Tether:
         self._end: NotebookEnd | None = NotebookEnd(runtime, self._receive)
         self.notebook_pid = notebook_pid
         self._ends: list[int] = []
-        self._own: list[int] = []
         self._replayed = self._live = 0  # batches under way
         self._since = time.time()
         self._segments: dict[str, Segment] = {}
@@ -130,7 +129,7 @@ class Tether:
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         assert self._end is not None
         self._end.say_hello()
-        self._watch(sys.stdin.fileno())
+        self._watch(os.dup(sys.stdin.fileno()))
         self._watch_process()
 
     def send(self, message: messages.Up) -> None:
@@ -211,20 +210,16 @@ class Tether:
 
     def _watch_process(self) -> None:
         try:
-            process = os.pidfd_open(self.notebook_pid)
+            self._watch(os.pidfd_open(self.notebook_pid))
         except ProcessLookupError:
             asyncio.get_running_loop().call_soon(self._lose)
-        else:
-            self._own.append(process)
-            self._watch(process)
 
     def _unwatch(self) -> None:
         loop = asyncio.get_running_loop()
         for end in self._ends:
             loop.remove_reader(end)
-        for end in self._own:
             os.close(end)
-        self._ends, self._own = [], []
+        self._ends = []
 
     def _lose(self) -> None:
         """Note that the notebook has ended, or released the world, after its last messages."""

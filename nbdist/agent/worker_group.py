@@ -52,7 +52,7 @@ class WorkerGroup:
         emit: Emit,
         report: Callable[[Starting], None],
         store: StoreWindow | None = None,
-        address: str = "127.0.0.1",
+        port: HeldPort | None = None,
     ) -> None:
         self.all: dict[int, Worker] = {}
         self.code = CodeFolder()
@@ -61,18 +61,12 @@ class WorkerGroup:
         self._report = report
         self._spawner = Spawner(children)
         self._store = store
-        self._address = address
-        self._rendezvous = Rendezvous(runtime, str(store.path) if store else "", address)
+        self._rendezvous = Rendezvous(runtime, port or HeldPort(), str(store.path) if store else "")
         self.spec: WorldSpec | None = None
         """What the workers have in common, None before the first start."""
         self._run: RunFolder | None = None
         self._logs: Path | None = None
         self._aborting: set[asyncio.Task[control.Answer | None]] = set()
-
-    @property
-    def port(self) -> int:
-        """The MASTER_PORT that is held on this machine."""
-        return self._rendezvous.port.number
 
     def alive(self, ranks: Iterable[int]) -> list[Worker]:
         """Return those of them whose process is there and ready."""
@@ -109,7 +103,7 @@ class WorkerGroup:
         spec = self.code.moved(spec)
         if spec.node is None:
             return spec
-        return spec_here(spec, os.environ, interface_of(self._address))
+        return spec_here(spec, os.environ, interface_of(self._rendezvous.port.address))
 
     async def start_part(
         self, spec: WorldSpec, ranks: Sequence[int], attempt: int
@@ -362,6 +356,7 @@ class HeldPort:
     """
 
     def __init__(self, address: str = "127.0.0.1") -> None:
+        self.address = address
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -377,14 +372,14 @@ class Rendezvous:
     """What the ranks of a world meet by: store, port, files, and the generation of their group.
 
     The agent's worlds are counted by `attempt`; the group has its size since `sized_in`.  Without a
-    `store_socket` the store is a file.  On `address` user code's own rank 0 can listen.
+    `store_socket` the store is a file.
     """
 
-    def __init__(self, runtime: Path, store_socket: str = "", address: str = "127.0.0.1") -> None:
+    def __init__(self, runtime: Path, port: HeldPort, store_socket: str) -> None:
         self._store_socket = store_socket
         self.attempt = self.generation = self.sized_in = 0
         self._runtime = runtime
-        self.port = HeldPort(address)
+        self.port = port
         self._over = runtime / "world0"
         self._store = -1
 
