@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
@@ -28,7 +28,7 @@ from nbdist.wire.transfer import Taken
 from nbdist.wire.views import Place, Stack, WorldInfo
 
 if TYPE_CHECKING:
-    from nbdist.cluster.client import Coming, HeadEnd
+    from nbdist.cluster.client import HeadEnd, Way
     from nbdist.cluster.transfer import Uploads
 
 log = logging.getLogger("nbdist.agent")
@@ -40,7 +40,7 @@ BIND_TIMEOUT = 60.0
 class Agent:
     """Does what the notebook asks, one call at a time, and reports what happens.
 
-    With `coming` it is one of several, and has a head in the notebook's place.  Ranks meet in the
+    With a `way` it is one of several, and has a head in the notebook's place.  Ranks meet in the
     head's store, else in a file.
     """
 
@@ -50,26 +50,24 @@ class Agent:
         notebook_pid: int,
         fork_server: ForkServerProcess | None,
         guard: Guard,
-        coming: Coming | None,
+        way: Way | None,
     ) -> None:
         self._children = Children()
         self._forker = Forker(runtime, self._children, fork_server) if fork_server else None
         self._serving = Serving(self._answer, self._send)
         self._outbox = Outbox(self._send)
-        port, leave = HeldPort(coming.way.own if coming else "127.0.0.1"), self._serving.leave
+        port, leave = HeldPort(way.own if way else "127.0.0.1"), self._serving.leave
         self._end: Tether | HeadEnd
         self._head: HeadEnd | None = None
         self._returns: Uploads | None = None
         self._store: StoreWindow | None = None
         emit: Emit = self._outbox.add
-        if coming:
+        if way:
             # For worlds on several machines alone.
             from nbdist.cluster.client import HeadEnd
             from nbdist.cluster.transfer import Uploads
 
-            self._end = self._head = head = HeadEnd(
-                coming, port.number, self._receive, leave, guard
-            )
+            self._end = self._head = head = HeadEnd(way, port.number, self._receive, leave, guard)
             self._returns = Uploads(emit, head.send)
             self._store = StoreWindow(runtime, head.ask_store)
             emit = self._returns.add
@@ -122,7 +120,7 @@ class Agent:
         self._end.send(message)
 
     def _receive(self, message: node_messages.NodeDown) -> None:
-        do = self._serving.do
+        do, reply = self._serving.do, self._serving.reply
         match message:
             case node_messages.NodeAsk() as asked:
                 do(self._report_part(asked))
@@ -130,14 +128,14 @@ class Agent:
                 self._run(run)
             case Ask(number, messages.GetStatus()):
                 workers = tuple(self._workers.all.values())
-                do(self._report(number, status_of, workers, self._usage))
+                do(reply(number, status_of, workers, self._usage))
             case Ask(number, messages.GetStacks(ranks)):
-                do(self._report(number, self._stacks, ranks))
+                do(reply(number, self._stacks, ranks))
             case Ask(number, GetLogs() as get):
                 found = {rank: worker.log.folder for rank, worker in self._workers.all.items()}
-                do(self._report(number, asyncio.to_thread, read_logs, found, get))
+                do(reply(number, asyncio.to_thread, read_logs, found, get))
             case Ask(number, messages.Consult(ranks, question)):
-                do(self._report(number, consulted, self._workers.alive(ranks), question))
+                do(reply(number, consulted, self._workers.alive(ranks), question))
             case Ask() as ask:
                 self._serving.call(ask)
             case messages.Locate(ranks):
@@ -154,9 +152,9 @@ class Agent:
                 self._stopping.spare(ranks)
             case messages.LetGo(task_id, ranks):
                 do(self._let_go(task_id, ranks))
-            case messages.Enter(rank, reply):
+            case messages.Enter(rank, typed):
                 for worker in self._workers.alive([rank]):
-                    worker.enter(reply)
+                    worker.enter(typed)
             case messages.Received():
                 self._outbox.acknowledge()
             case messages.Leave():
@@ -188,11 +186,6 @@ class Agent:
 
     def _busy(self) -> list[Worker]:
         return [worker for worker in self._workers.all_alive() if worker.state == "busy"]
-
-    async def _report(
-        self, number: int, answer: Callable[..., Awaitable[Any]], *arguments: Any
-    ) -> None:
-        self._send(messages.Answer(number, await answer(*arguments)))
 
     async def _stacks(self, ranks: Sequence[int]) -> tuple[Stack, ...]:
         asked = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
@@ -245,11 +238,11 @@ def run_agent(
     notebook_pid: int,
     fork_server: ForkServerProcess | None,
     guard: Guard,
-    coming: Coming | None = None,
+    way: Way | None = None,
 ) -> str:
     """Run an agent until its world, or its head, ends; return why it ended before that, else ""."""
 
     async def serve() -> str:
-        return await Agent(runtime, notebook_pid, fork_server, guard, coming).serve()
+        return await Agent(runtime, notebook_pid, fork_server, guard, way).serve()
 
     return run(runtime, serve)

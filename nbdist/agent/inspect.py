@@ -267,7 +267,7 @@ class GpuGauge:
         return found
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         if self._nvml is not None:
             self._nvml.nvmlShutdown()
         self._nvml, self._has_tried = None, True
@@ -365,5 +365,5 @@ class UsageWatch:
         return {rank: found[name] for rank, name in named.items() if name in found}
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         self._gpus.close()

@@ -181,7 +181,6 @@ class TaskConnection(asyncio.Protocol):
         self._is_lost = False
 
     def data_received(self, data: bytes) -> None:
-        """Take it; called by asyncio."""
         if self._is_lost:
             return
         try:
@@ -192,7 +191,6 @@ class TaskConnection(asyncio.Protocol):
             self._lose(error)
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Take it; called by asyncio."""
         if not self._is_lost:
             self._is_lost = True
             self._lose(None)

@@ -208,7 +208,6 @@ class _Asking(asyncio.Protocol):
         self._transport: asyncio.WriteTransport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take it; called by asyncio."""
         self._transport = cast("asyncio.WriteTransport", transport)
         is_user = views.user_at(transport.get_extra_info("socket")) == os.geteuid()
         if not is_user or len(self._all) >= MOST_ASKING:
@@ -217,7 +216,6 @@ class _Asking(asyncio.Protocol):
         self._all.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Take it; called by asyncio."""
         try:
             for frame in self._cutter.feed(data):
                 if self._work is not None:
@@ -229,7 +227,6 @@ class _Asking(asyncio.Protocol):
             self.end()
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Take it; called by asyncio."""
         self.end()
 
     def end(self) -> asyncio.Task[None] | None:

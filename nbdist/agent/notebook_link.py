@@ -65,7 +65,7 @@ class NotebookEnd:
         self._link.send(pack(message))
 
     def drain(self) -> None:
-        """Hand on all that has come so far."""
+        """Pass on all that has come so far."""
         self._link.flush(zmq.POLLIN)
 
     def close(self) -> None:
@@ -368,6 +368,12 @@ class Serving:
     def call(self, ask: messages.Ask) -> None:
         """Do this once all calls before it have been answered."""
         self._asked.put_nowait(ask)
+
+    async def reply(
+        self, number: int, answer: Callable[..., Awaitable[Any]], *arguments: Any
+    ) -> None:
+        """Send what this returns as the answer to a call; to be done beside the other calls."""
+        self._send(messages.Answer(number, await answer(*arguments)))
 
     def do(self, work: Coroutine[Any, Any, object]) -> None:
         """Do something beside the calls, until it is to leave."""

@@ -311,7 +311,7 @@ class WorldRecord:
 
     @property
     def changes(self) -> bool:
-        """Whether the workers are becoming others just now."""
+        """Whether the workers are being started, healed, scaled or stopped."""
         return bool(self._changing)
 
     @property

@@ -224,7 +224,7 @@ class Worker:
     # --- another number ------------------------------------------------------------------
 
     def renumber(self, rank: int, log_folder: Path | None) -> None:
-        """Be this rank from now on, and write there."""
+        """Become this rank, and write there."""
         self.log.move(log_folder, self.rank)
         self.rank = rank
 

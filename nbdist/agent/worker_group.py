@@ -176,14 +176,14 @@ class WorkerGroup:
             worker.renumber(rank, self._logs_of(rank))
 
     def close(self) -> None:
-        """Let go of what is kept from world to world; the workers have been stopped."""
+        """Close what is kept from world to world, after the workers have been stopped."""
         self._rendezvous.close()
         self.code.close()
 
     # --- a new generation of the group ------------------------------------------------------
 
     async def held(self) -> Held:
-        """Say which of its ranks live, and what groups they hold."""
+        """Return which of its ranks live, and what groups they hold."""
         alive, found = self.all_alive(), dict[int, control.HeldGroups | None]()
         asked = (worker.ask(control.ListGroups(), HELD_TIMEOUT) for worker in alive)
         for worker, said in zip(alive, await asyncio.gather(*asked), strict=True):

@@ -98,7 +98,7 @@ class WorkerOutput:
             self.pass_on(item)
 
     def pass_on(self, item: Output | work.Said | None) -> None:
-        """Hand it on, at once."""
+        """Pass it on at once."""
         match item:
             case None:
                 return
@@ -426,7 +426,7 @@ class RunFolder:
             drop_old_runs(root)
 
     def close(self) -> None:
-        """Let go of it: it may be removed from now on, when it is old."""
+        """Release it: it may be removed from now on, when it is old."""
         for claim in self._claims:
             os.close(claim)
         self._claims.clear()

@@ -102,7 +102,7 @@ class Assembly:
     # --- start and end --------------------------------------------------------------------
 
     async def start(self, request: messages.StartWorld) -> messages.Reply:
-        """Have agents come, and start the workers there; what it takes, or who has failed."""
+        """Gather agents, and start the workers there; return that world, or the failure."""
         assert request.wanted is not None
         try:
             pool = await self._gather(request.wanted)
@@ -137,7 +137,7 @@ class Assembly:
             await self._forming.stop(grace)
 
     async def dismiss(self) -> None:
-        """Have all agents leave."""
+        """Make all agents leave."""
         pool, self._pool, self._forming = self._pool, None, None
         self._node_of.clear()
         self._transfers.close()
@@ -145,7 +145,7 @@ class Assembly:
             await pool.close()
 
     async def _gather(self, wanted: WorldConfig) -> NodePool:
-        """Have agents on the machines that are wanted; those that are there may be enough."""
+        """Start agents on the machines that are wanted, unless those that are there will do."""
         pool = self._pool
         if pool is None or not pool.will_do(wanted) or _who(wanted) != self._who:
             await self.dismiss()
@@ -227,7 +227,7 @@ class Assembly:
         pool: NodePool,
         wanted: WorldConfig,
     ) -> messages.Healed:
-        """Have as many as is asked, or take in machines that have come since, between cells."""
+        """Change the number of ranks as asked, or to take in machines that have come since."""
         assert forming.spec is not None
         size, keep = forming.spec.world_size, tuple(range(forming.spec.world_size))
         try:
@@ -248,7 +248,7 @@ class Assembly:
         return await forming.scale(spec, keep)
 
     def _admit(self, node: Node) -> None:
-        """Have the notebook ask for what makes it part of the world, if there is to be more."""
+        """Tell the notebook of a machine that could have ranks."""
         forming, wanted = self._forming, self._wanted
         if forming is None or forming.spec is None or wanted is None:
             return

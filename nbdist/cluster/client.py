@@ -59,15 +59,6 @@ TICKET_TIMEOUT = 60.0  # seconds for the ticket to come; a person may have to ty
 LINK_LINGER = 500  # milliseconds that the last messages may take to reach the head
 
 
-@dataclass(frozen=True, slots=True)
-class Coming:
-    """How an agent comes to its head, and which node it is, -1 where it was not told."""
-
-    ticket: Ticket
-    way: Way
-    number: int
-
-
 def read_ticket() -> Ticket:
     """Read the line from stdin, without anything after it; raises BadTicket."""
     line, end = b"", time.monotonic() + TICKET_TIMEOUT
@@ -90,14 +81,14 @@ class HeadEnd:
 
     def __init__(
         self,
-        coming: Coming,
+        way: Way,
         port: int,
         receive: Callable[[NodeDown], None],
         leave: Callable[[], None],
         guard: Guard | None = None,
     ) -> None:
         """`port` is the MASTER_PORT that is held here."""
-        self._coming = coming
+        self._way = way
         self._port = port
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Answer]] = {}
@@ -111,11 +102,11 @@ class HeadEnd:
         self._looking: asyncio.Task[None] | None = None
         self._identity = b"agent" + secrets.token_bytes(16)
         if guard is not None:
-            guard.tell_last_word(what_to_say(self._identity, coming.ticket, coming.way.address))
+            guard.tell_last_word(what_to_say(self._identity, way.ticket, way.address))
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
         link.routing_id = self._identity
-        come_with(link, coming.ticket)
+        come_with(link, way.ticket)
         monitor: Any = link.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -123,7 +114,7 @@ class HeadEnd:
             | zmq.EVENT_CLOSED
         )
         self._watch = ZMQStream(monitor)
-        link.connect(endpoint(coming.way.address, coming.ticket.port))
+        link.connect(endpoint(way.address, way.ticket.port))
         self._link = ZMQStream(link)
         self._link.on_recv(self._receive, copy=False)
 
@@ -137,8 +128,8 @@ class HeadEnd:
             loop.add_reader(sys.stdin.fileno(), self._leave)
         facts = NodeFacts(
             name=socket.gethostname(),
-            number=self._coming.number,
-            address=self._coming.way.own,
+            number=self._way.number,
+            address=self._way.own,
             port=self._port,
             cores=usable_cores(),
             gpus=visible_gpus(os.environ),
@@ -166,7 +157,7 @@ class HeadEnd:
 
     @property
     def _place(self) -> str:
-        place = endpoint(self._coming.way.address, self._coming.ticket.port)
+        place = endpoint(self._way.address, self._way.ticket.port)
         return place.removeprefix("tcp://")
 
     def _note(self, frames: list[bytes]) -> None:
@@ -195,14 +186,14 @@ class HeadEnd:
         """Leave if libzmq cannot connect again in time, at once where nobody listens there."""
         loop = asyncio.get_running_loop()
         if self._giving_up is None:
-            timeout = self._coming.ticket.link_timeout
+            timeout = self._way.ticket.link_timeout
             left = self._heard + AGENTS_WAIT * timeout - loop.time()
             self._giving_up = loop.call_later(max(timeout, left), self._lose)
         if self._looking is None or self._looking.done():
             self._looking = loop.create_task(self._look())
 
     async def _look(self) -> None:
-        if await is_refused(self._coming.way.address, self._coming.ticket.port):
+        if await is_refused(self._way.address, self._way.ticket.port):
             self._lose()
 
     def _lose(self) -> None:
@@ -273,23 +264,28 @@ class NoWay(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The address of the head that was reached, and the own one that leads there."""
+    """How an agent comes to its head: at this address, of the ticket's, from an own one.
 
+    `number` is that of the node, -1 where it was not told.
+    """
+
+    ticket: Ticket
     address: str
     own: str
+    number: int = -1
 
 
-def find_way(ticket: Ticket) -> Way:
+def find_way(ticket: Ticket, number: int = -1) -> Way:
     """Connect to all addresses at once, and take the first, in their order, that answers.
 
     An earlier one has `ORDER_GRACE` seconds more than the quickest: on the head's own machine
     all answer, also those by which no other can be reached.  Raises NoWay after
     `WAY_TIMEOUT` seconds, or as soon as all have refused.
     """
-    return asyncio.run(_find_way(ticket))
+    return asyncio.run(_find_way(ticket, number))
 
 
-async def _find_way(ticket: Ticket) -> Way:
+async def _find_way(ticket: Ticket, number: int) -> Way:
     tried = [
         asyncio.create_task(_connect(each, ticket.port, WAY_TIMEOUT)) for each in ticket.addresses
     ]
@@ -301,7 +297,7 @@ async def _find_way(ticket: Ticket) -> Way:
     for address, attempt in zip(ticket.addresses, tried, strict=True):
         match attempt.result() if attempt.done() else None:
             case str(own):
-                return Way(address, own)
+                return Way(ticket, address, own, number)
             case OSError() as error:
                 problems.append(f"{address}:{ticket.port}: {_why(error, WAY_TIMEOUT)}")
     said = "; ".join(problems)

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,22 +79,23 @@ class Head:
     # --- from the notebook ----------------------------------------------------------------
 
     def _receive(self, message: messages.Down) -> None:
+        do, reply = self._serving.do, self._serving.reply
         match message:
             case messages.Run() as run:
                 self._run(run)
             case messages.Ask(
                 number, messages.GetStatus() | messages.GetStacks() | GetLogs() as request
             ):
-                self._serving.do(self._reply(number, rows_of(self._assembly.there, request)))
+                do(reply(number, rows_of, self._assembly.there, request))
             case messages.Ask(number, messages.GetRefused()):
                 self._send(messages.Answer(number, self._assembly.refused))
             case messages.Ask(number, messages.Consult() as consult):
                 parts = self._assembly.nodes(consult.ranks)
-                self._serving.do(self._reply(number, first_answer(parts, consult)))
+                do(reply(number, first_answer, parts, consult))
             case messages.Ask() as ask:
                 self._serving.call(ask)
             case messages.Locate(ranks):
-                self._serving.do(self._locate(ranks))
+                do(self._locate(ranks))
             case messages.Interrupt(ranks):
                 self._pass_on(message, self._transfers.stop(ranks))
             case messages.LetGo(task_id, ranks):
@@ -154,9 +155,6 @@ class Head:
         found = await asyncio.gather(*(node.do(LocateRanks(part)) for node, part in parts))
         places = {rank: place for each in found for rank, place in each.items()}
         self._send(messages.Located(places))
-
-    async def _reply(self, number: int, reply: Awaitable[Any]) -> None:
-        self._notebook.send(messages.Answer(number, await reply))
 
     async def _look(self, info: WorldInfo) -> WorldInfo:
         spec = self._assembly.spec

@@ -52,7 +52,7 @@ class AgentProcess(ABC):
         return []
 
     def complaint(self) -> str:
-        """Say in one line why it has ended, "" where its last lines say it."""
+        """Word in one line why it has ended, "" where its last lines say it."""
         return ""
 
     @abstractmethod
@@ -61,7 +61,7 @@ class AgentProcess(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of all descriptors, after `end`."""
+        """Close all descriptors, after `end`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,7 @@ def _check_nccl(
 
 
 def led_by_first(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
-    """Have MASTER_ADDR be the machine of rank 0."""
+    """Set MASTER_ADDR to the machine of rank 0."""
     first = next(node for node in nodes if node.number == spec.seats[0].node)
     return replace(spec, master_addr=first.facts.address, master_port=first.facts.port)
 

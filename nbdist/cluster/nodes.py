@@ -101,7 +101,7 @@ class NodePool:
         return self._launched.again is None and not self._launched.invitation
 
     def _is_short(self, wanted: WorldConfig) -> bool:
-        """Say whether there are fewer nodes than there could be, or have been."""
+        """Return True if there are fewer nodes than there could be, or have been."""
         # An allocation of fewer than could be is not given up for another one.
         most = None if wanted.salloc else wanted.max_nodes
         return len(self.there) < (most or len(self.nodes))
@@ -136,7 +136,7 @@ class NodePool:
         task.add_done_callback(self._late.discard)
 
     async def close(self) -> None:
-        """Have all agents leave, and end what was started for them."""
+        """Make all agents leave, and end what was started for them."""
         self._is_leaving = True
         for node in self.there:
             node.send(Leave())

@@ -89,7 +89,7 @@ class RayLauncher:
     """`--launcher ray`."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Have Ray place an actor on each node; raises OSError with what keeps it from that."""
+        """Let Ray place an actor on each node; raises OSError with what keeps it from that."""
         if importlib.util.find_spec("ray") is None:
             raise OSError(f"Ray is not installed here: {sys.executable} -m pip install nbdist[ray]")
         driver = Driver(folder / "ray.log")
@@ -109,7 +109,7 @@ class Driver(Child):
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
 
     def place(self, order: Order) -> Sequence[str]:
-        """Have all actors placed, and return their hosts; OSError, and nothing left, if not."""
+        """Place all actors and return their hosts; raises OSError, with nothing left."""
         too_long = threading.Timer(PLACED_TIMEOUT, self._process.kill)
         too_long.start()
         try:
@@ -128,13 +128,13 @@ class Driver(Child):
         raise OSError(f"Ray did not place the agents within {PLACED_TIMEOUT:.0f} s: {told}")
 
     def watch(self, agents: Sequence[RayAgent]) -> None:
-        """Say of these agents from now on when they have ended."""
+        """Note from now on when these agents end."""
         self.agents = agents
         self._open.update(agent.number for agent in agents)
         self._listener.start()
 
     def tell(self, message: Order | End) -> None:
-        """Say what it is to do."""
+        """Send what it is to do."""
         # Where it has ended at once, its last lines say why.
         with suppress(OSError, ValueError):
             assert self._process.stdin is not None
@@ -149,7 +149,7 @@ class Driver(Child):
             self._ends_in(KILL_TIMEOUT)
 
     def close_with(self, agent: RayAgent) -> None:
-        """Let go of what is for this agent, and with the last one of all, after its end."""
+        """Close what is for this agent, and with the last one all, after its end."""
         self._open.discard(agent.number)
         if not self._open:
             self.end(0.0)
@@ -157,7 +157,7 @@ class Driver(Child):
             self.close()
 
     def close(self) -> None:
-        """Let go of all, after its end."""
+        """Close all, after its end."""
         super().close()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -208,12 +208,12 @@ class RayAgent(AgentProcess):
             self._driver.end(max(timeout, KILL_TIMEOUT))
 
     def close(self) -> None:
-        """Let go of its descriptors, and the last one of those of all."""
+        """Close its descriptors, and with the last agent all."""
         os.close(self._reader)
         self._driver.close_with(self)
 
     def note_end(self, ended: Ended) -> None:
-        """Have it count as ended; the first word holds."""
+        """Count it as ended; the first word holds."""
         if self._ended is None:
             self._ended = ended
             self._is_over.set()
@@ -305,7 +305,7 @@ def _room(node: RayNode, one: Bundle, wanted: WorldConfig) -> int:
 
 
 def _filled(rooms: Sequence[int], workers: int) -> list[int]:
-    """Give each its share, one after the other; nothing where there is not enough for all."""
+    """Return the share of each, one after the other; none where there is not enough for all."""
     shares = []
     for room in rooms:
         if workers > 0:

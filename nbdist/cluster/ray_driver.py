@@ -289,7 +289,7 @@ def listen(put: Callable[[End | None], None]) -> None:
 
 
 def ended(number: int, result: Future[tuple[int, list[str]]]) -> Ended:
-    """Say how an agent ended; where its actor is gone, how Ray tells it."""
+    """Return how an agent ended; where its actor is gone, as Ray tells it."""
     error = result.exception()
     if error is None:
         return Ended(number, *result.result())

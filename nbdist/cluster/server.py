@@ -144,7 +144,7 @@ class NodeServer:
             self._send_frames(identity, line.talk.message(node_frames(message)))
 
     async def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -267,7 +267,7 @@ class Refusals:
 
     @property
     def is_worth_a_line(self) -> bool:
-        """Whether the last one is to be in the log, which nobody shall be able to fill."""
+        """Whether the last one is logged: no stranger can fill the log."""
         return self.count <= SAID_ALL or self.count & (self.count - 1) == 0
 
     def _is_unjudged_stranger(self, descriptor: int) -> bool:

@@ -109,7 +109,7 @@ def endpoint(address: str, port: int) -> str:
 
 
 def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LINK_TIMEOUT) -> None:
-    """Have a socket take connections of those alone who have the keys."""
+    """Let a socket accept only connections that have the keys."""
     _beat(socket, link_timeout)
     socket.curve_server = True
     socket.curve_publickey = keys.public.encode()
@@ -117,7 +117,7 @@ def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LI
 
 
 def come_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
-    """Have a socket connect with the keys of a ticket, and again where the connection is lost."""
+    """Let a socket connect with the keys of a ticket, and again where the connection is lost."""
     _beat(socket, ticket.link_timeout)
     socket.reconnect_ivl = round(RECONNECT_INTERVAL * 1000)
     socket.curve_serverkey = ticket.server_key.encode()

@@ -150,7 +150,7 @@ class Returned:
         return self._receiving.setdefault(node, Receiving()).take(piece)
 
     def dropped(self, node: int, dropped: Dropped) -> None:
-        """Let go of what this node will not send the rest of."""
+        """Drop what this node will not send the rest of."""
         if node in self._receiving:
             self._receiving[node].drop(dropped.paths)
 
@@ -177,7 +177,7 @@ class Returned:
                 self._receiving[node].drop(paths)
 
     def lose(self, node: int) -> None:
-        """Let go of what has not come whole; what has can be read."""
+        """Drop what has not come whole; what has can be read."""
         if node in self._receiving:
             self._receiving[node].abandon()
 

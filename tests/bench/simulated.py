@@ -13,11 +13,12 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nbdist.agent.outbox import Outbox
-from nbdist.cluster.client import Coming, HeadEnd, find_way, read_ticket
+from nbdist.cluster.client import HeadEnd, Way, find_way, read_ticket
 from nbdist.cluster.launcher import AgentCommand, Launched
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
@@ -146,9 +147,9 @@ def _outputs_of(task: Task, rank: int) -> Iterable[Output]:
 class SimulatedAgent:
     """The agent of one machine, with its own link to the head."""
 
-    def __init__(self, coming: Coming, leave: Callable[[], None]) -> None:
+    def __init__(self, way: Way, leave: Callable[[], None]) -> None:
         self._leave = leave
-        self.end = HeadEnd(coming, 1, self._receive, leave)
+        self.end = HeadEnd(way, 1, self._receive, leave)
         self._workers = SimulatedWorkers(self.end.send)
 
     def _receive(self, message: NodeDown) -> None:
@@ -186,7 +187,7 @@ class SimulatedAgent:
 async def _serve(ticket: Ticket, numbers: Sequence[int]) -> None:
     gone = asyncio.Event()
     way = find_way(ticket)
-    agents = [SimulatedAgent(Coming(ticket, way, number), gone.set) for number in numbers]
+    agents = [SimulatedAgent(replace(way, number=number), gone.set) for number in numbers]
     for agent in agents:
         await agent.end.open()
     await gone.wait()
