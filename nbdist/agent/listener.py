@@ -122,13 +122,13 @@ class Listener:
         writer.write(views.to_line(answer))
         async with asyncio.timeout(LINE_TIMEOUT):
             await writer.drain()
-        match question, answer, self._tether:
-            case views.Attach(pid=pid), views.Accepted(), Tether() as tether:
+        match question, answer:
+            case views.Attach(pid=pid), views.Accepted() if self._tether:
                 try:
                     while await reader.read(views.LONGEST_QUESTION):
                         pass
                 finally:
-                    tether.let_go_by(pid)
+                    self._tether.let_go_by(pid)
 
     async def _answer_to(self, question: views.Said) -> views.Said | None:
         match question:
