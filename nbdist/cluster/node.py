@@ -105,10 +105,10 @@ class Node:
 
     async def set_clock(self) -> None:
         """Find out how far its clock is ahead."""
-        best = float("inf")
+        best, request = float("inf"), GetClock()
         for _ in range(CLOCK_TRIES):
             before, began = time.time_ns(), time.monotonic_ns()
-            there = await self.ask(GetClock(), GetClock.timeout)
+            there = await self.ask(request, request.timeout)
             took = time.monotonic_ns() - began
             if took < best:
                 best, self.offset_ns = took, there - before - took // 2
