@@ -32,7 +32,7 @@ def serve_head(number: int) -> str:
 
     While the fork server imports torch the way to the head is found.  Returns what went wrong, "".
     """
-    from nbdist.cluster.client import Coming, NoWay, find_way, read_ticket
+    from nbdist.cluster.client import NoWay, find_way, read_ticket
     from nbdist.cluster.ticket import BadTicket
     from nbdist.errors import NoRuntimeFolder
     from nbdist.system.folders import RuntimeFolder
@@ -41,12 +41,12 @@ def serve_head(number: int) -> str:
         ticket = read_ticket()
         runtime = RuntimeFolder().path
         guard, fork_server = begin(runtime, None, fork_server=ticket.fork)
-        way = find_way(ticket)
+        way = find_way(ticket, number)
     except (BadTicket, NoRuntimeFolder, NoWay, OSError) as error:
         return str(error)
     from nbdist.agent.agent import run_agent
 
-    return run_agent(runtime, 0, fork_server, guard, Coming(ticket, way, number))
+    return run_agent(runtime, 0, fork_server, guard, way)
 
 
 main()

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import psutil
+from typing import TYPE_CHECKING
 
 from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
@@ -23,20 +19,16 @@ from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
 from nbdist.agent.stopping import Stopping
 from nbdist.agent.worker import Emit, Worker
-from nbdist.agent.worker_group import WorkerGroup
+from nbdist.agent.worker_group import HeldPort, WorkerGroup
 from nbdist.system.processes import Guard
-from nbdist.topology import parse_gpus, usable_cores, visible_gpus
 from nbdist.wire import control, messages, node_messages
 from nbdist.wire.files import GetLogs, read_logs
 from nbdist.wire.messages import Ask
-from nbdist.wire.spec import WorldSpec
-from nbdist.wire.store import Answer as StoreReply
-from nbdist.wire.store import Operation
 from nbdist.wire.transfer import Taken
-from nbdist.wire.views import Stack, WorldInfo
+from nbdist.wire.views import Place, Stack, WorldInfo
 
 if TYPE_CHECKING:
-    from nbdist.cluster.client import Coming, HeadEnd
+    from nbdist.cluster.client import HeadEnd, Way
     from nbdist.cluster.transfer import Uploads
 
 log = logging.getLogger("nbdist.agent")
@@ -46,10 +38,10 @@ BIND_TIMEOUT = 60.0
 
 
 class Agent:
-    """Does what the notebook calls for, one call at a time, and reports as things happen.
+    """Does what the notebook asks, one call at a time, and reports what happens.
 
-    With `coming` it is one of several, and has a head in the notebook's place.  Its ranks meet in
-    a store that this keeps, else in a file.
+    With a `way` it is one of several, and has a head in the notebook's place.  Ranks meet in the
+    head's store, else in a file.
     """
 
     def __init__(
@@ -58,27 +50,31 @@ class Agent:
         notebook_pid: int,
         fork_server: ForkServerProcess | None,
         guard: Guard,
-        coming: Coming | None,
+        way: Way | None,
     ) -> None:
         self._children = Children()
         self._forker = Forker(runtime, self._children, fork_server) if fork_server else None
         self._serving = Serving(self._answer, self._send)
         self._outbox = Outbox(self._send)
+        port, leave = HeldPort(way.own if way else "127.0.0.1"), self._serving.leave
+        self._end: Tether | HeadEnd
         self._head: HeadEnd | None = None
         self._returns: Uploads | None = None
         self._store: StoreWindow | None = None
         emit: Emit = self._outbox.add
-        if coming:
+        if way:
             # For worlds on several machines alone.
             from nbdist.cluster.client import HeadEnd
             from nbdist.cluster.transfer import Uploads
 
-            self._returns = Uploads(emit, self._send_head)
-            self._store = StoreWindow(runtime, self._ask_head)
+            self._end = self._head = head = HeadEnd(way, port.number, self._receive, leave, guard)
+            self._returns = Uploads(emit, head.send)
+            self._store = StoreWindow(runtime, head.ask_store)
             emit = self._returns.add
-        self._address = coming.way.own if coming else "127.0.0.1"
+        else:
+            self._end = Tether(runtime, notebook_pid, guard, self._receive, leave)
         self._workers = WorkerGroup(
-            runtime, self._children, self._forker, emit, self._send, self._store, self._address
+            runtime, self._children, self._forker, emit, self._send, self._store, port
         )
         self._forming = Forming({0: self._workers})
         self._usage = UsageWatch(self._send)
@@ -86,24 +82,14 @@ class Agent:
             lambda: self._workers.abort(self._workers.all),
             lambda places: self._send(messages.Aborted(places)),
         )
-        leave, tether = self._serving.leave, None
-        self._end: Tether | HeadEnd
-        if coming:
-            self._end = self._head = HeadEnd(
-                coming, self._workers.port, self._receive, leave, guard
-            )
-        else:
-            self._end = tether = Tether(runtime, notebook_pid, guard, self._receive, leave)
+        tether = self._end if isinstance(self._end, Tether) else None
         self._listener = Listener(runtime, self._look, tether)
 
     def __repr__(self) -> str:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
 
     async def serve(self) -> str:
-        """Work until the notebook leaves or ends, then leave nothing behind.
-
-        Returns why it has lost its head, "" for an agent that has not.
-        """
+        """Work until the notebook leaves or ends; return why it has lost its head, else ""."""
         asyncio.get_running_loop().set_exception_handler(self._serving.fail)
         self._children.attach()
         if self._forker:
@@ -130,40 +116,30 @@ class Agent:
             self._children.close()
         return self._end.problem
 
-    # --- messages ------------------------------------------------------------------------
-
     def _send(self, message: messages.Up) -> None:
         self._end.send(message)
 
-    def _send_head(self, message: node_messages.NodeUp) -> None:
-        assert self._head
-        self._head.send(message)
-
-    async def _ask_head(self, operation: Operation) -> StoreReply:
-        assert self._head
-        return await self._head.ask_store(operation)
-
     def _receive(self, message: node_messages.NodeDown) -> None:
-        do = self._serving.do
+        do, reply = self._serving.do, self._serving.reply
         match message:
-            case node_messages.NodeAsk(number, request):
-                do(self._report_part(number, request))
+            case node_messages.NodeAsk() as asked:
+                do(self._report_part(asked))
             case messages.Run() as run:
                 self._run(run)
             case Ask(number, messages.GetStatus()):
                 workers = tuple(self._workers.all.values())
-                do(self._report(number, status_of, workers, self._usage))
+                do(reply(number, status_of, workers, self._usage))
             case Ask(number, messages.GetStacks(ranks)):
-                do(self._report(number, self._stacks, ranks))
+                do(reply(number, self._stacks, ranks))
             case Ask(number, GetLogs() as get):
                 found = {rank: worker.log.folder for rank, worker in self._workers.all.items()}
-                do(self._report(number, asyncio.to_thread, read_logs, found, get))
+                do(reply(number, asyncio.to_thread, read_logs, found, get))
             case Ask(number, messages.Consult(ranks, question)):
-                do(self._report(number, consulted, self._workers.alive(ranks), question))
+                do(reply(number, consulted, self._workers.alive(ranks), question))
             case Ask() as ask:
                 self._serving.call(ask)
             case messages.Locate(ranks):
-                do(self._locate(ranks))
+                do(self._report_places(ranks))
             case messages.Abort(ranks):
                 do(self._workers.abort(ranks))
             case Taken() as taken if self._returns:
@@ -176,9 +152,9 @@ class Agent:
                 self._stopping.spare(ranks)
             case messages.LetGo(task_id, ranks):
                 do(self._let_go(task_id, ranks))
-            case messages.Enter(rank, reply):
+            case messages.Enter(rank, typed):
                 for worker in self._workers.alive([rank]):
-                    worker.enter(reply)
+                    worker.enter(typed)
             case messages.Received():
                 self._outbox.acknowledge()
             case messages.Leave():
@@ -211,25 +187,34 @@ class Agent:
     def _busy(self) -> list[Worker]:
         return [worker for worker in self._workers.all_alive() if worker.state == "busy"]
 
-    async def _report(
-        self, number: int, answer: Callable[..., Awaitable[Any]], *arguments: Any
-    ) -> None:
-        self._send(messages.Answer(number, await answer(*arguments)))
-
     async def _stacks(self, ranks: Sequence[int]) -> tuple[Stack, ...]:
         asked = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
         return tuple(await asyncio.gather(*map(stack_of, asked)))
 
-    async def _report_part(self, number: int, request: node_messages.PartRequest) -> None:
-        reply = await answer_head(request, self._workers, self._address)
-        self._send_head(node_messages.NodeAnswer(number, reply))
+    async def _report_part(self, asked: node_messages.NodeAsk) -> None:
+        reply: node_messages.NodeReply
+        match asked.request:
+            case node_messages.GetClock():
+                reply = time.time_ns()
+            case node_messages.Reach(targets):
+                from nbdist.cluster.client import first_unreached
 
-    async def _locate(self, ranks: Sequence[int]) -> None:
+                reply = await first_unreached(targets)
+            case node_messages.LocateRanks(ranks):
+                reply = await self._locate(ranks)
+            case part:
+                reply = await self._workers.do(part)
+        assert self._head is not None
+        self._head.send(node_messages.NodeAnswer(asked.id, reply))
+
+    async def _report_places(self, ranks: Sequence[int]) -> None:
+        self._send(messages.Located(await self._locate(ranks)))
+
+    async def _locate(self, ranks: Sequence[int]) -> dict[int, Place]:
         alive = self._workers.alive(ranks)
         places = await asyncio.gather(*(worker.locate() for worker in alive))
         found = zip(alive, places, strict=True)
-        there = {each.rank: place for each, place in found if not each.is_killed}
-        self._send(messages.Located(there))
+        return {each.rank: place for each, place in found if not each.is_killed}
 
     async def _let_go(self, task_id: str, ranks: Sequence[int]) -> None:
         let_go, alive = control.LetGo(task_id), self._workers.alive(ranks)
@@ -241,7 +226,7 @@ class Agent:
         return with_ranks(info, self._workers.spec, rows)
 
     def _bind_workers(self) -> None:
-        """Have workers end with this process: without the fork server they are its children."""
+        """Let workers end with this process: without the fork server they are its children."""
         workers, bind = self._workers.all_alive(), control.Bind(os.getpid())
         log.warning("the fork server has ended; %d workers are left", len(workers))
         for worker in workers:
@@ -253,76 +238,11 @@ def run_agent(
     notebook_pid: int,
     fork_server: ForkServerProcess | None,
     guard: Guard,
-    coming: Coming | None = None,
+    way: Way | None = None,
 ) -> str:
-    """Run an agent until its world, or its head, ends; returns with nothing left behind.
-
-    What it returns is why it ended before that, else "".
-    """
+    """Run an agent until its world, or its head, ends; return why it ended before that, else ""."""
 
     async def serve() -> str:
-        return await Agent(runtime, notebook_pid, fork_server, guard, coming).serve()
+        return await Agent(runtime, notebook_pid, fork_server, guard, way).serve()
 
     return run(runtime, serve)
-
-
-# --- the part of one of several machines ------------------------------------------------------
-
-
-async def answer_head(
-    request: node_messages.PartRequest, workers: WorkerGroup, address: str
-) -> node_messages.PartReply:
-    """Do what the head asks; `address` is that of this machine by which others reach it."""
-
-    def here(spec: WorldSpec) -> WorldSpec:
-        return spec_here(workers.code.moved(spec), os.environ, interface_of(address))
-
-    match request:
-        case node_messages.GetClock():
-            return time.time_ns()
-        case node_messages.Reach(targets):
-            from nbdist.cluster.client import first_unreached
-
-            return await first_unreached(targets)
-        case node_messages.StartPart(spec, ranks, attempt):
-            return await workers.start_part(here(spec), ranks, attempt)
-        case node_messages.GetHeld():
-            return await workers.held()
-        case node_messages.Prepare(spec, ranks):
-            return await workers.prepare(here(spec), ranks)
-        case node_messages.Form(plan, ranks):
-            return await workers.form(replace(plan, spec=here(plan.spec)), ranks)
-        case node_messages.CallOff(generation):
-            await workers.call_off(generation)
-        case node_messages.EndRanks(ranks, grace):
-            await workers.end(ranks, grace)
-        case node_messages.Renumber(became):
-            await workers.renumber(became)
-    return None
-
-
-def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldSpec:
-    """Make of the spec that all nodes share the one for this: its environment, folder and GPUs.
-
-    The agent runs in the interpreter that workers are to have.
-    """
-    environ = {**own, **spec.environ}
-    cwd = spec.cwd if Path(spec.cwd).is_dir() else str(Path.home())
-    here, visible = max(1, len(spec.here)), visible_gpus(environ)
-    return replace(
-        spec,
-        environ=environ,
-        cwd=cwd,
-        gpus=parse_gpus(spec.gpus_asked, visible) if spec.gpus_asked else visible,
-        python=sys.executable,
-        threads=spec.threads or max(1, usable_cores() // here),
-        interface=interface or spec.interface,
-    )
-
-
-def interface_of(address: str) -> str:
-    """Name the network interface that has this address, "" for none."""
-    for name, found in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in found):
-            return name
-    return ""

@@ -1,7 +1,6 @@
-"""The notebook's folder as this node was sent it: unpacked, and kept as the notebook has it.
+"""The notebook's folder as this node was sent it (`--sync-code`): kept as the notebook has it.
 
-For worlds with `--sync-code`, in the agent.  It is one folder as long as the agent lives, since
-workers work in it and import from it: files in it are replaced, each whole.
+It is one folder as long as the agent lives, since workers work in it and import from it.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ MADE_BY_PYTHON = "__pycache__"
 
 
 class CodeFolder:
-    """A folder of this user alone with the notebook's files, for the workers of this node.
-
-    Files that user code writes into it are the user's: they stay where they are at the end.
-    """
+    """The notebook's files, for this node's workers; files that user code writes into it stay."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
@@ -55,10 +51,7 @@ class CodeFolder:
         self._host = socket.gethostname()
 
     def take(self, request: GetCode | PutCode) -> CodeHeld:
-        """Take in which files there are, or what was missing; return what is missing still.
-
-        Where nothing is, the files are as the notebook's are.  A shared folder needs no other.
-        """
+        """Take in which files there are, or what was missing; return what is missing still."""
         match request:
             case GetCode(marks, files):
                 self._is_shared = bool(marks) and all(landmark(p) == marks[p] for p in marks)
@@ -73,10 +66,7 @@ class CodeFolder:
         return CodeHeld(self._host, tuple(missing)) if missing else self._write_all()
 
     def moved(self, spec: WorldSpec) -> WorldSpec:
-        """Have workers find their code here, and work here, instead of in the notebook's folder.
-
-        What of their path lies below that folder is here too.
-        """
+        """Let workers work and find their code here, instead of in the notebook's folder."""
         if self.path is None or self._is_shared:
             return spec
         path = (moved_path(entry, spec.cwd, str(self.path)) for entry in spec.sys_path)
@@ -99,7 +89,6 @@ class CodeFolder:
         return False
 
     def _write_all(self) -> CodeHeld:
-        """Make the folder hold what is wanted; nothing is missing for that."""
         try:
             self._write(self._opened())
         except OSError as error:

@@ -1,20 +1,7 @@
 """How an agent begins, below a guard and beside a fork server; and the fork server itself.
 
-What is imported here an agent has before it forks.  All else that it is made of is imported once
-the fork server is started: the start of a world waits for the fork server's import of torch, and
-for nothing else as long.
-
-The fork server has torch imported and forks workers on request.  The agent
-(`nbdist.agent.processes`) speaks with it over a socket pair, each message a pickle in a frame.
-The agent sends a `Fork` with the descriptors for stdout and stderr; the new worker answers itself,
-before it does anything else, so that none can live unknown.  The fork server has one thread, no
-event loop, no zmq context and no CUDA context, so that its forks are safe.  When the agent's end
-of the socket closes, it ends, and its workers with it.  When it is killed, they live on as the
-agent's children.
-
-While nothing is asked of it, it imports on, a module at a time: what the first step of a
-training needs, so that workers forked from then on have it, and share its memory.  A
-request waits for the module at hand and for no other.
+What is imported here an agent has before it forks.  All else is imported once the fork server is
+started: the start of a world waits longest for the fork server's import of torch.
 """
 
 from __future__ import annotations
@@ -56,10 +43,7 @@ if TYPE_CHECKING:
 def begin(
     runtime: Path, notebook_pid: int | None, *, fork_server: bool, grace: float = 0.0
 ) -> tuple[Guard, ForkServerProcess | None]:
-    """Go on below a guard, as `go_below_guard` says, beside a fork server where there is to be one.
-
-    Ends with one line where the machine has no room for these processes.
-    """
+    """Go on below a guard (`go_below_guard`), beside a fork server; exits if there is no room."""
     raise_file_limit()
     try:
         guard = go_below_guard(runtime, notebook_pid, grace, _clean_up_after_kill)
@@ -85,14 +69,12 @@ def _clean_up_after_kill(last_word: bytes) -> None:
 
 # --- what is said between agent, fork server and workers ----------------------------------------
 
-
-DESCRIPTORS = 2
-"""That come with each `Fork`: the worker's stdout and stderr."""
+DESCRIPTORS = 2  # that come with each `Fork`: the worker's stdout and stderr
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Agent to fork server: fork a worker; what answers it bears the same number."""
+    """Agent to fork server: fork a worker, which answers itself, under the same number."""
 
     number: int
     start: WorkerStart
@@ -100,10 +82,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Fork server to agent, first: it has imported torch and can fork.
-
-    Again when there is nothing `more` that it would import while it is idle.
-    """
+    """Fork server to agent: it can fork; then, that there is no `more` to import when idle."""
 
     more: bool = True
 
@@ -145,7 +124,7 @@ class ForkServerProcess:
 
 
 def log_file(runtime: Path) -> Path:
-    """Name what the fork server itself writes to: why it could not import torch."""
+    """Return where the fork server itself writes: why it could not import torch."""
     return runtime / "fork_server.log"
 
 
@@ -166,7 +145,6 @@ def start_fork_server(runtime: Path) -> ForkServerProcess:
 
 
 # --- the fork server ----------------------------------------------------------------------------
-
 
 READ_SIZE = 1 << 16
 
@@ -209,8 +187,7 @@ needs and can be had without it comes first, so that no single step is long.  A 
 IPython that lacks one of these does without it.
 """
 
-UNDISTURBED, AFTER_FORK = 0.1, 1.5
-"""Seconds without a request before it imports on: at first, and while new workers start."""
+UNDISTURBED, AFTER_FORK = 0.1, 1.5  # idle seconds before it imports on: at first, after a fork
 
 DURING_IMPORTS = {
     # BLAS starts its threads when numpy is imported; a fork must find none.
@@ -222,7 +199,7 @@ DURING_IMPORTS = {
 
 @contextmanager
 def fit_for_forks() -> Iterator[None]:
-    """Have what is imported start no threads and leave the GPU's driver alone."""
+    """Keep what is imported from starting threads and the GPU's driver."""
     ours = {name: value for name, value in DURING_IMPORTS.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -261,7 +238,13 @@ def makes_idle_imports() -> bool:
 
 
 class ForkServer:
-    """Serves one agent: forks workers, and reports their ends."""
+    """Serves one agent: forks workers, and reports their ends.
+
+    One thread, no event loop, no zmq and no CUDA context, so that its forks are safe.  When the
+    agent's end of the socket closes it ends, and its workers with it; when it is killed, they
+    live on as the agent's children.  While idle it imports on, what the first step of a training
+    needs: workers forked from then on share that.
+    """
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
@@ -310,8 +293,8 @@ class ForkServer:
 
     # --- importing on ---------------------------------------------------------------------
 
-    # A step is one module, since a request waits for the one at hand; none is begun while
-    # workers start, which would take turns with it on the cores.
+    # A step is one module, since a request waits for the one that is under way; none is begun
+    # while workers start, which would take turns with it on the cores.
 
     def _idle_in(self) -> float | None:
         """Return seconds to wait for a request before it imports on; None: without end."""

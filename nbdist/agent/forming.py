@@ -7,76 +7,38 @@ do, all at once, and what is decided between their answers is decided by pure fu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+from nbdist.wire import node_messages as part
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import Healed, StartFailure, WorldStarted
-from nbdist.wire.node_messages import Formed, Groups, Held, Plan
 from nbdist.wire.spec import WorldSpec
 
-HEAL_TRIES = 3
-"""As many times as further workers may die while the group is formed."""
-
-LEAVE_GRACE = 0.5
-"""Seconds that ranks have to run their exit handlers when the world is to have fewer."""
+HEAL_TRIES = 3  # as many times as further workers may die while the group is formed
+LEAVE_GRACE = 0.5  # seconds for the exit handlers of ranks that leave the world
 
 _T = TypeVar("_T")
 
 
 class Part(Protocol):
-    """The workers on one machine.
+    """The workers on one machine; one that is lost answers all the same (`PartRequest.lost`)."""
 
-    One that is lost answers all the same: as one that has no worker alive, and a problem.
-    """
-
-    async def start_part(
-        self, spec: WorldSpec, ranks: Sequence[int], attempt: int
-    ) -> WorldStarted | StartFailure:
-        """Start these ranks; when one fails, or it is called off, end the others of them."""
-
-    async def held(self) -> Held:
-        """Say which of its ranks live, and what groups they hold."""
-
-    async def prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
-        """Have what can start these ranks; what keeps it from that, else ""."""
-
-    async def form(self, plan: Plan, ranks: Sequence[int]) -> Formed:
-        """Start those of its ranks that are missing, and have the others meet them."""
-
-    async def call_off(self, generation: int) -> None:
-        """Have its ranks wait no longer for this generation: not all ranks will come."""
-
-    async def end(self, ranks: Sequence[int], grace: float) -> None:
-        """End these ranks: politely for `grace` seconds, then by force."""
-
-    async def renumber(self, became: Mapping[int, int]) -> None:
-        """Call each rank by another number; itself it learns of that with the next plan."""
+    async def do(self, request: part.PartRequest[_T]) -> _T:
+        """Do this, and return the answer."""
 
 
 class Forming:
-    """Starts, heals and scales the world over its parts, which have the numbers of their nodes.
+    """Starts, heals and scales the world over its parts, by the numbers of their nodes."""
 
-    `node_of` says on which of them a rank is.
-    """
-
-    def __init__(
-        self,
-        parts: Mapping[int, Part],
-        node_of: Callable[[WorldSpec, int], int] = lambda spec, rank: 0,
-    ) -> None:
+    def __init__(self, parts: Mapping[int, Part]) -> None:
         self.parts = parts
         self.spec: WorldSpec | None = None
         self.generation = self.attempt = 0
         self._sized_in = 0
-        self._node_of = node_of
         self._pids: dict[int, int] = {}
         self._logs: dict[int, str] = {}
-
-    def __repr__(self) -> str:
-        size = self.spec.world_size if self.spec else 0
-        return f"<Forming {size} ranks on {len(self.parts)} nodes, generation {self.generation}>"
 
     # --- start and stop -------------------------------------------------------------------
 
@@ -86,11 +48,8 @@ class Forming:
         self.attempt += 1
         self.generation = self._sized_in = 1
         self._pids, self._logs = {}, {}
-        on = self._ranks_on(spec)
-        starts = {
-            node: self.parts[node].start_part(spec, ranks, self.attempt)
-            for node, ranks in on.items()
-        }
+        on = self._ranks_on(spec).items()
+        starts = {node: part.StartPart(spec, ranks, self.attempt) for node, ranks in on}
         answers = await self._until_one_fails(starts, lambda each: isinstance(each, StartFailure))
         if failed := next((a for a in answers if isinstance(a, StartFailure)), None):
             await self.stop(grace=0.0)
@@ -109,7 +68,7 @@ class Forming:
     async def _end(self, ranks: Collection[int], grace: float) -> None:
         assert self.spec is not None
         on = self._ranks_on(self.spec, ranks)
-        await asyncio.gather(*(self.parts[node].end(on[node], grace) for node in on))
+        await self._all({node: part.EndRanks(on[node], grace) for node in on})
         for rank in ranks:
             self._pids.pop(rank, None)
             self._logs.pop(rank, None)
@@ -117,10 +76,7 @@ class Forming:
     # --- heal and scale -------------------------------------------------------------------
 
     async def heal(self, spec: WorldSpec | None = None) -> Healed:
-        """Give all workers a group again, also where more of them die meanwhile.
-
-        With a spec of as many ranks some may sit on other nodes: they are started there.
-        """
+        """Form a group of all workers, again where more die; with a spec of as many ranks."""
         self.spec = spec or self.spec
         assert self.spec is not None
         problem = ""
@@ -131,11 +87,7 @@ class Forming:
         return Healed(*self.whereabouts(), self.spec.seats, problem)
 
     async def scale(self, spec: WorldSpec, keep: Sequence[int]) -> Healed:
-        """Have as many workers as the spec says, or, where more cannot be had, as before.
-
-        `keep` are the ranks that stay.  They are the first of the new world, in this order;
-        all others are ended.
-        """
+        """Change the number of ranks, or keep it where it cannot grow; `keep` come first."""
         assert self.spec is not None
         before, size = self.spec, self.spec.world_size
         new = range(len(keep), spec.world_size)
@@ -157,16 +109,14 @@ class Forming:
         if all(rank == number for rank, number in became.items()):
             return
         on = self._ranks_on(self.spec, became)
-        await asyncio.gather(
-            *(self.parts[node].renumber({rank: became[rank] for rank in on[node]}) for node in on)
-        )
+        await self._all({n: part.Renumber({rank: became[rank] for rank in on[n]}) for n in on})
         self._pids = {became[rank]: pid for rank, pid in self._pids.items()}
         self._logs = {became[rank]: folder for rank, folder in self._logs.items()}
 
     async def _form_anew(self, spec: WorldSpec) -> tuple[str, bool]:
         """Form a new generation of the group; a problem or "", and whether all ranks live."""
         on = self._ranks_on(spec)
-        held = await asyncio.gather(*(self.parts[node].held() for node in on))
+        held = await self._all(dict.fromkeys(on, part.GetHeld()))
         alive = {rank: groups for each in held for rank, groups in each.ranks.items()}
         missing = tuple(rank for rank in range(spec.world_size) if rank not in alive)
         # Before the survivors wait for those that are to come.
@@ -176,8 +126,8 @@ class Forming:
         groups = groups_to_keep(alive, spec.world_size)
         if groups is None:
             self._sized_in = self.generation
-        plan = Plan(spec, self.attempt, self.generation, self._sized_in, missing, groups)
-        forms = {node: self.parts[node].form(plan, ranks) for node, ranks in on.items()}
+        plan = self.attempt, self.generation, self._sized_in, missing, groups
+        forms = {node: part.Form(spec, ranks, *plan) for node, ranks in on.items()}
         formed = await self._until_one_fails(forms, lambda each: bool(each.problem))
         for each in formed:
             self._note(each)
@@ -187,31 +137,27 @@ class Forming:
 
     async def _prepare(self, spec: WorldSpec, ranks: Collection[int]) -> str:
         on = self._ranks_on(spec, ranks)
-        problems = (self.parts[node].prepare(spec, on[node]) for node in on)
-        return next(filter(None, await asyncio.gather(*problems)), "")
+        problems = await self._all({node: part.Prepare(spec, on[node]) for node in on})
+        return next(filter(None, problems), "")
 
     # --- all parts at once ----------------------------------------------------------------
 
     def _ranks_on(
         self, spec: WorldSpec, ranks: Iterable[int] | None = None
     ) -> dict[int, tuple[int, ...]]:
-        """List the ranks that are on each node; those of `ranks` alone where it is given."""
-        found: dict[int, tuple[int, ...]] = {}
-        for rank in range(spec.world_size) if ranks is None else ranks:
-            node = self._node_of(spec, rank)
-            found[node] = (*found.get(node, ()), rank)
-        return found
+        """Return the ranks of each node; those of `ranks` alone where it is given."""
+        nodes = nodes_of(spec)
+        return shares(nodes if ranks is None else ranks, nodes)
+
+    async def _all(self, asked: Mapping[int, part.PartRequest[_T]]) -> list[_T]:
+        return await asyncio.gather(*(self.parts[node].do(each) for node, each in asked.items()))
 
     async def _until_one_fails(
-        self, asked: Mapping[int, Awaitable[_T]], has_failed: Callable[[_T], bool]
+        self, asked: Mapping[int, part.PartRequest[_T]], has_failed: Callable[[_T], bool]
     ) -> list[_T]:
-        """Return all answers, in the order in which they came.
-
-        As soon as there is one that has failed the others are called off, whose ranks would
-        wait for those of that part.
-        """
+        """Return all answers as they came; once one has failed, the others are called off."""
         answers: list[_T] = []
-        waiting = {asyncio.ensure_future(each): node for node, each in asked.items()}
+        waiting = {asyncio.ensure_future(self.parts[n].do(each)): n for n, each in asked.items()}
         is_off = False
         try:
             while waiting:
@@ -221,15 +167,14 @@ class Forming:
                     answers.append(each.result())
                 if not is_off and any(map(has_failed, answers)):
                     is_off = True
-                    others = [self.parts[node] for node in waiting.values()]
-                    await asyncio.gather(*(each.call_off(self.generation) for each in others))
+                    await self._all(dict.fromkeys(waiting.values(), part.CallOff(self.generation)))
         finally:
             for each in waiting:
                 each.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
         return answers
 
-    def _note(self, has: WorldStarted | Formed) -> None:
+    def _note(self, has: WorldStarted | part.Formed) -> None:
         self._pids.update(has.pids)
         self._logs.update(has.logs)
 
@@ -238,11 +183,22 @@ class Forming:
         return dict(sorted(self._pids.items())), dict(sorted(self._logs.items()))
 
 
-def groups_to_keep(held: Mapping[int, HeldGroups | None], world_size: int) -> Groups | None:
-    """Choose the groups to be made whole, with what was made from them: all that survivors hold.
+def nodes_of(spec: WorldSpec) -> dict[int, int]:
+    """Return the number of each rank's node, 0 on a single machine."""
+    return {rank: spec.seats[rank].node if spec.seats else 0 for rank in range(spec.world_size)}
 
-    None where a survivor's has another size or number for it, or none, and a new one is made.
-    """
+
+def shares(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Group ranks by their nodes."""
+    found: dict[int, tuple[int, ...]] = {}
+    for rank in ranks:
+        if rank in node_of:
+            found[node_of[rank]] = (*found.get(node_of[rank], ()), rank)
+    return found
+
+
+def groups_to_keep(held: Mapping[int, HeldGroups | None], world_size: int) -> part.Groups | None:
+    """Choose the groups to be made whole, all that survivors hold; None for a new world."""
     said = {rank: each for rank, each in held.items() if each is not None}
     if any((each.rank, each.world_size) != (rank, world_size) for rank, each in said.items()):
         return None

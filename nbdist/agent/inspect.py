@@ -1,7 +1,4 @@
-"""What the agent says of where a worker is, and of what it uses.
-
-It asks, and samples one that does not answer; memory and GPUs it reads itself.
-"""
+"""What the agent says of where a worker is, and of the memory and GPU that it uses."""
 
 from __future__ import annotations
 
@@ -14,6 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from nbdist.agent.stacks import frames_of, own_frames, with_code
 from nbdist.system.processes import is_stopped
 from nbdist.wire import control
@@ -25,19 +24,14 @@ if TYPE_CHECKING:
     from nbdist.agent.worker import Worker
 
 
-FRESH_SECONDS = 1.0
-"""For so long a count of pages stands, and what is private is added to it and taken away."""
-
-STACK_TIMEOUT = 0.3
-"""Seconds in which a worker answers unless C code holds the GIL."""
-
+FRESH_SECONDS = 1.0  # for so long a count of pages holds; private pages are read each time
+STACK_TIMEOUT = 0.3  # seconds in which a worker answers unless C code holds the GIL
 STATUS_TIMEOUT = 0.12
 LAST_TIMEOUT = 2.0
 BRIEF_SAMPLE_TIMEOUT = 0.04
 SAMPLE_TIMEOUT = 0.4
 
-CONSULT_TIMEOUTS = {"idle": 0.8, "busy": 0.35}
-"""Seconds for the answer to a question about names: the notebook waits for 0.9."""
+CONSULT_TIMEOUTS = {"idle": 0.8, "busy": 0.35}  # seconds; the notebook waits for 0.9
 
 IN_TORCH = "/torch/distributed/"
 CALLS = "/nbdist/worker/ops/call.py"
@@ -47,7 +41,7 @@ NO_LINE = "no line of the cell runs: variables are being received or sent"
 
 
 async def stack_of(worker: Worker) -> Stack:
-    """Say where it is and how it came there, also where C code holds the GIL."""
+    """Return where it is and its calls, also where C code holds the GIL."""
     state = worker.state
     if state in ("starting", "dead"):
         return Stack(worker.rank, worker.pid, state, Place())
@@ -81,11 +75,7 @@ async def consulted(
 async def status_of(
     workers: Sequence[Worker], usage: UsageWatch, fresh: float = FRESH_SECONDS
 ) -> tuple[WorkerStatus, ...]:
-    """Return what `%dist_status` shows of them; memory that was counted `fresh` seconds ago.
-
-    Takes `STATUS_TIMEOUT` and `BRIEF_SAMPLE_TIMEOUT` at most, and what time the agent has to
-    wait for a processor.
-    """
+    """Return what `%dist_status` shows of them, with memory counted at most `fresh` seconds ago."""
     memory, gpus, rows = await asyncio.gather(
         usage.memory.read([worker.pid for worker in workers], STATUS_TIMEOUT, fresh),
         usage.gpus(workers, STATUS_TIMEOUT),
@@ -98,18 +88,17 @@ async def status_of(
 
 
 async def _status_of(worker: Worker) -> WorkerStatus:
-    """Return all but the memory."""
     found = worker.status()
     if found.state in ("starting", "dead"):
         return found
     if found.state == "idle":
-        collective = await _last_collective(worker)
-        if _has_answered(worker):  # C code does not hold its GIL, but it may be stopped by now
+        answer = await _last_collective(worker)
+        if answer is not None:  # C code does not hold its GIL, but it may be stopped by now
             place = Place(is_stopped=is_stopped(worker.pid))
         else:
             place = await _of_silent(worker)
     else:
-        place, collective = await asyncio.gather(_place(worker), _last_collective(worker))
+        place, answer = await asyncio.gather(_place(worker), _last_collective(worker))
     task = worker.task
     lines = task.source.splitlines() if task else []
     code = lines[place.line - 1] if 0 < place.line <= len(lines) else ""
@@ -117,11 +106,12 @@ async def _status_of(worker: Worker) -> WorkerStatus:
     place = replace(place, asks=worker.asks)
     shown = place if found.state == "busy" or place.holds_gil or place.is_stopped else None
     cell = task.execution_count if task else None
+    collective = answer if isinstance(answer, Collective) else None
     return replace(found, place=shown, code=code, collective=collective, cell=cell)
 
 
 async def _ask(worker: Worker, request: control.Request, timeout: float) -> control.Answer | None:
-    """Give the rank's answer; a `Place` if its process is stopped, None where it gives none."""
+    """Return the rank's answer; a `Place` if its process is stopped, None where it gives none."""
     if not is_stopped(worker.pid):
         answer = await worker.ask(request, timeout)
         if answer is not None or not is_stopped(worker.pid):
@@ -159,34 +149,24 @@ async def _place(worker: Worker) -> Place:
 
 
 async def _of_silent(worker: Worker) -> Place:
-    """Return that of one that has not answered in time."""
     if is_stopped(worker.pid):
         return Place(is_stopped=True)
     return (await place_from_outside(worker, BRIEF_SAMPLE_TIMEOUT))[0]
 
 
-def _has_answered(worker: Worker) -> bool:
-    """Say whether it has said what its last collective was."""
-    asked = worker.last_collective
-    answer = asked.result() if asked is not None and asked.done() else None
-    return isinstance(answer, Collective | control.Ok)
-
-
-async def _last_collective(worker: Worker) -> Collective | None:
+async def _last_collective(worker: Worker) -> Collective | control.Ok | None:
     """Ask for it; None where it takes too long; not again before the answer is there."""
     if worker.last_collective is None or worker.last_collective.done():
         asking = _ask(worker, control.LastCollective(), LAST_TIMEOUT)
         worker.last_collective = asyncio.ensure_future(asking)
     await asyncio.wait([worker.last_collective], timeout=STATUS_TIMEOUT)
     seen = worker.last_collective.result() if worker.last_collective.done() else None
-    return seen if isinstance(seen, Collective) else None
+    return seen if isinstance(seen, Collective | control.Ok) else None
 
 
 # --- what the workers of a machine use --------------------------------------------------------
 
-
-LARGEST_SHARE = 0.005
-"""Of a core's time that counting pages may take where it is done again and again."""
+LARGEST_SHARE = 0.005  # of a core's time for counting pages again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +183,7 @@ class MemoryGauge:
     """Remembers what it found of each process, for when there is no time to look again.
 
     Counting pages takes 6 ms for each process of 200 MB, and 15 ms more for each GB; to read
-    how many pages are private takes 0.02 ms.
+    how many pages are private takes 0.1 ms.
     """
 
     def __init__(self) -> None:
@@ -240,40 +220,27 @@ class MemoryGauge:
         return last.pss + max(private - last.private, -last.pss) if private else 0
 
     def _last(self, pid: int) -> _Count:
-        """Return what was found last."""
         return self._found.get(pid, _Count())
 
     def _count(self, pids: Sequence[int], deadline: float) -> None:
-        """Count in one thread of its own; those never counted come first."""
+        """Count, in a thread of its own; those never counted come first."""
         for pid in sorted(pids, key=lambda pid: pid in self._found):
             if time.monotonic() > deadline:
                 return
-            began, private = time.thread_time(), _private_memory(pid)
-            pss = _proportional_memory(pid) or private
-            took = time.thread_time() - began
-            self._found[pid] = _Count(pss, private, time.monotonic(), took)
-
-
-def _proportional_memory(pid: int) -> int:
-    """Read it from proc(5), smaps_rollup."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
-            for line in rollup:
-                if line.startswith("Pss:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass  # it has ended, or the kernel is older than 4.14
-    return 0
+            began = time.thread_time()
+            with suppress(psutil.Error):  # it has ended
+                found = psutil.Process(pid).memory_full_info()
+                took = time.thread_time() - began
+                private = found.rss - found.shared
+                self._found[pid] = _Count(found.pss or private, private, time.monotonic(), took)
 
 
 def _private_memory(pid: int) -> int:
-    """Read the pages that belong to no file and no shared memory (proc(5), statm)."""
-    try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as statm:
-            _, resident, shared = map(int, statm.read().split()[:3])
-    except (OSError, ValueError):
-        return 0
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    """Read the pages that belong to no file and no shared memory; 0 of one that has ended."""
+    with suppress(psutil.Error):
+        memory = psutil.Process(pid).memory_info()
+        return int(memory.rss - memory.shared)
+    return 0
 
 
 class GpuGauge:
@@ -300,7 +267,7 @@ class GpuGauge:
         return found
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         if self._nvml is not None:
             self._nvml.nvmlShutdown()
         self._nvml, self._has_tried = None, True
@@ -345,14 +312,10 @@ def _text(said: str | bytes) -> str:
 
 # --- telling it -------------------------------------------------------------------------------
 
-
-FIRST_AFTER = 1.0
-"""Seconds into a task: shorter ones cost nothing."""
-
+FIRST_AFTER = 1.0  # seconds into a task: shorter ones cost nothing
 EVERY = 2.0
 COUNT_TIMEOUT = 1.0
-FEWEST_SECONDS = 10.0
-"""For so long at least a count of pages stands; what is private is read each time."""
+FEWEST_SECONDS = 10.0  # at least for so long a count of pages holds
 
 
 class UsageWatch:
@@ -402,5 +365,5 @@ class UsageWatch:
         return {rank: found[name] for rank, name in named.items() if name in found}
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         self._gpus.close()

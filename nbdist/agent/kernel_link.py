@@ -21,27 +21,13 @@ from jupyter_client.connect import write_connection_file
 from jupyter_client.session import Session
 from zmq.eventloop.zmqstream import ZMQStream
 
-from nbdist.output.events import (
-    MOVED,
-    RECORD,
-    TOPIC,
-    Clear,
-    Connections,
-    Display,
-    Failure,
-    MimeBundle,
-    Moved,
-    Output,
-    Record,
-    Update,
-)
+from nbdist.output import events
 from nbdist.wire import control
 from nbdist.wire.frames import BadFrame, FrameCutter, framed, pack
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import MOST_BYTES, InputReply, Said, SigintSent, said_from
 
 # --- messages ---------------------------------------------------------------------------------
-
 
 log = logging.getLogger("nbdist.agent")
 
@@ -58,10 +44,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 NO_WIDGETS = "(a widget: widgets of workers cannot be shown)"
-
-WIDGETS = "jupyter.widget"
-"""How the names of connections begin that belong to widgets."""
-
+WIDGETS = "jupyter.widget"  # how the names of connections begin that belong to widgets
 NO_COMM = "(`{}` wants a connection to the page, which ranks cannot open)"
 
 ENDING = "`%dist_shutdown` ends all workers."
@@ -77,16 +60,13 @@ class Message:
     number: int
     time_ns: int
     kinds: tuple[str, ...]
-    connections: Connections
+    connections: events.Connections
     buffers: tuple[bytes | memoryview, ...] = ()
     account: tuple[str, ...] = ()
 
 
 def message_from(session: Session, frames: list[bytes]) -> Message | None:
-    """Read a message; None, and a line in the log, for bytes that are none.
-
-    The worker's user can have its sockets carry anything.
-    """
+    """Read a message; None, and a line in the log, for bytes that are none."""
     try:
         raw = session.deserialize(session.feed_identities(frames)[1])
         ours = raw["metadata"].get("nbdist", {})
@@ -102,65 +82,51 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
             tuple(map(str, ours.get("account", ()))),
         )
     except Exception as error:  # noqa: BLE001 (garbage can make each of these raise anything)
-        log.warning("dropped %d frames of a worker's: %s", len(frames), short(error))
+        log.warning("dropped %d frames of a worker's: %.200r", len(frames), error)
         return None
 
 
-def short(error: Exception) -> str:
-    """Write the error in one short line, for the log."""
-    return f"{type(error).__name__}: {error}"[:200]
-
-
-def output_from(message: Message) -> Output | None:
-    """Read it as an output; None for kinds that nbdist does not relay, and for malformed ones.
-
-    A worker's user can publish what he likes.
-    """
+def output_from(message: Message) -> events.Output | None:
+    """Read it as an output; None for kinds that nbdist does not relay, and for malformed ones."""
     try:
         return _output(message)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        log.warning("dropped a malformed %s: %s", message.kind, short(error))
+        log.warning("dropped a malformed %s: %.200r", message.kind, error)
         return None
 
 
-def _output(message: Message) -> Output | None:
+def _output(message: Message) -> events.Output | None:
     content = message.content
     match message.kind:
         case "error":
             return _failure(message)
         case "execute_result":
-            return Display(*_bundles(content), is_result=True)
+            return events.Display(*_bundles(content), is_result=True)
         case "display_data":
-            return Display(*_bundles(content), _display_id(content))
+            return events.Display(*_bundles(content), _display_id(content))
         case "update_display_data" if display_id := _display_id(content):
-            return Update(*_bundles(content), display_id)
+            return events.Update(*_bundles(content), display_id)
         case "clear_output":
-            return Clear(bool(content.get("wait")))
+            return events.Clear(bool(content.get("wait")))
         case "comm_open" if not (target := str(content["target_name"])).startswith(WIDGETS):
-            return Display({"text/plain": NO_COMM.format(target)}, {})
-        case kind if kind == MOVED:
-            return Moved(int(content["done"]), int(content["total"]))
-        case kind if kind == RECORD:
-            return Record(**content)
+            return events.Display({"text/plain": NO_COMM.format(target)}, {})
+        case kind if kind == events.MOVED:
+            return events.Moved(int(content["done"]), int(content["total"]))
+        case kind if kind == events.RECORD:
+            return events.Record(**content)
         case _:
             return None
 
 
-def _shown(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what can be shown of a display: a page has no model of a worker's widget."""
-    if WIDGET not in data:
-        return data
-    rest = {kind: said for kind, said in data.items() if kind != WIDGET}
-    return {**rest, "text/plain": f"{data.get('text/plain', '')} {NO_WIDGETS}".lstrip()}
-
-
-def _bundles(content: Mapping[str, Any]) -> tuple[MimeBundle, MimeBundle]:
+def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.MimeBundle]:
     """Return the data, whose text is text, and the metadata."""
-    data = {
+    data: dict[str, Any] = {
         mime: value if _is_text(value) or not mime.startswith(("text/", "image/")) else str(value)
         for mime, value in content["data"].items()
     }
-    return _shown(data), {**(content.get("metadata") or {})}
+    if data.pop(WIDGET, None) is not None:  # a page has no model of a worker's widget
+        data["text/plain"] = f"{data.get('text/plain', '')} {NO_WIDGETS}".lstrip()
+    return data, {**(content.get("metadata") or {})}
 
 
 def _is_text(value: object) -> bool:
@@ -174,16 +140,16 @@ def _display_id(content: Mapping[str, Any]) -> str | None:
     return None if found is None else str(found)
 
 
-def _failure(message: Message) -> Failure:
+def _failure(message: Message) -> events.Failure:
     content = message.content
     traceback = tuple(map(str, content.get("traceback") or ()))
     name, said = str(content["ename"]), str(content.get("evalue", ""))
     ours = message.time_ns, message.kinds, message.connections, message.account
-    return as_shown(Failure(name, said, traceback, *ours))
+    return as_shown(events.Failure(name, said, traceback, *ours))
 
 
-def as_shown(failure: Failure) -> Failure:
-    """Return the same without what is not of interest."""
+def as_shown(failure: events.Failure) -> events.Failure:
+    """Return the failure without the frames of nbdist, and with a SystemExit in a sentence."""
     plain = ((frame, ANSI.sub("", frame)) for frame in failure.traceback)
     traceback = tuple(frame for frame, said in plain if not any(part in said for part in OURS))
     if failure.name != "SystemExit":
@@ -197,9 +163,7 @@ def as_shown(failure: Failure) -> Failure:
 
 # --- connections ------------------------------------------------------------------------------
 
-
-PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}
-"""What Jupyter calls ports: the ends of the names of unix sockets."""
+PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}  # ends of socket names
 
 SUBSCRIBE_TIMEOUT = 10.0
 RETRY_SECONDS = 0.02
@@ -209,9 +173,7 @@ class TaskConnection(asyncio.Protocol):
     """Hands on what a worker says of its tasks; `lose` is called with why no more can come."""
 
     def __init__(
-        self,
-        hear: Callable[[Said], None],
-        lose: Callable[[BadFrame | None], None],
+        self, hear: Callable[[Said], None], lose: Callable[[BadFrame | None], None]
     ) -> None:
         self._hear = hear
         self._lose = lose
@@ -219,7 +181,6 @@ class TaskConnection(asyncio.Protocol):
         self._is_lost = False
 
     def data_received(self, data: bytes) -> None:
-        """Take it; called by asyncio."""
         if self._is_lost:
             return
         try:
@@ -230,7 +191,6 @@ class TaskConnection(asyncio.Protocol):
             self._lose(error)
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Take it; called by asyncio."""
         if not self._is_lost:
             self._is_lost = True
             self._lose(None)
@@ -248,9 +208,6 @@ class KernelClient:
         self._control: ZMQStream | None = None
         self._tasks: asyncio.WriteTransport | None = None
         self._answers: dict[str, asyncio.Future[control.Answer | None]] = {}
-
-    def __repr__(self) -> str:
-        return f"<KernelClient of rank {self._start.rank}, {len(self._answers)} asked>"
 
     def write_connection_file(self) -> None:
         """Write it for the worker's kernel.  Raises ChildProcessError where that cannot be."""
@@ -275,13 +232,13 @@ class KernelClient:
         self._iopub = iopub = self._stream("iopub", zmq.SUB)
         self._control = self._stream("control", zmq.DEALER)
         status = b"kernel.%d.status" % self._start.rank
-        for topic in (TOPIC, status):
+        for topic in (events.TOPIC, status):
             iopub.setsockopt(zmq.SUBSCRIBE, topic)
         iopub.on_recv(lambda _: subscribed.set())
         self._control.on_recv(self._read_answer)
         deadline = time.monotonic() + SUBSCRIBE_TIMEOUT
         while not subscribed.is_set() and time.monotonic() < deadline:
-            self._send("kernel_info_request")
+            self._request("kernel_info_request")
             with suppress(TimeoutError):  # subscribed after that status: ask again
                 async with asyncio.timeout(RETRY_SECONDS):
                     await subscribed.wait()
@@ -298,28 +255,18 @@ class KernelClient:
         socket.connect(f"ipc://{self._base}-{PORTS[channel]}")
         return ZMQStream(socket)
 
-    def run(self, packed: bytes) -> None:
-        """Pass on a packed task."""
-        assert self._tasks is not None
-        self._tasks.write(framed(packed))
-
-    def enter(self, reply: InputReply) -> None:
-        """Pass on what was typed for the task that runs, or that it may go on showing."""
-        assert self._tasks is not None
-        self._tasks.write(framed(pack(reply)))
-
-    def mark_sigint(self) -> None:
-        """Say between two tasks that SIGINT was sent, where any could be."""
+    def send(self, said: bytes | InputReply | SigintSent) -> None:
+        """Send a packed task, or what is to be known of the one that runs."""
         if self._tasks is not None:
-            self._tasks.write(framed(pack(SigintSent())))
+            self._tasks.write(framed(said if isinstance(said, bytes) else pack(said)))
 
     async def ask(
         self, request: control.Request, timeout: float, ended: asyncio.Future[int]
     ) -> control.Answer | None:
-        """Return the answer of the control thread; None if it gives none in time, or has ended."""
+        """Return the control thread's answer; None if it gives none in time, or has ended."""
         if self._control is None:
             return None
-        number = self._send(control.REQUEST, buffers=[pack(request)])
+        number = self._request(control.REQUEST, buffers=[pack(request)])
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             ends = (answer, ended)
@@ -331,7 +278,7 @@ class KernelClient:
     def shut_down(self) -> None:
         """Ask the kernel to end."""
         if self._control is not None:
-            self._send("shutdown_request", {"restart": False})
+            self._request("shutdown_request", {"restart": False})
 
     def close(self) -> None:
         """Close all connections, and leave nothing of them in the folder."""
@@ -345,8 +292,8 @@ class KernelClient:
         for file in (*files, self._start.connection_file, self._start.task_socket):
             Path(file).unlink(missing_ok=True)
 
-    def _send(self, kind: str, content: Mapping[str, Any] | None = None, **options: Any) -> str:
-        """Send a request to the control channel; its id."""
+    def _request(self, kind: str, content: Mapping[str, Any] | None = None, **options: Any) -> str:
+        """Send a request to the control channel; return its id."""
         message = self._session.msg(kind, dict(content or {}))
         self._session.send(self._control, message, **options)
         request_id: str = message["header"]["msg_id"]

@@ -1,10 +1,6 @@
 """The sockets in the runtime folder at which an agent answers processes of the user.
 
-At one, others ask what the world is, look at its ranks, and a notebook asks for the world.  However
-many look, the workers are asked once; and those of one kind, or that say nothing, take no place
-from the others.  At the other the agent's workers ask the store in which their groups meet.  What
-they ask is passed on, to a store that is kept here, or to where all nodes' ranks meet; what is no
-operation ends the connection that it came by, and nothing else.
+At one, others look at the world, or a notebook asks for it; at the other workers ask the store.
 """
 
 from __future__ import annotations
@@ -22,43 +18,22 @@ from typing import cast
 
 from nbdist import __version__
 from nbdist.agent.notebook_link import Tether
-from nbdist.wire import store
+from nbdist.wire import store, views
 from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import MOST_BYTES
-from nbdist.wire.views import (
-    DOOR,
-    LONGEST_QUESTION,
-    Accepted,
-    Attach,
-    Describe,
-    Look,
-    Said,
-    WorkerStatus,
-    WorldInfo,
-    from_line,
-    to_line,
-    user_at,
-)
 
 log = logging.getLogger("nbdist.agent")
 
-MOST_CALLING = 16
-"""Connections at a time of one kind; each has a descriptor."""
-
-LINE_TIMEOUT = 10.0
-"""Seconds for a question to come, and for an answer to be taken in."""
-
-FRESH = 0.4
-"""Seconds for which a look at the ranks is shown again."""
-
-NOTEBOOK_NAME = "JPY_SESSION_NAME"
-"""Jupyter's server says here which notebook a kernel is for."""
+MOST_CALLING = 16  # connections at a time of one kind; each has a descriptor
+LINE_TIMEOUT = 10.0  # seconds for a question to come, and for an answer to be taken in
+FRESH = 0.4  # seconds for which a look at the ranks is shown again
+NOTEBOOK_NAME = "JPY_SESSION_NAME"  # Jupyter's server says here which notebook a kernel is for
 
 
 def with_ranks(
-    info: WorldInfo, spec: WorldSpec | None, ranks: tuple[WorkerStatus, ...]
-) -> WorldInfo:
+    info: views.WorldInfo, spec: WorldSpec | None, ranks: tuple[views.WorkerStatus, ...]
+) -> views.WorldInfo:
     """Add what `Look` asks for; `spec` is None before the first start."""
     notebook = os.environ.get(NOTEBOOK_NAME, "")
     info = replace(info, notebook_name=notebook, at=time.monotonic())
@@ -69,7 +44,7 @@ def with_ranks(
 
 
 class Listener:
-    """Answers each connection that this user makes.
+    """Answers each connection that this user makes, `MOST_CALLING` of one kind at a time.
 
     `look` adds the ranks to what is known of the world; an agent that is a part of one has no
     `tether`, and can only be looked at.
@@ -78,14 +53,14 @@ class Listener:
     def __init__(
         self,
         runtime: Path,
-        look: Callable[[WorldInfo], Awaitable[WorldInfo]],
+        look: Callable[[views.WorldInfo], Awaitable[views.WorldInfo]],
         tether: Tether | None,
     ) -> None:
-        self._path = runtime / DOOR
+        self._path = runtime / views.DOOR
         self._look, self._tether = look, tether
         self._server: asyncio.Server | None = None
-        self._calling: dict[asyncio.Task[None], type[Said] | None] = {}
-        self._seen: WorldInfo | None = None
+        self._calling: dict[asyncio.Task[None], type[views.Said] | None] = {}
+        self._seen: views.WorldInfo | None = None
         self._seen_at = float("-inf")
         self._lock = asyncio.Lock()
 
@@ -96,7 +71,7 @@ class Listener:
         """Answer from now on; where there can be no socket, the world does without."""
         try:
             self._server = await asyncio.start_unix_server(
-                self._serve, self._path, limit=LONGEST_QUESTION
+                self._serve, self._path, limit=views.LONGEST_QUESTION
             )
         except OSError as error:
             log.warning("%s cannot be opened: %s", self._path, error)
@@ -114,7 +89,7 @@ class Listener:
         task = asyncio.current_task()
         assert task is not None
         try:
-            if user_at(writer.get_extra_info("socket")) == os.geteuid():
+            if views.user_at(writer.get_extra_info("socket")) == os.geteuid():
                 # What does not ask as it should, or does not listen, is sent away.  To asyncio's
                 # streams a task that was cancelled is a fault, and a fault ends the agent.
                 with suppress(OSError, ValueError, BadFrame, asyncio.CancelledError):
@@ -136,7 +111,7 @@ class Listener:
             del self._calling[silent[0]]
         self._calling[task] = None
         async with asyncio.timeout(LINE_TIMEOUT):
-            question = from_line(await reader.readline())
+            question = views.from_line(await reader.readline())
         if len(self._of_kind(type(question))) >= MOST_CALLING:
             return
         self._calling[task] = type(question)
@@ -144,45 +119,44 @@ class Listener:
         if answer is None:
             return
         writer.transport.set_write_buffer_limits(0)  # to wait until all of it is on its way
-        writer.write(to_line(answer))
+        writer.write(views.to_line(answer))
         async with asyncio.timeout(LINE_TIMEOUT):
             await writer.drain()
-        if self._tether and isinstance(question, Attach) and isinstance(answer, Accepted):
-            try:
-                while await reader.read(LONGEST_QUESTION):
-                    pass
-            finally:
-                self._tether.let_go_by(question.pid)
+        match question, answer:
+            case views.Attach(pid=pid), views.Accepted() if self._tether:
+                try:
+                    while await reader.read(views.LONGEST_QUESTION):
+                        pass
+                finally:
+                    self._tether.let_go_by(pid)
 
-    async def _answer_to(self, question: Said) -> Said | None:
+    async def _answer_to(self, question: views.Said) -> views.Said | None:
         match question:
-            case Describe():
+            case views.Describe():
                 return self._describe()
-            case Look():
+            case views.Look():
                 async with self._lock:
                     if time.monotonic() - self._seen_at > FRESH:
                         self._seen = await self._look(self._describe())
                         self._seen_at = time.monotonic()
                     return self._seen
-            case Attach() if self._tether:
+            case views.Attach() if self._tether:
                 return await self._tether.admit(question)
         return None
 
-    def _describe(self) -> WorldInfo:
+    def _describe(self) -> views.WorldInfo:
         if self._tether is None:
-            return WorldInfo(__version__, socket.gethostname())
+            return views.WorldInfo(__version__, socket.gethostname())
         return self._tether.describe()
 
-    def _of_kind(self, kind: type[Said] | None) -> list[asyncio.Task[None]]:
+    def _of_kind(self, kind: type[views.Said] | None) -> list[asyncio.Task[None]]:
         """Return those that have asked this, or nothing yet; the first one first."""
         return [task for task, asked in self._calling.items() if asked is kind]
 
 
 # --- the store that is asked ------------------------------------------------------------------
 
-
-MOST_ASKING = 4096
-"""Connections at a time; each has a descriptor.  A rank has one for each thread that asks."""
+MOST_ASKING = 4096  # connections at a time, each with a descriptor; a rank has one for each thread
 
 PRIVATE_SOCKET = 0o600
 
@@ -191,7 +165,7 @@ AskStore = Callable[[store.Operation], Awaitable[store.Answer]]
 
 
 class StoreWindow:
-    """Answers on a socket in the runtime folder, which only this user can open."""
+    """Has `ask` answer operations on a socket in the runtime folder, for this user alone."""
 
     def __init__(self, runtime: Path, ask: AskStore) -> None:
         self.path = runtime / store.SOCKET
@@ -203,10 +177,7 @@ class StoreWindow:
         return f"<StoreWindow {self.path}, {len(self._asking)} connections>"
 
     async def open(self) -> None:
-        """Answer from now on, on a new socket if the old one was removed.  Raises OSError.
-
-        A cleaner of /tmp does that; who is connected stays so.
-        """
+        """Answer from now on, on a new socket if the old was removed; raises OSError."""
         if self._server is not None and self.path.exists():
             return
         if self._server is not None:
@@ -227,7 +198,7 @@ class StoreWindow:
 
 
 class _Asking(asyncio.Protocol):
-    """One connection: who has it asks one thing at a time."""
+    """One connection, for one operation at a time; what is none ends it."""
 
     def __init__(self, ask: AskStore, all_asking: set[_Asking]) -> None:
         self._ask = ask
@@ -237,16 +208,14 @@ class _Asking(asyncio.Protocol):
         self._transport: asyncio.WriteTransport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take it; called by asyncio."""
         self._transport = cast("asyncio.WriteTransport", transport)
-        is_user = user_at(transport.get_extra_info("socket")) == os.geteuid()
+        is_user = views.user_at(transport.get_extra_info("socket")) == os.geteuid()
         if not is_user or len(self._all) >= MOST_ASKING:
             self._transport.abort()
             return
         self._all.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Take it; called by asyncio."""
         try:
             for frame in self._cutter.feed(data):
                 if self._work is not None:
@@ -258,7 +227,6 @@ class _Asking(asyncio.Protocol):
             self.end()
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Take it; called by asyncio."""
         self.end()
 
     def end(self) -> asyncio.Task[None] | None:

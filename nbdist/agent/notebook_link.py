@@ -1,9 +1,6 @@
 """What ties a process to the notebook that it serves: messages, the notebook's end, the next one.
 
-A world that is to be detached outlives its notebook: its tether then has nobody at the other
-end, what comes up is kept (`WorldRecord`), and a notebook that asks (`Listener`) gets all of it.
-Any other world ends with its notebook.  For whoever serves a notebook: the agent of a world on one
-machine, or the head of several agents.  Calls are answered one at a time, much else beside.
+For the agent of a world on one machine, or the head of several agents.
 """
 
 from __future__ import annotations
@@ -42,16 +39,11 @@ Result = TypeVar("Result")
 
 # --- the end of the link ----------------------------------------------------------------------
 
-
-LINK_LINGER = 500
-"""Milliseconds that the last messages may take to reach the notebook."""
+LINK_LINGER = 500  # milliseconds that the last messages may take to reach the notebook
 
 
 class NotebookEnd:
-    """Sends typed messages to the notebook, and hands on those that come from there.
-
-    To be made and used where a loop runs.
-    """
+    """Sends typed messages to the notebook, and hands on those that come from there."""
 
     def __init__(
         self, runtime: Path, receive: Callable[[messages.Down], None], name: str = folders.SOCKET
@@ -73,7 +65,7 @@ class NotebookEnd:
         self._link.send(pack(message))
 
     def drain(self) -> None:
-        """Hand on all that has come so far."""
+        """Pass on all that has come so far."""
         self._link.flush(zmq.POLLIN)
 
     def close(self) -> None:
@@ -86,22 +78,18 @@ class NotebookEnd:
 
 # --- the notebook and the next one ------------------------------------------------------------
 
-
 log = logging.getLogger("nbdist.agent")
 
-CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05
-"""Seconds that a notebook waits while workers start or heal, and between looks."""
-
-LAST_WORDS = 0.1
-"""Seconds for what a notebook has said just before its end."""
-
-FIRST_LINE = 200
-"""Characters of a cell's line that are shown."""
+CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05  # seconds a notebook waits while workers start or heal
+LAST_WORDS = 0.1  # seconds for what a notebook has said just before its end
+FIRST_LINE = 200  # characters of a cell's line that are shown
 
 
 class Tether:
     """The notebook that has this world, if any does, as agents see it.
 
+    A world that is to be detached outlives it: what comes up is kept then (`WorldRecord`), and a
+    notebook that asks (`Listener`) gets all of it.
     `receive` takes what it sends; `leave` is called where the world is to end with it, and
     where no notebook has the world and `has_machines` is false.
     """
@@ -126,7 +114,6 @@ class Tether:
         self._end: NotebookEnd | None = NotebookEnd(runtime, self._receive)
         self.notebook_pid = notebook_pid
         self._ends: list[int] = []
-        self._own: list[int] = []
         self._replayed = self._live = 0  # batches under way
         self._since = time.time()
         self._segments: dict[str, Segment] = {}
@@ -136,17 +123,13 @@ class Tether:
         return f"<Tether {at} {self._record}>"
 
     async def open(self) -> None:
-        """Say hello to the notebook, and watch for its end.
-
-        By the end of stdin, a pipe from the notebook, or of its process: either may come
-        first, and a pipe's other end can live on in a child of the notebook.
-        """
+        """Say hello to the notebook, and watch for its end: that of stdin, or of its process."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._leave)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
         assert self._end is not None
         self._end.say_hello()
-        self._watch(sys.stdin.fileno())
+        self._watch(os.dup(sys.stdin.fileno()))
         self._watch_process()
 
     def send(self, message: messages.Up) -> None:
@@ -167,7 +150,7 @@ class Tether:
         """Free ranks that may wait for one that has died: no notebook is there to do it."""
         died = any(isinstance(output, Died) for _, _, output in outputs.items)
         if died and self._record.unfinished:
-            everyone = tuple(self._record.pids)
+            everyone = tuple(self._record.known.pids)
             asyncio.get_running_loop().call_soon(self._hand_on, messages.Abort(everyone))
 
     async def close(self) -> None:
@@ -212,8 +195,9 @@ class Tether:
     def _held(self, task: Task, held: dict[str, Segment]) -> Task:
         places: dict[str, SegmentRef] = {}
         for ref in task.segments:
-            segment = held.get(ref.path) or self._segments.get(ref.path) or _hold(ref)
-            if segment is not None:
+            with suppress(SegmentGone):
+                known = held.get(ref.path) or self._segments.get(ref.path)
+                segment = known or Segment.of_another(ref)
                 held[segment.ref.path] = segment
                 places[ref.path] = segment.ref
         return task.moved(places)
@@ -226,26 +210,19 @@ class Tether:
 
     def _watch_process(self) -> None:
         try:
-            process = os.pidfd_open(self.notebook_pid)
+            self._watch(os.pidfd_open(self.notebook_pid))
         except ProcessLookupError:
             asyncio.get_running_loop().call_soon(self._lose)
-        else:
-            self._own.append(process)
-            self._watch(process)
 
     def _unwatch(self) -> None:
         loop = asyncio.get_running_loop()
         for end in self._ends:
             loop.remove_reader(end)
-        for end in self._own:
             os.close(end)
-        self._ends, self._own = [], []
+        self._ends = []
 
     def _lose(self) -> None:
-        """Note that the notebook has ended, or has let go of the world.
-
-        Where that goes on, only once what it said last has come.
-        """
+        """Note that the notebook has ended, or released the world, after its last messages."""
         if self._end is None:
             return
         self._unwatch()
@@ -276,12 +253,11 @@ class Tether:
             self._lose()
 
     def _is_wanted(self) -> bool:
-        """Say whether anything is left that a notebook could want."""
         record = self._record
         return record.has_world and (record.changes or bool(self._has_machines()))
 
     def _notebook_lives(self) -> bool:
-        """Say whether the notebook is there still; its end may not have been noticed yet."""
+        """Look at its ends, which may not have been noticed yet."""
         if self._end is None:
             return False
         ends = select.poll()
@@ -293,13 +269,13 @@ class Tether:
 
     def describe(self) -> WorldInfo:
         """Return what is known without asking the ranks."""
-        record, spec = self._record, self._record.spec
+        record, spec = self._record, self._record.known.spec
         return WorldInfo(
             version=__version__,
             host=socket.gethostname(),
             pool=spec.pool if spec else "",
             name=spec.name if spec else "",
-            workers=len(record.pids),
+            workers=len(record.known.pids),
             state=record.state,
             cell=_line_of(record),
             began=record.began,
@@ -342,17 +318,10 @@ class Tether:
 
 
 def _line_of(record: WorldRecord) -> str:
-    """Return the first line of what runs that says something; "" for nothing."""
-    if record.run is None or not record.unfinished:
+    run = record.known.run
+    if run is None or not record.unfinished:
         return ""
-    return task_from(record.run.task).title[:FIRST_LINE]
-
-
-def _hold(ref: SegmentRef) -> Segment | None:
-    """Open another process's segment, for as long as this one wants; None where it is gone."""
-    with suppress(SegmentGone):
-        return Segment.of_another(ref)
-    return None
+    return task_from(run.task).title[:FIRST_LINE]
 
 
 # --- calls ------------------------------------------------------------------------------------
@@ -399,6 +368,12 @@ class Serving:
     def call(self, ask: messages.Ask) -> None:
         """Do this once all calls before it have been answered."""
         self._asked.put_nowait(ask)
+
+    async def reply(
+        self, number: int, answer: Callable[..., Awaitable[Any]], *arguments: Any
+    ) -> None:
+        """Send what this returns as the answer to a call; to be done beside the other calls."""
+        self._send(messages.Answer(number, await answer(*arguments)))
 
     def do(self, work: Coroutine[Any, Any, object]) -> None:
         """Do something beside the calls, until it is to leave."""

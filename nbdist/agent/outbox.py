@@ -1,16 +1,14 @@
 """What a notebook has not got yet: outputs, batched by time and bounded in size; and the world.
 
-The `WorldRecord` has what a notebook has to know that takes a world over: read off the messages
-of the one before, of which `Tether` gives it all, both ways.  No I/O there.
+The next notebook is told what `WorldRecord` has read off the messages of the one before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 from nbdist.output.events import (
     Clear,
@@ -29,7 +27,6 @@ from nbdist.output.events import (
     size_of,
 )
 from nbdist.system.processes import trim_memory
-from nbdist.topology import Seats
 from nbdist.values.payload import Payload
 from nbdist.wire import messages
 from nbdist.wire.messages import Outputs
@@ -38,15 +35,9 @@ from nbdist.wire.spec import WorldSpec
 
 # --- what is kept -----------------------------------------------------------------------------
 
-
-TEXT_KEPT = 4 << 20
-"""Characters per rank that wait for a slow notebook; older ones are only in the log file."""
-
-SHOWN_KEPT = 64 << 20
-"""Characters of figures and tables of all ranks that wait for it; older ones are left out."""
-
-OF_ITEM = 1000
-"""Characters that each output counts for in a batch besides its own: small ones take time too."""
+TEXT_KEPT = 4 << 20  # characters per rank that wait; older ones are only in the log file
+SHOWN_KEPT = 64 << 20  # characters of figures and tables that wait; older ones are left out
+OF_ITEM = 1000  # what each output counts in a batch besides its characters: small ones take time
 
 JOINED_AT_MOST = 1 << 16
 
@@ -196,13 +187,9 @@ class Backlog:
 
 # --- what is sent -----------------------------------------------------------------------------
 
-
 BATCH_SECONDS = 0.02
-BATCHES_UNDER_WAY = 4
-"""Batches that may be unacknowledged; beyond them the notebook is too slow for more."""
-
-ENOUGH_IN_A_BATCH = 8 << 20
-"""Characters after which a batch is full: the answer to Stop waits behind those under way."""
+BATCHES_UNDER_WAY = 4  # that may be unacknowledged; then the notebook is too slow for more
+ENOUGH_IN_A_BATCH = 8 << 20  # characters of a full batch: the answer to Stop waits behind these
 
 
 class Outbox:
@@ -224,10 +211,7 @@ class Outbox:
         self._running.update(ranks)
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
-        """Take an output; some leave at once.
-
-        Failures, deaths, the last rank's end of a cell, and what a rank waits for.
-        """
+        """Take an output; ends, failures, deaths and what waits for input leave at once."""
         if isinstance(output, Done | Died):
             self._running.discard(rank)
         self._waiting.add(rank, cell_id, output)
@@ -267,10 +251,7 @@ class Outbox:
 
 
 def folded(items: Iterable[Item]) -> tuple[Item, ...]:
-    """Have what several ranks show alike be one object: pickled, it is there once.
-
-    So equal lines, and equal figures, go over the network once for each machine.
-    """
+    """Make equal outputs of several ranks one object, so that a pickle has it once."""
     texts: dict[Text, Text] = {}
     values: dict[str, str] = {}
 
@@ -292,7 +273,6 @@ def folded(items: Iterable[Item]) -> tuple[Item, ...]:
 
 # --- for the next notebook ----------------------------------------------------------------------
 
-
 TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
 """Characters of all ranks' text that are kept; of one rank's at least that, at most `TEXT_KEPT`."""
 
@@ -303,48 +283,35 @@ Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.S
 class WorldRecord:
     """A world as the agent has it, and what its last task has shown until it was seen to its end.
 
-    `memory` is what the notebook has said of it.
+    `known` is what the next notebook is told.
     """
 
     def __init__(self) -> None:
-        self.memory = messages.Remember({})
-        self.spec: WorldSpec | None = None
-        self.pids: Mapping[int, int] = {}
-        self.run: messages.Run | None = None
+        self.known = messages.Attached(messages.Remember({}))
         self.began = time.time()
         self.unfinished: set[int] = set()
-        self.is_whole = True
-        self._logs: Mapping[int, str] = {}
-        self._hosts: Mapping[int, str] = {}
-        self._came: dict[str, None] = {}
-        self._lacks: tuple[str, ...] = ()
-        self._dead: dict[int, Died] = {}
-        self._bound: dict[int, dict[str, str | None]] = {}
         self._changing: dict[int, Changing] = {}
-        self._next_call = 1
         self._tasks = 0
         self._backlog = Backlog()
-        self._started, self._started_ns = 0.0, 0
-        self._ended: dict[int, float] = {}
         self._lent: dict[str, set[int]] = {}
 
     def __repr__(self) -> str:
-        return f"<WorldRecord of {sorted(self.pids)}, {len(self._backlog)} outputs>"
+        return f"<WorldRecord of {sorted(self.known.pids)}, {len(self._backlog)} outputs>"
 
     @property
     def detach(self) -> bool:
         """Whether the world is to outlive its notebook."""
-        return bool(self.memory.options.get("detach"))
+        return bool(self.known.memory.options.get("detach"))
 
     @property
     def has_world(self) -> bool:
         """Whether there are workers, or will be."""
         starts = any(isinstance(each, messages.StartWorld) for each in self._changing.values())
-        return bool(self.pids) or starts
+        return bool(self.known.pids) or starts
 
     @property
     def changes(self) -> bool:
-        """Whether the workers are becoming others just now."""
+        """Whether the workers are being started, healed, scaled or stopped."""
         return bool(self._changing)
 
     @property
@@ -352,11 +319,11 @@ class WorldRecord:
         """What the world is doing, in words."""
         if self._changing:
             return "changing"
-        if not self.pids:
+        if not self.known.pids:
             return "no workers"
         if self.unfinished:
             return "busy"
-        return "ready" if self.is_whole and not self._dead else "broken"
+        return "ready" if self.known.is_whole and not self.known.dead else "broken"
 
     # --- what goes down and comes up ------------------------------------------------------
 
@@ -364,9 +331,9 @@ class WorldRecord:
         """Take in what the notebook has sent."""
         match message:
             case messages.Remember():
-                self.memory = message
+                self.known.memory = message
             case messages.Ask(number, request):
-                self._next_call = max(self._next_call, number + 1)
+                self.known.next_call = max(self.known.next_call, number + 1)
                 if isinstance(request, Changing):
                     self._changing[number] = request
             case messages.Run():
@@ -385,9 +352,9 @@ class WorldRecord:
                 for item in items:
                     self._take(*item)
             case messages.Aborted():
-                self.is_whole = False
-            case messages.Came(host):
-                self._came[host] = None
+                self.known.is_whole = False
+            case messages.Came(host) if host not in self.known.came:
+                self.known.came += (host,)
 
     def seen(self) -> None:
         """Note that the notebook has seen all that has come up so far."""
@@ -396,15 +363,16 @@ class WorldRecord:
 
     def _begin(self, run: messages.Run) -> None:
         self._forget()
-        self.run, self.unfinished = run, {*run.ranks} - self._dead.keys()
+        known = self.known
+        known.run, self.unfinished = run, {*run.ranks} - known.dead.keys()
         self._tasks += 1
-        text = min(TEXT_KEPT, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, len(self.pids))))
+        text = min(TEXT_KEPT, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, len(known.pids))))
         self._backlog = Backlog(text, is_long=True)
-        self._started, self._started_ns = time.monotonic(), time.time_ns()
+        known.started, known.started_ns = time.monotonic(), time.time_ns()
         self.began = time.time()
 
     def _forget(self) -> None:
-        self.run, self._ended = None, {}
+        self.known.run, self.known.ended = None, {}
         self._backlog = Backlog()
 
     def _take(self, rank: int, task_id: str, output: Output) -> None:
@@ -413,20 +381,21 @@ class WorldRecord:
                 self._end(rank, task_id)
                 self._take_done(rank, task_id, output)
             case Died():
-                self._end(rank, self.run.id if self.run else "")
-                self._dead[rank] = output
+                self._end(rank, self.known.run.id if self.known.run else "")
+                self.known.dead[rank] = output
             case Failure() if output.connections:
-                self.is_whole = False
+                self.known.is_whole = False
         if self.detach:
             self._backlog.add(rank, task_id, output)
 
     def _end(self, rank: int, task_id: str) -> None:
-        if self.run is not None and task_id == self.run.id and rank in self.unfinished:
+        run = self.known.run
+        if run is not None and task_id == run.id and rank in self.unfinished:
             self.unfinished.discard(rank)
-            self._ended[rank] = time.monotonic()
+            self.known.ended[rank] = time.monotonic()
 
     def _take_done(self, rank: int, task_id: str, done: Done) -> None:
-        bound = self._bound.setdefault(rank, {})
+        bound = self.known.bound.setdefault(rank, {})
         for name in done.gone:
             bound.pop(name, None)
         bound.update((name, done.imported.get(name)) for name in done.bound)
@@ -436,72 +405,58 @@ class WorldRecord:
         self._lent = {task: ranks for task, ranks in self._lent.items() if ranks}
 
     def _take_change(self, request: messages.Request, reply: messages.Reply) -> None:
+        known = self.known
         match request, reply:
             case messages.StartWorld(spec), messages.WorldStarted():
                 self._end_world()
-                self.spec = reply.spec or spec
-                self.pids, self._logs, self._lacks = reply.pids, reply.logs, reply.lacks
-                self._hosts = reply.hosts
+                known = self.known
+                known.spec, known.hosts = reply.spec or spec, reply.hosts
+                known.pids, known.logs, known.lacks = reply.pids, reply.logs, reply.lacks
                 self.began = time.time()
-            case _, messages.StartFailure():
-                self._end_world()
-            case messages.StopWorld(), _:
+            case (_, messages.StartFailure()) | (messages.StopWorld(), _):
                 self._end_world()
             case messages.Scale(spec), messages.Healed(pids):
-                scaled = spec if len(pids) == spec.world_size else self.spec
-                self._take_healed(scaled, reply)
+                self._take_healed(spec if len(pids) == spec.world_size else known.spec, reply)
             case messages.Heal() | messages.Grow(), messages.Healed():
                 if isinstance(request, messages.Grow):
-                    self._came = {}
-                self._take_healed(self.spec, reply)
+                    known.came = ()
+                self._take_healed(known.spec, reply)
 
     def _take_healed(self, spec: WorldSpec | None, healed: messages.Healed) -> None:
-        spec = healed.spec or spec
-        earlier = processes(self.pids, _seats(self.spec))
+        known, spec = self.known, healed.spec or spec
+        earlier = processes(known.pids, known.spec.seats if known.spec else ())
         before = {process: rank for rank, process in earlier.items()}
         if spec is not None and not healed.spec:
             spec = replace(spec, seats=healed.seats)
-        now = processes(healed.pids, _seats(spec))
+        now = processes(healed.pids, spec.seats if spec else ())
         was = {rank: before[process] for rank, process in now.items() if process in before}
-        self.spec, self.pids, self._logs = spec, healed.pids, healed.logs
-        self._hosts, self.is_whole = healed.hosts, not healed.problem
-        self._bound = {rank: self._bound.get(old, {}) for rank, old in was.items()}
+        known.spec, known.pids, known.logs = spec, healed.pids, healed.logs
+        known.hosts, known.is_whole = healed.hosts, not healed.problem
+        known.bound = {rank: known.bound.get(old, {}) for rank, old in was.items()}
         # Those that have died again meanwhile are dead.
-        self._dead = {r: died for r, died in self._dead.items() if died.pid == healed.pids.get(r)}
+        known.dead = {r: died for r, died in known.dead.items() if died.pid == healed.pids.get(r)}
 
     def _end_world(self) -> None:
         self._forget()
-        self.pids, self._logs, self._dead, self._bound = {}, {}, {}, {}
-        self.unfinished, self.is_whole = set(), True
-        self._tasks, self._came = 0, {}
+        self.known = messages.Attached(
+            self.known.memory,
+            self.known.spec,
+            hosts=self.known.hosts,
+            lacks=self.known.lacks,
+            next_call=self.known.next_call,
+        )
+        self.unfinished, self._tasks = set(), 0
 
     # --- for the next notebook --------------------------------------------------------------
 
     def attached(self, since: float) -> messages.Attached:
-        """Make the message that says it all, but for what was shown: `again` has that."""
-        return messages.Attached(
-            memory=self.memory,
-            spec=self.spec,
-            pids=self.pids,
-            logs=self._logs,
-            hosts=self._hosts,
-            came=tuple(self._came),
-            lacks=self._lacks,
-            is_whole=self.is_whole,
-            dead=self._dead,
-            bound=self._bound,
-            run=self.run,
-            started=self._started,
-            started_ns=self._started_ns,
-            ended=self._ended,
-            next_call=self._next_call,
-            forgotten=max(0, self._tasks - (self.run is not None)),
-            since=since,
-        )
+        """Return the message that says it all, but for what was shown: `again` has that."""
+        forgotten = max(0, self._tasks - (self.known.run is not None))
+        return replace(self.known, forgotten=forgotten, since=since)
 
     def again(self) -> list[Outputs]:
         """Return what has been shown and not been seen, in batches."""
-        batches: list[list[Any]] = [[]]
+        batches: list[list[Item]] = [[]]
         size = 0
         for item in self._backlog.items:
             if size > ENOUGH_IN_A_BATCH:
@@ -513,10 +468,6 @@ class WorldRecord:
 
     def unread(self) -> list[messages.LetGo]:
         """Return what has workers release values that went to a notebook which is gone."""
-        running = self.run.id if self.run else ""
+        running = self.known.run.id if self.known.run else ""
         over = [task for task in self._lent if task != running]
         return [messages.LetGo(task, tuple(self._lent.pop(task))) for task in over]
-
-
-def _seats(spec: WorldSpec | None) -> Seats:
-    return spec.seats if spec is not None else ()

@@ -1,8 +1,4 @@
-"""The agent's side of worker processes: how they are started, and how it learns of their ends.
-
-The `Spawner` starts interpreters, the `Forker` asks the fork server for workers, and replaces that
-when it has ended.  Both give a `WorkerProcess`; nothing else in the house knows which it was.
-"""
+"""The agent's side of worker processes: how they are started, and how it learns of their ends."""
 
 from __future__ import annotations
 
@@ -21,20 +17,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from nbdist.agent.fork_server import (
-    READ_SIZE,
-    Fork,
-    Forked,
-    ForkFailed,
-    ForkServerProcess,
-    FromForkServer,
-    Imported,
-    WorkerExited,
-    log_file,
-    start_fork_server,
-)
+from nbdist.agent import fork_server
 from nbdist.system import processes
 from nbdist.system.limits import Lack, word_lack
 from nbdist.system.processes import END_TIMEOUT, OwnTime, await_end, end_group, reap, safe_environ
@@ -42,18 +27,13 @@ from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
 
-LONGEST_EXIT, EXIT_STEP = 10.0, 0.05
-"""Seconds, however long it waited for a processor; less than a notebook waits for its agent."""
+LONGEST_EXIT, EXIT_STEP = 10.0, 0.05  # seconds; less than a notebook waits for its agent
 
 OnExit = Callable[[int], None]
 
 
 class Children:
-    """The agent's children: reaps each as it ends, and reports the exits that are expected.
-
-    On the running loop, from `attach` to `close`.  Orphans of user code, which the agent
-    adopts, are reaped in silence.
-    """
+    """Reaps all children of the agent, orphans too, and reports the exits that are expected."""
 
     def __init__(self) -> None:
         self._expected: dict[int, OnExit] = {}
@@ -63,10 +43,7 @@ class Children:
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
 
     def expect(self, pid: int, on_exit: OnExit) -> None:
-        """Call this with the exit code, negative for a signal, when that child has ended.
-
-        It may be one that has yet to be adopted: see `adopted`.
-        """
+        """Call this with the exit code of a child, negative for a signal; see also `adopted`."""
         self._expected[pid] = on_exit
         # It may have ended before SIGCHLD had a handler.
         asyncio.get_running_loop().call_soon(self._reap)
@@ -76,10 +53,7 @@ class Children:
         self._expected.pop(pid, None)
 
     def adopted(self, pid: int) -> None:
-        """Take over one whose parent has ended, so that it is a child of this process.
-
-        If it has ended too, and the parent had reaped it, it was killed as far as is known.
-        """
+        """Take over one whose parent has ended; where that has reaped it, it counts as killed."""
         try:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
@@ -99,11 +73,12 @@ class Children:
             end_group(pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        await_end(self._have_ended)
 
-    def _have_ended(self) -> bool:
-        self._reap()
-        return not self._expected
+        def have_ended() -> bool:
+            self._reap()
+            return not self._expected
+
+        await_end(have_ended)
 
     def _reap(self) -> None:
         for pid, exit_code in reap(self._expected):
@@ -165,13 +140,12 @@ class Spawner:
         """Do nothing: nothing has to be there."""
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
-        """Start a process that becomes the worker; it gets copies of the descriptors.
-
-        Raises ChildProcessError when there is no way to start one.
-        """
+        """Start the process of a worker, with copies of these; raises ChildProcessError."""
         environ = {**start.world.environ, **start.environ}
         try:
-            with _file_of(start) as stdin:
+            with os.fdopen(os.memfd_create("nbdist-start"), "w+b") as stdin:
+                pickle.dump(start, stdin)  # a pipe could be full before anything is read
+                stdin.seek(0)
                 child = subprocess.Popen(  # noqa: ASYNC220 (its pid is needed at once)
                     command_of(start.world, environ.get("PATH")),
                     stdin=stdin,
@@ -193,19 +167,8 @@ class Spawner:
         return process
 
 
-def _file_of(start: WorkerStart) -> BinaryIO:
-    """Make a file to read it from; a pipe could be full before anything is read."""
-    file = os.fdopen(os.memfd_create("nbdist-start"), "w+b")
-    pickle.dump(start, file)
-    file.seek(0)
-    return file
-
-
 def command_of(spec: WorldSpec, path: str | None) -> list[str]:
-    """Return the command line of a spawned worker; what wraps it is made to die with this process.
-
-    Raises FileNotFoundError when the wrapper is not there.
-    """
+    """Return the command line of a spawned worker, whose wrapper dies with this process."""
     if not spec.wrap:
         return [*spec.command]
     wrapper = shutil.which(spec.wrap[0], path=path)
@@ -216,10 +179,8 @@ def command_of(spec: WorldSpec, path: str | None) -> list[str]:
 
 # --- forked workers ---------------------------------------------------------------------------
 
-
 IMPORT_TIMEOUT = 180.0
-FORK_TIMEOUT = 20.0
-"""Seconds for an answer, which comes at once but for the import of a module that is at hand."""
+FORK_TIMEOUT = 20.0  # seconds for an answer, which waits at most for one import
 
 READ_ON_IMPORT = re.compile(
     r"(?!TORCHINDUCTOR_CACHE_DIR$)TORCH_?(DYNAMO|INDUCTOR|COMPILE|CACHING|FAKE_TENSOR|FX|LOGS)\w*|TORCH_CPP_LOG_LEVEL"
@@ -233,12 +194,9 @@ that has compiled something: a notebook that has can still fork its workers.
 
 
 def can_fork_with(environ: Mapping[str, str]) -> bool:
-    """Say whether a worker with this environment can be forked: the fork server has the agent's."""
-    ours, theirs = (
-        {name: value for name, value in each.items() if READ_ON_IMPORT.fullmatch(name)}
-        for each in (os.environ, environ)
-    )
-    return ours == theirs
+    """Return True if what torch reads is here, in the fork server's environment, as it is there."""
+    names = filter(READ_ON_IMPORT.fullmatch, {*os.environ, *environ})
+    return all(os.environ.get(name) == environ.get(name) for name in names)
 
 
 class ForkServerLost(ChildProcessError):
@@ -246,15 +204,14 @@ class ForkServerLost(ChildProcessError):
 
 
 class Forker:
-    """Starts workers as forks of a process that has torch imported.
+    """Starts workers as forks of a process with torch, which is restarted when it has ended."""
 
-    When that ends, its workers live on, and another one is started when it is needed.
-    """
-
-    def __init__(self, runtime: Path, children: Children, started: ForkServerProcess) -> None:
+    def __init__(
+        self, runtime: Path, children: Children, started: fork_server.ForkServerProcess
+    ) -> None:
         self._runtime = runtime
         self._children = children
-        self._server: ForkServerProcess | None = started
+        self._server: fork_server.ForkServerProcess | None = started
         self._exit_code: int | None = None
         self._replies = FrameCutter()
         self._imported: asyncio.Future[None] | None = None
@@ -264,34 +221,24 @@ class Forker:
         self._asked: dict[int, asyncio.Future[WorkerProcess]] = {}
         self._workers: dict[int, WorkerProcess] = {}
 
-    def __repr__(self) -> str:
-        pid = self._server.popen.pid if self._server else None
-        return f"<Forker {pid} {sorted(self._workers)}>"
-
     # --- the agent's calls ----------------------------------------------------------------
 
     def attach(self, on_loss: Callable[[], None] = lambda: None) -> None:
-        """Listen to the fork server on the running loop, which is there later than the process.
-
-        `on_loss` is called when its workers have become children of this process.
-        """
+        """Listen to the fork server; `on_loss` is called when its workers are children here."""
         self._on_loss = on_loss
         if self._server is not None:
             self._listen(self._server)
 
     def last_lines(self) -> tuple[str, ...]:
         """Return what the fork server itself has written: why it could not import torch."""
-        log = log_file(self._runtime)
+        log = fork_server.log_file(self._runtime)
         return tuple(log.read_text(errors="replace").splitlines()) if log.exists() else ()
 
     async def prepare(self) -> None:
-        """Be ready to start some, which can take as long as torch's import.
-
-        Raises ChildProcessError when there is no way to be.
-        """
+        """Be ready to start workers, once torch is imported; raises ChildProcessError."""
         if self._server is None:
             try:
-                self._server = start_fork_server(self._runtime)
+                self._server = fork_server.start_fork_server(self._runtime)
             except OSError as error:
                 raise Lack(word_lack(error.errno)) from error
             self._listen(self._server)
@@ -324,7 +271,7 @@ class Forker:
         number = next(self._numbers)
         forked: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
         self._asked[number] = forked
-        frame = framed(pack(Fork(number, start)))
+        frame = framed(pack(fork_server.Fork(number, start)))
         try:
             # Blocks only where its buffer is full, until it has imported the module at hand.
             sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
@@ -357,7 +304,7 @@ class Forker:
 
     # --- what it answers ------------------------------------------------------------------
 
-    def _listen(self, server: ForkServerProcess) -> None:
+    def _listen(self, server: fork_server.ForkServerProcess) -> None:
         loop = asyncio.get_running_loop()
         self._imported, self._exit_code = loop.create_future(), None
         self._replies = FrameCutter()
@@ -368,7 +315,7 @@ class Forker:
     def _read(self) -> None:
         assert self._server is not None
         try:
-            data = self._server.socket.recv(READ_SIZE)
+            data = self._server.socket.recv(fork_server.READ_SIZE)
         except ConnectionResetError:  # it has ended before it had read a request
             data = b""
         for frame in self._replies.feed(data):
@@ -378,23 +325,23 @@ class Forker:
             self._stop_listening(self._server)
             self._lose()
 
-    def _stop_listening(self, server: ForkServerProcess) -> None:
+    def _stop_listening(self, server: fork_server.ForkServerProcess) -> None:
         if server.socket.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(server.socket)
             server.socket.close()
 
-    def _receive(self, message: FromForkServer) -> None:
+    def _receive(self, message: fork_server.FromForkServer) -> None:
         match message:
-            case Imported(more=False):
+            case fork_server.Imported(more=False):
                 self.has_all.set()
-            case Imported():
+            case fork_server.Imported():
                 assert self._imported is not None
                 self._imported.set_result(None)
-            case Forked(number, pid):
+            case fork_server.Forked(number, pid):
                 self._add_worker(number, pid)
-            case ForkFailed(number, code):
+            case fork_server.ForkFailed(number, code):
                 self._fail(number, Lack(word_lack(code)))
-            case WorkerExited(number, pid, exit_code):
+            case fork_server.WorkerExited(number, pid, exit_code):
                 if pid in self._workers:
                     self._children.forget(pid)
                     self._worker_exited(pid, exit_code)
@@ -426,7 +373,7 @@ class Forker:
         self._lose()
 
     def _lose(self) -> None:
-        """Let it go, once its exit code is known and all is read that it has sent."""
+        """Let it go once its exit code is known, and all that it has sent is read."""
         assert self._server is not None
         if self._exit_code is None or self._server.socket.fileno() >= 0:
             return
@@ -442,7 +389,6 @@ class Forker:
         self._on_loss()
 
     def _adopt_workers(self) -> None:
-        """Expect their ends here: they have become this process's children."""
         for pid in list(self._workers):
             self._children.adopted(pid)
 

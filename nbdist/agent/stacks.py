@@ -1,13 +1,7 @@
 """The Python stack of a worker that cannot tell it: that C code holds up, or that has crashed.
 
-Runs in the agent.  Of one that is held up, the calls are read from the memory of its process, which
-notices nothing: neither is it stopped nor does it run anything.  CPython's own handlers of signals,
-which walk calls that may be changing at that moment, end with SIGSEGV now and then, and a debugger
-that stops it interrupts what it waits for.  Here what has been torn is read again.  The kernel lets
-a process read its descendants' memory, as workers are the agent's, also those that a fork server
-has left behind; unless ptrace(2) is forbidden altogether.
-
-Of one that has crashed, faulthandler has written into a file that `nbdist.worker.probe` has made.
+Of the first the agent reads the calls from its memory, which does not disturb it, as signals and
+debuggers do; of the second faulthandler has written them into a file (`nbdist.worker.probe`).
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -43,9 +37,7 @@ LOCKED_TIMEOUT = 1.0
 """Seconds for the kernel to give what it has been asked for: nothing of a process's memory can be
 read while it is at work on that, as where it pins much of it for a GPU."""
 
-MOST_IN_FILE = 1 << 20
-"""Of a dump; a worker's user can write into the file too."""
-
+MOST_IN_FILE = 1 << 20  # of a dump; a worker's user can write into the file too
 CRASH, CRASHED = "Fatal Python error: ", "Stack (most recent call first):"
 FRAME = re.compile(r'^  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
 
@@ -72,10 +64,7 @@ class StackFile:
         self._reading: asyncio.Future[tuple[Call, ...]] | None = None
 
     async def sample(self, pid: int, timeout: float) -> tuple[Call, ...]:
-        """Return the main thread's calls now, as file, line and function, from the innermost out.
-
-        Nothing where they cannot be read, or change all the time for `timeout` seconds.
-        """
+        """Return the main thread's calls, innermost first; none where they keep changing."""
         loop = asyncio.get_running_loop()
         if self._reading is None or self._reading.done():
             deadline = time.monotonic() + timeout
@@ -91,13 +80,16 @@ class StackFile:
         try:
             with self._path.open("rb") as file, open(f"/proc/{pid}/mem", "rb", 0) as memory:
                 layout = CallLayout.read(file.readline(MOST_IN_FILE))
-                while not (calls := _whole(memory.fileno(), layout)):
+                while True:
+                    with suppress(Torn, OSError):
+                        if calls := calls_in(memory.fileno(), layout):
+                            return tuple((name, line, function_name(n)) for name, line, n in calls)
                     if time.monotonic() > deadline:
-                        return ()
+                        break
                     time.sleep(READ_EVERY)
         except (OSError, ValueError):
-            return ()  # it has ended, may not be read, or a cell has written into the file
-        return tuple((file, line, function_name(name)) for file, line, name in calls)
+            pass  # it has ended, may not be read, or a cell has written into the file
+        return ()
 
     def crash_text(self, exit_code: int, task: Task | None) -> str:
         """Return the Python stack of a worker that has crashed, "" of one that ended otherwise."""
@@ -121,13 +113,6 @@ class StackFile:
         return ""
 
 
-def _whole(memory: int, layout: CallLayout) -> tuple[Call, ...]:
-    """Read calls once; none where they were changing."""
-    with suppress(Torn, OSError):
-        return calls_in(memory, layout)
-    return ()
-
-
 def crash_calls(dump: str) -> tuple[Call, ...]:
     """Return the calls of the thread that has crashed."""
     _, _, calls = dump.partition(CRASHED)
@@ -141,31 +126,23 @@ def crash_calls(dump: str) -> tuple[Call, ...]:
 def frames_of(calls: tuple[Call, ...], number: int | None, source: str) -> list[StackFrame]:
     """Return the calls with the running cell under its name; other cells' numbers are not known."""
     cell = next((file for file, _, _ in reversed(calls) if CELL_FILE.search(file)), "")
-    return [_frame(call, cell, number, source.splitlines()) for call in calls]
-
-
-def _frame(call: Call, cell: str, number: int | None, lines: list[str]) -> StackFrame:
-    file, line, function = call
-    if file == cell:
-        code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
-        return StackFrame(f"Cell In[{number or '?'}]", line, function, code)
-    if CELL_FILE.search(file):
-        return StackFrame("Cell In[?]", line, function)
-    return StackFrame(file, line, function)
+    lines, found = source.splitlines(), []
+    for file, line, function in calls:
+        code, name = "", "Cell In[?]" if CELL_FILE.search(file) else file
+        if file == cell:
+            code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+            name = f"Cell In[{number or '?'}]"
+        found.append(StackFrame(name, line, function, code))
+    return found
 
 
 def own_frames(frames: Iterable[StackFrame]) -> list[StackFrame]:
-    """Return a cell's calls, else those that no kernel makes; outermost first.
-
-    `frames` come from the innermost out.
-    """
+    """Return a cell's calls, else those that no kernel makes, in the reverse order."""
     outwards = list(frames)
     cells = [index for index, frame in enumerate(outwards) if frame.is_cell]
     if cells:
         return outwards[: cells[-1] + 1][::-1]
-    kernels = (
-        index for index, frame in enumerate(outwards) if any(part in frame.file for part in OURS)
-    )
+    kernels = (i for i, frame in enumerate(outwards) if any(part in frame.file for part in OURS))
     return outwards[: next(kernels, len(outwards))][::-1]
 
 
@@ -173,27 +150,22 @@ def with_code(frames: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
     """Return the frames with the source lines that can be read here."""
     found = []
     for frame in frames:
-        code = frame.code
-        if not code and not frame.is_cell:
+        if not frame.code and not frame.is_cell:
             linecache.checkcache(frame.file)
             code = linecache.getline(frame.file, frame.line).strip()
-        found.append(StackFrame(frame.file, frame.line, frame.function, code))
+            frame = replace(frame, code=code)
+        found.append(frame)
     return tuple(found)
 
 
 # --- calls in the memory of a process -----------------------------------------------------------
 
-
 TYPE, SIZE, STATE, BYTES = 8, 16, 32, 32
 """Where objects have their type, and texts and bytes their length; what a text's letters are
 (PyASCIIObject: unicodeobject.h), and where those of bytes begin."""
 
-KINDS = {1: "B", 2: "H", 4: "I"}
-"""`struct` codes of a string's letters, by the bytes of each."""
-
-PYTHONS = 3
-"""Calls with a smaller owner run Python code; others stand for C code between them."""
-
+KINDS = {1: "B", 2: "H", 4: "I"}  # `struct` codes of a string's letters, by the bytes of each
+PYTHONS = 3  # calls with a smaller owner run Python code; others stand for C code between them
 READS, LONGEST_WAIT = 32, 1500
 """How often the calls must be found the same, and steps of a loop at most between two times.
 
@@ -203,14 +175,10 @@ program that is built for it one reading in two is, and all equally; so the mome
 the processors a sleep in between would cost more than all readings.
 """
 
-MOST_CALLS, MOST_LETTERS, MOST_BYTES = 2000, 4096, 1 << 20
-"""Of a thread; bytes of a name and of a table of lines."""
+MOST_CALLS, MOST_LETTERS, MOST_BYTES = 2000, 4096, 1 << 20  # bytes: of names, tables of lines
 
 LARGEST_ADDRESS = 1 << 63
-
-CODE_UNIT = 2
-"""Bytes of an instruction; tables of lines count in these."""
-
+CODE_UNIT = 2  # bytes of an instruction; tables of lines count in these
 ONE_LINE, NO_COLUMNS, LONG, NO_LINE = range(10, 13), 13, 14, 15
 """Kinds of entries in such a table (InternalDocs/code_objects.md in CPython's repository)."""
 
@@ -219,20 +187,12 @@ class Torn(Exception):
     """What was read is not what should be there: it was changing, or is nothing of the kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """A call as it is in memory."""
-
-    address: int
-    code: int
-    instruction: int
+Address = tuple[int, int, int]
+"""Of a call in memory, of its code, and of its instruction."""
 
 
 def calls_in(memory: int, layout: CallLayout) -> tuple[Call, ...]:
-    """Return the calls from the innermost out, read from a descriptor of /proc/PID/mem.
-
-    Raises Torn where they change meanwhile, and OSError.
-    """
+    """Return the calls, innermost first, in a process's /proc/PID/mem; raises Torn, OSError."""
     reader = _Reader(memory, layout)
     frames = settled(lambda: [*reader.frames()])
     calls = tuple(reader.call(frame) for frame in frames)
@@ -260,8 +220,8 @@ class _Reader:
         self._layout = layout
         self._codes: dict[int, tuple[str, str, int, bytes]] = {}
 
-    def frames(self) -> Iterator[_Frame]:
-        """Give the calls of Python code; of a very deep stack the innermost."""
+    def frames(self) -> Iterator[Address]:
+        """Yield the calls of Python code; of a very deep stack the innermost."""
         at = self._layout
         holder = self._pointer(at.thread + at.holder) if at.holder else at.thread
         address = self._pointer(holder + at.call)
@@ -271,15 +231,16 @@ class _Reader:
                 return
             call = self._read(address, size)
             if call[at.owner] < PYTHONS:
-                yield _Frame(address, _word(call, at.code), _word(call, at.instruction))
+                yield address, _word(call, at.code), _word(call, at.instruction)
             address = _word(call, at.previous)
 
-    def call(self, frame: _Frame) -> Call:
-        """Describe a call."""
-        if frame.code not in self._codes:
-            self._codes[frame.code] = self._code(frame.code)
-        file, name, first, table = self._codes[frame.code]
-        at = (frame.instruction - frame.code - self._layout.instructions) // CODE_UNIT
+    def call(self, frame: Address) -> Call:
+        """Return a call's file, line and function."""
+        _, code, instruction = frame
+        if code not in self._codes:
+            self._codes[code] = self._code(code)
+        file, name, first, table = self._codes[code]
+        at = (instruction - code - self._layout.instructions) // CODE_UNIT
         return file, line_at(table, first, at), name
 
     def _code(self, address: int) -> tuple[str, str, int, bytes]:

@@ -1,8 +1,6 @@
 """Stop: ranks are interrupted, their collectives aborted; what provably never leaves is killed.
 
-On the agent, so that it goes on while the notebook has control again, and is not kept waiting
-by a busy notebook.  Seconds are a rank's own (`OwnTime`): a rank that is slow because the
-machine is busy is not stuck.
+Seconds are a rank's own (`OwnTime`): a rank that is slow because the machine is busy is not stuck.
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ C_GRACE = 2.5
 """Own seconds for C code to come back to Python.  More than it takes, nearly always, and less
 than the 5 s after which the notebook has control whatever happens."""
 
-ABORTS = 3
-"""Times that all ranks have aborted collectives, and one waits in the same one still."""
-
+ABORTS = 3  # times that all ranks have aborted collectives, and one waits in the same one still
 ASLEEP, WAKES = 0.05, 20
 """Seconds of processor time, and how often it was given some: more than C code that only waits
 has in `C_GRACE`."""
@@ -60,7 +56,7 @@ class Sight:
 
 
 def is_stuck(sight: Sight) -> bool:
-    """Say whether the rank will provably not leave what it runs; pure.
+    """Return True if the rank will provably not leave what it runs; pure.
 
     Not one that has left it and reports so, that cleans up after KeyboardInterrupt, or that has
     caught that and goes on: the latter two are once Stop has been pressed again.
@@ -90,7 +86,6 @@ class _Stopped:
         self._restart_clock()
 
     def interrupt_again(self) -> None:
-        """Note that Stop was pressed again."""
         self._again, self.is_spared = True, False
         self._restart_clock()
 
@@ -109,7 +104,7 @@ class _Stopped:
         return self._place if self._place.operation and not self.is_over else None
 
     def see(self, place: Place) -> Sight:
-        """Note where it is now, and sum up what is known."""
+        """Note where it is now, and return what is known."""
         before, self._place = self._place, place
         own = self._own.seconds()
         if (place.operation, place.counts) != (before.operation, before.counts):
@@ -128,7 +123,6 @@ class _Stopped:
         )
 
     def count_abort(self) -> None:
-        """Note that all ranks have aborted what they could."""
         self._aborts += 1
         if self._aborts == 1:
             self._aborted_at = self._own.seconds()
@@ -151,7 +145,7 @@ class Stopping:
         self._stopped: dict[int, _Stopped] = {}
 
     def begin(self, ranks: Iterable[Worker]) -> Iterator[Coroutine[Any, Any, None]]:
-        """Send SIGINT to these; what is given is to be run beside all else."""
+        """Send SIGINT to these; yields what is to be run beside all else."""
         is_aborting = bool(self._stopped)
         for rank in ranks:
             rank.interrupt()
@@ -182,7 +176,7 @@ class Stopping:
             del self._stopped[rank.rank]
 
     async def _abort(self) -> None:
-        """Abort collectives while any of them waits in one."""
+        """Abort all collectives while any rank waits in one."""
         while self._stopped:
             await asyncio.sleep(LOCATE_EVERY)
             found = {number: stopped.waits for number, stopped in self._stopped.items()}

@@ -25,26 +25,21 @@ from nbdist.wire.frames import BadFrame
 from nbdist.wire.messages import Run
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, WorldSpec
 from nbdist.wire.views import Place, RankState, WorkerStatus
-from nbdist.wire.work import CatchUp, Finished, InputReply, Said, Task, task_from
+from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task, task_from
 from nbdist.words import word_exit
 
 log = logging.getLogger("nbdist.agent")
 
 KILL_TIMEOUT = 5.0
 LOCATE_TIMEOUT = 0.5
-LOST_GRACE = 1.0
-"""Seconds for a worker to end by itself whose tasks' connection has ended."""
-
+LOST_GRACE = 1.0  # seconds for a worker to end by itself whose tasks' connection has ended
 UNREADABLE = "the agent could not read what it sent"
 UNREACHABLE = "it closed the connection to its agent"
 
 NO_CELL = "no cell is running that could read input"
 
 UNFIT = "this rank cannot take part in the group, so its process is restarted"
-
-COUNT_AFTER = 0.05
-"""Seconds into a cell: short ones do without, it takes 0.4 ms for each rank."""
-
+COUNT_AFTER = 0.05  # seconds into a cell: short ones do without, it takes 0.4 ms for each rank
 TOO_MUCH = re.compile(r"gloo/\S*pair\.cc:\d+\] op\.preamble\.length <= op\.nbytes")
 """What gloo writes as it ends the process of a rank that receives more than its tensor holds."""
 
@@ -99,10 +94,7 @@ class Worker:
     # --- start ---------------------------------------------------------------------------
 
     async def start(self, source: ProcessSource) -> None:
-        """Start the process and wait until its kernel is bound and its group formed.
-
-        Raises ChildProcessError when it ends before.
-        """
+        """Start it and wait until its group is formed; ChildProcessError if it ends before."""
         try:
             self._kernel.write_connection_file()
             process = await source.start(self._start, *self.output.write_ends)
@@ -136,28 +128,25 @@ class Worker:
         return task_from(self._packed) if self.task_id else None
 
     def run(self, run: Run) -> None:
-        """Pass on the task, as it came; outputs follow, then `Done`, or `Died`.
-
-        The latter at once where the notebook sent it before it knew of the death.
-        """
+        """Pass on the task as it came; outputs follow, then `Done`, or `Died`."""
         if self._died is not None:
             self._emit(self.rank, run.id, self._died)
             return
         self.task_id, self._packed = run.id, run.task
         self._busy_since = time.monotonic()
         self._count_kills_in(COUNT_AFTER)
-        self._kernel.run(run.task)
+        self._kernel.send(run.task)
 
     @property
     def asks(self) -> bool:
-        """Whether it waits for a line that somebody types."""
+        """Whether it waits for typed input."""
         return bool(self._asks)
 
     def enter(self, reply: InputReply) -> None:
-        """Pass on what was typed for it; nothing where it does not wait for that any more."""
+        """Pass on what was typed for it, if it still waits for that."""
         if (request := self._asks.pop(reply.number, None)) is None:
             return
-        self._kernel.enter(reply)
+        self._kernel.send(reply)
         if reply.text is not None:
             self.output.pass_on(Typed("" if request.secret else reply.text))
 
@@ -168,7 +157,7 @@ class Worker:
         return await self._kernel.ask(request, timeout, self.process.exited)
 
     async def ask_or_end(self, request: control.Request, timeout: float) -> control.Answer | None:
-        """Ask; it is ended where it answers that only another process could do that."""
+        """Ask; end it where it answers that only another process could do that."""
         answer = await self.ask(request, timeout)
         if isinstance(answer, control.Failed) and answer.unfit:
             await self.end_unfit(answer.error)
@@ -189,7 +178,7 @@ class Worker:
         return Place(holds_gil=True, is_stopped=is_stopped(self.pid))
 
     def say(self, text: str) -> None:
-        """Have it show something on its stderr."""
+        """Show something as its stderr."""
         self.output.pass_on(Text("stderr", text))
 
     def kill(self, why: str = "") -> None:
@@ -199,11 +188,11 @@ class Worker:
             self.process.kill()
 
     def interrupt(self) -> None:
-        """Send SIGINT to the worker and what it started; its task can ask for nothing more."""
+        """Send SIGINT to it and what it started; its task can ask for no more input."""
         self._stopped_task = self.task_id
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
-            self._kernel.mark_sigint()
+            self._kernel.send(SigintSent())
         # Of the main thread it has been given up by then; another would wait on.
         for number in [*self._asks]:
             self.enter(InputReply(number))
@@ -235,19 +224,15 @@ class Worker:
     # --- another number ------------------------------------------------------------------
 
     def renumber(self, rank: int, log_folder: Path | None) -> None:
-        """Be this rank from now on, and write there."""
+        """Become this rank, and write there."""
         self.log.move(log_folder, self.rank)
         self.rank = rank
 
     def sit(self, world: WorldSpec) -> None:
         """Take its seat in a world that has others, or more or fewer of them."""
         seat = world.seat(self.rank)
-        self._start = replace(
-            self._start,
-            rank=self.rank,
-            local_rank=seat.local_rank,
-            local_world_size=seat.local_world_size,
-        )
+        local, of = seat.local_rank, seat.local_world_size
+        self._start = replace(self._start, rank=self.rank, local_rank=local, local_world_size=of)
 
     # --- stop ----------------------------------------------------------------------------
 
@@ -321,12 +306,11 @@ class Worker:
         self.output.receive(message.number, output)
 
     def _take(self, item: Output | Said) -> None:
-        """Take in the next of what it writes and shows."""
         match item:
             case InputRequest():
                 self._take_request(item)
             case CatchUp(number):
-                self._kernel.enter(InputReply(number))
+                self._kernel.send(InputReply(number))
             case Finished(task_id=task_id, done=done):
                 if task_id == self.task_id:
                     self._end_task(done)
@@ -334,7 +318,7 @@ class Worker:
                 self._show(item)
 
     def _take_request(self, request: InputRequest) -> None:
-        """Pass it on; after Stop it ends as at the end of a file, without a task at once."""
+        """Pass it on; after Stop, or without a task, it ends as at the end of a file."""
         self._asks[request.number] = request
         if not self.task_id:
             self.enter(InputReply(request.number, problem=NO_CELL))
@@ -344,7 +328,7 @@ class Worker:
             self._show(request)
 
     def _end_task(self, done: Done) -> None:
-        """Note what ended it, also where no error message was sent."""
+        """Note its end, and its error where no message brought that."""
         if done.failure is not None and done.error_number not in self._errors_sent:
             self._show(as_shown(done.failure))
         if done.unfit:

@@ -1,7 +1,4 @@
-"""The workers of one machine: started together, made whole together, ended together.
-
-What they do together with those of other machines, `nbdist.agent.forming` asks for.
-"""
+"""The workers of one machine: started, made whole and ended as `nbdist.agent.forming` asks."""
 
 from __future__ import annotations
 
@@ -10,8 +7,13 @@ import os
 import secrets
 import shlex
 import socket
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.agent.listener import StoreWindow
@@ -20,30 +22,20 @@ from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_output import RunFolder
 from nbdist.system import folders
 from nbdist.system.limits import Lack, lack_in, word_lack_of_files
-from nbdist.wire import control
+from nbdist.topology import parse_gpus, usable_cores, visible_gpus
+from nbdist.wire import control, node_messages
 from nbdist.wire.messages import StartFailure, Starting, WorldStarted
-from nbdist.wire.node_messages import Formed, Groups, Held, Plan
+from nbdist.wire.node_messages import Form, Formed, Groups, Held
 from nbdist.wire.spec import WorkerStart, WorldSpec, over_file, torchrun_variables
 
-START_TIMEOUT = 180.0
-"""Seconds for all workers to import, bind and meet; a spawned world on a busy disk is slow."""
-
-HEAL_TIMEOUT = 30.0
-"""Seconds for survivors and new workers to meet."""
-
-HELD_TIMEOUT = 10.0
-"""Seconds for a worker to say what groups it holds; they are formed without what it would say."""
+START_TIMEOUT = 180.0  # seconds for all workers to start and meet; a busy disk makes it slow
+HEAL_TIMEOUT = 30.0  # seconds for survivors and new workers to meet
+HELD_TIMEOUT = 10.0  # seconds for a worker to say what groups it holds; else none are kept
 
 SILENT = "it did not answer while the group was formed"
-
-ABORT_TIMEOUT = 1.0
-"""Seconds in which workers abort collectives, and other steps wait for that."""
-
-HUNG_ABORT_TIMEOUT = 8.0
-"""Seconds for a worker to say that an abort of nccl's hangs, for which it takes five."""
-
-CHECK_TIMEOUT = 1.0
-"""Seconds for a worker to say what its libraries lack; where it takes longer, it is not said."""
+ABORT_TIMEOUT = 1.0  # seconds in which workers abort collectives, and other steps wait for that
+HUNG_ABORT_TIMEOUT = 8.0  # seconds for a worker to say that nccl's abort hangs, which takes it five
+CHECK_TIMEOUT = 1.0  # seconds for a worker to say what its libraries lack; else it is not said
 
 
 class WorkerGroup:
@@ -60,7 +52,7 @@ class WorkerGroup:
         emit: Emit,
         report: Callable[[Starting], None],
         store: StoreWindow | None = None,
-        address: str = "127.0.0.1",
+        port: HeldPort | None = None,
     ) -> None:
         self.all: dict[int, Worker] = {}
         self.code = CodeFolder()
@@ -69,20 +61,12 @@ class WorkerGroup:
         self._report = report
         self._spawner = Spawner(children)
         self._store = store
-        self._rendezvous = Rendezvous(runtime, str(store.path) if store else "", address)
+        self._rendezvous = Rendezvous(runtime, port or HeldPort(), str(store.path) if store else "")
         self.spec: WorldSpec | None = None
         """What the workers have in common, None before the first start."""
         self._run: RunFolder | None = None
         self._logs: Path | None = None
         self._aborting: set[asyncio.Task[control.Answer | None]] = set()
-
-    def __repr__(self) -> str:
-        return f"<WorkerGroup {sorted(self.all)} generation {self._rendezvous.generation}>"
-
-    @property
-    def port(self) -> int:
-        """The MASTER_PORT that is held on this machine."""
-        return self._rendezvous.port.number
 
     def alive(self, ranks: Iterable[int]) -> list[Worker]:
         """Return those of them whose process is there and ready."""
@@ -95,11 +79,37 @@ class WorkerGroup:
 
     # --- start and end --------------------------------------------------------------------
 
+    async def do(self, request: node_messages.PartRequest[Any]) -> Any:
+        """Do what `nbdist.agent.forming` asks of the workers of one machine."""
+        match request:
+            case node_messages.StartPart(spec, ranks, attempt):
+                return await self.start_part(self._here(spec), ranks, attempt)
+            case node_messages.GetHeld():
+                return await self.held()
+            case node_messages.Prepare(spec, ranks):
+                return await self.prepare(self._here(spec), ranks)
+            case node_messages.Form(spec):
+                return await self.form(replace(request, spec=self._here(spec)))
+            case node_messages.CallOff(generation):
+                await self.call_off(generation)
+            case node_messages.EndRanks(ranks, grace):
+                await self.end(ranks, grace)
+            case node_messages.Renumber(became):
+                await self.renumber(became)
+        return None
+
+    def _here(self, spec: WorldSpec) -> WorldSpec:
+        """Make of the spec that all nodes share the one for this."""
+        spec = self.code.moved(spec)
+        if spec.node is None:
+            return spec
+        return spec_here(spec, os.environ, interface_of(self._rendezvous.port.address))
+
     async def start_part(
         self, spec: WorldSpec, ranks: Sequence[int], attempt: int
     ) -> WorldStarted | StartFailure:
         """Start these ranks at once; when one fails, or it is called off, end the others."""
-        self.spec = spec = self.code.moved(spec)
+        self.spec = spec
         if lack := word_lack_of_files(spec.world_size):
             return _failure(spec, ranks[0], lack, ())
         self._begin(spec, attempt)
@@ -117,7 +127,7 @@ class WorkerGroup:
         return WorldStarted(*self._whereabouts(), lacks)
 
     def _begin(self, spec: WorldSpec, attempt: int) -> None:
-        """Have a store and a log folder for this start of the world."""
+        """Make a store and a log folder for this start of the world."""
         self._rendezvous.begin_world(attempt)
         if self._run:
             self._run.close()
@@ -127,7 +137,7 @@ class WorkerGroup:
         self._logs = self._run.new_attempt(attempt - 1) if self._run else None
 
     async def _make_folder(self) -> None:
-        """Have the runtime folder, and the store's socket there, also where they were removed."""
+        """Make the runtime folder, and the store's socket in it, where they were removed."""
         self._rendezvous.make_folder()
         if self._store is not None:
             await self._store.open()
@@ -158,10 +168,7 @@ class WorkerGroup:
         await asyncio.gather(*(worker.stop(grace) for worker in leaving))
 
     async def renumber(self, became: Mapping[int, int]) -> None:
-        """Call each rank by another number; itself it learns of that with the next plan.
-
-        What it writes goes to a folder of that number, with those of all others beside it.
-        """
+        """Call each rank by another number, under which it writes into a new log folder."""
         if self._run is not None:
             self._logs = self._run.new_attempt(self._rendezvous.attempt)
         self.all = dict(sorted((became[rank], worker) for rank, worker in self.all.items()))
@@ -169,24 +176,23 @@ class WorkerGroup:
             worker.renumber(rank, self._logs_of(rank))
 
     def close(self) -> None:
-        """Let go of what is kept from world to world; the workers have been stopped."""
+        """Close what is kept from world to world, after the workers have been stopped."""
         self._rendezvous.close()
         self.code.close()
 
     # --- a new generation of the group ------------------------------------------------------
 
     async def held(self) -> Held:
-        """Say which of its ranks live, and what groups they hold."""
-        alive = self.all_alive()
+        """Return which of its ranks live, and what groups they hold."""
+        alive, found = self.all_alive(), dict[int, control.HeldGroups | None]()
         asked = (worker.ask(control.ListGroups(), HELD_TIMEOUT) for worker in alive)
-        answers = zip(alive, await asyncio.gather(*asked), strict=True)
-        found = {each.rank: said for each, said in answers if self.alive([each.rank])}
-        return Held(
-            {r: said if isinstance(said, control.HeldGroups) else None for r, said in found.items()}
-        )
+        for worker, said in zip(alive, await asyncio.gather(*asked), strict=True):
+            if self.alive([worker.rank]):
+                found[worker.rank] = said if isinstance(said, control.HeldGroups) else None
+        return Held(found)
 
     async def prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
-        """Have a source that can start these ranks; what keeps it from that, else ""."""
+        """Prepare what can start these ranks; return what keeps it from that, else ""."""
         await self._make_folder()
         if lack := word_lack_of_files(spec.world_size):
             return lack
@@ -196,9 +202,10 @@ class WorkerGroup:
             return f"rank {ranks[0]} could not start: {error}"
         return ""
 
-    async def form(self, plan: Plan, ranks: Sequence[int]) -> Formed:
+    async def form(self, plan: Form) -> Formed:
         """Start those of its ranks that are missing, and have the others meet them."""
-        self.spec = spec = self.code.moved(plan.spec)
+        self.spec = spec = plan.spec
+        ranks = plan.ranks
         if plan.attempt != self._rendezvous.attempt:
             self._begin(spec, plan.attempt)
         await self._make_folder()
@@ -217,12 +224,9 @@ class WorkerGroup:
         return Formed(*self._whereabouts(), alive, problem)
 
     async def _have_meet(
-        self,
-        forms: Mapping[Worker, control.Request],
-        new: Sequence[Worker],
-        source: ProcessSource,
+        self, forms: Mapping[Worker, control.Request], new: Sequence[Worker], source: ProcessSource
     ) -> str:
-        """Have survivors form their groups, and new workers join them; a problem or ""."""
+        """Form the survivors' groups, and start new workers that join; return a problem or ""."""
         ends = [worker.process.exited for worker in forms if worker.process is not None]
         with CallOff(self._rendezvous.over_file, ends) as call_off:
             answers, starts = await asyncio.gather(
@@ -233,8 +237,8 @@ class WorkerGroup:
         await asyncio.gather(*(each.end_unfit(SILENT) for each in silent))
         return problem_in(starts, answers)
 
-    def _form(self, plan: Plan, rank: int) -> control.Request:
-        """Ask for what makes a survivor's groups whole, or its world one of another size."""
+    def _form(self, plan: Form, rank: int) -> control.Request:
+        """Return what makes a survivor's groups whole, or its world one of another size."""
         spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
         if plan.groups is not None:
@@ -243,7 +247,7 @@ class WorkerGroup:
         return control.Resize(plan.generation, rank, size, seats, threads, plan.missing, environ)
 
     async def call_off(self, generation: int) -> None:
-        """Have its ranks wait no longer for this generation: not all ranks will come."""
+        """End its ranks' wait for this generation: not all ranks will come."""
         if generation != self._rendezvous.generation:
             return
         self._rendezvous.over_file.touch()
@@ -252,7 +256,7 @@ class WorkerGroup:
                 worker.kill()
 
     async def abort(self, ranks: Iterable[int]) -> bool:
-        """Have these abort their collectives; say whether all have answered in time.
+        """Abort the collectives of these; return True if all have answered in time.
 
         One that cannot is ended, which does that too, also when it says so later.
         """
@@ -275,7 +279,6 @@ class WorkerGroup:
         return self._spawner
 
     def _worker(self, spec: WorldSpec, rank: int, joins: Groups | None = None) -> Worker:
-        """Make one that has not been started."""
         logs = self._logs_of(rank)
         return Worker(self._rendezvous.start_of(spec, rank, logs, joins), logs, self._emit)
 
@@ -283,20 +286,40 @@ class WorkerGroup:
         return self._logs and self._logs / str(rank)
 
     def _whereabouts(self) -> tuple[dict[int, int], dict[int, str]]:
-        """Return process and log folder of each rank."""
         pids = {rank: worker.pid for rank, worker in self.all.items()}
         return pids, {rank: str(worker.log.folder or "") for rank, worker in self.all.items()}
 
 
+def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldSpec:
+    """Give the spec that all nodes share this node's environment, folder, interpreter and GPUs."""
+    environ = {**own, **spec.environ}
+    cwd = spec.cwd if Path(spec.cwd).is_dir() else str(Path.home())
+    here, visible = max(1, len(spec.here)), visible_gpus(environ)
+    return replace(
+        spec,
+        environ=environ,
+        cwd=cwd,
+        gpus=parse_gpus(spec.gpus_asked, visible) if spec.gpus_asked else visible,
+        python=sys.executable,
+        threads=spec.threads or max(1, usable_cores() // here),
+        interface=interface or spec.interface,
+    )
+
+
+def interface_of(address: str) -> str:
+    """Name the network interface that has this address, "" for none."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in found):
+            return name
+    return ""
+
+
 def problem_in(starts: Iterable[str], answers: Iterable[control.Answer | None]) -> str:
-    """Say what kept ranks from forming their groups, "" for nothing; first of all a lack."""
+    """Return what kept ranks from forming their groups, "" for nothing; first of all a lack."""
     found = [*starts]
     for answer in answers:
-        match answer:
-            case None:
-                found.append("a rank did not answer")
-            case control.Failed(error):
-                found.append(error)
+        if answer is None or isinstance(answer, control.Failed):
+            found.append(answer.error if answer else "a rank did not answer")
     return lack_in(found) or next(filter(None, found), "")
 
 
@@ -317,16 +340,12 @@ def _failure(spec: WorldSpec, rank: int, why: str, lines: tuple[str, ...]) -> St
 
 # --- where ranks meet -------------------------------------------------------------------------
 
-
 ASKS_ONCE = {"GLOO_ENABLE_STORE_V2_API": "1"}
 """Has gloo ask a store for the addresses of all ranks at once, not for one after the other: for
 a group of 32 on 2 cores 64 questions instead of 2,080, and 90 ms instead of 350 (torch 2.13)."""
 
-CALLED_OFF_GRACE = 3.0
-"""Seconds for a rank to come back from a forming that has been called off."""
-
-KILL_STEP = 0.05
-"""Seconds between two looks whether a worker that is being started has a process by now."""
+CALLED_OFF_GRACE = 3.0  # seconds for a rank to come back from a forming that has been called off
+KILL_STEP = 0.05  # seconds between two looks whether a starting worker has a process
 
 
 class HeldPort:
@@ -337,6 +356,7 @@ class HeldPort:
     """
 
     def __init__(self, address: str = "127.0.0.1") -> None:
+        self.address = address
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.socket(family)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -351,22 +371,20 @@ class HeldPort:
 class Rendezvous:
     """What the ranks of a world meet by: store, port, files, and the generation of their group.
 
-    Which has its size since the generation `sized_in`.
-    One after the other for all worlds that the agent starts, which are counted by `attempt`.
-    With `store_socket` the ranks ask there for what is else in a file.
+    The agent's worlds are counted by `attempt`; the group has its size since `sized_in`.  Without a
+    `store_socket` the store is a file.
     """
 
-    def __init__(self, runtime: Path, store_socket: str = "", address: str = "127.0.0.1") -> None:
-        """`address` is that on which user code's own rank 0 can listen."""
+    def __init__(self, runtime: Path, port: HeldPort, store_socket: str) -> None:
         self._store_socket = store_socket
         self.attempt = self.generation = self.sized_in = 0
         self._runtime = runtime
-        self.port = HeldPort(address)
+        self.port = port
         self._over = runtime / "world0"
         self._store = -1
 
     def begin_world(self, attempt: int) -> None:
-        """Have a new store, and the first generation of a group."""
+        """Make a new store, for the first generation of a group."""
         self.make_folder()
         self._drop_store()
         self.attempt = attempt
@@ -376,10 +394,7 @@ class Rendezvous:
         self._store = os.memfd_create(f"nbdist-store{self.attempt}")
 
     def make_folder(self) -> None:
-        """Make the runtime folder again, where it has been removed.
-
-        Raises PermissionError where another user has made one of that name since.
-        """
+        """Make the runtime folder if it was removed; PermissionError if it is another user's."""
         try:
             self._runtime.mkdir(mode=folders.PRIVATE_FOLDER)
         except FileExistsError:
@@ -436,11 +451,10 @@ class Rendezvous:
 
 
 class CallOff:
-    """Calls the forming of a group off when one that is to take part cannot.
+    """Calls the forming of a group off when a worker that is to take part cannot.
 
-    That is a worker which lived and has died (`ends`, by their exit codes) or does not form its
-    groups, or one that is being started.
-    `file` is for those that wait in the store.  A new one waits there in C++: it is killed.
+    That is a worker that dies (`ends`), does not form its groups, or does not start.  `file` is for
+    those that wait in the store.  A new one waits there in C++: it is killed.
     """
 
     def __init__(self, file: Path, ends: Sequence[asyncio.Future[int]]) -> None:

@@ -1,8 +1,6 @@
 """What one worker writes and shows, in the order in which it did; and its log files.
 
-Text comes on pipes, the rest on iopub.  The `Merger` is pure: bytes and messages go in, items come
-out.  The log files have what each rank has written, whatever the notebook shows of it:
-ROOT/NAME/attempt_N/RANK/{stdout.log, stderr.log, and with ".1" what was written before}
+The log files are ROOT/NAME/attempt_N/RANK/{stdout.log, stderr.log, and ".1" of each}.
 """
 
 from __future__ import annotations
@@ -22,30 +20,17 @@ from typing import Generic, TypeVar
 
 from nbdist.output.events import InputRequest, Output, StreamName, Text, Typed
 from nbdist.system import folders
+from nbdist.wire import work
 from nbdist.wire.files import earlier_file, moved_line, renumbered_line
-from nbdist.wire.work import (
-    LONGEST_MARK,
-    Finished,
-    Mark,
-    Said,
-    cut_off_pattern,
-    mark_pattern,
-    mark_value,
-)
 
 log = logging.getLogger("nbdist.agent")
 
 READ_SIZE = 1 << 18
-PIPE_SIZE = 1 << 18
-"""Bytes a rank can write ahead of its agent; all pipes of a user share a quota."""
-
+PIPE_SIZE = 1 << 18  # bytes a rank can write ahead of its agent; all pipes of a user share a quota
 LAST_LINES, LONGEST_LAST, LONGEST_LINE = 20, 4096, 400
 
-LOST_AFTER = 5.0
-"""Seconds after which a marked message is taken for lost, if none before it came meanwhile."""
-
-MARK_READS = 16
-"""Reads that hold whatever was in the pipe, and so the mark that was written before."""
+LOST_AFTER = 5.0  # seconds until a marked message that does not come counts as lost
+MARK_READS = 16  # reads that hold whatever was in the pipe, and so the mark that was written before
 
 Message = TypeVar("Message")
 
@@ -58,12 +43,12 @@ class WorkerOutput:
     """
 
     def __init__(
-        self, token: str, log: WorkerLog, hand_on: Callable[[Output | Said], None]
+        self, token: str, log: WorkerLog, hand_on: Callable[[Output | work.Said], None]
     ) -> None:
         self.up, self.ready = asyncio.Event(), asyncio.Event()
         self._log = log
         self._hand_on = hand_on
-        self._merger: Merger[Output | Said | None] = Merger(token)
+        self._merger: Merger[Output | work.Said | None] = Merger(token)
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._stdout, self._stderr = OutputPipe(self._read_stdout), OutputPipe(self._read_stderr)
         self._retry: asyncio.TimerHandle | None = None
@@ -95,11 +80,8 @@ class WorkerOutput:
         self._merger.receive_message(number, output, time.monotonic())
         self._pass_on_all()
 
-    def place(self, end: Said) -> None:
-        """Take in the end of a cell, or what it waits for in its midst.
-
-        Its mark is in the pipe, unless the cell has closed that.
-        """
+    def place(self, end: work.Said) -> None:
+        """Take in the end of a cell, or its prompt, whose mark is in the pipe if that is open."""
         now = time.monotonic()
         self._merger.receive_message(end.number, end, now)
         for _ in range(MARK_READS):
@@ -115,12 +97,12 @@ class WorkerOutput:
         for item in self._merger.take_all():
             self.pass_on(item)
 
-    def pass_on(self, item: Output | Said | None) -> None:
-        """Hand it on, at once."""
+    def pass_on(self, item: Output | work.Said | None) -> None:
+        """Pass it on at once."""
         match item:
             case None:
                 return
-            case Finished():
+            case work.Finished():
                 self._stderr.read()  # it has no order with the other, but with the end
                 for text in self._merger.take_cut_off():
                     self.pass_on(text)
@@ -160,7 +142,7 @@ class WorkerOutput:
             self._retry = asyncio.get_running_loop().call_later(LOST_AFTER, self._pass_on_late)
 
     def _pass_on_late(self) -> None:
-        """Go on without a message that was lost, though the worker says nothing more."""
+        """Go on without a message that was lost, where the worker says nothing more."""
         self._retry = None
         self._pass_on_all()
 
@@ -206,14 +188,14 @@ class OutputPipe:
 
 
 class Merger(Generic[Message]):
-    """Puts the numbered messages of one worker where their marks are in its stdout.
+    """Puts the numbered messages of one worker where their marks are in its stdout; pure.
 
     `up` and `ready` turn true when the worker says so.
     """
 
     def __init__(self, token: str) -> None:
         self.up = self.ready = False
-        self._pattern, self._cut_off = mark_pattern(token), cut_off_pattern(token)
+        self._pattern, self._cut_off = work.mark_pattern(token), work.cut_off_pattern(token)
         self._queue: deque[Text | int] = deque()  # text, and numbers where messages belong
         self._messages: dict[int, Message] = {}
         self._placed = 0  # the last number whose place is known; a worker counts them one by one
@@ -229,36 +211,29 @@ class Merger(Generic[Message]):
     def receive_stdout(self, data: bytes, now: float) -> None:
         """Take in what was read from the worker's file descriptor 1."""
         *pieces, last = self._pattern.split(self._rest + data)
-        cut = self._cut_off.search(last, max(0, len(last) - LONGEST_MARK))
+        cut = self._cut_off.search(last, max(0, len(last) - work.LONGEST_MARK))
         end = cut.start() if cut else len(last)
         self._rest = last[end:]
         for index, piece in enumerate([*pieces, last[:end]]):
             if index % 2:
-                self._receive_mark(mark_value(piece), now)
+                self._receive_mark(work.mark_value(piece), now)
             else:
                 self._add(piece)
 
     def receive_stderr(self, data: bytes) -> None:
-        """Take in what was read from file descriptor 2: written by C code and child processes.
-
-        It has no order with the other pipe, so it does not wait for messages, of which one may
-        be the end of the cell.
-        """
+        """Take in what was read from file descriptor 2, which has no order with the other."""
         if text := self._decoders["pipe"].decode(data):
             places = (i for i, item in enumerate(self._queue) if isinstance(item, int))
             self._queue.insert(next(places, len(self._queue)), Text("stderr", text))
 
     def receive_message(self, number: int, message: Message, now: float) -> None:
-        """Take in a message that the worker has numbered; it waits for its mark.
-
-        Where that has been read and the message was no longer waited for, it comes now.
-        """
+        """Take in a numbered message, which waits for its mark, unless that was given up before."""
         self._messages[number] = message
         if number <= self._placed and number not in self._awaited:
             self._add_place(number, now)
 
     def has_placed(self, number: int) -> bool:
-        """Say whether the mark of this message has been read."""
+        """Return True if the mark of this message has been read."""
         return number <= self._placed
 
     def place_up_to(self, number: int, now: float) -> None:
@@ -306,7 +281,7 @@ class Merger(Generic[Message]):
         items.extend(self._messages.pop(number) for number in sorted(self._messages))
         return items
 
-    def _receive_mark(self, value: Mark, now: float) -> None:
+    def _receive_mark(self, value: work.Mark, now: float) -> None:
         if value == "up":
             self.up = True
         elif value == "ready":
@@ -328,11 +303,8 @@ class Merger(Generic[Message]):
 
 # --- log files ------------------------------------------------------------------------------
 
-
 RUNS_KEPT = 20
-
-LONGEST_LOGGED = 1 << 20
-"""Bytes that a file may be longer than its share so that a line is whole."""
+LONGEST_LOGGED = 1 << 20  # bytes that a file may be longer than its share so that a line is whole
 
 RUN = re.compile(
     r"attempt_\d+/(\d+/"
@@ -345,10 +317,9 @@ RUN = re.compile(
 class WorkerLog:
     """`stdout.log` and `stderr.log` of one rank, appended to, with about `limit` bytes each.
 
-    Half of it is in the file, half in that with what was written before, up to the end of a
-    line; 0 is no limit.
-    Whatever is written is in the file at once: `tail -f` shows it, and no process's death
-    loses it.  A full disk ends the log with one warning, never the cell.
+    Half of it is in the file, half in that with what was written before; 0 is no limit.
+    Text is in the file at once: `tail -f` shows it, and no process's death loses it.  A full
+    disk ends the log with one warning, never the cell.
     """
 
     def __init__(self, folder: Path | None, limit: int = 0) -> None:
@@ -455,7 +426,7 @@ class RunFolder:
             drop_old_runs(root)
 
     def close(self) -> None:
-        """Let go of it: it may be removed from now on, when it is old."""
+        """Release it: it may be removed from now on, when it is old."""
         for claim in self._claims:
             os.close(claim)
         self._claims.clear()
@@ -472,10 +443,7 @@ class RunFolder:
             self._claims.append(held)
 
     def new_attempt(self, number: int) -> Path:
-        """Make a folder for a start of the workers, the `number`-th of this agent, from 0 on.
-
-        A later number where there is one already, of an earlier world of the same name.
-        """
+        """Make a folder for a start of the workers: this number from 0 on, or the next free."""
         while True:
             folder = self.path / f"attempt_{number}"
             try:
@@ -489,11 +457,7 @@ class RunFolder:
 
 
 def drop_old_runs(root: Path) -> None:
-    """Keep the newest runs of a log folder, so that it does not grow for ever.
-
-    Only what nbdist made is removed, no agent uses, and nothing else was put into.
-    Raises OSError where another agent removes the same: then the next start does it.
-    """
+    """Remove old runs that nbdist alone made and no agent uses; raises OSError in a race."""
     ours = [*_ours_in(root)]
     runs = [folder for folder in ours if any(folder.glob("attempt_*"))]
     newest = {*sorted(runs, key=lambda run: run.stat().st_mtime)[-RUNS_KEPT:]}
@@ -503,7 +467,7 @@ def drop_old_runs(root: Path) -> None:
 
 
 def _ours_in(folder: Path) -> Iterator[Path]:
-    """Yield runs, and the folders of runs with a name such as `exp/run`."""
+    """Yield runs, and the folders above runs with a name such as `exp/run`."""
     for each in folder.iterdir():
         if folders.is_ours(each, _what(each)):
             yield each

@@ -1,8 +1,7 @@
 """`python -m nbdist.cluster.allocation SALLOC ...`: owns an allocation of Slurm's, and ends it.
 
-It stands between the head and `salloc`, which leaves its allocation behind when it is killed, and
-in the queue when the head is.  Its stdin is salloc's, and the allocation ends when that does, also
-where head and guard were killed.  stderr is a log, from which it learns the job's number.
+`salloc` leaves its allocation behind when it is killed, and in the queue when the head is: this
+ends it with stdin, which both share.  stderr is a log, from which it learns the job's number.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ from contextlib import suppress
 from nbdist.system.processes import LEFT
 from nbdist.words import one_line, word_exit
 
-END_TIMEOUT = 3.0
-"""Seconds for agents to leave, and for salloc to give its allocation back."""
-
-CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1
-"""Seconds for Slurm to have ended a job, and between two looks."""
+END_TIMEOUT = 3.0  # seconds for agents to leave, and for salloc to give its allocation back
+CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to have ended a job, between looks
 
 LONGEST_LOG = 1 << 20
 
@@ -59,7 +55,11 @@ def main() -> None:
     """Run salloc until it ends, or stdin does; then have its job be gone, or say that it is not."""
     salloc = subprocess.Popen(sys.argv[1:], env=salloc_environ(os.environ))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who sends it has ended stdin before
-    _wait(salloc)
+    ends = select.poll()
+    ends.register(os.pidfd_open(salloc.pid), select.POLLIN)
+    ends.register(0, 0)  # a pipe's hang-up
+    ends.poll()
+    salloc.poll()
     said = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
     number = found[-1] if (found := _NUMBER.findall(said)) else ""
     if salloc.returncode is None:
@@ -79,17 +79,8 @@ def main() -> None:
     sys.exit(code if code >= 0 else 128 - code)
 
 
-def _wait(salloc: subprocess.Popen[bytes]) -> None:
-    """Wait for the end of salloc, or of stdin."""
-    ends = select.poll()
-    ends.register(os.pidfd_open(salloc.pid), select.POLLIN)
-    ends.register(0, 0)  # a pipe's hang-up
-    ends.poll()
-    salloc.poll()
-
-
 def cancel(number: str) -> str:
-    """Have Slurm end a job; say what keeps it from that, "" once it is gone."""
+    """End a job of Slurm's; return what keeps it from that, "" once it is gone."""
     end = time.monotonic() + CANCEL_TIMEOUT
     while (state := _ask("squeue", "--noheader", "--format=%T", f"--jobs={number}")) not in _ENDS:
         _ask("scancel", number)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from nbdist.agent.forming import Forming
+from nbdist.agent.forming import Forming, nodes_of, shares
 from nbdist.cluster.node import (
     Node,
     NodeLost,
@@ -30,23 +30,8 @@ from nbdist.cluster.nodes import CannotStart, NodePool
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.config import WorldConfig
 from nbdist.output.events import Clear, Died, Display, Failure, Text, Update
+from nbdist.wire import messages
 from nbdist.wire.files import CodeFile, part_of
-from nbdist.wire.messages import (
-    Came,
-    CodeHeld,
-    GetCode,
-    Grow,
-    Heal,
-    Healed,
-    Outputs,
-    PutCode,
-    Reply,
-    Scale,
-    StartFailure,
-    Starting,
-    StartWorld,
-    Up,
-)
 from nbdist.wire.node_messages import NodeUp
 from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore
@@ -66,7 +51,7 @@ class Assembly:
         transfers: BulkTransfers,
         take: Callable[[Node, NodeUp], None],
         lose: Callable[[Node], None],
-        tell: Callable[[Up], None],
+        tell: Callable[[messages.Up], None],
     ) -> None:
         self._runtime = runtime
         self._store = store
@@ -82,7 +67,7 @@ class Assembly:
         self._coming = ""
 
     def __repr__(self) -> str:
-        return f"<Assembly {self._pool} {self._forming}>"
+        return f"<Assembly of {len(self._node_of)} ranks, {self._pool}>"
 
     @property
     def spec(self) -> WorldSpec | None:
@@ -114,33 +99,32 @@ class Assembly:
         nodes = self._pool.nodes if self._pool else {}
         return {rank: nodes[number].name for rank, number in self._node_of.items()}
 
-    def _seat(self, spec: WorldSpec) -> None:
-        self._node_of = {rank: seat.node for rank, seat in enumerate(spec.seats)}
-
     # --- start and end --------------------------------------------------------------------
 
-    async def start(self, request: StartWorld) -> Reply:
-        """Have agents come, and start the workers there; what it takes, or who has failed."""
+    async def start(self, request: messages.StartWorld) -> messages.Reply:
+        """Gather agents, and start the workers there; return that world, or the failure."""
         assert request.wanted is not None
         try:
             pool = await self._gather(request.wanted)
             await self._bring_code()
             spec = seated(request.spec, request.wanted, pool.there)
-        except CannotStart as error:
+        except (CannotStart, NoSeats) as error:
             await self.dismiss()
+            if isinstance(error, NoSeats):
+                error = CannotStart(request.wanted.launched_by, str(error))
             return error.failure
-        except NoSeats as error:
-            await self.dismiss()
-            return CannotStart(request.wanted.launched_by, str(error)).failure
         if self._forming is None:
-            self._forming = Forming(pool.nodes, lambda spec, rank: spec.seats[rank].node)
+            self._forming = Forming(pool.nodes)
         if request.wanted.rdzv_backend and request.wanted.rdzv_endpoint:
-            spec = replace(spec, torch_store=_torch_store(request.wanted))
-        self._seat(spec)
+            # A new place in the user's own rendezvous.
+            place = f"nbdist-{request.wanted.name}-{secrets.token_hex(8)}"
+            where = request.wanted.rdzv_backend, request.wanted.rdzv_endpoint
+            spec = replace(spec, torch_store=TorchStore(*where, place))
+        self._node_of = nodes_of(spec)
         self._up.clear()
         self._store.begin_world()
         started = await self._forming.start(spec)
-        if isinstance(started, StartFailure):
+        if isinstance(started, messages.StartFailure):
             return started
         lacks = started.lacks
         if back := pool.word_way_back(request.wanted):
@@ -153,7 +137,7 @@ class Assembly:
             await self._forming.stop(grace)
 
     async def dismiss(self) -> None:
-        """Have all agents leave."""
+        """Make all agents leave."""
         pool, self._pool, self._forming = self._pool, None, None
         self._node_of.clear()
         self._transfers.close()
@@ -161,7 +145,7 @@ class Assembly:
             await pool.close()
 
     async def _gather(self, wanted: WorldConfig) -> NodePool:
-        """Have agents on the machines that are wanted; those that are there may be enough."""
+        """Start agents on the machines that are wanted, unless those that are there will do."""
         pool = self._pool
         if pool is None or not pool.will_do(wanted) or _who(wanted) != self._who:
             await self.dismiss()
@@ -176,22 +160,22 @@ class Assembly:
     def _report_coming(self, text: str) -> None:
         if text != self._coming:
             self._coming = text
-            self._tell(Starting(0, text))
+            self._tell(messages.Starting(0, text))
 
     def came_up(self, node: Node, number: int) -> None:
         """Note how many workers of this node are up."""
         self._up[node.number] = number
-        self._tell(Starting(sum(self._up.values()), self._coming))
+        self._tell(messages.Starting(sum(self._up.values()), self._coming))
 
     # --- the notebook's code ----------------------------------------------------------------
 
-    async def take_code(self, request: GetCode | PutCode) -> Reply:
+    async def take_code(self, request: messages.GetCode | messages.PutCode) -> messages.Reply:
         """Take in what the notebook's files are now, and bring it to all nodes."""
         self._code.take(request)
         return await self._code.bring(self.there)
 
     async def _bring_code(self) -> None:
-        """Have the notebook's folder on all nodes, also those that have come since; CannotStart."""
+        """Bring the notebook's folder to nodes that have come since; raises CannotStart."""
         held = await self._code.bring(self.there)
         if held.problem:
             why = f"{held.host} could not be sent the notebook's folder: {held.problem}"
@@ -199,21 +183,24 @@ class Assembly:
 
     # --- other workers than before ------------------------------------------------------------
 
-    async def change(self, request: Heal | Scale | Grow) -> Reply:
+    async def change(
+        self, request: messages.Heal | messages.Scale | messages.Grow
+    ) -> messages.Reply:
         """Make it whole, or as large as is asked, or as it can be now; None where there is none."""
         forming, pool, wanted = self._forming, self._pool, self._wanted
         if forming is None or forming.spec is None or pool is None or wanted is None:
             return None
-        if isinstance(request, Heal):
+        if isinstance(request, messages.Heal):
             healed = await self._heal(forming, pool, wanted)
         else:
             healed = await self._resize(request, forming, pool, wanted)
+        self._node_of = nodes_of(forming.spec)
         # Also where it says why it is not what was asked.
         back = pool.word_way_back(wanted)
         return replace(healed, spec=forming.spec, hosts=self._hosts, way_back=back)
 
-    async def _heal(self, forming: Forming, pool: NodePool, wanted: WorldConfig) -> Healed:
-        """Have a group of all ranks that can be; also where nodes are lost meanwhile."""
+    async def _heal(self, forming: Forming, pool: NodePool, wanted: WorldConfig) -> messages.Healed:
+        """Form a group of all ranks that can be, also where nodes are lost meanwhile."""
         assert forming.spec is not None
         for _ in range(len(pool.nodes)):  # more may come meanwhile
             there = pool.there
@@ -223,7 +210,7 @@ class Assembly:
             if not keep:
                 said = await pool.last_word()
                 why = f"all machines are lost: {said}" if said else "all machines are lost"
-                healed = Healed(*forming.whereabouts(), spec.seats, why)
+                healed = messages.Healed(*forming.whereabouts(), spec.seats, why)
                 break
             if len(keep) == forming.spec.world_size:
                 healed = await forming.heal(spec)
@@ -231,123 +218,102 @@ class Assembly:
                 healed = await forming.scale(spec, keep)
             if not healed.problem or pool.there == there:
                 break
-        self._seat(forming.spec)
         return healed
 
     async def _resize(
-        self, request: Scale | Grow, forming: Forming, pool: NodePool, wanted: WorldConfig
-    ) -> Healed:
-        """Have as many as is asked, or take in machines that have come since, between cells."""
+        self,
+        request: messages.Scale | messages.Grow,
+        forming: Forming,
+        pool: NodePool,
+        wanted: WorldConfig,
+    ) -> messages.Healed:
+        """Change the number of ranks as asked, or to take in machines that have come since."""
         assert forming.spec is not None
         size, keep = forming.spec.world_size, tuple(range(forming.spec.world_size))
         try:
-            if isinstance(request, Scale):
+            if isinstance(request, messages.Scale):
                 size, keep = request.spec.world_size, request.keep
             else:
                 size = max(full_size(wanted, pool.there), size)
             await self._bring_code()
             spec = resized(forming.spec, size, keep, room_of(wanted, pool.there))
         except (NoSeats, CannotStart) as error:
-            return Healed(*forming.whereabouts(), forming.spec.seats, not_scaled=str(error))
-        if isinstance(request, Scale):
+            return messages.Healed(
+                *forming.whereabouts(), forming.spec.seats, not_scaled=str(error)
+            )
+        if isinstance(request, messages.Scale):
             # Machines that come later do not make it another one.
             self._wanted = wanted.of_size(size)
             spec = led_by_first(spec, pool.there)
-        healed = await forming.scale(spec, keep)
-        self._seat(forming.spec)
-        return healed
+        return await forming.scale(spec, keep)
 
     def _admit(self, node: Node) -> None:
-        """Have the notebook ask for what makes it part of the world, if there is to be more."""
+        """Tell the notebook of a machine that could have ranks."""
         forming, wanted = self._forming, self._wanted
         if forming is None or forming.spec is None or wanted is None:
             return
         if full_size(wanted, self.there) > forming.spec.world_size:
-            self._tell(Came(node.name))
-
-
-def _torch_store(wanted: WorldConfig) -> TorchStore:
-    """Name a new place in the user's own rendezvous."""
-    name = f"nbdist-{wanted.name}-{secrets.token_hex(8)}"
-    return TorchStore(str(wanted.rdzv_backend), str(wanted.rdzv_endpoint), name)
+            self._tell(messages.Came(node.name))
 
 
 def _who(wanted: WorldConfig) -> tuple[object, ...]:
-    """Return what decides which machines there are, and what runs there; not how many ranks.
-
-    A restart after a change of size keeps its machines, and an allocation that was waited for.
-    """
-    return (
-        wanted.launched_by,
-        wanted.named_hosts,
-        wanted.min_nodes,
-        wanted.max_nodes,
-        wanted.python,
-        wanted.salloc,
-        wanted.wrap,
-        wanted.fork,
-        wanted.address,
-        wanted.link_timeout,
-    )
+    """Return what decides which machines there are and what runs there, but not how many ranks."""
+    started_by = wanted.launched_by, wanted.named_hosts, wanted.salloc, wanted.wrap
+    size, python = (wanted.min_nodes, wanted.max_nodes), (wanted.python, wanted.fork)
+    return *started_by, *size, *python, wanted.address, wanted.link_timeout
 
 
-CODE_TIMEOUT = 60.0
-"""Seconds for a node to take in one part: some megabytes, perhaps over a slow line."""
+CODE_TIMEOUT = 60.0  # seconds for a node to take some megabytes, perhaps over a slow line
 
 
 class KeptCode:
     """What is in the notebook's files now, and which nodes have been brought to it."""
 
     def __init__(self) -> None:
-        self._get: GetCode | None = None
+        self._get: messages.GetCode | None = None
         self._contents: dict[CodeFile, bytes] = {}
         self._sharing: weakref.WeakKeyDictionary[Node, bool] = weakref.WeakKeyDictionary()
 
-    def take(self, request: GetCode | PutCode) -> None:
+    def take(self, request: messages.GetCode | messages.PutCode) -> None:
         """Take in which files there are, or what was missing."""
         match request:
-            case GetCode(files=files):
+            case messages.GetCode(files=files):
                 wanted = {*files.values()}
                 # New ones: what brings the files as they were may still do so.
                 self._get, self._sharing = request, weakref.WeakKeyDictionary()
                 self._contents = {f: c for f, c in self._contents.items() if f in wanted}
-            case PutCode(contents):
+            case messages.PutCode(contents):
                 self._contents |= contents
 
-    async def bring(self, nodes: Iterable[Node]) -> CodeHeld:
-        """Bring the files to those nodes that do not have them yet; the first problem, if any.
-
-        Nothing is brought as long as anything is missing here.
-        """
+    async def bring(self, nodes: Iterable[Node]) -> messages.CodeHeld:
+        """Bring the files to nodes that lack them, once all are here; the first problem."""
         if (get := self._get) is None:
-            return CodeHeld("")
+            return messages.CodeHeld("")
         if missing := {*get.files.values()} - self._contents.keys():
-            return CodeHeld("", tuple(missing))
+            return messages.CodeHeld("", tuple(missing))
         there, sharing = [*nodes], self._sharing
         new = (self._bring_to(node, get) for node in there if node not in sharing)
         for held in await asyncio.gather(*new):
             if held.problem:
                 return held
-        return CodeHeld("", is_shared=bool(there) and all(map(sharing.get, there)))
+        return messages.CodeHeld("", is_shared=bool(there) and all(map(sharing.get, there)))
 
-    async def _bring_to(self, node: Node, get: GetCode) -> CodeHeld:
+    async def _bring_to(self, node: Node, get: messages.GetCode) -> messages.CodeHeld:
         contents, sharing = self._contents, self._sharing
         try:
-            held: CodeHeld = await node.ask(get, CODE_TIMEOUT)
+            held: messages.CodeHeld = await node.ask(get, CODE_TIMEOUT)
             while part := part_of(held.lacks, contents.get):
-                held = await node.ask(PutCode(part), CODE_TIMEOUT)
+                held = await node.ask(messages.PutCode(part), CODE_TIMEOUT)
         except NodeLost as lost:
-            held = CodeHeld(node.name, problem=str(lost))
+            held = messages.CodeHeld(node.name, problem=str(lost))
         if not (held.problem or held.lacks):
             sharing[node] = held.is_shared
         return replace(held, host=node.name)
 
 
-def in_time_of_head(outputs: Outputs, offset_ns: int) -> Outputs:
+def in_time_of_head(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs:
     """Give failures the time of this machine's clock, by which those of all nodes are ordered."""
-    if not any(isinstance(output, Failure | Died) for _, _, output in outputs.items):
-        return outputs
-    return Outputs(
+    return messages.Outputs(
         tuple(
             (rank, task, replace(output, time_ns=output.time_ns - offset_ns))
             if isinstance(output, Failure | Died)
@@ -357,20 +323,7 @@ def in_time_of_head(outputs: Outputs, offset_ns: int) -> Outputs:
     )
 
 
-def last_words(outputs: Outputs) -> Outputs:
-    """Return what ranks had shown before their machine was lost, which may arrive after that.
-
-    They have been reported dead by then: how a task ended there says nothing any more, and what
-    their collectives raised is of a group that is being replaced.
-    """
+def last_words(outputs: messages.Outputs) -> messages.Outputs:
+    """Return what ranks had shown before their machine was lost; they count as dead already."""
     shown = Text | Display | Update | Clear
-    return Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))
-
-
-def shares(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Group ranks by their nodes."""
-    found: dict[int, tuple[int, ...]] = {}
-    for rank in ranks:
-        if rank in node_of:
-            found[node_of[rank]] = (*found.get(node_of[rank], ()), rank)
-    return found
+    return messages.Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))

@@ -1,8 +1,7 @@
 """The end of the link to the head of a world, of an agent on one of several machines.
 
-How it comes there: a ticket on stdin, the first address of it that can be reached, and a
-CurveZMQ connection.  When that is lost it is made again, and both sides say again what the other
-may not have read.  When nobody listens there any more, or stdin ends, the agent leaves.
+When the connection is lost it is made again, and both sides repeat what the other may have missed.
+When the head is gone, or stdin ends, the agent leaves.
 """
 
 from __future__ import annotations
@@ -56,20 +55,8 @@ from nbdist.wire.store import Answer, Operation
 from nbdist.wire.transfer import Dropped, Kind, Mismatch, Numbered, Piece, Receiving
 from nbdist.wire.work import task_from
 
-TICKET_TIMEOUT = 60.0
-"""Seconds for the ticket to come; a person may have to type it."""
-
-LINK_LINGER = 500
-"""Milliseconds that the last messages may take to reach the head."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coming:
-    """How an agent comes to its head, and which node it is, -1 where it was not told."""
-
-    ticket: Ticket
-    way: Way
-    number: int
+TICKET_TIMEOUT = 60.0  # seconds for the ticket to come; a person may have to type it
+LINK_LINGER = 500  # milliseconds that the last messages may take to reach the head
 
 
 def read_ticket() -> Ticket:
@@ -94,14 +81,14 @@ class HeadEnd:
 
     def __init__(
         self,
-        coming: Coming,
+        way: Way,
         port: int,
         receive: Callable[[NodeDown], None],
         leave: Callable[[], None],
         guard: Guard | None = None,
     ) -> None:
         """`port` is the MASTER_PORT that is held here."""
-        self._coming = coming
+        self._way = way
         self._port = port
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Answer]] = {}
@@ -115,11 +102,11 @@ class HeadEnd:
         self._looking: asyncio.Task[None] | None = None
         self._identity = b"agent" + secrets.token_bytes(16)
         if guard is not None:
-            guard.tell(what_to_say(self._identity, coming.ticket, coming.way.address))
+            guard.tell(what_to_say(self._identity, way.ticket, way.address))
         link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         link.linger = LINK_LINGER
         link.routing_id = self._identity
-        come_with(link, coming.ticket)
+        come_with(link, way.ticket)
         monitor: Any = link.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -127,13 +114,9 @@ class HeadEnd:
             | zmq.EVENT_CLOSED
         )
         self._watch = ZMQStream(monitor)
-        link.connect(endpoint(coming.way.address, coming.ticket.port))
+        link.connect(endpoint(way.address, way.ticket.port))
         self._link = ZMQStream(link)
         self._link.on_recv(self._receive, copy=False)
-
-    def __repr__(self) -> str:
-        state = "closed" if self._link.closed() else "open"
-        return f"<HeadEnd {self._coming.way.address} {state}>"
 
     async def open(self) -> None:
         """Say who this is, and where; leave when the link is lost, stdin ends, or at a SIGTERM."""
@@ -145,8 +128,8 @@ class HeadEnd:
             loop.add_reader(sys.stdin.fileno(), self._leave)
         facts = NodeFacts(
             name=socket.gethostname(),
-            number=self._coming.number,
-            address=self._coming.way.own,
+            number=self._way.number,
+            address=self._way.own,
             port=self._port,
             cores=usable_cores(),
             gpus=visible_gpus(os.environ),
@@ -174,7 +157,7 @@ class HeadEnd:
 
     @property
     def _place(self) -> str:
-        place = endpoint(self._coming.way.address, self._coming.ticket.port)
+        place = endpoint(self._way.address, self._way.ticket.port)
         return place.removeprefix("tcp://")
 
     def _note(self, frames: list[bytes]) -> None:
@@ -183,10 +166,8 @@ class HeadEnd:
             self._say_again()
             self._has_come = True
         elif not self._has_come or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            self._end(
-                f"{self._place} does not take this key: a world that has ended had it, or another "
-                "one"
-            )
+            had = "a world that has ended had it, or another one"
+            self._end(f"{self._place} does not take this key: {had}")
         elif self._is_dismissed:
             self._leave()
         else:
@@ -205,21 +186,19 @@ class HeadEnd:
         """Leave if libzmq cannot connect again in time, at once where nobody listens there."""
         loop = asyncio.get_running_loop()
         if self._giving_up is None:
-            timeout = self._coming.ticket.link_timeout
+            timeout = self._way.ticket.link_timeout
             left = self._heard + AGENTS_WAIT * timeout - loop.time()
             self._giving_up = loop.call_later(max(timeout, left), self._lose)
         if self._looking is None or self._looking.done():
             self._looking = loop.create_task(self._look())
 
     async def _look(self) -> None:
-        if await is_refused(self._coming.way.address, self._coming.ticket.port):
+        if await is_refused(self._way.address, self._way.ticket.port):
             self._lose()
 
     def _lose(self) -> None:
-        self._end(
-            f"the connection to the world at {self._place} was lost, and the workers here were "
-            "ended"
-        )
+        lost = f"the connection to the world at {self._place} was lost"
+        self._end(f"{lost}, and the workers here were ended")
 
     def _end(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -274,14 +253,9 @@ class HeadEnd:
                 self._hand_on(message)
 
 
-WAY_TIMEOUT = 5.0
-"""Seconds for one of the head's addresses to answer."""
-
-ORDER_GRACE = 0.2
-"""Seconds more for one that comes before the quickest in order."""
-
-REACH_TIMEOUT = 4.0
-"""Seconds for a machine to answer: two lost packets are sent again by then."""
+WAY_TIMEOUT = 5.0  # seconds for one of the head's addresses to answer
+ORDER_GRACE = 0.2  # seconds more for one that comes before the quickest in order
+REACH_TIMEOUT = 4.0  # seconds for a machine to answer: two lost packets are sent again by then
 
 
 class NoWay(OSError):
@@ -290,76 +264,72 @@ class NoWay(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The address of the head that was reached, and the own one that leads there."""
+    """How an agent comes to its head: at this address, of the ticket's, from an own one.
 
+    `number` is that of the node, -1 where it was not told.
+    """
+
+    ticket: Ticket
     address: str
     own: str
+    number: int = -1
 
 
-def find_way(ticket: Ticket) -> Way:
+def find_way(ticket: Ticket, number: int = -1) -> Way:
     """Connect to all addresses at once, and take the first, in their order, that answers.
 
     An earlier one has `ORDER_GRACE` seconds more than the quickest: on the head's own machine
     all answer, also those by which no other can be reached.  Raises NoWay after
     `WAY_TIMEOUT` seconds, or as soon as all have refused.
     """
-    return asyncio.run(_find_way(ticket))
+    return asyncio.run(_find_way(ticket, number))
 
 
-async def _find_way(ticket: Ticket) -> Way:
-    tried = [asyncio.create_task(_try_way(each, ticket.port)) for each in ticket.addresses]
+async def _find_way(ticket: Ticket, number: int) -> Way:
+    tried = [
+        asyncio.create_task(_connect(each, ticket.port, WAY_TIMEOUT)) for each in ticket.addresses
+    ]
     for quickest in asyncio.as_completed(tried):
-        if isinstance(await quickest, Way):
+        if isinstance(await quickest, str):
             break
     await asyncio.wait(tried, timeout=ORDER_GRACE)
-    found = [attempt.result() for attempt in tried if attempt.done()]
-    if way := next((each for each in found if isinstance(each, Way)), None):
-        return way
-    said = "; ".join(map(str, found))
+    problems = []
+    for address, attempt in zip(ticket.addresses, tried, strict=True):
+        match attempt.result() if attempt.done() else None:
+            case str(own):
+                return Way(ticket, address, own, number)
+            case OSError() as error:
+                problems.append(f"{address}:{ticket.port}: {_why(error, WAY_TIMEOUT)}")
+    said = "; ".join(problems)
     raise NoWay(f"{socket.gethostname()} cannot reach the notebook's machine at {said}")
-
-
-async def _try_way(address: str, port: int) -> Way | str:
-    """Return the way by this address, or why there is none."""
-    try:
-        return Way(address, await _connect(address, port, WAY_TIMEOUT))
-    except OSError as error:
-        return f"{address}:{port}: {_why(error, WAY_TIMEOUT)}"
 
 
 async def first_unreached(targets: Sequence[Target], timeout: float = REACH_TIMEOUT) -> str:
     """Try all at once; return which could not be reached, where and why, "" for none."""
-    tried = await asyncio.gather(*(_try(target, timeout) for target in targets))
-    return next(filter(None, tried), "")
-
-
-async def _try(target: Target, timeout: float) -> str:
-    try:
-        await _connect(target.address, target.port, timeout)
-    except ConnectionRefusedError:
-        return ""  # nothing listens there, and it is the machine that says so
-    except OSError as error:
-        return f"{target.name} at {target.address}:{target.port}: {_why(error, timeout)}"
+    tried = await asyncio.gather(*(_connect(to.address, to.port, timeout) for to in targets))
+    for to, error in zip(targets, tried, strict=True):
+        # A machine that refuses is there; nothing listens on that port.
+        if isinstance(error, OSError) and not isinstance(error, ConnectionRefusedError):
+            return f"{to.name} at {to.address}:{to.port}: {_why(error, timeout)}"
     return ""
 
 
 async def is_refused(address: str, port: int) -> bool:
     """Return True if the machine refuses the connection: no process listens on that port."""
-    try:
-        await _connect(address, port, REACH_TIMEOUT)
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
+    return isinstance(await _connect(address, port, REACH_TIMEOUT), ConnectionRefusedError)
 
 
-async def _connect(address: str, port: int, timeout: float) -> str:
-    """Connect there, and return the own address that leads there; OSError where none does."""
+async def _connect(address: str, port: int, timeout: float) -> str | OSError:
+    """Connect there, and return the own address that leads there, or what is in the way."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as attempt:
-        attempt.settimeout(0.0)
-        async with asyncio.timeout(timeout):
-            await asyncio.get_running_loop().sock_connect(attempt, (address, port))
-        return str(attempt.getsockname()[0])
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as attempt:
+            attempt.settimeout(0.0)
+            async with asyncio.timeout(timeout):
+                await asyncio.get_running_loop().sock_connect(attempt, (address, port))
+            return str(attempt.getsockname()[0])
+    except OSError as error:
+        return error
 
 
 def _why(error: OSError, timeout: float) -> str:

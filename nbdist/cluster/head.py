@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,47 +19,16 @@ from nbdist.cluster.node import Node, NodeLost
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Died, Done
 from nbdist.system.processes import Guard
+from nbdist.wire import messages
 from nbdist.wire.files import GetLogs
-from nbdist.wire.messages import (
-    Abort,
-    Aborted,
-    Answer,
-    Ask,
-    Consult,
-    Down,
-    Enter,
-    GetCode,
-    GetRefused,
-    GetStacks,
-    GetStatus,
-    Grow,
-    Heal,
-    Interrupt,
-    Kill,
-    Leave,
-    LetGo,
-    Locate,
-    Located,
-    Outputs,
-    PutCode,
-    Received,
-    Reply,
-    Request,
-    Run,
-    Scale,
-    Spare,
-    Starting,
-    StartWorld,
-    StopWorld,
-    Up,
-    Used,
-)
-from nbdist.wire.node_messages import NodeAnswer, NodeUp, StoreAnswer, StoreAsk
+from nbdist.wire.node_messages import LocateRanks, NodeAnswer, NodeUp, StoreAnswer, StoreAsk
 from nbdist.wire.store import HostedStore, Operation
 from nbdist.wire.transfer import Dropped, Piece, Taken
-from nbdist.wire.views import Place, Usage, WorldInfo
+from nbdist.wire.views import Usage, WorldInfo
 
 log = logging.getLogger("nbdist.cluster")
+
+ToRanks = messages.Abort | messages.Interrupt | messages.LetGo | messages.Spare
 
 
 class Head:
@@ -69,7 +38,6 @@ class Head:
     """
 
     def __init__(self, runtime: Path, notebook_pid: int, guard: Guard) -> None:
-        self._runtime = runtime
         self._store = HostedStore()
         self._transfers = BulkTransfers(
             lambda number: self._assembly.node(number),
@@ -82,7 +50,6 @@ class Head:
         self._task_of: dict[int, str] = {}
         self._batches: deque[Node | None] = deque()
         self._usage: dict[int, Usage] = {}
-        self._round = Round()
         self._serving = Serving(self._answer, self._send)
         leave = self._serving.leave
         self._notebook = Tether(
@@ -106,121 +73,123 @@ class Head:
             await self._notebook.close()
             await self._listener.close()
 
-    def _send(self, message: Up) -> None:
+    def _send(self, message: messages.Up) -> None:
         self._notebook.send(message)
 
     # --- from the notebook ----------------------------------------------------------------
 
-    def _receive(self, message: Down) -> None:
+    def _receive(self, message: messages.Down) -> None:
+        do, reply = self._serving.do, self._serving.reply
         match message:
-            case Run() as run:
+            case messages.Run() as run:
                 self._run(run)
-            case Ask(number, GetStatus() | GetStacks() | GetLogs() as request):
-                self._serving.do(self._reply(number, rows_of(self._assembly.there, request)))
-            case Ask(number, GetRefused()):
-                self._notebook.send(Answer(number, self._assembly.refused))
-            case Ask(number, Consult() as consult):
+            case messages.Ask(
+                number, messages.GetStatus() | messages.GetStacks() | GetLogs() as request
+            ):
+                do(reply(number, rows_of, self._assembly.there, request))
+            case messages.Ask(number, messages.GetRefused()):
+                self._send(messages.Answer(number, self._assembly.refused))
+            case messages.Ask(number, messages.Consult() as consult):
                 parts = self._assembly.nodes(consult.ranks)
-                self._serving.do(self._reply(number, first_answer(parts, consult)))
-            case Ask() as ask:
+                do(reply(number, first_answer, parts, consult))
+            case messages.Ask() as ask:
                 self._serving.call(ask)
-            case Locate(ranks):
-                self._round.begin(self._assembly.nodes(ranks))
-            case Interrupt(ranks):
+            case messages.Locate(ranks):
+                do(self._locate(ranks))
+            case messages.Interrupt(ranks):
                 self._pass_on(message, self._transfers.stop(ranks))
-            case LetGo(task_id, ranks):
+            case messages.LetGo(task_id, ranks):
                 self._transfers.up.let_go(ranks, task_id)
                 self._pass_on(message, ranks)
-            case Abort(ranks) | Spare(ranks):
+            case messages.Abort(ranks) | messages.Spare(ranks):
                 self._pass_on(message, ranks)
-            case Enter(rank):
+            case messages.Enter(rank):
                 for node in self._assembly.nodes([rank]):
                     node.send(message)
-            case Received():
+            case messages.Received():
                 if sender := self._batches.popleft():
                     sender.send(message)
-            case Leave():
+            case messages.Leave():
                 self._serving.leave()
 
-    async def _answer(self, request: Request) -> Reply:
+    async def _answer(self, request: messages.Request) -> messages.Reply:
         match request:
-            case StartWorld():
+            case messages.StartWorld():
                 self._task_of.clear()
                 return await self._assembly.start(request)
-            case StopWorld(grace):
+            case messages.StopWorld(grace):
                 await self._assembly.stop(grace)
-            case Heal() | Scale() | Grow():
+            case messages.Heal() | messages.Scale() | messages.Grow():
                 reply = await self._assembly.change(request)
                 self._task_of.clear()
                 return reply
-            case Kill(ranks):
+            case messages.Kill(ranks):
                 parts = self._assembly.nodes(ranks).items()
                 kills = (ask(node, replace(request, ranks=part)) for node, part in parts)
                 await asyncio.gather(*kills)
-            case GetCode() | PutCode():
+            case messages.GetCode() | messages.PutCode():
                 return await self._assembly.take_code(request)
         return None
 
     # --- to the nodes ---------------------------------------------------------------------
 
-    def _pass_on(
-        self, message: Abort | Interrupt | LetGo | Locate | Spare, ranks: Iterable[int]
-    ) -> None:
+    def _pass_on(self, message: ToRanks, ranks: Iterable[int]) -> None:
         for node, part in self._assembly.nodes(ranks).items():
             node.send(replace(message, ranks=part))
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: messages.Run) -> None:
         self._usage.clear()
         self._transfers.run(
             run, [node.number for node in self._assembly.nodes(run.ranks) if not node.lost]
         )
 
-    def _send_run(self, run: Run) -> None:
+    def _send_run(self, run: messages.Run) -> None:
         for node, part in self._assembly.nodes(run.ranks).items():
             self._task_of.update(dict.fromkeys(part, run.id))
             node.send(replace(run, ranks=part))
             if node.lost:
                 self._report_dead(node, part)
 
-    async def _reply(self, number: int, reply: Awaitable[Any]) -> None:
-        self._notebook.send(Answer(number, await reply))
+    async def _locate(self, ranks: Iterable[int]) -> None:
+        parts = self._assembly.nodes(ranks).items()
+        found = await asyncio.gather(*(node.do(LocateRanks(part)) for node, part in parts))
+        places = {rank: place for each in found for rank, place in each.items()}
+        self._send(messages.Located(places))
 
     async def _look(self, info: WorldInfo) -> WorldInfo:
         spec = self._assembly.spec
-        rows = () if spec is None else await rows_of(self._assembly.there, GetStatus())
+        rows = () if spec is None else await rows_of(self._assembly.there, messages.GetStatus())
         return with_ranks(info, spec, rows)
 
     # --- from the nodes -------------------------------------------------------------------
 
     def _take(self, node: Node, message: NodeUp) -> None:
         match message:
-            case Outputs() if node.lost:
+            case messages.Outputs() if node.lost:
                 self._show(last_words(message), node)
             case _ if node.lost:
                 log.info("%s said more after it was lost: %s", node.name, type(message).__name__)
-            case Answer(number, reply) | NodeAnswer(number, reply):
+            case messages.Answer(number, reply) | NodeAnswer(number, reply):
                 node.answered(number, reply)
-            case Outputs() as outputs:
+            case messages.Outputs() as outputs:
                 outputs = self._transfers.up.moved(node.number, outputs)
                 self._show(in_time_of_head(outputs, node.offset_ns), node)
             case Piece() | Taken() | Dropped():
                 self._transfers.take(node.number, message)
-            case Located(places):
-                self._say_where(self._round.take(node, places))
-            case Aborted() as aborted:
+            case messages.Aborted() as aborted:
                 self._notebook.send(aborted)
-            case Used(usage):
+            case messages.Used(usage):
                 self._usage.update(usage)
-                self._notebook.send(Used(dict(self._usage)))
+                self._notebook.send(messages.Used(dict(self._usage)))
             case StoreAsk(number, operation):
                 self._serving.do(self._ask_store(node, number, operation))
-            case Starting(up):
+            case messages.Starting(up):
                 self._assembly.came_up(node, up)
 
     async def _ask_store(self, node: Node, number: int, operation: Operation) -> None:
         node.send(StoreAnswer(number, await self._store.ask(operation)))
 
-    def _show(self, outputs: Outputs, node: Node | None) -> None:
+    def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
         """Pass on a batch, and note whose it is: the notebook acknowledges them in this order."""
         for rank, task, output in outputs.items:
             if isinstance(output, Done | Died) and self._task_of.get(rank) == task:
@@ -228,12 +197,7 @@ class Head:
         self._batches.append(node)
         self._notebook.send(outputs)
 
-    def _say_where(self, located: Located | None) -> None:
-        if located is not None:
-            self._notebook.send(located)
-
     def _lose(self, node: Node) -> None:
-        self._say_where(self._round.drop(node))
         self._report_dead(node, node.ranks)
         self._transfers.lose(node.number)
 
@@ -242,17 +206,16 @@ class Head:
         died = Died(None, now, why=f"{node.lost}: its machine counts as lost")
         items = tuple((rank, self._task_of.get(rank, ""), died) for rank in ranks)
         if items:
-            self._show(Outputs(items), None)
+            self._show(messages.Outputs(items), None)
 
 
-LOOK_TIMEOUT = 10.0
-"""Seconds for nodes to say how their ranks are; longer than an agent takes."""
+LOOK_TIMEOUT = 10.0  # seconds for nodes to say how their ranks are; longer than an agent takes
 
 Parts = Mapping[Node, tuple[int, ...]]
 """Nodes, and ranks of each."""
 
 
-async def ask(node: Node, request: Request) -> Any:
+async def ask(node: Node, request: messages.Request) -> Any:
     """Return what a node answers, None where it is lost."""
     try:
         return await node.ask(request, LOOK_TIMEOUT)
@@ -261,7 +224,7 @@ async def ask(node: Node, request: Request) -> Any:
 
 
 async def rows_of(
-    nodes: Iterable[Node], request: GetStatus | GetStacks | GetLogs
+    nodes: Iterable[Node], request: messages.GetStatus | messages.GetStacks | GetLogs
 ) -> tuple[Any, ...]:
     """Return the rows of all ranks, in their order; those of lost nodes are missing."""
     found = await asyncio.gather(*(ask(node, request) for node in nodes))
@@ -269,37 +232,10 @@ async def rows_of(
     return tuple(sorted(rows, key=lambda row: int(row.rank)))
 
 
-async def first_answer(parts: Parts, consult: Consult) -> Any:
+async def first_answer(parts: Parts, consult: messages.Consult) -> Any:
     """Ask all nodes that have one of the ranks; return what one of them knows, None for nothing."""
     asked = [ask(node, replace(consult, ranks=ranks)) for node, ranks in parts.items()]
     answer = None
     for each in asyncio.as_completed(asked):
         answer = answer or await each
     return answer
-
-
-class Round:
-    """One question where ranks are, and the answers of all nodes to it so far."""
-
-    def __init__(self) -> None:
-        self._places: dict[int, Place] = {}
-        self._waited_for: set[int] = set()
-
-    def begin(self, parts: Parts) -> None:
-        """Ask these; what has not been answered of the round before is not waited for."""
-        self._places.clear()
-        self._waited_for = {node.number for node in parts if not node.lost}
-        for node, ranks in parts.items():
-            node.send(Locate(ranks))
-
-    def take(self, node: Node, places: Mapping[int, Place]) -> Located | None:
-        """Take in an answer; return all of them once there are all."""
-        self._places.update(places)
-        return self.drop(node)
-
-    def drop(self, node: Node) -> Located | None:
-        """Wait no longer for this one; return all answers where it was the last."""
-        if node.number not in self._waited_for:
-            return None
-        self._waited_for.discard(node.number)
-        return None if self._waited_for else Located(dict(self._places))

@@ -1,8 +1,7 @@
 """What starts one agent on each machine, and knows when it ends: ssh, or `nbdist join` there.
 
-Launchers run in the process of a world's head, and are found by their names among the entry
-points `nbdist.launchers`.  To start an agent is to run `agent_command` there with the ticket
-on stdin; the agent ends when that does, and comes to the head by itself.
+Launchers run in the head, found among the entry points `nbdist.launchers`.  To start an agent is to
+run `agent_command` there with the ticket on stdin; it ends with that, and comes by itself.
 """
 
 from __future__ import annotations
@@ -23,11 +22,8 @@ from nbdist.config import WorldConfig
 from nbdist.system.processes import MODULE, Child
 from nbdist.system.processes import agent_command as agent_command  # launchers find all here
 
-ARRIVE_TIMEOUT = 60.0
-"""Seconds for an agent that was started to come: Python starts there, perhaps over a network."""
-
-KILL_TIMEOUT = 2.0
-"""Seconds for a process that was killed to be gone."""
+ARRIVE_TIMEOUT = 60.0  # seconds for a started agent to come: Python starts first
+KILL_TIMEOUT = 2.0  # seconds for a process that was killed to be gone
 
 
 class LaunchError(Exception):
@@ -56,19 +52,16 @@ class AgentProcess(ABC):
         return []
 
     def complaint(self) -> str:
-        """Say in one line why it has ended, "" where its last lines say it."""
+        """Word in one line why it has ended, "" where its last lines say it."""
         return ""
 
     @abstractmethod
     def end(self, timeout: float) -> None:
-        """Have it end: its stdin at once, by force after `timeout` seconds.
-
-        Called in a thread.
-        """
+        """End its stdin at once, it by force after `timeout` seconds; called in a thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of all descriptors, after `end`."""
+        """Close all descriptors, after `end`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +88,11 @@ class Launcher(Protocol):
     """Starts agents; made anew for each world."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start one agent on each machine; raises LaunchError, or OSError, where none can be.
-
-        `folder` is for files of its own, such as the logs of what it runs: it lasts as long as
-        the world.  Called once, in the head.
-        """
+        """Start one agent on each machine, with logs in `folder`; LaunchError, or OSError."""
 
 
 def find_launcher(name: str) -> Launcher:
-    """Make the launcher of that name, which the notebook has found among the entry points.
-
-    Raises LaunchError where its module cannot be had.
-    """
+    """Make the launcher of that name; raises LaunchError where its module cannot be imported."""
     try:
         made = plugins.entry_points(plugins.LAUNCHERS)[name].load()
     except (ImportError, AttributeError) as error:
@@ -115,10 +101,7 @@ def find_launcher(name: str) -> Launcher:
 
 
 class AgentCommand(Child, AgentProcess):
-    """An agent, or several, by a command that runs here: `ssh`, `srun`, an interpreter.
-
-    It gets the ticket on its stdin, which stays open as long as the agents are to run.
-    """
+    """Agents that end with the stdin of a command that runs here: `ssh`, `srun`, an interpreter."""
 
     def __init__(
         self,
@@ -137,7 +120,6 @@ class AgentCommand(Child, AgentProcess):
             self._process.stdin.flush()
 
     def end(self, timeout: float) -> None:
-        """Have it end: its stdin at once, by force after `timeout` seconds."""
         self._end_stdin()
         if self._ends_in(timeout):
             return
@@ -147,9 +129,7 @@ class AgentCommand(Child, AgentProcess):
             self._ends_in(KILL_TIMEOUT)
 
 
-CONNECT_TIMEOUT = 5
-"""Seconds for a host to answer."""
-
+CONNECT_TIMEOUT = 5  # seconds for a host to answer
 ALIVE_EVERY = 15
 """Seconds of silence after which ssh asks whether the host is there; three times, then it ends.
 
@@ -188,8 +168,7 @@ def ssh_command(host: str, number: int, wanted: WorldConfig) -> list[str]:
     ]
 
 
-WAIT_TIMEOUT = 3600.0
-"""Seconds for all machines to come: a queue may be in between, and Stop ends the wait."""
+WAIT_TIMEOUT = 3600.0  # seconds for all machines to come; Stop ends the wait
 
 
 class JoinKey(AgentProcess):
@@ -202,16 +181,13 @@ class JoinKey(AgentProcess):
         self._fd = os.eventfd(0)
 
     def fileno(self) -> int:
-        """Return a descriptor that never turns readable."""
         return self._fd
 
     def end(self, timeout: float) -> None:
-        """Take the key back."""
         with suppress(OSError):
             self._file.unlink()
 
     def close(self) -> None:
-        """Let go of the descriptor."""
         os.close(self._fd)
 
 
@@ -251,10 +227,7 @@ _KNOWN = {
 
 
 def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
-    """Word the first reason that is known among these lines, and the remedy; "" for none.
-
-    The lines were left by `command`.
-    """
+    """Word the first known reason in what `command` wrote last, and the remedy; "" for none."""
     text = "\n".join(lines)
     for pattern, said in _KNOWN.items():
         if found := re.search(pattern, text, re.MULTILINE):
@@ -265,7 +238,7 @@ def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
 
 
 def _named_by(programs: Sequence[str], command: str) -> str:
-    """Say which option names a program of this command: the interpreter, or what wraps it."""
+    """Word which option names a program of this command: the interpreter, or what wraps it."""
     *wrapper, _ = re.split(r"[\s'\"]+", command.partition(f" {' '.join(MODULE)} ")[0])
     is_wrapper = not {*wrapper}.isdisjoint(programs)
     return "`--wrap` names it" if is_wrapper else "`--python` names the interpreter"

@@ -15,21 +15,16 @@ from nbdist import __version__, topology
 from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology
 from nbdist.topology import Seats, free_seats, reseat
-from nbdist.wire.messages import Ask, Request, StartFailure, WorldStarted
+from nbdist.wire.messages import Ask, Request, StartFailure
 from nbdist.wire.node_messages import (
     AnyReply,
-    CallOff,
     EndRanks,
     Form,
-    Formed,
     GetClock,
-    GetHeld,
-    Held,
     NodeAsk,
     NodeDown,
     NodeHello,
     PartRequest,
-    Plan,
     Prepare,
     Renumber,
     StartPart,
@@ -38,20 +33,7 @@ from nbdist.wire.node_messages import (
 from nbdist.wire.spec import Versions, WorldSpec, difference
 from nbdist.words import count
 
-START_TIMEOUT = 190.0
-"""Seconds; longer than an agent takes for its part of a start."""
-
-HELD_TIMEOUT = 35.0
-PREPARE_TIMEOUT = 120.0
-FORM_TIMEOUT = 60.0
-CLOCK_TIMEOUT = 5.0
-CALL_OFF_TIMEOUT = 5.0
-END_TIMEOUT = 20.0
-"""Seconds for ranks to have ended, beyond the grace they have for it."""
-
-CLOCK_TRIES = 3
-"""Times that a clock is read; the answer that came quickest says most."""
-
+CLOCK_TRIES = 3  # times that a clock is read; the answer that came quickest says most
 
 T = TypeVar("T")
 
@@ -85,14 +67,12 @@ class Node:
         state = f"lost: {self.lost}" if self.lost else f"ranks {[*self.ranks]}"
         return f"<Node {self.number} {self.name} {state}>"
 
-    # --- asking ---------------------------------------------------------------------------
-
     def send(self, message: NodeDown) -> None:
         """Send a message; one to a node that is lost goes nowhere."""
         if not self.lost:
             self._send(message)
 
-    async def ask(self, request: Request | PartRequest, timeout: float) -> Any:
+    async def ask(self, request: Request | PartRequest[Any], timeout: float) -> Any:
         """Return the reply to what a notebook, or only a head, can ask; raises NodeLost."""
         if self.lost:
             raise NodeLost(self.lost)
@@ -110,14 +90,6 @@ class Node:
         finally:
             del self._answers[number]
 
-    async def _ask_or(self, request: PartRequest, timeout: float, lost: Callable[[str], T]) -> T:
-        """Return the reply; of a node that is lost what `lost` makes of the reason."""
-        try:
-            reply: T = await self.ask(request, timeout)
-        except NodeLost as error:
-            return lost(str(error))
-        return reply
-
     def answered(self, number: int, reply: AnyReply) -> None:
         """Take in a reply."""
         answer = self._answers.get(number)
@@ -133,50 +105,33 @@ class Node:
 
     async def set_clock(self) -> None:
         """Find out how far its clock is ahead."""
-        best = float("inf")
+        best, request = float("inf"), GetClock()
         for _ in range(CLOCK_TRIES):
             before, began = time.time_ns(), time.monotonic_ns()
-            there = await self.ask(GetClock(), CLOCK_TIMEOUT)
+            there = await self.ask(request, request.timeout)
             took = time.monotonic_ns() - began
             if took < best:
                 best, self.offset_ns = took, there - before - took // 2
 
-    # --- as a part of the world: what each of these does, `nbdist.agent.forming.Part` says ------
-
-    def _here(self, spec: WorldSpec) -> WorldSpec:
-        return replace(spec, node=self.number)
-
-    async def start_part(
-        self, spec: WorldSpec, ranks: Sequence[int], attempt: int
-    ) -> WorldStarted | StartFailure:
-        self.ranks = tuple(ranks)
-        request = StartPart(self._here(spec), self.ranks, attempt)
-        started: WorldStarted | StartFailure = await self._ask_or(
-            request, START_TIMEOUT, lambda why: StartFailure(ranks[0], "", "the agent", why, ())
-        )
-        return replace(started, host=self.name) if isinstance(started, StartFailure) else started
-
-    async def held(self) -> Held:
-        return await self._ask_or(GetHeld(), HELD_TIMEOUT, lambda _: Held({}))
-
-    async def prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
-        return await self._ask_or(Prepare(self._here(spec), tuple(ranks)), PREPARE_TIMEOUT, str)
-
-    async def form(self, plan: Plan, ranks: Sequence[int]) -> Formed:
-        self.ranks = tuple(ranks)
-        request = Form(replace(plan, spec=self._here(plan.spec)), self.ranks)
-        return await self._ask_or(request, FORM_TIMEOUT, lambda why: Formed({}, {}, (), why))
-
-    async def call_off(self, generation: int) -> None:
-        await self._ask_or(CallOff(generation), CALL_OFF_TIMEOUT, lambda _: None)
-
-    async def end(self, ranks: Sequence[int], grace: float) -> None:
-        self.ranks = tuple(rank for rank in self.ranks if rank not in {*ranks})
-        await self._ask_or(EndRanks(tuple(ranks), grace), grace + END_TIMEOUT, lambda _: None)
-
-    async def renumber(self, became: Mapping[int, int]) -> None:
-        self.ranks = tuple(became.get(rank, rank) for rank in self.ranks)
-        await self._ask_or(Renumber(became), CALL_OFF_TIMEOUT, lambda _: None)
+    async def do(self, request: PartRequest[T]) -> T:
+        """Ask it of the workers there: for `nbdist.agent.forming`."""
+        match request:
+            case StartPart() | Form():
+                self.ranks = request.ranks
+            case EndRanks(ranks):
+                self.ranks = tuple(rank for rank in self.ranks if rank not in ranks)
+            case Renumber(became):
+                self.ranks = tuple(became.get(rank, rank) for rank in self.ranks)
+        asked: Any = request
+        if isinstance(request, StartPart | Prepare | Form):
+            asked = replace(request, spec=replace(request.spec, node=self.number))
+        try:
+            reply = await self.ask(asked, request.timeout)
+        except NodeLost as error:
+            reply = request.lost(str(error))
+        if isinstance(reply, StartFailure):
+            reply = replace(reply, host=self.name)
+        return reply  # type: ignore[no-any-return]
 
 
 # --- where ranks sit, and what is checked of machines before ----------------------------------
@@ -187,9 +142,13 @@ class NoSeats(ValueError):
 
 
 def room_of(wanted: WorldConfig, nodes: Sequence[Node]) -> dict[int, int]:
-    """Say for how many workers each node has room."""
+    """Return for how many workers each node has room."""
     slots = dict(enumerate(host.slots for host in wanted.named_hosts))
-    return {node.number: slots.get(node.number) or _room(wanted, node) for node in nodes}
+    return {
+        node.number: slots.get(node.number)
+        or topology.resolve(wanted.per_node, len(_gpus(wanted, node)), node.facts.cores)
+        for node in nodes
+    }
 
 
 def _gpus(wanted: WorldConfig, node: Node) -> tuple[str, ...]:
@@ -202,12 +161,8 @@ def _gpus(wanted: WorldConfig, node: Node) -> tuple[str, ...]:
 
 
 def _has_cuda(node: Node) -> bool:
-    """Say whether torch there may use GPUs: of a build for CPUs alone its version tells."""
+    """Return False where torch's version tells that it is a build for CPUs alone."""
     return not node.facts.torch.endswith("+cpu")
-
-
-def _room(wanted: WorldConfig, node: Node) -> int:
-    return topology.resolve(wanted.per_node, len(_gpus(wanted, node)), node.facts.cores)
 
 
 def _usable_seats(wanted: WorldConfig, nodes: Sequence[Node]) -> Seats:
@@ -251,7 +206,7 @@ def _check_nccl(
 
 
 def led_by_first(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
-    """Have MASTER_ADDR be the machine of rank 0."""
+    """Set MASTER_ADDR to the machine of rank 0."""
     first = next(node for node in nodes if node.number == spec.seats[0].node)
     return replace(spec, master_addr=first.facts.address, master_port=first.facts.port)
 
@@ -259,10 +214,9 @@ def led_by_first(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
 def without(
     spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]
 ) -> tuple[WorldSpec, tuple[int, ...]]:
-    """Seat the ranks of lost nodes on those that are there, or leave them out: also who stays.
+    """Seat the ranks of lost nodes on the others, or leave them out; return the ranks that stay.
 
-    There they all sit where there is room for all, else none of them does; () where no node
-    is left.
+    They all are seated where there is room for all, else none is; () where no node is left.
     """
     lost = {seat.node for seat in spec.seats} - {node.number for node in nodes}
     keep = tuple(range(spec.world_size))
@@ -292,12 +246,11 @@ def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, 
     return replace(spec, world_size=size, seats=(*seats, *new))
 
 
-REACHED = 16
-"""Machines that each machine tries to reach, at most; the others try the rest."""
+REACHED = 16  # machines that each machine tries to reach, at most; the others try the rest
 
 
 def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
-    """Say in which version a machine differs from the notebook's that has to be the same."""
+    """Word the version in which a machine differs from the notebook's, and the remedy."""
     facts = hello.facts
     own = f"{facts.python} on {name}"
     if hello.version != __version__:

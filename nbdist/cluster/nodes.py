@@ -21,18 +21,11 @@ from nbdist.words import count, word_exit
 
 log = logging.getLogger("nbdist.cluster")
 
-WAYS_TIMEOUT = 10.0
-"""Seconds for machines to have tried to reach one another; longer than they take."""
-
-LAST_CALL = 1.0
-"""Seconds after the last that came until it is begun without others, where these are enough."""
-
-AGAIN_INTERVAL = 5.0
-"""Seconds between two attempts to have an agent on a machine that is lost, or has not come."""
+LAST_CALL = 1.0  # seconds after the last node until a start with fewer than could come
+AGAIN_INTERVAL = 5.0  # seconds between two attempts to start a missing agent
 
 LAST_WORD_TIMEOUT, LAST_WORD_STEP = 3.0, 0.1
-LEAVE_TIMEOUT = 5.0
-"""Seconds for an agent that was told to leave to have ended all that it has."""
+LEAVE_TIMEOUT = 5.0  # seconds for an agent that was told to leave to have ended all that it has
 
 
 class CannotStart(Exception):
@@ -86,12 +79,12 @@ class NodePool:
         return [self.nodes[number] for number in sorted(self.nodes) if not self.nodes[number].lost]
 
     def will_do(self, wanted: WorldConfig) -> bool:
-        """Say whether a restart can have these nodes: enough of them, and no more to be had."""
+        """Return True if a restart can have these nodes: enough, and as many as can be."""
         enough = len(self.there) >= wanted.min_nodes
         return enough and not (self._is_final and self._is_short(wanted))
 
     def word_way_back(self, wanted: WorldConfig) -> str:
-        """Say what has missing nodes come; "" for none, and where they do by themselves."""
+        """Word what makes missing nodes come; "" for none, and where they do by themselves."""
         if not self._is_short(wanted):
             return ""
         if self._is_final:
@@ -108,16 +101,13 @@ class NodePool:
         return self._launched.again is None and not self._launched.invitation
 
     def _is_short(self, wanted: WorldConfig) -> bool:
-        """Say whether there are fewer nodes than there could be, or have been."""
+        """Return True if there are fewer nodes than there could be, or have been."""
         # An allocation of fewer than could be is not given up for another one.
         most = None if wanted.salloc else wanted.max_nodes
         return len(self.there) < (most or len(self.nodes))
 
     async def fill(self, wanted: WorldConfig, report: Callable[[str], None]) -> None:
-        """Have agents started, and wait until they have come; raises CannotStart.
-
-        `report` is called with what is to be said of those that have come.
-        """
+        """Start agents and wait until they have come, which `report` hears; raises CannotStart."""
         try:
             seconds = wanted.link_timeout or LINK_TIMEOUT
             self.server.open(*listened_at(wanted.address), link_timeout=seconds)
@@ -146,7 +136,7 @@ class NodePool:
         task.add_done_callback(self._late.discard)
 
     async def close(self) -> None:
-        """Have all agents leave, and end what was started for them."""
+        """Make all agents leave, and end what was started for them."""
         self._is_leaving = True
         for node in self.there:
             node.send(Leave())
@@ -186,29 +176,26 @@ class NodePool:
         report(awaited.text(room))
 
     def _room(self, wanted: WorldConfig) -> dict[str, int]:
-        """Say for how many workers each that has come has room, by its name."""
-        room = room_of(wanted, self.there)
+        """Return for how many workers each node that has come has room, by its name."""
+        room, found = room_of(wanted, self.there), dict[str, int]()
         names = [node.name for node in self.there]
-        return {
-            node.name if names.count(node.name) == 1 else f"{node.name} #{node.number}": room[
-                node.number
-            ]
-            for node in self.there
-        }
+        for node in self.there:
+            is_alone = names.count(node.name) == 1
+            found[node.name if is_alone else f"{node.name} #{node.number}"] = room[node.number]
+        return found
 
     def _nobody_came(self) -> CannotStart:
         there = {node.number for node in self.there}
         hosts = [host for at, host in enumerate(self._launched.hosts) if at not in there]
         missing = ", ".join(hosts) or count(self._launched.nodes - len(there), "node")
-        return CannotStart(
-            missing, f"no agent came from there within {self._launched.arrive_timeout:.0f} s"
-        )
+        why = f"no agent came from there within {self._launched.arrive_timeout:.0f} s"
+        return CannotStart(missing, why)
 
     async def _check_ways(self) -> None:
-        """Have machines try to reach one another; raises CannotStart."""
+        """Let machines try to reach one another; raises CannotStart."""
         there = self.there
         tried = targets(there)
-        asked = (node.ask(Reach(tried[node.number]), WAYS_TIMEOUT) for node in there)
+        asked = (node.ask(Reach(tried[node.number]), Reach.timeout) for node in there)
         try:
             problems = await asyncio.gather(*asked)
         except NodeLost:
@@ -218,7 +205,7 @@ class NodePool:
                 raise CannotStart(node.name, unreachable(node.name, problem))
 
     async def _try_again(self) -> None:
-        """Have agents again where some were lost, or could not be started, while that lasts."""
+        """Start agents again where some were lost, or could not be started."""
         launched = self._launched
         assert launched.again is not None
         while True:
@@ -275,10 +262,7 @@ class NodePool:
     # --- going ----------------------------------------------------------------------------
 
     async def last_word(self) -> str:
-        """Return what a command that started all nodes says of their end, "" for nothing.
-
-        It comes some time after the nodes have gone, so many seconds at most.
-        """
+        """Return what the command of all nodes says of their end, soon after it; else ""."""
         loop = asyncio.get_running_loop()
         of_all = [process for process in self._processes if not process.host]
         end = loop.time() + LAST_WORD_TIMEOUT
@@ -307,8 +291,8 @@ class NodePool:
         why = why_refused(process.host, lines, process.command) or f"it {word_exit(code)}"
         mine = [node for node in self.there if process.host in ("", node.name)]
         said = process.complaint()
+        program = process.command.split(" ", 1)[0]
         for node in mine:
-            program = process.command.split(" ", 1)[0]
             self._note_loss(node, said or f"{program} to {node.name} has ended")
         if self._launched.again is not None:
             self._processes.remove(process)
@@ -341,10 +325,10 @@ def _complaint(processes: Sequence[AgentProcess]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """So many nodes, and where nobody knows how many will come, room for so many workers.
+    """The nodes that are waited for; where their number is not known, the room for `workers`.
 
-    `invitation` is the command that has another one come, "" where a launcher does that.  Of
-    the nodes `least` are enough, where the others do not come at the same time.
+    `invitation` is the command that brings another one, "" where a launcher does that.  `least`
+    nodes are enough where the others do not come at the same time.
     """
 
     nodes: int
@@ -353,11 +337,11 @@ class Awaited:
     least: int = 0
 
     def will_do(self, room: Mapping[str, int]) -> bool:
-        """Say whether it can be begun without the others."""
+        """Return True if it can be begun without the others."""
         return 0 < self.least <= len(room) and not self.invitation
 
     def have_come(self, room: Mapping[str, int]) -> bool:
-        """Say whether these are enough; `room` is for how many workers each has it, by name."""
+        """Return True if these are enough; `room` is for how many workers each has it, by name."""
         if len(room) < self.nodes:
             return False
         return not self.invitation or self.workers is None or sum(room.values()) >= self.workers

@@ -1,8 +1,6 @@
 """`--launcher ray`: one agent on each node of a Ray cluster that is there, below an actor of Ray's.
 
-Here is the head's side, and what a world asks of each node.  What speaks with Ray is a process of
-its own, `ray_driver`, with which this one exchanges pickled messages over pipes: the ticket goes
-that way too, and from there to the actors as an argument of a call.
+The head exchanges pickled messages with the process that speaks with Ray, `ray_driver`.
 """
 
 from __future__ import annotations
@@ -24,11 +22,10 @@ from nbdist import topology
 from nbdist.cluster.launcher import KILL_TIMEOUT, AgentProcess, Launched, agent_command
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
-from nbdist.system.processes import MODULE
+from nbdist.system.processes import MODULE, Child
 from nbdist.words import count
 
-PLACED_TIMEOUT = 60.0
-"""Seconds until Ray has placed all actors: it is imported, asked, and starts interpreters."""
+PLACED_TIMEOUT = 60.0  # seconds for Ray to be imported, and to place all actors
 
 ARRIVE_TIMEOUT = 180.0
 """Seconds for the agents to come then: on each node Ray starts an interpreter before, which imports
@@ -43,7 +40,6 @@ TOKEN_WANTED = (
 """What Ray says of that is for its log, or longer than a line."""
 
 DRIVER = "nbdist.cluster.ray_driver"
-LAST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +89,7 @@ class RayLauncher:
     """`--launcher ray`."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Have Ray place an actor on each node; raises OSError with what keeps it from that."""
+        """Let Ray place an actor on each node; raises OSError with what keeps it from that."""
         if importlib.util.find_spec("ray") is None:
             raise OSError(f"Ray is not installed here: {sys.executable} -m pip install nbdist[ray]")
         driver = Driver(folder / "ray.log")
@@ -103,31 +99,17 @@ class RayLauncher:
         return Launched(agents, len(agents), hosts, arrive_timeout=ARRIVE_TIMEOUT)
 
 
-class Driver:
+class Driver(Child):
     """The process that speaks with Ray, and the thread that hears what it says."""
 
     def __init__(self, log: Path) -> None:
-        self._log = log.open("w+b")
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, *MODULE, DRIVER],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                start_new_session=True,
-            )
-        except OSError:
-            self._log.close()
-            raise
+        super().__init__("", [sys.executable, *MODULE, DRIVER], log, stdout=subprocess.PIPE)
         self.agents: Sequence[RayAgent] = ()
         self._open: set[int] = set()
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
 
-    def __repr__(self) -> str:
-        return f"<Driver {self._process.pid} of {len(self.agents)} agents>"
-
     def place(self, order: Order) -> Sequence[str]:
-        """Have all actors placed, and return their hosts; OSError, and nothing left, if not."""
+        """Place all actors and return their hosts; raises OSError, with nothing left."""
         too_long = threading.Timer(PLACED_TIMEOUT, self._process.kill)
         too_long.start()
         try:
@@ -146,13 +128,13 @@ class Driver:
         raise OSError(f"Ray did not place the agents within {PLACED_TIMEOUT:.0f} s: {told}")
 
     def watch(self, agents: Sequence[RayAgent]) -> None:
-        """Say of these agents from now on when they have ended."""
+        """Note from now on when these agents end."""
         self.agents = agents
         self._open.update(agent.number for agent in agents)
         self._listener.start()
 
     def tell(self, message: Order | End) -> None:
-        """Say what it is to do."""
+        """Send what it is to do."""
         # Where it has ended at once, its last lines say why.
         with suppress(OSError, ValueError):
             assert self._process.stdin is not None
@@ -160,23 +142,14 @@ class Driver:
             self._process.stdin.flush()
 
     def end(self, timeout: float) -> None:
-        """Have the process end, and with it all actors; by force after `timeout` seconds."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
+        """End the process, and with it all actors; by force after `timeout` seconds."""
+        self._end_stdin()
+        if not self._ends_in(timeout):
             self._process.kill()
-            self._process.wait(KILL_TIMEOUT)
-
-    def last_lines(self) -> list[str]:
-        """Return the end of what Ray's library has written."""
-        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LAST_BYTES))
-        return self._log.read().decode(errors="replace").splitlines()
+            self._ends_in(KILL_TIMEOUT)
 
     def close_with(self, agent: RayAgent) -> None:
-        """Let go of what is for this agent, and with the last one of all, after its end."""
+        """Close what is for this agent, and with the last one all, after its end."""
         self._open.discard(agent.number)
         if not self._open:
             self.end(0.0)
@@ -184,14 +157,12 @@ class Driver:
             self.close()
 
     def close(self) -> None:
-        """Let go of all, after its end."""
-        for stream in (self._process.stdin, self._process.stdout, self._log):
-            assert stream is not None
-            with suppress(OSError):
-                stream.close()
+        """Close all, after its end."""
+        super().close()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def _hear(self) -> Said | None:
-        """Wait for what it says next; None once it has ended."""
         said: Said | None = read_message(self._process.stdout)
         return said
 
@@ -218,9 +189,6 @@ class RayAgent(AgentProcess):
         # Its reading end turns readable when the other is closed.
         self._reader, self._writer = os.pipe()
 
-    def __repr__(self) -> str:
-        return f"<RayAgent {self.number} on {self.host} exit code {self.exit_code()}>"
-
     def fileno(self) -> int:
         return self._reader
 
@@ -231,10 +199,7 @@ class RayAgent(AgentProcess):
         return [*self._ended.last_lines] if self._ended else []
 
     def end(self, timeout: float) -> None:
-        """Have it end: its stdin at once, its actor by force after `timeout` seconds.
-
-        The last to end ends the process that speaks with Ray.
-        """
+        """End its stdin at once, its actor by force after `timeout` seconds; last, the driver."""
         self._driver.tell(End(self.number, by_force=False))
         if not self._is_over.wait(timeout):
             self._driver.tell(End(self.number, by_force=True))
@@ -243,12 +208,12 @@ class RayAgent(AgentProcess):
             self._driver.end(max(timeout, KILL_TIMEOUT))
 
     def close(self) -> None:
-        """Let go of its descriptors, and the last one of those of all."""
+        """Close its descriptors, and with the last agent all."""
         os.close(self._reader)
         self._driver.close_with(self)
 
     def note_end(self, ended: Ended) -> None:
-        """Have it count as ended; the first word holds."""
+        """Count it as ended; the first word holds."""
         if self._ended is None:
             self._ended = ended
             self._is_over.set()
@@ -269,15 +234,9 @@ def read_message(stream: IO[bytes] | None) -> Any:
         return None
 
 
-CPU, GPU, MEMORY = "CPU", "GPU", "memory"
-"""Ray's names of them; memory is in bytes."""
-
-MOST_TOLD = 6
-"""Nodes whose resources are told where there is not enough."""
-
-_BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-"""What a number in `--memory` counts."""
-
+CPU, GPU, MEMORY = "CPU", "GPU", "memory"  # Ray's names of them; memory is in bytes
+MOST_TOLD = 6  # nodes whose resources are told where there is not enough
+_BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # what a number in `--memory` counts
 _DIGITS = re.compile(r"([0-9]+)")
 
 Bundle = Mapping[str, float]
@@ -291,7 +250,7 @@ class RayNode:
     resources: Bundle
 
     def fits(self, bundle: Bundle) -> bool:
-        """Say whether it would have room for this, if nobody else used it."""
+        """Return True if it would have room for this, if nobody else used it."""
         return all(self.resources.get(name, 0) >= much for name, much in bundle.items())
 
 
@@ -300,7 +259,7 @@ class NoRoom(ValueError):
 
 
 def bundles_of(wanted: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
-    """Say what to ask of each of as many nodes as are wanted and there are; raises NoRoom."""
+    """Return what to ask of each node: as many as are wanted and there are; raises NoRoom."""
     one = _for_worker(wanted, nodes)
     if isinstance(wanted.per_node, int):
         bundle = _times(one, wanted.per_node)
@@ -338,7 +297,7 @@ def _for_worker(wanted: WorldConfig, nodes: Sequence[RayNode]) -> Bundle:
 
 
 def _room(node: RayNode, one: Bundle, wanted: WorldConfig) -> int:
-    """Say how many workers a node is asked to have where that was left open."""
+    """Return how many workers a node is asked to have where that was left open."""
     room = int(min(node.resources.get(name, 0) // much for name, much in one.items()))
     if GPU in one or wanted.per_node == "cpu" or not room:
         return room
@@ -346,7 +305,7 @@ def _room(node: RayNode, one: Bundle, wanted: WorldConfig) -> int:
 
 
 def _filled(rooms: Sequence[int], workers: int) -> list[int]:
-    """Give each its share, one after the other; nothing where there is not enough for all."""
+    """Return the share of each, one after the other; none where there is not enough for all."""
     shares = []
     for room in rooms:
         if workers > 0:
@@ -367,14 +326,10 @@ def _word_nodes(nodes: Sequence[RayNode]) -> str:
 
 def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
     """Name nodes so that no two have one name: with the address, and then the number, besides."""
-    with_address = [
-        name if names.count(name) == 1 else f"{name}-{address}"
-        for name, address in zip(names, addresses, strict=True)
-    ]
-    return [
-        name if with_address.count(name) == 1 else f"{name}-{number}"
-        for number, name in enumerate(with_address)
-    ]
+    for ends in (addresses, [f"{number}" for number in range(len(names))]):
+        pairs = zip(names, ends, strict=True)
+        names = [name if names.count(name) == 1 else f"{name}-{end}" for name, end in pairs]
+    return [*names]
 
 
 def in_order(names: Sequence[str]) -> list[int]:

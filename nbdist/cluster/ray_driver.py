@@ -1,9 +1,7 @@
 """What Ray calls the driver of a world's actors: `python -m nbdist.cluster.ray_driver`.
 
-The head starts it (`nbdist.cluster.ray`), as Ray's library has threads, handlers of signals, and
-ends its process when the cluster ends; importing it changes the environment, so that is done
-late.  stdin brings an `Order`, then which agents are to `End`; when it ends they all do.  stdout
-takes what is `Said`.
+The head starts it (`nbdist.cluster.ray`), as Ray's library has threads and handlers of signals, and
+ends its process with the cluster.  stdin brings an `Order`, then each `End`.
 """
 
 from __future__ import annotations
@@ -50,11 +48,8 @@ from nbdist.cluster.ray import (
 from nbdist.config import WorldConfig
 from nbdist.words import count
 
-REACH_TIMEOUT = 5.0
-"""Seconds for the cluster's address to answer."""
-
-REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")
-"""How often Ray tries what listens, a second apart: by itself 20 times, also with a wrong token."""
+REACH_TIMEOUT = 5.0  # seconds for the cluster's address to answer
+REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # a second apart; by itself Ray tries 20 times
 
 PLACE_TIMEOUT = 20.0
 """Seconds for nodes that have what is wanted to have it free: a world that has just ended gives it
@@ -91,10 +86,7 @@ class Agent:
         self._child: Any = None
 
     def run(self, command: Sequence[str], guess: str, ticket: bytes) -> tuple[int, list[str]]:
-        """Run the agent; returns how it ended, and its last lines, which go to Ray's log too.
-
-        Where there is no file `guess`, this process's interpreter takes its place.
-        """
+        """Run it, or this interpreter for a missing `guess`; return its end and last lines."""
         own = {guess: sys.executable} if guess and not os.path.exists(guess) else {}
         before = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT
         apart = [sys.executable, "-I", "-S", "-c", APART]
@@ -170,10 +162,7 @@ def say(stream: IO[bytes], message: Said) -> None:
 
 
 def connect() -> None:
-    """Connect to the cluster that RAY_ADDRESS names, or that this machine is a node of.
-
-    Raises OSError where none is there, RuntimeError where it has another Ray or Python.
-    """
+    """Connect to the cluster of RAY_ADDRESS, or of this machine; raises OSError, RuntimeError."""
     import ray
 
     asked = os.environ.get("RAY_ADDRESS") or "auto"
@@ -236,7 +225,7 @@ def place(wanted: WorldConfig) -> tuple[list[Reserved], list[str]]:
 
 
 def word_busy(bundles: Sequence[Bundle], free: Bundle, there: Bundle) -> str:
-    """Say that others use what is wanted, and how much of each is free."""
+    """Word that others use what is wanted, and how much of each is free."""
     asked = f"{count(len(bundles), 'node')} with {word_bundle(bundles[0])}"
     return (
         f"{asked} each: the cluster has that, but it was not free within {PLACE_TIMEOUT:.0f} s; "
@@ -248,7 +237,7 @@ def word_busy(bundles: Sequence[Bundle], free: Bundle, there: Bundle) -> str:
 
 
 def start(order: Order, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
-    """Make the actors and have them run agents; each with what its run will return."""
+    """Make the actors, which run agents; return each with what its run will return."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -276,6 +265,8 @@ def start(order: Order, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
 
 def serve(agents: Sequence[tuple[Any, Any]], told: IO[bytes]) -> None:
     """Say how agents end, and end those that the head names, until there are none."""
+    import ray
+
     events: queue.SimpleQueue[Ended | End | None] = queue.SimpleQueue()
     for number, (_, result) in enumerate(agents):
         result.future().add_done_callback(lambda of, at=number: events.put(ended(at, of)))
@@ -286,17 +277,8 @@ def serve(agents: Sequence[tuple[Any, Any]], told: IO[bytes]) -> None:
             running.discard(event.number)
             say(told, event)
         else:
-            end(agents[event.number][0], by_force=event.by_force)
-
-
-def end(actor: Any, *, by_force: bool) -> None:
-    """Have an actor's agent end, or the actor, at once."""
-    import ray
-
-    if by_force:
-        ray.kill(actor)
-    else:
-        actor.end.remote()
+            actor = agents[event.number][0]
+            ray.kill(actor) if event.by_force else actor.end.remote()
 
 
 def listen(put: Callable[[End | None], None]) -> None:
@@ -307,7 +289,7 @@ def listen(put: Callable[[End | None], None]) -> None:
 
 
 def ended(number: int, result: Future[tuple[int, list[str]]]) -> Ended:
-    """Say how an agent ended; where its actor is gone, how Ray tells it."""
+    """Return how an agent ended; where its actor is gone, as Ray tells it."""
     error = result.exception()
     if error is None:
         return Ended(number, *result.result())

@@ -1,10 +1,7 @@
 """Where agents of other machines come in: one port, and nobody without this world's keys.
 
-CurveZMQ lets both sides know one another and encrypts all.  libzmq's own threads send signs of
-life, so that a busy interpreter at either end is not taken for a dead one.  When the last one has
-come from an agent, the kernel says: it takes them in also while this process is paused.
-An agent whose connection was lost comes back by its identity, and what was said is said again.
-Who was refused is told from what libzmq's monitor says of each connection.
+libzmq's own threads send signs of life, so that a busy interpreter is not taken for a dead one; the
+kernel knows when the last one came.  Who was refused libzmq's monitor tells.
 """
 
 from __future__ import annotations
@@ -25,27 +22,16 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from nbdist.cluster.ticket import (
-    BEAT_INTERVAL,
-    KeyPair,
-    Ticket,
-    endpoint,
-    listen_with,
-)
+from nbdist.cluster.ticket import BEAT_INTERVAL, KeyPair, Ticket, endpoint, listen_with
 from nbdist.wire.node_messages import NodeDown, NodeUp, node_frames, node_message_from
 from nbdist.wire.spec import LINK_TIMEOUT
 from nbdist.wire.transfer import Frame, Kind, Mismatch, Numbered
 
 log = logging.getLogger("nbdist.cluster")
 
-ROUNDS = 5
-"""Of the event loop until nothing waits any more for sockets that are to be closed."""
-
-LINGER = 500
-"""Milliseconds that the last messages may take to reach agents."""
-
-SILENT_AFTER = 2.5
-"""Seconds without a sign of life until that is said, where the link timeout is twice that."""
+ROUNDS = 5  # of the event loop until nothing waits any more for sockets that are to be closed
+LINGER = 500  # milliseconds that the last messages may take to reach agents
+SILENT_AFTER = 2.5  # seconds without a sign of life until that is said, at most half the timeout
 
 TCP_INFO, LAST_RECEIVED = 11, struct.Struct("=52xI")
 """`tcpi_last_data_recv` of tcp_info (linux/tcp.h): milliseconds since the last byte has come."""
@@ -92,12 +78,10 @@ class _Line:
 
 
 class NodeServer:
-    """The head's side of the links to all agents.
+    """The head's side of the links to all agents, which come back by their identities.
 
-    `receive` gets what an agent says, by its identity, `lose` is called with that when it has ended
-    or nothing comes from there for `link_timeout` seconds, and `miss` every
-    now and then with those that are silent, until none is.  `refused`
-    counts who had no right key, and bytes that were not from who they seemed to be.
+    `receive` gets what an agent says; `lose` is called when it has ended, or nothing comes from
+    there for `link_timeout` seconds, and `miss` repeatedly with all that are silent.
     """
 
     def __init__(
@@ -128,7 +112,7 @@ class NodeServer:
 
     @property
     def refused(self) -> int:
-        """How many were."""
+        """How many connections had no right key, or sent bytes that no agent sends."""
         return self._refusals.count
 
     def open(self, *addresses: str, link_timeout: float = LINK_TIMEOUT) -> None:
@@ -160,7 +144,7 @@ class NodeServer:
             self._send_frames(identity, line.talk.message(node_frames(message)))
 
     async def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -214,7 +198,7 @@ class NodeServer:
                 self._drop(frames[0].bytes)
 
     async def _beat(self) -> None:
-        """Find who has gone: libzmq notices it, but says so only to who sends there."""
+        """Find agents that have gone: libzmq says so only to what sends there."""
         silent: set[bytes] = set()
         while True:
             await asyncio.sleep(BEAT_INTERVAL)
@@ -232,7 +216,6 @@ class NodeServer:
                 self._miss(silent)
 
     async def _watch(self) -> None:
-        """Count those who are refused."""
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
             refusals = self._refusals
@@ -250,15 +233,13 @@ FAILED = (
 HEARD = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
 """The events that are looked at (libzmq 4.3.5)."""
 
-SAID_ALL = 20
-"""So many are said one by one; of the others, those whose number is a power of two."""
+SAID_ALL = 20  # so many are said one by one; of the others, those whose number is a power of two
 
 
 class Refusals:
-    """Counts connections that had no right key, or said what only somebody without one says.
+    """Counts connections that had no right key, or sent what no agent sends.
 
-    One that goes away before it has said anything is none of them: agents try out by which address
-    the head can be reached.
+    Not one that ends before it has sent anything: agents try by which address the head is reached.
     """
 
     def __init__(self) -> None:
@@ -286,11 +267,11 @@ class Refusals:
 
     @property
     def is_worth_a_line(self) -> bool:
-        """Whether the last one is to be in the log, which nobody shall be able to fill."""
+        """Whether the last one is logged: no stranger can fill the log."""
         return self.count <= SAID_ALL or self.count & (self.count - 1) == 0
 
     def _is_unjudged_stranger(self, descriptor: int) -> bool:
-        """Say whether one ended of which nothing was said before: what it sent was no greeting."""
+        """Return True if one ended of which nothing was said before: it sent no greeting."""
         is_judged, self._is_judged = self._is_judged, False
         if descriptor not in self._strangers:
             return False
@@ -324,10 +305,7 @@ def addresses(asked: str | None) -> tuple[str, ...]:
 
 
 def listened_at(asked: str | None) -> tuple[str, ...]:
-    """List where to listen: at what was asked for, where this machine has it; () for everywhere.
-
-    A name, or the address of a gateway, leads here by ways of its own.
-    """
+    """List where to listen: what was asked, if this machine has that address; () for everywhere."""
     found = addresses(asked) if asked else ()
     own = {each.address for on in psutil.net_if_addrs().values() for each in on}
     return found if own.issuperset(found) else ()
@@ -344,5 +322,5 @@ def _leaving(family: socket.AddressFamily, outside: str) -> str:
 
 
 def _is_local(address: str) -> bool:
-    """Say whether it means another machine to each, or needs an interface besides."""
+    """Return True if it means another machine to each, or needs an interface besides."""
     return address.startswith(("127.", "169.254.", "fe80:")) or address == "::1"

@@ -1,11 +1,7 @@
 """`--launcher slurm`: one agent on each node of an allocation, by a single `srun`.
 
-Inside an allocation it is that one, found by its SLURM_JOB_ID.  `--salloc "-p gpu"` asks for one
-of the world's own, which ends with the world: `salloc` runs the `srun`, which ends when its stdin
-does, and `nbdist.cluster.allocation` owns both.  Neither ssh between nodes nor a shared folder is
-needed.
-
-An agent is the only task on its node: single ranks could not be started again inside a step.
+The allocation is that of SLURM_JOB_ID, or with `--salloc` one that ends with the world, by
+`nbdist.cluster.allocation`.  Ranks are no tasks: Slurm could not start a single one again.
 """
 
 from __future__ import annotations
@@ -29,11 +25,8 @@ from nbdist.config import WorldConfig
 from nbdist.system.processes import LEFT, MODULE, left_behind
 from nbdist.words import count
 
-ASK_TIMEOUT = 10.0
-"""Seconds for Slurm's controller to say something of an allocation."""
-
-QUEUE_TIMEOUT = 86_000.0
-"""Seconds that an allocation may wait in Slurm's queue; Stop ends the wait."""
+ASK_TIMEOUT = 10.0  # seconds for Slurm's controller to say something of an allocation
+QUEUE_TIMEOUT = 86_000.0  # seconds that an allocation may wait in Slurm's queue; Stop ends the wait
 
 OF_ALLOCATION = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
@@ -94,8 +87,8 @@ class SlurmLauncher:
         if wanted.salloc is not None:
             end_left()
             owner = Allocation(wanted, ticket, folder)
-            nodes = nodes_asked(wanted)[0]
-            return Launched([owner], nodes, arrive_timeout=QUEUE_TIMEOUT, news=owner.word_wait)
+            nodes, news = nodes_asked(wanted)[0], lambda: word_queue(owner.last_lines())
+            return Launched([owner], nodes, arrive_timeout=QUEUE_TIMEOUT, news=news)
         job = find_job(os.environ)
         nodes = nodes_of(job, wanted)
         names = _ask("scontrol", "show", "hostnames", job.names).split()
@@ -124,16 +117,11 @@ class SlurmCommand(AgentCommand):
         self._of = of
 
     def complaint(self) -> str:
-        """Say in a line what Slurm has said."""
         return word_complaint(self._of, self.last_lines())
-
-    def word_wait(self) -> str:
-        """Say in which queue it waits, "" where it does not."""
-        return word_queue(self.last_lines())
 
 
 class Allocation(SlurmCommand):
-    """What owns a `salloc`, and has its job be gone at the end."""
+    """What owns a `salloc`, and ends its job."""
 
     left: ClassVar[list[str]] = []
     """The jobs of this head that may still be there."""
@@ -145,7 +133,7 @@ class Allocation(SlurmCommand):
         self.command = shlex.join(command)
 
     def end(self, timeout: float) -> None:
-        """Have it end; what Slurm has not ended the head's log says, for the notebook."""
+        """End it; the notebook reads in the head's log what Slurm has not ended."""
         super().end(timeout + CANCEL_TIMEOUT)
         if left := left_behind(self.last_lines()):
             Allocation.left += _JOB.findall(left)[:1]
@@ -175,10 +163,7 @@ def srun_command(job: str, nodes: int, wanted: WorldConfig) -> list[str]:
 
 
 def salloc_command(wanted: WorldConfig) -> list[str]:
-    """Return the command that waits for an allocation, and starts its agents.
-
-    The user's own options come last, and so win, but for the number of nodes.
-    """
+    """Return the command that waits for an allocation, and starts its agents."""
     least, most = nodes_asked(wanted)
     nodes = f"--nodes={least}" if least == most else f"--nodes={least}-{most}"
     unset = [word for name in OF_ALLOCATION for word in ("-u", name)]
@@ -192,10 +177,7 @@ def salloc_command(wanted: WorldConfig) -> list[str]:
 
 
 def _step_options(wanted: WorldConfig) -> list[str]:
-    """Return what makes a step of one task on each node, which has all that the job has there.
-
-    It shares that with other steps, outlives the death of single agents, and is bound to no core.
-    """
+    """Return what makes a step of one task on each node, with all that the job has there."""
     memory = _memory(wanted) or "0"
     return [
         *("--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=0", "--wait=0"),
@@ -307,7 +289,7 @@ def nodes_of(job: Job, wanted: WorldConfig) -> int:
 
 
 def word_complaint(of: str, lines: Sequence[str]) -> str:
-    """Say in a line why Slurm ended or refused an allocation or a step, "" if it was not Slurm."""
+    """Word why Slurm ended or refused an allocation or a step, "" if it was not Slurm."""
     if own := [found[1] for line in lines if (found := _OWN.fullmatch(line))]:
         return f"{of}: {own[0]}"
     reasons = [line for line in lines if _REASON.match(line) and not _NOT_SLURMS.search(line)]
@@ -319,7 +301,7 @@ def word_complaint(of: str, lines: Sequence[str]) -> str:
 
 
 def word_queue(lines: Sequence[str]) -> str:
-    """Say that salloc waits for an allocation, "" where it has it."""
+    """Word that salloc waits for an allocation, "" where it has it."""
     found = [pending for line in lines if (pending := _PENDING.search(line))]
     is_granted = any(GRANTED in line for line in lines)
     return f"job {found[-1][1]} waits in Slurm's queue" if found and not is_granted else ""

@@ -1,17 +1,7 @@
 """How a machine comes to a world: by a ticket, and `nbdist join`, which finds one.
 
-A ticket has addresses and keys.  It goes to an agent's stdin, one line, and never into an argument
-or a variable, which other users can read.  The keys are CurveZMQ's (RFC 26), made anew for each
-world: with them both sides know one another, and what goes between them is encrypted.
-
-For `nbdist join` the head writes a ticket into a file of the user's state folder, which only the
-user can read: on machines that share the home folder nobody has to carry a key.  And the guard of
-an agent that was killed says so to the head with it, which would find out only when the agent has
-not come back for the link timeout.
-
-`nbdist join HOST:PORT` is the agent of its machine until the world ends, and leaves it when it is
-ended itself.  torchrun, mpirun and srun start a command several times on a node, and tell each its
-number: the first of these processes joins, the others say so and end.
+A ticket goes to an agent's stdin, never into an argument or a variable, which other users can read.
+For `nbdist join` the head writes it into a file of the user's state folder.
 """
 
 from __future__ import annotations
@@ -28,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import zmq
@@ -42,16 +32,9 @@ from nbdist.wire.spec import LINK_TIMEOUT, NBDIST_DECIDES
 from nbdist.wire.transfer import Kind, Numbered
 
 LONGEST_TICKET = 1 << 16
-
-KEY_LENGTH = 40
-"""Letters of a key in Z85."""
-
-BEAT_INTERVAL = 0.5
-"""Seconds between two signs of life that libzmq sends, from a thread of its own."""
-
-RECONNECT_INTERVAL = 0.2
-"""Seconds between two tries of an agent to connect again."""
-
+KEY_LENGTH = 40  # letters of a key in Z85
+BEAT_INTERVAL = 0.5  # seconds between two signs of life that libzmq sends, from a thread of its own
+RECONNECT_INTERVAL = 0.2  # seconds between two tries of an agent to connect again
 AGENTS_WAIT = 4
 """Times the link timeout that an agent waits for a silent head: that may be paused and go on, and
 with it all machines."""
@@ -80,8 +63,9 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Where a world's head listens, its public key, and the keys that it lets in.
+    """Where a world's head listens, its public key, and the keys that it lets in (RFC 26).
 
+    The keys are new for each world: with them both sides know one another, and encrypt all.
     `addresses` are tried in this order; `fork` says whether workers are to be forked;
     `link_timeout` is how many seconds the head waits for a silent agent.
     """
@@ -125,7 +109,7 @@ def endpoint(address: str, port: int) -> str:
 
 
 def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LINK_TIMEOUT) -> None:
-    """Have a socket take connections of those alone who have the keys."""
+    """Let a socket accept only connections that have the keys."""
     _beat(socket, link_timeout)
     socket.curve_server = True
     socket.curve_publickey = keys.public.encode()
@@ -133,7 +117,7 @@ def listen_with(socket: zmq.Socket[Any], keys: KeyPair, link_timeout: float = LI
 
 
 def come_with(socket: zmq.Socket[Any], ticket: Ticket) -> None:
-    """Have a socket connect with the keys of a ticket, and again where the connection is lost."""
+    """Let a socket connect with the keys of a ticket, and again where the connection is lost."""
     _beat(socket, ticket.link_timeout)
     socket.reconnect_ivl = round(RECONNECT_INTERVAL * 1000)
     socket.curve_serverkey = ticket.server_key.encode()
@@ -154,9 +138,7 @@ def _beat(socket: zmq.Socket[Any], link_timeout: float) -> None:
 
 
 SUFFIX = ".key"
-
-LOOK_TIMEOUT = 1.0
-"""Seconds for an address of this machine to answer."""
+LOOK_TIMEOUT = 1.0  # seconds for an address of this machine to answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +196,7 @@ def write_join_key(ticket: Ticket) -> Path:
 
 
 def find_join_key(place: Place) -> Ticket | None:
-    """Find the ticket of the world at this place: by the address, or else by the port alone.
-
-    Another name or address than the one shown may lead there.
-    """
+    """Find the ticket of the world at this place: by address, or by port if only one has it."""
     by_port = [ticket for _, ticket in _join_keys() if ticket.port == place.port]
     by_address = [ticket for ticket in by_port if place.host in ticket.addresses]
     found = by_address or by_port
@@ -225,10 +204,7 @@ def find_join_key(place: Place) -> Ticket | None:
 
 
 def read_key_file(path: Path) -> Ticket:
-    """Read a ticket from a file that others cannot read.
-
-    Raises OSError, PermissionError for one that others can read, and BadTicket.
-    """
+    """Read a ticket; raises OSError, PermissionError where others can read it, and BadTicket."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
         if os.fstat(fd).st_mode & 0o007:
@@ -247,7 +223,6 @@ def drop_dead_join_keys() -> None:
 
 
 def _is_heard_at(address: str, port: int) -> bool:
-    """Say whether somebody listens at this address of this machine."""
     try:
         socket.create_connection((address, port), LOOK_TIMEOUT).close()
     except ConnectionRefusedError:
@@ -264,17 +239,16 @@ def _join_keys() -> Iterator[tuple[Path, Ticket]]:
                 yield path, read_key_file(path)
 
 
-LONGEST_SAYING = 1000
-"""Milliseconds."""
+LONGEST_SAYING = 1000  # milliseconds
 
 
 def what_to_say(identity: bytes, ticket: Ticket, address: str) -> bytes:
-    """Write down for the guard who the agent is, and where the head listens."""
+    """Write for the guard of an agent who that is, and where the head listens."""
     return identity.hex().encode() + b" " + replace(ticket, addresses=(address,)).to_line()
 
 
 def say_ended(line: bytes) -> None:
-    """Tell the head that this agent has ended; nothing where that cannot be reached."""
+    """Tell the head, if it can be reached, that an agent was killed: called by its guard."""
     identity, _, written = line.partition(b" ")
     ticket = ticket_from(written)
     ended = bytes.fromhex(identity.decode())
@@ -287,31 +261,24 @@ def say_ended(line: bytes) -> None:
 
 # --- the command nbdist join ------------------------------------------------------------------
 
-
-REACH_TIMEOUT = 5.0
-"""Seconds for the place to answer, which its machine's kernel does."""
-
-KEY_TIMEOUT = 20.0
-"""Seconds for the key to be taken, by a thread that a busy machine can keep from it."""
-
-ENDED = 128 + signal.SIGTERM
-"""The exit code of what was ended, as a shell has it."""
-
-LEAVE_TIMEOUT = 15.0
-"""Seconds for the agent to have ended its workers; it takes 10 at most."""
+REACH_TIMEOUT = 5.0  # seconds for the place to answer, which its machine's kernel does
+KEY_TIMEOUT = 20.0  # seconds for the key to be taken, by a thread on a busy machine
+ENDED = 128 + signal.SIGTERM  # the exit code of what was ended, as a shell has it
+LEAVE_TIMEOUT = 15.0  # seconds for the agent to have ended its workers; it takes 10 at most
 
 
 def join(text: str, key_file: str | None = None, node: int | None = None) -> int:
     """Be the agent of this machine until the world ends; return an exit code.
 
-    `text` is the place that the notebook shows.  Raises UsageError.
+    `text` is the place that the notebook shows.  Raises UsageError.  Where a launcher such as
+    torchrun or srun runs this several times on a node, the first process joins, the others end.
     """
     place = place_from(text, "nbdist join")
     part = part_of(os.environ)
     if not part.leads:
         sys.stderr.write("nbdist: one `nbdist join` per node: local rank 0 joins, this one ends\n")
         return 0
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _come(place, key_file, part.node if node is None else node)
     except KeyboardInterrupt:
@@ -342,10 +309,6 @@ def _come(place: Place, key_file: str | None, number: int) -> int:
     finally:
         _leave(agent)
     return code if code >= 0 else 1
-
-
-def _end(_number: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _leave(agent: subprocess.Popen[bytes]) -> None:
@@ -423,8 +386,7 @@ STARTERS = (
 )
 """The variables by which each numbers processes on a node, and nodes."""
 
-COMPLETION_INDEX = "JOB_COMPLETION_INDEX"
-"""The number of a pod in an Indexed Job of Kubernetes."""
+COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # the number of a pod in an Indexed Job of Kubernetes
 
 OF_STARTERS = (
     *("TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "PALS_", "HYDI_"),
@@ -452,13 +414,10 @@ def part_of(environ: Mapping[str, str]) -> Part:
 
 
 def without_starters(environ: Mapping[str, str]) -> dict[str, str]:
-    """Leave out what was said to this process by what has started it, and is not the agent's.
-
-    torchrun sets OMP_NUM_THREADS to 1 unless it is set.
-    """
+    """Leave out what has started this process said to it, and is not for the agent."""
     left_out = set(NBDIST_DECIDES)
     if "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1":
-        left_out.add("OMP_NUM_THREADS")
+        left_out.add("OMP_NUM_THREADS")  # torchrun sets it unless it is set
     return {
         name: value
         for name, value in environ.items()

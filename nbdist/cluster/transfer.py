@@ -1,9 +1,6 @@
 """Big values between the notebook and the nodes: what waits for them, and how long they are kept.
 
-`Downloads` and `Returned` decide, with no I/O but on memory; `BulkTransfers` does it, in the head's
-process; `Uploads` has what ranks bring back, in an agent's: the end of a task is held back until
-the head has its big values, and with it whatever the rank says after it.  The rules are in
-`nbdist.wire.transfer`.
+The rules are in `nbdist.wire.transfer`.
 """
 
 from __future__ import annotations
@@ -11,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from nbdist.cluster.node import Node
@@ -21,22 +19,14 @@ from nbdist.wire.messages import Outputs, Run
 from nbdist.wire.transfer import MOST_WINDOW, Dropped, Piece, Receiving, Sending, Taken
 from nbdist.wire.work import failure_in_words
 
-MOST_UNDER_WAY = 256
-"""Pieces on their way to all nodes together: a quarter of a gigabyte of this process's memory."""
-
-SAY_EVERY = 0.25
-"""Seconds after which it is said how far big values are."""
-
-LOOK_EVERY = 1.0
-"""Seconds between two looks at what the notebook still has."""
+MOST_UNDER_WAY = 256  # pieces to all nodes together: a quarter of a gigabyte of memory
+SAY_EVERY = 0.25  # seconds after which it is said how far big values are
+LOOK_EVERY = 1.0  # seconds between two looks at what the notebook still has
 
 
 @dataclass
 class _Waiting:
-    """A task that is sent when no node lacks anything of it any more, by path.
-
-    `total` counts the bytes that all nodes together lacked at first.
-    """
+    """A task that waits for paths that nodes lack, of which there were `total` bytes at first."""
 
     run: Run
     lacks: dict[int, set[str]] = field(default_factory=dict)
@@ -44,10 +34,9 @@ class _Waiting:
 
 
 class Downloads:
-    """Tasks whose big variables are being sent to the nodes of their ranks.
+    """Tasks whose big variables are being sent to the nodes of their ranks; no I/O.
 
-    All ranks get a task at the same time, so that none waits in a collective for a node whose
-    link is slow.
+    All ranks get a task at the same time: none waits in a collective for a slow link.
     """
 
     def __init__(self) -> None:
@@ -56,15 +45,15 @@ class Downloads:
         self._waiting: dict[str, _Waiting] = {}
 
     def add(self, run: Run, nodes: Iterable[int]) -> bool:
-        """Send each of these nodes what it lacks of the task; False where none lacks anything.
-
-        Segments that the notebook has closed, as Stop makes it do, are left out: the ranks say
-        what is missing.
-        """
+        """Send each node what it lacks and the notebook still has; False where that is nothing."""
         waiting = _Waiting(run)
         for node in nodes:
             sending = self._sending.setdefault(node, Sending())
-            lacks = {ref.path for ref in run.segments if _adds(sending, ref)}
+            lacks = set[str]()
+            for ref in run.segments:
+                with suppress(SegmentGone):
+                    if sending.add(ref):
+                        lacks.add(ref.path)
             if lacks:
                 waiting.lacks[node] = lacks
                 waiting.total += sum(map(sending.left, lacks))
@@ -130,16 +119,9 @@ class Downloads:
             waiting.lacks.pop(node, None)
 
     def drop(self) -> Iterator[tuple[int, Dropped]]:
-        """Yield what nodes are to let go of: what nobody waits for, and the notebook has closed.
-
-        To be asked for now and then, and where tasks are not sent any more.
-        """
-        wanted = {
-            path
-            for each in self._waiting.values()
-            for paths in each.lacks.values()
-            for path in paths
-        }
+        """Yield what nodes are to drop: what no task waits for, and the notebook has closed."""
+        lacks = (paths for each in self._waiting.values() for paths in each.lacks.values())
+        wanted = set[str]().union(*lacks)
         for path in [path for path in self._refs if path not in wanted]:
             is_gone = not is_there(self._refs[path])
             for node, sending in self._sending.items():
@@ -156,13 +138,6 @@ class Downloads:
         self._waiting.clear()
 
 
-def _adds(sending: Sending, ref: SegmentRef) -> bool:
-    try:
-        return sending.add(ref)
-    except SegmentGone:
-        return False
-
-
 class Returned:
     """What ranks have brought back, in memory of this process until it was read."""
 
@@ -175,7 +150,7 @@ class Returned:
         return self._receiving.setdefault(node, Receiving()).take(piece)
 
     def dropped(self, node: int, dropped: Dropped) -> None:
-        """Let go of what this node will not send the rest of."""
+        """Drop what this node will not send the rest of."""
         if node in self._receiving:
             self._receiving[node].drop(dropped.paths)
 
@@ -202,7 +177,7 @@ class Returned:
                 self._receiving[node].drop(paths)
 
     def lose(self, node: int) -> None:
-        """Let go of what has not come whole; what has can be read."""
+        """Drop what has not come whole; what has can be read."""
         if node in self._receiving:
             self._receiving[node].abandon()
 
@@ -235,11 +210,8 @@ class BulkTransfers:
         self._said: dict[str, Moved] = {}  # by task, what it was told last
         self._say_at = 0.0
 
-    def __repr__(self) -> str:
-        return f"<BulkTransfers down to {[*self._down.nodes]}>"
-
     def run(self, run: Run, nodes: Iterable[int]) -> None:
-        """Have a task sent, to these nodes, once they have what it refers to."""
+        """Send a task to these nodes once they have what it refers to."""
         self.up.let_go(run.ranks)
         if not run.segments or not self._down.add(run, nodes):
             self._run(run)
@@ -313,7 +285,6 @@ class BulkTransfers:
         self._show(Outputs(((run.ranks[0], run.id, moved),)))
 
     def _look(self) -> None:
-        """Have nodes let go of what the notebook has let go of."""
         self._timer = None
         self._drop()
         self._go_on()
@@ -323,7 +294,7 @@ class BulkTransfers:
             self._node(node).send(dropped)
 
     def _fail(self, run: Run, failed: Collection[int], name: str, message: str) -> None:
-        """Say that the task has ended on all of its ranks before it began, on these with this."""
+        """End the task on all of its ranks before it began, on the `failed` with this error."""
         self._said.pop(run.id, None)
         failure, items = failure_in_words(name, message), list[tuple[int, str, Output]]()
         for rank in run.ranks:
@@ -350,15 +321,13 @@ class _Held:
 
 
 class Uploads:
-    """Ends of tasks whose values are under way to the head.
+    """In an agent: ends of tasks are held back until the head has their big values.
 
-    `emit` takes all that ranks say, in order, `send` is for the head.
+    So is what a rank says after it.  `emit` takes all that ranks say, in order.
     """
 
     def __init__(
-        self,
-        emit: Callable[[int, str, Output], None],
-        send: Callable[[Piece | Dropped], None],
+        self, emit: Callable[[int, str, Output], None], send: Callable[[Piece | Dropped], None]
     ) -> None:
         self._emit = emit
         self._send = send

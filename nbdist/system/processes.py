@@ -365,9 +365,14 @@ class Child:
     """A command that runs here, in a session of its own; `host` is where its work is done."""
 
     def __init__(
-        self, host: str, command: Sequence[str], log: Path, environ: Mapping[str, str] | None
+        self,
+        host: str,
+        command: Sequence[str],
+        log: Path,
+        environ: Mapping[str, str] | None = None,
+        stdout: int | None = None,
     ) -> None:
-        """Raises OSError where it cannot be started."""
+        """Raises OSError where it cannot be started.  By default its stdout goes to the log too."""
         self.host = host
         self.command = shlex.join(command)
         self._log = log.open("w+b")
@@ -376,7 +381,7 @@ class Child:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=self._log,
+                stdout=self._log if stdout is None else stdout,
                 stderr=self._log,
                 env=environ,
                 start_new_session=True,

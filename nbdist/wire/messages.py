@@ -265,7 +265,7 @@ class Hello:
     host: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attached:
     """Agent to notebook, after the hello, where it takes a world over; `Outputs` follow.
 
@@ -274,26 +274,26 @@ class Attached:
     tasks have bound, with what they imported; `dead` are ranks that nobody has replaced.
     Unless `is_whole` the group has to be formed anew; machines that `came` could have ranks.
     Calls are numbered from `next_call` on, `forgotten` counts tasks that have ended before,
-    `since` is when the notebook before was gone.
+    `since` is when the notebook before was gone.  Its agent keeps it up to date.
     """
 
     memory: Remember
-    spec: WorldSpec | None
-    pids: Mapping[int, int]
-    logs: Mapping[int, str]
-    hosts: Mapping[int, str]
-    came: tuple[str, ...]
-    lacks: tuple[str, ...]
-    is_whole: bool
-    dead: Mapping[int, Died]
-    bound: Mapping[int, Mapping[str, str | None]]
-    run: Run | None
-    started: float
-    started_ns: int
-    ended: Mapping[int, float]
-    next_call: int
-    forgotten: int
-    since: float
+    spec: WorldSpec | None = None
+    pids: Mapping[int, int] = field(default_factory=dict)
+    logs: Mapping[int, str] = field(default_factory=dict)
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    came: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    is_whole: bool = True
+    dead: dict[int, Died] = field(default_factory=dict)
+    bound: dict[int, dict[str, str | None]] = field(default_factory=dict)
+    run: Run | None = None
+    started: float = 0.0
+    started_ns: int = 0
+    ended: dict[int, float] = field(default_factory=dict)
+    next_call: int = 1
+    forgotten: int = 0
+    since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

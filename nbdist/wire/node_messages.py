@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from nbdist.topology import Seats
 from nbdist.wire.control import HeldGroups
@@ -19,6 +19,7 @@ from nbdist.wire.spec import Versions, WorldSpec
 from nbdist.wire.store import Answer as StoreReply
 from nbdist.wire.store import Operation
 from nbdist.wire.transfer import Dropped, Piece, Taken
+from nbdist.wire.views import Place
 
 # --- forming the world's group ----------------------------------------------------------------
 
@@ -38,25 +39,8 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How the next generation of the group is formed: the same for all parts.
-
-    `missing` are the ranks that are started anew, of all parts.  `groups` are made whole
-    together with the world's own; None where that one is of another size, since `sized_in`,
-    and none made from it can stay.  `attempt` counts the starts of the world.
-    """
-
-    spec: WorldSpec
-    attempt: int
-    generation: int
-    sized_in: int
-    missing: tuple[int, ...]
-    groups: Groups | None
-
-
-@dataclass(frozen=True, slots=True)
 class Formed:
-    """What a part has after a plan: process, log folder and life of each of its ranks.
+    """What a part has after a `Form`: process, log folder and life of each of its ranks.
 
     `problem` says what kept them from forming the group, "" for nothing.
     """
@@ -111,8 +95,26 @@ class NodeHello:
 # --- what is asked of an agent, each answered by a `NodeAnswer` ---------------------------------
 
 
+R = TypeVar("R")
+
+
+class PartRequest(Generic[R]):
+    """What is asked of a machine of a world; answered within `timeout` seconds by an `R`."""
+
+    __slots__ = ()
+
+    @property
+    def timeout(self) -> float:
+        """Longer than an agent takes."""
+        return 5.0
+
+    def lost(self, why: str) -> R:
+        """Return the answer of a machine that is lost: no worker lives there."""
+        return None  # type: ignore[return-value]
+
+
 @dataclass(frozen=True, slots=True)
-class GetClock:
+class GetClock(PartRequest[int]):
     """Answered by the time there, in nanoseconds since 1970."""
 
 
@@ -126,68 +128,108 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(PartRequest[str]):
     """Can these be reached from there?  Answered by which one cannot and why, "" for none."""
 
     targets: tuple[Target, ...]
+    timeout = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class StartPart:
-    """Start these ranks of a world; answered by `WorldStarted`, or `StartFailure`."""
+class LocateRanks(PartRequest[Mapping[int, Place]]):
+    """Where are these ranks, as far as they are alive?"""
+
+    ranks: tuple[int, ...]
+    timeout = 10.0
+
+    def lost(self, why: str) -> Mapping[int, Place]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class StartPart(PartRequest[WorldStarted | StartFailure]):
+    """Start these ranks; when one fails, or it is called off, end the others of them."""
 
     spec: WorldSpec
     ranks: tuple[int, ...]
     attempt: int
+    timeout = 190.0
+
+    def lost(self, why: str) -> StartFailure:
+        return StartFailure(self.ranks[0], "", "the agent", why, ())
 
 
 @dataclass(frozen=True, slots=True)
-class GetHeld:
-    """Which ranks live, and what do they hold?  Answered by `Held`."""
+class GetHeld(PartRequest[Held]):
+    """Which ranks live, and what groups do they hold?"""
+
+    timeout = 35.0
+
+    def lost(self, why: str) -> Held:
+        return Held({})
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(PartRequest[str]):
     """Have what can start these ranks; answered by what keeps it from that, else ""."""
 
     spec: WorldSpec
     ranks: tuple[int, ...]
+    timeout = 120.0
+
+    def lost(self, why: str) -> str:
+        return why
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """Form the next generation of the group, with these ranks; answered by `Formed`."""
+class Form(PartRequest[Formed]):
+    """Form the next generation of the group: `ranks` are the part's own.
 
-    plan: Plan
+    `missing` are the ranks that are started anew, of all parts.  `groups` are made whole
+    together with the world's own; None where that one is of another size, since `sized_in`,
+    and none made from it can stay.  `attempt` counts the starts of the world.
+    """
+
+    spec: WorldSpec
     ranks: tuple[int, ...]
+    attempt: int
+    generation: int
+    sized_in: int
+    missing: tuple[int, ...]
+    groups: Groups | None
+    timeout = 60.0
+
+    def lost(self, why: str) -> Formed:
+        return Formed({}, {}, (), why)
 
 
 @dataclass(frozen=True, slots=True)
-class CallOff:
+class CallOff(PartRequest[None]):
     """Have ranks wait no longer for this generation; at once, whatever else is under way."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class EndRanks:
+class EndRanks(PartRequest[None]):
     """End these ranks: politely for `grace` seconds, then by force."""
 
     ranks: tuple[int, ...]
     grace: float
 
+    @property
+    def timeout(self) -> float:
+        return self.grace + 20.0
+
 
 @dataclass(frozen=True, slots=True)
-class Renumber:
-    """Call each of these ranks by another number."""
+class Renumber(PartRequest[None]):
+    """Call each of these ranks by another number, of which itself learns with the next `Form`."""
 
     became: Mapping[int, int]
 
 
-PartRequest = (
-    GetClock | Reach | StartPart | GetHeld | Prepare | Form | CallOff | EndRanks | Renumber
-)
-PartReply = WorldStarted | StartFailure | Held | Formed | str | int | None
+NodeReply = WorldStarted | StartFailure | Held | Formed | Mapping[int, Place] | str | int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +237,7 @@ class NodeAsk:
     """Head to agent: do this and answer under the same id."""
 
     id: int
-    request: PartRequest
+    request: PartRequest[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +245,7 @@ class NodeAnswer:
     """Agent to head: the reply to the `NodeAsk` of this id."""
 
     id: int
-    reply: PartReply
+    reply: NodeReply
 
 
 # --- the store in which ranks of all nodes meet, which the head has ------------------------------
@@ -227,7 +269,7 @@ class StoreAnswer:
 
 NodeDown = Down | NodeAsk | StoreAnswer | Piece | Taken | Dropped
 NodeUp = Up | NodeHello | NodeAnswer | StoreAsk | Piece | Taken | Dropped
-AnyReply = Reply | PartReply
+AnyReply = Reply | NodeReply
 
 
 def node_frames(message: NodeDown | NodeUp) -> list[bytes | memoryview]:

@@ -5,10 +5,22 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import StartFailure, WorldStarted
-from nbdist.wire.node_messages import Formed, Held, Plan
+from nbdist.wire.node_messages import (
+    CallOff,
+    EndRanks,
+    Form,
+    Formed,
+    GetHeld,
+    Held,
+    PartRequest,
+    Prepare,
+    Renumber,
+    StartPart,
+)
 from nbdist.wire.spec import WorldSpec
 
 KILLED = "it was killed by SIGKILL"
@@ -34,9 +46,33 @@ class FakePart:
         self._generation = 0
         self._off = asyncio.Event()
 
-    async def start_part(
-        self, spec: WorldSpec, ranks: Sequence[int], attempt: int
-    ) -> WorldStarted | StartFailure:
+    async def do(self, request: PartRequest[Any]) -> Any:
+        """Answer as a part does, and note what is asked."""
+        match request:
+            case StartPart(spec, ranks):
+                return await self._start(spec, ranks)
+            case GetHeld():
+                return Held(dict(self.alive))
+            case Prepare(_, ranks):
+                self.asked.append(f"prepare {[*ranks]}")
+                return self.lack
+            case Form():
+                return await self._form(request)
+            case CallOff(generation):
+                self.asked.append(f"call off {generation}")
+                if generation == self._generation:
+                    self._off.set()
+            case EndRanks(ranks):
+                self.asked.append(f"end {[*ranks]}")
+                for rank in ranks:
+                    self.die(rank)
+            case Renumber(became):
+                self.asked.append(f"renumber {dict(became)}")
+                self.alive = {became[rank]: held for rank, held in self.alive.items()}
+                self._pids = {became[rank]: pid for rank, pid in self._pids.items()}
+        return None
+
+    async def _start(self, spec: WorldSpec, ranks: Sequence[int]) -> WorldStarted | StartFailure:
         """Start, or fail where it is to; at once or when it is called off."""
         self.asked.append(f"start {[*ranks]}")
         why = await self._called_off(1) or self.fails
@@ -45,18 +81,9 @@ class FakePart:
         self._have(spec, ranks, ranks, {})
         return WorldStarted({**self._pids}, dict.fromkeys(ranks, ""), ("no nccl",))
 
-    async def held(self) -> Held:
-        """Say which live."""
-        return Held(dict(self.alive))
-
-    async def prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
-        """Lack something, or not."""
-        self.asked.append(f"prepare {[*ranks]}")
-        return self.lack
-
-    async def form(self, plan: Plan, ranks: Sequence[int]) -> Formed:
+    async def _form(self, plan: Form) -> Formed:
         """Form it, or have a problem; at once or when it is called off."""
-        kept = None if plan.groups is None else sorted(plan.groups)
+        ranks, kept = plan.ranks, None if plan.groups is None else sorted(plan.groups)
         self.asked.append(f"form {plan.generation} of {[*ranks]} with {kept}")
         problem = await self._called_off(plan.generation)
         self._have(plan.spec, ranks, plan.missing, plan.groups or {})
@@ -65,24 +92,6 @@ class FakePart:
             if not self.stays:
                 self.die(ranks[-1])
         return Formed({**self._pids}, dict.fromkeys(self.alive, ""), tuple(self.alive), problem)
-
-    async def call_off(self, generation: int) -> None:
-        """Have those wait no longer that do for this generation."""
-        self.asked.append(f"call off {generation}")
-        if generation == self._generation:
-            self._off.set()
-
-    async def end(self, ranks: Sequence[int], grace: float) -> None:
-        """Have these no more."""
-        self.asked.append(f"end {[*ranks]}")
-        for rank in ranks:
-            self.die(rank)
-
-    async def renumber(self, became: Mapping[int, int]) -> None:
-        """Call them so."""
-        self.asked.append(f"renumber {dict(became)}")
-        self.alive = {became[rank]: held for rank, held in self.alive.items()}
-        self._pids = {became[rank]: pid for rank, pid in self._pids.items()}
 
     def die(self, rank: int) -> None:
         """Have this rank live no more."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nbdist.agent.forming import HEAL_TRIES, Forming, groups_to_keep
+from nbdist.topology import Position
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import StartFailure, WorldStarted
 from nbdist.wire.node_messages import Groups
@@ -18,8 +19,9 @@ from tests.agent.parts import FakePart
 
 
 def spec_of(size: int) -> WorldSpec:
-    """A world of so many ranks."""
-    return WorldSpec(size, "gloo", {}, "/", (), 1, "python")
+    """A world of so many ranks, on two nodes by turns."""
+    seats = tuple(Position(rank % 2, rank // 2) for rank in range(size))
+    return WorldSpec(size, "gloo", {}, "/", (), 1, "python", seats=seats)
 
 
 class TwoParts:
@@ -27,7 +29,7 @@ class TwoParts:
 
     def __init__(self) -> None:
         self.one, self.other = FakePart(0), FakePart(1)
-        self.forming = Forming({0: self.one, 1: self.other}, lambda _, rank: rank % 2)
+        self.forming = Forming({0: self.one, 1: self.other})
 
     async def start(self, size: int = 4) -> WorldStarted | StartFailure:
         """Start the world, and forget what has been asked for that."""

@@ -19,8 +19,7 @@ import pytest
 
 from nbdist import topology
 from nbdist.agent import worker_group
-from nbdist.agent.agent import interface_of, spec_here
-from nbdist.agent.worker_group import WorkerGroup, problem_in
+from nbdist.agent.worker_group import WorkerGroup, interface_of, problem_in, spec_here
 from nbdist.system import folders
 from nbdist.topology import Position, usable_cores
 from nbdist.wire.control import Answer, Failed, Ok

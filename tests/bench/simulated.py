@@ -13,11 +13,12 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nbdist.agent.outbox import Outbox
-from nbdist.cluster.client import Coming, HeadEnd, find_way, read_ticket
+from nbdist.cluster.client import HeadEnd, Way, find_way, read_ticket
 from nbdist.cluster.launcher import AgentCommand, Launched
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
@@ -28,8 +29,6 @@ from nbdist.wire.messages import (
     Ask,
     GetStatus,
     Leave,
-    Locate,
-    Located,
     Received,
     Run,
     Up,
@@ -41,10 +40,11 @@ from nbdist.wire.node_messages import (
     GetClock,
     GetHeld,
     Held,
+    LocateRanks,
     NodeAnswer,
     NodeAsk,
     NodeDown,
-    PartReply,
+    NodeReply,
     StartPart,
 )
 from nbdist.wire.views import Place, WorkerStatus
@@ -147,9 +147,9 @@ def _outputs_of(task: Task, rank: int) -> Iterable[Output]:
 class SimulatedAgent:
     """The agent of one machine, with its own link to the head."""
 
-    def __init__(self, coming: Coming, leave: Callable[[], None]) -> None:
+    def __init__(self, way: Way, leave: Callable[[], None]) -> None:
         self._leave = leave
-        self.end = HeadEnd(coming, 1, self._receive, leave)
+        self.end = HeadEnd(way, 1, self._receive, leave)
         self._workers = SimulatedWorkers(self.end.send)
 
     def _receive(self, message: NodeDown) -> None:
@@ -158,8 +158,6 @@ class SimulatedAgent:
                 self._workers.run(run)
             case Received():
                 self._workers.received()
-            case Locate(ranks):
-                self.end.send(Located({rank: Place() for rank in ranks}))
             case Ask(number, request):
                 rows = self._workers.status() if isinstance(request, GetStatus) else None
                 self.end.send(Answer(number, rows))
@@ -168,7 +166,7 @@ class SimulatedAgent:
             case Leave():
                 self._leave()
 
-    def _reply(self, request: object) -> PartReply:
+    def _reply(self, request: object) -> NodeReply:
         workers = self._workers
         match request:
             case GetClock():
@@ -176,6 +174,8 @@ class SimulatedAgent:
             case StartPart(_, ranks):
                 workers.ranks = ranks
                 return WorldStarted(workers.pids, dict.fromkeys(ranks, ""))
+            case LocateRanks(ranks):
+                return {rank: Place() for rank in ranks}
             case GetHeld():
                 return Held(dict.fromkeys(workers.ranks, HeldGroups()))
             case Form(_, ranks):
@@ -187,7 +187,7 @@ class SimulatedAgent:
 async def _serve(ticket: Ticket, numbers: Sequence[int]) -> None:
     gone = asyncio.Event()
     way = find_way(ticket)
-    agents = [SimulatedAgent(Coming(ticket, way, number), gone.set) for number in numbers]
+    agents = [SimulatedAgent(replace(way, number=number), gone.set) for number in numbers]
     for agent in agents:
         await agent.end.open()
     await gone.wait()

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from nbdist.agent.code_folder import CodeFolder
-from nbdist.cluster.assembly import KeptCode, in_time_of_head, last_words, shares
+from nbdist.agent.forming import shares
+from nbdist.cluster.assembly import KeptCode, in_time_of_head, last_words
 from nbdist.cluster.node import NodeLost
 from nbdist.config import Patience
 from nbdist.errors import RanksReleased, ScaleError, WorkerDied, WorkerError

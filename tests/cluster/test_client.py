@@ -13,7 +13,6 @@ import pytest
 import zmq.asyncio
 
 from nbdist.cluster.client import (
-    Coming,
     HeadEnd,
     NoWay,
     Way,
@@ -97,8 +96,8 @@ def test_what_was_not_read_is_said_again(monkeypatch: pytest.MonkeyPatch) -> Non
         place = Ticket(("127.0.0.1",), port, keys.public, KeyPair.new())
 
         async def connect_twice() -> list[bytes]:
-            coming = Coming(place, Way("127.0.0.1", "127.0.0.1"), 0)
-            end, talk = HeadEnd(coming, 1, got.append, list), Numbered()
+            way = Way(place, "127.0.0.1", "127.0.0.1", 0)
+            end, talk = HeadEnd(way, 1, got.append, list), Numbered()
             await end.open()
             end.send(Starting(1))
             try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from nbdist.cluster.head import Round, first_answer, rows_of
+from nbdist.cluster.head import first_answer, rows_of
 from nbdist.cluster.node import Node
 from nbdist.wire.control import Candidate, Complete, Completions
-from nbdist.wire.messages import Ask, Consult, GetStatus, Locate, Located
+from nbdist.wire.messages import Ask, Consult, GetStatus
 from nbdist.wire.node_messages import NodeDown, NodeFacts, NodeHello
-from nbdist.wire.views import Place, WorkerStatus
+from nbdist.wire.views import WorkerStatus
 
 
 def row(rank: int) -> WorkerStatus:
@@ -34,21 +34,6 @@ def nodes() -> tuple[list[Node], list[tuple[int, NodeDown]]]:
         return Node(number, f"n{number}", hello, lambda message: sent.append((number, message)))
 
     return [node(0), node(1)], sent
-
-
-def test_a_round_ends_with_the_last_node() -> None:
-    """Also where that is lost, or has an answer left to give from the round before."""
-    (first, second), sent = nodes()
-    asked, here = Round(), Place()
-    asked.begin({first: (0,), second: (1, 2)})
-    assert sent == [(0, Locate((0,))), (1, Locate((1, 2)))]
-    assert asked.take(first, {0: here}) is None
-    assert asked.take(second, {1: here, 2: here}) == Located({0: here, 1: here, 2: here})
-    assert asked.take(second, {1: here}) is None
-    asked.begin({first: (0,), second: (1,)})
-    assert asked.take(first, {0: here}) is None
-    assert asked.drop(second) == Located({0: here})
-    assert asked.drop(second) is None
 
 
 async def test_rows_and_answers() -> None:

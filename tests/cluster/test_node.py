@@ -12,14 +12,19 @@ from nbdist.topology import Position
 from nbdist.wire.messages import Ask, GetStatus, StartFailure
 from nbdist.wire.node_messages import (
     CallOff,
+    EndRanks,
+    Form,
     Formed,
     GetClock,
+    GetHeld,
     Held,
+    LocateRanks,
     NodeAsk,
     NodeDown,
     NodeFacts,
     NodeHello,
-    Plan,
+    Prepare,
+    StartPart,
 )
 from nbdist.wire.spec import WorldSpec
 
@@ -65,7 +70,7 @@ async def test_a_clock_that_is_wrong() -> None:
 async def test_one_that_is_lost() -> None:
     """What waits for it ends, and as a part of the world it has a problem, and no ranks."""
     there, sent = node()
-    waiting = asyncio.create_task(there.start_part(SPEC, (0,), 1))
+    waiting = asyncio.create_task(there.do(StartPart(SPEC, (0,), 1)))
     await asyncio.sleep(0)
     there.lose("the connection to b was lost")
     there.lose("again")
@@ -73,11 +78,11 @@ async def test_one_that_is_lost() -> None:
     assert isinstance(failed, StartFailure)
     assert (failed.host, failed.reason) == ("b", "the connection to b was lost")
     before = len(sent)
-    plan = Plan(SPEC, 1, 2, 1, (), {})
-    assert await there.held() == Held({})
-    assert await there.form(plan, (0,)) == Formed({}, {}, (), there.lost)
-    assert await there.prepare(SPEC, (0,)) == there.lost
-    await there.call_off(2)
-    await there.end((0,), 0.0)
+    assert await there.do(GetHeld()) == Held({})
+    assert await there.do(Form(SPEC, (0,), 1, 2, 1, (), {})) == Formed({}, {}, (), there.lost)
+    assert await there.do(LocateRanks((0,))) == {}
+    assert await there.do(Prepare(SPEC, (0,))) == there.lost
+    await there.do(CallOff(2))
+    await there.do(EndRanks((0,), 0.0))
     assert len(sent) == before
     assert repr(there) == "<Node 1 b lost: the connection to b was lost>"
