@@ -69,10 +69,7 @@ def dotted_names(source: str) -> frozenset[tuple[str, ...]]:
 
 
 def names_in_commands(source: str) -> list[str]:
-    """Find the names that a cell's own commands and lines of magics would fill in.
-
-    Those of functions may be theirs, and are not looked at.
-    """
+    """Find the names that a cell's own commands, and not its functions', would fill in."""
     texts = _cell(source).commands
     return [*dict.fromkeys(name for text in texts for name in names_filled_in(text))]
 

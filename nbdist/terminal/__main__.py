@@ -38,11 +38,6 @@ def main(words: Sequence[str] | None = None) -> int:
     return code
 
 
-def _top(options: argparse.Namespace) -> int:
-    show_top(options.seconds, options.times)
-    return 0
-
-
 def _join(options: argparse.Namespace) -> int:
     # ZeroMQ is imported for the key.
     from nbdist.cluster.ticket import join
@@ -83,7 +78,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "kill": lambda options: kill_world(options.name),
     "ps": lambda _: show_worlds(),
     "status": lambda _: show_status(),
-    "top": _top,
+    "top": lambda options: show_top(options.seconds, options.times),
 }
 
 
@@ -176,9 +171,16 @@ def enable(profile: str, *, is_sure: bool) -> int:
             f"{in_python} sets {SECTION}.{TRAIT} itself; add to it "
             f'`c.{SECTION}.{TRAIT}["distributed"] = "{EXTENSION}"`, and so on for other magics.'
         )
-    if not is_sure and not _is_wanted(file, len(names) - len(below)):
-        sys.stdout.write("nothing was written\n")
-        return 1
+    if not is_sure:
+        others = len(names) - len(below) - 1
+        sys.stdout.write(
+            f"`%%distributed` and {others} other magics will load nbdist when one is first used.\n"
+            f"Write this into {file}? [y/N] "
+        )
+        sys.stdout.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            sys.stdout.write("nothing was written\n")
+            return 1
     config.setdefault(SECTION, {}).setdefault(TRAIT, {}).update(dict.fromkeys(names, EXTENSION))
     write(file, config)
     sys.stdout.write(
@@ -244,16 +246,6 @@ def write(file: Path, config: dict[str, Any]) -> None:
         new.replace(file)
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
-
-
-def _is_wanted(file: Path, count: int) -> bool:
-    """Ask; no answer is none."""
-    sys.stdout.write(
-        f"`%%distributed` and {count - 1} other magics will load nbdist when one is first used.\n"
-        f"Write this into {file}? [y/N] "
-    )
-    sys.stdout.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 if __name__ == "__main__":

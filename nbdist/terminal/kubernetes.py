@@ -122,7 +122,6 @@ spec:
 
 
 def _volumes(pods: Pods, secret: str) -> tuple[str, str]:
-    """Write the volumes, and where the container has them, a line each."""
     key = {"secret": {"secretName": secret, "defaultMode": 0o440}}
     # A container has 64 MB of shared memory otherwise, which tensors are lent through.
     memory = {"emptyDir": {"medium": "Memory"}}
