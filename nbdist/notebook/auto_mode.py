@@ -52,7 +52,7 @@ REASONS: dict[Place, dict[str, str]] = {
     },
     "command": {
         "a command of the system, as after `!`": "sx system cat cp mv rm mkdir rmdir ls ll lf lk"
-        " ldir lx less more man",
+        " ldir lx less more man"
     },
 }
 """Line magics that are not for the ranks alone, with the reason; of nbdist's there are more.

@@ -130,12 +130,7 @@ def through(steps: Generator[Any, Any, R | BaseException]) -> R:
 
 
 def attempt_steps(
-    pool: Pool,
-    world: World,
-    task: Task,
-    pack: Pack,
-    display: CellDisplay,
-    how: RunOptions,
+    pool: Pool, world: World, task: Task, pack: Pack, display: CellDisplay, how: RunOptions
 ) -> Steps:
     """Run a cell and show it; returns the error of its last attempt when that failed too.
 

@@ -1,8 +1,4 @@
-"""`@command`: makes a magic of a function in `nbdist.notebook.commands`, where IPython finds it.
-
-A file there is all that a new magic needs: `find_commands` imports what lies in the folder, and
-what entry points name (`nbdist.plugins`).
-"""
+"""`@command`: makes a magic of a function; a file in `nbdist.notebook.commands` is all it needs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Completion and inspection in cells of the workers, beside what the notebook's kernel says.
 
-Wrapped around the kernel's own `do_complete` and `do_inspect`, which front ends call from
-several threads, or a terminal's completer.  Nothing of what workers have enters the notebook's
-namespace.
+Front ends ask from several threads.  No name of the workers enters the notebook's namespace.
 """
 
 from __future__ import annotations

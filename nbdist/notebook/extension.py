@@ -81,12 +81,12 @@ def register(
     ]
     wanted += [(partial(refuse_place, shell, f"%{name}"), "line", f"%{name}") for name in MAGICS]
     wanted += [(each.line_magic(pools), "line", each.name) for each in commands if each.in_a_line]
-    manager = shell.magics_manager
+    manager: Any = shell.magics_manager
+    also_there: Any = vars(manager.user_magics)
     for magic, kind, name in wanted:
-        # The manager's own method: the shell's has the manager's signature for mypy.
         manager.register_function(magic, kind, name)
         stack.callback(manager.magics[kind].pop, name, None)
-        stack.callback(vars(manager.user_magics).pop, name, None)
+        stack.callback(also_there.pop, name, None)
 
 
 def help_at_border(
@@ -120,7 +120,7 @@ def help_at_border(
             (shell.Completer, "completions", completion.completions),
         ]
     # Not every kernel is an ipykernel.
-    wrapped = [Wrapped(*each) for each in wanted if hasattr(each[0], each[1])]
+    undone = [wrap(*each) for each in wanted if hasattr(each[0], each[1])]
     while_busy = WhileBusy(shell, completion)
     if while_busy.begin():
         stack.callback(while_busy.end)
@@ -128,8 +128,8 @@ def help_at_border(
     transform = partial(transform_first_lines, local_is_plain=kernel is not None)
     shell.input_transformers_cleanup.insert(0, transform)
     stack.callback(shell.input_transformers_cleanup.remove, transform)
-    for each in wrapped:
-        stack.callback(each.undo)
+    for undo in undone:
+        stack.callback(undo)
 
 
 # --- methods of the shell and of its kernel, wrapped on the one object, and given back --------
@@ -139,37 +139,25 @@ Around = Callable[..., Any]
 """Called with the method as it was, and its arguments."""
 
 
-class Wrapped:
-    """A method of one object with something around it, until `undo`.
+def wrap(holder: object, name: str, around: Around) -> Callable[[], None]:
+    """Put something around a method of one object; call what is returned to have it as it was.
 
     Where somebody else has wrapped it since, ours stays inside, and only passes on.
     """
+    was_its_own, original, is_on = name in vars(holder), getattr(holder, name), True
 
-    def __init__(self, holder: object, name: str, around: Around) -> None:
-        self._holder = holder
-        self._name = name
-        self._was_its_own = name in vars(holder)
-        self._original = original = getattr(holder, name)
-        self._is_on = True
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs) if is_on else original(*args, **kwargs)
 
-        @wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            if self._is_on:
-                return around(original, *args, **kwargs)
-            return original(*args, **kwargs)
+    def undo() -> None:
+        nonlocal is_on
+        is_on = False
+        if vars(holder).get(name) is method:
+            setattr(holder, name, original) if was_its_own else delattr(holder, name)
 
-        self._method = method
-        setattr(holder, name, method)
-
-    def undo(self) -> None:
-        """Have the object as it was."""
-        self._is_on = False
-        if vars(self._holder).get(self._name) is not self._method:
-            return
-        if self._was_its_own:
-            setattr(self._holder, self._name, self._original)
-        else:
-            delattr(self._holder, self._name)
+    setattr(holder, name, method)
+    return undo
 
 
 # --- refuses, before anything is started, libraries that nbdist does not run with -------------
@@ -220,7 +208,7 @@ class RestOfCell:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell: Any = shell
         self._is_running = self._has_run = False
-        self._wrapped = Wrapped(shell, "run_code", self._run_code)
+        self._undo = wrap(shell, "run_code", self._run_code)
         for event in ("pre_run_cell", "post_run_cell"):
             shell.events.register(event, self._end)
 
@@ -257,7 +245,7 @@ class RestOfCell:
         # An event of IPython's: the cell has ended, or nbdist was loaded outside of one.
         if self._is_running:
             return
-        self._wrapped.undo()
+        self._undo()
         for event in ("pre_run_cell", "post_run_cell"):
             self._shell.events.unregister(event, self._end)
 

@@ -1,9 +1,7 @@
 """Which global names the source of a cell reads, and which it binds; pure.
 
-`nbdist.notebook.shipping` asks it before a cell goes to the workers.  The answers are in
-the code that Python compiles: its instructions name what they read and bind, and where they
-jump.  The source has been through IPython's input transformer, so magics and `!` lines are
-calls of `get_ipython()` with strings; names inside these strings count.
+The answers are in the code that Python compiles.  The source has been through IPython's input
+transformer: magics and `!` lines are calls of `get_ipython()`, and names in their strings count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Cells that were sent with `--no-wait`: what they do now, and how they ended.
 
-On IPython's own thread: nothing runs beside it.  The event loop takes its steps between cells,
-and `wait` takes them meanwhile; they are the same that any other cell takes.
+The event loop takes their steps between cells, on IPython's own thread; else `wait` does.
 """
 
 from __future__ import annotations

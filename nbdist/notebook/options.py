@@ -227,10 +227,7 @@ SAME = {
 }
 """Flags of others that mean what one of ours does: they are taken for it."""
 
-OLD = {
-    "--rank": "-r",
-    "--local": "--here-too",
-}
+OLD = {"--rank": "-r", "--local": "--here-too"}
 """Flags of ours as they were called before: they work, and a line says the new ones."""
 
 MEANT = {
@@ -381,7 +378,7 @@ class NbDist(Configurable):
 
     prestart = Bool(
         help="Import torch in the background as soon as the extension is loaded, so that the"
-        " first cell starts at once. NBDIST_PRESTART=0 turns it off.",
+        " first cell starts at once. NBDIST_PRESTART=0 turns it off."
     ).tag(config=True)
 
     @default("display")

@@ -1,7 +1,6 @@
 """Which names of the notebook go with a cell, and their values, packed.
 
-The rules are in `NameTable` (who owns a name) and in `_Plan` (what has changed, what belongs
-together).
+Who owns a name is in `NameTable`, what has changed and what belongs together in `_Plan`.
 """
 
 from __future__ import annotations

@@ -181,8 +181,7 @@ def enable(profile: str, *, is_sure: bool) -> int:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             sys.stdout.write("nothing was written\n")
             return 1
-    config.setdefault(SECTION, {}).setdefault(TRAIT, {}).update(dict.fromkeys(names, EXTENSION))
-    write(file, config)
+    write(file, config, dict.fromkeys(names, EXTENSION))
     sys.stdout.write(
         f"written to {file}: in new kernels `%%distributed -n 4` works at once; "
         "`nbdist disable` undoes it\n"
@@ -194,19 +193,12 @@ def disable(profile: str) -> int:
     """Take out of the profile what `enable` has written; returns the command's exit code."""
     file = config_file(profile)
     config = read(file)
-    section: dict[str, Any] = config.get(SECTION, {})
-    magics: dict[str, Any] = section.get(TRAIT, {})
+    magics: dict[str, str] = config.get(SECTION, {}).get(TRAIT, {})
     ours = [name for name, extension in magics.items() if extension == EXTENSION]
     if not ours:
         sys.stdout.write(f"there is nothing of nbdist in {file}\n")
         return 1
-    for name in ours:
-        del magics[name]
-    if not magics:
-        del section[TRAIT]
-    if not section:
-        del config[SECTION]
-    write(file, config)
+    write(file, config, dict.fromkeys(ours))
     sys.stdout.write(f"removed from {file}: `%load_ext nbdist` loads nbdist\n")
     return 0
 
@@ -234,8 +226,14 @@ def read(file: Path) -> dict[str, Any]:
     return dict(config)
 
 
-def write(file: Path, config: dict[str, Any]) -> None:
-    """Replace the file in one step, or remove it where nothing is left in it."""
+def write(file: Path, config: dict[str, Any], magics: Mapping[str, str | None]) -> None:
+    """Write a file with these magics besides, or without those that are None, in one step.
+
+    It is removed where nothing is left in it.
+    """
+    from traitlets.config.manager import recursive_update
+
+    recursive_update(config, {SECTION: {TRAIT: magics}})
     try:
         if not config:
             file.unlink(missing_ok=True)

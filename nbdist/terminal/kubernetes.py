@@ -1,7 +1,6 @@
-"""`nbdist k8s`: what a Kubernetes cluster needs to run one agent per pod, as YAML; pure.
+"""`nbdist k8s`: an Indexed Job whose pods join a world, and the service that names them; pure.
 
-An Indexed Job whose pods join the world that waits at a place, with the headless service that
-gives them names.  The key is a Secret that the manifest refers to and does not have.
+The key is a Secret that the manifest refers to and does not have.
 """
 
 from __future__ import annotations

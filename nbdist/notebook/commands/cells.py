@@ -263,8 +263,7 @@ MACHINES = (
 
 
 @command(
-    argument("--all", action="store_true", dest="everything", help="short forms too"),
-    looks=True,
+    argument("--all", action="store_true", dest="everything", help="short forms too"), looks=True
 )
 def dist_help(line: Line) -> Shown:
     """List all magics, a line each. A `?` after the name of one shows its options."""
