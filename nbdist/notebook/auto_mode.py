@@ -7,11 +7,11 @@ what is silent, what is stored, and the cell's tags; in a terminal around the sh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from IPython.core.inputtransformer2 import find_end_of_continued_line, make_tokens_by_line
 from IPython.core.macro import Macro
@@ -21,15 +21,10 @@ from nbdist.errors import NbdistError
 from nbdist.notebook.cell_text import as_magic, cell_magic, is_python
 from nbdist.notebook.cells import bring
 from nbdist.notebook.free_names import names_filled_in
+from nbdist.notebook.pool import Pools
 from nbdist.wire.work import Call
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from nbdist.notebook.pool import Pool, Pools
-    from nbdist.world.world import World
-
+from nbdist.world.world import World
 
 # --- which lines of a cell in auto mode run here, and which on the ranks; pure ----------------
 
@@ -57,7 +52,7 @@ REASONS: dict[Place, dict[str, str]] = {
     },
     "command": {
         "a command of the system, as after `!`": "sx system cat cp mv rm mkdir rmdir ls ll lf lk"
-        " ldir lx less more man",
+        " ldir lx less more man"
     },
 }
 """Line magics that are not for the ranks alone, with the reason; of nbdist's there are more.
@@ -113,10 +108,7 @@ class Part:
 
 
 def parts_of(code: str, side: Side) -> list[Part]:
-    """Split a cell, in the order in which its parts run; none for a cell without code.
-
-    What stands inside of blocks, or of strings, is never parted from them.
-    """
+    """Split a cell, but no block or string, in the order in which its parts run."""
     if (magic := cell_magic(code)) is not None or code.lstrip().startswith("%%!"):
         is_here = _is_cell_here(magic.name if magic else "!", code, side)
         return [Part(0, code, is_here=is_here)]
@@ -160,7 +152,6 @@ def _is_cell_here(name: str, code: str, side: Side) -> bool:
 
 
 def _for_ranks(lines: list[str], first: int, end: int) -> list[Part]:
-    """Give these lines as one part, if there is code in them."""
     there = lines[first:end]
     has_code = any(line.strip() and not line.lstrip().startswith("#") for line in there)
     return [Part(first, "".join(there))] if has_code else []
@@ -187,7 +178,6 @@ def _magics(lines: list[str], side: Side) -> Iterator[tuple[int, int, Place]]:
 
 
 def _place_of(found: re.Match[str], above: str, side: Side) -> Place:
-    """Say where a line runs that is a magic or a command."""
     name, rest, is_bound = found["name"], found["rest"], bool(found["bound"])
     if name is not None and name.startswith("dist_"):
         return "here"
@@ -266,7 +256,9 @@ class AutoCells:
     ) -> Any:
         """Stand around the kernel's method of this name."""
         if store_history and not silent:
-            code = self._given(code, self._tags())
+            metadata = self._shell.get_parent().get("metadata", {})
+            tags = metadata.get("tags") if isinstance(metadata, dict) else None
+            code = self._given(code, tags if isinstance(tags, list) else ())
         elif LISTS_VARIABLES.search(code) and (said := self._said_by_a_rank(code)) is not None:
             code = f"print({said!r}, end='')"
         return original(code, silent, store_history, *args, **kwargs)
@@ -303,28 +295,26 @@ class AutoCells:
 
     def _said_by_a_rank(self, code: str) -> str | None:
         """Have the first rank run what lists variables; None where it cannot."""
-        pool, world = self._idle()
-        if pool is None or world is None:
+        if (world := self._idle()) is None:
             return None
         with suppress(NbdistError):
             task = world.task(Call("call.answer", {"source": code}), ranks=(0,))
-            return str(bring(pool, world, task)[0])
+            return str(bring(self._pools.at(self._mode.pool), world, task)[0])
         return None
 
-    def _idle(self) -> tuple[Pool | None, World | None]:
-        """Give the pool of auto mode, and its world if that can be asked at once."""
-        pool = self._pools.known(self._mode.pool) if self._mode.is_on else None
-        world = pool.world if pool and pool.has_workers else None
-        return pool, world if world is None or world.session.is_idle else None
+    def _idle(self) -> World | None:
+        """Return the world of auto mode's pool if that can be asked at once."""
+        world = self._pools.world_of(self._mode.pool) if self._mode.pool else None
+        return world if world and world.session.is_idle else None
 
     def user_expressions(
         self, original: Callable[..., dict[str, Any]], expressions: dict[str, str]
     ) -> dict[str, Any]:
         """Stand around the shell's method of this name: what only the ranks know, they say."""
         found = original(expressions)
-        pool, world = self._idle()
-        if pool is None or world is None:
+        if (world := self._idle()) is None:
             return found
+        pool = self._pools.at(self._mode.pool)
         for key, told in found.items():
             if told.get("ename") == "NameError":
                 task = world.task(fetch=(f"repr({expressions[key]})",))
@@ -339,15 +329,8 @@ class AutoCells:
         self._mode.running = sent if sent != code else ""
         return sent
 
-    def _tags(self) -> tuple[str, ...]:
-        """Read the tags of the cell that the front end wants run."""
-        metadata = self._shell.get_parent().get("metadata", {})
-        tags = metadata.get("tags") if isinstance(metadata, dict) else None
-        return tuple(tags) if isinstance(tags, list) else ()
-
 
 def _plain(texts: Mapping[int, str]) -> str:
-    """Write what ranks say: a line where it is the same of all, else one for each."""
     if len({*texts.values()}) == 1:
         return next(iter(texts.values()))
     return "\n".join(f"rank {rank}: {text}" for rank, text in texts.items())
@@ -356,22 +339,18 @@ def _plain(texts: Mapping[int, str]) -> str:
 def runs_there(pools: Pools, code: str) -> bool:
     """Say whether any of a cell runs on the ranks while auto mode is on."""
     pool = pools.auto.pool
-    if pool is None:
-        return False
-    return not all(part.is_here for part in parts_for(pools, pool, code))
+    return pool is not None and not all(part.is_here for part in parts_for(pools, pool, code))
 
 
 def parts_for(pools: Pools, name: str, code: str) -> list[Part]:
     """Split a cell by what the notebook knows of the pool's variables, and of its own magics."""
-    pool, shell = pools.known(name), pools.shell
-    world = pool.world if pool and pool.has_workers else None
+    world, shell = pools.world_of(name), pools.shell
     is_ours = partial(_is_ours, shell, frozenset(pools.auto.loaded))
     side = Side(partial(_is_theirs, world, shell.user_ns), is_ours)
     return parts_of(as_magic(shell, code, world), side)
 
 
 def _is_theirs(world: World | None, ours: dict[str, Any], name: str) -> bool:
-    """Say whether a cell on the ranks would find a value of theirs under the name."""
     if world is None:
         return False
     names = world.session.names

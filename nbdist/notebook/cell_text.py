@@ -1,7 +1,4 @@
-"""The text of a cell as somebody types it: whose it is, and what is in its magic's line.
-
-Pure; `completion` asks it at each question of the front end.
-"""
+"""The text of a cell as somebody types it: whose it is, and what is in its magic's line; pure."""
 
 from __future__ import annotations
 
@@ -142,10 +139,7 @@ def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> l
 
 
 def misplaced(lines: Sequence[str]) -> tuple[str, int] | None:
-    """Find one of our cell magics that is not its cell's first line: its name, and which line.
-
-    The line that auto mode puts above a cell is not counted.
-    """
+    """Find one of our cell magics that is not its cell's first line, and its line as typed."""
     begin = _count_above(lines)
     is_first = begin < len(lines) and _MAGIC.fullmatch(lines[begin]) is not None
     begin += is_first
@@ -284,10 +278,7 @@ def as_magic(shell: Any, cell: str, world: World | None) -> str:
 def check_commands(
     python: str, names: NameTable, ranks: Collection[int], ours: Container[str]
 ) -> None:
-    """Raise UsageError where a command would fill in a variable that one of the ranks lacks.
-
-    That rank would give `{name}` to its shell as it stands.
-    """
+    """Raise UsageError where a command would fill in a variable that one of the ranks lacks."""
     for name in names_in_commands(python):
         have = names.ranks_with(name)
         lacking = [rank for rank in ranks if rank not in have]

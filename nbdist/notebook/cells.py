@@ -6,13 +6,15 @@ to its end, and a `Job` a step at a time.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from nbdist.config import Patience
 from nbdist.errors import CellTimeout, Interrupted, NbdistError, WorkerDied, WorldNotStarted
 from nbdist.notebook.cell_text import (
     as_magic,
@@ -22,42 +24,31 @@ from nbdist.notebook.cell_text import (
     execution_count,
     in_notebook_lines,
 )
-from nbdist.notebook.display import missed
+from nbdist.notebook.display import CellDisplay, missed
 from nbdist.notebook.free_names import gathered_text
 from nbdist.notebook.idle import met_stops, raised_stops
+from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import at_once
 from nbdist.notebook.outcome import last_values, why_of
+from nbdist.notebook.pool import Pool
 from nbdist.notebook.shipping import plan
 from nbdist.notebook.transfer import Progress, Shipment, on_its_way_text, packed
+from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
-from nbdist.wire.work import Call, Source
+from nbdist.wire.work import Call, Source, Task, Work
 from nbdist.words import name_ranks
 from nbdist.world.calling import ask, next_to_ask
 from nbdist.world.exchange import binding
-from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
+from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
-from nbdist.world.result import usage_text
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Generator, Iterator, Mapping
-
-    from nbdist.config import Patience
-    from nbdist.notebook.display import CellDisplay
-    from nbdist.notebook.jobs import Steps
-    from nbdist.notebook.pool import Pool
-    from nbdist.output.transcript import Transcript
-    from nbdist.wire.work import Task, Work
-    from nbdist.world.names import NameTable, Shipped
-    from nbdist.world.result import CellResult
-    from nbdist.world.running import News, RunningTask
-    from nbdist.world.world import World
-
+from nbdist.world.result import CellResult, usage_text
+from nbdist.world.running import News, RunningTask
+from nbdist.world.world import World
 
 R = TypeVar("R")
 
-Pack = Callable[["NameTable"], "Shipment | None"]
-"""Says what has to go along, by who has which name; asked before each attempt."""
+Pack = Callable[[NameTable], Shipment | None]
+"""Packs what has to go along, by who has which name; called before each attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +68,7 @@ def source_steps(
     display: CellDisplay,
     options: argparse.Namespace | None = None,
 ) -> Steps:
-    """Run a cell on workers and show it, the first step sends it; returns its one error.
-
-    With `options` workers are started where there are none.
-    """
+    """Run a cell on workers and show it; `options` start workers where there are none."""
     cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
@@ -142,12 +130,7 @@ def through(steps: Generator[Any, Any, R | BaseException]) -> R:
 
 
 def attempt_steps(
-    pool: Pool,
-    world: World,
-    task: Task,
-    pack: Pack,
-    display: CellDisplay,
-    how: RunOptions,
+    pool: Pool, world: World, task: Task, pack: Pack, display: CellDisplay, how: RunOptions
 ) -> Steps:
     """Run a cell and show it; returns the error of its last attempt when that failed too.
 
@@ -157,8 +140,7 @@ def attempt_steps(
     as the first one had them, and new ranks get those that they lack.
     """
     names = world.session.names
-    if how.max_restarts:
-        names = names.copy()
+    names = names.copy() if how.max_restarts else names
     for attempt in world.session.attempts(task, how.max_restarts):
         pids = world.pids
         shipment = settled(pool, world, names, pack)
@@ -171,6 +153,13 @@ def attempt_steps(
         new = [rank for rank, pid in world.pids.items() if pid != pids.get(rank)]
         names.taken_over(new, world.session.names)
         world.session.told(running.fated)
+    return outcome_of(pool, world, running, display)
+
+
+def outcome_of(
+    pool: Pool, world: World, running: RunningTask, display: CellDisplay
+) -> CellResult[Any] | BaseException:
+    """Return the result of a cell that has ended, or its error."""
     try:
         check_end(pool, world, running)
     except (NbdistError, Interrupted) as error:
@@ -182,10 +171,7 @@ def attempt_steps(
 
 
 def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment | None:
-    """Pack what has to go along; but what ranks have changed since it was sent stays theirs.
-
-    They are asked only where it would take the place of something that they were sent.
-    """
+    """Pack what has to go along; what ranks have changed since it was sent stays theirs."""
     shipment = pack(names)
     if shipment is None or not shipment.replaces:
         return shipment
@@ -262,7 +248,12 @@ def follow_steps(
                         pool.show_late(at_once=False)
                     if is_attended and (rank := next_to_ask(running)) is not None:
                         with raised_stops():
-                            _have_typed(world, running, rank, display, is_here=is_here)
+                            if display:
+                                asks = running.prompts.text
+                                display.show_all(running.transcript, asks, rank, is_here=is_here)
+                            ask(world.session, running, rank)
+                            if display and is_here:
+                                display.typed()
                 longest = yield running
         except GeneratorExit:  # with its workers
             if display:
@@ -270,8 +261,7 @@ def follow_steps(
                 display.end(running.transcript, pool.log_files())
             raise
         if display:
-            covered = covered_texts(running.transcript, world.session.names)
-            for text in (*stale_texts(running.transcript), *covered):
+            for text in notes_on(running.transcript, world.session.names):
                 display.note(text, at_once=False)
             display.end(running.transcript, pool.log_files())
             pool.ended.add(running.transcript, display)
@@ -289,17 +279,6 @@ def _show_news(
     display.show(running.transcript, news, waits, usage_text(running.usage.values()))
     if not is_attended:
         display.pause()
-
-
-def _have_typed(
-    world: World, running: RunningTask, rank: int, display: CellDisplay | None, *, is_here: bool
-) -> None:
-    """Have somebody type what a rank asks for, below all that it has said."""
-    if display:
-        display.show_all(running.transcript, running.prompts.text, rank, is_here=is_here)
-    ask(world.session, running, rank)
-    if display and is_here:
-        display.typed()
 
 
 def check_end(
@@ -332,11 +311,8 @@ def check_end(
 def bring(
     pool: Pool, world: World, task: Task, display: CellDisplay | None = None, what: str = ""
 ) -> dict[int, Any]:
-    """Run a task without showing it; give what it brings back, by rank.
-
-    With a display how far that is on its way, where it takes long; `what` says what it is.
-    """
-    pool.background.wait(pool.display())
+    """Run a task without showing it, but for how far `what` it brings back has come; return it."""
+    pool.wait_for_job(pool.display())
     progress = Progress(display, what) if display else None
     with met_stops(partial(world.session.meet_stop_of, task)):
         machines = world.session.machines
@@ -378,32 +354,26 @@ def result_of(pool: Pool, world: World, running: RunningTask) -> CellResult[Any]
 
 
 def _keep_why(pool: Pool, running: RunningTask) -> None:
-    """Keep the failure, if it is one, for `%dist_why`."""
     if error := running.error():
         pool.why = why_of(running, error, pool.log_files()) or pool.why
 
 
-def stale_texts(transcript: Transcript) -> Iterator[str]:
-    """Say of each file which ranks of a cell that has ended run what it was before."""
-    ranks = defaultdict(list)
+def notes_on(transcript: Transcript, table: NameTable) -> Iterator[str]:
+    """Say what ranks run that was edited, and which names of their own they gave other values."""
+    changed: dict[str, list[int]] = defaultdict(list)
+    covered: dict[str, list[int]] = defaultdict(list)
     for track in transcript:
-        for file in track.done.changed if track.done is not None else ():
-            ranks[file].append(track.rank)
-    for file, imported in ranks.items():
-        name = file.rpartition("/")[2]
+        if track.done is not None:
+            for file in track.done.changed:
+                changed[file].append(track.rank)
+            for name in track.done.covered:
+                covered[name].append(track.rank)
+    for file, ranks in changed.items():
         yield (
-            f"{name} changed after {name_ranks(imported)} imported it: "
+            f"{file.rpartition('/')[2]} changed after {name_ranks(ranks)} imported it: "
             "`%autoreload 2` under %%distributed, or `%dist_restart`"
         )
-
-
-def covered_texts(transcript: Transcript, table: NameTable) -> Iterator[str]:
-    """Say which ranks have bound a name that every worker has of itself; once of each name."""
-    ranks = defaultdict(list)
-    for track in transcript:
-        for name in track.done.covered if track.done is not None else ():
-            ranks[name].append(track.rank)
-    for name in sorted(ranks.keys() & (WORKERS_OWN | WORKERS_MODULES.keys())):
+    for name in sorted(covered.keys() & (WORKERS_OWN | WORKERS_MODULES.keys())):
         if table.is_first_notice(f"{name} on the ranks"):
-            was, who = WORKERS_MODULES.get(name, "each worker's own"), name_ranks(ranks[name])
+            was, who = WORKERS_MODULES.get(name, "each worker's own"), name_ranks(covered[name])
             yield f"`{name}` was {was}; this cell gave it another value on {who}"

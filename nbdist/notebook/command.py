@@ -1,21 +1,19 @@
-"""`@command`: makes a magic of a function in `nbdist.notebook.commands`, where IPython finds it.
-
-A file there is all that a new magic needs: `find_commands` imports what lies in the folder, and
-what entry points name (`nbdist.plugins`).
-"""
+"""`@command`: makes a magic of a function; a file in `nbdist.notebook.commands` is all it needs."""
 
 from __future__ import annotations
 
+import argparse
 import dis
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, wraps
 from importlib import import_module
+from importlib.metadata import EntryPoint
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from IPython.core.magic import no_var_expand
 from IPython.core.magic_arguments import magic_arguments
@@ -25,7 +23,7 @@ from nbdist.errors import Interrupted, UsageError, WorkerError, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.cell_text import without_comment
 from nbdist.notebook.cells import bring
-from nbdist.notebook.display import Shown, below, block
+from nbdist.notebook.display import CellDisplay, Shown, below, block
 from nbdist.notebook.idle import command_stops, is_in_subshell
 from nbdist.notebook.options import (
     Magic,
@@ -37,26 +35,15 @@ from nbdist.notebook.options import (
     split_code,
     world_options,
 )
+from nbdist.notebook.pool import Pool, Pools
 from nbdist.topology import parse_ranks
+from nbdist.wire.messages import Request
 from nbdist.wire.work import Call
 from nbdist.words import one_line
 from nbdist.world.recovery import healing_text
 from nbdist.world.result import raised
 from nbdist.world.states import State
-
-if TYPE_CHECKING:
-    import argparse
-    from contextlib import AbstractContextManager
-    from importlib.metadata import EntryPoint
-
-    from nbdist.notebook.display import CellDisplay
-    from nbdist.notebook.pool import Pool, Pools
-    from nbdist.wire.messages import Request
-    from nbdist.world.world import World
-
-
-OF_INIT = (pool_option, world_options)
-"""The options of `%dist_init`, which has no others."""
+from nbdist.world.world import World
 
 MORE_OPTIONS = (
     "\n\nWhere it starts workers it also takes the options that `%dist_init?` shows, such as"
@@ -91,7 +78,7 @@ class Line:
 
         WorldNotStarted, in the magic's name, where there are no workers.
         """
-        self.pool.background.wait(self.display)
+        self.pool.wait_for_job(self.display)
         return self.busy_world
 
     @property
@@ -139,13 +126,16 @@ class Value:
 
 @dataclass(frozen=True, repr=False)
 class Command:
-    """A magic: `run` gets its line, and returns what is shown, or None where it has shown it."""
+    """A magic: `run` gets its line, and returns what is shown, or None where it has shown it.
+
+    `looks` are the options with which it only looks, "" for none that is needed.
+    """
 
     run: Callable[[Line], Shown | Value | str | None]
     kind: Literal["line", "cell"]
     split: Split
     summary: str = ""
-    looks: bool | tuple[str, ...] = False
+    looks: tuple[str, ...] = ()
     in_a_line: bool = False
     short_for: str = ""
 
@@ -159,18 +149,34 @@ class Command:
         """As people type it: `%dist_init`, `%%distributed`."""
         return f"{'%%' if self.kind == 'cell' else '%'}{self.name}"
 
+    def short(self, name: str, option: str) -> Command:
+        """Make a magic of this name, for those who know it, that is this one with an option."""
+        how = f"`{self.shown_name} {option}`"
+
+        @wraps(self.run)  # with its parser
+        def run(line: Line) -> Shown | Value | str | None:
+            return self.run(line)
+
+        said, _, usage = (self.run.__doc__ or "").partition("\n\n::\n\n")
+        summary, usage = f"Short for {how}.", usage.replace(self.shown_name, f"%{name}", 1)
+        run.__name__, run.__doc__ = name, f"{summary}\n\n{said}\n\n::\n\n{usage}"
+        return replace(
+            self,
+            run=run,
+            split=lambda _, line: (f"{option} {line}", []),
+            summary=summary,
+            looks=("",) if {"", option.lstrip("-")}.intersection(self.looks) else (),
+            short_for=how,
+        )
+
     def only_looks(self, options: argparse.Namespace) -> bool:
-        """Say whether it may run while a cell does, with these options."""
-        if isinstance(self.looks, bool):
-            return self.looks
-        return any(getattr(options, name) for name in self.looks)
+        """Return True if it may run while a cell does, with these options."""
+        return any(not name or getattr(options, name) for name in self.looks)
 
     @property
     def looking(self) -> list[str]:
         """The ways to call it while a cell runs: `%dist_status`, `%dist_output --log`."""
-        if isinstance(self.looks, bool):
-            return [self.shown_name] * self.looks
-        return [f"{self.shown_name} --{name}" for name in self.looks]
+        return [f"{self.shown_name} --{name}" if name else self.shown_name for name in self.looks]
 
     def magic(self, pools: Pools) -> Callable[..., Any]:
         """Make the function that IPython calls with a line, and with a cell if there is one."""
@@ -207,10 +213,7 @@ class Command:
         return magic
 
     def line_magic(self, pools: Pools) -> Callable[..., None]:
-        """Make the function for a cell that is one line: `%distributed -r 0 x = 1`.
-
-        IPython replaces nothing in it: `{x}` is code.
-        """
+        """Make the function for a cell that is one line, in which IPython replaces no `{x}`."""
         magic = self.magic(pools)
 
         @wraps(self.run)
@@ -240,7 +243,6 @@ def command(
     split: Split = lambda _, line: (line, []),
     looks: bool | tuple[str, ...] = False,
     in_a_line: bool = False,
-    short_for: str = "",
 ) -> Callable[[Callable[[Line], Shown | Value | str | None]], Command]:
     """Make a magic of a function that is called as it, and has its help as docstring.
 
@@ -251,7 +253,6 @@ def command(
         looks: whether it only looks, with `Line.look`, and may do so while a cell runs; or with
             which of its options it does.
         in_a_line: whether its cell can be one line, below no other: `%distributed x = 1`.
-        short_for: what to type instead, for a name that is kept for those who know it.
     """
 
     def decorate(run: Callable[[Line], Shown | Value | str | None]) -> Command:
@@ -266,14 +267,15 @@ def command(
         escape = "%%" if kind == "cell" else "%"
         run.__doc__ = f"{said}\n\n{made.replace('  %', f'  {escape}', 1)}\n"
         summary = said.partition("\n")[0]
-        return Command(run, kind, split, summary, looks, in_a_line, short_for)
+        ways = (("",) if looks else ()) if isinstance(looks, bool) else looks
+        return Command(run, kind, split, summary, ways, in_a_line)
 
     return decorate
 
 
 def _usage(run: Magic, options: Sequence[Callable[[Magic], Magic]]) -> str:
     """Return IPython's text on these options; what describes workers is `%dist_init`'s alone."""
-    if world_options not in options or len(options) <= len(OF_INIT):
+    if world_options not in options or {*options} == {pool_option, world_options}:
         return (run.__doc__ or "").strip()
 
     def shown() -> None:

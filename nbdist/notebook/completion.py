@@ -1,8 +1,6 @@
 """Completion and inspection in cells of the workers, beside what the notebook's kernel says.
 
-Wrapped around the kernel's own `do_complete` and `do_inspect`, which front ends call from
-several threads, or a terminal's completer.  Nothing of what workers have enters the notebook's
-namespace.
+Front ends ask from several threads.  No name of the workers enters the notebook's namespace.
 """
 
 from __future__ import annotations
@@ -10,13 +8,15 @@ from __future__ import annotations
 import re
 import threading
 from argparse import SUPPRESS
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from IPython.core.completer import Completion as IPythonCompletion
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.config import OnFailure
@@ -30,8 +30,10 @@ from nbdist.notebook.cell_text import (
     magic_at,
     root_at,
 )
+from nbdist.notebook.command import Command
 from nbdist.notebook.idle import is_in_subshell
 from nbdist.notebook.options import Argument, arguments_of, flags_of
+from nbdist.notebook.pool import Pool, Pools
 from nbdist.topology import parse_ranks
 from nbdist.wire.control import (
     Candidate,
@@ -45,15 +47,6 @@ from nbdist.wire.control import (
 from nbdist.world.agents import launcher_names
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder
 from nbdist.world.spec import default_log_dir
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from IPython.core.interactiveshell import InteractiveShell
-
-    from nbdist.notebook.command import Command
-    from nbdist.notebook.pool import Pool, Pools
-
 
 TIMEOUT = 0.9
 """Seconds that the workers have: JupyterLab waits for one."""
@@ -154,9 +147,7 @@ class Completion:
     # --- the workers --------------------------------------------------------------------------
 
     def _ask(self, magic: MagicLine, question: Question) -> Completions | Description | None:
-        """Ask the workers that the cell is for; None where none knows anything in time."""
-        pool = self._pools.known(magic.pool)
-        world = pool.world if pool else None
+        world = self._pools.world_of(magic.pool)
         if world is None:
             return None
         try:
@@ -171,15 +162,13 @@ class Completion:
         return answer if isinstance(answer, Completions | Description) and answer else None
 
     def _is_theirs(self, magic: MagicLine, name: str) -> bool:
-        """Return True if the cell would find the workers' own value under the name."""
-        pool = self._pools.known(magic.pool)
-        if pool is None or pool.world is None:
+        world = self._pools.world_of(magic.pool)
+        if world is None:
             return False
-        own = pool.world.session.names.ranks_that_own(name)
+        own = world.session.names.ranks_that_own(name)
         return bool(own) or name not in self._pools.shell.user_ns
 
     def _with_ours(self, theirs: Completions, begun: str) -> Completions:
-        """Add the names of the notebook, which would go along with the cell."""
         there = {each.text for each in theirs.candidates}
         names = {**self._pools.shell.user_ns} if begun else {}
         ours = (
@@ -225,10 +214,7 @@ _BETWEEN = re.compile(r"\s+|(?<=\w)=")
 def choices(
     pools: Pools, command: Command, text: str, pool: str | None
 ) -> tuple[tuple[Candidate, ...], str]:
-    """Return what can stand at the end of a command's line, and what of it has been typed.
-
-    `text` follows the command in its line.
-    """
+    """Return what can stand at the end of a command's line, and what of it has been typed."""
     arguments, flags = arguments_of(command.run), flags_of(command.run)
     *words, begun = _BETWEEN.split(text)
     takes_value = {flag for flag, option in flags.items() if option.takes_value}
@@ -280,11 +266,10 @@ def values_of(pools: Pools, name: str, wanted: Argument, pool: Pool | None) -> I
 
 def stored(pool: Pool | None) -> list[Snapshot]:
     """List the snapshots that there are, the newest first."""
-    try:
+    with suppress(NbdistError, OSError):  # the command itself will say why
         store = pool.snapshot_store if pool else SnapshotStore(root_folder(default_log_dir()))
         return store.all()
-    except (NbdistError, OSError):  # the command itself will say why
-        return []
+    return []
 
 
 # --- while a cell runs in the notebook ------------------------------------------------------------
@@ -300,16 +285,14 @@ class WhileBusy:
         self._runs_cell = False
         self._is_asked = threading.Lock()
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether requests arrive in another thread."""
-        return getattr(self._kernel, "shell_channel_thread", None) is not None
-
-    def begin(self) -> None:
-        """Look at requests from now on."""
+    def begin(self) -> bool:
+        """Look at requests from now on, if they arrive in another thread; return whether so."""
+        if getattr(self._kernel, "shell_channel_thread", None) is None:
+            return False
         self._shell.events.register("pre_execute", self._begin_cell)
         self._shell.events.register("post_execute", self._end_cell)
         self._receive_with(self._receive)
+        return True
 
     def end(self) -> None:
         """Have everything as it was."""

@@ -9,12 +9,14 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import clear_output, display, update_display
 
 from nbdist.notebook.cell_text import cell_magic, request_of
 from nbdist.notebook.figures import EMPTY, NOTHING, Below, can_draw, save_figures
+from nbdist.notebook.options import NbDist
 from nbdist.output.bars import merged_line
 from nbdist.output.html import figures, panel_html
 from nbdist.output.layout import final_layout, live_layout
@@ -23,15 +25,7 @@ from nbdist.output.transcript import Transcript
 from nbdist.output.wording import GREY, details, dim, panel
 from nbdist.words import aligned
 from nbdist.world.calling import MovingLine
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from IPython.core.interactiveshell import InteractiveShell
-
-    from nbdist.notebook.options import NbDist
-    from nbdist.world.running import News, RunningTask
-
+from nbdist.world.running import News, RunningTask
 
 FIRST_DRAWING = 0.15
 """Seconds before anything is drawn, so that a fast cell does not flash."""
@@ -63,10 +57,7 @@ class PanelDisplay:
         self._notes, self._passing = [*notes], list[str]()
 
     def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
-        """Show a line beside the output, such as a warning; at once, or with the next.
-
-        Unless it `stays`, only while the cell runs.
-        """
+        """Show a line beside the output; unless it `stays`, only while the cell runs."""
         (self._notes if stays else self._passing).append(text)
         if at_once:
             self.wait_for("")
@@ -76,13 +67,9 @@ class PanelDisplay:
         if not (text and self._seconds == "none"):
             self.say(" · ".join(filter(None, [*self._notes, *self._passing, text])))
 
-    def say(self, text: str) -> None:
-        """Show a line that is all the output there is."""
-        self._draw(panel(dim(text)), text)
-
-    def show_table(self, html: str, text: str) -> None:
-        """Show a table that is all the output there is, in both forms."""
-        self._draw(html, text)
+    def say(self, text: str, html: str = "") -> None:
+        """Show a line, or lines that look otherwise on a page, as all the output there is."""
+        self._draw(html or panel(dim(text)), text)
 
     def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
         """Show what has changed; called whenever ranks have said something, and every so often.
@@ -175,10 +162,7 @@ class PanelDisplay:
 
 
 class PlainDisplay:
-    """Lines as they come, for terminals and logs, where nothing can be redrawn but the last.
-
-    It is called as a `PanelDisplay` is.
-    """
+    """Lines as they come, for terminals and logs; called as a `PanelDisplay` is."""
 
     can_change = False
 
@@ -197,12 +181,9 @@ class PlainDisplay:
     def wait_for(self, text: str) -> None:
         self.say(text)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, html: str = "") -> None:
         self._bars.clear()
         sys.stdout.write(f"{text}\n")
-
-    def show_table(self, html: str, text: str) -> None:
-        self.say(text)
 
     def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
         now = time.monotonic()
@@ -265,10 +246,7 @@ CellDisplay: TypeAlias = PanelDisplay | PlainDisplay
 def make_display(
     shell: InteractiveShell, settings: NbDist, cell: str = "", notes: Sequence[str] = ()
 ) -> CellDisplay:
-    """Return a panel where the shell is a kernel that a page draws for, else plain lines.
-
-    `cell` is the text of the one that runs; `notes` stand with whatever it shows.
-    """
+    """Return a panel where the shell is a kernel that a page draws for, else plain lines."""
     chosen = settings.display
     if chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel")):
         return PanelDisplay(notes, is_alone=is_of_magic(cell), seconds=settings.seconds)
@@ -301,16 +279,13 @@ class Shown:
 
     def on(self, display: CellDisplay) -> None:
         """Show it there."""
-        display.show_table(self.html, self.text)
+        display.say(self.text, self.html)
 
 
 def table(
     head: str, rows: Sequence[Sequence[str]], colours: Mapping[str, str] | None = None
 ) -> Shown:
-    """Draw rows, the first of which are headings, below a line.
-
-    `colours` are those of cells by their first words.
-    """
+    """Draw rows, headings first, below a line; `colours` are of cells by their first words."""
     html = f'<div style="font-family:monospace"><b>{escape(head)}</b>'
     if rows:
         first, *others = rows
@@ -358,10 +333,7 @@ class Page:
         self._session = ""
 
     def has_missed(self, shell: InteractiveShell, last: RunningTask | None) -> bool:
-        """Say whether the page that runs this cell was loaded after `last` had begun, a long one.
-
-        Once for each page.
-        """
+        """Return True once for a page that was loaded after `last` had begun, a long cell."""
         session = str(request_of(shell).get("header", {}).get("session", ""))
         before, self._session = self._session, session
         is_another = bool(before and self._session) and before != self._session

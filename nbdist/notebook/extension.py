@@ -7,7 +7,7 @@ import atexit
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache, partial, wraps
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -27,7 +27,6 @@ from nbdist.world.link import Link
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import CodeType
 
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -36,15 +35,12 @@ if TYPE_CHECKING:
     from nbdist.notebook.pool import Pool, Pools
 
 
-_loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, list[tuple[str, str]], ExitStack]]
-_loaded = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[InteractiveShell, tuple[Pools, ExitStack]] = WeakKeyDictionary()
+"""With what takes all of it out again."""
 
 
 def load(shell: InteractiveShell) -> None:
-    """Register the magics and the settings, and have torch imported in the background.
-
-    Raises UsageError, and does nothing then.
-    """
+    """Register magics and settings, and start to import torch; else raise UsageError."""
     check_libraries()
     settings = NbDist(parent=shell)
     link = Link() if settings.prestart else None
@@ -54,41 +50,49 @@ def load(shell: InteractiveShell) -> None:
     from nbdist.notebook.command import find_commands
     from nbdist.notebook.pool import Pools
 
-    pools = Pools(shell, settings)
+    pools, stack = Pools(shell, settings), ExitStack()
     pools.default.prestarted = link
     commands = [*find_commands()]
     shell.configurables.append(settings)  # type: ignore[arg-type]
-    registered = [*register(shell, pools, commands)]
+    stack.callback(shell.configurables.remove, settings)  # type: ignore[arg-type]
+    register(shell, pools, commands, stack)
     shell.events.register("post_run_cell", pools.notice_names)
+    stack.callback(shell.events.unregister, "post_run_cell", pools.notice_names)
     atexit.register(pools.close)
-    stack = help_at_border(shell, pools, commands)
+    stack.callback(atexit.unregister, pools.close)
+    stack.callback(pools.close)
+    help_at_border(shell, pools, commands, stack)
     RestOfCell(shell)
-    _loaded[shell] = pools, registered, stack
+    _loaded[shell] = pools, stack
+
+
+def unload(shell: InteractiveShell) -> None:
+    """End the workers and leave the shell as it was."""
+    _, stack = _loaded.pop(shell)
+    stack.close()
 
 
 def register(
-    shell: InteractiveShell, pools: Pools, commands: Sequence[Command]
-) -> Iterator[tuple[str, str]]:
-    """Register the magics, and what refuses cell magics in the middle of a cell.
-
-    Yields kind and name of each.
-    """
+    shell: InteractiveShell, pools: Pools, commands: Sequence[Command], stack: ExitStack
+) -> None:
+    """Register the magics, and what refuses cell magics in the middle of a cell."""
     wanted: list[tuple[Callable[..., Any], str, str]] = [
         (each.magic(pools), each.kind, each.name) for each in commands
     ]
     wanted += [(partial(refuse_place, shell, f"%{name}"), "line", f"%{name}") for name in MAGICS]
     wanted += [(each.line_magic(pools), "line", each.name) for each in commands if each.in_a_line]
+    manager: Any = shell.magics_manager
+    also_there: Any = vars(manager.user_magics)
     for magic, kind, name in wanted:
-        # The manager's own method: the shell's has the manager's signature for mypy.
-        shell.magics_manager.register_function(magic, kind, name)
-        yield kind, name
+        manager.register_function(magic, kind, name)
+        stack.callback(manager.magics[kind].pop, name, None)
+        stack.callback(also_there.pop, name, None)
 
 
-def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Command]) -> ExitStack:
-    """Wrap the methods of the shell and its kernel that help whoever types; closed, they are out.
-
-    A terminal's shell has no kernel.
-    """
+def help_at_border(
+    shell: InteractiveShell, pools: Pools, commands: Sequence[Command], stack: ExitStack
+) -> None:
+    """Wrap methods of the shell, and of its kernel where it has one, until the stack is closed."""
     from nbdist.notebook.auto_mode import AutoCells
     from nbdist.notebook.commands.run import debug_ranks
     from nbdist.notebook.completion import Completion, WhileBusy
@@ -116,32 +120,16 @@ def help_at_border(shell: InteractiveShell, pools: Pools, commands: Sequence[Com
             (shell.Completer, "completions", completion.completions),
         ]
     # Not every kernel is an ipykernel.
-    wrapped = [Wrapped(*each) for each in wanted if hasattr(each[0], each[1])]
-    stack = ExitStack()
+    undone = [wrap(*each) for each in wanted if hasattr(each[0], each[1])]
     while_busy = WhileBusy(shell, completion)
-    if while_busy.is_possible:
-        while_busy.begin()
+    if while_busy.begin():
         stack.callback(while_busy.end)
     # Before IPython takes leading blank lines away, and with them the numbers of all others.
     transform = partial(transform_first_lines, local_is_plain=kernel is not None)
     shell.input_transformers_cleanup.insert(0, transform)
     stack.callback(shell.input_transformers_cleanup.remove, transform)
-    for each in wrapped:
-        stack.callback(each.undo)
-    return stack
-
-
-def unload(shell: InteractiveShell) -> None:
-    """End the workers and leave the shell as it was."""
-    pools, registered, help_given = _loaded.pop(shell)
-    help_given.close()
-    pools.close()
-    atexit.unregister(pools.close)
-    shell.events.unregister("post_run_cell", pools.notice_names)
-    shell.configurables.remove(pools.settings)  # type: ignore[arg-type]
-    for kind, name in registered:
-        shell.magics_manager.magics[kind].pop(name, None)
-        vars(shell.magics_manager.user_magics).pop(name, None)
+    for undo in undone:
+        stack.callback(undo)
 
 
 # --- methods of the shell and of its kernel, wrapped on the one object, and given back --------
@@ -151,37 +139,25 @@ Around = Callable[..., Any]
 """Called with the method as it was, and its arguments."""
 
 
-class Wrapped:
-    """A method of one object with something around it, until `undo`.
+def wrap(holder: object, name: str, around: Around) -> Callable[[], None]:
+    """Put something around a method of one object; call what is returned to have it as it was.
 
     Where somebody else has wrapped it since, ours stays inside, and only passes on.
     """
+    was_its_own, original, is_on = name in vars(holder), getattr(holder, name), True
 
-    def __init__(self, holder: object, name: str, around: Around) -> None:
-        self._holder = holder
-        self._name = name
-        self._was_its_own = name in vars(holder)
-        self._original = original = getattr(holder, name)
-        self._is_on = True
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs) if is_on else original(*args, **kwargs)
 
-        @wraps(original)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            if self._is_on:
-                return around(original, *args, **kwargs)
-            return original(*args, **kwargs)
+    def undo() -> None:
+        nonlocal is_on
+        is_on = False
+        if vars(holder).get(name) is method:
+            setattr(holder, name, original) if was_its_own else delattr(holder, name)
 
-        self._method = method
-        setattr(holder, name, method)
-
-    def undo(self) -> None:
-        """Have the object as it was."""
-        self._is_on = False
-        if vars(self._holder).get(self._name) is not self._method:
-            return
-        if self._was_its_own:
-            setattr(self._holder, self._name, self._original)
-        else:
-            delattr(self._holder, self._name)
+    setattr(holder, name, method)
+    return undo
 
 
 # --- refuses, before anything is started, libraries that nbdist does not run with -------------
@@ -232,7 +208,7 @@ class RestOfCell:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell: Any = shell
         self._is_running = self._has_run = False
-        self._wrapped = Wrapped(shell, "run_code", self._run_code)
+        self._undo = wrap(shell, "run_code", self._run_code)
         for event in ("pre_run_cell", "post_run_cell"):
             shell.events.register(event, self._end)
 
@@ -266,10 +242,10 @@ class RestOfCell:
         return str(self._shell.transform_cell(cell)) if is_ours else ""
 
     def _end(self, *_: object) -> None:
-        """Called at IPython's events: the cell has ended, or nbdist was loaded outside of one."""
+        # An event of IPython's: the cell has ended, or nbdist was loaded outside of one.
         if self._is_running:
             return
-        self._wrapped.undo()
+        self._undo()
         for event in ("pre_run_cell", "post_run_cell"):
             self._shell.events.unregister(event, self._end)
 
@@ -294,7 +270,11 @@ class Border:
         _leave_out_insides(error)
         if isinstance(error, NbdistError):
             kwargs.pop("exc_tuple", None)
-            return original(_as_ours(error), *args[1:], **kwargs)
+            # Of a SyntaxError IPython shows all calls, and of what has met an exception group.
+            kind, error.__context__ = type(error), None
+            if isinstance(error, SyntaxError):
+                kind = type(kind.__name__, (NbdistError,), {})
+            return original((kind, error, error.__traceback__), *args[1:], **kwargs)
         if type(error) is NameError and error.name and (hint := self.hint(error.name)):
             error.args = (hint,)
         elif type(error) is IPythonUsageError and (hint := hint_on_magic(str(error), self._names)):
@@ -302,10 +282,7 @@ class Border:
         return original(*args, **kwargs)
 
     def expand(self, original: Callable[..., str], cmd: str, depth: int = 0, **how: Any) -> str:
-        """Stand around `InteractiveShell.var_expand`: what only the ranks can fill in is refused.
-
-        Left as it is, it would be a part of a command: `!cp {name} {name}.bak`.
-        """
+        """Stand around `InteractiveShell.var_expand`: refuse what only the ranks can fill in."""
         # Names are those of the function that calls; two frames stand between.
         expanded = original(cmd, depth + 2, **how)
         left = names_filled_in(expanded)
@@ -319,18 +296,6 @@ class Border:
         """Say where the name lives and how to come by it; "" where no worker has it."""
         hints = (hint_of(pool, name) for pool in self._pools if pool.has_workers)
         return next(filter(None, hints), "")
-
-
-def _as_ours(error: NbdistError) -> tuple[type[BaseException], BaseException, Any]:
-    """Give it as what IPython asks to show itself, whatever else it is or was raised beside.
-
-    Of a SyntaxError IPython shows all calls, and of what has met an exception group.
-    """
-    error.__context__ = None
-    kind = type(error)
-    if isinstance(error, SyntaxError):
-        kind = type(kind.__name__, (NbdistError,), {})
-    return kind, error, error.__traceback__
 
 
 def _leave_out_insides(error: BaseException | None) -> None:

@@ -77,7 +77,6 @@ def drawn(png: bytes) -> str:
 
 
 def _image(data: MimeBundle) -> tuple[str, bytes] | None:
-    """Find an image, with the suffix of its file."""
     for kind, suffix in SUFFIXES.items():
         if kind in data:
             text = "".join(data[kind])

@@ -1,9 +1,7 @@
 """Which global names the source of a cell reads, and which it binds; pure.
 
-`nbdist.notebook.shipping` asks it before a cell goes to the workers.  The answers are in
-the code that Python compiles: its instructions name what they read and bind, and where they
-jump.  The source has been through IPython's input transformer, so magics and `!` lines are
-calls of `get_ipython()` with strings; names inside these strings count.
+The answers are in the code that Python compiles.  The source has been through IPython's input
+transformer: magics and `!` lines are calls of `get_ipython()`, and names in their strings count.
 """
 
 from __future__ import annotations
@@ -69,10 +67,7 @@ def dotted_names(source: str) -> frozenset[tuple[str, ...]]:
 
 
 def names_in_commands(source: str) -> list[str]:
-    """Find the names that a cell's own commands and lines of magics would fill in.
-
-    Those of functions may be theirs, and are not looked at.
-    """
+    """Find the names that a cell's own commands, and not its functions', would fill in."""
     texts = _cell(source).commands
     return [*dict.fromkeys(name for text in texts for name in names_filled_in(text))]
 

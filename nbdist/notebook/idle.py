@@ -9,27 +9,21 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
 
 from nbdist.notebook.cell_text import request_of
-from nbdist.notebook.display import REDRAW
+from nbdist.notebook.display import REDRAW, CellDisplay
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Failure, Output, Text, Update, Visible, plain_of
+from nbdist.output.transcript import Transcript
 from nbdist.output.wording import fold_ranks, traceback_text
 from nbdist.words import name_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
-    from IPython.core.interactiveshell import InteractiveShell
-
-    from nbdist.notebook.display import CellDisplay
-    from nbdist.output.transcript import Transcript
-    from nbdist.world.link import Link
-
+from nbdist.world.link import Link
 
 PAUSE, LONGEST_PAUSE = 0.25, 1.0
 """Seconds between two times."""
@@ -196,7 +190,6 @@ class Ended:
         return late_texts(left)
 
     def _cell_of(self, rank: int, output: Output) -> tuple[Transcript, CellDisplay] | None:
-        """Return the rank's last one; of an update, the one that has the display."""
         for cell in reversed(self._cells):
             if rank not in cell[0].by_rank:
                 continue
@@ -246,30 +239,23 @@ LOOK_AGAIN = 0.25
 
 
 class Stops:
-    """How often Stop was pressed while this was in use."""
+    """Counts how often Stop was pressed while this was in use.
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def take(self, _number: int, _frame: FrameType | None) -> None:
-        """Count one more; called as a signal handler."""
-        self.count += 1
-
-
-class CommandStops(Stops):
-    """Those while a command of the notebook runs: met by who follows a task, else raised.
-
-    A KeyboardInterrupt that comes between any two lines of a loop ends the loop: its ranks would
-    run on, and what they had shown be lost.
+    Those of a command are not counted but met by the loop that follows its task, else raised: a
+    KeyboardInterrupt that comes between any two lines of a loop ends the loop, and its ranks
+    would run on, and what they had shown be lost.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, of_command: bool = False) -> None:
+        self.count = 0
+        self.of_command = of_command
         self.meet: Callable[[], bool] | None = None
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Let somebody handle the Stop; raise KeyboardInterrupt if nobody does."""
-        if self.meet is None or not self.meet():
+        """Called as a signal handler."""
+        if not self.of_command:
+            self.count += 1
+        elif self.meet is None or not self.meet():
             signal.default_int_handler(number, frame)
 
 
@@ -289,14 +275,14 @@ def _handled_by(take: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
 def command_stops() -> AbstractContextManager[None]:
     """Have `met_stops` inside meet Stops, where these raise KeyboardInterrupt."""
     is_raised = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    return _handled_by(CommandStops().take) if is_raised else nullcontext()
+    return _handled_by(Stops(of_command=True).take) if is_raised else nullcontext()
 
 
 @contextmanager
 def met_stops(meet: Callable[[], bool]) -> Iterator[None]:
     """Call this at each Stop inside, in its handler; False has it raised after all."""
     stops = _in_use()
-    if not isinstance(stops, CommandStops):
+    if stops is None or not stops.of_command:
         yield
         return
     # No handler of its own: a job's steps go on in later cells, which have theirs.
@@ -334,7 +320,6 @@ def raised_stops() -> AbstractContextManager[None]:
 
 
 def _in_use() -> Stops | None:
-    """Say who takes Stops now, if it is one of these."""
     taker = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     return taker if isinstance(taker, Stops) else None
 

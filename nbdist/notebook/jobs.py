@@ -1,7 +1,6 @@
 """Cells that were sent with `--no-wait`: what they do now, and how they ended.
 
-On IPython's own thread: nothing runs beside it.  The event loop takes its steps between cells,
-and `wait` takes them meanwhile; they are the same that any other cell takes.
+The event loop takes their steps between cells, on IPython's own thread; else `wait` does.
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
+
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.lib.pretty import RepresentationPrinter
 
 from nbdist.errors import CellTimeout, Interrupted, JobLost, JobTimeout, NbdistError, WorkerError
 from nbdist.notebook.idle import counted_stops, held_stops, is_main_thread
@@ -21,14 +23,6 @@ from nbdist.words import one_line
 from nbdist.world.recovery import TICK
 from nbdist.world.result import CellResult, raised
 from nbdist.world.running import RunningTask
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-    from IPython.lib.pretty import RepresentationPrinter
-
-    from nbdist.notebook.display import CellDisplay
-    from nbdist.notebook.idle import IdleStop, IdleWatch
-
 
 Steps: TypeAlias = Generator[RunningTask, float | None, CellResult[Any] | BaseException]
 """A cell on its way: what is sent to it is how long its next step may take, as in `Following`.
@@ -90,7 +84,6 @@ class Job:
         return f"<{' · '.join(filter(None, parts))}>"
 
     def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:  # noqa: FBT001
-        """Show how it is now: called by IPython for a cell's last value."""
         self.step()
         printer.text("<Job ...>" if cycle else repr(self))
 
@@ -100,15 +93,19 @@ class Job:
     # --- what people ask of it ------------------------------------------------------------
 
     def done(self) -> bool:
-        """Say whether it has ended, well or not; shows what its ranks have said meanwhile."""
-        enough, before = time.monotonic() + LONGEST_LOOK, self._said
+        """Return True if it has ended, well or not; shows what its ranks have said meanwhile."""
+
+        def said() -> int:  # a number that grows
+            return sum(track.version for track in self.running.transcript)
+
+        enough, before = time.monotonic() + LONGEST_LOOK, said()
         self.step()
         # The end comes after all that its ranks have said, and they are made ready after that.
         while self._can_step and time.monotonic() < enough:
-            said = self._said
-            if said == before and self.running.unfinished:
+            now = said()
+            if now == before and self.running.unfinished:
                 break
-            before = said
+            before = now
             self.step(AT_ONCE)
         return self._ended.is_set()
 
@@ -124,7 +121,6 @@ class Job:
     def _look(
         self, loop: asyncio.AbstractEventLoop, found: asyncio.Future[CellResult[Any]]
     ) -> None:
-        """Take a step, and again soon, until it has ended or is no longer awaited."""
         if found.done():
             return
         try:
@@ -166,10 +162,7 @@ class Job:
             raise error.with_traceback(None)
 
     def result(self, timeout: float | None = None) -> CellResult[Any]:
-        """Wait as `wait` does; return the last value of the cell by rank: `.rank(0)`.
-
-        A value comes when it is asked for, tensors to the CPU.
-        """
+        """Wait as `wait` does; return the last value of the cell by rank: `.rank(0)`."""
         self.wait(timeout)
         assert self._result is not None
         return self._result
@@ -201,11 +194,6 @@ class Job:
     @property
     def _can_step(self) -> bool:
         return not (self._ended.is_set() or self._is_stepping) and is_main_thread()
-
-    @property
-    def _said(self) -> int:
-        """How much its ranks have said, a number that grows."""
-        return sum(track.version for track in self.running.transcript)
 
     def take_unheard(self) -> str:
         """Say once that it failed, where nobody has waited for it; else ""."""
@@ -280,82 +268,3 @@ class CellPlace:
             sys.stdout.flush()
         finally:
             self._shell.set_parent(before)
-
-
-# --- the cell of a pool that nobody waits for -------------------------------------------------
-
-
-class Background:
-    """What one pool runs that was sent with `--no-wait`; one cell at a time."""
-
-    def __init__(self, idle: IdleWatch, stop: IdleStop) -> None:
-        self._idle = idle
-        self._stop = stop
-        self._job: Job | None = None
-
-    @property
-    def job(self) -> Job | None:
-        """The cell, while it runs."""
-        return self._job if self._job is not None and not self._job.has_ended else None
-
-    def begin(self, job: Job) -> None:
-        """Have the event loop take its steps from now on, and Stop interrupt it."""
-        self._job = job
-        self._idle.goes_on = True
-
-    def wait(self, display: CellDisplay) -> None:
-        """Wait until the workers are free; Stop ends the waiting, not what is waited for."""
-        job, said = self.job, ""
-        if job is None:
-            return
-        with counted_stops() as stops:
-            while not (job.has_ended or stops.count):
-                text = (
-                    f"Waiting for {job.title} ({job.seconds:.0f} s). "
-                    "Stop cancels this cell only; that one keeps running."
-                )
-                if not said or (display.can_change and said != text):
-                    said = text
-                    display.wait_for(text)
-                job.step(TICK)
-        if stops.count and not job.has_ended:
-            raise Interrupted((), fate=f"This cell has not run; {job.runs_on}")
-
-    def take_failure(self) -> str:
-        """Say once that the last one failed, where nobody has waited for it; else ""."""
-        job, self._job = self._job, self.job
-        return "" if job is None or not job.has_ended else job.take_unheard()
-
-    def show(self) -> Job | None:
-        """Show what it has said meanwhile, as part of the cell that runs now.
-
-        Returns it where it has ended between cells: nbclient takes that for nobody's, so it is
-        to be drawn again.
-        """
-        job = self._job
-        if job is None:
-            return None
-        job.step()
-        return job if job.has_ended and job.take_drawn_between() else None
-
-    def take_step(self) -> bool:
-        """Take in what it has said, between cells; whether it goes on."""
-        if (job := self.job) is not None and self._idle.loop is not None:
-            self._stop.watch(self._idle.loop, self.stop)
-            job.step(in_its_cell=True)
-        if self.job is None:
-            self._idle.goes_on = False
-            self._stop.clear(self.stop)
-        return self._idle.goes_on
-
-    def stop(self) -> None:
-        """Do what Stop does while no cell runs."""
-        if (job := self.job) is not None:
-            job.running.stops += 1
-            self.take_step()
-
-    def lose(self, why: str) -> None:
-        """Take no more steps: its workers are gone."""
-        self._stop.clear(self.stop)
-        if self._job is not None:
-            self._job.lose(why)

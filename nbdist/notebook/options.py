@@ -135,10 +135,7 @@ ARGPARSE = (
 
 
 def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
-    """Read the options in a magic's line; UsageError in one line that says where to read more.
-
-    `name` is the magic's, as people type it.
-    """
+    """Read the options in a magic's line; UsageError in one line that says where to read more."""
     flags = flags_of(magic)
     try:
         line = in_our_words(line, flags)
@@ -173,7 +170,6 @@ def names_in(words: Iterable[str]) -> list[str]:
 
 
 def _unquoted(value: Any) -> Any:
-    """Strip the quotes around the value, or around each of several."""
     if isinstance(value, list):
         return [_unquoted(each) for each in value]
     return unquoted(value) if isinstance(value, str) else value
@@ -232,10 +228,7 @@ SAME = {
 }
 """Flags of others that mean what one of ours does: they are taken for it."""
 
-OLD = {
-    "--rank": "-r",
-    "--local": "--here-too",
-}
+OLD = {"--rank": "-r", "--local": "--here-too"}
 """Flags of ours as they were called before: they work, and a line says the new ones."""
 
 MEANT = {
@@ -353,10 +346,7 @@ def meant_by(message: str, flags: Collection[str]) -> str:
 
 
 def hint_on_magic(message: str, shown_names: Iterable[str]) -> str:
-    """Say what was meant by a magic that IPython has not found; "" where that is not known.
-
-    `message` is IPython's, `shown_names` are those of our magics: `%dist_init`, `%%rank`.
-    """
+    """Say what was meant by a magic that IPython has not found; "" where that is not known."""
     found = _NOT_FOUND.match(message)
     if found is None or " exists, " in message:  # IPython has said it
         return ""
@@ -389,7 +379,7 @@ class NbDist(Configurable):
 
     prestart = Bool(
         help="Import torch in the background as soon as the extension is loaded, so that the"
-        " first cell starts at once. NBDIST_PRESTART=0 turns it off.",
+        " first cell starts at once. NBDIST_PRESTART=0 turns it off."
     ).tag(config=True)
 
     @default("display")

@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from IPython.lib.pretty import RepresentationPrinter
 
 from nbdist.errors import AgentLost, NbdistError, ValueLost, WorkerError
+from nbdist.notebook.display import Shown
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.rank_transcript import RankTranscript
@@ -29,17 +32,11 @@ from nbdist.output.wording import (
 )
 from nbdist.values.payload import open_payload
 from nbdist.values.pickling import unpickle
+from nbdist.wire.ops import Brought
 from nbdist.wire.work import Call, Task
 from nbdist.words import name_ranks, one_line, size_text
 from nbdist.world.running import RunningTask
-
-if TYPE_CHECKING:
-    from IPython.lib.pretty import RepresentationPrinter
-
-    from nbdist.wire.ops import Brought
-    from nbdist.world.running import RunningTask
-    from nbdist.world.session import Session
-
+from nbdist.world.session import Session
 
 Bring = Callable[[tuple[int, ...]], Mapping[int, Any]]
 """Brings the values of these ranks."""
@@ -59,11 +56,9 @@ class LastValues(Mapping[int, Any]):
         return repr(self._shown())
 
     def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:  # noqa: FBT001
-        """Show them; called by IPython, also for a result that has them."""
         printer.text("{...}") if cycle else printer.pretty(self._shown())
 
     def _shown(self) -> dict[int, Any]:
-        """Have in place of values that are not here what there is to see of them."""
         return {rank: self._here.get(rank, self._elsewhere.get(rank)) for rank in self._ranks}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -136,7 +131,6 @@ def _brought(
     unread: Mapping[int, str],
     ranks: tuple[int, ...],
 ) -> dict[int, Any]:
-    """Bring what these ranks have kept; ValueLost where one has not."""
     if problem := next((unread[rank] for rank in ranks if rank in unread), ""):
         raise ValueLost((rank for rank in ranks if unread.get(rank) == problem), problem)
     pids = session.pids
@@ -146,8 +140,7 @@ def _brought(
     found = bring(task)
     packed = {rank: each.packed for rank, each in found.items() if each.packed is not None}
     try:
-        lacking = {rank: each.problem for rank, each in found.items() if each.problem}
-        if lacking:
+        if lacking := {rank: each.problem for rank, each in found.items() if each.problem}:
             problem, lack = next(iter(fold_ranks(lacking).items()))
             raise ValueLost(lack, problem)
         return {
@@ -167,10 +160,7 @@ LAST_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """One failure: `title` says who, when and what; `body` is a traceback, or last lines.
-
-    `followed` has a line for each group of ranks that failed too.
-    """
+    """One failure: `title` says who, when and what; `body` is a traceback, or last lines."""
 
     title: str
     body: str = ""
@@ -178,21 +168,14 @@ class Why:
     log: str = ""
 
     @property
-    def text(self) -> str:
-        """For text/plain."""
-        return "\n".join(filter(None, [self.title, strip(self.body), *self.followed, self._log]))
-
-    @property
-    def html(self) -> str:
-        """The same, for a page."""
+    def shown(self) -> Shown:
+        """As text, and for a page."""
+        log = f"all of its lines: {self.log}" if self.log else ""
+        text = "\n".join(filter(None, [self.title, strip(self.body), *self.followed, log]))
         body = traceback_html(self.body, TRACEBACK_LINES, WIDTH) if self.body else ""
-        ends = "".join(line(dim(text)) for text in (*self.followed, self._log))
+        ends = "".join(line(dim(text)) for text in (*self.followed, log))
         box = barred(body + ends, RED, f";{LINES}") if body or ends else ""
-        return panel(line(bold(self.title)), box)
-
-    @property
-    def _log(self) -> str:
-        return f"all of its lines: {self.log}" if self.log else ""
+        return Shown(panel(line(bold(self.title)), box), text)
 
 
 def why_of(running: RunningTask, error: NbdistError, logs: Mapping[int, str]) -> Why | None:

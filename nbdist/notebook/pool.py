@@ -2,49 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
+
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, UsageError
-from nbdist.notebook.display import Page, make_display
+from nbdist.notebook.display import CellDisplay, Page, make_display
 from nbdist.notebook.free_names import Gathered, assigned_in, names_bound
-from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, is_in_subshell
-from nbdist.notebook.jobs import Background
-from nbdist.notebook.options import check_same, given
+from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, counted_stops, is_in_subshell
+from nbdist.notebook.jobs import Job
+from nbdist.notebook.options import NbDist, check_same, given
 from nbdist.notebook.outcome import Why, idle_end, why_died
+from nbdist.output.events import Died, RankError
 from nbdist.words import count, name_ranks
 from nbdist.world.exchange import Wanted
+from nbdist.world.link import Link
 from nbdist.world.names import list_names
-from nbdist.world.recovery import healing_text, scaled_text
-from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
+from nbdist.world.recovery import TICK, healing_text, scaled_text
+from nbdist.world.running import RunningTask
+from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
-from nbdist.world.states import State, size_text
+from nbdist.world.states import Machines, State, size_text
 from nbdist.world.world import World
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-    from typing import Any
-
-    from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
-
-    from nbdist.notebook.display import CellDisplay
-    from nbdist.notebook.options import NbDist
-    from nbdist.output.events import Died, RankError
-    from nbdist.world.link import Link
-    from nbdist.world.running import RunningTask
-    from nbdist.world.snapshot_store import Snapshot
-    from nbdist.world.states import Machines
-
 
 AUTO_NOTE = "auto mode: `%%local` on the first line runs a cell here"
 """What every panel says while it is on."""
 
 
 class AutoMode:
-    """Whether it is on, and for which pool.
+    """Which `pool` plain cells run in while it is on, else None.
 
     `running` is what the kernel runs in place of the last cell, and `typed` what that was;
     `ran` is what it has run in place of those in the history, by their numbers.  `loaded` are the
@@ -57,11 +48,6 @@ class AutoMode:
         self.ran: dict[int, str] = {}
         self.loaded: set[str] = set()
 
-    @property
-    def is_on(self) -> bool:
-        """Whether plain cells run on the workers."""
-        return self.pool is not None
-
 
 class Pool:
     """The world that a pool's cells run in; only IPython's own thread uses it.
@@ -71,20 +57,11 @@ class Pool:
     `prestarted` leads to the agent that `%load_ext` has started, until the first world has it.
     """
 
-    def __init__(
-        self,
-        shell: InteractiveShell,
-        settings: NbDist,
-        name: str,
-        auto: AutoMode,
-        stop: IdleStop,
-        gathered: Gathered,
-    ) -> None:
-        self.shell = shell
-        self.settings = settings
+    def __init__(self, pools: Pools, name: str) -> None:
+        self._pools = pools
+        self.shell = pools.shell
+        self.gathered = pools.gathered
         self.name = name
-        self.auto = auto
-        self.gathered = gathered
         self.world: World | None = None
         self.last: RunningTask | None = None
         self.ended = Ended()
@@ -97,7 +74,7 @@ class Pool:
         self._displayed_in = 0  # so many cells had been typed then
         self.prestarted: Link | None = None
         self._idle = IdleWatch(self._notice)
-        self.background = Background(self._idle, stop)
+        self._job: Job | None = None
 
     def __repr__(self) -> str:
         return f"<Pool {self.name} {self.world}>"
@@ -157,9 +134,10 @@ class Pool:
         cells = getattr(history, "input_hist_raw", None) or [""]
         # A cell that fails and is run again has several.
         is_first, self._displayed_in = len(cells) != self._displayed_in, len(cells)
-        notes = (AUTO_NOTE,) if self.auto.is_on else ()
-        cell = (self.auto.running or cells[-1]) if is_first else ""
-        return make_display(self.shell, self.settings, cell, notes)
+        auto = self._pools.auto
+        cell = (auto.running or cells[-1]) if is_first else ""
+        notes = (AUTO_NOTE,) if auto.pool else ()
+        return make_display(self.shell, self._pools.settings, cell, notes)
 
     # --- life -----------------------------------------------------------------------------
 
@@ -178,8 +156,9 @@ class Pool:
 
     def mended(self, display: CellDisplay) -> World | None:
         """Mend the world for a cell, and note what was lost meanwhile; None where none runs."""
-        self.background.wait(display)
-        if said := self.background.take_failure():
+        self.wait_for_job(display)
+        job, self._job = self._job, None
+        if job is not None and (said := job.take_unheard()):
             display.note(said)
         if self.world is not None:
             _complete_shutdown(self.world)
@@ -216,7 +195,7 @@ class Pool:
         _complete_shutdown(world)
         display.wait_for("restarting")
         world.restart(keep=keep, **changes)
-        self.background.lose("its workers were restarted")
+        self._lose_job("its workers were restarted")
         self._started(world)
         if changes and world.session.warning:
             display.note(world.session.warning)
@@ -224,26 +203,24 @@ class Pool:
     def shutdown(self) -> str:
         """End the workers and the agent; say what became of them, "" where there were none."""
         had_workers = self.has_workers
-        self.background.lose("its workers were shut down")
-        self._idle.stop()
-        self._close_prestarted()
+        self._end("its workers were shut down")
         left = self.world.session.shutdown() if self.world is not None else ""
         # Not before: where Stop ends the wait, the next `%dist_shutdown` has to find it.
         self.world = None
         return f"workers ended, but {left}" if left else "workers ended" if had_workers else ""
 
     def close(self) -> None:
-        """End at once all that this pool has started, since the notebook ends.
-
-        But not a world that outlives it.
-        """
-        self.background.lose("the notebook has ended")
-        self._idle.stop()
+        """End at once all that this pool has started, but for a world that is to stay."""
+        self._end("the notebook has ended")
         world, self.world = self.world, None
         if world is not None:
             stays = world.session.config.detach and world.state.has_workers
             if (link := world.session.detach_link()) is not None:
                 link.detach() if stays else link.close()
+
+    def _end(self, why: str) -> None:
+        self._lose_job(why)
+        self._idle.stop()
         self._close_prestarted()
 
     def _close_prestarted(self) -> None:
@@ -274,7 +251,6 @@ class Pool:
         self._started(world)
 
     def _started(self, world: World) -> None:
-        """Take note of new workers."""
         self.world, self.shown_size = world, world.size
         self.ended.forget()
         self._watch_while_idle()
@@ -294,18 +270,10 @@ class Pool:
     def watch_prompt(self) -> None:
         """Notice what workers do while a terminal's prompt is open; called on its loop."""
         self._watch_while_idle()
-        self._idle.goes_on = self.background.job is not None
+        self._idle.goes_on = self.job is not None
 
     def _watch_while_idle(self) -> None:
         self._idle.follow(self.world.session.link if self.world and self.has_workers else None)
-
-    def show_background(self) -> None:
-        """Show what a cell that nobody waits for has said, as part of the cell that runs now."""
-        if is_in_subshell(self.shell):
-            return  # another thread, which draws nothing
-        if (ended := self.background.show()) is not None:
-            self.ended.again(ended.running.transcript)
-            self.show_late()
 
     def show_late(self, *, at_once: bool = True) -> None:
         """Show what ranks have printed after their cells, below these."""
@@ -314,10 +282,9 @@ class Pool:
             self.ended.show(self.log_files(), at_once=at_once)
 
     def _notice(self) -> None:
-        """Show what ranks print now, below their cells; replace those that died."""
         world = self.world
         if self._idle.goes_on:
-            self.background.take_step()
+            self._take_step()
         if world is None or not world.session.is_idle or not world.state.has_workers:
             return
         display = self.display()
@@ -343,10 +310,7 @@ class Pool:
     def tell_of_deaths(
         self, world: World, display: CellDisplay, machines: Machines, dead: Mapping[int, Died] = {}
     ) -> None:
-        """Say which ranks have died outside of a cell, what became of them, and keep why.
-
-        Those that were replaced, and the `dead`; `machines` are those that they were on.
-        """
+        """Say which ranks, on these machines, have died outside of a cell, and keep why."""
         dead = {**dead, **world.session.take_replaced()}
         for rank, died in dead.items():
             self.why = why_died(rank, machines.name(rank), died, self.log_files().get(rank, ""))
@@ -355,6 +319,66 @@ class Pool:
             display.note(healing_text(world.session, dead).rstrip("."))
             if self.routine.hint:
                 display.note(self.routine.hint)
+
+    # --- the cell that was sent with `--no-wait`; one at a time ---------------------------
+
+    @property
+    def job(self) -> Job | None:
+        """The cell, while it runs."""
+        return self._job if self._job is not None and not self._job.has_ended else None
+
+    def begin(self, job: Job) -> None:
+        """Have the event loop take its steps from now on, and Stop interrupt it."""
+        self._job = job
+        self._idle.goes_on = True
+
+    def wait_for_job(self, display: CellDisplay) -> None:
+        """Wait until the workers are free; Stop ends the waiting, not what is waited for."""
+        job, said = self.job, ""
+        if job is None:
+            return
+        with counted_stops() as stops:
+            while not (job.has_ended or stops.count):
+                text = (
+                    f"Waiting for {job.title} ({job.seconds:.0f} s). "
+                    "Stop cancels this cell only; that one keeps running."
+                )
+                if not said or (display.can_change and said != text):
+                    said = text
+                    display.wait_for(text)
+                job.step(TICK)
+        if stops.count and not job.has_ended:
+            raise Interrupted((), fate=f"This cell has not run; {job.runs_on}")
+
+    def show_job(self) -> None:
+        """Show what it has said meanwhile, as part of the cell that runs now."""
+        job = self._job
+        if job is None or is_in_subshell(self.shell):  # another thread, which draws nothing
+            return
+        job.step()
+        if job.has_ended and job.take_drawn_between():
+            # What is drawn between cells nbclient takes for nobody's, so it is drawn again.
+            self.ended.again(job.running.transcript)
+            self.show_late()
+
+    def _take_step(self) -> None:
+        stop = self._pools.idle_stop
+        if (job := self.job) is not None and self._idle.loop is not None:
+            stop.watch(self._idle.loop, self._stop_job)
+            job.step(in_its_cell=True)
+        if self.job is None:
+            self._idle.goes_on = False
+            stop.clear(self._stop_job)
+
+    def _stop_job(self) -> None:
+        if (job := self.job) is not None:
+            job.running.stops += 1
+            self._take_step()
+
+    def _lose_job(self, why: str) -> None:
+        self._pools.idle_stop.clear(self._stop_job)
+        if self._job is not None:
+            self._job.lose(why)
 
 
 def _complete_shutdown(world: World) -> None:
@@ -374,9 +398,9 @@ class Pools:
         self.shell = shell
         self.settings = settings
         self.auto = AutoMode()
-        self._stop = IdleStop()
+        self.idle_stop = IdleStop()
         self.gathered = Gathered(shell.user_ns)
-        self._pools = {DEFAULT_POOL: self._new(DEFAULT_POOL)}
+        self._pools = {DEFAULT_POOL: Pool(self, DEFAULT_POOL)}
 
     def __iter__(self) -> Iterator[Pool]:
         yield from self._pools.values()
@@ -394,18 +418,23 @@ class Pools:
         if not name.replace("-", "_").isidentifier():
             raise UsageError(f"`--pool {name}`: a pool's name is a word, such as `--pool trainer`.")
         if name not in self._pools:
-            self._pools[name] = self._new(name)
+            self._pools[name] = Pool(self, name)
         return self._pools[name]
 
     def known(self, name: str | None) -> Pool | None:
-        """Give the pool of this name if there is one; from any thread, for who only looks."""
+        """Return the pool of this name if there is one; from any thread, to look alone."""
         return self._pools.get(name or DEFAULT_POOL)
+
+    def world_of(self, name: str | None) -> World | None:
+        """Return the world of a pool that has workers; from any thread, to look alone."""
+        pool = self.known(name)
+        return pool.world if pool and pool.has_workers else None
 
     def notice_names(self, result: ExecutionResult) -> None:
         """Count what a cell has bound as the notebook's; called by IPython after each."""
         prompt: Any = getattr(self.shell, "pt_app", None)  # a terminal's
         for pool in self:
-            pool.show_background()
+            pool.show_job()
             if prompt is not None:
                 prompt.app.pre_run_callables.append(pool.watch_prompt)
         cell = getattr(result.info, "raw_cell", None) or ""
@@ -433,11 +462,7 @@ class Pools:
         for pool in self:
             pool.close()
 
-    def _new(self, name: str) -> Pool:
-        return Pool(self.shell, self.settings, name, self.auto, self._stop, self.gathered)
-
     def _bound_by(self, raw_cell: str) -> frozenset[str]:
-        """Find the names that a cell may have bound in the notebook."""
         has_worlds = any(pool.world is not None for pool in self)
         is_theirs = raw_cell.lstrip().startswith(("%%distributed", "%%rank"))
         if is_theirs or not (has_worlds or self.gathered.has_any):

@@ -1,8 +1,6 @@
 """Which names of the notebook go with a cell, and their values, packed.
 
-The magics ask for a shipment before a cell goes out, and submit its records with the cell.
-The rules are in `NameTable` (who owns a name) and in `_Plan` (what has changed, what belongs
-together).
+Who owns a name is in `NameTable`, what has changed and what belongs together in `_Plan`.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import sys
 import types
 from collections.abc import Collection, Container, Hashable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.errors import UsageError, VariableNotSent
@@ -55,7 +53,7 @@ def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Shipme
     """
     names = [*names]
     check_are_free(names, "`%dist_push`")
-    plan = _Plan(table, frozenset(ranks), {}, frozenset())
+    plan = _Plan(table, frozenset(ranks))
     plan.force(names)
     return plan.shipment()
 
@@ -65,7 +63,7 @@ def version_now(name: str, table: NameTable) -> Hashable:
 
     Raises `VariableNotSent`, where it has become something that cannot travel.
     """
-    return _Plan(table, frozenset(), {}, frozenset())._look(name).record.version
+    return _Plan(table, frozenset())._look(name).record.version
 
 
 @dataclass(slots=True)
@@ -78,29 +76,25 @@ class _Look:
     pickled: Pickled | None = None
 
 
+@dataclass(slots=True)
 class _Plan:
     """Follows names to the names that they need, and decides what goes."""
 
-    def __init__(
-        self,
-        table: NameTable,
-        ranks: frozenset[int],
-        hidden: Mapping[str, Any],
-        chains: frozenset[tuple[str, ...]],
-        gathered: Container[str] = (),
-    ) -> None:
-        self._table = table
-        self._names = table.namespace
-        self._ranks = ranks
-        self._hidden = hidden
-        self._chains = chains
-        self._gathered = gathered
-        self._looks: dict[str, _Look] = {}
-        self._forced: frozenset[str] = frozenset()
-        self._theirs: dict[str, _Look] = {}
-        self._asked_for: list[str] = []
-        self._notices: list[str] = []
-        self._big: list[str] = []
+    _table: NameTable
+    _ranks: frozenset[int]
+    _hidden: Mapping[str, Any] = field(default_factory=dict)
+    _chains: frozenset[tuple[str, ...]] = frozenset()
+    _gathered: Container[str] = ()
+    _looks: dict[str, _Look] = field(default_factory=dict)
+    _forced: frozenset[str] = frozenset()
+    _theirs: dict[str, _Look] = field(default_factory=dict)
+    _asked_for: list[str] = field(default_factory=list)
+    _notices: list[str] = field(default_factory=list)
+    _big: list[str] = field(default_factory=list)
+
+    @property
+    def _names(self) -> dict[str, Any]:
+        return self._table.namespace
 
     # --- which names ----------------------------------------------------------------------
 
@@ -153,7 +147,6 @@ class _Plan:
         return not owners
 
     def _missing_text(self, name: str, owners: frozenset[int], without: frozenset[int]) -> str:
-        """Say which ranks lack what others have bound, or have the notebook's of before."""
         exists, copy = "exists" if len(owners) == 1 else "exist", f"%dist_sync {name} --from"
         older = without.intersection(self._table.ranks_with(name))
         if older:
@@ -252,7 +245,11 @@ class _Plan:
             return Shipment(tuple(self._notices)) if self._notices else None
         packed = [(group, self._pickle_group(group)) for group in groups]
         for group, pickled in packed:
-            self._announce(group, pickled)
+            if pickled.size >= BIG:
+                paths = filter(None, map(self._heaviest, group))
+                blame = "".join(f", most of it in {path}" for path in paths)
+                size, to = size_text(pickled.size), count(len(self._ranks), "rank")
+                self._big.append(f"{', '.join(group)} ({size}{blame}) to {to}")
         of_groups = [pickled for _, pickled in packed]
         frames = join([self._pickle(plain), *of_groups] if plain else of_groups)
         names = [*plain, *(name for group in groups for name in group)]
@@ -359,7 +356,6 @@ class _Plan:
     # would bring its own copy of these, or take theirs along.
 
     def _changed_there(self) -> list[str]:
-        """Look at what ranks have changed, as it is in the notebook."""
         for name in self._table.changed_names():
             if name not in self._looks and name not in self._theirs and name in self._names:
                 with suppress(VariableNotSent, *PICKLING_ERRORS):
@@ -408,16 +404,6 @@ class _Plan:
         return done_there(name, self._names[name], ranks, self._ranks)
 
     # --- what to say ----------------------------------------------------------------------
-
-    def _announce(self, group: list[str], pickled: Pickled) -> None:
-        size = pickled.size
-        if size < BIG:
-            return
-        blame = [f", most of it in {path}" for name in group if (path := self._heaviest(name))]
-        self._big.append(
-            f"{', '.join(group)} ({size_text(size)}{''.join(blame)}) "
-            f"to {count(len(self._ranks), 'rank')}"
-        )
 
     def _heaviest(self, name: str) -> str:
         """Find the variable of a function, or of a class, that makes up most of it."""

@@ -6,16 +6,12 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from nbdist.notebook.display import REDRAW, CellDisplay
 from nbdist.values.payload import Kept, Payload, packing_changed
 from nbdist.values.shared_memory import Buffer, Made, Segment, Steps
 from nbdist.words import size_text
 from nbdist.world.names import Shipped, list_names
-
-if TYPE_CHECKING:
-    from nbdist.notebook.display import CellDisplay
-
 
 BIG = 64 * 1024 * 1024
 """From this many bytes on a notice is shown before something is sent."""
@@ -83,9 +79,6 @@ class Packing:
 FIRST_SHOWN = 1.0
 """Seconds that a transfer has taken before anything is said of it."""
 
-REDRAW = 0.25
-"""Seconds between two lines that take one another's place; where they cannot, the time doubles."""
-
 
 class Progress:
     """Shows how many bytes of how many have come, and how fast; `what` says of what."""
@@ -102,6 +95,7 @@ class Progress:
         if now < self._next:
             return
         taken = now - self._started
+        # Where lines cannot take one another's place the time doubles.
         self._next = now + (REDRAW if self._display.can_change else taken)
         self._display.wait_for(progress_text(self._what, done, total, taken))
 

@@ -38,11 +38,6 @@ def main(words: Sequence[str] | None = None) -> int:
     return code
 
 
-def _top(options: argparse.Namespace) -> int:
-    show_top(options.seconds, options.times)
-    return 0
-
-
 def _join(options: argparse.Namespace) -> int:
     # ZeroMQ is imported for the key.
     from nbdist.cluster.ticket import join
@@ -83,7 +78,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "kill": lambda options: kill_world(options.name),
     "ps": lambda _: show_worlds(),
     "status": lambda _: show_status(),
-    "top": _top,
+    "top": lambda options: show_top(options.seconds, options.times),
 }
 
 
@@ -176,11 +171,17 @@ def enable(profile: str, *, is_sure: bool) -> int:
             f"{in_python} sets {SECTION}.{TRAIT} itself; add to it "
             f'`c.{SECTION}.{TRAIT}["distributed"] = "{EXTENSION}"`, and so on for other magics.'
         )
-    if not is_sure and not _is_wanted(file, len(names) - len(below)):
-        sys.stdout.write("nothing was written\n")
-        return 1
-    config.setdefault(SECTION, {}).setdefault(TRAIT, {}).update(dict.fromkeys(names, EXTENSION))
-    write(file, config)
+    if not is_sure:
+        others = len(names) - len(below) - 1
+        sys.stdout.write(
+            f"`%%distributed` and {others} other magics will load nbdist when one is first used.\n"
+            f"Write this into {file}? [y/N] "
+        )
+        sys.stdout.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            sys.stdout.write("nothing was written\n")
+            return 1
+    write(file, config, dict.fromkeys(names, EXTENSION))
     sys.stdout.write(
         f"written to {file}: in new kernels `%%distributed -n 4` works at once; "
         "`nbdist disable` undoes it\n"
@@ -192,19 +193,12 @@ def disable(profile: str) -> int:
     """Take out of the profile what `enable` has written; returns the command's exit code."""
     file = config_file(profile)
     config = read(file)
-    section: dict[str, Any] = config.get(SECTION, {})
-    magics: dict[str, Any] = section.get(TRAIT, {})
+    magics: dict[str, str] = config.get(SECTION, {}).get(TRAIT, {})
     ours = [name for name, extension in magics.items() if extension == EXTENSION]
     if not ours:
         sys.stdout.write(f"there is nothing of nbdist in {file}\n")
         return 1
-    for name in ours:
-        del magics[name]
-    if not magics:
-        del section[TRAIT]
-    if not section:
-        del config[SECTION]
-    write(file, config)
+    write(file, config, dict.fromkeys(ours))
     sys.stdout.write(f"removed from {file}: `%load_ext nbdist` loads nbdist\n")
     return 0
 
@@ -232,8 +226,14 @@ def read(file: Path) -> dict[str, Any]:
     return dict(config)
 
 
-def write(file: Path, config: dict[str, Any]) -> None:
-    """Replace the file in one step, or remove it where nothing is left in it."""
+def write(file: Path, config: dict[str, Any], magics: Mapping[str, str | None]) -> None:
+    """Write a file with these magics besides, or without those that are None, in one step.
+
+    It is removed where nothing is left in it.
+    """
+    from traitlets.config.manager import recursive_update
+
+    recursive_update(config, {SECTION: {TRAIT: magics}})
     try:
         if not config:
             file.unlink(missing_ok=True)
@@ -244,16 +244,6 @@ def write(file: Path, config: dict[str, Any]) -> None:
         new.replace(file)
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
-
-
-def _is_wanted(file: Path, count: int) -> bool:
-    """Ask; no answer is none."""
-    sys.stdout.write(
-        f"`%%distributed` and {count - 1} other magics will load nbdist when one is first used.\n"
-        f"Write this into {file}? [y/N] "
-    )
-    sys.stdout.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""`nbdist k8s`: what a Kubernetes cluster needs to run one agent per pod, as YAML; pure.
+"""`nbdist k8s`: an Indexed Job whose pods join a world, and the service that names them; pure.
 
-An Indexed Job whose pods join the world that waits at a place, with the headless service that
-gives them names.  The key is a Secret that the manifest refers to and does not have.
+The key is a Secret that the manifest refers to and does not have.
 """
 
 from __future__ import annotations
@@ -122,7 +121,6 @@ spec:
 
 
 def _volumes(pods: Pods, secret: str) -> tuple[str, str]:
-    """Write the volumes, and where the container has them, a line each."""
     key = {"secret": {"secretName": secret, "defaultMode": 0o440}}
     # A container has 64 MB of shared memory otherwise, which tensors are lent through.
     memory = {"emptyDir": {"medium": "Memory"}}

@@ -121,10 +121,7 @@ Before = dict[tuple[str, int], tuple[float, float]]
 
 
 def cpu_since(before: Before, seen: WorldInfo) -> dict[int, float]:
-    """Return by rank the per cent of a core since the last look, which this one becomes.
-
-    Nothing of processes that are seen for the first time.
-    """
+    """Return by rank the per cent of a core since the last look; none for new processes."""
     found = {}
     for worker in seen.ranks:
         key, now = (seen.host, worker.pid), (seen.at, worker.cpu_seconds)
@@ -211,21 +208,18 @@ ON, OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """Another screen without a cursor, and back."""
 
 
-def show_top(every: float, times: int = 0) -> None:
+def show_top(every: float, times: int = 0) -> int:
     """Draw all worlds every `every` seconds, until `q` or Ctrl-C, or `times` times."""
-    try:
-        with looks() as look, _drawing() as draw, _keys_at_once():
-            for number in itertools.count(1):
-                draw(look())
-                if number == times or quits_within(every):
-                    return
-    except KeyboardInterrupt:
-        return
+    with suppress(KeyboardInterrupt), looks() as look, _drawing() as draw, _keys_at_once():
+        for number in itertools.count(1):
+            draw(look())
+            if number == times or quits_within(every):
+                break
+    return 0
 
 
 @contextmanager
 def _keys_at_once() -> Iterator[None]:
-    """Have the terminal pass on a key as it is typed, and not show it."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield
         return

@@ -20,8 +20,8 @@ def test_both_forms() -> None:
     """HTML and text say the same, the text without colours."""
     why = Why("12:00:00 · rank 1", "\x1b[31mKeyError\x1b[0m: 'x'", ("rank 0: Freed",), "1.log")
     lines = ["12:00:00 · rank 1", "KeyError: 'x'", "rank 0: Freed", "all of its lines: 1.log"]
-    assert why.text.split("\n") == lines
-    assert Panel(why.html).lines == lines
+    assert why.shown.text.split("\n") == lines
+    assert Panel(why.shown.html).lines == lines
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_rank_that_died() -> None:
     why = why_died(2, "node1", Died(-11, 1, 4711, ("Fatal error", "stack")), "2.log")
     assert "rank 2 on node1 (pid 4711)" in why.title
     assert why.title.endswith("the process was killed by SIGSEGV while no cell was running")
-    assert why.text.split("\n")[1:] == [
+    assert why.shown.text.split("\n")[1:] == [
         "its last lines:",
         "Fatal error",
         "stack",

@@ -6,28 +6,23 @@ import re
 from argparse import SUPPRESS
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from IPython.core.error import StdinNotImplementedError
+from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import LocalCellError, NbdistError, UsageError
 from nbdist.notebook.cell_text import LineMagic, as_magic, divide
 from nbdist.notebook.cells import result_of, source_steps, through
-from nbdist.notebook.command import Line, cell_options, command, find_commands
+from nbdist.notebook.command import Command, Line, cell_options, command, find_commands
 from nbdist.notebook.commands.values import take_due
 from nbdist.notebook.display import Shown, below, table
 from nbdist.notebook.jobs import CellPlace, Job, Steps
 from nbdist.notebook.options import POOL, Magic, ranks_option, restarts_option, world_options
 from nbdist.readers import number_of_seconds
 from nbdist.words import count
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
-    from nbdist.notebook.command import Command
-    from nbdist.world.running import RunningTask
-
+from nbdist.world.running import RunningTask
 
 sending_options = (
     argument("--no-wait", action="store_true", help="return at once and keep showing the "
@@ -59,7 +54,7 @@ def send(line: Line, steps: Steps) -> None:
             f"running on {ranks} in the background · {told}`%dist_interrupt` stops it"
         )
         job = Job(steps, running, name, CellPlace(pool.shell))
-        pool.background.begin(job)
+        pool.begin(job)
         _bind(line, name, job)
     raised = _run_here(line, running) if here else None
     if not options.no_wait:
@@ -85,7 +80,11 @@ def _awaits(shell: InteractiveShell, cell: str) -> bool:
 def _run_here(line: Line, running: RunningTask) -> BaseException | None:
     """Run the cell in the notebook too; return what it raised, which has been shown."""
     ran: Any = line.pool.shell.run_cell(line.cell)
-    _keep_owners(line, running)
+    if world := line.pool.world:
+        # Names are left to the ranks that have bound them already, as to those that will.
+        for track in running.transcript:
+            for name in track.done.bound if track.done else ():
+                world.session.names.gathered(name, (track.rank,))
     error: BaseException | None = ran.error_before_exec
     if error is None:  # either can be falsy
         error = ran.error_in_exec
@@ -95,18 +94,7 @@ def _run_here(line: Line, running: RunningTask) -> BaseException | None:
     return error
 
 
-def _keep_owners(line: Line, running: RunningTask) -> None:
-    """Leave the names to the ranks that have bound them already, as to those that will."""
-    if line.pool.world is None:
-        return
-    names = line.pool.world.session.names
-    for track in running.transcript:
-        for name in track.done.bound if track.done else ():
-            names.gathered(name, (track.rank,))
-
-
 def _bind(line: Line, name: str, value: object) -> None:
-    """Bind it in the notebook, whose name it is from now on."""
     if name:
         line.pool.shell.user_ns[name] = value
         if line.pool.world:
@@ -159,7 +147,6 @@ def distributed(line: Line) -> None:
 
 
 def _run_magics(line: Line, magics: Iterable[LineMagic]) -> None:
-    """Run the notebook's own magics that a cell ends with."""
     shell = line.pool.shell
     for each in magics:
         value = shell.run_line_magic(each.name, each.text)
@@ -245,7 +232,7 @@ def dist_auto(line: Line) -> str:
         raise UsageError(f"`%dist_auto {state}`: `%dist_auto on` or `%dist_auto off`.")
     if state is not None:
         mode.pool = line.pool.name if state == "on" else None
-    return ON if mode.is_on else OFF
+    return ON if mode.pool else OFF
 
 
 @command(kind="cell")
@@ -276,22 +263,23 @@ MACHINES = (
 
 
 @command(
-    argument("--all", action="store_true", dest="everything", help="short forms too"),
-    looks=True,
+    argument("--all", action="store_true", dest="everything", help="short forms too"), looks=True
 )
 def dist_help(line: Line) -> Shown:
     """List all magics, a line each. A `?` after the name of one shows its options."""
     commands = {each.name: each for each in find_commands()}
-    parts = [table("`%%distributed?`, `%dist_gather?` and so on show options and examples", [])]
-    for title, names in GROUPS.items():
-        rows = [(commands[n].shown_name, summary(commands[n])) for n in names if n in commands]
-        rows += MACHINES if title == "many machines" else ()
-        parts.append(table(title, [("magic", "what it does"), *rows]))
+    groups = {
+        title: [commands[name] for name in names if name in commands]
+        for title, names in GROUPS.items()
+    }
     ours = {name for names in GROUPS.values() for name in names}
     others = [each for each in commands.values() if each.name not in ours and not each.short_for]
-    if others:
-        rows = [(each.shown_name, summary(each)) for each in others]
-        parts.append(table("other packages", [("magic", "what it does"), *rows]))
+    parts = [table("`%%distributed?`, `%dist_gather?` and so on show options and examples", [])]
+    for title, found in {**groups, "other packages": others}.items():
+        rows = [(each.shown_name, summary(each)) for each in found]
+        rows += MACHINES if title == "many machines" else ()
+        if rows:
+            parts.append(table(title, [("magic", "what it does"), *rows]))
     if line.options.everything:
         short = [each for each in commands.values() if each.short_for]
         rows = [(each.shown_name, each.short_for.strip("`")) for each in short]

@@ -8,19 +8,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
-from nbdist.notebook.display import Shown, below, block, table
+from nbdist.notebook.display import CellDisplay, Shown, below, block, table
 from nbdist.notebook.figures import Below
 from nbdist.notebook.options import ranks_option
+from nbdist.notebook.pool import Pool
 from nbdist.output.ansi import strip
 from nbdist.output.fingerprint import normal
 from nbdist.output.text import whole_text
@@ -47,12 +47,6 @@ from nbdist.world.hangs import doing_of
 from nbdist.world.result import rows
 from nbdist.world.session import Session
 from nbdist.world.spec import default_log_dir
-from nbdist.world.states import Machines
-
-if TYPE_CHECKING:
-    from nbdist.notebook.display import CellDisplay
-    from nbdist.notebook.pool import Pool
-
 
 # --- the last lines of the ranks' log files, read from their ends ---------------------------------
 
@@ -84,15 +78,6 @@ log_options = (
 )  # fmt: skip
 
 
-@command(ranks_option, *log_options, looks=True, short_for="`%dist_output --log`")
-def dist_log(line: Line) -> Shown:
-    """Show the last lines of each rank's log, equal lines once, and the files' names.
-
-    All that ranks have written since they were started is there, whatever was shown of it.
-    """
-    return log_of(line)
-
-
 def log_of(line: Line) -> Shown:
     """Read the files, here or on other machines, and draw the ends of them."""
     options, world = line.options, line.pool.world
@@ -121,7 +106,12 @@ def log_of(line: Line) -> Shown:
     for each in tails:
         if each.lines:
             same.setdefault((each.stream, each.lines), []).append(each)
-    lines = [text for group in same.values() for text in _group(group, session.machines)]
+    lines: list[str] = []
+    for (stream, of_group), group in same.items():
+        who = session.machines.who(tail.rank for tail in group)
+        kind = " (same)" if len(group) > 1 else ""
+        kind += " · stderr" if stream == "stderr" else ""
+        lines += [f"── {who}{kind} ──", *of_group]
     if not lines:
         lines = ["no lines" + (f" with {options.grep}" if pattern else "")]
     return block("\n".join([*lines, *files]))
@@ -134,24 +124,12 @@ def last_lines(
     found: list[str] = []
     more = replace(get, ranks=(tail.rank,), streams=(tail.stream,), most=PAGE_LINES)
     while True:
-        lines = map(as_seen, tail.lines)
+        # Without colours; and what a progress bar has overwritten was never seen.
+        lines = [strip(line).rstrip("\r").rpartition("\r")[2] for line in tail.lines]
         found = [line for line in lines if pattern is None or pattern.search(line)] + found
         if len(found) >= get.most or not tail.start:
             return tuple(found[-get.most :])
         (tail,) = ask(replace(more, end=tail.start)) or (replace(tail, lines=(), start=0),)
-
-
-def as_seen(line: str) -> str:
-    """Return it without colours; what a progress bar has overwritten was never seen either."""
-    return strip(line).rstrip("\r").rpartition("\r")[2]
-
-
-def _group(group: list[LogTail], machines: Machines) -> list[str]:
-    """Write a header with the ranks, and their lines."""
-    first = group[0]
-    same = " (same)" if len(group) > 1 else ""
-    stderr = " · stderr" if first.stream == "stderr" else ""
-    return [f"── {machines.who(tail.rank for tail in group)}{same}{stderr} ──", *first.lines]
 
 
 def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator[str]:
@@ -211,11 +189,8 @@ def dist_status(line: Line) -> None:
 
 
 def _shown_of(line: Line, pool: Pool) -> Shown:
-    return stacks_of(line, pool) if line.options.stack else _status_of(line, pool)
-
-
-def _status_of(line: Line, pool: Pool) -> Shown:
-    """Draw the table of one pool."""
+    if line.options.stack:
+        return stacks_of(line, pool)
     workers = line.look(pool, GetStatus())
     if line.options.ranks is not None:
         ranks = parse_ranks(line.options.ranks, len(workers))
@@ -240,92 +215,53 @@ Who = Callable[[Iterable[int]], str]
 """Names ranks, and their machines where there are several."""
 
 
-@command(ranks_option, looks=True, short_for="`%dist_status --stack`")
-def dist_stack(line: Line) -> Shown:
-    """Show the Python stack of each rank, equal stacks once.
-
-    It works while they compute, wait in a collective or hold the GIL in C code.
-    """
-    return stacks_of(line, line.pool)
-
-
 def stacks_of(line: Line, pool: Pool) -> Shown:
     """Draw the stacks of a pool's ranks, of those that `-r` names."""
     if pool.world is None:
-        return Shown(stacks_html(pool.headline, ()), stacks_text(pool.headline, ()))
+        return shown_stacks(pool.headline, ())
     ranks = parse_ranks(line.options.ranks or "all", pool.world.size)
     stacks = line.look(pool, GetStacks(ranks))
-    # Read after the stacks: asking for them is how a lost agent is noticed.
-    head, who = pool.headline, pool.world.session.machines.who
-    return Shown(stacks_html(head, stacks, who), stacks_text(head, stacks, who))
+    # The headline after the stacks: asking for them is how a lost agent is noticed.
+    return shown_stacks(pool.headline, stacks, pool.world.session.machines.who)
 
 
-@dataclass(frozen=True, slots=True)
-class StackGroup:
-    """Ranks whose stacks are equal but for addresses; `stack` is the first one's."""
-
-    ranks: tuple[int, ...]
-    stack: Stack
-
-    @property
-    def title(self) -> str:
-        """`wait in all_reduce, line 7`."""
-        stack = self.stack
-        if stack.state == "busy" or stack.place.is_stopped or stack.place.holds_gil:
-            code = stack.frames[0].code if stack.frames and stack.frames[0].is_cell else ""
-            return doing_of(self.ranks, stack.place, code)
-        return stack.state
-
-    @property
-    def lines(self) -> list[str]:
-        """The calls as Python's tracebacks show them, the innermost last."""
-        stack = self.stack
-        lines = [line for frame in stack.frames for line in frame.lines]
-        if stack.place.is_stopped:
-            lines.append(f"  `kill -CONT {stack.pid}` resumes it")
-        return [*lines, *([f"  {stack.problem}"] if stack.problem else [])]
-
-
-def grouped(stacks: Iterable[Stack]) -> list[StackGroup]:
-    """Put equal stacks together, in the order of their first ranks."""
-    found: dict[str, list[Stack]] = {}
+def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> Shown:
+    """Draw stacks that are equal but for addresses once, open as long as that is not too much."""
+    same: dict[str, list[Stack]] = {}
     for stack in sorted(stacks, key=lambda stack: stack.rank):
-        one = StackGroup((stack.rank,), stack)
-        text = "\n".join([one.title, *one.lines]).replace(str(stack.pid), "<pid>")
-        found.setdefault(normal(text), []).append(stack)
-    return [StackGroup(tuple(stack.rank for stack in same), same[0]) for same in found.values()]
+        text = "\n".join([_title(stack, (stack.rank,)), *_lines(stack)])
+        same.setdefault(normal(text.replace(str(stack.pid), "<pid>")), []).append(stack)
+    texts, parts, drawn = [head], [line(bold(head))], 0
+    for group in same.values():
+        ranks, stack = tuple(each.rank for each in group), group[0]
+        whose = who(ranks) + (" same" if len(group) > 1 else "")
+        title, lines = _title(stack, ranks), _lines(stack)
+        texts += [f"── {whose} · {title} ──", *lines]
+        drawn += len(lines)
+        shown, colour = f"{bold(whose)} {dim(title)}", _colour(stack)
+        if not lines:
+            parts.append(barred(shown, colour))
+            continue
+        body = escape("\n".join(lines), quote=False)
+        box = f'<div style="{LINES};max-height:546px;overflow:auto">{body}</div>'
+        is_open = len(parts) == 1 or drawn <= OPEN_LINES
+        parts.append(details(shown, box, colour, is_open=is_open))
+    return Shown(panel(*parts), "\n".join(texts))
 
 
-def stacks_text(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> str:
-    """Write a header for each group, and its calls."""
-    parts = [head]
-    for group in grouped(stacks):
-        parts.append(f"── {_who(group, who)} · {group.title} ──")
-        parts.extend(group.lines)
-    return "\n".join(parts)
+def _title(stack: Stack, ranks: tuple[int, ...]) -> str:
+    """Write `wait in all_reduce, line 7`."""
+    if stack.state == "busy" or stack.place.is_stopped or stack.place.holds_gil:
+        code = stack.frames[0].code if stack.frames and stack.frames[0].is_cell else ""
+        return doing_of(ranks, stack.place, code)
+    return stack.state
 
 
-def stacks_html(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> str:
-    """Draw each group behind its header, open as long as that is not too much."""
-    parts, shown = [line(bold(head))], 0
-    for index, group in enumerate(grouped(stacks)):
-        shown += len(group.lines)
-        parts.append(_block(group, _who(group, who), is_open=index == 0 or shown <= OPEN_LINES))
-    return panel(*parts)
-
-
-def _block(group: StackGroup, whose: str, *, is_open: bool) -> str:
-    title = f"{bold(whose)} {dim(group.title)}"
-    if not group.lines:
-        return barred(title, _colour(group.stack))
-    body = escape("\n".join(group.lines), quote=False)
-    box = f'<div style="{LINES};max-height:546px;overflow:auto">{body}</div>'
-    return details(title, box, _colour(group.stack), is_open=is_open)
-
-
-def _who(group: StackGroup, who: Who) -> str:
-    """Write `ranks 0-2,3 same`."""
-    return who(group.ranks) + (" same" if len(group.ranks) > 1 else "")
+def _lines(stack: Stack) -> list[str]:
+    lines = [line for frame in stack.frames for line in frame.lines]
+    if stack.place.is_stopped:
+        lines.append(f"  `kill -CONT {stack.pid}` resumes it")
+    return [*lines, *([f"  {stack.problem}"] if stack.problem else [])]
 
 
 def _colour(stack: Stack) -> str:
@@ -358,19 +294,14 @@ def dist_output(line: Line) -> Shown | str | None:
     `--log` the end of all that ranks have written since they were started.
     """
     if line.options.failed:
-        return _failure(line)
+        return line.pool.why.shown if line.pool.why else "nothing has failed yet"
     if line.options.log:
         return log_of(line)
-    _output(line)
-    return None
-
-
-def _output(line: Line) -> None:
     pool, everything = line.pool, line.options.everything
     if pool.last is None or pool.world is None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
     pool.page.has_missed(pool.shell, None)  # it misses nothing any more
-    pool.show_background()
+    pool.show_job()
     past, number = pool.ended.past(pool.last.transcript), line.options.cell
     if not -len(past) <= number < 0:
         raise UsageError(
@@ -380,7 +311,7 @@ def _output(line: Line) -> None:
     transcript = past[number]
     if line.options.ranks is None and not everything:
         line.display.again(transcript, pool.log_files())
-        return
+        return None
     ranks = [rank for rank in line.ranks if rank in transcript.ranks]
     text = whole_text(transcript, ranks)
     if not everything:
@@ -388,20 +319,12 @@ def _output(line: Line) -> None:
     block(text).on(line.display)
     if line.display.can_change:
         Below().show(transcript, ranks)
+    return None
 
 
-@command(looks=True, short_for="`%dist_output --failed`")
-def dist_why(line: Line) -> Shown | str:
-    """Show the last failure again: when, which rank, its traceback or last output.
-
-    Also after `%dist_restart`.
-    """
-    return _failure(line)
-
-
-def _failure(line: Line) -> Shown | str:
-    why = line.pool.why
-    return Shown(why.html, why.text) if why else "nothing has failed yet"
+dist_stack = dist_status.short("dist_stack", "--stack")
+dist_log = dist_output.short("dist_log", "--log")
+dist_why = dist_output.short("dist_why", "--failed")
 
 
 class MovingPicture:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from IPython.core.magic_arguments import argument
 
 from nbdist.config import CONTROL_TIMEOUT, DEFAULT_POOL, OPTIONS
 from nbdist.errors import Interrupted, NbdistError, UsageError
-from nbdist.notebook.cells import check_end, follow_steps, result_of, through
+from nbdist.notebook.cells import check_end, follow_steps, outcome_of, through
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
-from nbdist.notebook.jobs import Job
+from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import at_once, given, ranks_option, world_options
 from nbdist.output.transcript import follows
 from nbdist.output.wording import seconds_text
 from nbdist.topology import parse_size
 from nbdist.words import count, name_ranks
-from nbdist.world.agents import to_attach, worlds
+from nbdist.world.agents import Found, to_attach, worlds
 from nbdist.world.recovery import healing_text, scaled_text
 from nbdist.world.world import take_over
-
-if TYPE_CHECKING:
-    from nbdist.notebook.jobs import Steps
-    from nbdist.world.agents import Found
 
 
 @command(world_options)
@@ -67,8 +62,13 @@ def dist_restart(line: Line) -> str:
 def dist_interrupt(line: Line) -> str:
     """Stop what the workers run, as the Stop button does, also a `--no-wait` cell."""
     pool = line.pool
-    if (job := pool.background.job) is not None:
-        return _interrupt_job(job)
+    if (job := pool.job) is not None:
+        job.interrupt()
+        try:
+            job.wait(CONTROL_TIMEOUT)  # as long as a Stop lasts
+        except (NbdistError, Interrupted) as end:
+            return str(end)
+        return f"{job.title} had ended"
     running = pool.world.session.running if pool.world is not None else None
     if pool.world is None or running is None or not running.unfinished:
         return "no cell is running on the workers"
@@ -79,16 +79,6 @@ def dist_interrupt(line: Line) -> str:
     return str(Interrupted(running.task.ranks))
 
 
-def _interrupt_job(job: Job) -> str:
-    """Stop a cell that nobody waits for; as long as a Stop lasts, wait for it."""
-    job.interrupt()
-    try:
-        job.wait(CONTROL_TIMEOUT)
-    except (NbdistError, Interrupted) as end:
-        return str(end)
-    return f"{job.title} had ended"
-
-
 @command()
 def dist_shutdown(line: Line) -> str:
     """Shut down all workers, or those of one pool."""
@@ -97,7 +87,6 @@ def dist_shutdown(line: Line) -> str:
 
 
 def _replace(line: Line, keep: list[str]) -> str:
-    """Start some ranks anew in their places."""
     if given(line.options):
         raise UsageError(
             "`%dist_restart -r`: the options of workers can only be changed for all of them."
@@ -185,7 +174,6 @@ def _title(found: Found) -> str:
 
 
 def _steps(line: Line) -> Steps:
-    """Follow what runs, as the cell that has sent it would."""
     pool = line.pool
     assert pool.world is not None
     running = pool.world.session.running
@@ -193,9 +181,6 @@ def _steps(line: Line) -> Steps:
     world, pool.last = pool.world, running
     yield from follow_steps(pool, world, running, line.display)
     try:
-        check_end(pool, world, running)
-    except (NbdistError, Interrupted) as error:
-        return error
+        return outcome_of(pool, world, running, line.display)
     finally:
         world.session.let_go(running)
-    return result_of(pool, world, running)

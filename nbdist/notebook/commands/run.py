@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from IPython.core.magic_arguments import argument
 
@@ -22,6 +22,7 @@ from nbdist.notebook.cells import (
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.display import Shown, below, table
+from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import (
     Argument,
     Magic,
@@ -32,21 +33,13 @@ from nbdist.notebook.options import (
     takes_value,
     world_options,
 )
+from nbdist.notebook.pool import Pool, Pools
 from nbdist.output.events import Died
 from nbdist.output.wording import fold_ranks
+from nbdist.wire.ops import Cleaned, Held, Memory, Peak
 from nbdist.wire.work import Call
 from nbdist.words import format_ranks, name_ranks, size_range, size_text
 from nbdist.world.calling import find_script
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Mapping, Sequence
-
-    from nbdist.notebook.jobs import Steps
-    from nbdist.notebook.pool import Pool, Pools
-    from nbdist.wire.ops import Cleaned, Held, Memory, Peak
-    from nbdist.wire.work import Script
-
 
 NOTHING = (
     "`%dist_run`: give either a script or `-m module`: `%dist_run train.py --lr 0.1`, "
@@ -64,8 +57,7 @@ def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
         words = shlex.split(line)
     except ValueError as error:  # a quote that is not closed
         raise UsageError(f"`%{magic.__name__}`: {str(error).lower()}.") from None
-    flags = flags_of(magic)
-    index = 0
+    flags, index = flags_of(magic), 0
     while index < len(words) and words[index].startswith("-") and words[index] != "--":
         words[index] = our_flag(words[index], flags)
         index += 2 if _takes_next(flags, words[index]) else 1
@@ -79,16 +71,6 @@ def _takes_next(flags: Mapping[str, Argument], word: str) -> bool:
     if not names:
         return takes_value(word)
     return word.strip("-") != "" and flags[names[0]].takes_value
-
-
-def script_of(program: Sequence[str], options: argparse.Namespace) -> Script:
-    """Find what is to be run; UsageError where there is no such thing."""
-    if not program:
-        raise UsageError(NOTHING)
-    if options.module and options.no_python:
-        raise UsageError(NO_PYTHON_MODULE)
-    kind: Any = "module" if options.module else "executable" if options.no_python else "file"
-    return find_script(kind, program[0], program[1:], local_rank=options.pass_local_rank)
 
 
 @command(
@@ -115,11 +97,16 @@ def dist_run(line: Line) -> None:
 
 def _steps(line: Line) -> Steps:
     options = line.options
-    script = script_of(line.words, options)
+    if not line.words:
+        raise UsageError(NOTHING)
+    if options.module and options.no_python:
+        raise UsageError(NO_PYTHON_MODULE)
+    kind: Any = "module" if options.module else "executable" if options.no_python else "file"
+    program, *words = line.words
+    script = find_script(kind, program, words, local_rank=options.pass_local_rank)
     task, world = prepare(line.pool, script, options.ranks, line.display, options)
     how = run_options(world, options)
-    steps = attempt_steps(line.pool, world, task, lambda _: None, line.display, how)
-    return (yield from steps)
+    return (yield from attempt_steps(line.pool, world, task, lambda _: None, line.display, how))
 
 
 # --- a rank's exception in its own debugger; IPython's `%debug` and `%pdb` lead there ---------
@@ -162,10 +149,7 @@ def failed_rank(pool: Pool) -> int:
 
 
 def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stand around `InteractiveShell.debugger`, which IPython calls for `%debug` and `%pdb`.
-
-    Leads to the rank that failed: in the notebook there are only nbdist's own calls.
-    """
+    """Stand around `InteractiveShell.debugger`: `%debug` and `%pdb` show the rank that failed."""
     shell = pools.shell
     is_wanted = bool(args or kwargs) or shell.call_pdb
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -283,46 +267,33 @@ def names(found: Mapping[int, Memory], held: Iterable[tuple[int, Held]]) -> list
 
 
 TITLES = ("memory", "GPU tensors", "GPU held by torch")
+NONE = "0 MiB"
 
 
-@command(ranks_option, short_for="`%dist_memory --free`")
-def dist_clean(line: Line) -> Shown:
-    """Free memory held by tracebacks, Out and torch's cache, and show how much it was.
-
-    Of the last traceback and what its frames hold, of `Out` and `_`, of cycles, of the GPU
-    memory that torch keeps for the next tensors.  Variables stay.
-    """
-    return freed(line)
+dist_clean = dist_memory.short("dist_clean", "--free")
 
 
 def freed(line: Line) -> Shown:
-    """Have the ranks free what nothing uses, and draw the sizes before and after."""
+    """Free the last traceback and what its frames hold, `Out` and `_`, cycles, torch's cache.
+
+    Draws the sizes before and after; variables stay.
+    """
     head = f"{name_ranks(line.ranks)} · tracebacks, Out and _, cycles, cached GPU memory released"
     return table(head, freed_rows(line.call("memory.clean")))
 
 
 def freed_rows(found: Mapping[int, Cleaned]) -> list[tuple[str, ...]]:
     """Lay out headings, and a row for all ranks whose figures are the same."""
-    same = fold_ranks({rank: _sizes(cleaned) for rank, cleaned in found.items()})
+    texts = {
+        rank: [tuple(map(rounded, pair)) for pair in (each.memory, each.on_gpu, each.held_on_gpu)]
+        for rank, each in found.items()
+    }
     # Without GPUs there are no columns for them.
-    shown = [
-        index
-        for index in range(len(TITLES))
-        if index == 0 or any(float(text.split()[0]) for sizes in same for text in sizes[index])
-    ]
-    headings = ("ranks", *(title for i in shown for title in (f"{TITLES[i]} before", "after")))
-    return [
-        headings,
-        *(
-            (format_ranks(ranks), *(text for index in shown for text in sizes[index]))
-            for sizes, ranks in same.items()
-        ),
-    ]
-
-
-def _sizes(cleaned: Cleaned) -> tuple[tuple[str, str], ...]:
-    pairs = (cleaned.memory, cleaned.on_gpu, cleaned.held_on_gpu)
-    return tuple((rounded(before), rounded(after)) for before, after in pairs)
+    on_gpu = {i for each in texts.values() for i in (1, 2) if {*each[i]} != {NONE}}
+    used = [0, *sorted(on_gpu)]
+    headings = ("ranks", *(title for i in used for title in (f"{TITLES[i]} before", "after")))
+    rows = {rank: tuple(text for i in used for text in each[i]) for rank, each in texts.items()}
+    return [headings, *((format_ranks(on), *row) for row, on in fold_ranks(rows).items())]
 
 
 def rounded(size: int) -> str:

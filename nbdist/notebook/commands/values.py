@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
 
 from IPython.core.magic_arguments import argument
 
@@ -16,6 +15,7 @@ from nbdist.notebook.cells import bind, bring, settled
 from nbdist.notebook.command import Line, Value, command, is_used
 from nbdist.notebook.display import Shown, block
 from nbdist.notebook.options import names_in, ranks_option
+from nbdist.notebook.pool import Pool
 from nbdist.notebook.shipping import push
 from nbdist.notebook.transfer import moved, packed
 from nbdist.readers import whole_number
@@ -26,14 +26,7 @@ from nbdist.world.exchange import Scatter, Wanted, wanted_to_restore, wanted_to_
 from nbdist.world.names import list_names
 from nbdist.world.parts import Joining
 from nbdist.world.snapshot_store import Snapshot
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from nbdist.notebook.pool import Pool
-    from nbdist.world.world import World
-
+from nbdist.world.world import World
 
 ONE_RANK = re.compile(r"-?\d+")
 
@@ -61,7 +54,12 @@ def dist_gather(line: Line) -> Value:
     options, pool = line.options, line.pool
     expressions = [*expressions_in(options.names)]
     targets = targets_of(expressions, options.targets, is_assigned=is_used())
-    how, session, ranks = joining_of(options), line.world.session, line.ranks
+    if options.stack and options.cat:
+        raise UsageError("use either `--stack` or `--cat`.")
+    if options.dim is not None and not (options.stack or options.cat):
+        raise UsageError(f"`--dim {options.dim}` needs `--stack` or `--cat`.")
+    how: Joining | None = "stack" if options.stack else "cat" if options.cat else None
+    session, ranks = line.world.session, line.ranks
     task = exchange.gather_task(session, expressions, ranks)
     what = f"gathering {list_names(expressions)}"
     brought = bring(pool, line.world, task, line.display, what)
@@ -139,30 +137,24 @@ def _renamed(names: Sequence[str], given: str | None, have: str) -> list[str]:
     )
 
 
-def joining_of(options: argparse.Namespace) -> Joining | None:
-    """Say what is made of the list; UsageError for options that exclude one another."""
-    given = [name for name in ("stack", "cat") if getattr(options, name)]
-    if len(given) == 2:
-        raise UsageError("use either `--stack` or `--cat`.")
-    if options.dim is not None and not given:
-        raise UsageError(f"`--dim {options.dim}` needs `--stack` or `--cat`.")
-    return "stack" if options.stack else "cat" if options.cat else None
-
-
 @command(argument("names", nargs="+", help="variables of the notebook"), ranks_option)
 def dist_push(line: Line) -> None:
     """Send notebook variables to the workers, replacing theirs."""
     names, pool, world = names_in(line.options.names), line.pool, line.world
-    missing = [name for name in names if name not in pool.shell.user_ns]
-    if missing:
-        near = did_you_mean(missing[0], line.pool.shell.user_ns)
-        raise UsageError(f"`%dist_push`: the notebook has no {', '.join(missing)}.{near}")
+    _check_are_here(line, names)
     pack = partial(push, names, ranks=line.ranks)
     packing = packed(settled(pool, world, world.session.names, pack), line.display)
     assert packing is not None
     with packing.segment or nullcontext():
         take = world.task(Call("values.push", {"packed": packing.payload}), ranks=line.ranks)
         bind(pool, world, take, Call("values.bind_pushed"), line.display, packing.records)
+
+
+def _check_are_here(line: Line, names: Sequence[str]) -> None:
+    ours = line.pool.shell.user_ns
+    if missing := [name for name in names if name not in ours]:
+        listed, near = "`, `".join(missing), did_you_mean(missing[0], ours)
+        raise UsageError(f"`{line.command.shown_name}`: the notebook has no `{listed}`.{near}")
 
 
 @command(
@@ -180,13 +172,11 @@ def dist_scatter(line: Line) -> str:
     cannot be equal the first ones have one element more, as with torch.tensor_split.  The
     ranks get it as a variable of that name; the notebook's stays whole.
     """
-    names, shell, world = names_in(line.options.names), line.pool.shell, line.world
+    names, world = names_in(line.options.names), line.world
     have = f"`%dist_scatter {' '.join(names)}`: {count(len(names), 'variable')}"
     targets = _renamed(names, line.options.target, have)
-    if missing := [name for name in names if name not in shell.user_ns]:
-        near = did_you_mean(missing[0], shell.user_ns)
-        raise UsageError(f"`%dist_scatter`: the notebook has no `{'`, `'.join(missing)}`.{near}")
-    values = [shell.user_ns[name] for name in names]
+    _check_are_here(line, names)
+    values = [line.pool.shell.user_ns[name] for name in names]
     said = []
     for target, value in zip(targets, values, strict=True):
         scatter = Scatter(world.session, target, value, line.ranks, line.options.dim)
@@ -300,7 +290,11 @@ def dist_restore(line: Line) -> Shown | str:
     """
     options = line.options
     if options.lists:
-        return snapshots_there(line.pool)
+        store = line.pool.snapshot_store
+        rows = [("snapshot", "taken", "ranks", "size", "variables"), *map(_row, store.all())]
+        if len(rows) == 1:
+            return f"no snapshots in {store.root}"
+        return block("\n".join([*aligned(rows), f"in {store.root}"]))
     world = line.world
     ranks = line.ranks if options.ranks is not None else None
     source = options.from_rank
@@ -314,15 +308,6 @@ def dist_restore(line: Line) -> Shown | str:
     of_other = "" if taken.owner == store.owner else ", which this notebook did not save"
     said += f"from `{taken.key}` of {taken.clock}{of_other}"
     return " · ".join(filter(None, [said, wanted.hint]))
-
-
-def snapshots_there(pool: Pool) -> Shown | str:
-    """List all snapshots, the newest first."""
-    store = pool.snapshot_store
-    rows = [("snapshot", "taken", "ranks", "size", "variables"), *map(_row, store.all())]
-    if len(rows) == 1:
-        return f"no snapshots in {store.root}"
-    return block("\n".join([*aligned(rows), f"in {store.root}"]))
 
 
 def _take(pool: Pool, world: World, wanted: Wanted) -> Snapshot:

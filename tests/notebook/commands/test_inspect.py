@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from nbdist.errors import UsageError
-from nbdist.notebook.commands.inspect import stacks_html, stacks_text
+from nbdist.notebook.commands.inspect import shown_stacks
 from nbdist.notebook.outcome import Why
 from nbdist.notebook.pool import Pools
 from nbdist.wire.views import Place, Stack, StackFrame
@@ -27,7 +27,7 @@ def test_equal_stacks_are_shown_once() -> None:
     """Ranks with the same calls are one block, in the order of the first of each."""
     sleep = StackFrame("Cell In[5]", 3, "<module>", "time.sleep(600)")
     stacks = [waiting(3), waiting(0), Stack(1, 101, "busy", Place(line=3), (sleep,)), waiting(2)]
-    assert stacks_text("4 workers", stacks).splitlines() == [
+    assert shown_stacks("4 workers", stacks).text.splitlines() == [
         "4 workers",
         "── ranks 0,2-3 same · wait in all_reduce, line 7 ──",
         "  Cell In[5], line 7",
@@ -55,7 +55,7 @@ def test_what_differs_by_address_is_equal() -> None:
         )
         for rank in range(2)
     ]
-    assert "── ranks 0-1 same · in line 1: call() ──" in stacks_text("", stacks)
+    assert "── ranks 0-1 same · in line 1: call() ──" in shown_stacks("", stacks).text
 
 
 def test_states() -> None:
@@ -67,7 +67,7 @@ def test_states() -> None:
         Stack(3, 103, "busy", Place(holds_gil=True), problem="its stack cannot be read"),
         Stack(4, 104, "busy", Place(line=2, holds_gil=True), (CELL,)),
     ]
-    assert stacks_text("5 workers", stacks).splitlines()[1:] == [
+    assert shown_stacks("5 workers", stacks).text.splitlines()[1:] == [
         "── rank 0 · idle ──",
         "── rank 1 · dead ──",
         "── rank 2 · stopped by a signal ──",
@@ -84,7 +84,7 @@ def test_html_is_safe() -> None:
     """Code is text in the page, and later blocks are closed once there is much to read."""
     nasty = StackFrame("Cell In[5]", 1, "<lambda>", "f('<script>')")
     deep = [Stack(rank, rank, "busy", Place(line=1), (nasty,) * (40 + rank)) for rank in range(3)]
-    html = stacks_html("3 workers", deep)
+    html = shown_stacks("3 workers", deep).html
     assert "<script" not in html
     assert "&lt;script&gt;" in html
     assert html.count("<details open") == 1
