@@ -201,7 +201,7 @@ def _attempt(
         segment, shipped = packing.segment, packing.records
     try:
         # Ranks may run it before it is followed: a Stop meanwhile is met as one that comes later.
-        with met_stops(partial(world.session.meet_stop_of, task)):
+        with met_stops(partial(world.session.meet_stop, task)):
             machines = world.session.machines
             running = pool.last = world.session.submit(task, how.patience, shipped)
             pool.tell_of_deaths(world, display, machines)
@@ -232,7 +232,7 @@ def follow_steps(
     """
     is_here = True  # the cell that runs is the one whose output is shown
     is_job = running.patience.control_timeout is None
-    with met_stops(partial(world.session.meet_stop, running)):
+    with met_stops(partial(world.session.meet_stop, running.task)):
         following, longest = world.follow(running, answers=True), None
         try:
             while True:
@@ -286,7 +286,7 @@ def check_end(
 ) -> None:
     """Raise the one error of a cell that failed, which says what became of dead ranks."""
     if running.unfinished and world.session.is_left():
-        find = f"`%dist_attach {world.session.name}` in the next one finds them"
+        find = f"`%dist_attach {world.session.spec.name}` in the next one finds them"
         raise Interrupted((), fate=f"the kernel ends, and the workers keep running: {find}")
     if cause := running.transcript.root_cause():
         pool.failed, pool.failed_at = cause, time.monotonic()
@@ -314,7 +314,7 @@ def bring(
     """Run a task without showing it, but for how far `what` it brings back has come; return it."""
     pool.wait_for_job(pool.display())
     progress = Progress(display, what) if display else None
-    with met_stops(partial(world.session.meet_stop_of, task)):
+    with met_stops(partial(world.session.meet_stop, task)):
         machines = world.session.machines
         running = world.submit(task)
         pool.tell_of_deaths(world, display or pool.display(), machines)

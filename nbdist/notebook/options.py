@@ -108,7 +108,7 @@ def check_same(world: World, options: argparse.Namespace) -> None:
         raise WorldSizeMismatch(world.size, size, "" if pool == DEFAULT_POOL else pool)
     # What was chosen for it, where nothing had been said.
     session = world.session
-    chosen = {"backend": session.backend, "name": session.name}
+    chosen = {"backend": session.backend, "name": session.spec.name}
     is_full = not isinstance(session.config.n, int)  # no fewer workers than `-j` has room for
     chosen["layout"] = (is_full and session.config.layout) or session.layout
     chosen["launcher"] = session.config.launched_by

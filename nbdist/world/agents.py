@@ -1,11 +1,7 @@
 """The processes that serve worlds: which of them are started here, found, asked and attached to.
 
-A link leads to this machine's agent, or to the head of agents on several: an `AgentProcess`
-that is started for it, or an `AttachedAgent` that another process has started.  `worlds` finds
-those of this user on this machine, and asks them whose they are.
-
-Launchers of other machines are entry points (`nbdist.plugins`), nbdist's own in `nbdist.cluster`.
-All run in the head's process.
+A link leads to this machine's agent, or to the head of agents on several: an `AgentProcess` that
+is started for it, or an `AttachedAgent` that another process has started.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,23 +26,10 @@ from nbdist.system import folders
 from nbdist.system.folders import PREFIX, places
 from nbdist.system.limits import OomKills
 from nbdist.system.processes import MODULE, Child, children_of, last_lines_of, safe_environ
+from nbdist.wire import views
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.spec import difference, versions_here
-from nbdist.wire.views import (
-    DOOR,
-    MOST_BYTES,
-    Accepted,
-    Attach,
-    Describe,
-    Look,
-    Refused,
-    Said,
-    WorldInfo,
-    connect_to,
-    from_line,
-    process_at,
-    to_line,
-)
+from nbdist.wire.views import DOOR, WorldInfo
 
 NEEDED = 20
 """What a link opens in the notebook's process, 16, and what is read now and then."""
@@ -54,20 +37,17 @@ NEEDED = 20
 
 def require_open_files() -> None:
     """Raise UsageError if this process cannot open `NEEDED` more files."""
-    opened: list[int] = []
-    try:
-        while len(opened) < NEEDED:
-            opened.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError as error:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        raise UsageError(
-            "nbdist cannot be used here, neither its magics nor workers: this process can open "
-            f"{len(opened)} more files, and {NEEDED} are needed ({error.strerror}; `ulimit -n` is "
-            f"{most}). Start the notebook after `ulimit -n 1024`."
-        ) from None
-    finally:
-        for each in opened:
-            os.close(each)
+    with ExitStack() as opened:
+        for number in range(NEEDED):
+            try:
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            except OSError as error:
+                most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                raise UsageError(
+                    "nbdist cannot be used here, neither its magics nor workers: this process can "
+                    f"open {number} more files, and {NEEDED} are needed ({error.strerror}; "
+                    f"`ulimit -n` is {most}). Start the notebook after `ulimit -n 1024`."
+                ) from None
 
 
 AGENT, HEAD = "nbdist.agent", "nbdist.cluster"
@@ -130,26 +110,25 @@ class Found:
         return UsageError(f"World {self.name} cannot be attached to: {why}.")
 
     def is_called(self, name: str) -> bool:
-        """Say whether this is its name, its pool's, or the number of its process."""
+        """Whether this is its name, its pool's, or the number of its process."""
         return name in (self.info.name, self.info.pool, str(self.agent))
 
 
 class Asking:
     """A question to a world, and its answer; raises OSError where none is there for this user."""
 
-    def __init__(self, folder: Path, question: Said, timeout: float = ANSWER_TIMEOUT) -> None:
-        self._socket = connect_to(folder / DOOR, timeout)
-        self.process = process_at(self._socket)
+    def __init__(self, folder: Path, question: views.Said, timeout: float = ANSWER_TIMEOUT) -> None:
+        self._socket = views.connect_to(folder / DOOR, timeout)
+        self.process = views.process_at(self._socket)
         self._said = bytearray()
-        self.is_late = False
-        """Whether it has been waited for once."""
+        self.is_late = False  # once it has been waited for
         try:
-            self._socket.sendall(to_line(question))
+            self._socket.sendall(views.to_line(question))
         except OSError:
             self.close()
             raise
 
-    def answer(self, timeout: float) -> Said:
+    def answer(self, timeout: float) -> views.Said:
         """Wait for the answer; raises OSError, and BadFrame for what is none.
 
         TimeoutError or BlockingIOError where it is late: it can be waited for again.
@@ -158,10 +137,10 @@ class Asking:
         while not self._said.endswith(b"\n"):
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
             data = self._socket.recv(READ_SIZE)
-            if not data or len(self._said) > MOST_BYTES:
+            if not data or len(self._said) > views.MOST_BYTES:
                 raise ConnectionResetError("it has closed the connection")
             self._said += data
-        return from_line(bytes(self._said))
+        return views.from_line(bytes(self._said))
 
     def close(self) -> None:
         """End the connection."""
@@ -171,7 +150,7 @@ class Asking:
 class Worlds:
     """All worlds of this user that there are now: those that have ended go, new ones come."""
 
-    def __init__(self, question: Describe | Look, timeout: float) -> None:
+    def __init__(self, question: views.Describe | views.Look, timeout: float) -> None:
         self._question, self._timeout = question, timeout
         self._asked: dict[Path, Asking] = {}
 
@@ -179,11 +158,9 @@ class Worlds:
         return f"<Worlds, silent {[*map(str, self._asked)]}>"
 
     def found(self) -> list[Found]:
-        """Ask each of them.
+        """Ask all of them, and wait `timeout` seconds at most for all answers.
 
-        All are asked before the first answer is waited for: together they have the time.  One
-        that does not answer, since its agent is stopped, is waited for once, and comes back as
-        soon as it does.
+        A world whose agent is stopped is waited for once, and listed again once it answers.
         """
         folders = runtime_folders()
         for folder in self._asked.keys() - {*folders}:
@@ -215,7 +192,7 @@ class Worlds:
 
 def worlds() -> list[Found]:
     """Find all that have workers, in the order of their names."""
-    with closing(Worlds(Describe(), ANSWER_TIMEOUT)) as asked:
+    with closing(Worlds(views.Describe(), ANSWER_TIMEOUT)) as asked:
         found = [each for each in asked.found() if each.info.name and each.info.workers]
     return sorted(found, key=lambda each: (each.info.name, each.agent))
 
@@ -272,30 +249,23 @@ def _listed(found: Sequence[Found]) -> str:
     return ", ".join(f"{each.name} (process {each.agent})" for each in found[:MOST_LISTED]) + more
 
 
-# --- where they are ---------------------------------------------------------------------
-
-
 def runtime_folders() -> list[Path]:
     """Find those of worlds; none that another user could have put there."""
-    return sorted(folder for folder in {*_in_places(), *_of_agents()} if _is_of_user(folder))
+
+    def is_of_user(folder: Path) -> bool:
+        with suppress(OSError):
+            folders.check_private(folder)
+            return (folder / DOOR).is_socket()
+        return False
+
+    return sorted(filter(is_of_user, {*_possible_folders()}))
 
 
-def _is_of_user(folder: Path) -> bool:
-    with suppress(OSError):
-        folders.check_private(folder)
-        return (folder / DOOR).is_socket()
-    return False
-
-
-def _in_places() -> Iterator[Path]:
-    """Look where this process's environment would have them."""
+def _possible_folders() -> Iterator[Path]:
     for place in (Path(f"/run/user/{os.geteuid()}"), *places()):
         with suppress(OSError):
             yield from place.glob(f"{PREFIX}*")
-
-
-def _of_agents() -> Iterator[Path]:
-    """Look at the processes of this user: a notebook can have another environment."""
+    # A notebook can have another environment than this process.
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if process.stat().st_uid == os.geteuid():
@@ -308,7 +278,7 @@ def _of_agents() -> Iterator[Path]:
 class AttachedAgent:
     """An agent that another process has started: it is this one's while a connection lasts."""
 
-    def __init__(self, found: Found, asking: Asking, admitted: Accepted) -> None:
+    def __init__(self, found: Found, asking: Asking, admitted: views.Accepted) -> None:
         self.host = found.info.host
         self.pid = admitted.agent
         self.command = f"the agent of world {found.name}"
@@ -323,12 +293,11 @@ class AttachedAgent:
     def admitted(cls, found: Found, socket: str) -> AttachedAgent:
         """Ask at the door of this world to be connected to; UsageError where it refuses."""
         try:
-            asking = Asking(found.folder, Attach(__version__, os.getpid(), socket))
+            asking = Asking(found.folder, views.Attach(__version__, os.getpid(), socket))
             try:
                 answer = asking.answer(ADMIT_TIMEOUT)
-                if not isinstance(answer, Accepted):
-                    other = "its agent says something else"
-                    raise found.refusal(answer.why if isinstance(answer, Refused) else other)
+                if not isinstance(answer, views.Accepted):
+                    raise found.refusal(getattr(answer, "why", "its agent says something else"))
                 return cls(found, asking, answer)
             except BaseException:
                 asking.close()
@@ -367,10 +336,9 @@ class AttachedAgent:
 
 
 class AgentProcess(Child):
-    """A process that connects to `runtime / "notebook.sock"`.
+    """A process that connects to `runtime / "notebook.sock"`, and ends with its stdin, our pipe.
 
-    It ends when its stdin, a pipe of ours, does.  `module` is what it runs, of
-    `nbdist.world.agents`.
+    `module`, what it runs, is `AGENT` or `HEAD`.
     """
 
     def __init__(self, runtime: Path, module: str = AGENT, *, fork_server: bool = True) -> None:
@@ -382,14 +350,11 @@ class AgentProcess(Child):
         self._oom_kills = OomKills(self.pid)
 
     def last_lines(self) -> list[str]:
-        """Return the end of its log; where the kernel has killed it for its memory, that too."""
+        """Return the end of its log, and that the kernel has killed it for its memory."""
         return [*super().last_lines(), *self._oom_kills.text(self.exit_code() or 0).splitlines()]
 
     def end(self, timeout: float) -> None:
-        """Have it end; by force, a step at a time, each `timeout` seconds after the one before.
-
-        `fileno` stays valid.
-        """
+        """End it; by force, a step every `timeout` seconds.  `fileno` stays valid."""
         self._end_stdin()
         if self._ends_in(timeout):
             return

@@ -1,9 +1,6 @@
 """Functions and scripts on all ranks of a world: what goes there, and what comes back.
 
-Scripts and modules are found before anything runs, and without importing anything, which could
-import torch here.  What ranks want typed is asked on the thread that follows the task, by this
-process's `input` and `getpass`: in a kernel they open the front end's input box, in a terminal
-they read a line.
+Prompts of ranks are answered on the thread that follows the task, by this process's `input`.
 """
 
 from __future__ import annotations
@@ -15,9 +12,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing, nullcontext, suppress
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import accumulate
 from typing import Any, NoReturn, TextIO
 
 from nbdist.errors import UsageError, VariableNotSent, WorkerError
@@ -39,7 +36,7 @@ from nbdist.world.session import Session
 def find_script(
     kind: Kind, name: str, args: Iterable[Any] = (), *, local_rank: bool = False
 ) -> Script:
-    """Return the script that is meant; UsageError where there is none."""
+    """Return the script; UsageError where there is none.  Imports nothing: that may be torch."""
     find = {"file": _find_file, "module": _find_module, "executable": _find_executable}[kind]
     file, root = find(name)
     near = os.path.relpath(file) if file else ""
@@ -63,14 +60,9 @@ def _find_file(name: str) -> tuple[str, str]:
     except OSError as error:
         raise UsageError(f"the script `{name}` cannot be read: {error.strerror}.") from None
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"`{name}` is no Python: {_worded(error)}; nothing has run.") from None
+        where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else error
+        raise UsageError(f"`{name}` is no Python: {where}; nothing has run.") from None
     return file, os.path.dirname(file)
-
-
-def _worded(error: SyntaxError | ValueError) -> str:
-    if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: {error.msg}"
-    return str(error)
 
 
 def _find_module(name: str) -> tuple[str, str]:
@@ -102,11 +94,9 @@ def _find_module(name: str) -> tuple[str, str]:
 def _find_spec(name: str) -> ModuleSpec | None:
     """Do as `importlib.util.find_spec`, without importing the packages that it is in."""
     path: list[str] | None = None
-    spec = None
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        spec = _find_one(".".join(parts[:end]), path)
-        if spec is None:
+    spec: ModuleSpec | None = None
+    for full in accumulate(name.split("."), "{}.{}".format):
+        if (spec := _find_one(full, path)) is None:
             return None
         locations = spec.submodule_search_locations
         # A namespace package's would look for its parent among the imported modules.
@@ -146,9 +136,9 @@ def _find_executable(name: str) -> tuple[str, str]:
 
 
 def ask(session: Session, running: RunningTask, rank: int) -> None:
-    """Have somebody type what this rank asks for, and send it; blocks as long as that takes.
+    """Ask the user what this rank asks for, and send it; blocks as long as that takes.
 
-    Where nobody can, the rank is told so.  KeyboardInterrupt is Stop: then nothing is sent.
+    Where nobody can type, the rank gets an error.  KeyboardInterrupt is Stop: nothing is sent.
     """
     request, prompt = running.prompts[rank], running.prompts.prompt(rank)
     while True:
@@ -169,7 +159,7 @@ def ask(session: Session, running: RunningTask, rank: int) -> None:
 
 
 def next_to_ask(running: RunningTask) -> int | None:
-    """Choose the rank that is to be answered now, if any."""
+    """Return the rank that is to be answered now, if any."""
     return running.prompts.next(time.monotonic(), running.unfinished)
 
 
@@ -177,10 +167,7 @@ REDRAW_SECONDS = 0.25
 
 
 class MovingLine:
-    """Shows one line at a time, and nothing where the stream is no terminal but a log.
-
-    Whoever writes other lines clears it before.
-    """
+    """Shows one line at a time, in a terminal only; `clear` it before other lines are written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -190,11 +177,11 @@ class MovingLine:
         self._draw_at = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Say whether it may be drawn: four times a second, or again after other lines."""
+        """Return True if it may be drawn: four times a second, and after `clear`."""
         return self._is_terminal and now >= self._draw_at
 
     def show(self, text: str, now: float) -> None:
-        """Put this in its place, where it `is_due`; `now` is monotonic seconds."""
+        """Draw this in place of the last, where it `is_due`; `now` is monotonic seconds."""
         if not self.is_due(now):
             return
         self._draw_at = now + REDRAW_SECONDS
@@ -204,7 +191,7 @@ class MovingLine:
             self._draw(text)
 
     def clear(self) -> None:
-        """Take it away, so that what is written next begins at the line's start."""
+        """Erase it, so that what is written next begins at the line's start."""
         if self._shown:
             self._draw("")
             self._draw_at = 0.0
@@ -229,22 +216,18 @@ def run_call(
     kwargs: Mapping[str, Any],
 ) -> CellResult[Any]:
     """Call the function on all ranks at once, and wait; raises what a cell raises."""
-    call = _FunctionCall(session.namespace, function, args, kwargs)
-    payload, segment = pack_frames(call.pickled().frames)
-    try:
+    pickled = _pickled_call(session.namespace, function, args, kwargs)
+    payload, segment = pack_frames(pickled.frames)
+    with closing(segment) if segment else nullcontext():
         arguments = {"title": title_of(function), "packed": payload}
-        running = session.submit(session.task(Call("call", arguments)))
-        return outcome(session, running)
-    finally:
-        if segment is not None:
-            segment.close()
+        return outcome(session, session.submit(session.task(Call("call", arguments))))
 
 
 def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
     """Wait for a task; raises its error, with the traceback of the rank that failed first.
 
-    What ranks say goes to stdout line by line, if the config's `show`: `[0-1] epoch 3`; what
-    ended them the error says.  Raises KeyboardInterrupt after Stop.
+    With the config's `show` output goes to stdout line by line: `[0-1] epoch 3`.  Raises
+    KeyboardInterrupt after Stop.
     """
     lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
     for news in session.follow(running, answers=True):
@@ -265,7 +248,7 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
     try:
         session.check(running)
     except WorkerError as error:
-        error.show(f"rank {error.rank}:", *rank_lines(running.transcript[error.rank].error))
+        error.show(f"rank {error.rank}:", *_rank_lines(running.transcript[error.rank].error))
         raise raised(error) from None
     result = running.result()
     session.let_go(running)
@@ -273,10 +256,7 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
 
 
 def run_attempts(session: Session, task: Task, most: int) -> CellResult[Any]:
-    """Send a task, again at most `most` times where it fails; what it asks for is typed here.
-
-    Raises its error, or KeyboardInterrupt after Stop.
-    """
+    """Run a task, again at most `most` times where it fails; raises as `outcome`."""
     for attempt in session.attempts(task, most):
         running = session.submit(attempt)
         for _ in session.follow(running, answers=True):
@@ -297,7 +277,7 @@ def _write(lines: Iterable[str], bars: MovingLine) -> None:
         sys.stdout.flush()
 
 
-def rank_lines(error: RankError | None) -> list[str]:
+def _rank_lines(error: RankError | None) -> list[str]:
     """Return a failed rank's traceback, without colours, or its last lines."""
     match error:
         case Failure() as failure:
@@ -316,54 +296,45 @@ def title_of(function: Callable[..., Any]) -> str:
     return getattr(inner, "__qualname__", type(inner).__name__).rpartition("<locals>.")[2]
 
 
-@dataclass(frozen=True)
-class _FunctionCall:
-    """A call that is pickled with the names of `__main__` that its functions use."""
+def _pickled_call(
+    namespace: dict[str, Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Pickled:
+    """Return a call and the names of `__main__` that it uses in one pickle, for shared objects."""
 
-    namespace: dict[str, Any]
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def pickled(self) -> Pickled:
-        """Return all of it in one pickle, so that what shares objects still does."""
-        names: dict[str, Any] = {}
-        pickled = self._pickle_call(names)
-        needs = pickled.needs
-        while new := {name for name in needs - names.keys() if self._is_ours(name)}:
-            names.update({name: self.namespace[name] for name in sorted(new)})
-            needs = frozenset().union(*(self._pickle(name, names[name]).needs for name in new))
-        return self._pickle_call(names) if names else pickled
-
-    def _is_ours(self, name: str) -> bool:
-        """Say whether the caller has it and it is not one of those that every worker has."""
-        is_system = SYSTEM_NAMES.fullmatch(name) and name not in SCRIPT_NAMES
-        return name in self.namespace and not is_system and name not in WORKERS_OWN
-
-    def _pickle_call(self, names: Mapping[str, Any]) -> Pickled:
-        call = (self.function, self.args, self.kwargs)
+    def sketch(name: str, value: Any) -> Pickled:
         try:
-            return pickle((*call, names), self.namespace)
+            return pickle(value, namespace, sketch=True)
         except PICKLING_ERRORS as problem:
-            for name, value in self._parts().items():
-                self._pickle(name, value)
-            self._refuse(title_of(self.function), call, problem)
+            refuse(name, value, problem)
 
-    def _parts(self) -> dict[str, Any]:
-        """Return the function and its arguments, under the names that people know them by."""
-        named = {f"argument {index}": value for index, value in enumerate(self.args, 1)}
-        named.update(self.kwargs)
-        with suppress(TypeError, ValueError):  # no signature, or it does not fit
-            named = dict(inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments)
-        return {title_of(self.function): self.function, **named}
-
-    def _pickle(self, name: str, value: Any) -> Pickled:
-        try:
-            return pickle(value, self.namespace, sketch=True)
-        except PICKLING_ERRORS as problem:
-            self._refuse(name, value, problem)
-
-    def _refuse(self, name: str, value: Any, problem: Exception) -> NoReturn:
-        path, kind, why, remedy = blame(name, value, fails_in(self.namespace), problem)
+    def refuse(name: str, value: Any, problem: Exception) -> NoReturn:
+        path, kind, why, remedy = blame(name, value, fails_in(namespace), problem)
         remedy = remedy.replace("the cell", "the function")
         raise VariableNotSent(name, path, kind, why, remedy) from None
+
+    def whole(names: Mapping[str, Any]) -> Pickled:
+        try:
+            return pickle((function, args, kwargs, names), namespace)
+        except PICKLING_ERRORS as problem:
+            # The parts have the names that people know them by.
+            parts = {f"argument {index}": value for index, value in enumerate(args, 1)} | {**kwargs}
+            with suppress(TypeError, ValueError):  # no signature, or it does not fit
+                parts = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+            for name, value in {title_of(function): function, **parts}.items():
+                sketch(name, value)
+            refuse(title_of(function), (function, args, kwargs), problem)
+
+    def is_ours(name: str) -> bool:
+        is_system = SYSTEM_NAMES.fullmatch(name) and name not in SCRIPT_NAMES
+        return name in namespace and not is_system and name not in WORKERS_OWN
+
+    names: dict[str, Any] = {}
+    pickled = whole(names)
+    needs = pickled.needs
+    while new := {*filter(is_ours, needs - names.keys())}:
+        names.update({name: namespace[name] for name in sorted(new)})
+        needs = frozenset().union(*(sketch(name, names[name]).needs for name in new))
+    return whole(names) if names else pickled

@@ -1,8 +1,7 @@
 """Keeps the notebook's folder the same on all nodes that do not share it: `--sync-code`.
 
-Runs in the notebook, on the session's thread, before each cell: `CodeListing` knows which files
-are sent to other machines and which of them have changed, `CodeSync` sends these.  What has not
-changed costs one look at each file and folder.
+On the session's thread, before each cell: `CodeListing` knows which files are sent and which have
+changed, `CodeSync` sends these.  What has not changed costs one look at each file and folder.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from nbdist.words import count, size_text
 IGNORE_FILE = ".nbdistignore"
 
 
-def _any_of(*patterns: str) -> re.Pattern[str]:
-    return re.compile("|".join(map(translate, patterns)))
+def _any_of(patterns: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(translate, patterns.split())))
 
 
 LARGEST = 1 << 20
@@ -56,16 +55,15 @@ NAMED = 3
 """How many files are named of those that stay here."""
 
 QUIET = _any_of(
-    *(".git/", ".hg/", ".svn/", "__pycache__/", ".ipynb_checkpoints/", ".*_cache/"),
-    *("node_modules/", ".venv/", ".tox/", ".nox/", ".eggs/", "*.egg-info/", ".idea/", ".vscode/"),
-    *("*.py[co]", "*.ipynb", "*.sw[op]", ".~*", "*~", ".DS_Store", *OWN_NAMES),
+    ".git/ .hg/ .svn/ __pycache__/ .ipynb_checkpoints/ .*_cache/ node_modules/ .venv/ .tox/ .nox/ "
+    ".eggs/ *.egg-info/ .idea/ .vscode/ *.py[co] *.ipynb *.sw[op] .~* *~ .DS_Store "
+    + " ".join(OWN_NAMES)
 )
 """Files that ranks do not need, left out without a word; folders end with a slash."""
 HEAVY = _any_of(
-    *("checkpoints/", "lightning_logs/", "wandb/", "mlruns/"),
-    *("*.pt", "*.pth", "*.ckpt", "*.safetensors", "*.gguf"),
+    "checkpoints/ lightning_logs/ wandb/ mlruns/ *.pt *.pth *.ckpt *.safetensors *.gguf"
 )
-"""Stay here, which is said."""
+"""Files that stay here, which is said."""
 ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
 """What a folder has that venv, virtualenv or conda has made."""
 
@@ -92,16 +90,10 @@ class Rule:
 
     def matches(self, path: str) -> bool:
         """Return True if it is about this path, below the notebook's folder."""
-        above, name = _split(path)
-        if self.sends and above and self.matches(above):
+        start = path.rfind("/", 0, -1) + 1  # of its name, which ends with a slash for a folder
+        if self.sends and start and self.matches(path[:start]):
             return True
-        return bool(self._pattern.fullmatch(path if self._is_path else name))
-
-
-def _split(path: str) -> tuple[str, str]:
-    """Split a path into the folder above and the name; that of a folder ends with a slash."""
-    at = path.rfind("/", 0, -1) + 1
-    return path[:at], path[at:]
+        return bool(self._pattern.fullmatch(path if self._is_path else path[start:]))
 
 
 class CodeListing:
@@ -126,7 +118,7 @@ class CodeListing:
         return self.files != before
 
     def why_not(self, path: str) -> str:
-        """Say what keeps a file that lies in the folder here; "" for one that is sent."""
+        """Return what keeps a file of the folder here; "" for one that is sent."""
         if path in self.files:
             return ""
         if path in self.left_out:
@@ -134,7 +126,7 @@ class CodeListing:
         return "git or nbdist ignores it"
 
     def note(self) -> str:
-        """Say in a sentence which files stay here, and how they would be sent; "" for none."""
+        """Return a sentence about files that stay here, and how they would be sent, or ""."""
         sizes = self.left_out
         if self._is_cut_short:
             return (
@@ -153,23 +145,26 @@ class CodeListing:
             f"{size_text(LARGEST)}. `!{largest[0]}` in {IGNORE_FILE} sends it."
         )
 
-    # --- what there is --------------------------------------------------------------------
-
     def _is_as_it_was(self) -> bool:
-        root, look = self._root, os.stat
         with suppress(OSError):
-            now = (_stamp(look(root + path)) == stamp for path, stamp in self._stamps.items())
-            return bool(self._stamps) and all(now)
+            stamps = self._stamps.items()
+            now = (_stamp(os.stat(self._root + path)) == stamp for path, stamp in stamps)
+            return bool(stamps) and all(now)
         return False
 
     def _list(self) -> None:
         """Look for what there is, choose, and read what has changed."""
+
+        def by_use(item: _Found) -> tuple[bool, bool, int, str]:
+            path, found, is_asked_for = item
+            return not is_asked_for, not path.endswith(".py"), found.st_size, path
+
         self.left_out = {}
         files: dict[str, CodeFile] = {}
         stamps: dict[str, Stamp | None] = {}
         room = MOST_BYTES
         # Code first, and what is small: where there is no room for all, data stays here.
-        for path, found, is_asked_for in sorted(self._walk(stamps), key=_by_use):
+        for path, found, is_asked_for in sorted(self._walk(stamps), key=by_use):
             size = found.st_size
             if is_asked_for or (size <= min(LARGEST, room) and len(files) < MOST_FILES):
                 with suppress(OSError):
@@ -182,10 +177,7 @@ class CodeListing:
         self.files, self._stamps = files, stamps
 
     def _walk(self, stamps: dict[str, Stamp | None]) -> Iterator[_Found]:
-        """Yield the files that may be sent, and add the folders that they lie in to `stamps`.
-
-        The folder's own come first, then those in its folders: what is cut short is far away.
-        """
+        """Yield the files that may be sent, those far down last; add their folders to `stamps`."""
         rules, ignored = _rules_in(self.folder), _ignored_by_git(self.folder)
         waiting, looked_at = deque([("", os.stat(self._root))]), 0
         while waiting:
@@ -228,7 +220,7 @@ class CodeListing:
 
     def _stays(self, path: str, entry: os.DirEntry[str]) -> bool:
         """Return True for what no machine needs elsewhere; what may be missed is noted."""
-        _, name = _split(path)
+        name = path[path.rfind("/", 0, -1) + 1 :]
         is_folder = path.endswith("/")
         if HEAVY.match(name):
             self.left_out[path] = 0 if is_folder else entry.stat().st_size
@@ -246,11 +238,6 @@ def _lasting_stamp(found: os.stat_result) -> Stamp | None:
     """Return None where a second change may not show in the stamp."""
     is_fresh = abs(time.time_ns() - found.st_mtime_ns) < FRESH
     return None if is_fresh else _stamp(found)
-
-
-def _by_use(item: _Found) -> tuple[bool, bool, int, str]:
-    path, found, is_asked_for = item
-    return not is_asked_for, not path.endswith(".py"), found.st_size, path
 
 
 def _rules_in(root: Path) -> list[Rule]:
@@ -274,11 +261,7 @@ def _asks_for(rules: Sequence[Rule], path: str) -> bool | None:
 
 
 def _ignored_by_git(root: Path) -> frozenset[str]:
-    """Ask git what it ignores; nothing where there is no git, or no repository.
-
-    What is left are the files of `git ls-files -co --exclude-standard`; this way round it also
-    names the folders that need no look, for which new files are looked for in all others.
-    """
+    """Return the files, and the folders that need no look, that git ignores, if there is git."""
     command = [*GIT, "ls-files", "-oi", "--exclude-standard", "--directory", "-z"]
     environ = {**os.environ, **GIT_ENVIRON}
     try:
@@ -293,20 +276,15 @@ def _ignored_by_git(root: Path) -> frozenset[str]:
 TRIES = 3
 """As many times as files may change while they are being sent."""
 
-LANDMARKS = 3
-LANDMARKS_LOOKED_AT = 100
+LANDMARKS, LANDMARKS_LOOKED_AT = 3, 100
 """Files by which a node tells whether it shares the folder, and how many these are taken from."""
-
 
 Asks = Callable[[Request], Generator[Starting, None, Reply]]
 """What calls a node, `Link.calling`: it comes round now and then, and returns the reply."""
 
 
 class CodeSync:
-    """The code in a folder, as the nodes of a world have it.
-
-    `is_shared` once all nodes have said that they see the very same folder.
-    """
+    """The code in a folder, as the nodes of a world have it; `is_shared` if all see this folder."""
 
     def __init__(self, folder: Path) -> None:
         self.listing = CodeListing(folder)
@@ -315,13 +293,13 @@ class CodeSync:
         self._told = ""
 
     def take_note(self) -> str:
-        """Return what is to be said of files that stay here, where it is new; else ""."""
+        """Return what is new to be said of files that stay here, or ""."""
         said = "" if self.is_shared else self.listing.note()
         before, self._told = self._told, said
         return said if said != before else ""
 
     def bringing(self, asks: Asks, *, anew: bool = False) -> Generator[Starting, None, None]:
-        """Bring what has changed to all nodes; with `anew` they are asked what they have.
+        """Send what has changed to all nodes; with `anew` they are asked what they have.
 
         Raises CodeNotSent, and what the link raises.
         """
@@ -337,7 +315,7 @@ class CodeSync:
         raise CodeNotSent("", "files in it keep changing")
 
     def _bring(self, asks: Asks) -> Generator[Starting, None, bool]:
-        """Bring the files as they were at the last look; return whether they still were."""
+        """Send the files as they were at the last look; return whether they still were."""
         files, self._sent = self.listing.files, None
         held = yield from asks(GetCode(self._landmarks(), files))
         assert isinstance(held, CodeHeld)
@@ -373,7 +351,7 @@ _MISSING = re.compile(r"No module named '([\w.]+)'")
 def missing_text(
     message: str, host: str, folder: Path, path: Sequence[str], code: CodeSync | None
 ) -> str:
-    """Say where the module lies here that an error's message says `host` lacks; "" for no such.
+    """Return where the notebook has the module that an error's message says `host` lacks, or "".
 
     `folder` is the notebook's, `path` its `sys.path`; `code` keeps the folder in step there.
     """

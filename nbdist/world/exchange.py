@@ -1,16 +1,14 @@
-"""Values that ranks exchange with the notebook, each other and the disk: gathered, scattered,
-copied between ranks, saved in snapshots (`nbdist.world.snapshot_store`) and restored.
+"""Values that ranks exchange with the notebook, each other and the disk (`snapshot_store`).
 
-What ranks are to bind, all of them bind, or none does, in two tasks.  With the first the ranks
-take the values, which is what takes long, what Stop ends and what can fail; they have nothing of
-it then.  Once all have taken them they are told to bind them, and Stop waits for that: it comes
-too late.
+What ranks are to bind, all of them bind, or none does, in two tasks.  With the first they take the
+values, which takes long, can fail, and is ended by Stop.  With the second, which Stop comes too
+late for, they bind them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,31 +41,47 @@ def check_expressions(expressions: Sequence[str]) -> None:
             raise UsageError(f"`{text}` is no expression: {error.msg}.") from None
 
 
-def gather_task(session: Session, expressions: Sequence[str], ranks: Sequence[int] | None) -> Task:
-    """Ask these ranks, by default all, for values of names or expressions."""
-    check_expressions(expressions)
-    return session.task(Call("values.gather", {"expressions": tuple(expressions)}), ranks=ranks)
+def gather(
+    session: Session,
+    expressions: Sequence[str],
+    ranks: Sequence[int] | None,
+    bring: Callable[[Task], Mapping[int, Brought]],
+    *,
+    rank: int | None = None,
+    how: Joining | None = None,
+    dim: int = 0,
+) -> list[Any]:
+    """Return the values of names or expressions on these ranks, by default all; as `World.gather`.
 
-
-def joining_task(session: Session, task: Task, found: Mapping[int, Brought]) -> Task | None:
-    """Have ranks put together what is spread over them; None where nothing is.
-
-    All that something is spread over have to do that, in the same order: UsageError where they
-    are not asked, or have different things.
+    `bring` runs a task and returns what each rank has brought.
     """
-    spread = {rank: each.spread for rank, each in found.items() if each.spread}
-    if not spread:
-        return None
-    work = task.work
-    assert isinstance(work, Call)
-    for rank, parts in spread.items():
-        for number, part in enumerate(parts):
-            others = {other: spread.get(other, ())[number : number + 1] for other in part.ranks}
-            if lacking := [other for other, each in others.items() if each != (part,)]:
-                raise UsageError(_spread_text(found[rank].of, part.ranks, lacking, task.ranks))
-    return session.task(
-        replace(work, arguments={**work.arguments, "joins": True}), ranks=task.ranks
-    )
+    check_expressions(expressions)
+    arguments: dict[str, Any] = {"expressions": tuple(expressions)}
+    task = session.task(Call("values.gather", arguments), ranks=ranks)
+    brought = bring(task)
+    if spread := {rank: each for rank, each in brought.items() if each.spread}:
+        _check_spread(spread, task.ranks)
+        task = session.task(Call("values.gather", {**arguments, "joins": True}), ranks=task.ranks)
+        brought = bring(task)
+    found = _read(session, task, brought)
+    if rank is not None:
+        return [by_rank[rank] for by_rank in found]
+    if how is None:
+        return [[*by_rank.values()] for by_rank in found]
+    return [join(how, name, each, dim) for name, each in zip(expressions, found, strict=True)]
+
+
+def _check_spread(found: Mapping[int, Brought], asked: Sequence[int]) -> None:
+    """Raise UsageError unless all ranks that a value is spread over are asked and have it.
+
+    They put it together, in the same order.
+    """
+    for brought in found.values():
+        for number, part in enumerate(brought.spread):
+            there = {rank: found[rank].spread for rank in part.ranks if rank in found}
+            same = [rank for rank in there if there[rank][number : number + 1] == (part,)]
+            if lacking := [rank for rank in part.ranks if rank not in same]:
+                raise UsageError(_spread_text(brought.of, part.ranks, lacking, asked))
 
 
 def _spread_text(
@@ -84,11 +98,8 @@ def _spread_text(
     )
 
 
-def read(session: Session, task: Task, found: Mapping[int, Brought]) -> list[dict[int, Any]]:
-    """Open what the ranks have brought: for each expression its values by rank.
-
-    Raises UsageError where a rank has none, with the ranks that have one.
-    """
+def _read(session: Session, task: Task, found: Mapping[int, Brought]) -> list[dict[int, Any]]:
+    """Return for each expression its values by rank; UsageError where a rank has none."""
     try:
         if error := refusal(session, found):
             raise error
@@ -104,17 +115,8 @@ def read(session: Session, task: Task, found: Mapping[int, Brought]) -> list[dic
     return [{rank: values[index] for rank, values in opened.items()} for index in range(number)]
 
 
-def made_of(
-    name: str, values: Mapping[int, Any], rank: int | None, how: Joining | None, dim: int
-) -> Any:
-    """Make of an expression's values what was asked for: a list, one of them, or one of all."""
-    if rank is not None:
-        return values[rank]
-    return [*values.values()] if how is None else join(how, name, values, dim)
-
-
 def refusal(session: Session, found: Mapping[int, Brought]) -> UsageError | None:
-    """Say who lacks what, and who has it; None where all ranks have values."""
+    """Return the error of ranks that lack a value; None where all have one."""
     lacking = {rank: each for rank, each in found.items() if each.packed is None}
     if not lacking:
         return None
@@ -137,12 +139,11 @@ def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> 
         options = f"`-r {format_ranks(have)}`"
         verb = "has" if len(have) == 1 else "have"
         return f"{lacking} `{name}`; {name_ranks(have)} {verb} it: {options}."
-    who = "no rank has" if len(lack) == session.size else lacking
-    here = ""
+    lacking = "no rank has" if len(lack) == session.size else lacking
     if name in session.namespace and name not in WORKERS_OWN:
-        here = f"; the notebook has it: `%dist_push {name}`"
+        return f"{lacking} `{name}`; the notebook has it: `%dist_push {name}`."
     known = [each for rank in found for each in session.names.bound(rank)]
-    return f"{who} `{name}`{here}.{'' if here else did_you_mean(name, known)}"
+    return f"{lacking} `{name}`.{did_you_mean(name, known)}"
 
 
 def binding(
@@ -171,10 +172,7 @@ def binding(
 def commit(
     session: Session, work: Work, shipped: Mapping[str, Shipped] | None = None
 ) -> RunningTask:
-    """Have the ranks of the last task bind what they have taken with it, to be followed.
-
-    Raises what keeps one of them from it, with nothing bound on any.
-    """
+    """Have the ranks of the last task bind what they have taken; raises with nothing bound."""
     taken = session.running
     assert taken is not None
     session.receive_waiting()
@@ -192,7 +190,7 @@ def commit(
 
 
 def bind(session: Session, take: Task, work: Work) -> RunningTask:
-    """Do both, and wait; return the last.  Raises its error, or KeyboardInterrupt after Stop."""
+    """Wait for both, and return the last; raises its error, or KeyboardInterrupt after Stop."""
     for running in binding(session, take, work):
         session.wait(running)
     session.check(running)
@@ -200,14 +198,14 @@ def bind(session: Session, take: Task, work: Work) -> RunningTask:
 
 
 class Scatter:
-    """Parts on their way to ranks; owns the memory that they travel in.
+    """Parts on their way to ranks; owns their shared memory.
 
         with closing(Scatter(session, "x", value)) as scatter:
             for copied in scatter.packing():
                 ...
             bind(session, *scatter.tasks())
 
-    Raises UsageError for what cannot be cut, VariableNotSent for what cannot travel.
+    Raises UsageError for what cannot be cut, VariableNotSent for what cannot be sent.
     """
 
     def __init__(
@@ -239,7 +237,7 @@ class Scatter:
         return f"{self.name}: {sum(self._sizes.values())} {self._unit}, {', '.join(said)}"
 
     def packing(self) -> Generator[int, None, None]:
-        """Copy each part once, to where its rank will find it; yields how many bytes are done."""
+        """Copy each part to where its rank will find it; yields how many bytes are done."""
         # What is small goes in the message, which all ranks get.
         limit, done = INLINE_LIMIT // len(self.ranks), 0
         for rank, frames in self._frames.items():
@@ -252,13 +250,13 @@ class Scatter:
             done += size_of(frames)
 
     def tasks(self) -> tuple[Task, Call]:
-        """Have each rank take its part, then have all bind it: for `nbdist.world.exchange`."""
+        """Return the task with which each rank takes its part, and what binds it, for `bind`."""
         arguments = {"name": self.name, "parts": self._payloads}
         take = self._session.task(Call("values.scatter", arguments), ranks=self.ranks)
         return take, Call("values.bind_scattered")
 
     def close(self) -> None:
-        """Release the memory that they travel in, which the ranks have mapped by then."""
+        """Release the memory of the parts, which the ranks have mapped by then."""
         self._memory.close()
 
     def _pickle(self, part: Any) -> Pickled:
@@ -273,10 +271,7 @@ class Scatter:
 def sync(
     session: Session, names: Sequence[str], source: int, ranks: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Copy them to all ranks that are to have them, or to none; the ranks that have got them.
-
-    All ranks take part, as in any collective.
-    """
+    """Copy names to all ranks that are to have them, or to none; return those that got them."""
     if not names:
         raise UsageError("`%dist_sync`: which names? `%dist_sync model opt --from 0`.")
     if bad := [name for name in names if not name.isidentifier()]:
@@ -330,7 +325,7 @@ class Wanted:
 
 
 def wanted_to_save(words: Sequence[str], name: str | None) -> Wanted:
-    """Tell variables from a name that comes first, as it once did; only what can be no variable."""
+    """Tell variables from a name that comes first, which can be no variable."""
     if name is not None or not words or all(map(str.isidentifier, words[0].split("."))):
         return Wanted(tuple(words) or None, name)
     return _name_first("%dist_snapshot", words)
@@ -374,10 +369,7 @@ def save(
     names: Sequence[str] | None = None,
     name: str | None = None,
 ) -> Snapshot:
-    """Write these variables of each rank, by default all that cells have bound.
-
-    Raises UsageError where that cannot be done, and what a cell raises.
-    """
+    """Write these variables of each rank, by default all that cells have bound; or UsageError."""
     name = store.default_name if name is None else name
     bound = session.names.bound
     wanted = {r: bound(r) if names is None else [*names] for r in session.everyone}
@@ -388,7 +380,11 @@ def save(
             raise UsageError(f"No snapshot was written: {problem}.")
         there = {each for part in parts.values() for each in part.names}
         if names is not None and (missing := [each for each in names if each not in there]):
-            raise UsageError(_no_rank_has(names, missing))
+            said = f"No snapshot was written: no rank has `{'`, `'.join(missing)}`."
+            if missing == [names[0]]:
+                named = " ".join(["%dist_snapshot", *names[1:], "--name", names[0]])
+                said += f" If that is to be the snapshot's name: `{named}`."
+            raise UsageError(said)
         if not there:
             raise UsageError("No snapshot was written: no cell has bound a name on the workers.")
         return store.publish(folder, name, parts)
@@ -402,13 +398,11 @@ def restore(
     ranks: Sequence[int] | None = None,
     from_rank: int | None = None,
 ) -> Restored:
-    """Bind names of a snapshot, by default all of them, on these ranks, by default all.
+    """Bind names of a snapshot, by default all, on these ranks, by default all; or UsageError.
 
     Each rank reads its own file and goes on with its own random numbers, or reads that of
     `from_rank` and keeps its random states; what is sharded is then put together from all
     files, and sharded over this world.  Nothing is bound where any file is damaged.
-
-    Raises UsageError where that cannot be done, and what a cell raises.
     """
     if snapshot.distrust:
         raise store.distrusted(snapshot, snapshot.distrust)
@@ -418,12 +412,12 @@ def restore(
         has = ", ".join(snapshot.names)
         raise UsageError(f"`{snapshot.key}` has no {', '.join(missing)}; it has {has}.")
     on = session.everyone if ranks is None else tuple(ranks)
-    sources = _sources(session, snapshot, on, ranks is not None, from_rank)
+    sources = _sources(session, snapshot, on, from_rank, are_chosen=ranks is not None)
     if meshes := _meshes(snapshot, session.size, from_rank):
         session.run(session.task(Call("sharded.meshes", {"instead": meshes})))
-    parts = {rank: _file_of(snapshot, source) for rank, source in sources.items()}
-    shared = meshes and from_rank is not None
-    everyones = [_file_of(snapshot, rank) for rank in snapshot.parts] if shared else []
+    files = {rank: (rank, part.size, part.digest) for rank, part in snapshot.parts.items()}
+    parts = {rank: files[source] for rank, source in sources.items()}
+    everyones = [*files.values()] if meshes and from_rank is not None else []
     arguments = {"folder": str(snapshot.folder), "parts": parts, "everyones": everyones}
     loaded: dict[int, Loaded] = _on_ranks(session, "load", on, **arguments)
     damage = next((part.damage for part in loaded.values() if part.damage), "")
@@ -445,14 +439,6 @@ def restore(
     return Restored(snapshot, tuple(sorted(set().union(*bound))), on)
 
 
-def _no_rank_has(names: Sequence[str], missing: Sequence[str]) -> str:
-    said = f"No snapshot was written: no rank has {', '.join(f'`{each}`' for each in missing)}."
-    if missing != [names[0]]:
-        return said
-    named = " ".join(["%dist_snapshot", *names[1:], "--name", names[0]])
-    return f"{said} If that is to be the snapshot's name: `{named}`."
-
-
 def _on_ranks(
     session: Session, function: str, ranks: Sequence[int] | None, **arguments: Any
 ) -> Any:
@@ -472,8 +458,9 @@ def _sources(
     session: Session,
     snapshot: Snapshot,
     on: Sequence[int],
-    are_chosen: bool,  # noqa: FBT001
     from_rank: int | None,
+    *,
+    are_chosen: bool,
 ) -> dict[int, int]:
     """Return from which rank's file each rank takes its variables."""
     size = len(snapshot.parts)
@@ -493,7 +480,7 @@ def _sources(
 
 
 def _meshes(snapshot: Snapshot, size: int, from_rank: int | None) -> dict[Mesh, Mesh]:
-    """Say which meshes there are to be, for those in the snapshot."""
+    """Return which meshes there are to be, for those in the snapshot."""
     before = len(snapshot.parts)
     instead = {}
     for mesh in snapshot.meshes:
@@ -509,8 +496,3 @@ def _meshes(snapshot: Snapshot, size: int, from_rank: int | None) -> dict[Mesh, 
 
 def _of(size: int) -> str:
     return count(size, "rank") + (f" (0-{size - 1})" if size > 1 else "")
-
-
-def _file_of(snapshot: Snapshot, rank: int) -> tuple[int, int, str]:
-    part = snapshot.parts[rank]
-    return rank, part.size, part.digest

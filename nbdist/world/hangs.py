@@ -1,9 +1,8 @@
 """Whether ranks that wait in collectives can ever go on, and what is said of it; pure.
 
-They cannot where some ranks have finished the task, all others wait in collectives, and
-nothing moves among them: who has finished will not join.  Nor where all wait, in collectives
-that do not meet.  A rank that computes may still join, so as long as there is one, nothing
-is aborted.
+They cannot where some ranks have finished the task, all others wait in collectives, and nothing
+moves among them.  Nor where all wait, in collectives that do not meet.  As long as a rank computes,
+which may still join, nothing is aborted.
 
 In gloo the collectives of a group meet by their number: the fifth of one rank with the fifth
 of the others, if it is the same one, on as many elements of the same dtype.
@@ -16,6 +15,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from nbdist.config import HANG_TIMEOUT
 from nbdist.output.ansi import strip
@@ -83,7 +83,7 @@ class Watch:
             self._next = min(self._next, now + SOON)
 
     def finished(self) -> None:
-        """Look anew: a rank has finished, and the others may have gone on with it since."""
+        """Look again: a rank has finished, and the others may have gone on with it since."""
         self._looks = 0
         self._since.clear()
 
@@ -104,17 +104,14 @@ class Watch:
             if rank not in self._since or not _is_same(place, self._before.get(rank)):
                 self._since[rank] = now
         in_a_hurry = self._hurried is not None and now - self._hurried < HURRY_SECONDS
-        # Where all wait, one look more shows whether they do for ever.
-        in_a_hurry = in_a_hurry or (self._waits_anew(now) and not self._was_soon)
-        self._was_soon = in_a_hurry
-        self._next = now + (SOON if in_a_hurry else LOOK_EVERY)
-
-    def _waits_anew(self, now: float) -> bool:
-        waits = bool(self.places) and all(place.operation for place in self.places.values())
-        return waits and now - max(self._since.values()) < HURRY_SECONDS
+        # Where all wait since a moment ago, one look more shows whether they do for ever.
+        all_wait = bool(places) and all(place.operation for place in places.values())
+        is_new = all_wait and now - max(self._since.values()) < HURRY_SECONDS
+        self._was_soon = in_a_hurry or (is_new and not self._was_soon)
+        self._next = now + (SOON if self._was_soon else LOOK_EVERY)
 
     def never(self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED) -> bool:
-        """Say whether all of these wait, and can never go on without the others.
+        """Return True if all of these wait, and can never go on without the others.
 
         They have rested for `unchanged` seconds, where they cannot be seen to be calm.
         """
@@ -127,7 +124,7 @@ class Watch:
     def is_dead_end(
         self, ranks: Iterable[int], now: float, *, is_known: bool, runs_ahead: bool = False
     ) -> bool:
-        """Say whether these ranks, all there are, wait for one another, and none will come.
+        """Return True if these ranks, all there are, wait for one another in vain.
 
         That some of them can never meet may be known; else nothing has moved for `ALL_UNCHANGED`
         seconds, and no other thread or GPU is there that could bring one of them on.
@@ -151,7 +148,7 @@ class Watch:
         return is_calm or now - self._since[rank] >= unchanged
 
     def aborted_in_vain(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Say which of these wait where they did when collectives were aborted, again and again."""
+        """Return those that wait where they did when collectives were aborted `ABORTS` times."""
         found = []
         for rank in ranks:
             place, (before, times) = self.places.get(rank), self._aborts.get(rank, (None, 0))
@@ -160,9 +157,8 @@ class Watch:
         return tuple(found)
 
     def start_over(self, now: float) -> None:
-        """Begin anew while collectives are aborted: look in a while who still waits."""
-        before = self._aborts
-        self._aborts = {}
+        """Begin again while collectives are aborted: look in a while which ranks still wait."""
+        before, self._aborts = self._aborts, {}
         for rank, place in self.places.items():
             met, times = before.get(rank, (place, 0))
             self._aborts[rank] = (place, times + 1 if _is_same(place, met) else 1)
@@ -171,18 +167,16 @@ class Watch:
 
 
 def _is_same(place: Place, before: Place | None) -> bool:
-    """Say whether a rank has not moved on."""
-    return before is not None and (
-        (place.operation, place.line, place.counts, place.moved)
-        == (before.operation, before.line, before.counts, before.moved)
-    )
+    """Return True if a rank has not moved on."""
+    facts = attrgetter("operation", "line", "counts", "moved")
+    return before is not None and facts(place) == facts(before)
 
 
 # --- whether collectives meet -------------------------------------------------------------
 
 
 def never_meet(places: Mapping[int, Place]) -> bool:
-    """Say whether some of these wait in the place of one another for different collectives."""
+    """Return True if some of these wait in the place of one another for different collectives."""
     met = _first(places, lambda each: each.name)
     return any(not each.is_done and places[rank].operation for rank, each in met.items())
 
@@ -210,7 +204,15 @@ def differing(places: Mapping[int, Place]) -> str:
     if not met or len({each.name for each in met.values()}) > 1:
         return ""
     name = next(iter(met.values())).name
-    said = f"{name}{_line(places, name)}, {_what_differs(met)}"
+    spots = {_spot(place) for place in places.values() if place.operation == name}
+    line = spots.pop().removeprefix(name) if len(spots) == 1 else ""
+    if len({each.dtypes for each in met.values()}) == 1:
+        differ = f"sizes differ: {_each(met, lambda each: each.sizes)}"
+    elif len({each.sizes for each in met.values()}) == 1:
+        differ = f"dtypes differ: {_each(met, _dtypes)}"
+    else:
+        differ = f"sizes and dtypes differ: {_each(met, _worded)}"
+    said = f"{name}{line}, {differ}"
     if done := [rank for rank, each in met.items() if each.is_done]:
         # Which rank is the root, whose own is right, is not known.
         verb = "is" if name.startswith("all_") else "may be"
@@ -265,15 +267,6 @@ def _tensors(each: Begun) -> Hashable:
     return each.name, each.elements, each.dtypes
 
 
-def _what_differs(met: Mapping[int, Begun]) -> str:
-    """Write `sizes differ: rank 0 [2], rank 1 [3]`, `dtypes differ: rank 0 int64, ...`."""
-    if len({each.dtypes for each in met.values()}) == 1:
-        return f"sizes differ: {_each(met, lambda each: each.sizes)}"
-    if len({each.sizes for each in met.values()}) == 1:
-        return f"dtypes differ: {_each(met, _dtypes)}"
-    return f"sizes and dtypes differ: {_each(met, _worded)}"
-
-
 def _dtypes(each: Begun) -> str:
     return " ".join(DTYPES.get(name, name.lower()) for name in each.dtypes.split())
 
@@ -302,12 +295,6 @@ def _spot(place: Place) -> str:
     return f"{place.operation} ({line})" if line else place.operation
 
 
-def _line(places: Mapping[int, Place], name: str) -> str:
-    """Say where it is waited for: ` (line 2)`; "" where no rank does, or in several lines."""
-    spots = {_spot(place) for place in places.values() if place.operation == name}
-    return spots.pop().removeprefix(name) if len(spots) == 1 else ""
-
-
 # --- what is said -------------------------------------------------------------------------
 
 
@@ -321,10 +308,11 @@ def waits_text(places: Mapping[int, Place], source: str = "") -> str:
 
 def silent_text(silent: Silent) -> str:
     """Write `hosta does not respond and counts as lost after 10 s`; "" for no machine."""
+    if not silent.hosts:
+        return ""
     many = len(silent.hosts) > 1
     does = "do not respond and count" if many else "does not respond and counts"
-    text = f"{' and '.join(silent.hosts)} {does} as lost after {silent.timeout:g} s"
-    return text if silent.hosts else ""
+    return f"{' and '.join(silent.hosts)} {does} as lost after {silent.timeout:g} s"
 
 
 def stalled_text(places: Mapping[int, Place], machines: Machines) -> str:
@@ -350,32 +338,22 @@ def _was(ranks: Collection[int]) -> str:
 
 
 def in_one_line(failure: Failure, aborted: Place | None, script: Script | None) -> Failure:
-    """Shorten what torch says at length where connections have ended.
+    """Shorten what torch says of connections that an abort, or the death of a rank, has ended.
 
-    By an abort, while the rank waited in the place `aborted`, else with a dead rank.
+    In the place `aborted`: `Released: it waited in all_reduce (cell line 7)`; of the death the
+    traceback says where the rank was.
     """
     if aborted is not None:
-        said = f"it waited in {waited_text(aborted)}"
+        file, number, said = aborted.file or "cell", aborted.line, f"in {aborted.operation}"
     else:
-        said = f"it waited for a rank that died{_line_in(failure, script)}"
-    text = f"{ABORTED}: {said}"
-    return Failure(ABORTED, said, (text,), failure.time_ns, connections="ended")
-
-
-def _line_in(failure: Failure, script: Script | None) -> str:
-    """Write ` (cell line 7)`, ` (train.py line 7)`; "" where it is not in the traceback."""
-    text = strip("\n".join(failure.traceback))
-    if script is None:
-        found = CELL_LINE.findall(text)
-        return f" (cell line {found[0]})" if found else ""
-    found = re.findall(rf"File {re.escape(script.file)}:(\d+)", text)
-    return f" ({os.path.basename(script.file)} line {found[-1]})" if found else ""
-
-
-def waited_text(place: Place) -> str:
-    """Write `all_reduce (cell line 7)`, `all_reduce (train.py line 7)`."""
-    line = f" ({place.file or 'cell'} line {place.line})" if place.line else ""
-    return f"{place.operation}{line}"
+        text, said = strip("\n".join(failure.traceback)), "for a rank that died"
+        file, found = "cell", CELL_LINE.findall(text)[:1]
+        if script is not None:
+            file = os.path.basename(script.file)
+            found = re.findall(rf"File {re.escape(script.file)}:(\d+)", text)[-1:]
+        number = int(found[0]) if found else 0
+    said = f"it waited {said}" + (f" ({file} line {number})" if number else "")
+    return Failure(ABORTED, said, (f"{ABORTED}: {said}",), failure.time_ns, connections="ended")
 
 
 def _doing(place: Place, source: str = "") -> str:
@@ -386,9 +364,8 @@ def _doing(place: Place, source: str = "") -> str:
     if place.is_stopped:
         return "stopped by a signal"
     if place.holds_gil:
-        return "busy in C code that holds the GIL" + (
-            f", {line}" if place.line or place.file else ""
-        )
+        where = f", {line}" if place.line or place.file else ""
+        return f"busy in C code that holds the GIL{where}"
     if place.operation:
         return f"wait in {place.operation}, {line}"
     if place.asks:
@@ -401,7 +378,7 @@ def _doing(place: Place, source: str = "") -> str:
 
 
 def doing_of(ranks: Sequence[int], place: Place, code: str) -> str:
-    """Say what these ranks do, of whose line the source is known: `waits in all_reduce, line 6`."""
+    """Write what these ranks do, `waits in all_reduce, line 6`; `code` is the text of that line."""
     doing = _doing(place, "\n" * (place.line - 1) + code)
     return _verb(ranks, doing).removeprefix("is ").removeprefix("are ")
 

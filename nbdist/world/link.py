@@ -1,7 +1,6 @@
-"""The one bridge between the notebook's thread and the agents.
+"""The one bridge between the notebook's thread and the agents: the link's thread owns the socket.
 
-A thread of the link owns the socket.  The notebook's thread calls, waits on queues and
-futures, and is the only one that meets KeyboardInterrupt.
+The notebook's thread waits on queues and futures, and is the only one that meets KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -27,27 +26,9 @@ from nbdist.errors import AgentLost, ForkedProcess, StartError
 from nbdist.output.events import Died, Output
 from nbdist.system.folders import JoinedFolder, RuntimeFolder
 from nbdist.system.processes import left_behind
+from nbdist.wire import messages
 from nbdist.wire.frames import BadFrame, object_from, pack, unpack
-from nbdist.wire.messages import (
-    Aborted,
-    Answer,
-    Ask,
-    Attached,
-    Came,
-    Down,
-    Hello,
-    Leave,
-    Located,
-    Outputs,
-    Received,
-    Remember,
-    Reply,
-    Request,
-    Silent,
-    Starting,
-    Up,
-    Used,
-)
+from nbdist.wire.messages import Answer, Attached, Hello, Received, Reply, Request, Starting
 from nbdist.world.agents import AGENT, AgentProcess, AttachedAgent, require_open_files
 
 log = logging.getLogger("nbdist.world")
@@ -70,7 +51,8 @@ Agent = AgentProcess | AttachedAgent
 """What serves the world: this machine's agent, or the head of agents on several."""
 
 Item = tuple[int, str, Output]
-Arrived = Item | Received | Located | Aborted | Used | Came | Silent | AgentLost
+News = messages.Located | messages.Aborted | messages.Used | messages.Came | messages.Silent
+Arrived = Item | Received | News | AgentLost
 
 
 class Link:
@@ -103,7 +85,7 @@ class Link:
         self._socket.bind(self.address)
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.asides, self._asides_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._waiting: deque[Down] = deque()
+        self._waiting: deque[messages.Down] = deque()
         self._last_received: Received | None = None
         self._answers: dict[int, Future[Reply]] = {}
         self._numbers = itertools.count(1)
@@ -123,11 +105,8 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
     def open(self) -> None:
-        """Start the agents; they say hello later.
-
-        In the link's thread, where no KeyboardInterrupt can come between a process and its
-        owner; the caller has to call `close`, also where this was interrupted.
-        """
+        """Start the agents; the caller has to call `close`, also where this was interrupted."""
+        # In the link's thread no KeyboardInterrupt can come between a process and its owner.
         self._opened = True
         self._thread.start()
 
@@ -154,9 +133,9 @@ class Link:
     def call(
         self, request: Request, timeout: float = CALL_TIMEOUT, patience: float = float("inf")
     ) -> Reply:
-        """Return the agent's reply.  Raises AgentLost, StartError, or KeyboardInterrupt on Stop.
+        """Return the agent's reply.  Raises AgentLost, or StartError where it does not start.
 
-        The latter also where there is none after `patience` seconds.
+        Raises KeyboardInterrupt on Stop, and where there is no reply after `patience` seconds.
         """
         calling = self.calling(request, timeout, tick=min(timeout, patience))
         end = time.monotonic() + patience
@@ -171,10 +150,7 @@ class Link:
     def calling(
         self, request: Request, timeout: float = CALL_TIMEOUT, tick: float = TICK
     ) -> Generator[Starting, None, Reply]:
-        """Do the same, but come round every `tick` seconds; return the reply at the end.
-
-        What it yields is how far the workers are that are being started.
-        """
+        """Do as `call`, but yield every `tick` seconds how far the workers' start is."""
         self.check_process()
         self._starting = Starting(0)
         yield from self._wait_for_hello(tick)
@@ -188,7 +164,7 @@ class Link:
             raise _lost(self.agent) from None
 
     def take_over(self, agent: AttachedAgent) -> Attached:
-        """Open it to an agent that is there; return what that says.  Raises as `call` does."""
+        """Open it to an agent that is there; return what that says.  Raises as `call`."""
         self._launch = lambda: agent
         self.open()
         for _ in self._wait_for_hello(HELLO_TIMEOUT):
@@ -210,15 +186,15 @@ class Link:
         number = next(self._numbers)
         answer.add_done_callback(lambda _: self._answers.pop(number, None))
         self._answers[number] = answer
-        self.send(Ask(number, request))
+        self.send(messages.Ask(number, request))
         return answer
 
-    def send(self, message: Down) -> None:
+    def send(self, message: messages.Down) -> None:
         """Send a message that has no reply; what it leads to arrives in `arrived`."""
         self._waiting.append(message)
         self._wake_up()
 
-    def remember(self, memory: Remember) -> None:
+    def remember(self, memory: messages.Remember) -> None:
         """Have the agent keep this for the next notebook."""
         self._is_remembered = True
         self.send(memory)
@@ -226,8 +202,7 @@ class Link:
     def wait(self, timeout: float) -> None:
         """Wait until something is in `arrived`, at most `timeout` seconds.
 
-        Stop may come here.  What has arrived stays in `arrived` then, so none of it
-        can be lost: its consumer removes it after taking it in.
+        Stop may come here; nothing is lost, as the consumer removes an item after taking it in.
         """
         deadline = time.monotonic() + timeout
         while not (self.arrived or self._is_woken) and (left := deadline - time.monotonic()) > 0:
@@ -241,7 +216,7 @@ class Link:
         self._bell.put(None)
 
     def received(self, batch: Received) -> None:
-        """Say that this batch has been taken in; once, also where Stop has it be said again.
+        """Acknowledge this batch, once, also where Stop has the caller do it again.
 
         One may wait for the next message, down or up: the agent may have several under way.
         But not where the next notebook is to be shown what this one has not seen.
@@ -253,14 +228,11 @@ class Link:
             self._wake_up()
 
     def close(self) -> str:
-        """End the agents and all they hold; afterwards nothing of the link is left.
-
-        Return what they say that they could not end elsewhere, "" for nothing.
-        """
+        """End the agents and all they hold; return what they could not end elsewhere, or ""."""
         if self._closing or os.getpid() != self.pid:  # a fork of the notebook owns nothing here
             return ""
         self._closing = True
-        self.send(Leave())
+        self.send(messages.Leave())
         if self._opened:
             self._launched.wait(LEAVE_TIMEOUT)
         left = ""
@@ -291,12 +263,10 @@ class Link:
         if self._agent is not None:
             self._agent.close()
         ends = (self._wake, self._wake_end, self.asides, self._asides_end)
-        # Who wakes it later is not to write to what has these numbers then.
+        # A later wake-up is not to write to what has these numbers then.
         self._wake_end = self._asides_end = CLOSED
         for end in ends:
             os.close(end)
-
-    # --- the notebook's thread ----------------------------------------------------------
 
     def _wake_up(self) -> None:
         _write_to(self._wake_end)
@@ -379,10 +349,7 @@ class Link:
                     log.warning("dropped %d frames of a stranger at %s", len(frames), self.address)
 
     def _knows(self, identity: bytes, frame: bytes) -> bool:
-        """Say whether it comes from the agent, whose hello is first; others run no code here.
-
-        Any process of the user can find the socket.
-        """
+        """Return True if it comes from the agent, whose hello is first; others run no code here."""
         if self._identity:
             return identity == self._identity
         try:
@@ -392,7 +359,7 @@ class Link:
         self._identity = identity
         return True
 
-    def _take(self, message: Up) -> None:
+    def _take(self, message: messages.Up) -> None:
         match message:
             case Hello() as hello:
                 if not self._hello.done():
@@ -400,21 +367,20 @@ class Link:
             case Attached() as attached:
                 self._attached.set_result(attached)
             case Answer(number, reply):
-                answer = self._answers.get(number)
-                if answer is not None:
+                if (answer := self._answers.get(number)) is not None:
                     answer.set_result(reply)
-            case Outputs(items):
+            case messages.Outputs(items):
                 # What ends a batch is to be sent back.
                 self._arrive(*items, Received())
-            case Located() | Aborted() | Used() | Came() | Silent() as news:
-                self._arrive(news)
             case Starting() as starting:
                 self._starting = starting
+            case news:
+                self._arrive(news)
 
     def _arrive(self, *items: Arrived) -> None:
         self.arrived.extend(items)
         self._bell.put(None)
-        if self.tells_all or any(_is_aside(item) for item in items):
+        if self.tells_all or any(map(_is_aside, items)):
             _write_to(self._asides_end)
 
     def _fail(self, agent: Agent) -> None:
@@ -436,17 +402,15 @@ def _lost(agent: Agent) -> AgentLost:
 
 
 def _write_to(end: int) -> None:
-    """Have a pipe be readable, which it is if it is full, unless it is closed."""
+    """Make a pipe readable, unless it is closed; a full one is readable."""
     if end != CLOSED:
         with suppress(BlockingIOError):
             os.write(end, b"x")
 
 
 def _is_aside(item: Arrived) -> bool:
-    """Say whether it can come while no cell runs: a death, or output after a cell."""
-    match item:
-        case AgentLost():
-            return True
-        case (_, cell_id, output):
-            return not cell_id or isinstance(output, Died)
-    return False
+    """Return True if it can come while no cell runs: a death, or output after a cell."""
+    if isinstance(item, tuple):
+        _, cell_id, output = item
+        return not cell_id or isinstance(output, Died)
+    return isinstance(item, AgentLost)

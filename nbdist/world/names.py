@@ -1,7 +1,4 @@
-"""Who has which name: one table of a world, by rank and name.
-
-`nbdist.world` keeps it by what happens to tasks and ranks; the notebook only says which names
-its own cells have bound.  Shipping, status, snapshots and recovery read it.
+"""Which rank has which name: one table of a world.
 
 A name is the notebook's until a task binds it on the workers; then it is theirs until the
 notebook binds it again.  What was imported on a rank is not lost with it: it is imported again.
@@ -10,9 +7,9 @@ Nothing here keeps a big value alive.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from nbdist.errors import UsageError
 from nbdist.output.events import Done
@@ -29,7 +26,6 @@ MOST_NAMES = 6
 
 _NOTHING = type("_Nothing", (), {})
 """Stands for the value of a name that the notebook lacks."""
-
 
 _OF_ANOTHER = "of another notebook"
 """The version of what that has sent."""
@@ -75,6 +71,7 @@ class Lost:
 
 
 Entry = Shipped | Own | Lost
+E = TypeVar("E", Shipped, Own)
 
 
 class NameTable:
@@ -95,15 +92,10 @@ class NameTable:
         copied._is_found, copied._bound_since = self._is_found, self._bound_since
         return copied
 
-    # --- what happened ------------------------------------------------------------------------
-
     def found(
         self, bound: Mapping[int, Mapping[str, str | None]], ranks: Iterable[int] = ()
     ) -> None:
-        """Note what tasks have bound on the ranks, with what they imported: it is theirs.
-
-        What another notebook has sent them is not known.
-        """
+        """Note what tasks of another notebook have bound on the ranks, with what they imported."""
         self._is_found = True
         self._ranks = {
             rank: {
@@ -134,8 +126,7 @@ class NameTable:
     def bound_in_notebook(self, names: Iterable[str]) -> None:
         """Note that a cell of the notebook may have bound these names: they are its own again.
 
-        For an object with an identity of its own it counts only if it is another one now:
-        a cell may not have come to `if False: model = Net()`.
+        An object with an identity counts only if it is another one now: `if False: model = Net()`.
         """
         for name in self.namespace.keys() & set(names):
             self._noticed.discard(name)
@@ -147,10 +138,7 @@ class NameTable:
                     has[name] = replace(entry, identity=None)
 
     def gathered(self, name: str, ranks: Collection[int] = ()) -> None:
-        """Note that the notebook has bound what these ranks have; it stays theirs.
-
-        So does what ranks have bound under the name that the notebook gave to something else.
-        """
+        """Note that the notebook has bound what these ranks have; what any rank bound stays its."""
         identity = Identity(self._value(name))
         for rank, has in self._ranks.items():
             entry = has.get(name)
@@ -180,17 +168,15 @@ class NameTable:
                     has[name] = replace(entry, kept=None)
 
     def replaced(self, ranks: Iterable[int], made: Iterable[str] = ()) -> None:
-        """Note that these ranks are new processes, which have nothing of what there was.
-
-        Nor what the cell in which they died has `made` on the others.
-        """
-        lost = {name: Lost(kind=self._kind(name)) for name in made}
+        """Note that these ranks are new processes, without what the last cell `made` either."""
+        kinds = {name: [own.kind for own in self._of(name, Own).values()] for name in made}
+        lost = {name: Lost(kind=min(found, default=OTHER)) for name, found in kinds.items()}
         for rank in ranks:
             had = self._ranks.get(rank, {})
             self._ranks[rank] = {**_losses([had]), **lost}
 
     def renumbered(self, was: Mapping[int, int], after: int) -> None:
-        """Note that there are so many ranks now; `was` has those that stay by their new numbers.
+        """Note that there are `after` ranks now; `was` has the old numbers of those that stay.
 
         The others are new, and lack what any rank has had.
         """
@@ -200,15 +186,12 @@ class NameTable:
         }
 
     def taken_over(self, ranks: Iterable[int], now: NameTable) -> None:
-        """Take over what these ranks have `now`, who are other processes since this was copied."""
+        """Take over what these ranks have `now`, which were restarted since this was copied."""
         for rank in ranks:
             self._ranks[rank] = dict(now._ranks.get(rank, {}))
 
     def take_lost_imports(self, ranks: Iterable[int]) -> dict[int, dict[str, str]]:
-        """Return what had been imported where these ranks are new, and from where.
-
-        Once: it is imported again with the next task.
-        """
+        """Return, once, what had been imported where these ranks are new, and from where."""
         found: dict[int, dict[str, str]] = {}
         for rank in ranks:
             for name, entry in [*self._ranks.get(rank, {}).items()]:
@@ -217,36 +200,20 @@ class NameTable:
                     del self._ranks[rank][name]
         return found
 
-    # --- what is the case ---------------------------------------------------------------------
-
     def ranks_that_own(self, name: str) -> frozenset[int]:
         """Find the ranks where a task bound this name itself; none when it is the notebook's."""
-        value = self._value(name)
-        return frozenset(
-            rank
-            for rank, entry in self._entries(name)
-            if isinstance(entry, Own) and entry.identity and entry.identity.is_still(value)
-        )
+        return frozenset(self._current(name, Own))
 
     def holders(self, name: str) -> frozenset[int]:
-        """Find the ranks that were sent the object that the notebook has under this name.
-
-        Where another notebook may have sent one all do that may have it.
-        """
-        value = self._value(name)
+        """Find the ranks that this or another notebook has sent the object of this name."""
         is_known = name in self._bound_since or any(name in has for has in self._ranks.values())
         if self._is_found and not is_known:
             return frozenset(self._ranks)
-        return frozenset(
-            rank
-            for rank, entry in self._entries(name)
-            if isinstance(entry, Shipped) and entry.identity and entry.identity.is_still(value)
-        )
+        return frozenset(self._current(name, Shipped))
 
     def changed_since(self, name: str) -> tuple[frozenset[int], Hashable]:
         """Find the ranks that have changed what they were sent, and which version that was."""
-        owners, found = self.ranks_that_own(name), dict(self._entries(name))
-        own = {rank: e for rank in owners if isinstance(e := found[rank], Own) and e.version}
+        own = {rank: each for rank, each in self._current(name, Own).items() if each.version}
         ranks = frozenset(rank for rank, entry in own.items() if entry.has_changed)
         return ranks, next((entry.version for entry in own.values()), None)
 
@@ -257,32 +224,29 @@ class NameTable:
 
     def ranks_with(self, name: str) -> tuple[int, ...]:
         """Find the ranks that have something under this name, whosever it is."""
-        has = (rank for rank, entry in self._entries(name) if isinstance(entry, Shipped | Own))
-        return tuple(sorted(has))
+        return tuple(sorted({*self._of(name, Shipped), *self._of(name, Own)}))
 
     def whence(self, name: str) -> str | None:
         """Say what the name was imported from on the ranks, None where it was not."""
-        found = (entry.whence for _, entry in self._entries(name) if isinstance(entry, Own))
+        found = (entry.whence for entry in self._of(name, Own).values())
         return next(filter(None, found), None)
 
     def ranks_that_have(self, name: str, version: Hashable = None) -> frozenset[int]:
         """Find the ranks that have this version of the notebook's name, or its last one."""
         return frozenset(
             rank
-            for rank, entry in self._entries(name)
-            if isinstance(entry, Shipped)
-            and (entry.identity and entry.is_last)
-            and version in (None, entry.version)
+            for rank, entry in self._of(name, Shipped).items()
+            if entry.identity and entry.is_last and version in (None, entry.version)
         )
 
     def record(self, name: str) -> Shipped | None:
         """Return how the name was when it was last shipped to a rank that has it."""
-        shipped = (entry for _, entry in self._entries(name) if isinstance(entry, Shipped))
+        shipped = self._of(name, Shipped).values()
         return max(shipped, key=lambda each: bool(each.identity and each.is_last), default=None)
 
     def kept(self, name: str) -> list[Kept]:
         """Return memory in which ranks have found what was last shipped to them."""
-        shipped = [entry.kept for _, entry in self._entries(name) if isinstance(entry, Shipped)]
+        shipped = (entry.kept for entry in self._of(name, Shipped).values())
         return [*dict.fromkeys(filter(None, shipped))]
 
     def holding_objects(self) -> list[str]:
@@ -312,10 +276,7 @@ class NameTable:
         return sorted(name for name, e in has if isinstance(e, Own) and e.whence is None)
 
     def lacking(self, ranks: Iterable[int]) -> str:
-        """List what these ranks lack since they are new: `model, x and 3 more`; "" for nothing.
-
-        Modules come first, then optimizers and tensors: they are what is missed.
-        """
+        """List what these ranks lack since they are new: `model, x and 3 more`; modules first."""
         lost = {
             name: entry.kind
             for rank in ranks
@@ -325,28 +286,33 @@ class NameTable:
         return list_names(lost, order=lost)
 
     def was_noticed(self, name: str) -> bool:
-        """Say whether there was one since it was last bound."""
+        """Return True if `is_first_notice` was asked for since it was last bound."""
         return name in self._noticed
 
     def is_first_notice(self, name: str) -> bool:
-        """Say whether there was no notice about this name since it was last bound."""
+        """Return True, once, until the name is bound again."""
         is_first = name not in self._noticed
         self._noticed.add(name)
         return is_first
 
-    def _kind(self, name: str) -> int:
-        kinds = (entry.kind for _, entry in self._entries(name) if isinstance(entry, Own))
-        return min(kinds, default=OTHER)
-
     def _value(self, name: str) -> Any:
         return self.namespace.get(name, _NOTHING)
 
-    def _entries(self, name: str) -> Iterator[tuple[int, Entry]]:
-        return ((rank, has[name]) for rank, has in self._ranks.items() if name in has)
+    def _of(self, name: str, kind: type[E]) -> dict[int, E]:
+        """Return the entries of this kind that ranks have for a name."""
+        found = ((rank, has.get(name)) for rank, has in self._ranks.items())
+        return {rank: entry for rank, entry in found if isinstance(entry, kind)}
+
+    def _current(self, name: str, kind: type[E]) -> dict[int, E]:
+        """Return those of them that are of the object that the notebook has under the name."""
+        found, value = self._of(name, kind).items(), self._value(name)
+        return {
+            rank: each for rank, each in found if each.identity and each.identity.is_still(value)
+        }
 
 
 def _is_kept(identity: Identity | None, value: Any) -> bool:
-    """Say whether the notebook's value is what it was, as far as that can be seen."""
+    """Return True if the notebook's value is what it was, as far as that can be seen."""
     return identity is not None and not is_atomic(value) and identity.is_still(value)
 
 

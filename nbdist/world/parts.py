@@ -1,7 +1,6 @@
 """Values cut into parts, one for each rank, and put together again from what ranks have.
 
-Tensors, arrays, lists, tables: told by what they can do, since the notebook imports none of
-their libraries itself.
+The notebook imports none of the libraries of tensors, arrays and tables itself.
 """
 
 from __future__ import annotations
@@ -20,14 +19,11 @@ from nbdist.words import name_ranks, one_line
 Joining = Literal["stack", "cat"]
 
 Part = Callable[[int, int], Any]
-"""Gives the elements from one number to another, the latter not among them."""
-
-
-# --- cutting ----------------------------------------------------------------------------
+"""Returns the elements from one number to another, the latter not among them."""
 
 
 def bounds(length: int, parts: int) -> list[int]:
-    """Say where parts begin and end: as torch.tensor_split, the first ones may have one more."""
+    """Return where parts begin and end: as torch.tensor_split, the first may have one more."""
     each, more = divmod(length, parts)
     return [number * each + min(number, more) for number in range(parts + 1)]
 
@@ -47,7 +43,7 @@ def length_of(part: Any, dim: int | None = None) -> int:
 
 
 def unit_of(value: Any, dim: int | None = None) -> str:
-    """Say what is counted there."""
+    """Name what `length_of` counts."""
     if _is_array(value):
         return f"along dimension {dim or 0}"
     return "elements" if isinstance(value, list | tuple) else "rows"
@@ -64,7 +60,7 @@ def _is_sparse_array(value: Any) -> bool:
 
 
 def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
-    """Say how many elements there are, and how to have some of them."""
+    """Return the number of elements, and what returns some of them."""
     if _is_array(value):
         return _cutter_of_array(name, value, dim or 0)
     if dim:
@@ -109,7 +105,6 @@ def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Part]:
 
 
 def _sparse_part(name: str, value: Any, dim: int, start: int, end: int) -> Any:
-    """Take a part of a sparse tensor, laid out as it is."""
     try:
         part = value.detach().to_sparse_coo().narrow_copy(dim, start, end - start)
         return _laid_out_as(value, part)
@@ -128,7 +123,7 @@ def _laid_out_as(value: Any, sparse: Any) -> Any:
 
 
 def _arrow_copy(part: Any) -> Any:
-    """Copy rows of pyarrow's, which would send all that they are a part of."""
+    """Copy rows of pyarrow's, whose pickle has all that they are a part of."""
     arrow = sys.modules["pyarrow"]
     if not _is_a(part, "pyarrow", "Table", "RecordBatch"):
         whole = arrow.Table if isinstance(part, arrow.ChunkedArray) else arrow.RecordBatch
@@ -153,9 +148,6 @@ def _rows_of(data: Any, start: int, end: int) -> Any:
     return datasets.Dataset(copy, info=rows.info, split=rows.split).with_format(**looks)
 
 
-# --- putting together -------------------------------------------------------------------
-
-
 def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> Any:
     """Make one of the ranks' values, in their order: stacked along a new dimension, or end to end.
 
@@ -163,9 +155,16 @@ def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> An
     UsageError where they do not fit together.
     """
     kinds = fold_ranks({rank: _shape_text(value) for rank, value in values.items()})
+    polars = getattr(sys.modules.get("polars"), "exceptions", None)
+    own = (polars.PolarsError,) if polars else ()
+    parts = [*values.values()]
     try:
-        return (_stacked if how == "stack" else _end_to_end)([*values.values()], dim)
-    except _joining_errors() as error:
+        if how == "cat":
+            return _end_to_end(parts, dim)
+        if torch := _library_of("torch", "Tensor", parts):
+            return _joined_tensors(torch.stack, parts, dim)
+        return _array("stack", parts, dim)
+    except (ValueError, TypeError, RuntimeError, IndexError, *own) as error:
         has = [f"{kind} on {name_ranks(ranks)}" for kind, ranks in kinds.items()]
         other = ", or `--cat`" if how == "stack" and len(has) > 1 else ""
         raise UsageError(
@@ -174,20 +173,13 @@ def join(how: Joining, name: str, values: Mapping[int, Any], dim: int = 0) -> An
         ) from None
 
 
-def _stacked(values: Sequence[Any], dim: int) -> Any:
-    if torch := _library_of("torch", "Tensor", values):
-        return _joined_tensors(torch.stack, values, dim)
-    return _array("stack", values, dim)
-
-
 def _end_to_end(values: Sequence[Any], dim: int) -> Any:
     first = values[0]
     if torch := _library_of("torch", "Tensor", values):
         return _joined_tensors(torch.cat, values, dim)
-    if pandas := _library_of("pandas", "DataFrame", values) or _library_of(
-        "pandas", "Series", values
-    ):
-        return pandas.concat([*values], axis=dim)
+    for kind in ("DataFrame", "Series"):
+        if pandas := _library_of("pandas", kind, values):
+            return pandas.concat([*values], axis=dim)
     if datasets := _library_of("datasets", "Dataset", values):
         return datasets.concatenate_datasets([*values])
     if all(map(_is_sparse_array, values)):
@@ -223,7 +215,7 @@ def _joined_arrow(values: Sequence[Any]) -> Any:
 
 
 def _array(how: Literal["stack", "concatenate"], values: Sequence[Any], dim: int) -> Any:
-    """Make one array; TypeError where it would be one of the objects themselves."""
+    """Make one array; TypeError where that would be an array of objects."""
     np = _numpy()
     if any(isinstance(value, np.ma.MaskedArray) for value in values):
         return getattr(np.ma, how)([*values], dim)  # which keeps what is masked
@@ -250,12 +242,6 @@ def _is_a(value: Any, library: str, *kinds: str) -> bool:
     """Return True if it is of one of these classes of a library that was imported."""
     module = sys.modules.get(library)
     return any(isinstance(value, getattr(module, kind, ())) for kind in kinds)
-
-
-def _joining_errors() -> tuple[type[Exception], ...]:
-    polars = getattr(sys.modules.get("polars"), "exceptions", None)
-    own = (polars.PolarsError,) if polars else ()
-    return ValueError, TypeError, RuntimeError, IndexError, *own
 
 
 def _shape_text(value: Any) -> str:

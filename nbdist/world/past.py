@@ -1,18 +1,16 @@
 """What the workers of a world have run: cells to run again, and all of them for `%dist_export`.
 
-Cells marked `--setup` are run again in every new worker, with the names that came along.
-`Workers` has one `Past`, `recovery.end` adds to it, and a start begins a new one.  It is bounded:
-what is kept is the text of cells and facts about them, no value.
+`recovery.end` adds to the one `Past` of `Workers`, which is bounded and keeps no values.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nbdist.output.rank_transcript import Piece, Shown
+from nbdist.output.rank_transcript import Shown
 from nbdist.values.shared_memory import Segment
 from nbdist.wire.work import Attempt, Call, Source, Task
 from nbdist.world.names import Shipped
@@ -21,7 +19,7 @@ from nbdist.world.states import Renumbering
 
 
 class Setup:
-    """The set-up cells of a world, in the order in which they first ran.
+    """The `--setup` cells of a world, in the order in which they first ran, for new workers.
 
     `problem` says what went wrong when they were run again, "" where nothing did.
     """
@@ -29,26 +27,12 @@ class Setup:
     def __init__(self) -> None:
         self.problem = ""
         self.is_replaying = False
-        self._tasks: dict[str, Task] = {}
+        self.tasks: dict[str, Task] = {}
         self._segments: dict[str, Segment] = {}  # with the names of a cell, open as long as it is
 
-    @property
-    def tasks(self) -> list[Task]:
-        """What is to be run in a new worker, in order."""
-        return [*self._tasks.values()]
-
-    @property
-    def kept(self) -> tuple[tuple[str, Task], ...]:
-        """The same, with their keys."""
-        return (*self._tasks.items(),)
-
-    def take_over(self, kept: Iterable[tuple[str, Task]]) -> None:
-        """Run these too, whose names the agent holds."""
-        self._tasks |= dict(kept)
-
     def keep(self, key: str, task: Task, segment: Segment | None) -> None:
-        """Run this cell too from now on; in the place of the one with the same key."""
-        self._tasks[key] = replace(task, attempt=Attempt())
+        """Run this cell too from now on, in place of the one with the same key."""
+        self.tasks[key] = replace(task, attempt=Attempt())
         if (old := self._segments.pop(key, None)) is not None:
             old.close()
         if segment is not None:
@@ -59,18 +43,18 @@ class Setup:
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
-        self._tasks.clear()
+        self.tasks.clear()
 
     def renumber(self, ranks: Renumbering) -> None:
         """Have cells follow the ranks that they ran on; those for all are for all there are."""
         everyone = tuple(range(ranks.before))
-        for key, task in self._tasks.items():
+        for key, task in self.tasks.items():
             on = task.ranks
             if on == everyone:
                 on = tuple(range(ranks.after))
             elif ranks.moved:  # else there may be ranks again of which there are none now
                 on = ranks.of(on)
-            self._tasks[key] = replace(task, ranks=on)
+            self.tasks[key] = replace(task, ranks=on)
 
 
 MOST_TASKS = 2_000
@@ -87,9 +71,8 @@ class PastTask:
 
     `text` is a cell's source, a script's name and arguments, or an op's name.  `first` and
     `last` number all tasks: a cell that was run again (`runs`) has its last form, and both.
-    `number` is the notebook's, `In [5]`; `made` what it bound and did not import; `shows_value`
-    says whether its last line's value was shown, `draws` whether figures were, `on_all` whether
-    it ran on all ranks there were.
+    `number` is the notebook's, `In [5]`; `made` what it bound and did not import.  `shows_value`:
+    its last line's value was shown; `draws`: figures were; `on_all`: it ran on all ranks.
     """
 
     kind: Kind
@@ -136,17 +119,14 @@ class Past:
         return sorted(self._tasks.values(), key=lambda each: each.first)
 
     def add(self, running: RunningTask) -> None:
-        """Keep a task that has ended, in the place of the same cell's earlier runs.
-
-        A run that failed takes the place of an earlier one that did, and leaves what succeeded.
-        """
+        """Keep a task that has ended, in place of an earlier run of the cell that ended alike."""
         self._count += 1
         now = self._count
         for name, shipped in running.shipped.items():
             self.sent.append(Sent(now, name, replace(shipped, kept=None)))
         task = _past(running, now)
         if task is None:
-            match running.task.work:  # what went home: `nbdist.world.exchange` makes such tasks
+            match running.task.work:
                 case Call("values.gather", {"expressions": asked}):
                     if len(self.gathered) < MOST_TASKS:
                         self.gathered.update(dict.fromkeys(map(str, asked)))
@@ -173,12 +153,12 @@ class Past:
                 self._drop(key)
 
     def knows(self, task: Task) -> bool:
-        """Say whether this cell has succeeded before, as a set-up cell has where a rank is new."""
+        """Return True if this cell has run before, as a set-up cell has where a rank is new."""
         same = (each.text == task.source for each in self._tasks.values() if each.kind == "cell")
         return task.key in self._tasks or any(same)
 
     def sent_before(self, task: int) -> Mapping[str, Sent]:
-        """Return how each name of the notebook last went along, up to this task."""
+        """Return how each name of the notebook was last sent, up to this task."""
         return {each.name: each for each in self.sent if each.task <= task}
 
     def _drop(self, key: str) -> PastTask | None:
@@ -214,14 +194,14 @@ def _past(running: RunningTask, now: int) -> PastTask | None:
         status=status,
         made=running.made,
         shows_value=running.shows_value,
-        draws=any(_is_figure(piece) for each in running.transcript for piece in each.pieces),
+        draws=any(
+            kind.startswith("image/")
+            for each in running.transcript
+            for piece in each.pieces
+            if isinstance(piece, Shown)
+            for kind in piece.display.data
+        ),
         first=now,
         last=now,
         error=getattr(cause[1], "name", "") if cause else "",
-    )
-
-
-def _is_figure(piece: Piece) -> bool:
-    return isinstance(piece, Shown) and any(
-        kind.startswith("image/") for kind in piece.display.data
     )

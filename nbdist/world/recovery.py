@@ -1,9 +1,7 @@
 """The loop over a task that runs, and how its group is kept whole; what is said of both.
 
-On IPython's own thread, or that of the script which has made the world; all acts on `Workers`.
-What is to be done about a task is decided in `RunningTask.next_steps`; here it is done.  A group
-becomes another one (healed, with ranks replaced, scaled) in the same four steps: ask the agent,
-take in whom it has now, advance the state, run the set-up cells in what is new.
+On IPython's own thread, or that of the script which made the world; all acts on `Workers`.
+`RunningTask.next_steps` decides what is done here.
 """
 
 from __future__ import annotations
@@ -17,38 +15,11 @@ from dataclasses import replace as but
 from pathlib import Path
 from typing import TypeAlias
 
-from nbdist.errors import (
-    AgentLost,
-    Blame,
-    NbdistError,
-    RanksReleased,
-    ScaleError,
-    StartError,
-    WorkerDied,
-    WorkerError,
-    WorldBroken,
-    WorldBusy,
-    WorldNotStarted,
-)
-from nbdist.output.events import (
-    LEFT_DEBUGGER,
-    NAME_PROBLEM,
-    SCRIPT_FAILED,
-    Died,
-    Failure,
-    RankError,
-)
-from nbdist.wire.messages import (
-    Abort,
-    Grow,
-    Heal,
-    Healed,
-    Interrupt,
-    Kill,
-    Locate,
-    Scale,
-    Spare,
-)
+from nbdist import errors
+from nbdist.errors import AgentLost, NbdistError, StartError, WorkerDied, WorldBroken
+from nbdist.output import events
+from nbdist.output.events import Died, Failure, RankError
+from nbdist.wire.messages import Abort, Grow, Heal, Healed, Interrupt, Kill, Locate, Scale, Spare
 from nbdist.wire.views import Place
 from nbdist.wire.work import Task
 from nbdist.words import name_ranks, one_line
@@ -89,14 +60,8 @@ SCALE_TIMEOUT = 200.0
 
 KILL_TIMEOUT = 5.0
 
-LASTING = (
-    NAME_PROBLEM,
-    LEFT_DEBUGGER,
-    "KeyboardInterrupt",
-    "SyntaxError",
-    "IndentationError",
-    "TabError",
-)
+LASTING = {events.NAME_PROBLEM, events.LEFT_DEBUGGER, "KeyboardInterrupt", "SyntaxError"}
+LASTING |= {"IndentationError", "TabError"}
 """Failures that another attempt would meet again, or that were wanted."""
 
 # --- one task, to its end ---------------------------------------------------------------------
@@ -105,11 +70,9 @@ LASTING = (
 def follow(workers: Workers, running: RunningTask) -> Following:
     """Yield what ranks have shown since the last time, until all of them have finished.
 
-    Comes round every `TICK` seconds at least, with nothing if need be, so that a clock can
-    move on; with `send(0.0)` at once, for whom has more to do.  The first Stop interrupts the
+    Every `TICK` seconds at least, so that a clock can move on.  The first Stop interrupts the
     ranks and goes on for `Patience.control_timeout` seconds at most; the second ends it at once,
-    with ranks unfinished.  So does the end of this process, where the workers outlive it: that
-    is not to stop them.
+    with ranks unfinished.  So does the end of this process, where the workers outlive it.
     """
     before, longest = running.stops_met, TICK
     while running.unfinished:
@@ -121,7 +84,12 @@ def follow(workers: Workers, running: RunningTask) -> Following:
                 return
             if is_stopped:
                 running.stops_met = running.stops
-                _meet_stop(workers, running, running.stops - before)
+                number = running.stops - before
+                is_waited_for = running.patience.control_timeout is not None
+                if number == 1 or not (running.is_stopping and is_waited_for):
+                    interrupt(workers, running)
+                if number > 1 and is_waited_for:  # else the second only interrupts them again
+                    running.give_up_at = 0.0
             if time.monotonic() >= running.give_up_at - SPARE_SECONDS:
                 _spare(workers, running)
                 if running.unfinished:
@@ -141,10 +109,7 @@ def follow(workers: Workers, running: RunningTask) -> Following:
 
 
 def interrupt(workers: Workers, running: RunningTask) -> None:
-    """Have the ranks that still run it leave it; again, with less patience.
-
-    Of a task that holds Stop, the first time, only wait for them.
-    """
+    """Interrupt the ranks that still run it; only wait, the first time, if the task holds Stop."""
     if not running.unfinished:
         return
     waits = running.patience.holds_stop and not running.is_stopping
@@ -154,45 +119,27 @@ def interrupt(workers: Workers, running: RunningTask) -> None:
         workers.link.send(Interrupt(running.unfinished))
 
 
-def _meet_stop(workers: Workers, running: RunningTask, number: int) -> None:
-    """Interrupt the ranks; at the second Stop give control back, though they still run.
-
-    Where nobody waits for control, the second interrupts them again.
-    """
-    is_waited_for = running.patience.control_timeout is not None
-    if number == 1 or not (running.is_stopping and is_waited_for):
-        interrupt(workers, running)
-    if number > 1 and is_waited_for:
-        running.give_up_at = 0.0
-
-
 def _spare(workers: Workers, running: RunningTask) -> None:
-    """Have those that have not stopped be ended only if Stop is pressed again, and not now.
-
-    A rank that answers the question after that is still alive: its agent takes both in this order.
-    """
+    """Let ranks that have not stopped be ended only if Stop is pressed again."""
     if running.interrupts > 1:
         return
     workers.link.send(Spare(running.unfinished))
+    # A rank that answers after that is still alive: its agent takes both in this order.
     running.spared = frozenset(_locate(workers, running))
 
 
 def _take(workers: Workers, running: RunningTask, step: Step) -> None:
-    """Do what is to be done.
-
-    Collectives are aborted on all ranks: a connection is ended by the one that accepted it,
-    wherever it is, and a rank that is busy now must not wait later for one of these.
-    """
+    # Collectives are aborted on all ranks: a connection is ended by the one that accepted it,
+    # wherever it is, and a rank that is busy now must not wait later for one of these.
     match step:
         case Step.LOCATE:
             # All: with nccl a rank can have finished the task before its collectives have
             # ended, with gloo what it began shows whether the others can meet.
             workers.link.send(Locate(workers.everyone))
-        case Step.ABORT:
-            workers.advance(Event.ABORTED)
-            running.abort(time.monotonic())
-            workers.link.send(Abort(workers.everyone))
-        case Step.ABORT_FOR_DEAD:
+        case Step.ABORT | Step.ABORT_FOR_DEAD:
+            if step is Step.ABORT:
+                workers.advance(Event.ABORTED)
+                running.abort(time.monotonic())
             workers.link.send(Abort(workers.everyone))
         case Step.TIME_OUT:
             _locate(workers, running)
@@ -261,17 +208,16 @@ def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
 
 
 def _lacking_text(workers: Workers, running: RunningTask) -> str:
-    """Say where there is what the first rank to fail has not found; "" for nothing.
-
-    A variable that other ranks have, or a module of the notebook's machine.
-    """
-    cause = running.transcript.root_cause()
-    if cause is None or isinstance(cause[1], Died):
+    """Name the ranks that have the variable, or say where the module is, that a rank lacked."""
+    rank, failure = running.transcript.root_cause() or (0, None)
+    if not isinstance(failure, Failure):
         return ""
-    rank, failure = cause
-    assert isinstance(failure, Failure)
     if name := undefined_name(failure):
-        return _who_has(workers, name, rank)
+        ranks = workers.names.ranks_with(name)
+        if not ranks or rank in ranks:
+            return ""
+        verb = "has" if len(ranks) == 1 else "have"
+        return f"{name_ranks(ranks)} {verb} `{name}`: `%dist_sync {name} --from {ranks[0]}`."
     if not workers.is_elsewhere:
         return ""
     host = workers.machines.name(rank)
@@ -286,27 +232,19 @@ def undefined_name(error: RankError) -> str:
     return found[1] if found else ""
 
 
-def _who_has(workers: Workers, name: str, rank: int) -> str:
-    ranks = workers.names.ranks_with(name)
-    if not ranks or rank in ranks:
-        return ""
-    verb = "has" if len(ranks) == 1 else "have"
-    return f"{name_ranks(ranks)} {verb} `{name}`: `%dist_sync {name} --from {ranks[0]}`."
-
-
 # --- from one group to another ----------------------------------------------------------------
 
 # A group is broken once a rank has died or its connections have ended, and the state says so.
 # What is done about it is one request to the agent, `Heal`: new workers in the place of the
-# dead, then one group of all, in place.  `replace` kills first, `scale` has another size.
+# dead, then one group of all, in place.  `replace` kills first, `scale` has another size.  Each
+# takes in what the agent has then, advances the state, and runs the set-up cells in what is new.
 
 
 def heal(workers: Workers) -> tuple[int, ...]:
-    """Do about deaths and broken collectives what `on_failure` says; the ranks that are new by it.
+    """Do about deaths and broken collectives what `on_failure` says; return the new ranks.
 
-    All workers that live keep their variables, and their modules, meshes and subgroups,
-    unless the policy is another.  Where that cannot be done, the state stays BROKEN, and
-    `problem` says why.
+    The others keep variables, modules, meshes and subgroups, unless the policy is another.  Where
+    that cannot be done, the state stays BROKEN, and `problem` says why.
     """
     if workers.state is not State.BROKEN:
         return ()
@@ -330,7 +268,7 @@ def heal(workers: Workers) -> tuple[int, ...]:
 
 
 def grow(workers: Workers) -> None:
-    """Take in machines that have come since the start; nothing where there are none."""
+    """Take in machines that have come since the start."""
     if not workers.have_come or workers.state is not State.READY:
         return
     workers.have_come = {}
@@ -349,10 +287,9 @@ def replace(workers: Workers, ranks: Iterable[int]) -> None:
 
 
 def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
-    """Have so many workers; those that `keep` names stay, and keep what they have.
+    """Change the number of workers to `size`; those in `keep` stay, and come first in this order.
 
-    They are the first of the new world, in this order.  Raises ScaleError where there are as
-    many as before, and WorldBroken where they do not meet.
+    Raises ScaleError where there are as many as before, and WorldBroken where they do not meet.
     """
     before = workers.size
     spec, workers.warning = scaled(workers.spec, workers.config, size, keep=keep)
@@ -366,18 +303,18 @@ def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
     if workers.state is State.BROKEN:
         raise WorldBroken(workers.problem)
     if why:
-        raise ScaleError(before, size, why)
+        raise errors.ScaleError(before, size, why)
 
 
 def _renew(workers: Workers, request: Heal | Grow) -> tuple[int, ...]:
-    """Have the agent form another group, and run the set-up cells there; the ranks replaced."""
+    """Form another group, and run the set-up cells in it; return the ranks replaced."""
     replaced, _ = _regroup(workers, request)
     replay(workers, {*replaced, *workers.renumbering.new})
     return replaced
 
 
 def _regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, ...], str]:
-    """Have the agent form another group; the ranks that it has replaced, and why not more."""
+    """Have the agent form another group; return the ranks replaced, and why not more."""
     heals = isinstance(request, Heal)
     timeout = HEAL_TIMEOUT if heals else SCALE_TIMEOUT
     made = workers.running.made if workers.running and workers.running.died else frozenset()
@@ -409,17 +346,16 @@ def _regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int,
 
 
 def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
-    """Run the set-up cells on those of these ranks that ran them; the first error ends it.
+    """Run the set-up cells on those of these ranks that ran them, until one fails or is stopped.
 
-    Stop ends it too, with the ranks interrupted.  A set-up cell that ends its worker is not
-    run again in the one after it.
+    A set-up cell that ends its worker is not run again in the one after it.
     """
     setup = workers.setup
     if setup.is_replaying or workers.state is not State.READY:
         return None
     setup.is_replaying, running, setup.problem = True, workers.running, ""
     try:
-        for kept in setup.tasks:
+        for kept in [*setup.tasks.values()]:
             on = tuple(rank for rank in kept.ranks if rank in ranks)
             if on and (error := _run(workers, but(kept, id=uuid.uuid4().hex, ranks=on))):
                 setup.problem = f" A `--setup` cell failed there: {one_line(str(error))}"
@@ -448,14 +384,14 @@ def refusal(workers: Workers) -> NbdistError | None:
     if workers.state is State.READY:
         return None
     if workers.state in (State.STOPPED, State.STARTING, State.STOPPING):
-        return WorldNotStarted("The cell")
+        return errors.WorldNotStarted("The cell")
     if workers.lost is not None:
         return workers.lost
     running = workers.running
     if running is not None and running.unfinished:
         if running.is_stopping:
             return running.not_stopped
-        return WorldBusy(running.unfinished, running.age)
+        return errors.WorldBusy(running.unfinished, running.age)
     # Why they share no group is said again for every task until a restart.
     if running is not None and running.died:
         running.fate = healing_text(workers, running.deaths)
@@ -480,25 +416,17 @@ def _restart_text(workers: Workers, running: RunningTask) -> str:
     if done >= most or cause is None or running.stops or workers.state is not State.READY:
         return ""
     error = running.error()
-    if not isinstance(error, WorkerError) or isinstance(error, RanksReleased):
+    if not isinstance(error, errors.WorkerError) or isinstance(error, errors.RanksReleased):
         return ""
     rank, first = cause
-    if isinstance(first, Failure) and first.name in LASTING:
+    if isinstance(first, Died):
+        did = first.end
+    elif first.name in LASTING:
         return ""
-    return f"rank {rank} {_did(first)}: restart {done + 1} of {most}"
-
-
-def _did(error: RankError) -> str:
-    """Write `was killed by SIGKILL`, `raised ValueError: bad shard`, `failed: x.py exited ...`."""
-    if isinstance(error, Died):
-        return error.end
-    said = one_line(error.message)
-    if error.name == SCRIPT_FAILED:
-        return f"failed: {said}"
-    return f"raised {error.name}: {said}" if said else f"raised {error.name}"
-
-
-# --- what is said of it --------------------------------------------------------------------------
+    else:
+        did = "failed" if first.name == events.SCRIPT_FAILED else f"raised {first.name}"
+        did += f": {one_line(first.message)}" if first.message.strip() else ""
+    return f"rank {rank} {did}: restart {done + 1} of {most}"
 
 
 def healing_text(workers: Workers, dead: Iterable[int]) -> str:

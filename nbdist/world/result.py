@@ -1,12 +1,4 @@
-"""What comes from ranks, as this process has it: results, exceptions, the status, log records.
-
-`except ValueError` catches a WorkerError of a rank that raised one.
-
-Records of the workers' `logging` go to the loggers of this process.  A record of local rank 0 on
-node1 comes to the logger `nbdist.node1.0`, so that handlers and levels that the user has set
-there, on `nbdist` or on the root logger, apply: but not those of the root logger that write where
-what ranks write is shown.
-"""
+"""What comes from ranks, as this process has it: results, exceptions, the status, log records."""
 
 from __future__ import annotations
 
@@ -65,14 +57,8 @@ class Contents:
         return cls(tuple(_read(each, names) for each in args), known, _read(whole, names))
 
 
-class _Unread:
-    """In place of what cannot be read here, or was not sent."""
-
-    def __repr__(self) -> str:
-        return "<not sent>"
-
-
-_UNREAD = _Unread()
+_UNREAD = type("_Unread", (), {"__repr__": lambda _: "<not sent>"})()
+"""In place of what cannot be read here, or was not sent."""
 
 
 def _read(frames: Sequence[bytes] | None, names: Names) -> Any:
@@ -87,9 +73,9 @@ def as_raised(
 ) -> WorkerError:
     """Return the error, of a class that is also the first of `kinds` that is known here.
 
-    These are the classes of what the rank raised, as `module:qualified.name`, its own first.
-    Nothing is imported for it.  It has the arguments and attributes in `contents`.  Where no
-    class can be both, `error.original` is what the rank raised, with our line as a note.
+    `kinds` are the classes of what the rank raised, as `module:qualified.name`, its own first;
+    nothing is imported for them.  So `except ValueError` catches it.  Where no class can be both,
+    `error.original` is what the rank raised, with our line as a note.
     """
     contents = contents or Contents()
     for name in kinds:
@@ -117,7 +103,7 @@ def raised(error: WorkerError) -> BaseException:
 
 
 def _known(name: str) -> type[Exception] | None:
-    """Return the exception class of this name, of a module that has been imported."""
+    """Return the exception class `module:qualified.name`, of a module that was imported."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -126,7 +112,7 @@ def _known(name: str) -> type[Exception] | None:
 
 
 def _also(error: WorkerError, original: type[Exception], contents: Contents) -> WorkerError | None:
-    """Return the same as an exception of another class too; None if no class can be both."""
+    """Return the error as one of `original` too; None if no class can be both."""
     kind, said = type(error), str(error)
     own = {
         "__module__": kind.__module__,
@@ -153,13 +139,11 @@ def _as_it_is(
     error: WorkerError, original: type[Exception], contents: Contents
 ) -> Exception | None:
     """Return what the rank raised, with what ours says as a note; None if it cannot be made."""
-    if isinstance(contents.whole, original):
-        made = contents.whole
-    else:
-        try:
-            made = bare(original, *contents.args)
-        except Exception:  # noqa: BLE001 (a class without a constructor raises what it likes)
-            return None
+    try:
+        whole = contents.whole
+        made = whole if isinstance(whole, original) else bare(original, *contents.args)
+    except Exception:  # noqa: BLE001 (a class without a constructor raises what it likes)
+        return None
     # The class may refuse to have attributes set.
     own: dict[str, Any] = object.__getattribute__(made, "__dict__")
     _fill(made, contents, {})
@@ -223,11 +207,9 @@ class CellResult(Generic[R_co]):
 
     @property
     def _has_values(self) -> bool:
-        """Whether values were asked for."""
         task = self.task
-        return bool(self.by_rank) and (
-            task.keeps or bool(task.fetch) or not isinstance(task.work, Source)
-        )
+        were_asked_for = task.keeps or bool(task.fetch) or not isinstance(task.work, Source)
+        return bool(self.by_rank) and were_asked_for
 
     @property
     def ok(self) -> bool:
@@ -239,10 +221,7 @@ class CellResult(Generic[R_co]):
         return self[number]
 
     def index(self, hostname: str, local_rank: int) -> R_co:
-        """Return the value of the rank that is this machine's number `local_rank`.
-
-        `"localhost"` is this machine too.  UsageError where there is no such rank.
-        """
+        """Return the value of local rank `local_rank` on a machine, which can be `localhost`."""
         wanted = socket.gethostname() if hostname == "localhost" else hostname
         for rank, value in self.items():
             if self.hosts.get(rank) == (wanted, local_rank):
@@ -251,14 +230,12 @@ class CellResult(Generic[R_co]):
         raise UsageError(f"No result of local rank {local_rank} on {hostname}; there are {there}.")
 
     def __iter__(self) -> Iterator[R_co]:
-        """Return the values in rank order."""
         return iter(self.values())
 
     def __len__(self) -> int:
         return len(self.by_rank)
 
     def __getitem__(self, rank: int) -> R_co:
-        """Do as `rank`."""
         if rank not in self.by_rank:
             raise NoValue(rank, self.by_rank)
         return self.by_rank[rank]
@@ -286,14 +263,14 @@ class CellResult(Generic[R_co]):
         return {track.rank: track.written(stderr=True) for track in self.transcript}
 
 
-# --- what workers do and use, in a line and as a table.  Pure ---------------------------------
+# --- what workers do and use, in a line and as a table ----------------------------------------
 
 
 GIB = 2**30
 
 
 def usage_text(used: Collection[Usage]) -> str:
-    """Say it of all ranks, from which to which where they differ; "" where nothing is known."""
+    """Write `cpu 2.1-2.4 GiB · gpu 61/80 GiB · 97 %` of all ranks; "" where nothing is known."""
     memory = [each.memory for each in used if each.memory]
     parts = [f"cpu {size_range(memory)}"] if memory else []
     if gpus := [each.gpu for each in used if each.gpu]:
@@ -324,10 +301,9 @@ def rows(
     cpu: Mapping[int, float] | None = None,
     lines: Mapping[int, str] | None = None,
 ) -> list[tuple[str, ...]]:
-    """Lay out headings, and a row per rank; nothing where there are none.
+    """Lay out headings, and a row per rank, if there are any; hosts where there are several.
 
-    Hosts are named where there are several.  `cpu` is per cent of a core by rank, `lines` what
-    each rank has written last.
+    By rank, `cpu` is in per cent of a core, `lines` are the last that it has written.
     """
     if not workers:
         return []
@@ -347,6 +323,9 @@ def rows(
 def _row(worker: WorkerStatus, cpu: float | None, line: str | None) -> tuple[str, ...]:
     collective = worker.collective
     done = "done" if collective and collective.is_done else "not done"
+    gpu = gpu_memory_text([worker.gpu]) if worker.gpu else ""
+    if worker.gpu and worker.gpu.busy is not None:
+        gpu += f" {worker.gpu.busy} %"
     return (
         str(worker.rank),
         worker.host,
@@ -355,29 +334,24 @@ def _row(worker: WorkerStatus, cpu: float | None, line: str | None) -> tuple[str
         worker.device,
         size_text(worker.memory),
         "" if cpu is None else f"{cpu:.0f} %",
-        _gpu_text(worker),
+        gpu,
         doing_of([worker.rank], worker.place, worker.code) if worker.place else "",
         f"{collective}, {done}" if collective else "",
         line or "",
     )
 
 
-def _gpu_text(worker: WorkerStatus) -> str:
-    """Write `61/80 GiB 97 %`."""
-    if worker.gpu is None:
-        return ""
-    busy = "" if worker.gpu.busy is None else f" {worker.gpu.busy} %"
-    return f"{gpu_memory_text([worker.gpu])}{busy}"
-
-
 # --- what workers log -------------------------------------------------------------------------
+
+# A record of local rank 0 on node1 goes to the logger `nbdist.node1.0`, so that handlers and levels
+# that the user has set there, on `nbdist` or on the root logger, apply.  Where output is shown,
+# handlers of the root logger that write to the same place, as that of `logging.basicConfig`, do
+# not: they would say it twice, and without its rank.
 
 
 def wanted_level(*, is_shown: bool) -> int | None:
-    """Say from which level on records are handled here; None where none would be.
-
-    Without a handler logging itself would print them, which the worker's has done.
-    """
+    """Return the level from which on records are handled here; None where there is no handler."""
+    # Without a handler logging itself would print them, which the worker's has done.
     known = logging.Logger.manager.loggerDict
     loggers = [
         logger
@@ -393,11 +367,7 @@ def wanted_level(*, is_shown: bool) -> int | None:
 
 
 def hand_over(record: Record, *, is_shown: bool) -> None:
-    """Have this process's handlers handle it, if there are any.
-
-    Where what ranks write `is_shown`, handlers of the root logger that write to the same place,
-    as that of `logging.basicConfig`, do not: they would say it twice, and without its rank.
-    """
+    """Have this process's handlers handle a worker's record, if there are any."""
     logger = logging.getLogger(f"nbdist.{record.host}.{record.local_rank}")
     handlers = [*_handlers(logger, is_shown)]
     if not logger.isEnabledFor(record.level) or not handlers:
@@ -416,28 +386,23 @@ def hand_over(record: Record, *, is_shown: bool) -> None:
 
 def _handlers(logger: logging.Logger, is_shown: bool) -> Iterator[logging.Handler]:  # noqa: FBT001
     """Yield those of a logger and of those above it, as logging finds them."""
+    ours = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     each: logging.Logger | None = logger
     while each is not None:
-        is_root = each.parent is None
         for handler in each.handlers:
-            if not (is_root and is_shown and _writes_here(handler)):
+            console = getattr(handler, "console", None)  # rich's has one
+            stream = getattr(handler, "stream", getattr(console, "file", None))
+            writes_here = stream is not None and any(stream is own for own in ours)
+            if not (each.parent is None and is_shown and writes_here):
                 yield handler
         each = each.parent if each.propagate else None
 
 
-def _writes_here(handler: logging.Handler) -> bool:
-    """Say whether it writes where this process does; rich's has a console."""
-    stream = getattr(handler, "stream", getattr(getattr(handler, "console", None), "file", None))
-    ours = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    return stream is not None and any(stream is each for each in ours)
-
-
 def as_logged(record: Record) -> logging.LogRecord:
     """Return it as logging has it, with the worker's `host`, `rank` and `local_rank`."""
-    make, where = logging.getLogRecordFactory(), (record.pathname, record.line)
-    stack = record.stack or None
-    logged = make(
-        *(record.name, record.level, *where, record.message, None, None, record.function, stack)
+    logged = logging.getLogRecordFactory()(
+        *(record.name, record.level, record.pathname, record.line, record.message),
+        *(None, None, record.function, record.stack or None),
     )
     vars(logged).update(
         levelname=record.level_name,

@@ -1,7 +1,6 @@
 """A task that ranks have been given: what they say, what is to be done, what became of it.
 
-No I/O: `Workers` feeds it with what comes up, and the loop of `nbdist.world.recovery` asks it
-for the next steps, and takes them.
+No I/O: `Workers` feeds it with what comes up, `nbdist.world.recovery` takes its next steps.
 """
 
 from __future__ import annotations
@@ -26,21 +25,12 @@ from nbdist.errors import (
     WorkerDied,
     WorkerError,
 )
-from nbdist.output.events import (
-    NAME_PROBLEM,
-    Died,
-    Display,
-    Done,
-    Failure,
-    InputRequest,
-    Moved,
-    Output,
-    Update,
-)
+from nbdist.output import events
+from nbdist.output.events import Died, Done, Failure, Output
 from nbdist.output.transcript import Transcript, follows
 from nbdist.values.payload import Payload, as_read, open_payload
 from nbdist.values.pickling import unpickle
-from nbdist.wire.messages import Attached, Silent
+from nbdist.wire.messages import Aborted, Attached, Located, Silent, Used
 from nbdist.wire.views import Place, Usage
 from nbdist.wire.work import Task, task_from
 from nbdist.words import name_ranks
@@ -114,8 +104,8 @@ class RunningTask:
     ) -> None:
         """Take note of a task that is being sent.
 
-        Or was `started` earlier, by the monotonic clock and by that on the wall, by another
-        notebook; these ranks have `ended` it before anybody could see that.
+        Or that another notebook has `started`, at these times of the monotonic and the wall clock;
+        `ended` are the ranks that have finished it meanwhile, and when.
         """
         self.task = task
         self.shipped: Mapping[str, Shipped] = shipped or {}
@@ -125,7 +115,7 @@ class RunningTask:
         self.crew = crew
         self.aborted: dict[int, Place] = {}
         self.places: dict[int, Place] = {}
-        self.moved: dict[int, Moved] = {}
+        self.moved: dict[int, events.Moved] = {}
         self.usage: Mapping[int, Usage] = {}
         self.silent = Silent((), 0.0)
         self.stops = 0
@@ -194,12 +184,6 @@ class RunningTask:
         return bool(self.deaths)
 
     @property
-    def _why_ended(self) -> str:
-        """Why its agent has ended a rank, the first one; "" where only Stop ended some."""
-        whys = (f"{died.why}." for died in self.deaths.values() if died.why and not died.by_stop)
-        return next(whys, "")
-
-    @property
     def killed_by_stop(self) -> tuple[int, ...]:
         """The ranks that Stop did not end; none where others have died for another reason."""
         deaths = self.deaths
@@ -213,26 +197,24 @@ class RunningTask:
 
     @property
     def _waiting(self) -> str:
-        """Which ranks wait in which collective, and where the others are; "" if none waits.
-
-        Nor where one waits for your input, for whom all others may wait.
-        """
-        if self.prompts.ranks:
+        """Which ranks wait in which collective, and where the others are; "" if none waits."""
+        if self.prompts.ranks:  # all others may wait for what somebody types there
             return ""
         unfinished = self.unfinished
         places = {rank: self._watch.places.get(rank, Place()) for rank in unfinished}
         waiting = any(place.operation for place in places.values())
         others = set(range(self.crew.size)) - set(self.task.ranks)
-        # Who waits in a cell for some ranks may wait for those that do not run it.
+        # A rank in a cell for some ranks may wait for those that do not run it.
         if not waiting or (self.age < self.patience.hang_timeout and not others):
             return ""
-        done = set(self.task.ranks) - set(unfinished)
-        finished = f" · {name_ranks(done)} finished" if done else ""
-        absent = f" · not in this cell: {name_ranks(others)}" if others else ""
-        verdict = (
-            " · these calls do not match and would wait forever" if hangs.never_meet(places) else ""
-        )
-        return hangs.waits_text(places, self.task.source) + finished + absent + verdict
+        said = hangs.waits_text(places, self.task.source)
+        if done := set(self.task.ranks) - set(unfinished):
+            said += f" · {name_ranks(done)} finished"
+        if others:
+            said += f" · not in this cell: {name_ranks(others)}"
+        if hangs.never_meet(places):
+            said += " · these calls do not match and would wait forever"
+        return said
 
     @property
     def doing(self) -> str:
@@ -249,8 +231,6 @@ class RunningTask:
     @property
     def _is_safe(self) -> bool:
         return self.spared.issuperset(self.unfinished)
-
-    # --- what is to be done ---------------------------------------------------------------
 
     # Ranks that wait in collectives are located again and again.  They wait in vain where the
     # others have finished, or where all wait and do not meet: then collectives are aborted, on
@@ -323,22 +303,16 @@ class RunningTask:
     # --- what happens ---------------------------------------------------------------------
 
     @contextmanager
-    def counting_stops(self) -> Iterator[None]:
-        """Count a Stop (KeyboardInterrupt) that comes inside; the loop acts on it.
+    def counting_stops(self, *, raises: bool = False) -> Iterator[None]:
+        """Count a Stop (KeyboardInterrupt) that comes inside, for the loop to act on.
 
-        For what a consumer does with each news: `Session.follow` itself counts the others.
+        Consumers need it while they show news; it `raises` where it is to end what is done there.
         """
+        self.raises_stops = raises
         try:
             yield
         except KeyboardInterrupt:
             self.stops += 1
-
-    @contextmanager
-    def raising_stops(self) -> Iterator[None]:
-        """Have one that comes inside end what is done there; inside `counting_stops`."""
-        self.raises_stops = True
-        try:
-            yield
         finally:
             self.raises_stops = False
 
@@ -355,12 +329,24 @@ class RunningTask:
 
     @property
     def ends_after_stop(self) -> bool:
-        """Say whether somebody who has pressed Stop waits for what is done at its end."""
+        """Whether somebody who has pressed Stop waits for what is done at its end."""
         return self.raises_stops and self.stops > 0 and self.patience.control_timeout is not None
 
     def wants_control(self, before: int) -> bool:
         """Say whether Stop came a second time, to somebody who waits; `before` were met then."""
         return self.patience.control_timeout is not None and self.stops > before + 1
+
+    def take(self, news: Located | Aborted | Silent | Used) -> None:
+        """Take in what its agent says of it."""
+        match news:
+            case Located(places):
+                self.take_places(places, time.monotonic())
+            case Aborted(places):
+                self.take_aborted(places, time.monotonic())
+            case Silent():
+                self.silent = news
+            case Used(usage):
+                self.usage = usage
 
     def take_places(self, places: Mapping[int, Place], now: float) -> None:
         """Take in where ranks are."""
@@ -396,20 +382,23 @@ class RunningTask:
 
     def receive(self, rank: int, output: Output) -> None:
         """Take in an output of the task."""
-        if isinstance(output, Failure) and self._is_of_abort(rank, output):
+        # An abort leads to it: gloo raises, with nccl a worker interrupts itself.
+        was_interrupted = rank in self.aborted and not self.is_stopping
+        if isinstance(output, Failure) and (
+            output.connections == "ended"
+            or (was_interrupted and output.name == "KeyboardInterrupt")
+        ):
             output = hangs.in_one_line(output, self.aborted.get(rank), self.task.script)
         now = time.monotonic()
         if isinstance(output, Done | Died):
             now = self._ended.pop(rank, now)
+            self.prompts.drop(rank, now)
         match output:
             case Done():
                 self._watch.finished()
-                self.prompts.drop(rank, now)
-            case Died():
-                self.prompts.drop(rank, now)
-            case InputRequest():
+            case events.InputRequest():
                 self.prompts.receive(rank, output, now)
-            case Display(is_result=True):
+            case events.Display(is_result=True):
                 self.shows_value = True
         self.transcript.receive(rank, output, now)
         self._news.append((rank, output))
@@ -420,29 +409,20 @@ class RunningTask:
         return news
 
     def waits_after(self, rank: int) -> bool:
-        """Say whether this rank is done with the task, and others are not."""
+        """Return True if this rank is done with the task, and others are not."""
         return bool(self.unfinished) and rank in set(self.task.ranks) - set(self.unfinished)
 
     def is_of_another(self, rank: int, output: Output) -> bool:
-        """Say whether it changes what an earlier task has shown."""
+        """Return True if it changes what an earlier task has shown."""
         has = self.transcript[rank].has_display
-        return isinstance(output, Update) and not has(output.display_id)
-
-    def breaks_group(self, output: Output) -> bool:
-        """Say whether gloo's connections have ended, by us, with a dead rank, or by gloo itself."""
-        return isinstance(output, Failure) and bool(output.connections) and self.crew.has_group
-
-    def _is_of_abort(self, rank: int, failure: Failure) -> bool:
-        """Say whether an abort led to it: gloo raises, with nccl the worker interrupts itself."""
-        is_interrupt = failure.name == "KeyboardInterrupt" and not self.is_stopping
-        return failure.connections == "ended" or (is_interrupt and rank in self.aborted)
+        return isinstance(output, events.Update) and not has(output.display_id)
 
     # --- what became of it ----------------------------------------------------------------
 
     def received(self, rank: int) -> Mapping[str, Shipped]:
         """Return what of `shipped` this rank has, as far as is known."""
         error = self.transcript[rank].error
-        was_refused = isinstance(error, Failure) and error.name == NAME_PROBLEM
+        was_refused = isinstance(error, Failure) and error.name == events.NAME_PROBLEM
         return {} if was_refused else self.shipped
 
     def let_go(self) -> None:
@@ -455,19 +435,18 @@ class RunningTask:
         return frozenset().union(*(done.made for done in self._done().values()))
 
     def result(self) -> CellResult[Any]:
-        """Return what has become of it so far; does not raise for failed ranks.
+        """Return what has become of it so far, also for failed ranks.
 
-        Last values, which another may be unable to read, are for `value` one by one.
+        Last values, which this process may be unable to read, are for `value` one by one.
         """
         values = {
             rank: None if self.task.keeps else self.value(done)
             for rank, done in self._done().items()
             if done.status == "ok"
         }
-        seconds = self.transcript.elapsed(time.monotonic())
-        errors = self.transcript.errors
+        told, hosts = self.transcript, self.crew.machines.by_rank
         return CellResult(
-            self.task, self.transcript, seconds, errors, values, self.crew.machines.by_rank
+            self.task, told, told.elapsed(time.monotonic()), told.errors, values, hosts
         )
 
     def error(self) -> NbdistError | None:
@@ -475,7 +454,8 @@ class RunningTask:
         if self.lost is not None:
             return self.lost
         cause = self.transcript.root_cause()
-        if self.timed_out is not None and (cause is None or _is_of_stop(cause[1])):
+        is_of_stop = cause is None or follows(cause[1]) or getattr(cause[1], "by_stop", False)
+        if self.timed_out is not None and is_of_stop:
             late, timeout = self.unfinished, self.patience.timeout or 0.0
             is_safe = self._is_safe and not self.killed_by_stop
             return CellTimeout(timeout, self.timed_out, late, is_safe=is_safe)
@@ -488,10 +468,11 @@ class RunningTask:
         errors = self.transcript.errors
         blame = Blame(rank, host, pid, errors)
         own = {rank: error for rank, error in errors.items() if not follows(error)}
-        seconds = self.seconds_until(first.time_ns)
+        seconds, deaths = self.seconds_until(first.time_ns), self.deaths.values()
+        why_ended = next((f"{each.why}." for each in deaths if each.why and not each.by_stop), "")
         if isinstance(first, Died):
             died = WorkerDied(blame, seconds, first.exit_code, first.end)
-            for fact in filter(None, (self._why_ended, self.why_died, self.fate)):
+            for fact in filter(None, (why_ended, self.why_died, self.fate)):
                 died.add(fact)
             return died
         if not own and self.aborted and not self.is_stopping:
@@ -502,7 +483,7 @@ class RunningTask:
         if self.aborted:
             error.add(f"{hangs.released_text(self.aborted)}{'' if self.fate else KEPT}.")
         differing = f"Before that: {self.differing}." if self.differing else ""
-        for fact in filter(None, (self._why_ended, self.fate, differing, self.lacking)):
+        for fact in filter(None, (why_ended, self.fate, differing, self.lacking)):
             error.add(fact)
         done = self.transcript[rank].done
         contents = Contents.read(done.values if done else None, self.crew.namespace)
@@ -525,8 +506,3 @@ class RunningTask:
         if len(self.task.fetch) == 1 and not self.task.keeps:
             return values[self.task.fetch[0]]
         return values
-
-
-def _is_of_stop(error: Died | Failure) -> bool:
-    """Say whether it is what Stop leads to."""
-    return error.by_stop if isinstance(error, Died) else follows(error)

@@ -1,7 +1,6 @@
 """The engine of a world: a task from `submit` to its end, on workers that it keeps whole.
 
-Runs in the notebook's process, on the thread that has made the world.  Below it the loop over
-one task, and what is done about the group, are in `nbdist.world.recovery`.
+In the notebook's process, on the thread that made the world; `nbdist.world.recovery` is below it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +35,6 @@ from nbdist.world.states import NOBODY, Renumbering, State
 from nbdist.world.workers import Workers
 
 LOOK_TIMEOUT = 10.0
-
 LATE_TIMEOUT = 30.0
 """Seconds that the next task waits for ranks that have not left a stopped one."""
 
@@ -50,8 +48,6 @@ class Session(Workers):
     def __repr__(self) -> str:
         running = f" {self.running}" if self.unfinished else ""
         return f"<Session {self.size} ranks, {self.state.value}{running}>"
-
-    # --- a task ---------------------------------------------------------------------------
 
     def task(
         self, work: Work | str = "", *, ranks: Sequence[int] | None = None, **fields: Any
@@ -82,10 +78,8 @@ class Session(Workers):
     ) -> RunningTask:
         """Send a task to all of its ranks at once, which are made ready first.
 
-        `shipped` is what its names are, where they are the notebook's.
-
-        Raises what keeps it from running, with nothing sent: WorldNotStarted, WorldBusy,
-        WorkerDied, AgentLost, CodeNotSent.
+        `shipped` is what its names are, where they are the notebook's.  Raises what keeps it from
+        running, with nothing sent: WorldNotStarted, WorldBusy, WorkerDied, AgentLost, CodeNotSent.
         """
         self.receive_waiting()
         self.wait_for_stop()
@@ -99,9 +93,7 @@ class Session(Workers):
         return self.send(self._of_those_there(task, before), patience, shipped)
 
     def _of_those_there(self, task: Task, before: Sequence[int]) -> Task:
-        """Have a task for all ranks be for those that there are now, more or fewer."""
-        if task.ranks == self.everyone:
-            return task
+        """Return a task that was for all ranks for those that there are now, more or fewer."""
         if task.ranks == before:
             return replace(task, ranks=self.everyone)
         if missing := [rank for rank in task.ranks if rank >= self.size]:
@@ -109,19 +101,18 @@ class Session(Workers):
         return task
 
     def follow(self, running: RunningTask, *, answers: bool = False) -> recovery.Following:
-        """Yield what its ranks have shown since the last time, until all have finished it.
+        """Yield new output of `running` until every rank has finished.
 
             for news in session.follow(running):
                 with running.counting_stops():
                     draw(news)
 
         The first Stop (KeyboardInterrupt) interrupts the ranks and goes on; the second gives
-        control back, with ranks unfinished.  Neither raises: `running.stops` says how many
-        there were.  At the end the group is whole again, as far as the policy says.
+        control back, with ranks unfinished.  Neither raises: `running.stops` counts them.  At the
+        end the group is whole again, as far as the policy says.
 
-        Whoever says `answers` is to `reply` to what ranks want typed; else they are told that
-        nobody can type.  What is sent to the generator is how long the next time may take: 0.0
-        for who has more to do than to wait.
+        With `answers` the caller has to `reply` to prompts; otherwise ranks get an error.  Send the
+        generator the longest time in seconds that it may block; 0.0 polls.
         """
         before = running.stops_met
         steps, longest = recovery.follow(self, running), None
@@ -131,26 +122,21 @@ class Session(Workers):
                 if not answers:
                     self.refuse(running)
         while not (running.unfinished or running.is_over or running.wants_control(before)):
-            with running.counting_stops(), running.raising_stops():
+            with running.counting_stops(raises=True):
                 recovery.end(self, running)
             yield running.take_news()
 
-    def meet_stop(self, running: RunningTask) -> bool:
-        """Count a Stop, wherever it comes, and have `follow` come round; False: it is to be raised.
+    def meet_stop(self, task: Task) -> bool:
+        """Count a Stop for `follow`; False before the task is sent: then it is to be raised.
 
         For a handler of signals.
         """
-        if running.raises_stops:
+        running = self.running
+        if running is None or running.task.id != task.id or running.raises_stops:
             return False
         running.stops += 1
         self.wake()
         return True
-
-    def meet_stop_of(self, task: Task) -> bool:
-        """The same of a task that is about to be sent; before it is, a Stop is to be raised."""
-        if self.running is None or self.running.task.id != task.id:
-            return False
-        return self.meet_stop(self.running)
 
     def reply(self, running: RunningTask, answers: Mapping[int, str | None]) -> None:
         """Give each of these ranks what was typed for it, None for the end of all input."""
@@ -166,10 +152,7 @@ class Session(Workers):
             running.prompts.drop(rank, time.monotonic())
 
     def attempts(self, task: Task, most: int) -> Iterator[Task]:
-        """Yield the task, to be submitted and followed; again where it is to be run again.
-
-        At most `most` times more: torchrun's `--max-restarts`.  `running.restart` says why.
-        """
+        """Yield the task to submit and follow, at most `most` times more where `restart` is set."""
         for number in range(read_restarts(most) + 1):
             yield replace(task, id=uuid.uuid4().hex, attempt=Attempt(number, most))
             if self.running is None or not self.running.restart:
@@ -202,10 +185,7 @@ class Session(Workers):
             recovery.interrupt(self, self.running)
 
     def wait_for_stop(self) -> None:
-        """Give ranks time again that had not left yet when Stop gave control back.
-
-        Stop meanwhile does not wait.
-        """
+        """Give ranks time again that had not left yet when Stop gave control back."""
         running = self.running
         if running is None or not (running.is_stopping and running.unfinished):
             return
@@ -228,11 +208,9 @@ class Session(Workers):
         self.let_go_of(running.task, (rank for rank, payload in payloads if payload.segment))
 
     def let_go_of(self, task: Task, ranks: Iterable[int]) -> None:
-        """The same, of values that were lent inside of what these ranks returned."""
+        """Have these ranks release values that were lent inside of what they returned."""
         if lent := tuple(ranks):
             self.link.send(LetGo(task.id, lent))
-
-    # --- the group ------------------------------------------------------------------------
 
     def check_ready(self) -> None:
         """Raise the error that says why no task can be sent now."""
@@ -266,7 +244,7 @@ class Session(Workers):
             raise error
 
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
-        """Restart these ranks, in place; with the variables of `keep`."""
+        """Restart these ranks in place, with the variables of `keep`."""
         self.receive_waiting()
         others = set(self.unfinished) - set(ranks)
         if others or self.state not in (State.READY, State.BROKEN, State.STUCK):
@@ -283,13 +261,12 @@ class Session(Workers):
         if not self.state.has_workers:
             raise self.lost or WorldNotStarted("`%dist_scale`")
         self.check_ready()
-        keep: Sequence[int]
         if ranks is not None:
             keep = topology.parse_ranks(",".join(map(str, ranks)), self.size)
             size = len(keep)
         elif n is not None:
             size = topology.parse_size(n, self.size)
-            keep = range(min(size, self.size))
+            keep = self.everyone[:size]
         else:
             raise UsageError(
                 "`%dist_scale` takes a number of workers (4, +2) or the ranks to keep (`-r 0,2-3`)."
@@ -318,11 +295,8 @@ class Session(Workers):
             if rank >= self.size:
                 continue
             payload, segment = pack_frames(frames)
-            try:
+            with closing(segment) if segment else nullcontext():
                 self.run(self.task(Call("values.give_back", {"packed": payload}), ranks=(rank,)))
-            finally:
-                if segment is not None:
-                    segment.close()
 
     # --- the agent ------------------------------------------------------------------------
 
@@ -348,24 +322,21 @@ class Session(Workers):
     def consult(self, question: Question, ranks: Iterable[int]) -> Future[Reply] | None:
         """Put a question about names to one of these ranks, from any thread; None without workers.
 
-        What comes of it is None where no rank has answered in time; wait for it with a bound.
+        The reply is None where no rank has answered in time; wait for it with a bound.
         """
         return self._asked(Consult(tuple(ranks), question))
 
     def _named(self, reply: Reply) -> Any:
-        """Have the rows of a status name machines as all else does."""
+        """Name machines in the rows of a status as elsewhere."""
         if not isinstance(reply, tuple):
             return reply
+        name = self.machines.name
         return tuple(
-            replace(row, host=self.machines.name(row.rank) or row.host)
-            if isinstance(row, WorkerStatus)
-            else row
+            replace(row, host=name(row.rank) or row.host) if isinstance(row, WorkerStatus) else row
             for row in reply
         )
 
     def _asked(self, request: Request) -> Future[Reply] | None:
-        """Ask the agent, from any thread; None without workers."""
-        link = self._link
-        if not self.state.has_workers or link is None or not link.is_up:
+        if not self.state.has_workers or (link := self._link) is None or not link.is_up:
             return None
         return link.ask(request)

@@ -2,11 +2,10 @@
 
     ROOT/NAME/20260131-120301/{manifest.json, rank0.frames, rank1.frames, ...}
 
-Runs in the notebook's process.  What is being written lies beside it under a name that
-begins with a dot.  Each folder of a snapshot is private, and has a marker of ours without
-which it is never removed (`nbdist.system.folders`); its lock distinguishes a writer's folder from
-one that was left behind.  What is restored is a pickle, which can run anything: it is read only
-where only this user can have written it.
+What is being written lies beside it under a name that begins with a dot.  Each folder is private,
+and has a marker of ours without which it is never removed (`nbdist.system.folders`); its lock
+distinguishes a writer's folder from one that was left behind.  What is restored is a pickle, which
+can run anything: it is read only where only this user can have written it.
 """
 
 from __future__ import annotations
@@ -59,9 +58,8 @@ class Part:
 class Snapshot:
     """One that lies in its folder; `problem` says what is wrong with it, as far as is seen.
 
-    `meshes` have to be there before anything of it is unpickled.  `versions` are those of what has
-    written it, `owner` is the notebook that has.  `distrust` says who else could have written it:
-    then nothing of it has been read.
+    `meshes` have to be there before anything of it is unpickled.  `owner` is the notebook that
+    wrote it, with these `versions`.  `distrust` says who else could have: then nothing was read.
     """
 
     name: str
@@ -78,7 +76,7 @@ class Snapshot:
 
     @property
     def key(self) -> str:
-        """By which `%dist_restore` finds it, also when there are newer ones of its name."""
+        """Its full name, by which `%dist_restore` finds it though there are newer ones."""
         return f"{self.name}@{self.stamp}"
 
     @property
@@ -99,19 +97,16 @@ class Snapshot:
 
 
 def root_folder(log_dir: str | None) -> Path:
-    """Name one beside the log files, or in the state folder; `$NBDIST_SNAPSHOT_DIR` before both."""
+    """Return `$NBDIST_SNAPSHOT_DIR`, or one beside the log files or in the state folder."""
     chosen = os.environ.get("NBDIST_SNAPSHOT_DIR")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    return Path(log_dir or folders.state_folder(), "snapshots").expanduser().absolute()
+    usual = os.path.join(log_dir or folders.state_folder(), "snapshots")
+    return Path(chosen or usual).expanduser().absolute()
 
 
 def owner_of(pool: str) -> str:
-    """Identify this notebook or script by its file, also when it runs again, and one of its pools.
-
-    Front ends tell a kernel its file (JupyterLab, VS Code); without one it is this process.
-    """
+    """Identify a pool of this notebook or script by its file; without one by this process."""
     main = vars(sys.modules["__main__"])
+    # JupyterLab and VS Code tell a kernel its file.
     in_jupyter = os.environ.get("JPY_SESSION_NAME") if "ipykernel" in sys.modules else None
     file = main.get("__vsc_ipynb_file__") or in_jupyter or main.get("__file__")
     program = os.path.abspath(file) if isinstance(file, str) else NO_FILE
@@ -122,15 +117,16 @@ class SnapshotStore:
     """All snapshots under one folder; those of `owner` come first."""
 
     def __init__(self, root: Path, owner: str = NO_FILE) -> None:
-        self.root = root
-        self.owner = owner
-
-    # --- reading --------------------------------------------------------------------------
+        self.root, self.owner = root, owner
 
     def all(self) -> list[Snapshot]:
-        """Return the newest first."""
+        """Return the newest first, also within one second."""
+
+        def age(each: Snapshot) -> tuple[str, float, str]:
+            return each.stamp.partition(".")[0], each.time or float("inf"), each.stamp
+
         found = [each for folder in _folders(self.root) for each in self.of(folder.name)]
-        return sorted(found, key=_age, reverse=True)
+        return sorted(found, key=age, reverse=True)
 
     def of(self, name: str) -> list[Snapshot]:
         """Return those of one name, the newest first."""
@@ -138,7 +134,7 @@ class SnapshotStore:
 
     @property
     def default_name(self) -> str:
-        """What a snapshot is called that is given no name: as the notebook's file is."""
+        """The name of a snapshot that is given none: that of the notebook's file."""
         stem = Path(self.owner).stem if self.owner.startswith("/") else ""
         return "-".join(re.findall(r"[\w.-]+", stem, re.ASCII)).lstrip(".-") or "snapshot"
 
@@ -156,9 +152,9 @@ class SnapshotStore:
         ]
 
     def find(self, key: str | None) -> Snapshot:
-        """Return this notebook's newest, also of a name; or the one `NAME@STAMP`.
+        """Return this notebook's newest, that of a name, if need be another's, or `NAME@STAMP`.
 
-        Of a name that this notebook has not used, another's newest; UsageError for none.
+        UsageError for none.
         """
         name, _, stamp = (key or "").partition("@")
         found = self.of(name) if _is_name(name) else [] if key else self.mine()
@@ -181,7 +177,7 @@ class SnapshotStore:
         )
 
     def damaged(self, snapshot: Snapshot, problem: str) -> UsageError:
-        """Return the error that says so, and names the next older one that looks intact."""
+        """Return the error that names the next older one that looks intact."""
         older = (each for each in self.of(snapshot.name) if each.stamp < snapshot.stamp)
         intact = next((each for each in older if not (each.problem or each.distrust)), None)
         remedy = "There is no older one."
@@ -190,21 +186,18 @@ class SnapshotStore:
         return UsageError(f"The snapshot `{snapshot.key}` is damaged: {problem}. {remedy}")
 
     def distrusted(self, snapshot: Snapshot, why: str) -> UsageError:
-        """Return the error that says so, and what to do where it is to be trusted all the same."""
+        """Return the error that says how to restore it all the same."""
         return UsageError(
             f"`{snapshot.key}` was not restored, because {why}: restoring a snapshot can run "
             "code. If you trust everyone who could have written it, copy it to a folder of your "
             f"own (`cp -r`, then `chmod -R go-w`) below {self.root}, or set NBDIST_SNAPSHOT_DIR."
         )
 
-    # --- writing --------------------------------------------------------------------------
-
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
         """Make a folder to write into, which is gone afterwards unless it was published.
 
-        What writers that were killed have left is removed first.  Raises UsageError, also
-        while another process writes one of this name.
+        Folders of killed writers are removed first.  UsageError while another writes this name.
         """
         if not _is_name(name):
             raise UsageError(
@@ -218,8 +211,19 @@ class SnapshotStore:
                     folders.remove(left, _what(other.name), CONTENTS)
             with suppress(FileExistsError):
                 (self.root / name).mkdir(mode=folders.PRIVATE_FOLDER)
-            with _locked(self.root / name), self._part(name) as folder:
-                yield folder
+            lock = self.root / name / ".lock"
+            held = folders.open_private(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
+            with os.fdopen(held, "rb"):
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                folder = self.root / name / f"{UNFINISHED}{uuid.uuid4().hex}"
+                folder.mkdir(mode=folders.PRIVATE_FOLDER)
+                claim = folders.claim(folder, _what(name))
+                try:
+                    os.close(folders.open_trusted(folder / folders.MARKER))
+                    yield folder
+                finally:
+                    os.close(claim)
+                    folders.remove(folder, _what(name), CONTENTS)
         except NbdistError:  # what a rank has raised may be an OSError too
             raise
         except BlockingIOError:
@@ -237,24 +241,8 @@ class SnapshotStore:
                 "are as they were. `NBDIST_SNAPSHOT_DIR` names another folder."
             ) from None
 
-    @contextmanager
-    def _part(self, name: str) -> Iterator[Path]:
-        folder = self.root / name / f"{UNFINISHED}{uuid.uuid4().hex}"
-        folder.mkdir(mode=folders.PRIVATE_FOLDER)
-        held = folders.claim(folder, _what(name))
-        try:
-            os.close(folders.open_trusted(folder / folders.MARKER))
-            yield folder
-        finally:
-            os.close(held)
-            folders.remove(folder, _what(name), CONTENTS)
-
     def publish(self, folder: Path, name: str, parts: Mapping[int, Written]) -> Snapshot:
-        """Give a complete one its name, and remove the oldest; for `writing`.
-
-        The notebook does it, because it knows when all ranks are done: a barrier would take
-        a group, which not every world has.
-        """
+        """Give a complete one its name, and remove the oldest; for `writing`."""
         now = time.time()
         stamp = _next_stamp(self.root / name, now)
         first = next(iter(parts.values()))
@@ -296,22 +284,6 @@ class SnapshotStore:
             (self.root / name / ".lock").unlink()
             (self.root / name).rmdir()
         return removed
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the right to write there; BlockingIOError while another process has it."""
-    lock = folders.open_private(folder / ".lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _age(snapshot: Snapshot) -> tuple[str, float, str]:
-    """Order snapshots by when they were taken, also within one second."""
-    return snapshot.stamp.partition(".")[0], snapshot.time or float("inf"), snapshot.stamp
 
 
 def _remove(snapshot: Snapshot) -> bool:
@@ -366,18 +338,15 @@ def _read(name: str, folder: Path) -> Snapshot:
 
 def _problem_of(path: Path, part: Part) -> str:
     try:
-        file = folders.open_trusted(path)
+        with os.fdopen(folders.open_trusted(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError:
         return f"{path.name} is missing"
-    try:
-        size = os.fstat(file).st_size
-    finally:
-        os.close(file)
     return "" if size == part.size else f"{path.name} has {size:,} of {part.size:,} bytes"
 
 
 def _next_stamp(folder: Path, now: float) -> str:
-    """Say when, as a folder's name that sorts after all others, also where the clock went back."""
+    """Return the time as a folder's name that sorts after all others, whatever the clock says."""
     newest = max((each.name for each in _stamped(folder)), default="")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     if stamp > newest:

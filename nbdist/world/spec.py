@@ -1,9 +1,6 @@
-"""What all workers of a world have in common, worked out from its options and this process.
+"""What all workers of a world have in common, worked out from its options and the notebook.
 
-Runs in the notebook.  `Here.now` looks at the process; all else follows from what it has seen,
-from files that options name, and from the GPUs that there are.  The file of `--env-file` is
-parsed, never sourced: nothing in it is run or expanded.  A task takes along what has changed in
-the notebook's folder, `sys.path` and environment since the workers' start.
+A task brings what has changed in the notebook's folder, `sys.path` and environment since then.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -24,7 +21,7 @@ from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import BadTopology, UsageError
 from nbdist.system import folders
 from nbdist.system.limits import memory_limits
-from nbdist.topology import Position, Seats, seat_more
+from nbdist.topology import Position, seat_more
 from nbdist.wire.spec import NBDIST_DECIDES, NBDIST_SETS, WorldSpec, check_nvls, versions_here
 from nbdist.wire.work import Surroundings
 from nbdist.words import count, one_line, size_text
@@ -38,7 +35,10 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def read_env_file(path: str) -> dict[str, str]:
-    """Read what a `.env` file sets; UsageError with file and line for what cannot be read."""
+    """Read what a `.env` file sets; nothing in it is run or expanded.
+
+    Raises UsageError, with file and line, for what cannot be read.
+    """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -113,41 +113,28 @@ _CONNECTION_FILE = re.compile(r"(-f|--f|--IPKernelApp.connection_file)[ =].*\.js
 
 @dataclass(frozen=True)
 class Here:
-    """This process, as far as new workers take after it.
+    """This process now, as far as new workers take after it: a cell may have changed all of it.
 
     `prefixes` are the folders of its interpreter, whose packages no other one has.
     """
 
-    environ: Mapping[str, str]
-    cwd: str
-    sys_path: tuple[str, ...]
-    argv: tuple[str, ...]
-    python: str
-    prefixes: tuple[str, ...]
-    cores: int
-
-    @classmethod
-    def now(cls) -> Here:
-        """Look at it now: a cell may have changed the environment, the path and the folder."""
-        return cls(
-            environ=dict(os.environ),
-            cwd=os.getcwd(),
-            sys_path=tuple(sys.path),
-            argv=tuple(sys.argv),
-            python=sys.executable,
-            prefixes=(sys.prefix, sys.base_prefix),
-            cores=topology.usable_cores(),
-        )
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    cwd: str = field(default_factory=os.getcwd)
+    sys_path: tuple[str, ...] = field(default_factory=lambda: (*sys.path,))
+    argv: tuple[str, ...] = field(default_factory=lambda: (*sys.argv,))
+    python: str = sys.executable
+    prefixes: tuple[str, ...] = (sys.prefix, sys.base_prefix)
+    cores: int = field(default_factory=topology.usable_cores)
 
 
 def make_spec(
     config: WorldConfig, run: str = "", here: Here | None = None
 ) -> tuple[WorldSpec, str]:
-    """Work out the spec, and a warning or "".
+    """Return the spec, and a warning or ""; `run` is the name of a world without one.
 
-    `run` is the name of a world without one.  Raises UsageError for what cannot be.
+    Raises UsageError for what cannot be.
     """
-    here = here or Here.now()
+    here = here or Here()
     topology.check_class(config.backend or "", versions_here()["torch"])
     given = given_environ(config)
     first, is_here = given.get("PYTHONPATH", ""), config.launched_by == LOCAL
@@ -214,15 +201,18 @@ def scaled(
     cores: int | None = None,
     keep: Sequence[int] | None = None,
 ) -> tuple[WorldSpec, str]:
-    """Work out the spec of as many workers, otherwise the same, and a warning or "".
+    """Return the spec of `size` workers, otherwise the same, and a warning or "".
 
-    The ranks that `keep` names, or all, keep their seats; on other machines these are found
-    there.  Raises NotEnoughGpus, and UsageError where hosts have no room.
+    The ranks in `keep`, or all, keep their seats, which other machines find themselves.  Raises
+    NotEnoughGpus, and UsageError where hosts have no room.
     """
     if config.launched_by != LOCAL:
         config.but(n=size)
         return replace(spec, world_size=size), ""
-    _require_room(size)
+    for found in memory_limits():
+        if size * LEAST_MEMORY > found.limit:  # a slip of the finger
+            why = f"{size:,} workers take more than the {size_text(found.limit)} of {found.where}"
+            raise BadTopology("-n", str(size), why, topology.WORKERS_FORMS)
     cores = topology.usable_cores() if cores is None else cores
     devices = spec.environ.get("CUDA_VISIBLE_DEVICES")
     warning = topology.check_start(
@@ -230,28 +220,20 @@ def scaled(
     )
     shared = spec.share_gpus or any(map(topology.is_slice, spec.gpus))
     more = check_nvls(spec.backend or "none", spec.environ, shared=shared)
-    threads = _threads(spec.environ, config.cpus or max(1, cores // size))
+    # `OMP_NUM_THREADS=4,2` is for nested regions; torch has the outer ones.
+    asked = spec.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    share = config.cpus or max(1, cores // size)
+    threads = max(1, int(asked)) if asked.isdigit() else share
     room = spec.room
     while room and sum(room) < size:  # as many simulated nodes as it takes
         room = (*room, room[-1])
-    seats = seat_more(_seats_of(spec, keep), room, size)
+    seats = spec.seats
+    # With GPUs each rank that stays keeps its own, and so LOCAL_RANK.
+    if keep is not None and [*keep] != [*range(len(keep))] and (seats or spec.gpus):
+        seats = tuple(seats[rank] if seats else Position(0, rank) for rank in keep)
+    seats = seat_more(seats, room, size)
     spec = replace(spec, world_size=size, threads=threads, room=room, seats=seats)
     return spec, " ".join(filter(None, (warning, more)))
-
-
-def _require_room(size: int) -> None:
-    """Raise BadTopology for more workers than there can be, a slip of the finger."""
-    for found in memory_limits():
-        if size * LEAST_MEMORY > found.limit:
-            why = f"{size:,} workers take more than the {size_text(found.limit)} of {found.where}"
-            raise BadTopology("-n", str(size), why, topology.WORKERS_FORMS)
-
-
-def _seats_of(spec: WorldSpec, keep: Sequence[int] | None) -> Seats:
-    """List the seats of those that stay: with GPUs each keeps its own, and so LOCAL_RANK."""
-    if keep is None or [*keep] == [*range(len(keep))] or not (spec.seats or spec.gpus):
-        return spec.seats
-    return tuple(spec.seats[rank] if spec.seats else Position(0, rank) for rank in keep)
 
 
 def wanted_elsewhere(config: WorldConfig, spec: WorldSpec) -> WorldConfig | None:
@@ -264,11 +246,18 @@ def wanted_elsewhere(config: WorldConfig, spec: WorldSpec) -> WorldConfig | None
 
 
 def given_environ(config: WorldConfig) -> dict[str, str]:
-    """Gather what the workers have besides the notebook's environment; the later wins."""
+    """Return what the workers have besides the notebook's environment; UsageError for bad names."""
     file = config.env_file
     in_file = read_env_file(file) if file else {}
-    _check_names(in_file, f"--env-file {file}")
-    _check_names(config.env, "--env")
+    for option, environ in ((f"--env-file {file}", in_file), ("--env", config.env)):
+        for name, value in environ.items():
+            if name in NBDIST_DECIDES:
+                raise UsageError(
+                    f"`{option}`: {name} is set by nbdist and cannot be changed. Use `-n`, `-j`, "
+                    f"`--pool` or `--name`."
+                )
+            if not _VARIABLE.fullmatch(name) or "\0" in value:
+                raise UsageError(f"`{option}`: {name!r} and its value cannot be in an environment.")
     return {**(DEBUG_VARIABLES if config.debug else {}), **in_file, **config.env}
 
 
@@ -278,7 +267,7 @@ def size_of(config: WorldConfig) -> int | None:
 
 
 def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Choose the variables with such names, but for those that say which rank a worker is."""
+    """Return the variables with such names, but for those that say which rank a worker is."""
     wanted = [pattern.strip() for pattern in patterns.split(",")]
     return {
         name: value
@@ -305,16 +294,13 @@ def find_python(config: WorldConfig, environ: Mapping[str, str]) -> str:
 
 
 def run_name(pool: str) -> str:
-    """Name the run of a world that was given no name: when, and of which process."""
+    """Return the name of a world that was given none: when, and of which process."""
     of = "" if pool == DEFAULT_POOL else f"-{pool}"
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{of}"
 
 
 def default_log_dir(*, is_here: bool = True) -> str:
-    """Choose `$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder.
-
-    On other machines that is below the home folder there, which may be another.
-    """
+    """Return `$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder there."""
     if "NBDIST_LOG_DIR" in os.environ:
         return os.environ["NBDIST_LOG_DIR"]
     if is_here or os.environ.get("XDG_STATE_HOME"):
@@ -323,7 +309,7 @@ def default_log_dir(*, is_here: bool = True) -> str:
 
 
 def log_limit(environ: Mapping[str, str]) -> int:
-    """Read `$NBDIST_LOG_LIMIT`: bytes that a rank's log may have of each stream; 0 for no limit."""
+    """Read `$NBDIST_LOG_LIMIT`, the most bytes of each stream in a rank's log; 0 for no limit."""
     text = environ.get("NBDIST_LOG_LIMIT", "").strip() or DEFAULT_LOG_LIMIT
     found = _SIZE.fullmatch(text)
     if text != "0" and (not found or not int(found[1])):
@@ -332,25 +318,6 @@ def log_limit(environ: Mapping[str, str]) -> int:
             f"{DEFAULT_LOG_LIMIT}, 2G, or 0 for all."
         )
     return int(found[1]) << (30 if found[2] in "gG" else 20) if found else 0
-
-
-def _check_names(environ: Mapping[str, str], option: str) -> None:
-    """Raise UsageError for what cannot be set."""
-    for name, value in environ.items():
-        if name in NBDIST_DECIDES:
-            raise UsageError(
-                f"`{option}`: {name} is set by nbdist and cannot be changed. Use `-n`, `-j`, "
-                f"`--pool` or `--name`."
-            )
-        if not _VARIABLE.fullmatch(name) or "\0" in value:
-            raise UsageError(f"`{option}`: {name!r} and its value cannot be in an environment.")
-
-
-def _threads(environ: Mapping[str, str], share: int) -> int:
-    """Count the threads that torch gets: the user's OMP_NUM_THREADS, or a share of the cores."""
-    # `4,2` is for nested regions; torch has the outer ones.
-    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return max(1, int(first)) if first.isdigit() else share
 
 
 def path_for(here: Here, given: str, *, is_foreign: bool) -> tuple[str, ...]:
@@ -371,10 +338,7 @@ def path_for(here: Here, given: str, *, is_foreign: bool) -> tuple[str, ...]:
 
 
 def _argv(argv: Sequence[str]) -> tuple[str, ...]:
-    """Take the notebook's command line; of a kernel's its name alone.
-
-    A kernel's arguments are Jupyter's, and `parse_args()` in a cell would end at them.
-    """
+    """Return the notebook's command line; of a kernel, whose arguments are Jupyter's, its name."""
     is_kernel = any(
         _CONNECTION_FILE.fullmatch(" ".join(argv[at : at + 2])) for at in range(1, len(argv))
     )
@@ -399,7 +363,7 @@ class NotebookSurroundings:
 
     def __init__(self, config: WorldConfig, spec: WorldSpec) -> None:
         self._config, self._spec = config, spec
-        self._start = self._seen = Here.now()
+        self._start = self._seen = Here()
         self._here: Surroundings | None = None
         self._said: Mapping[str, str | None] = {}
         self._note = ""
@@ -408,7 +372,7 @@ class NotebookSurroundings:
             self._here = Surroundings(self._start.cwd, spec.cwd)
 
     def now(self) -> Surroundings | None:
-        """Return what is other than it was; None where nothing is."""
+        """Return what has changed since the workers were described; None for nothing."""
         seen = self._seen
         with suppress(FileNotFoundError):  # the folder was removed: the last one stays
             folder, path, environ = os.getcwd(), (*sys.path,), dict(os.environ)
@@ -418,7 +382,7 @@ class NotebookSurroundings:
         return self._here
 
     def take_note(self) -> str:
-        """Return a line about variables that have changed since it was last asked for; or ""."""
+        """Return a line about variables that have changed since the last one, or ""."""
         said, self._note = self._note, ""
         return said
 
@@ -442,7 +406,6 @@ class NotebookSurroundings:
         return Surroundings(now.cwd, self._spec.cwd, path, sent)
 
     def _text(self, changes: Mapping[str, str | None], followed: Collection[str]) -> str:
-        """Word the line about what has changed since the last one."""
         said, absent = self._said, object()
         names = [name for name in {**said, **changes} if not SET_ON_IMPORT.fullmatch(name)]
         new = [name for name in names if said.get(name, absent) != changes.get(name, absent)]

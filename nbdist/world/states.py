@@ -1,8 +1,4 @@
-"""What a world and its ranks are in.  Pure.
-
-The states of a world as one table, and all that changes a state goes through `next_state`; on
-which machine each rank is, and which rank it has become; which ranks wait for what somebody types.
-"""
+"""The states of a world as one table, on which machine each rank is, prompts of ranks.  Pure."""
 
 from __future__ import annotations
 
@@ -102,9 +98,6 @@ def next_state(state: State, event: Event) -> State:
         raise RuntimeError(f"{event} cannot happen to a world that is {state}") from None
 
 
-# --- on which machine each rank of a world is, and which rank it has become -------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Machines:
     """The machine of each rank, and its number there, from 0 on."""
@@ -113,12 +106,12 @@ class Machines:
 
     @classmethod
     def of(cls, hosts: Mapping[int, str], spec: WorldSpec) -> Machines:
-        """Take them from the seats of a world on several machines; `hosts` names these."""
+        """Take them from the seats of a world on several machines, named by rank in `hosts`."""
         return cls({rank: (host, spec.seat(rank).local_rank) for rank, host in hosts.items()})
 
     @classmethod
     def one(cls, host: str, size: int) -> Machines:
-        """Have all ranks on one machine, whatever nodes are simulated there."""
+        """Return those of ranks that are on one machine, whatever nodes are simulated there."""
         return cls({rank: (host, rank) for rank in range(size)})
 
     @property
@@ -138,11 +131,11 @@ class Machines:
         on: dict[str, list[int]] = {}
         for rank in sorted(set(asked)):
             on.setdefault(self.name(rank), []).append(rank)
-        parts = [f"{format_ranks(some)} on {host}" for host, some in on.items()]
-        return f"{'ranks' if len(set(asked)) > 1 else 'rank'} {', '.join(parts)}"
+        parts = ", ".join(f"{format_ranks(some)} on {host}" for host, some in on.items())
+        return f"{'ranks' if len(set(asked)) > 1 else 'rank'} {parts}"
 
     def __str__(self) -> str:
-        """Write `hosta`, `hosta, hostb and hostc`; of many how many others there are."""
+        """Write `hosta`, `hosta, hostb and hostc`, `hosta and 7 other machines`."""
         first, *others = self.names or ("",)
         if len(others) > MOST_NAMED:
             return f"{first} and {len(others)} other machines"
@@ -163,12 +156,12 @@ class Renumbering:
 
     @property
     def moved(self) -> Mapping[int, int]:
-        """Those that have another number now."""
+        """The ranks that have another number now, by the old one."""
         return {old: new for old, new in self.became.items() if old != new}
 
     @property
     def was(self) -> Mapping[int, int]:
-        """By the number that each has now, the one before."""
+        """The old number of each rank by the new one."""
         return {new: old for old, new in self.became.items()}
 
     @property
@@ -177,21 +170,17 @@ class Renumbering:
         return tuple(rank for rank in range(self.after) if rank not in self.was)
 
     def then(self, later: Renumbering) -> Renumbering:
-        """Make one of two that came one after the other."""
+        """Return this and a later one as one."""
         became = {old: later.became[now] for old, now in self.became.items() if now in later.became}
         return Renumbering(self.before, later.after, became)
 
     def of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Say which ranks these are now; those that are gone are left out."""
+        """Return which ranks these are now, without those that are gone."""
         return tuple(sorted(self.became[rank] for rank in ranks if rank in self.became))
 
 
 def compare(before: Processes, after: Processes) -> Renumbering:
-    """Find what became of each rank.
-
-    One that is another process in the place of the one before has been replaced: it is the
-    same rank, unless that is what another has become.
-    """
+    """Find what became of each rank; a new process in the place of one keeps its number."""
     now = {process: rank for rank, process in after.items()}
     became = {rank: now[process] for rank, process in before.items() if process in now}
     taken = {*became.values()}
@@ -213,9 +202,6 @@ def moved_text(moved: Mapping[int, int]) -> str:
     return f"{name_ranks(old)} are now {name_ranks(new)}"
 
 
-# --- which ranks wait for input --------------------------------------------------------------
-
-
 SETTLE_SECONDS = 0.1
 """Seconds that a rank is given to ask before one that comes after it."""
 
@@ -233,11 +219,8 @@ TO_RANKS = "-r"
 class Prompts:
     """Those at which ranks of a task wait, one a rank; times are monotonic seconds.
 
-    They are answered in the order of the ranks, one after the other: what is typed is for one
-    rank, as its prompt says, since programs that ask differ in what they have to be told, and a
-    debugger always does.  A rank that has been answered comes again first if it asks again soon,
-    so that a conversation with the debugger of one rank, or two questions of one cell, are not
-    torn apart.
+    What is typed is for one rank, as its prompt says; they are answered in the order of the ranks.
+    But a rank that asks again soon comes first: a debugger's conversation is not torn apart.
     """
 
     def __init__(self) -> None:
@@ -249,18 +232,18 @@ class Prompts:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Who asks."""
+        """The ranks that ask."""
         return tuple(sorted(self._open))
 
     def __getitem__(self, rank: int) -> InputRequest:
         return self._open[rank]
 
     def seconds(self, now: float) -> float:
-        """Count those in which any rank has waited for somebody to type."""
+        """Return how long any rank has waited for somebody to type."""
         return self._seconds + (now - self._changed if self._open else 0.0)
 
     def receive(self, rank: int, request: InputRequest, now: float) -> None:
-        """Take in what a rank asks; what it asked before it has given up."""
+        """Take in what a rank asks, in place of what it asked before."""
         self._count(now)
         self._open[rank] = request
 
@@ -275,7 +258,7 @@ class Prompts:
         self._last, self._answered = rank, now
 
     def next(self, now: float, unfinished: Collection[int]) -> int | None:
-        """Choose the rank that is to be answered now; None where one that is due may come yet."""
+        """Return the rank to answer now; None where one that comes before may ask soon."""
         if not self._open:
             return None
         if self._last in self._open:
@@ -289,17 +272,14 @@ class Prompts:
         self._seconds = self.seconds(now)
         self._changed = now
 
-    # --- what is typed --------------------------------------------------------------------
-
     def prompt(self, rank: int) -> str:
         """Write what stands before the input box: `[rank 3] ipdb> `."""
         return f"[rank {rank}] {self._open[rank].prompt}"
 
     def answers(self, rank: int, typed: str, size: int) -> dict[int, str]:
-        """Say which ranks get what of a line that was typed for this one.
+        """Return which ranks get what of a line that was typed for this one.
 
-        `-r all c`, in a debugger, is for all those that wait in one now; UsageError for ranks
-        that there are not.
+        `-r all c`, in a debugger, is for all that wait in one now; UsageError for unknown ranks.
         """
         words = typed.split(maxsplit=2)
         if not self._open[rank].by_debugger or len(words) < 2 or words[0] != TO_RANKS:
@@ -312,17 +292,15 @@ class Prompts:
 
     @property
     def text(self) -> str:
-        """`rank 3 waits for your input`; how to answer several at once; "" where none does.
-
-        Said in the head of a cell that runs.
-        """
+        """`rank 3 waits for your input`, and how to answer several at once; "" for none."""
         ranks = self.ranks
         if not ranks:
             return ""
-        debugged = [rank for rank in ranks if self._open[rank].by_debugger]
-        what = "is in the debugger" if len(debugged) == len(ranks) else "waits for your input"
+        is_debugged = all(self._open[rank].by_debugger for rank in ranks)
         if len(ranks) == 1:
-            return f"{name_ranks(ranks)} {what}"
-        what = what.replace("is in", "are in").replace("waits", "wait") + ", one at a time"
-        also = " · `-r all c` goes to all of them" if len(debugged) == len(ranks) else ""
-        return f"{name_ranks(ranks)} {what}{also}"
+            what = "is in the debugger" if is_debugged else "waits for your input"
+        else:
+            what = "are in the debugger" if is_debugged else "wait for your input"
+            what += ", one at a time"
+            what += " · `-r all c` goes to all of them" if is_debugged else ""
+        return f"{name_ranks(ranks)} {what}"

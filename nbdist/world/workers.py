@@ -1,6 +1,6 @@
 """The workers of a world: what is known of them, their start and end, what comes up from them.
 
-Runs in the notebook's process, on the thread that has made the world.
+In the notebook's process, on the thread that made the world.
 """
 
 from __future__ import annotations
@@ -18,26 +18,10 @@ from typing import Any
 from nbdist import topology
 from nbdist.config import LOCAL, OnFailure, Patience, WorldConfig
 from nbdist.errors import AgentLost, StartError, WorldNotStarted
-from nbdist.output.events import Died, Done, InputRequest, Moved, Record, Visible
+from nbdist.output.events import Died, Done, Failure, InputRequest, Moved, Record, Visible
+from nbdist.wire import messages
 from nbdist.wire.frames import pack
-from nbdist.wire.messages import (
-    Aborted,
-    Attached,
-    Came,
-    Enter,
-    Healed,
-    Located,
-    Received,
-    Remember,
-    Run,
-    Silent,
-    StartFailure,
-    Starting,
-    StartWorld,
-    StopWorld,
-    Used,
-    WorldStarted,
-)
+from nbdist.wire.messages import Attached, Healed, Received, Remember, Starting
 from nbdist.wire.node_messages import processes
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import InputReply, Task
@@ -57,10 +41,8 @@ log = logging.getLogger("nbdist.world")
 COMING_TIMEOUT = 86_400.0
 """Seconds for other machines to come, on whose queues it depends; their head waits less long."""
 
-STOP_GRACE = 2.0
+STOP_GRACE, RESTART_GRACE = 2.0, 0.3
 """Seconds that idle workers have to run their exit handlers."""
-
-RESTART_GRACE = 0.3
 
 STOP_TIMEOUT = 20.0
 """Seconds for an agent to have ended them; one that hangs is ended with them."""
@@ -117,17 +99,10 @@ class Workers:
             spec, self.warning = make_spec(config)
         self._take_spec(config, spec)
 
-    # --- what there is --------------------------------------------------------------------
-
     @property
     def size(self) -> int:
         """How many there are, or will be."""
         return self.spec.world_size
-
-    @property
-    def name(self) -> str:
-        """What the run is called."""
-        return self.spec.name
 
     @property
     def backend(self) -> str:
@@ -202,7 +177,7 @@ class Workers:
 
     def configure(self, config: WorldConfig) -> None:
         """Work out the spec of the workers; UsageError for what cannot be."""
-        spec, self.warning = make_spec(config, self.name)
+        spec, self.warning = make_spec(config, self.spec.name)
         self._take_spec(config, spec)
 
     def _take_spec(self, config: WorldConfig, spec: WorldSpec) -> None:
@@ -211,7 +186,7 @@ class Workers:
         self.surroundings = NotebookSurroundings(config, spec)
 
     def remember(self, patience: Patience | None = None) -> None:
-        """Tell the agent what only this process knows, where another may take the world over."""
+        """Send the agent what only this process knows, where another may take the world over."""
         may_be = self.config.detach or self._remembered.options.get("detach")
         if self._link is None or not self._link.is_up or not may_be:
             return
@@ -221,16 +196,15 @@ class Workers:
             self._link.remember(memory)
 
     def memory(self, patience: Patience) -> Remember:
-        """Return what another notebook has to know, where another launcher may be the usual one."""
+        """Return what another notebook has to know, whose usual launcher may be another."""
         options = {**vars(self.config), "launcher": self.config.launched_by}
-        return Remember(options, dict(vars(patience)), self.setup.kept)
+        return Remember(options, dict(vars(patience)), (*self.setup.tasks.items(),))
 
     def take_healed(self, healed: Healed) -> None:
         """Take in what the agent says of the workers there are now, more or fewer."""
         found = compare(processes(self.pids, self.spec.seats), processes(healed.pids, healed.seats))
-        self.pids, self.logs, self.problem = healed.pids, healed.logs, healed.problem
-        self.way_back = healed.way_back
-        after = found.after
+        self.pids, self.logs = healed.pids, healed.logs
+        self.problem, self.way_back, after = healed.problem, healed.way_back, found.after
         if found.before != after and healed.spec is None:
             self.spec, _ = scaled(self.spec, self.config, after)
             self.config = self.config.of_size(after)
@@ -250,15 +224,13 @@ class Workers:
         self._renumbered = self._renumbered.then(found) if self._renumbered else found
 
     def _place(self, hosts: Mapping[int, str], host: str) -> None:
-        """Note where all ranks are: where nothing is said of it, on this one machine."""
+        """Note the machines of all ranks: without `hosts` it is this one."""
         self.is_elsewhere = bool(hosts)
-        if hosts:
-            self.machines = Machines.of(hosts, self.spec)
-        else:
-            self.machines = Machines.one(host, self.size)
+        one = Machines.one(host, self.size)
+        self.machines = Machines.of(hosts, self.spec) if hosts else one
 
     def replace_dead(self, made: Collection[str]) -> tuple[int, ...]:
-        """Note that they were replaced, and lack what the cell in which they died `made`."""
+        """Note that the dead were replaced, and lack what the cell in which they died `made`."""
         ranks = tuple(self.dead)
         self.names.replaced(ranks, made)
         self.replaced |= self.dead
@@ -294,7 +266,7 @@ class Workers:
         level = wanted_level(is_shown=self.config.show)
         task = replace(task, log_level=level, imports=imports, around=around)
         running = RunningTask(task, patience or self.config.patience, self.crew, shipped)
-        link, packed = self.link, Run(task.id, task.ranks, pack(task), task.segments)
+        link, packed = self.link, messages.Run(task.id, task.ranks, pack(task), task.segments)
         self.remember(running.patience)
         self.advance(Event.TASK)
         self.running = running
@@ -322,18 +294,18 @@ class Workers:
             self.remember()
             if self.code is not None:
                 yield from self.code.bringing(self._link.calling, anew=True)
-            request = StartWorld(self.spec, wanted_elsewhere(self.config, self.spec))
+            request = messages.StartWorld(self.spec, wanted_elsewhere(self.config, self.spec))
             timeout = CALL_TIMEOUT if request.wanted is None else COMING_TIMEOUT
             started = yield from self._link.calling(request, timeout)
         except BaseException:  # Stop too: whatever has been started is ended
             self._call_off_start()
             raise
-        if isinstance(started, StartFailure):
+        if isinstance(started, messages.StartFailure):
             self._call_off_start()
             raise StartError(
                 started.rank, started.host, started.command, started.reason, started.last_lines
             )
-        assert isinstance(started, WorldStarted)
+        assert isinstance(started, messages.WorldStarted)
         self.pids, self.logs, self.lacks = started.pids, started.logs, started.lacks
         self.spec = started.spec or self.spec  # what other machines decide
         self._place(started.hosts, self._link.agent.host)
@@ -347,10 +319,7 @@ class Workers:
             log.warning("%s", left)
 
     def starting_texts(self) -> Iterator[str]:
-        """Start them; `starting 4 workers: 2 ready` when it takes long, and when that changes.
-
-        Comes round without a word now and then, with "".
-        """
+        """Start them; yield `starting 4 workers: 2 ready` when that changes, else ""."""
         said, begun = "", time.monotonic()
         for far in self.starting():
             ready = f"{far.up} ready" if far.up < self.size else "forming their group"
@@ -359,8 +328,7 @@ class Workers:
                 text = f"starting: {far.text}" + (f" · {far.up} ready" if far.up else "")
             is_quiet = time.monotonic() - begun < QUIET_SECONDS and not far.text
             is_due = text != said and not is_quiet
-            if is_due:
-                said = text
+            said = text if is_due else said
             yield text if is_due else ""
 
     def start(self) -> None:
@@ -397,9 +365,9 @@ class Workers:
         return left
 
     def _stop(self, grace: float) -> str:
-        """Have the agent end them, which ends with them where it cannot: then as `close_link`."""
+        """Let the agent end them; one that cannot is ended too, as by `close_link`."""
         try:
-            self.link.call(StopWorld(grace), STOP_TIMEOUT)
+            self.link.call(messages.StopWorld(grace), STOP_TIMEOUT)
         except (AgentLost, StartError):
             return self.close_link()
         return ""
@@ -413,7 +381,7 @@ class Workers:
         self.dead = dict(there.dead)
         self.have_come = dict.fromkeys(there.came)
         self.past.forgotten = there.forgotten
-        self.setup.take_over(there.memory.setup)
+        self.setup.tasks |= dict(there.memory.setup)  # the agent holds their names
         self._place(there.hosts, link.agent.host)
         self.advance(Event.START)
         self.advance(Event.STARTED)
@@ -426,11 +394,11 @@ class Workers:
             self.advance(Event.ABORTED)
 
     def adopt(self, link: Link) -> None:
-        """Have the agent at the other end of this link start the workers."""
+        """Use the agent at the other end of this link for the start."""
         self._link = link
 
     def detach_link(self) -> Link | None:
-        """Return the link, for the caller to end; the world is none without it."""
+        """Return the link, for the caller to end."""
         link, self._link = self._link, None
         return link
 
@@ -462,23 +430,14 @@ class Workers:
                     self.take_loss(lost)
                 case Received() as batch:
                     link.received(batch)
-                case Located(places):
-                    if self.running is not None:
-                        self.running.take_places(places, time.monotonic())
-                case Aborted(places):
-                    if self.running is not None:
-                        self.advance(Event.ABORTED)
-                        self.running.take_aborted(places, time.monotonic())
-                case Came(host):
+                case messages.Came(host):
                     self.have_come[host] = None
-                case Silent() as silent:
-                    if self.running is not None:
-                        self.running.silent = silent
-                case Used(usage):
-                    if self.running is not None:
-                        self.running.usage = usage
                 case (rank, task_id, output):
                     self._take(rank, task_id, output)
+                case news if self.running is not None:
+                    if isinstance(news, messages.Aborted):
+                        self.advance(Event.ABORTED)
+                    self.running.take(news)
             link.arrived.popleft()
             if self._link is not link:
                 return
@@ -506,35 +465,29 @@ class Workers:
             self.dead[rank] = output
             self.advance(Event.RANK_DIED)
         running = self.running
-        if running is not None and not _is_of(running, rank, task_id, output):
-            running = None
+        if running is not None and task_id != running.task.id:
+            # A rank that is done can say more while others still run it.
+            is_more = isinstance(output, Visible) and not task_id and running.waits_after(rank)
+            running = running if is_more else None
         if isinstance(output, Done):
             received = running.received(rank) if running and output.received else {}
             self.names.finished(rank, output, received)
-        if isinstance(output, Moved):
-            if running is not None:
-                running.moved[rank] = output
-            return
-        if running is None and isinstance(output, InputRequest):
-            self.link.send(Enter(rank, InputReply(output.number, problem=NOBODY)))
-            return
         if running is None:
-            self.late.append((rank, output))
-            return
-        if running.breaks_group(output):
-            self.advance(Event.ABORTED)
-        if running.is_of_another(rank, output):
-            self.late.append((rank, output))
-        running.receive(rank, output)
-        if not running.unfinished and self.state is not State.BROKEN:
-            self.advance(Event.TASK_DONE)
-
-
-def _is_of(running: RunningTask, rank: int, task_id: str, output: Any) -> bool:
-    """Say whether it is the task's; also where a rank says more while others still run it."""
-    if task_id == running.task.id:
-        return True
-    return isinstance(output, Visible) and not task_id and running.waits_after(rank)
+            if isinstance(output, InputRequest):
+                self.link.send(messages.Enter(rank, InputReply(output.number, problem=NOBODY)))
+            elif not isinstance(output, Moved):
+                self.late.append((rank, output))
+        elif isinstance(output, Moved):
+            running.moved[rank] = output
+        else:
+            # Gloo's connections have ended, by us, with a dead rank, or by gloo itself.
+            if isinstance(output, Failure) and output.connections and running.crew.has_group:
+                self.advance(Event.ABORTED)
+            if running.is_of_another(rank, output):
+                self.late.append((rank, output))
+            running.receive(rank, output)
+            if not running.unfinished and self.state is not State.BROKEN:
+                self.advance(Event.TASK_DONE)
 
 
 def show_on_terminal(texts: Iterable[str]) -> None:

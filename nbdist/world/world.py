@@ -9,8 +9,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from types import TracebackType
+from contextlib import ExitStack, closing
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from nbdist.config import Changes, Patience, WorldConfig, takes_changes, takes_options
@@ -65,8 +64,6 @@ class World:
     def __repr__(self) -> str:
         return repr(self.session).replace("Session", "World", 1)
 
-    # --- what there is --------------------------------------------------------------------
-
     @property
     def size(self) -> int:
         """How many workers there are, or will be once it is started."""
@@ -103,18 +100,17 @@ class World:
     def start(self) -> None:
         """Start the workers and form their group; does nothing when they are there.
 
-        Where it takes long it says so on stderr, if that is a terminal.  Raises StartError with
-        the rank's last lines; nothing of the world is left then.
+        A slow start is shown on stderr, if that is a terminal.  Raises StartError with the rank's
+        last lines; nothing of the world is left then.
         """
         self.session.start()
 
     @takes_changes(Changes)
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
-        """End all workers and start new ones, out of every state; variables are lost.
+        """End all workers and start new ones, out of every state; only `keep` outlives that.
 
-        But for those named in `keep`, which each rank has to be ready to give away; CUDA
-        tensors come back on the CPU.  `changes` are arguments of `World` that describe the
-        workers; the others stay as they are.
+        Each rank has to be ready to give these variables away; CUDA tensors come back on the CPU.
+        `changes` are arguments of `World` that describe the workers; the others stay as they are.
         """
         self.session.restart(n, keep, **changes)
 
@@ -134,12 +130,7 @@ class World:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     # --- run something --------------------------------------------------------------------
@@ -169,22 +160,21 @@ class World:
         session = self._started
         payload, segment = pack_names(names, session.namespace)
         task = session.task(source, ranks=ranks, names=payload, fetch=tuple(fetch))
-        try:
-            result = calling.outcome(session, session.submit(task))
+        with ExitStack() as memory:
+            if segment is not None:
+                memory.callback(segment.close)
+            result = self._outcome(task)
             if setup:
                 session.keep_setup(source, task, segment)
-                segment = None
-        finally:
-            if segment is not None:
-                segment.close()
+                memory.pop_all()
         return result
 
     def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellResult[R]:
         """Call a function on all ranks at once: `.rank(i)` is what it returned there.
 
-        It, its arguments and the names of `__main__` that it uses travel to the workers, and
-        are gone from there afterwards; names that the workers have bound themselves it finds
-        as they are there.  What it binds by `global` stays.
+        It, its arguments and the names of `__main__` that it uses are sent, and are gone from the
+        workers afterwards; it finds names that the workers have bound as they are there.  What it
+        binds by `global` stays.
 
         Raises:
             VariableNotSent: something of it cannot be pickled; nothing has run.
@@ -219,9 +209,10 @@ class World:
 
         `.rank(i)` is what it returned there.  Raises as `execute` does.
         """
-        session = self._started
-        running = session.submit(session.task(Call(op, arguments), ranks=ranks))
-        return calling.outcome(session, running)
+        return self._outcome(self._started.task(Call(op, arguments), ranks=ranks))
+
+    def _outcome(self, task: Task) -> CellResult[Any]:
+        return calling.outcome(self.session, self.session.submit(task))
 
     def gather(
         self,
@@ -246,16 +237,8 @@ class World:
             UsageError: a rank has no such name, with who has it; or they do not fit together.
         """
         names = (name,) if isinstance(name, str) else tuple(name)
-        asked = ranks if rank is None else (rank,)
-        task = exchange.gather_task(self._started, names, asked)
-        brought = calling.outcome(self.session, self.session.submit(task)).by_rank
-        if whole := exchange.joining_task(self.session, task, brought):
-            task = whole
-            brought = calling.outcome(self.session, self.session.submit(task)).by_rank
-        found = exchange.read(self.session, task, brought)
-        values = [
-            exchange.made_of(n, by, rank, join, dim) for n, by in zip(names, found, strict=True)
-        ]
+        asked, bring = ranks if rank is None else (rank,), lambda task: self._outcome(task).by_rank
+        values = exchange.gather(self._started, names, asked, bring, rank=rank, how=join, dim=dim)
         return values[0] if isinstance(name, str) else tuple(values)
 
     def scatter(
@@ -302,28 +285,16 @@ class World:
     def submit(self, task: Task, patience: Patience | None = None) -> RunningTask:
         """Send a task to all of its ranks at once, and `follow` what is returned.
 
-        `patience` is for this task alone, the world's own by default.
-
-        Raises what keeps it from running, with nothing sent: WorldNotStarted, WorldBusy,
-        WorkerDied, AgentLost.
+        `patience` is for this task alone, the world's own by default.  Raises as `Session.submit`.
         """
         return self._started.submit(task, patience)
 
     def follow(self, running: RunningTask, *, answers: bool = False) -> Following:
-        """Yield what ranks show, as it comes, until the task has ended; then ask it for `error()`.
-
-        Ctrl-C interrupts the ranks and goes on, a second one gives control back:
-        `running.stops` says whether there was one.  With `answers` the caller replies to what
-        ranks want typed (`session.reply`); without, they are told that nobody can.  What is sent
-        to the generator is how many seconds the next time may take at most.
-        """
+        """Yield output until the task has ended, as `Session.follow`; then ask for `error()`."""
         return self.session.follow(running, answers=answers)
 
     def catch_up(self) -> CellResult[Any] | None:
-        """Wait for what ran when it was attached to; None where nothing did.
-
-        What it has said meanwhile is written as by `execute`.  Raises as that does.
-        """
+        """Show and await what ran when it was attached to, as `execute`; None where nothing did."""
         running = self.session.running
         if running is None or running.is_over:
             return None
@@ -339,10 +310,9 @@ class World:
     # --- the group ------------------------------------------------------------------------
 
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
-        """Restart these ranks, in place; the other ranks keep their variables.
+        """Restart these ranks with the variables of `keep`; the other ranks keep theirs.
 
-        What `keep` names they keep too.  Raises WorldNotStarted, and WorldBusy while a task
-        runs on others.
+        Raises WorldNotStarted, and WorldBusy while a task runs on others.
         """
         self.session.replace(ranks, keep)
 
@@ -377,10 +347,10 @@ class World:
     # --- what workers have ----------------------------------------------------------------
 
     def clean(self, ranks: Sequence[int] | None = None) -> CellResult[Cleaned]:
-        """Have workers release memory that is not needed; return how much they had and have.
+        """Release memory that workers do not need; return how much they had and have.
 
-        Of the last exception and what its frames hold, of what cells have shown (`Out`, `_`),
-        of cycles, and of the GPU memory that torch keeps for the next tensors.
+        That of the last exception's frames, of what cells have shown (`Out`, `_`), of cycles, and
+        the GPU memory that torch keeps for the next tensors.
         """
         return self.call("memory.clean", ranks)
 
@@ -436,10 +406,7 @@ def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellR
     Without GPUs one per core, at most 4.  `distributed` says how many, and more; with
     `World` they stay.  Raises what `World.start` and `World.run` raise.
     """
-    try:
-        return _call(WorldConfig(), function, args, kwargs)
-    except NbdistError as error:
-        raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
+    return Distributed(function, {})(*args, **kwargs)
 
 
 class Distributed(Generic[P, R]):
@@ -457,9 +424,10 @@ class Distributed(Generic[P, R]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> CellResult[R]:
         try:
-            return _call(self._config, self.function, args, kwargs)
+            with World(**vars(self._config)) as world:
+                return world.run(self.function, *args, **kwargs)
         except NbdistError as error:
-            raise error.with_traceback(None)  # noqa: B904 (see run)
+            raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -489,13 +457,6 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
     if function is not None:
         return Distributed(function, options)
     return functools.partial(Distributed, options=options)
-
-
-def _call(
-    config: WorldConfig, function: Callable[..., Any], args: Any, kwargs: Any
-) -> CellResult[Any]:
-    with World(**vars(config)) as world:
-        return world.run(function, *args, **kwargs)
 
 
 def attach(name: str | None = None) -> World:

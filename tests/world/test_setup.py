@@ -31,7 +31,7 @@ def world(started: World) -> World:
 
 
 def texts(setup: Setup) -> list[str]:
-    return [task.source for task in setup.tasks]
+    return [task.source for task in setup.tasks.values()]
 
 
 def test_cells_are_kept_in_order() -> None:
@@ -40,9 +40,9 @@ def test_cells_are_kept_in_order() -> None:
     for number, key in enumerate("abca"):
         setup.keep(key, Task(key, (0,), Source(f"{key}{number}"), attempt=Attempt(1, 3)), None)
     assert texts(setup) == ["a3", "b1", "c2"]
-    assert {task.attempt for task in setup.tasks} == {Attempt()}
+    assert {task.attempt for task in setup.tasks.values()} == {Attempt()}
     setup.forget()
-    assert setup.tasks == []
+    assert setup.tasks == {}
 
 
 def test_names_stay_for_as_long_as_their_cell() -> None:
@@ -63,7 +63,7 @@ def test_another_number_of_ranks(after: int) -> None:
     for key, ranks in (("all", (0, 1, 2, 3)), ("some", (0, 1))):
         setup.keep(key, Task(key, ranks), None)
     setup.renumber(Renumbering(4, after, {}))
-    assert [task.ranks for task in setup.tasks] == [tuple(range(after)), (0, 1)]
+    assert [task.ranks for task in setup.tasks.values()] == [tuple(range(after)), (0, 1)]
 
 
 # --- in new workers -------------------------------------------------------------------------

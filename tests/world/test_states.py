@@ -237,7 +237,7 @@ def test_cells_that_follow_their_ranks(world: World) -> None:
     """A set-up cell of one rank runs where that rank is now, and what was run is exported so."""
     world.execute("special = 'setup'", ranks=[2], setup=True)
     world.scale(ranks=[0, 2])
-    assert [task.ranks for task in world.session.setup.tasks] == [(0, 1), (1,)]
+    assert [task.ranks for task in world.session.setup.tasks.values()] == [(0, 1), (1,)]
     past = [task.ranks for task in world.session.past.tasks if task.text.startswith("special")]
     assert past == [(1,)]
     world.replace([1])

@@ -54,24 +54,12 @@ def dist_gather(line: Line) -> Value:
     options, pool = line.options, line.pool
     expressions = [*expressions_in(options.names)]
     targets = targets_of(expressions, options.targets, is_assigned=is_used())
-    if options.stack and options.cat:
-        raise UsageError("use either `--stack` or `--cat`.")
-    if options.dim is not None and not (options.stack or options.cat):
-        raise UsageError(f"`--dim {options.dim}` needs `--stack` or `--cat`.")
-    how: Joining | None = "stack" if options.stack else "cat" if options.cat else None
-    session, ranks = line.world.session, line.ranks
-    task = exchange.gather_task(session, expressions, ranks)
-    what = f"gathering {list_names(expressions)}"
-    brought = bring(pool, line.world, task, line.display, what)
-    if whole := exchange.joining_task(session, task, brought):
-        task, brought = whole, bring(pool, line.world, whole, line.display, what)
-    values = exchange.read(session, task, brought)
+    how, session, ranks = joining_of(options), line.world.session, line.ranks
     is_one = how is None and ONE_RANK.fullmatch(options.ranks or "")
-    one = ranks[0] if is_one else None
-    made = [
-        exchange.made_of(expression, by_rank, one, how, options.dim or 0)
-        for expression, by_rank in zip(expressions, values, strict=True)
-    ]
+    one, dim = ranks[0] if is_one else None, options.dim or 0
+    what = f"gathering {list_names(expressions)}"
+    brought = partial(bring, pool, line.world, display=line.display, what=what)
+    made = exchange.gather(session, expressions, ranks, brought, rank=one, how=how, dim=dim)
     named = zip(targets, made, strict=True)
     found = {target: value for target, value in named if target.isidentifier()}
     pool.bind_gathered(found, [each for each in found if each in expressions], ranks)
