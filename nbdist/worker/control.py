@@ -22,7 +22,7 @@ from types import (
     MethodDescriptorType,
     ModuleType,
 )
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from IPython.utils.tokenutil import token_at_cursor
@@ -52,7 +52,6 @@ from nbdist.worker.process import die_with_parent, reserve
 if TYPE_CHECKING:
     from nbdist.worker.group.group import Group
     from nbdist.worker.kernel import WorkerKernel
-    from nbdist.worker.publishing import MarkingSession
 
 
 THREADS = 5
@@ -197,7 +196,7 @@ class ControlThread:
         change_environment(before.environ, follows)
         for name in ("rank", "local_rank", "world_size"):
             self._kernel.namespace.change(name, ready_names(after)[name])
-        cast("MarkingSession", self._kernel.session).large.keep_in(after.log_folder)
+        self._kernel.session.large.keep_in(after.log_folder)
 
 
 def change_environment(before: Mapping[str, str], after: Mapping[str, str]) -> None:

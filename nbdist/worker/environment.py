@@ -17,16 +17,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing import process
 from multiprocessing.reduction import ForkingPickler
 from traceback import format_exc
-from types import FunctionType, MappingProxyType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 import torch
 import torch.distributed as dist
-from ipykernel.zmqshell import ZMQInteractiveShell
-from IPython.core.events import EventManager
-from IPython.core.interactiveshell import ExecutionResult
-from traitlets import Type
 
 from nbdist.wire.files import moved_path
 from nbdist.wire.spec import WorkerStart, sharing_variables
@@ -34,8 +30,6 @@ from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Attempt, Surroundings
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.compat.debugger import Debugger
-from nbdist.worker.received import NotingHook
 
 WIDGET_BARS = frozenset({"tqdm.autonotebook", "tqdm.notebook"})
 """The modules of tqdm that choose widgets, or are made of them."""
@@ -101,64 +95,6 @@ def _reduce_cell_definition(_pickler: ForkingPickler, value: Any) -> Any:
     if isinstance(value, FunctionType | type) and value.__module__ == "__main__":
         return cloudpickle.loads, (cloudpickle.dumps(value),)
     return NotImplemented
-
-
-class CellEvents(EventManager):
-    """IPython's events of a cell; Stop in what they call ends the cell, where IPython goes on."""
-
-    def trigger(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call what is registered for this event, and show what it raises."""
-        for function in [*self.callbacks[event]]:
-            try:
-                function(*args, **kwargs)
-            except Exception:  # noqa: BLE001 (whatever it was, it is not the cell's)
-                sys.stdout.write(f"Error in callback {function} (for {event}):\n")
-                self.shell.showtraceback()
-
-
-class WorkerShell(ZMQInteractiveShell):
-    """The shell of a rank; `ready` is what cells find also after `%reset`."""
-
-    ready: Mapping[str, Any] = MappingProxyType({})
-    displayhook_class = Type(NotingHook)
-
-    def init_events(self) -> None:
-        """Have Stop end a cell at its events too; called by IPython at the start."""
-        super().init_events()  # type: ignore[no-untyped-call]
-        before, self.events = self.events, CellEvents(self, self.events.callbacks)
-        self.events.callbacks = before.callbacks
-
-    def run_cell(self, *args: Any, **kwargs: Any) -> ExecutionResult:
-        """Run it, and keep its result where IPython has kept no error.
-
-        Stop came before the first line of the cell, or after its last.  Where it has kept one,
-        the result may have another: of what kept IPython from showing that.
-        """
-        result: ExecutionResult = super().run_cell(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if self.last_execution_result is None or self.last_execution_result.success:
-            self.last_execution_result = result
-        return result
-
-    def set_next_input(self, text: str, replace: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Show the cell that something wants to put into the notebook, which is not a rank's."""
-        where = "replaced this cell" if replace else "become a new cell"
-        sys.stdout.write(f"This text would have {where}; ranks cannot write cells:\n{text}\n")
-
-    @property
-    def debugger_cls(self) -> type[Debugger]:
-        """The one of `%debug`, `%pdb` and ipdb."""
-        return Debugger
-
-    def init_user_ns(self) -> None:
-        """Bind what is always there: called by IPython at the start and by `%reset`."""
-        super().init_user_ns()  # type: ignore[no-untyped-call]
-        self.user_ns.update(self.ready)
-
-
-# By these a library finds out whether it is in a notebook: plotly sends what a page draws (7 kB)
-# and not itself (4.9 MB), and sympy writes LaTeX.
-WorkerShell.__name__ = WorkerShell.__qualname__ = ZMQInteractiveShell.__name__
-WorkerShell.__module__ = ZMQInteractiveShell.__module__
 
 
 class _TextBars(MetaPathFinder, Loader):

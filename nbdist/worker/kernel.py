@@ -7,31 +7,25 @@ import builtins
 import gc
 import getpass
 import inspect
-import linecache
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ipykernel.displayhook import ZMQDisplayHook
 from ipykernel.kernelapp import IPKernelApp
-from IPython.core.autocall import IPyAutocall
 from IPython.core.error import StdinNotImplementedError
 from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, Done
-from nbdist.values.definitions import cell_numbers
-from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Call, Source, Task, Work, failure_in_words
 from nbdist.worker.compat.debugger import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.compat.ipython import (
@@ -44,7 +38,6 @@ from nbdist.worker.compat.ipython import (
 from nbdist.worker.environment import (
     Around,
     OwnModules,
-    WorkerShell,
     count_restarts,
     draw_bars_as_text,
     ready_names,
@@ -55,13 +48,8 @@ from nbdist.worker.ops.memory import forget_errors
 from nbdist.worker.probe import RUNS_CELLS, keep_crashes
 from nbdist.worker.process import CELL_TIMES, flush_streams, install
 from nbdist.worker.publishing import LargeOutputs, MarkingSession, Records
-from nbdist.worker.tracebacks import (
-    contents_of,
-    failure_of,
-    remedies,
-    show_errors_our_way,
-    unfit_after,
-)
+from nbdist.worker.shell import CellExit, WorkerShell, show_cell_lines
+from nbdist.worker.tracebacks import contents_of, failure_of, remedies, unfit_after
 
 if TYPE_CHECKING:
     from nbdist.values.payload import Payload
@@ -70,32 +58,16 @@ if TYPE_CHECKING:
     from nbdist.worker.group.group import Group
     from nbdist.worker.process import Interrupts
 
-
 without_debugger()
 
-USERS_CODE = ("call", "script")
-"""Ops that run it, as cells do."""
+USERS_CODE = ("call", "script")  # ops that run it, as cells do
 LONGEST_PROMPT = 10_000
-
-Ask = Callable[..., "InputReply"]
-"""`nbdist.worker.main` does it: `ask(prompt, secret=..., by_debugger=...)`."""
-
-
-class CellExit(IPyAutocall):
-    """`exit` and `quit`: end the cell on this rank; the worker stays."""
-
-    rewrite = False
-
-    def __call__(self, code: object = None) -> None:
-        raise SystemExit(code)
-
-    def __repr__(self) -> str:
-        return "exit() ends the cell on this rank; `%dist_shutdown` ends all workers."
 
 
 class WorkerKernel(LeavesChildren):
-    """Runs cells with the names that came along, and reports what they bound."""
+    """Runs cells with the names that came with them, and reports what they bound."""
 
+    session: MarkingSession
     namespace: Namespace
     records: Records
     own_modules: OwnModules
@@ -103,26 +75,22 @@ class WorkerKernel(LeavesChildren):
     group: Group | None = None
     peaks = Peaks()
     is_at_work = False
-    ask: Ask
+    ask: Callable[..., InputReply]  # (prompt, secret=..., by_debugger=...), by `Tasks`
     shell_class = Type(WorkerShell)
 
     @default("ident")
     def _rank_as_ident(self) -> str:
-        """The agent waits for the first status."""
         app: Any = self.parent
         return str(app.rank)
 
     async def run(self, task: Task, interrupts: Interrupts) -> Done:
-        """Bind the task's names, do its work, and report what nbdist wants to know of it.
-
-        Interrupts are for the work: not for what comes after it.
-        """
+        """Bind the task's names, do its work, which Stop interrupts, and report what came of it."""
         started, began = time.perf_counter(), time.time_ns()
         done, error = Done("error", 0.0, received=False), None
         context = Context(self.shell, self.namespace, self.group, self.peaks, task_id=task.id)
         self.is_at_work = True
         self.records.begin_task(task.log_level)
-        cast("MarkingSession", self.session).begin_task()
+        self.session.begin_task()
         try:
             interrupts.begin()
             self._prepare(task, context)
@@ -157,7 +125,6 @@ class WorkerKernel(LeavesChildren):
         return replace(done, changed=changed, seconds=time.perf_counter() - started)
 
     def _prepare(self, task: Task, context: Context) -> None:
-        """Do what comes before the work."""
         if self.group is not None:
             self.group.begin_task(task.id)
         self.around.follow(task.around)
@@ -170,7 +137,7 @@ class WorkerKernel(LeavesChildren):
         keep_crashes()
 
     async def _work(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
-        """Do the work: the exception that ended it, which has been shown, or what an op returns."""
+        """Return the exception that ended it, which has been shown, or what an op returns."""
         if isinstance(work, Source):
             return await self._run_source(work.text, context), context.shell.displayhook.take()
         is_users = work.op in USERS_CODE
@@ -206,7 +173,7 @@ class WorkerKernel(LeavesChildren):
         ran = shell.last_execution_result
         raised = (ran.error_before_exec, ran.error_in_exec) if ran is not None else ()
         # What kept the last value from being shown is only there; each can be falsy.
-        shown = cast("MarkingSession", self.session).last_shown
+        shown = self.session.last_shown
         found = (error for error in (*raised, shown) if error is not None)
         return next(found, RuntimeError(reply["evalue"]))
 
@@ -217,10 +184,10 @@ class WorkerKernel(LeavesChildren):
     def _brought(
         self, task: Task, context: Context, error: BaseException | None, value: Any, done: Done
     ) -> Done:
-        """Add what the task brings back, or what ended it, to the names that it has bound."""
+        """Add what the task brings back, or what ended it."""
         if error is not None:
-            number = cast("MarkingSession", self.session).number_of(error)
-            said = [] if number else remedies(context.shell, int(self.ident), error)
+            number = self.session.number_of(error)
+            said = [] if number else remedies(context.shell, context.rank, error)
             contents = contents_of(error, context.names)
             failure = failure_of(error, said)
             return replace(done, failure=failure, error_number=number, values=contents)
@@ -256,7 +223,6 @@ class WorkerKernel(LeavesChildren):
 
     def publish(self, kind: str, content: dict[str, Any]) -> None:
         """Publish a message; any thread may, and each that logs does."""
-        assert self.session is not None
         self.session.send(self.iopub_socket, kind, content)
 
 
@@ -265,8 +231,7 @@ class WorkerApp(IPKernelApp):
 
     name = "nbdist-worker"
     kernel_class = WorkerKernel
-    rank = 0
-    token = ""
+    rank, token = 0, ""
 
     def parse_command_line(self, argv: Any = None) -> None:
         """Parse nothing; to build a parser for it takes a tenth of a kernel's start."""
@@ -297,23 +262,16 @@ class WorkerApp(IPKernelApp):
         """Run no start-up files: they are the notebook's, and what they bind is shipped."""
 
 
-def wake_on_signals(loop: asyncio.AbstractEventLoop) -> None:
-    """Have every signal wake the loop.
-
-    ipykernel's handler for SIGINT during a top-level `await` only queues a callback, which
-    a loop that sleeps in the selector does not notice.
-    """
-    wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
-    loop.add_reader(wake, os.read, wake, 4096)
-
-
 def make_app(start: WorkerStart) -> WorkerApp:
     """Return the worker's kernel, bound to its sockets and ready to start."""
     # A forked process may hold its parent's idea of a running loop.
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    wake_on_signals(loop)
+    # Every signal is to wake the loop.  ipykernel's handler for SIGINT during a top-level `await`
+    # only queues a callback, which a loop that sleeps in the selector does not notice.
+    wake, wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+    loop.add_reader(wake, os.read, wake, 4096)
     WorkerApp.rank, WorkerApp.token = start.rank, start.token
     app = WorkerApp.instance(connection_file=start.connection_file, log_level=50)
     app.config.HistoryManager.enabled = False
@@ -325,7 +283,7 @@ def make_app(start: WorkerStart) -> WorkerApp:
     # ranks are text, which is compared.  `is_notebook()` of others asks for the shell's class.
     shell.config.pop("IPKernelApp", None)
     number_cells(shell)
-    show_errors_our_way(shell, app.session, start.rank)
+    shell.shorten_tracebacks()
     host = "" if start.world.node is None else socket.gethostname()
     app.session.large = LargeOutputs(start.log_folder, host)
     kernel: WorkerKernel = app.kernel
@@ -348,37 +306,3 @@ def make_app(start: WorkerStart) -> WorkerApp:
     draw_bars_as_text()
     show_cell_lines()
     return app
-
-
-# --- warnings in a worker ---------------------------------------------------------------------
-
-
-def show_cell_lines() -> None:
-    """Have Python word warnings so; where no cell's line led to one, as ever."""
-    usual = warnings.formatwarning
-
-    def formatwarning(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        line: str | None = None,
-    ) -> str:
-        place = cell_place(filename, lineno)
-        if place is None:
-            return usual(message, category, filename, lineno, line)
-        cell, number = place
-        code = linecache.getline(cell, number).strip()
-        short = PACKAGES.sub("", filename)
-        where = "" if (cell, number) == (filename, lineno) else f"  ({short}:{lineno})"
-        head = f"Cell In[{cell_numbers()[cell]}], line {number}: {category.__name__}: {message}"
-        return f"{head}\n  {code}{where}\n"
-
-    warnings.formatwarning = formatwarning
-
-
-def cell_place(filename: str, number: int) -> tuple[str, int] | None:
-    """Find the cell's file and line that led to a warning; None where no cell's did."""
-    cells = cell_numbers()
-    calls = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
-    return next((each for each in [(filename, number), *calls] if each[0] in cells), None)

@@ -12,8 +12,7 @@ import hashlib
 import mmap
 import sys
 import types
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import getitem
 from pickle import PicklingError
@@ -21,7 +20,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from ipykernel.displayhook import ZMQShellDisplayHook
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.values.payload import Identity, is_atomic, size_of
@@ -252,33 +250,6 @@ MOST_BYTES = 1 << 30
 
 REPLACED = f"is gone: a rank keeps the newest {MOST} big results, {size_text(MOST_BYTES)} in all"
 CLEANED = "is gone: `%dist_memory --free` released it"
-
-
-class NotingHook(ZMQShellDisplayHook):
-    """A display hook that notes the last value of a cell, also that of `x;`, while asked to."""
-
-    _is_noting = False
-    _last: object = None
-
-    def __call__(self, result: Any = None) -> None:
-        """Show the value; called for the last expression of a cell."""
-        if self._is_noting:
-            self._last = result
-        super().__call__(result)  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note values meanwhile."""
-        self._is_noting, self._last = True, None
-        try:
-            yield
-        finally:
-            self._is_noting = False
-
-    def take(self) -> object:
-        """Return the value that was noted last, None for none, and hold it no longer."""
-        last, self._last = self._last, None
-        return last
 
 
 class KeptValues:

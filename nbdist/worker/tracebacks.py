@@ -1,30 +1,24 @@
-"""What a worker says of exceptions: what ended a task, what to do about it, how IPython shows it.
+"""What a worker says of exceptions: what ended a task, and what to do about it.
 
-What ended it is taken from what was raised, however that was drawn, if it was at all: users
-replace what draws tracebacks (`rich.traceback.install()`, `set_custom_exc`), and it can fail
-itself, as it does without a free descriptor.
-
-IPython reads and colours the source of every frame, 50 to 100 ms a rank, and 0.4 s the first
-time; where one rank has failed, or Stop was pressed, all others would do so at once, for what
-the notebook then shows in one line.
+That is taken from what was raised, however it was drawn, if it was at all: users replace what draws
+tracebacks (`rich.traceback.install()`, `set_custom_exc`), which can also fail.  IPython colours the
+source of every frame, 50 to 100 ms a rank: too long for Stop and lost connections, which all ranks
+have at once, and the notebook shows in one line.
 """
 
 from __future__ import annotations
 
 import bdb
 import builtins
-import inspect
 import linecache
 import os
 import pdb
 import re
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from types import GetSetDescriptorType, MemberDescriptorType, TracebackType
 from typing import Any
 
@@ -38,20 +32,15 @@ from nbdist.values.pickling import pickle
 from nbdist.wire.work import failure_in_words
 from nbdist.words import did_you_mean
 from nbdist.worker.compat import accelerator, debugger
-from nbdist.worker.compat.ipython import around_errors, publish_error
-from nbdist.worker.group.default import stale_group_of
-from nbdist.worker.group.gloo import connections_after, reword
+from nbdist.worker.group.gloo import connections_after
 from nbdist.worker.group.stores import until_over
 from nbdist.worker.memory import account
-from nbdist.worker.publishing import MarkingSession
 
 MOST_CHARACTERS = 1 << 16
 """Of a message; all of it is in the error message that the kernel sends, where it sends one."""
 
 OURS = os.path.dirname(__file__) + os.sep
 IN_IPYTHON = f"{os.sep}IPython{os.sep}"
-
-
 DEBUGGERS = (bdb.__file__, pdb.__file__)
 """Files whose calls a debugger has put between those of the user."""
 
@@ -59,21 +48,17 @@ DEBUGGERS = (bdb.__file__, pdb.__file__)
 class Problem(Exception):
     """What ended a task, where a traceback would show no more; the message is for the user."""
 
-    kind = ""
-    """The name of its `Failure`."""
+    kind = ""  # the name of its `Failure`
 
 
 def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
-    """Give the failure, with a traceback that takes nothing but the names of files.
-
-    `said` is its account.
-    """
+    """Return the failure with its account `said`, and a traceback of the names of files alone."""
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
     if isinstance(error, bdb.BdbQuit):
         return failure_in_words(LEFT_DEBUGGER, debugger.LEFT)
     name, message = type(error).__name__, message_of(error)
-    calls = map(_sendable, short_traceback(own_part(error.__traceback__)))
+    calls = map(sendable, short_traceback(own_part(error.__traceback__)))
     return Failure(
         name,
         message,
@@ -81,27 +66,27 @@ def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
         time.time_ns(),
         classes_of(type(error)),
         connections_after(message),
-        tuple(map(_sendable, said)),
+        tuple(map(sendable, said)),
     )
 
 
 def message_of(error: BaseException) -> str:
-    """Say what its message is, as much as people read."""
+    """Return as much of its message as people read."""
     try:
         text = str(error)
     except Exception as problem:  # noqa: BLE001 (the class is the user's)
         return f"<its text cannot be made: {type(problem).__name__}>"
     more = len(text) - MOST_CHARACTERS
-    return _sendable(text if more <= 0 else f"{text[:MOST_CHARACTERS]} … {more:,} more characters")
+    return sendable(text if more <= 0 else f"{text[:MOST_CHARACTERS]} … {more:,} more characters")
 
 
-def _sendable(text: str) -> str:
-    """Give the text without half characters, for which no kernel's message has a place."""
+def sendable(text: str) -> str:
+    """Return the text without half characters, for which no kernel's message has a place."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
-    """Name the class and those that it is derived from, by which others may catch it."""
+    """Name the class and its bases, by which others may catch it."""
     return tuple(f"{base.__module__}:{base.__qualname__}" for base in kind.__mro__)
 
 
@@ -112,7 +97,12 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
     for frame, number in traceback.walk_tb(tb):
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if file in cells:
-            code = _code_of(file, number)
+            # Where IPython keeps it: functions of linecache's may be replaced.
+            match linecache.cache.get(file):
+                case (_, _, list(known), _) if 0 < number <= len(known):
+                    code = str(known[number - 1]).strip()
+                case _:
+                    code = ""
             lines.append(f"Cell In[{cells[file]}], line {number}" + (f": {code}" if code else ""))
         elif not file.startswith(OURS) and file not in DEBUGGERS:
             lines.append(f"File {file}:{number}, in {function}")
@@ -133,14 +123,6 @@ def without_ours(tb: TracebackType | None) -> TracebackType | None:
     return tb
 
 
-def _code_of(cell: str, number: int) -> str:
-    """Find a cell's line where IPython keeps it: functions of linecache's may be replaced."""
-    match linecache.cache.get(cell):
-        case (_, _, list(lines), _) if 0 < number <= len(lines):
-            return str(lines[number - 1]).strip()
-    return ""
-
-
 def own_part(tb: TracebackType | None) -> TracebackType | None:
     """Cut off what comes before the cell's own line."""
     while tb is not None and IN_IPYTHON in tb.tb_frame.f_code.co_filename:
@@ -148,82 +130,8 @@ def own_part(tb: TracebackType | None) -> TracebackType | None:
     return tb
 
 
-# --- how the shell shows them ----------------------------------------------------------------
-
-
-def show_errors_our_way(shell: Any, session: MarkingSession, rank: int) -> None:
-    """Have IPython's shell show what this module says, and send it by this session."""
-    shorten_common_tracebacks(shell)
-    shorten_syntax_errors(shell)
-    show_groups(shell)
-    around_errors(shell, partial(sending_more, shell, session, rank))
-    judge_by_result(shell)
-
-
-def show(shell: Any, *args: Any, **options: Any) -> None:
-    """Have the shell show an exception; where it cannot, the notebook learns of it all the same."""
-    try:
-        shell.showtraceback(*args, **options)
-    except Exception:  # noqa: BLE001 (what draws is the user's, or lacks something that he used up)
-        return
-
-
-def judge_by_result(shell: Any) -> None:
-    """Have the shell go on where a traceback cannot be drawn: what was raised is known by then."""
-    whole = shell.run_code
-
-    async def run_code(code: Any, result: Any = None, *, async_: bool = False) -> bool:
-        try:
-            failed: bool = await whole(code, result, async_=async_)
-        except Exception:
-            if result is None or result.error_in_exec is None:
-                raise
-            return True
-        return failed
-
-    shell.run_code = run_code
-
-
-def shorten_common_tracebacks(shell: Any) -> None:
-    """Have the shell format Stop and lost connections as lines of files only.
-
-    Where torch only says that it does not know a group, it says why.
-    """
-    whole = shell.InteractiveTB.structured_traceback
-
-    def structured_traceback(
-        kind: Any, error: Any, tb: TracebackType | None = None, *args: Any, **options: Any
-    ) -> Any:
-        if said := stale_group_of(error, tb):
-            error.args = (said,)
-        for each in led_to(error):
-            reword(each)
-        is_stop = issubclass(kind, KeyboardInterrupt)
-        if not is_stop and connections_after(message_of(error)) != "ended":
-            know_cells()
-            for each in led_to(error.__cause__ or error.__context__):
-                each.__traceback__ = without_ours(each.__traceback__)
-            return whole(*in_few_words(kind, error), without_ours(tb), *args, **options)
-        return [*short_traceback(own_part(tb)), f"{kind.__name__}: {error}"]
-
-    shell.InteractiveTB.structured_traceback = structured_traceback
-
-
-def shorten_syntax_errors(shell: Any) -> None:
-    """Have the shell leave its own calls out where a module, or text of `eval`, is no Python."""
-    whole = shell.SyntaxTB.structured_traceback
-
-    def structured_traceback(
-        kind: Any, error: Any, calls: Any = None, *args: Any, **options: Any
-    ) -> Any:
-        own = [call for call in calls or () if IN_IPYTHON not in call.filename]
-        return whole(kind, error, own, *args, **options)
-
-    shell.SyntaxTB.structured_traceback = structured_traceback
-
-
 def in_few_words(kind: Any, error: Any) -> tuple[Any, Any]:
-    """Give an exception and its class, or shorter ones where IPython would colour megabytes."""
+    """Return an exception and its class, or shorter ones where IPython would colour megabytes."""
     said = message_of(error)
     if len(said) <= MOST_CHARACTERS:
         return kind, error
@@ -233,66 +141,12 @@ def in_few_words(kind: Any, error: Any) -> tuple[Any, Any]:
     return type(shown), shown
 
 
-def know_cells() -> None:
-    """Have `inspect` know the cells' files as those of a module, as it knows other files.
-
-    For each frame of another file it looks at all modules, 4 ms where torch has been imported:
-    IPython asks it for each frame, and a RecursionError has 3,000 of them.
-    """
-    for file in cell_numbers():
-        inspect.modulesbyfile[os.path.normcase(os.path.abspath(file))] = "__main__"
-
-
-@contextmanager
-def sending_more(
-    shell: Any, session: MarkingSession, rank: int, kind: type[BaseException], error: BaseException
-) -> Iterator[None]:
-    """Have the error message that is sent meanwhile say what is known of it besides its words."""
-    connections = connections_after(message_of(error))
-    said = [*map(_sendable, remedies(shell, rank, error))]
-    session.about = {"kinds": classes_of(kind), "connections": connections, "account": said}
-    session.showing = error
-    try:
-        yield
-    finally:
-        session.about, session.showing = {}, None
-
-
-def show_groups(shell: Any) -> None:
-    """Have the shell show exception groups as it does all others.
-
-    IPython prints them like text, by which no notebook would know that the cell has failed.
-    """
-    whole = shell.showtraceback
-
-    def showtraceback(exc_tuple: Any = None, *args: Any, **options: Any) -> None:
-        kind, error, tb = exc_tuple or sys.exc_info()
-        if not _has_group(error):
-            whole(exc_tuple, *args, **options)
-            return
-        # For debuggers, as IPython does.
-        vars(sys).update(last_type=kind, last_value=error, last_exc=error, last_traceback=tb)
-        lines = traceback.format_exception(kind, error, own_part(tb))
-        assert kind is not None  # as the error
-        publish_error(shell, kind, error, [line.rstrip("\n") for line in lines])
-
-    shell.showtraceback = showtraceback
-
-
-def _has_group(error: BaseException | None) -> bool:
-    """Say whether it is a group, or was raised while one was handled."""
-    while error is not None and not isinstance(error, BaseExceptionGroup):
-        error = error.__context__
-    return error is not None
-
-
 # --- what there is to do about an error, or where a worker cannot start with its GPU ----------
 
 
 NO_GPU = re.compile(
     r"not compiled with (CUDA|cuda) enabled|No CUDA GPUs are available|Found no NVIDIA driver"
 )
-"""What torch says of `.cuda()` and `"cuda"` then."""
 
 OTHERS = "`--gpus` chooses others"
 ON_CPU = "`--env CUDA_VISIBLE_DEVICES=` uses the CPU"
@@ -347,18 +201,17 @@ FULL = (
 
 
 def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
-    """Say in some lines what there is to do about an error; none for most."""
+    """Return lines that say what to do about an error; none for most."""
     return [*account(shell, rank, error), *_hints(shell.user_ns, error)]
 
 
 def why_not_started(gpu: str, error: Exception) -> str:
-    """Say in a line what keeps a worker from starting with this GPU; "" if it is not the GPU."""
+    """Return a line on what keeps a worker from starting with this GPU; "" if it is not the GPU."""
     why = FULL if NO_ROOM.search(str(error)) else _of_gpu(error)
     return f"GPU {gpu} of {socket.gethostname()}: {why}" if why else ""
 
 
 def _of_gpu(error: BaseException) -> str:
-    """Word what is wrong with a GPU, "" where the error is of something else."""
     said = str(error) if isinstance(error, AssertionError | RuntimeError) else ""
     found = next((why for sign, why in OF_GPUS.items() if re.search(sign, said)), "")
     return found.format(torch=torch.__version__, cuda=torch.version.cuda)
@@ -377,11 +230,10 @@ def _hints(names: dict[str, Any], error: BaseException) -> Iterator[str]:
         yield "To see which call failed: `%dist_restart --debug`, then this cell again."
 
 
-# --- recognises GPU errors that last ----------------------------------------------------------
+# --- GPU errors that last ---------------------------------------------------------------------
 
 
-ASK_TIMEOUT = 3.0
-"""Seconds for the GPU's driver to answer, which takes microseconds."""
+ASK_TIMEOUT = 3.0  # seconds for the GPU's driver to answer, which takes microseconds
 
 # By the words of cudaGetErrorString (CUDA 13), which are HIP's too.
 LASTING = re.compile(
@@ -403,23 +255,21 @@ LASTING = re.compile(
     re.I,
 )
 
-
+# What torch raises for them, the second from 2.8 on.
 KINDS = {RuntimeError, getattr(torch, "AcceleratorError", RuntimeError)}
-"""What torch raises for them, the second from 2.8 on."""
 
 
 def lasting_error(error: BaseException) -> str:
-    """Return its words where it, or what led to it, is an error that lasts; else ""."""
+    """Return the words of it, or of what led to it, where that is an error that lasts; else ""."""
     args = (arg for each in led_to(error) if type(each) in KINDS for arg in each.args)
     matches = (LASTING.match(arg) for arg in args if isinstance(arg, str))
     return next((found[1] for found in matches if found), "")
 
 
 def unfit_after(rank: int, error: BaseException) -> str:
-    """Say why this process is of no more use, by its error or by its GPU; "" where it is of use.
+    """Return why this process is of no more use, by its error or by its GPU; "" where it is of use.
 
-    The GPU is asked too, since it may have failed at what it does later than the code that asks
-    for it, when the cell has failed for another reason.
+    A GPU can fail later than the code that uses it, when the cell has failed for another reason.
     """
     found = lasting_error(error)
     if not found:
@@ -437,15 +287,14 @@ def unfit_after(rank: int, error: BaseException) -> str:
 MOST_BYTES = 1 << 14
 """Of one argument or attribute; what is larger is no message but data, and stays here."""
 
-NOT_SENT = frozenset({"__dict__", "__weakref__", "__notes__", "obj"})
+NOT_SENT = {"__dict__", "__weakref__", "__notes__", "obj"}
 """Attributes that are not its own, or, with AttributeError, the whole object that lacks one."""
 
 
 def contents_of(error: BaseException, namespace: dict[str, Any]) -> Payload:
-    """Pack the arguments and attributes of an exception, as far as each can be sent.
+    """Pack those arguments and attributes of an exception that can be sent, and of others the text.
 
-    In place of an argument that cannot there is its text.  One of a class that is not written in
-    Python comes whole too.
+    One of a class that is not written in Python comes whole too.
     """
     args = [_packed(arg, namespace) or _packed(_text(arg), namespace) for arg in error.args]
     state = {name: _packed(value, namespace) for name, value in _attributes(error)}
@@ -485,10 +334,7 @@ def _text(value: object) -> str:
 
 
 def _attributes(error: BaseException) -> Iterator[tuple[str, object]]:
-    """Yield those that it has itself, and those that its builtin class or slots keep.
-
-    Calls nothing of the user's.
-    """
+    """Yield its own, and those that its builtin class or slots keep; no user's code is called."""
     own = {**object.__getattribute__(error, "__dict__")}
     for base in type(error).__mro__:
         for name, kept in vars(base).items() if base not in (BaseException, object) else ():

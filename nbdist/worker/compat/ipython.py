@@ -10,7 +10,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from importlib.metadata import version
@@ -27,12 +27,10 @@ from nbdist.values.definitions import function_name
 SHOW = "_showtraceback"
 """IPython's method that is given a finished traceback; ipykernel's publishes it."""
 
+# How IPython 7 begins a frame, the file and the call in colours, and its mark at the line.
 COLOURS = r"((?:\x1b\[[\d;]*m)*)"
 FRAME = re.compile(rf"{COLOURS}([^\x1b\n]+?){COLOURS} in ([^\n]*)")
-"""How IPython 7 begins a frame: the file and the call, in colours."""
-
 FRAME_LINE = re.compile(r"-> (\d+)")
-"""Its mark at the line."""
 
 END_CHILDREN = "_progressively_terminate_all_children"
 
@@ -104,28 +102,25 @@ def reloads_modules(shell: Any) -> bool:
     return bool(getattr(getattr(magics, "_reloader", None), "enabled", False))
 
 
-def publish_error(shell: Any, kind: type[BaseException], error: Any, lines: list[str]) -> None:
-    """Show a finished traceback as that of an exception, for IPython 7 to 9."""
-    if hasattr(shell, SHOW):
-        shell._showtraceback(kind, error, lines)
-    else:
-        sys.stderr.write("\n".join([*lines, ""]))
+class AnnouncesErrors(ZMQInteractiveShell):
+    """A shell that enters a context around each traceback that it shows, for IPython 7 to 9."""
 
+    def announcing(
+        self, kind: type[BaseException], error: BaseException
+    ) -> AbstractContextManager[None]:
+        """Make that context."""
+        raise NotImplementedError
 
-def around_errors(
-    shell: Any,
-    context: Callable[[type[BaseException], BaseException], AbstractContextManager[None]],
-) -> None:
-    """Have a context entered around each traceback that is shown, for IPython 7 to 9."""
-    if not hasattr(shell, SHOW):
-        return
-    show = shell._showtraceback
+    def _showtraceback(self, etype: type[BaseException], evalue: Any, stb: Any) -> None:
+        with self.announcing(etype, evalue):
+            super()._showtraceback(etype, evalue, stb)
 
-    def show_within(kind: type[BaseException], error: Any, lines: Any) -> None:
-        with context(kind, error):
-            show(kind, error, lines)
-
-    shell._showtraceback = show_within
+    def publish_error(self, kind: Any, error: Any, lines: list[str]) -> None:
+        """Show a finished traceback as that of an exception."""
+        if hasattr(ZMQInteractiveShell, SHOW):
+            self._showtraceback(kind, error, lines)
+        else:
+            sys.stderr.write("\n".join([*lines, ""]))
 
 
 def number_cells(shell: Any) -> None:
@@ -149,7 +144,7 @@ def number_cells(shell: Any) -> None:
 
 
 def _with_number(part: str, numbers: Mapping[str, int]) -> str:
-    """Give a part of IPython 7's traceback, its first line as IPython 8 and later have it."""
+    """Return a part of IPython 7's traceback, its first line as IPython 8 and later have it."""
     begins, line = FRAME.match(part), FRAME_LINE.search(part)
     if begins is None or line is None:
         return part

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.values.payload import Payload
 from nbdist.worker.compat.debugger import post_mortem
-from nbdist.worker.tracebacks import message_of, show
+from nbdist.worker.shell import show
+from nbdist.worker.tracebacks import message_of
 
 if TYPE_CHECKING:
     from nbdist.worker.namespace import Context

@@ -27,7 +27,8 @@ from nbdist.output.events import SCRIPT_FAILED
 from nbdist.wire.views import Place
 from nbdist.wire.work import Script
 from nbdist.words import word_exit
-from nbdist.worker.tracebacks import Problem, show
+from nbdist.worker.shell import show
+from nbdist.worker.tracebacks import Problem
 
 if TYPE_CHECKING:
     from nbdist.worker.namespace import Context

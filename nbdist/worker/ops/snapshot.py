@@ -1,21 +1,19 @@
 """A rank's part of a snapshot: its variables and random states, in one file of its own.
 
-The file has the frames of a pickle, and its digest is told.  Called by `nbdist.world.exchange`,
-which says what to write and what becomes of the files; nothing of the contents goes through the
-notebook.
+The file has the frames of a pickle.  `nbdist.world.exchange` says what to write, and keeps the
+digests; nothing of the contents goes through the notebook.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import mmap
 import os
 import random
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +23,9 @@ from torch.utils.hooks import RemovableHandle
 
 from nbdist.system import folders
 from nbdist.system.folders import Untrusted
+from nbdist.values.payload import size_of
 from nbdist.values.pickling import Pickled, pickle, unpickle
-from nbdist.values.shared_memory import ALIGNMENT, Buffer
+from nbdist.values.shared_memory import Buffer
 from nbdist.wire.ops import Loaded, Written
 from nbdist.wire.spec import versions_here
 from nbdist.words import one_line
@@ -39,10 +38,8 @@ if TYPE_CHECKING:
 
 
 MAGIC = b"nbdist frames 1\n"
-HEAD = len(MAGIC) + 8
 CHUNK = 1 << 24
-SMALL = 1 << 16
-"""Frames of this many bytes or fewer share one piece of memory when they are read."""
+"""Bytes after which Stop is heard while a file is written or read."""
 
 
 class Damaged(Exception):
@@ -55,138 +52,63 @@ def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
     Only this user can read it.
     """
     views = [memoryview(frame).cast("B") for frame in frames]
-    head = json.dumps([view.nbytes for view in views]).encode()
-    digest, size = hashlib.sha256(), 0
-    with open(path, "xb", buffering=0, opener=folders.open_private) as file:
-        for view in (memoryview(MAGIC + len(head).to_bytes(8, "little") + head), *views):
-            done = 0
-            while done < view.nbytes:
-                count = file.write(view[done : done + CHUNK])
-                digest.update(view[done : done + count])
-                done += count
-            size += done
+    sizes = json.dumps([view.nbytes for view in views]).encode()
+    head = MAGIC + len(sizes).to_bytes(8, "little") + sizes
+    digest = hashlib.sha256()
+    with open(path, "xb", opener=folders.open_private) as file:
+        for part in (part for view in (memoryview(head), *views) for part in _chunks(view)):
+            file.write(part)
+            digest.update(part)
+        file.flush()
         os.fsync(file.fileno())
-    return size, digest.hexdigest()
-
-
-def read_frames(path: Path, size: int, digest: str) -> list[memoryview]:
-    """Return the frames of a file, in private memory that can be written to.
-
-    Raises Damaged where the file is not the one that was written, Untrusted where another
-    user could have written it, and OSError.
-    """
-    found = hashlib.sha256()
-    with _opened(path, size) as file:
-
-        def read(view: memoryview) -> memoryview:
-            done = 0
-            while done < view.nbytes:
-                count = file.readinto(view[done : done + CHUNK])
-                if not count:
-                    raise Damaged("a file ended while it was read")
-                found.update(view[done : done + count])
-                done += count
-            return view
-
-        head = read(memoryview(bytearray(HEAD)))
-        listed = read(memoryview(bytearray(_length(path, head, size))))
-        frames = [read(frame) for frame in _memory(_sizes(path, listed, size))]
-    if found.hexdigest() != digest:
-        raise _changed(path)
-    return frames
+    return len(head) + sum(view.nbytes for view in views), digest.hexdigest()
 
 
 def map_frames(path: Path, size: int, digest: str) -> list[memoryview]:
-    """Return the same in the file's own pages, of which all readers share one copy; not aligned."""
-    with _opened(path, size) as file:
+    """Return the frames of a file in its own pages, of which all readers share one copy.
+
+    They can be written to, and are not aligned.  Raises Damaged where the file is not the one
+    that was written, Untrusted where another user could have written it, and OSError.
+    """
+    with os.fdopen(folders.open_trusted(path), "rb") as file:
+        if (there := os.fstat(file.fileno()).st_size) != size:
+            raise Damaged(f"{path.name} has {there:,} of {size:,} bytes")
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise Damaged(f"{path.name} has other contents than were written")
+        file.seek(len(MAGIC))
+        sizes = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        end, frames = file.tell(), []
         whole = memoryview(mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE))
-    found = hashlib.sha256()
-    for start in range(0, size, CHUNK):
-        found.update(whole[start : start + CHUNK])
-    if found.hexdigest() != digest:
-        raise _changed(path)
-    end = HEAD + _length(path, whole[:HEAD], size)
-    frames = []
-    for each in _sizes(path, whole[HEAD:end], size):
+    for each in sizes:
         frames.append(whole[end : end + each])
         end += each
     return frames
 
 
-def _opened(path: Path, size: int) -> io.FileIO:
-    opened = folders.open_trusted(path)
-    file = os.fdopen(opened, "rb", buffering=0)
-    if (there := os.fstat(opened).st_size) != size:
-        file.close()
-        raise Damaged(f"{path.name} has {there:,} of {size:,} bytes")
-    return file
-
-
-def _length(path: Path, head: memoryview, size: int) -> int:
-    """Return that of the list of sizes, which comes after the head."""
-    length = int.from_bytes(head[len(MAGIC) :], "little")
-    if head[: len(MAGIC)] != MAGIC or length > size:
-        raise _changed(path)
-    return length
-
-
-def _sizes(path: Path, listed: memoryview, size: int) -> list[int]:
-    """Return those of the frames, which take the rest of the file."""
-    try:
-        sizes = json.loads(bytes(listed))
-    except ValueError:
-        sizes = None
-    is_list = type(sizes) is list and all(type(each) is int and each >= 0 for each in sizes)
-    if not is_list or sum(sizes) != size - HEAD - listed.nbytes:
-        raise _changed(path)
-    return [*sizes]
-
-
-def _changed(path: Path) -> Damaged:
-    return Damaged(f"{path.name} has other contents than were written")
-
-
-def _memory(sizes: Sequence[int]) -> list[memoryview]:
-    """Return memory for frames of these sizes, aligned as torch's own.
+def read_frames(path: Path, size: int, digest: str) -> list[memoryview]:
+    """Return the same in memory of their own, aligned as torch's; raises as `map_frames`.
 
     Some of torch's sums depend on the alignment: training would go on with other last bits.
-    Big frames are freed one by one, small ones together.
     """
-    aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    shared, offset, frames = _mapping(sum(each for each in aligned if each <= SMALL)), 0, []
-    for size, space in zip(sizes, aligned, strict=True):
-        if space <= SMALL:
-            frames.append(shared[offset : offset + size])
-            offset += space
-        else:
-            frames.append(_mapping(size)[:size])
+    frames = []
+    for mapped in map_frames(path, size, digest):
+        frame = torch.empty(mapped.nbytes, dtype=torch.uint8).numpy().data
+        for own, part in zip(_chunks(frame), _chunks(mapped), strict=True):
+            own[:] = part
+        frames.append(frame)
     return frames
 
 
-def _mapping(size: int) -> memoryview:
-    """Return pages of this process's own: what a forked child writes there is the child's."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return memoryview(mmap.mmap(-1, max(size, ALIGNMENT), flags=flags))
-
-
-ALSO_LIMIT = 1 << 20
-"""Bytes up to which a value goes along that only a function in the snapshot needs."""
-
-File = tuple[int, int, str]
-"""Of which rank, its size and its digest."""
-
-Frames = Sequence[memoryview]
-
-INSTEAD = "new_group makes another one, torch.distributed.checkpoint writes models on one"
-
-COUNT_BYTES = 8
-"""Of the first frame: how many frames after it are the variables'; the others are shards."""
-
-_loaded: dict[str, Any] = {}
-"""What `load` has read, for `bind`."""
+def _chunks(view: memoryview) -> Iterator[memoryview]:
+    return (view[start : start + CHUNK] for start in range(0, view.nbytes, CHUNK))
 
 
 # --- write ------------------------------------------------------------------------------
+
+ALSO_LIMIT = 1 << 20
+"""Bytes up to which a value is written that only a function in the snapshot needs."""
+
+INSTEAD = "new_group makes another one, torch.distributed.checkpoint writes models on one"
 
 
 def write(
@@ -197,7 +119,10 @@ def write(
     # First those of all ranks, so that each meets their sharded tensors in the same order.
     names = sorted(wanted[rank], key=lambda n: not all(n in each for each in wanted.values()))
     values = {name: namespace[name] for name in names if name in namespace}
-    left_out = _unpicklable(values, namespace)
+    left_out = {}
+    if _why_not(dict(values), namespace):  # looked for one by one, after a try with all
+        reasons = {name: _why_not(value, namespace) for name, value in values.items()}
+        left_out = {name: why for name, why in reasons.items() if why}
     if left_out and not leave_out:
         name, why = next(iter(left_out.items()))
         return Written(f"`{name}` cannot be pickled: {why}")
@@ -215,7 +140,8 @@ def write(
     writer = sharded.Writer()
     frames = pickle(contents, namespace, back_to_device=True, reduce=writer.reduce).frames
     shards = pickle(writer.shards, namespace, back_to_device=True).frames
-    first = len(frames).to_bytes(COUNT_BYTES, "little")
+    # How many frames after the first one are the variables'; the others are shards.
+    first = len(frames).to_bytes(8, "little")
     if problem := _lacks(folder):
         return Written(problem)
     try:
@@ -228,13 +154,11 @@ def write(
 
 
 def _lacks(folder: str) -> str:
-    """Say that this machine does not have the folder, which the notebook's has; "" if it does."""
     if os.path.isdir(folder):
         return ""
     return (
-        f"{socket.gethostname()} does not have the folder {os.path.dirname(folder)}, and "
-        f"snapshots of several machines need a folder that all of them share"
-        ": set NBDIST_SNAPSHOT_DIR to such "
+        f"{socket.gethostname()} does not have the folder {os.path.dirname(folder)}, and snapshots "
+        "of several machines need a folder that all of them share: set NBDIST_SNAPSHOT_DIR to such "
         "a folder"
     )
 
@@ -243,25 +167,18 @@ def _file(folder: str, rank: int) -> Path:
     return Path(folder, f"rank{rank}.frames")
 
 
-def _unpicklable(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, str]:
-    """Return names that cannot be written, and why; found one by one, after a try with all."""
-    if _why_not(dict(values), namespace) is None:
-        return {}
-    reasons = {name: _why_not(value, namespace) for name, value in values.items()}
-    return {name: why for name, why in reasons.items() if why is not None}
-
-
-def _why_not(value: Any, namespace: dict[str, Any]) -> str | None:
+def _why_not(value: Any, namespace: dict[str, Any]) -> str:
+    """Return why it cannot be written; "" where it can."""
     try:
         _sketch(value, namespace)
     except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
         why = f"{type(error).__name__}: {one_line(str(error), 120)}"
         return f"{why}; {INSTEAD}" if "ProcessGroup" in why else why
-    return None
+    return ""
 
 
-def _sketch(value: Any, namespace: dict[str, Any]) -> Pickled:
-    return pickle(value, namespace, sketch=True, reduce=sharded.Writer().reduce)
+def _sketch(value: Any, namespace: dict[str, Any], writer: sharded.Writer | None = None) -> Pickled:
+    return pickle(value, namespace, sketch=True, reduce=(writer or sharded.Writer()).reduce)
 
 
 def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any]:
@@ -276,18 +193,13 @@ def _also(values: Mapping[str, Any], namespace: dict[str, Any]) -> dict[str, Any
         if name in values or name in found or name not in namespace:
             continue
         try:
-            writer = sharded.Writer()
-            pickled = pickle(namespace[name], namespace, sketch=True, reduce=writer.reduce)
+            pickled = _sketch(namespace[name], namespace, writer := sharded.Writer())
         except Exception:  # noqa: BLE001 (a user's __reduce__; what needs it will say so)
             continue
-        size = sum(memoryview(frame).nbytes for frame in pickled.frames)
-        if size <= ALSO_LIMIT and not writer.shards:
+        if size_of(pickled.frames) <= ALSO_LIMIT and not writer.shards:
             found[name] = namespace[name]
             waiting |= pickled.needs
     return found
-
-
-# --- random states ----------------------------------------------------------------------
 
 
 def random_states() -> dict[str, Any]:
@@ -300,19 +212,13 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Go on with the numbers that would have come next."""
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        import numpy as np
-
-        np.random.set_state(states["numpy"])
-    if "cuda" in states:
-        accelerator.set_random_state(states["cuda"])
-
-
 # --- restore ----------------------------------------------------------------------------
+
+File = tuple[int, int, str]
+"""Of which rank, its size and its digest."""
+
+_loaded: dict[str, Any] = {}
+"""What `load` has read, for `bind`."""
 
 
 def load(
@@ -334,7 +240,7 @@ def load(
         mapped = {r: map_frames(_file(folder, r), n, d) for r, n, d in everyones}
     except Untrusted as error:
         return Loaded(distrust=str(error))
-    except (Damaged, OSError) as error:
+    except (Damaged, OSError, RuntimeError) as error:  # the last where there is no memory
         return Loaded(damage=str(error))
     names = context.names
     try:
@@ -350,7 +256,7 @@ def load(
     return Loaded()
 
 
-def _pair(frames: Frames) -> tuple[Frames, Frames]:
+def _pair(frames: list[memoryview]) -> tuple[list[memoryview], list[memoryview]]:
     """Part the frames of the variables from those of the shards."""
     end = 1 + int.from_bytes(frames[0], "little")
     return frames[1:end], frames[end:]
@@ -375,6 +281,18 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
     if with_random:
         set_random_states(contents["random"])
     return (*found,)
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Go on with the numbers that would have come next."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        import numpy as np
+
+        np.random.set_state(states["numpy"])
+    if "cuda" in states:
+        accelerator.set_random_state(states["cuda"])
 
 
 def forget(_: Context) -> None:

@@ -8,8 +8,6 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,17 +44,14 @@ def test_what_is_missing_is_told_once_each(monkeypatch: pytest.MonkeyPatch) -> N
     assert not hasattr(kernelapp, "IOPubThread")
 
 
-def test_a_shell_that_shows_tracebacks_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shell_that_shows_tracebacks_otherwise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They are text on stderr."""
-    shell = SimpleNamespace()
-
-    @contextmanager
-    def unused(kind: type[BaseException]) -> Iterator[None]:
-        raise AssertionError(kind)
-        yield
-
-    ipython.around_errors(shell, unused)
-    ipython.publish_error(shell, ValueError, ValueError("bad"), ["line 1", "ValueError: bad"])
+    shell: Any = SimpleNamespace()
+    monkeypatch.setattr(ipython, "ZMQInteractiveShell", SimpleNamespace())
+    lines = ["line 1", "ValueError: bad"]
+    ipython.AnnouncesErrors.publish_error(shell, ValueError, ValueError("bad"), lines)
     assert capsys.readouterr().err == "line 1\nValueError: bad\n"
 
 

@@ -14,7 +14,7 @@ import pytest
 from nbdist.errors import UsageError
 from nbdist.system.folders import Untrusted
 from nbdist.values.shared_memory import ALIGNMENT, Buffer
-from nbdist.worker.ops.snapshot import MAGIC, SMALL, Damaged, map_frames, read_frames, write_frames
+from nbdist.worker.ops.snapshot import MAGIC, Damaged, map_frames, read_frames, write_frames
 from nbdist.world.world import World
 from tests.faults.test_training import TRAINING
 
@@ -119,6 +119,7 @@ def test_no_room(world: World, tmp_path: Path) -> None:
 # --- frames in a file -------------------------------------------------------------------
 
 
+SMALL = 1 << 16
 FRAMES: list[Buffer] = [
     b"first",
     b"",

@@ -1,0 +1,247 @@
+"""The shell of a rank: IPython's, whose events, exits, warnings and tracebacks are a worker's."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+from ipykernel.displayhook import ZMQShellDisplayHook
+from ipykernel.zmqshell import ZMQInteractiveShell
+from IPython.core.autocall import IPyAutocall
+from IPython.core.events import EventManager
+from IPython.core.interactiveshell import ExecutionResult
+from traitlets import Type
+
+from nbdist.values.definitions import cell_numbers
+from nbdist.wire.views import PACKAGES
+from nbdist.worker.compat.debugger import Debugger
+from nbdist.worker.compat.ipython import AnnouncesErrors
+from nbdist.worker.group.default import stale_group_of
+from nbdist.worker.group.gloo import connections_after, reword
+from nbdist.worker.tracebacks import (
+    IN_IPYTHON,
+    classes_of,
+    in_few_words,
+    led_to,
+    message_of,
+    own_part,
+    remedies,
+    sendable,
+    short_traceback,
+    without_ours,
+)
+
+
+class CellExit(IPyAutocall):
+    """`exit` and `quit`: end the cell on this rank; the worker stays."""
+
+    rewrite = False
+
+    def __call__(self, code: object = None) -> None:
+        raise SystemExit(code)
+
+    def __repr__(self) -> str:
+        return "exit() ends the cell on this rank; `%dist_shutdown` ends all workers."
+
+
+class CellEvents(EventManager):
+    """IPython's events of a cell; Stop in what they call ends the cell, where IPython goes on."""
+
+    def trigger(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Call what is registered for this event, and show what it raises."""
+        for function in [*self.callbacks[event]]:
+            try:
+                function(*args, **kwargs)
+            except Exception:  # noqa: BLE001 (whatever it was, it is not the cell's)
+                sys.stdout.write(f"Error in callback {function} (for {event}):\n")
+                self.shell.showtraceback()
+
+
+class NotingHook(ZMQShellDisplayHook):
+    """A display hook that notes the last value of a cell, also that of `x;`, while asked to."""
+
+    _is_noting = False
+    _last: object = None
+
+    def __call__(self, result: Any = None) -> None:
+        """Show the value; called for the last expression of a cell."""
+        if self._is_noting:
+            self._last = result
+        super().__call__(result)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note values meanwhile."""
+        self._is_noting, self._last = True, None
+        try:
+            yield
+        finally:
+            self._is_noting = False
+
+    def take(self) -> object:
+        """Return the value that was noted last, None for none, and hold it no longer."""
+        last, self._last = self._last, None
+        return last
+
+
+class WorkerShell(AnnouncesErrors):
+    """The shell of a rank; `ready` is what cells find also after `%reset`."""
+
+    ready: Mapping[str, Any] = MappingProxyType({})
+    displayhook_class = Type(NotingHook)
+
+    def init_events(self) -> None:
+        """Have Stop end a cell at its events too; called by IPython at the start."""
+        super().init_events()
+        callbacks = self.events.callbacks
+        self.events = CellEvents(self, callbacks)
+        self.events.callbacks = callbacks
+
+    def init_user_ns(self) -> None:
+        """Bind what is always there: called by IPython at the start and by `%reset`."""
+        super().init_user_ns()
+        self.user_ns.update(self.ready)
+
+    def run_cell(self, *args: Any, **kwargs: Any) -> ExecutionResult:
+        """Run it, and keep its result where IPython has kept no error.
+
+        Stop came before the first line of the cell, or after its last.  Where it has kept one,
+        the result may have another: of what kept IPython from showing that.
+        """
+        result: ExecutionResult = super().run_cell(*args, **kwargs)
+        if self.last_execution_result is None or self.last_execution_result.success:
+            self.last_execution_result = result
+        return result
+
+    async def run_code(self, code: Any, result: Any = None, *, async_: bool = False) -> bool:
+        """Go on where a traceback cannot be drawn: what was raised is known by then."""
+        try:
+            failed: bool = await super().run_code(code, result, async_=async_)
+        except Exception:
+            if result is None or result.error_in_exec is None:
+                raise
+            return True
+        return failed
+
+    def set_next_input(self, text: str, replace: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Show the cell that something wants to put into the notebook, which is not a rank's."""
+        where = "replaced this cell" if replace else "become a new cell"
+        sys.stdout.write(f"This text would have {where}; ranks cannot write cells:\n{text}\n")
+
+    @property
+    def debugger_cls(self) -> type[Debugger]:
+        """The one of `%debug`, `%pdb` and ipdb."""
+        return Debugger
+
+    # --- how it shows exceptions ------------------------------------------------------------------
+
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **options: Any) -> None:
+        """Show exception groups as all others.
+
+        IPython prints them like text, by which no notebook would know that the cell has failed.
+        """
+        kind, error, tb = exc_tuple or sys.exc_info()
+        group = error  # or it was raised while one was handled
+        while group is not None and not isinstance(group, BaseExceptionGroup):
+            group = group.__context__
+        if group is None:
+            super().showtraceback(exc_tuple, *args, **options)
+            return
+        # For debuggers, as IPython does.
+        vars(sys).update(last_type=kind, last_value=error, last_exc=error, last_traceback=tb)
+        lines = traceback.format_exception(kind, error, own_part(tb))
+        self.publish_error(kind, error, [line.rstrip("\n") for line in lines])
+
+    @contextmanager
+    def announcing(self, kind: type[BaseException], error: BaseException) -> Iterator[None]:
+        """Have the error message that is sent meanwhile say what is known besides its words."""
+        session: Any = self.kernel.session
+        session.about = {
+            "kinds": classes_of(kind),
+            "connections": connections_after(message_of(error)),
+            "account": [*map(sendable, remedies(self, int(self.ready.get("rank", 0)), error))],
+        }
+        session.showing = error
+        try:
+            yield
+        finally:
+            session.about, session.showing = {}, None
+
+    def shorten_tracebacks(self) -> None:
+        """Format Stop, lost connections and syntax errors without what is not the user's."""
+        calls_shower: Any = self.InteractiveTB
+        syntax_shower: Any = self.SyntaxTB
+        whole, of_syntax = calls_shower.structured_traceback, syntax_shower.structured_traceback
+
+        def structured_traceback(
+            kind: Any, error: Any, tb: TracebackType | None = None, *args: Any, **options: Any
+        ) -> Any:
+            if said := stale_group_of(error, tb):
+                error.args = (said,)
+            for each in led_to(error):
+                reword(each)
+            is_stop = issubclass(kind, KeyboardInterrupt)
+            if is_stop or connections_after(message_of(error)) == "ended":
+                return [*short_traceback(own_part(tb)), f"{kind.__name__}: {error}"]
+            # `inspect` is to know the cells' files as it knows others.  For each frame of another
+            # file it looks at all modules, 4 ms where torch has been imported: IPython asks it for
+            # each frame, and a RecursionError has 3,000 of them.
+            for file in cell_numbers():
+                inspect.modulesbyfile[os.path.normcase(os.path.abspath(file))] = "__main__"
+            for each in led_to(error.__cause__ or error.__context__):
+                each.__traceback__ = without_ours(each.__traceback__)
+            return whole(*in_few_words(kind, error), without_ours(tb), *args, **options)
+
+        def without_ipython(
+            kind: Any, error: Any, calls: Any = None, *args: Any, **options: Any
+        ) -> Any:
+            own = [call for call in calls or () if IN_IPYTHON not in call.filename]
+            return of_syntax(kind, error, own, *args, **options)
+
+        calls_shower.structured_traceback = structured_traceback
+        syntax_shower.structured_traceback = without_ipython
+
+
+# By these a library finds out whether it is in a notebook: plotly sends what a page draws (7 kB)
+# and not itself (4.9 MB), and sympy writes LaTeX.
+WorkerShell.__name__ = WorkerShell.__qualname__ = ZMQInteractiveShell.__name__
+WorkerShell.__module__ = ZMQInteractiveShell.__module__
+
+
+def show(shell: Any, *args: Any, **options: Any) -> None:
+    """Show an exception; where the shell cannot, the notebook learns of it all the same."""
+    with suppress(Exception):  # what draws is the user's, or lacks something that he used up
+        shell.showtraceback(*args, **options)
+
+
+def show_cell_lines() -> None:
+    """Have warnings name the cell's line that led to them; where none did, as ever."""
+    usual = warnings.formatwarning
+
+    def formatwarning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
+        cells = cell_numbers()
+        calls = ((frame.f_code.co_filename, at) for frame, at in traceback.walk_stack(None))
+        places = (each for each in [(filename, lineno), *calls] if each[0] in cells)
+        if (place := next(places, None)) is None:
+            return usual(message, category, filename, lineno, line)
+        code = linecache.getline(*place).strip()
+        short = PACKAGES.sub("", filename)
+        where = "" if place == (filename, lineno) else f"  ({short}:{lineno})"
+        head = f"Cell In[{cells[place[0]]}], line {place[1]}: {category.__name__}: {message}"
+        return f"{head}\n  {code}{where}\n"
+
+    warnings.formatwarning = formatwarning
