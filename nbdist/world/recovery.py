@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from nbdist import errors
-from nbdist.errors import AgentLost, NbdistError, StartError, WorkerDied, WorldBroken
+from nbdist.errors import AgentLost, Blame, NbdistError, StartError, WorkerDied, WorldBroken
 from nbdist.output import events
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.wire.messages import Abort, Grow, Heal, Healed, Interrupt, Kill, Locate, Scale, Spare

@@ -54,7 +54,12 @@ def dist_gather(line: Line) -> Value:
     options, pool = line.options, line.pool
     expressions = [*expressions_in(options.names)]
     targets = targets_of(expressions, options.targets, is_assigned=is_used())
-    how, session, ranks = joining_of(options), line.world.session, line.ranks
+    if options.stack and options.cat:
+        raise UsageError("use either `--stack` or `--cat`.")
+    if options.dim is not None and not (options.stack or options.cat):
+        raise UsageError(f"`--dim {options.dim}` needs `--stack` or `--cat`.")
+    how: Joining | None = "stack" if options.stack else "cat" if options.cat else None
+    session, ranks = line.world.session, line.ranks
     is_one = how is None and ONE_RANK.fullmatch(options.ranks or "")
     one, dim = ranks[0] if is_one else None, options.dim or 0
     what = f"gathering {list_names(expressions)}"
