@@ -191,13 +191,9 @@ class Link:
 
     def send(self, message: messages.Down) -> None:
         """Send a message that has no reply; what it leads to arrives in `arrived`."""
+        self._is_remembered |= isinstance(message, messages.Remember)
         self._waiting.append(message)
         self._wake_up()
-
-    def remember(self, memory: messages.Remember) -> None:
-        """Have the agent keep this for the next notebook."""
-        self._is_remembered = True
-        self.send(memory)
 
     def wait(self, timeout: float) -> None:
         """Wait until something is in `arrived`, at most `timeout` seconds.
@@ -388,12 +384,10 @@ class Link:
         lost = _lost(agent)
         log.debug("agent ended: %s", lost)
         self._lost = lost
-        for first in (self._hello, self._attached):
-            if not first.done():
-                first.set_exception(lost)
-        for answer in list(self._answers.values()):
-            if not answer.done():
-                answer.set_exception(lost)
+        waited_for: tuple[Future[Any], ...] = (self._hello, self._attached, *self._answers.values())
+        for each in waited_for:
+            if not each.done():
+                each.set_exception(lost)
         self._arrive(lost)
 
 

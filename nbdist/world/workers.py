@@ -193,7 +193,7 @@ class Workers:
         memory = self.memory(patience or self.config.patience)
         if memory != self._remembered:
             self._remembered = memory
-            self._link.remember(memory)
+            self._link.send(memory)
 
     def memory(self, patience: Patience) -> Remember:
         """Return what another notebook has to know, whose usual launcher may be another."""
