@@ -26,11 +26,7 @@ OTHERS = {
     "pkg.mod",
     "pt_gloo_runloop",
     "set_custom_exc",
-    "tcpi_bytes_acked",
-    "tcpi_bytes_received",
     "tcpi_last_data_recv",
-    "tcpi_retransmits",
-    "tcpi_unacked",
 }
 
 NAME = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?`")

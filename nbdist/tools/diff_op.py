@@ -52,7 +52,7 @@ def lend(context: Context, expression: str, paths: Sequence[str]) -> Brought:
 
 def compare(context: Context, expression: str, packed: Payload) -> dict[str, Distance]:
     """Measure how far this rank's parts are from those."""
-    found, theirs = leaves(eval(expression, context.names)), context.open(packed)
+    found, theirs = leaves(eval(expression, context.names)), context.namespace.open(packed)
     both = {path: (comparable(found.get(path)), tensor) for path, tensor in theirs.items()}
     return {
         path: distance(mine, other)

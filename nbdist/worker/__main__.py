@@ -9,15 +9,10 @@ import sys
 from nbdist.worker.main import become_worker
 from nbdist.worker.process import die_with_parent
 
-
-def main() -> None:
-    """Read the start, leave stdin empty, and run until the kernel ends."""
-    die_with_parent(os.getppid())
-    start = pickle.load(sys.stdin.buffer)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    become_worker(start, forked=False)
-
-
-main()
+die_with_parent(os.getppid())
+worker_start = pickle.load(sys.stdin.buffer)
+# Users' code finds stdin empty.
+nothing = os.open(os.devnull, os.O_RDONLY)
+os.dup2(nothing, 0)
+os.close(nothing)
+become_worker(worker_start, forked=False)

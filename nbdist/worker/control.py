@@ -10,52 +10,31 @@ import keyword
 import os
 import re
 import threading
+import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodDescriptorType,
-    ModuleType,
-)
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.wire import control
-from nbdist.wire.control import (
-    Candidate,
-    Complete,
-    Completions,
-    Description,
-    Inspect,
-    Question,
-    kind_of,
-)
+from nbdist.wire.control import Candidate, Complete, Completions, Description, Question
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.spec import WorkerStart
-from nbdist.worker.compat import ipython
+from nbdist.worker.compat import ipython, models
 from nbdist.worker.compat import torch as compat
-from nbdist.worker.compat.ipython import import_jedi
-from nbdist.worker.compat.models import parts_of
 from nbdist.worker.environment import ready_names, share_gpu
 from nbdist.worker.group.gloo import is_of_others
+from nbdist.worker.group.group import Group
+from nbdist.worker.kernel import WorkerKernel
 from nbdist.worker.memory import own_attributes
 from nbdist.worker.probe import Probe
 from nbdist.worker.process import die_with_parent, reserve
 
-if TYPE_CHECKING:
-    from nbdist.worker.group.group import Group
-    from nbdist.worker.kernel import WorkerKernel
-
-
-THREADS = 5
-"""As many as a new gloo backend starts, that which waits for it, and one more."""
+THREADS = 5  # as many as a new gloo backend starts, that which waits for it, and one more
 
 
 class ControlThread:
@@ -82,7 +61,6 @@ class ControlThread:
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)
                 return
-            answer: control.Answer
             try:
                 answer = self._answer_to(request)
             except Exception as error:  # noqa: BLE001 (the agent waits for an answer, whatever failed)
@@ -102,17 +80,15 @@ class ControlThread:
         answer = look_up(kernel.shell.user_ns, question) if answer is None else answer
         if isinstance(answer, Description) and answer:
             text = answer.data.get("text/plain", "").rstrip()
-            text = f"{text}\n{'Rank:':<11}{kernel.ident}"
+            text = f"{text}\n{'Rank:':<11}{self._start.rank}"
             answer = Description({**answer.data, "text/plain": text})
         send(answer)
 
     def _send(
         self, stream: Any, ident: Any, message: dict[str, Any], answer: control.Answer
     ) -> None:
-        session = self._kernel.session
-        assert session is not None
-        buffers: list[Any] = [pack(answer)]
-        session.send(stream, control.REPLY, {}, message, ident, buffers=buffers)
+        buffers = [pack(answer)]
+        self._kernel.session.send(stream, control.REPLY, {}, message, ident, buffers=buffers)
 
     def _answer_to(self, request: control.Request) -> control.Answer:
         probe, group = self._probe, self._group
@@ -141,32 +117,24 @@ class ControlThread:
                     # before this.
                     _thread.interrupt_main()
                 group.abort()
-            case control.Regroup():
-                self._prepare_to_meet()
-                self._regroup(request)
-            case control.Resize():
-                self._prepare_to_meet()
-                self._resize(request)
+            case control.Regroup() | control.Resize():
+                probe.start_over()
+                check_room_for_threads()
+                if isinstance(request, control.Regroup):
+                    self._regroup(request)
+                else:
+                    self._resize(request)
         return control.Ok()
 
     # --- groups formed anew, and what cells find then; while no task runs ---------------------
 
-    def _prepare_to_meet(self) -> None:
-        self._probe.start_over()
-        check_room_for_threads()
-
     def _regroup(self, regroup: control.Regroup) -> None:
-        """Connect all groups anew, then change what says where the ranks sit; raises as below."""
         if self._group is not None:
             self._group.regroup(regroup.generation, regroup.members)
         world = replace(self._start.world, seats=regroup.seats)
         self._take(replace(self._start, world=world, environ=regroup.environ))
 
     def _resize(self, resize: control.Resize) -> None:
-        """Join the group of another size, then change what says how many there are.
-
-        Raises RuntimeError or ConnectionResetError when the ranks do not meet.
-        """
         before, size = self._start, resize.world_size
         world = replace(before.world, world_size=size, seats=resize.seats, threads=resize.threads)
         after = replace(
@@ -187,7 +155,7 @@ class ControlThread:
         self._loop.call_soon_threadsafe(change_threads, before.world.threads, resize.threads)
 
     def _take(self, after: WorkerStart) -> None:
-        """Have cells find what this says, from now on."""
+        """Show cells this start from now on."""
         seat = after.world.seat(after.rank)
         after = replace(after, local_rank=seat.local_rank, local_world_size=seat.local_world_size)
         before, self._start = self._start, after
@@ -196,7 +164,7 @@ class ControlThread:
         change_environment(before.environ, follows)
         for name in ("rank", "local_rank", "world_size"):
             self._kernel.namespace.change(name, ready_names(after)[name])
-        self._kernel.session.large.keep_in(after.log_folder)
+        self._kernel.session.large.folder = after.log_folder
 
 
 def change_environment(before: Mapping[str, str], after: Mapping[str, str]) -> None:
@@ -227,31 +195,28 @@ def check_room_for_threads() -> None:
 
 # --- names, for front ends that complete and describe them ------------------------------------
 
-
 FULL_TIMEOUT = 0.5
 """Seconds for IPython's answer: the front end waits for one second.
 
-A rank's first one takes as long, while jedi reads libraries; what is known meanwhile is told.
-To have the fork server read them took 6 MB a worker, and was no faster.
+A rank's first one takes as long, while jedi reads libraries; `look_up` answers meanwhile.
 """
 
 
 def answer_in_full(kernel: Any, question: Question) -> Completions | Description:
     """Return what IPython answers; in a thread, while no task runs."""
-    import_jedi()
+    ipython.import_jedi()
     match question:
         case Complete(code, cursor):
             found = Completions.read(kernel.do_complete(code, cursor))
             first = own_first(kernel.shell.user_ns, code[:cursor])
             return replace(found, candidates=tuple(sorted(found.candidates, key=first)))
-        case Inspect(code, cursor, detail):
+        case control.Inspect(code, cursor, detail):
             reply = kernel.do_inspect(code, cursor, detail)
             data = reply["data"].items() if reply.get("found") else ()
             return Description({kind: text for kind, text in data if isinstance(text, str)})
 
 
 # --- what can be said of names while the main thread is at work, as no code of users runs -------
-
 
 BEFORE_CURSOR = re.compile(r"(?<![\w.)\]}'\"])((?:[^\W\d]\w*\.)*)(\w*)$")
 """A dotted name that ends at the cursor, in its last part perhaps."""
@@ -263,14 +228,11 @@ MOST = 2000
 LONGEST_VALUE = 200
 LONGEST_DOC = 20_000
 
+# Types, not their subclasses, whose values are written as they are.
 WRITTEN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-"""Types, not their subclasses, whose values are written as they are."""
-
-PLAIN = (FunctionType, BuiltinFunctionType, MethodDescriptorType, type)
-IN_C = (GetSetDescriptorType, MemberDescriptorType)
-
-UNKNOWN = object()
-"""Stands for what is not there, or could only be had by running code."""
+PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
+IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType)
+UNKNOWN = object()  # stands for what is not there, or could only be had by running code
 
 
 def look_up(names: Mapping[str, Any], question: Question) -> Completions | Description:
@@ -293,28 +255,26 @@ def complete(names: Mapping[str, Any], text: str) -> Completions:
         found = attributes(find(names, path)) if path else {**built_in, **names}
     words = [each for each in found if type(each) is str and each.startswith(begun)]
     words = sorted(each for each in words if begun or each[:1] != "_")[:MOST]
-    kinds = ("keyword" if keyword.iskeyword(each) else kind_of(found[each]) for each in words)
+    kinds = (
+        "keyword" if keyword.iskeyword(each) else control.kind_of(found[each]) for each in words
+    )
     candidates = sorted(map(Candidate, words, kinds), key=own_first(names, text))
     return Completions(tuple(candidates), end - len(begun), end)
 
 
 def own_first(names: Mapping[str, Any], text: str) -> Callable[[Candidate], bool]:
-    """Make a key that sorts first what an object itself holds, of all its attributes.
-
-    That is what its maker has put there: the layers of a model, before 60 methods of torch.
-    """
+    """Return a key that sorts first what an object itself holds, as a model its layers."""
     place = BEFORE_CURSOR.search(text)
     value = find(names, place[1].rstrip(".")) if place is not None and place[1] else UNKNOWN
-    first = set() if type(value) is ModuleType else own(value).keys() - own(_EMPTY).keys()
+    first = set() if type(value) is types.ModuleType else own(value).keys() - own(_EMPTY).keys()
     return lambda candidate: candidate.text not in first
 
 
-_EMPTY = torch.nn.Module()
-"""What every module holds."""
+_EMPTY = torch.nn.Module()  # what every module holds
 
 
 def describe(names: Mapping[str, Any], path: str) -> Description:
-    """Describe what a dotted name stands for; nothing where there is no such name."""
+    """Describe the value of a dotted name; empty where there is no such name."""
     value, doc = find(names, path), find(names, f"{path}.__doc__")
     if value is UNKNOWN:
         return Description({})
@@ -344,7 +304,7 @@ def _value(value: Any) -> str:
 
 
 def find(names: Mapping[str, Any], path: str) -> Any:
-    """Find what a dotted name stands for; UNKNOWN where that takes users' code, or is nothing."""
+    """Return the value of a dotted name; UNKNOWN if there is none, or only by users' code."""
     first, *rest = path.split(".")
     value = names.get(first, vars(builtins).get(first, UNKNOWN))
     for name in rest:
@@ -366,17 +326,16 @@ def attributes(value: Any) -> dict[str, Any]:
 def own(value: Any) -> dict[str, Any]:
     """Return what an object itself holds: of torch's modules their layers too."""
     held = own_attributes(value)
-    return held | parts_of(held) if issubclass(type(value), torch.nn.Module) else held
+    return held | models.parts_of(held) if issubclass(type(value), torch.nn.Module) else held
 
 
 def _read(found: Any, holder: Any) -> Any:
-    """Return what an attribute stands for that is there; UNKNOWN where users' code tells it."""
+    """Return the value of an attribute; UNKNOWN where users' code computes it."""
     kind = type(found)
     if issubclass(kind, IN_C):
-        try:
+        with suppress(Exception):  # an empty slot, or an object that is half made
             return found.__get__(holder, type(holder))
-        except Exception:  # noqa: BLE001 (an empty slot, or an object that is half made)
-            return UNKNOWN
+        return UNKNOWN
     if issubclass(kind, (staticmethod, classmethod)):
         return found.__func__
     return found if issubclass(kind, PLAIN) or not hasattr(kind, "__get__") else UNKNOWN

@@ -1,7 +1,4 @@
-"""What user code and libraries find in a worker: variables, names, threads, bars, `sys.path`.
-
-And how that follows the notebook, from task to task, and the world when it gets another size.
-"""
+"""What user code finds in a worker: variables, names, threads, bars, `sys.path`."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ import torch.distributed as dist
 from nbdist.wire.files import moved_path
 from nbdist.wire.spec import WorkerStart, sharing_variables
 from nbdist.wire.views import PACKAGES
-from nbdist.wire.work import Attempt, Surroundings
+from nbdist.wire.work import Surroundings
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 
@@ -35,16 +32,13 @@ WIDGET_BARS = frozenset({"tqdm.autonotebook", "tqdm.notebook"})
 """The modules of tqdm that choose widgets, or are made of them."""
 
 RICH_CONSOLE = "rich.console"
-
 _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange": "trange"}
 
 
 def prepare_torch(start: WorkerStart) -> None:
-    """Give torch its share of the cores and the rank's GPU.
-
-    What a forked worker's torch and OpenMP read on import, they read in the fork server, which
-    does not have the world's environment: OMP_NUM_THREADS, TORCH_DISTRIBUTED_DEBUG.
-    """
+    """Give torch its share of the cores and the rank's GPU."""
+    # A forked worker's torch and OpenMP have read OMP_NUM_THREADS and TORCH_DISTRIBUTED_DEBUG in
+    # the fork server, which does not have the world's environment.
     torch.set_num_threads(start.world.threads)
     seam.read_debug_level()
     device = torch.device(start.device)
@@ -54,20 +48,14 @@ def prepare_torch(start: WorkerStart) -> None:
 
 
 def share_gpu(start: WorkerStart) -> None:
-    """Have NCCL take several ranks on one GPU, if they are to share it or have slices of it."""
+    """Have NCCL take several ranks on one GPU, where they share it or have slices of it."""
     if start.gpus and (start.has_slice or start.world.share_gpus):
         version, slices = accelerator.nccl_version(), start.has_slice
         os.environ.update(sharing_variables(start.rank, version, os.environ, slices=slices))
 
 
-def count_restarts(attempt: Attempt) -> None:
-    """Say in torchrun's variables how often the task that begins has been run before."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt.number)
-    os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(attempt.most)
-
-
 def ready_names(start: WorkerStart) -> dict[str, Any]:
-    """Give what a cell finds without importing anything."""
+    """Return what a cell finds without importing anything."""
     return {
         "rank": start.rank,
         "world_size": start.world.world_size,
@@ -84,24 +72,20 @@ def ready_names(start: WorkerStart) -> dict[str, Any]:
 def pickle_cell_definitions_by_value() -> None:
     """Let multiprocessing children use functions and classes that were defined in cells.
 
-    A spawned child cannot import the worker's `__main__`, so what lives there must travel by
-    value: `DataLoader(num_workers=2, multiprocessing_context="spawn")` on a data set of a cell.
+    A spawned child, such as a DataLoader's, cannot import the worker's `__main__`.
     """
+
+    def reduce(_pickler: ForkingPickler, value: Any) -> Any:
+        if isinstance(value, FunctionType | type) and value.__module__ == "__main__":
+            return cloudpickle.loads, (cloudpickle.dumps(value),)
+        return NotImplemented
+
     # A class attribute of a C class: mypy takes it for a method that must not change.
-    setattr(ForkingPickler, "reducer_override", _reduce_cell_definition)  # noqa: B010
-
-
-def _reduce_cell_definition(_pickler: ForkingPickler, value: Any) -> Any:
-    if isinstance(value, FunctionType | type) and value.__module__ == "__main__":
-        return cloudpickle.loads, (cloudpickle.dumps(value),)
-    return NotImplemented
+    setattr(ForkingPickler, "reducer_override", reduce)  # noqa: B010
 
 
 class _TextBars(MetaPathFinder, Loader):
-    """Finds these modules before the import system does, with tqdm's ordinary bars in them.
-
-    And rich's with its console of text: in a notebook it would draw with widgets.
-    """
+    """Finds tqdm's modules of widgets, with ordinary bars in them, and rich's console of text."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -131,9 +115,7 @@ def _write_text(rich_console: ModuleType) -> None:
 def draw_bars_as_text() -> None:
     """Have tqdm's and rich's bars drawn as lines, which the notebook shows for each rank.
 
-    `tqdm.auto`, which most libraries use, takes widgets in every process that has loaded
-    ipykernel, where ipywidgets is installed; `tqdm.notebook` and rich do as well.  A worker's
-    widgets would never move: what they say is not relayed.
+    With ipywidgets both take widgets in an ipykernel, and a worker's would never move.
     """
     sys.meta_path.insert(0, _TextBars())
     if rich_console := sys.modules.get(RICH_CONSOLE):
@@ -146,16 +128,12 @@ def draw_bars_as_text() -> None:
 
 
 class Around:
-    """Has this process follow the notebook's surroundings, as tasks say what they are.
+    """Follows the notebook's surroundings from task to task; what a rank has changed itself stays.
 
-    What a rank has changed itself stays.
+    Made after the worker's own imports: a `random.py` in the notebook's folder is for cells alone.
     """
 
     def __init__(self, start: WorkerStart, own_path: Sequence[str]) -> None:
-        """Give what cells run the notebook's `sys.path` and `sys.argv`.
-
-        After the worker's own imports: a `random.py` in the notebook's folder is for them alone.
-        """
         self._at_start = start.world
         self._own_path = [*own_path] if start.world.own_path else []
         self._told: Surroundings | None = None
@@ -169,7 +147,7 @@ class Around:
         process.ORIGINAL_DIR = start.world.cwd  # type: ignore[attr-defined]
 
     def follow(self, around: Surroundings | None) -> None:
-        """Change what is other in the notebook than it was told last; None for as at the start."""
+        """Change what has changed in the notebook since the last task; None for as at the start."""
         if around == self._told:
             return
         self._told, world = around, self._at_start
@@ -205,7 +183,6 @@ class Around:
         self._folder = process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
 
     def _follow_environ(self, changes: Mapping[str, str | None]) -> None:
-        """Have the variables that were changed, and those that are as at the start again."""
         before, self._changes = self._changes, changes
         for name in {**before, **changes}:
             at_start = self._given.get(name)
@@ -219,9 +196,9 @@ class Around:
 
 
 def merged(own: Sequence[str], before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Return a path that was `before` until this process changed it, with the notebook's changes.
+    """Return this process's `own` path, which was `before`, with the notebook's changes to `after`.
 
-    What is new goes to the front where the notebook has it before all that it had; else last.
+    New entries go to the front if the notebook has them before all that it had; else last.
     """
     new = [entry for entry in after if entry not in before and entry not in own]
     old = next((at for at, entry in enumerate(after) if entry in before), len(after))
@@ -240,16 +217,13 @@ def _folder_now() -> str | None:
 
 # --- which of the user's own modules have been edited since this worker has imported them -----
 
-
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-CLOCKS = 2 * 10**9
-"""Nanoseconds by which the clock of a file server may be ahead of this machine's."""
+CLOCKS = 2 * 10**9  # nanoseconds by which the clock of a file server may be ahead of this machine's
 
 
 @dataclass
 class Source:
-    """A module's file, with its time when it was imported, and the last one that was told."""
+    """A module's file, its time when it was imported, and the last one that was reported."""
 
     file: str
     imported: int
@@ -273,11 +247,10 @@ class OwnModules(MetaPathFinder):
         return None
 
     def news(self, before: int, *, reloads: bool) -> tuple[str, ...]:
-        """Name the files that were edited since, until this moment of `time.time_ns`; each once.
+        """Name the files that were edited after their import and `before` this time; each once.
 
-        A task asks at its end with the moment of its beginning.  Where `%autoreload` is on
-        (`reloads`) none are: it has imported anew what was edited by then, but for what was
-        before it was turned on, which is imported anew here.
+        `before` is when the task began, in nanoseconds.  Where `%autoreload` is on (`reloads`),
+        it reloads them, but for what was edited before it was turned on, which is reloaded here.
         """
         self._take_new()
         if reloads and not self._is_reloading:
@@ -296,10 +269,7 @@ class OwnModules(MetaPathFinder):
         return tuple(told)
 
     def keep_in_step(self) -> None:
-        """Import anew what was edited, in the order in which it was first imported.
-
-        A task of a world with `--sync-code` begins with that.
-        """
+        """Reload what was edited, in the order of its import; a task of `--sync-code` begins so."""
         if self._is_kept_in_step:
             self._take_new()
             for name, edited in self._edited(time.time_ns()).items():
@@ -307,35 +277,32 @@ class OwnModules(MetaPathFinder):
                 self._sources[name].imported = edited
 
     def _edited(self, before: int) -> dict[str, int]:
-        """Name the modules that are not as their files are, with the times of these."""
-        times = {name: _time_of(source.file) for name, source in self._sources.items()}
-        imported = {name: source.imported for name, source in self._sources.items()}
-        return {n: t for n, t in times.items() if t not in (0, imported[n]) and t <= before}
+        """Return the modules whose files were edited since, with the times of that."""
+        times = ((name, each, _time_of(each.file)) for name, each in self._sources.items())
+        return {
+            name: at for name, each, at in times if at not in (0, each.imported) and at <= before
+        }
 
     def _take_new(self) -> None:
         """Take in what was imported since the last time, if it is the user's."""
         while self._begun:
             name, begun = self._begun.popitem()
-            if file := _own_file(sys.modules.get(name)):
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            file = str(getattr(spec, "origin", ""))
+            is_other = PACKAGES.match(file) or file.startswith(OURS)
+            if file.endswith(".py") and not is_other:
                 edited = _time_of(file)
                 # It may have been edited while the task still ran that has imported it.
                 self._sources[name] = Source(file, edited if edited <= begun + CLOCKS else begun)
 
 
 def reload_here(name: str) -> None:
-    """Import a module anew, as `%autoreload` does: what was taken from it is the new one too."""
+    """Reload a module as `%autoreload` does: what was imported from it is the new one too."""
     autoreload = import_module("IPython.extensions.autoreload")
     try:
         autoreload.superreload(sys.modules[name], old_objects={})
     except Exception:  # noqa: BLE001 (it is the user's code)
         print(f"[autoreload of {name} failed: {format_exc(10)}]", file=sys.stderr)  # noqa: T201
-
-
-def _own_file(module: object) -> str:
-    """Name the file of a module, if it is the user's; else ""."""
-    file = str(getattr(getattr(module, "__spec__", None), "origin", ""))
-    is_other = PACKAGES.match(file) or file.startswith(OURS)
-    return file if file.endswith(".py") and not is_other else ""
 
 
 def _time_of(file: str) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ipykernel.displayhook import ZMQDisplayHook
 from ipykernel.kernelapp import IPKernelApp
@@ -26,7 +26,9 @@ from jupyter_client.session import Session
 from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, Done
-from nbdist.wire.work import Call, Source, Task, Work, failure_in_words
+from nbdist.values.payload import Payload
+from nbdist.wire.spec import WorkerStart
+from nbdist.wire.work import Call, InputReply, Source, Task, Work, failure_in_words
 from nbdist.worker.compat.debugger import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
@@ -35,28 +37,16 @@ from nbdist.worker.compat.ipython import (
     reloads_modules,
     without_debugger,
 )
-from nbdist.worker.environment import (
-    Around,
-    OwnModules,
-    count_restarts,
-    draw_bars_as_text,
-    ready_names,
-)
+from nbdist.worker.environment import Around, OwnModules, draw_bars_as_text, ready_names
+from nbdist.worker.group.group import Group
 from nbdist.worker.memory import Peaks
 from nbdist.worker.namespace import Context, Namespace, find_op
 from nbdist.worker.ops.memory import forget_errors
 from nbdist.worker.probe import RUNS_CELLS, keep_crashes
-from nbdist.worker.process import CELL_TIMES, flush_streams, install
+from nbdist.worker.process import CELL_TIMES, Interrupts, flush_streams, install
 from nbdist.worker.publishing import LargeOutputs, MarkingSession, Records
 from nbdist.worker.shell import CellExit, WorkerShell, show_cell_lines
 from nbdist.worker.tracebacks import contents_of, failure_of, remedies, unfit_after
-
-if TYPE_CHECKING:
-    from nbdist.values.payload import Payload
-    from nbdist.wire.spec import WorkerStart
-    from nbdist.wire.work import InputReply
-    from nbdist.worker.group.group import Group
-    from nbdist.worker.process import Interrupts
 
 without_debugger()
 
@@ -133,7 +123,8 @@ class WorkerKernel(LeavesChildren):
         context.bound |= self.namespace.import_again(task.imports.get(context.rank, {}))
         if task.execution_count is not None:
             context.shell.execution_count = task.execution_count
-        count_restarts(task.attempt)
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(task.attempt.number)
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(task.attempt.most)
         keep_crashes()
 
     async def _work(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
@@ -173,7 +164,7 @@ class WorkerKernel(LeavesChildren):
         ran = shell.last_execution_result
         raised = (ran.error_before_exec, ran.error_in_exec) if ran is not None else ()
         # What kept the last value from being shown is only there; each can be falsy.
-        shown = self.session.last_shown
+        shown = self.session.shown[0]
         found = (error for error in (*raised, shown) if error is not None)
         return next(found, RuntimeError(reply["evalue"]))
 

@@ -15,7 +15,6 @@ import traceback
 import warnings
 from collections import deque
 from multiprocessing import process
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,13 +25,9 @@ from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, difference, versions_here
 from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task, mark
 from nbdist.worker.control import ControlThread
-from nbdist.worker.environment import (
-    Around,
-    pickle_cell_definitions_by_value,
-    prepare_torch,
-)
+from nbdist.worker.environment import Around, pickle_cell_definitions_by_value, prepare_torch
 from nbdist.worker.group.group import Group
-from nbdist.worker.kernel import make_app
+from nbdist.worker.kernel import WorkerKernel, make_app
 from nbdist.worker.memory import reserve_addresses
 from nbdist.worker.namespace import import_ops
 from nbdist.worker.probe import write_stacks_to
@@ -45,20 +40,22 @@ from nbdist.worker.process import (
     set_limit,
     write_all,
 )
+from nbdist.worker.publishing import MarkingSession
 from nbdist.worker.tracebacks import why_not_started
-
-if TYPE_CHECKING:
-    from nbdist.worker.kernel import WorkerKernel
-    from nbdist.worker.publishing import MarkingSession
 
 
 def run_worker(start: WorkerStart) -> None:
-    """Bind the kernel, join the group, say so, and run cells until the worker is to end."""
+    """Bind the kernel, join the group, mark both, and run cells until the worker is to end."""
     own_path = list(sys.path)
     prepare_torch(start)
     import_ops()
     app = make_app(start)
-    quieten()
+    # Lightning refuses to run several processes where it finds a prompt.
+    for prompt in ("ps1", "ps2"):
+        if hasattr(sys, prompt):
+            delattr(sys, prompt)
+    # Leaving by exit() is not how a worker ends.
+    warnings.filterwarnings("ignore", message="To exit: use")
     reserve_addresses()
     write_stacks_to(start.stack_file)
     pickle_cell_definitions_by_value()
@@ -87,16 +84,6 @@ def run_worker(start: WorkerStart) -> None:
     os._exit(0)
 
 
-def quieten() -> None:
-    """Drop what IPython does and says for people who sit at a terminal."""
-    # Lightning refuses to run several processes where it finds a prompt.
-    for prompt in ("ps1", "ps2"):
-        if hasattr(sys, prompt):
-            delattr(sys, prompt)
-    # Leaving by exit() is not how a worker ends.
-    warnings.filterwarnings("ignore", message="To exit: use")
-
-
 # --- makes a fresh process, forked or spawned, the worker of one rank -------------------------
 
 
@@ -109,8 +96,7 @@ def become_worker(start: WorkerStart, *, forked: bool) -> None:
         os.environ.clear()
         os.environ.update(wanted)
     elif os.environ.get("PYTHONPATH", "") == safe_path(wanted, start.world.cwd):
-        # A worker that was spawned has them, and what a wrapper has made of them; but its own
-        # start was spared this one.
+        # A worker that was spawned has them, and what a wrapper has made of them, but for this one.
         os.environ.update({k: v for k, v in wanted.items() if k == "PYTHONPATH"})
     os.chdir(start.world.cwd)
     # The notebook could not send its functions to another Python or torch.
@@ -119,7 +105,13 @@ def become_worker(start: WorkerStart, *, forked: bool) -> None:
         say_and_end(f"{has}: {found.why}. `--python` names another one", LAST_LINE_SAYS)
     try:
         if forked:
-            renew_what_is_shared()
+            # What the fork server's children share is to be each one's own.
+            torch.default_generator.seed()
+            if (random := sys.modules.get("numpy.random")) is not None:
+                random.seed()
+            process.current_process().authkey = os.urandom(32)
+            tempfile.tempdir = None
+            time.tzset()
         run_worker(start)
     except BadEnvironment as error:
         say_and_end(str(error), 1)
@@ -135,35 +127,19 @@ def say_and_end(why: str, code: int) -> None:
     os._exit(code)
 
 
-def renew_what_is_shared() -> None:
-    """Be as different from the fork server's other children as if this one were spawned."""
-    torch.default_generator.seed()
-    if (random := sys.modules.get("numpy.random")) is not None:
-        random.seed()
-    process.current_process().authkey = os.urandom(32)
-    tempfile.tempdir = None
-    time.tzset()
-
-
 # --- takes the tasks that come from the agent, and has the main thread do them in turn --------
 
 READ_SIZE = 1 << 18
-
-LOOK_EVERY_MS = 200
-"""Milliseconds after which one thread that waits for a reply looks whether another has read it."""
-
-CATCH_UP_SECONDS = 60.0
-"""In which an agent that is not paused itself takes in all that was shown."""
-
+LOOK_EVERY_MS = 200  # after which a thread that waits looks whether another has read its reply
+CATCH_UP_SECONDS = 60.0  # for an agent that is not paused itself to take in all that was shown
 IN_CHILD = "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
 
 
 class Tasks:
-    """The worker's end of the socket; but for `ask`, it runs on the main thread's loop.
+    """The worker's end of the socket for tasks, and for replies to `InputRequest` and `CatchUp`.
 
-    What somebody types for the running task comes over the same socket, and replies to `CatchUp`.
-    Not ipykernel's shell channel, whose thread, signatures and messages on what the kernel
-    is about to do cost more than a short cell.
+    But for `ask` and `catch_up` it runs on the main thread's loop.  ipykernel's shell channel, with
+    its thread and signatures, would cost more than a short cell.
     """
 
     def __init__(self, path: str, kernel: WorkerKernel, session: MarkingSession) -> None:
@@ -197,10 +173,7 @@ class Tasks:
                 end.close()
 
     def ask(self, prompt: str, *, secret: bool, by_debugger: bool) -> InputReply:
-        """Return what somebody types after this prompt, or why nobody does; any thread may ask.
-
-        Where Stop comes meanwhile, the main thread has KeyboardInterrupt.
-        """
+        """Return what is typed after this prompt, or why nothing can be; any thread may ask."""
         if self._agent is None or os.getpid() != self._pid:
             return InputReply(0, problem=IN_CHILD)
         flush_streams()
@@ -208,7 +181,7 @@ class Tasks:
         return self._reply_to(InputRequest(number, prompt, secret, by_debugger))
 
     def catch_up(self) -> None:
-        """Wait until the agent has taken in all that was shown; any thread may, as in `ask`."""
+        """Wait until the agent has taken in all that was shown; any thread may."""
         if self._agent is not None:
             self._reply_to(CatchUp(self._session.place()), CATCH_UP_SECONDS)
 
@@ -229,7 +202,7 @@ class Tasks:
             del self._replies[number]
 
     def _has_more(self) -> bool:
-        """Say whether a task has come that has not begun, also one that has not been read."""
+        """Return True while a task has come that has not begun, read or not."""
         if self._waiting:
             return True
         waiting = select.poll()

@@ -13,10 +13,10 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from nbdist.system.limits import MemoryLimit, memory_limits
@@ -30,27 +30,25 @@ MOST_SHOWN = 12
 
 
 class Peaks:
-    """Remembers how high the counters of most memory stood when the last cell began.
+    """Remembers how high the counters of most memory were when the last cell began.
 
-    They are not set back, as user code may read them: so what is known is whether the cell
-    has used more than ever before.
+    They are not reset, as user code may read them; so a cell's peak is known if it is the highest.
     """
 
     def __init__(self) -> None:
         self._rss = self._on_gpu = 0
 
     def begin(self) -> None:
-        """Have a cell begin now."""
-        self._rss = _most_rss()
-        self._on_gpu = accelerator.most_allocated()
+        """Note them: a cell begins."""
+        self._rss, self._on_gpu = _most_rss(), accelerator.most_allocated()
 
     def memory(self, pss: int) -> Peak:
-        """Return that of memory, where it is `pss` now; what comes and goes is not shared."""
+        """Return the peak of memory, which is `pss` now; what comes and goes is not shared."""
         most = _most_rss()
         return Peak(pss + max(0, most - _statm(1)), is_bound=most <= self._rss)
 
     def on_gpu(self) -> Peak:
-        """Return that of tensors on the rank's GPU, which is in use."""
+        """Return the peak of tensors on the rank's GPU, which is in use."""
         most = accelerator.most_allocated()
         return Peak(most, is_bound=most <= self._on_gpu)
 
@@ -61,10 +59,7 @@ class Peaks:
 def measure(
     shell: Any, peaks: Peaks, seconds: float, raised: BaseException | None = None
 ) -> Memory:
-    """Measure, and look for what holds memory for so many seconds at most.
-
-    With the traceback of what was `raised` just now.
-    """
+    """Measure memory, and search what holds it for at most `seconds`; also in what was `raised`."""
     search, hidden, kept = Search(seconds), shell.user_ns_hidden, list[Held]()
     # Without IPython's own names and what it has shown, which comes later.
     names = {
@@ -79,12 +74,18 @@ def measure(
             for where, local in locals_of(error):
                 kept += search.take(local, where)
         kept += search.take(shown)
-    pss = pss_now()
+    pss, gpu, limits = pss_now(), None, [*memory_limits()]
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        limits.append(MemoryLimit("ulimit -v", most, most - _statm(0)))
+    if accelerator.is_in_use():
+        (free, total), used = accelerator.room(), accelerator.allocated()
+        gpu = GpuMemory(str(accelerator.index()), total - free, total, used, peaks.on_gpu())
     return Memory(
         pss=pss,
         peak=peaks.memory(pss),
-        limit=_tightest_limit(),
-        gpu=_gpu(peaks),
+        limit=min(limits, key=lambda each: each.free, default=None),
+        gpu=gpu,
         held=_largest(held),
         tensors=sum(each.size for each in held),
         kept=_largest(kept),
@@ -103,24 +104,8 @@ def _largest(held: list[Held]) -> tuple[Held, ...]:
     return tuple(sorted(held, key=lambda each: -each.size)[:MOST_SHOWN])
 
 
-def _tightest_limit() -> MemoryLimit | None:
-    limits = [*memory_limits()]
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY:
-        limits.append(MemoryLimit("ulimit -v", most, most - _statm(0)))
-    return min(limits, key=lambda each: each.free, default=None)
-
-
-def _gpu(peaks: Peaks) -> GpuMemory | None:
-    if not accelerator.is_in_use():
-        return None
-    free, total = accelerator.room()
-    used = accelerator.allocated()
-    return GpuMemory(str(accelerator.index()), total - free, total, used, peaks.on_gpu())
-
-
 def _statm(field: int) -> int:
-    """Read a size in bytes from proc(5), statm: 0 is the address space, 1 what is in memory."""
+    """Read bytes from proc(5), statm: 0 is the address space, 1 what is in memory."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         return int(statm.read().split()[field]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -129,38 +114,32 @@ def _most_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# --- what an error that says that memory is full says of what it is full of -------------------
+# --- what is said of errors that say that memory is full --------------------------------------
 
-
-SEARCH_SECONDS = 0.2
-"""For names, while a cell waits for its end."""
-
+SEARCH_SECONDS = 0.2  # for names, while a cell waits for its end
 MOST_NAMED = 5
 
+# What a RuntimeError of torch's says then.
 ALLOCATION_FAILED = re.compile(
     r"out of memory|not enough memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.I
 )
-"""What a RuntimeError of torch's says then."""
-
 
 RESERVE = 16 << 20
-"""Bytes of addresses, and none of memory, since nothing is written there.
+"""Bytes of addresses, not of memory, that are given up while a MemoryError is accounted for.
 
-They are given up while a MemoryError is accounted for: with no room at all CPython 3.11 looks for
-ever for what handles it (exception_unwind of its ceval.c), which nothing interrupts.
+With no room CPython 3.11 searches for ever for what handles it (exception_unwind of ceval.c).
 """
-
 _reserved: list[mmap.mmap] = []
 
 
 def reserve_addresses() -> None:
-    """Set them aside, unless there is no room for that."""
+    """Set them aside, if there is room for that."""
     with suppress(OSError, MemoryError):
         _reserved.append(mmap.mmap(-1, RESERVE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Say whether an allocation failed, on the CPU or a GPU, or it came from such an error."""
+    """Return True if an allocation failed, on the CPU or a GPU, or it came from such an error."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
@@ -171,7 +150,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def account(shell: Any, rank: int, error: BaseException) -> list[str]:
-    """Say in some lines what the memory is used for that was not enough; none for other errors."""
+    """Return lines on what uses the memory that was not enough; none for other errors."""
     if not is_out_of_memory(error):
         return []
     while _reserved:
@@ -185,7 +164,7 @@ def account(shell: Any, rank: int, error: BaseException) -> list[str]:
 
 
 def account_lines(rank: int, memory: Memory) -> list[str]:
-    """Write what an error says of it: how much is used, by what, and what could be let go."""
+    """Write how much is used, by what, and what could be released."""
     lines = [f"rank {rank}: {', '.join(_figures(memory))}"]
     lines += _listed(memory.held)
     if not memory.is_whole:
@@ -218,45 +197,27 @@ def _listed(held: Sequence[Held]) -> list[str]:
 
 # --- what names lead to: tensors, arrays and other large things, each storage once ------------
 
-# Looks, and calls nothing of the user's but what his tensors' and modules' classes override.
+# Calls no code of the user's but what classes of tensors and modules override.
 
-
-LAST_VALUE = re.compile(r"_+|_\d+")
-"""Names under which IPython keeps what cells have shown."""
-
-MOST_LOOKED_AT = 100_000
-"""Values, so that a list of a million numbers ends the search soon."""
-
-MOST_OF_A_CONTAINER = 10_000
-"""In a second; to begin with these takes time that others need."""
-
-SEVERAL = 8
-"""A container of more tensors than that is shown as one."""
-
+LAST_VALUE = re.compile(r"_+|_\d+")  # names under which IPython keeps what cells have shown
+MOST_LOOKED_AT = 100_000  # values, so that a list of a million numbers ends the search soon
+MOST_OF_A_CONTAINER = 10_000  # in a second; to begin with these takes time that others need
+SEVERAL = 8  # a container of more tensors than that is shown as one
 DEEPEST = 8
 LEAST_INSIDE = 1 << 10
 """Bytes of an array inside of an object that is named: libraries have many of their own."""
 
-LARGE_BYTES = 1 << 20
-"""Of plain bytes, which need not be named below that."""
-
+LARGE_BYTES = 1 << 20  # of plain bytes, which need not be named below that
 NOT_LOOKED_INTO = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, str, int)
-
 _Path = tuple[str, Any, int]
 
 
-@dataclass(frozen=True)
-class _Several:
+class _Several(list[Any]):
     """Tensors of one container, to be shown as one."""
-
-    tensors: list[Any]
 
 
 class Search:
-    """Looks for what holds memory; `held` has what was found so far.
-
-    For some seconds of a processor at most: on a busy machine it finds as much as on an idle one.
-    """
+    """Searches what holds memory, for some seconds of a processor; `held` is what was found."""
 
     def __init__(self, seconds: float) -> None:
         self.held: list[Held] = []
@@ -270,10 +231,7 @@ class Search:
         self._later: list[_Path] = []
 
     def take(self, names: Mapping[str, Any], where: str = "") -> list[Held]:
-        """Look at what these names lead to, those nearest first; return what is new of it.
-
-        `where` is added to their names.
-        """
+        """Look at what names lead to, nearest first; return what is new, named with `where`."""
         known = len(self.held)
         waiting: deque[_Path] = deque((name, value, 0) for name, value in dict(names).items())
         while waiting and self._has_time():
@@ -295,20 +253,18 @@ class Search:
             return False
         return self._looked_at < MOST_LOOKED_AT
 
-    # --- what has a size ------------------------------------------------------------------
-
     def _look(self, name: str, value: Any, depth: int) -> None:
-        """Note what it holds itself, or as a container of many."""
+        """Note what it holds itself, or as a container of many tensors."""
         if isinstance(value, torch.optim.Optimizer):
             self._note_several(f"{name}.state", self._tensors_in(value.state, 3))
+        elif isinstance(value, _Several):
+            self._note_several(name, value)
         elif isinstance(value, list | tuple | set | frozenset | deque | dict):
             tensors = [each for each in _members(value) if isinstance(each, torch.Tensor)]
             if len(tensors) > SEVERAL:
                 # After what is as near as this: there may be a million of them.
                 self._later.append((name, _Several(tensors), DEEPEST))
                 (self._seen if len(tensors) == len(value) else self._have_several).add(id(value))
-        elif isinstance(value, _Several):
-            self._note_several(name, value.tensors)
         elif (found := self._new(name, value)) is not None:
             is_known = not depth or isinstance(value, torch.Tensor)
             if is_known or found.size >= LEAST_INSIDE:
@@ -334,14 +290,12 @@ class Search:
             self.held += found
 
     def _new(self, name: str, value: Any) -> Held | None:
-        """Return what it holds; None where that is nothing, or known already."""
+        """Return what it holds; None if that is nothing, or known already."""
         found, place = _measured(name, value) or (None, 0)
         if found is None or not found.size or (found.device, place) in self._storages:
             return None
         self._storages.add((found.device, place))
         return found
-
-    # --- where to go on ------------------------------------------------------------------
 
     def _in(self, value: Any) -> Iterator[tuple[str, Any]]:
         """Yield what can be reached from it, with what is written to get there."""
@@ -381,7 +335,7 @@ def _members(value: Any) -> list[Any]:
 
 
 def own_attributes(value: Any) -> dict[str, Any]:
-    """Give what stands in an instance, without a call of anything of its class."""
+    """Return an instance's attributes without calling anything of its class."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -389,18 +343,19 @@ def own_attributes(value: Any) -> dict[str, Any]:
     return {**found} if isinstance(found, dict | types.MappingProxyType) else {}
 
 
-# --- sizes ------------------------------------------------------------------------------
-
-
 def _measured(name: str, value: Any) -> tuple[Held, int] | None:
-    """Measure what holds memory itself, and say where that lies; None for all else."""
+    """Return what it holds itself, and the address of that; None for what holds no memory."""
     if isinstance(value, torch.Tensor):
         return _tensor(name, value)
     if isinstance(value, bytes | bytearray):
         return Held(name, len(value) if len(value) >= LARGE_BYTES else 0, dtype="bytes"), id(value)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray):
-        return _array(name, value, numpy)
+    if isinstance(value, np.ndarray):
+        whole: Any = value  # it may be a view
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        size = 0 if isinstance(whole, np.memmap) else whole.nbytes  # which is a file's
+        address = whole.__array_interface__["data"][0]
+        return Held(name, size, value.shape, str(value.dtype)), address
     pandas: Any = sys.modules.get("pandas")
     if pandas is not None and isinstance(value, (pandas.DataFrame, pandas.Series)):
         used = value.memory_usage(index=True)
@@ -422,23 +377,11 @@ def _tensor(name: str, tensor: torch.Tensor) -> tuple[Held, int]:
     return Held(name, storage.nbytes(), shape, dtype, str(part.device)), storage.data_ptr()
 
 
-def _array(name: str, array: Any, numpy: Any) -> tuple[Held, int]:
-    """Measure what an array is a view of; nothing of what is a file's."""
-    whole = array
-    while isinstance(whole.base, numpy.ndarray):
-        whole = whole.base
-    size = 0 if isinstance(whole, numpy.memmap) else whole.nbytes
-    return Held(name, size, array.shape, str(array.dtype)), whole.__array_interface__["data"][0]
-
-
 # --- what is held unseen ----------------------------------------------------------------
 
 
 def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[BaseException]:
-    """Yield exceptions that Python and IPython keep, with those that they came from.
-
-    What was `raised` need not have come that far: it may not have been shown.
-    """
+    """Yield the exceptions that Python and IPython keep, `raised`, and those they came from."""
     known = [raised, getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
     if (result := shell.last_execution_result) is not None:
         known += [result.error_in_exec, result.error_before_exec]
@@ -454,7 +397,7 @@ def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[Bas
 
 
 def locals_of(error: BaseException) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the variables of each call in its traceback, the outermost first, and where it is."""
+    """Yield where each call in its traceback is, the outermost first, and its variables."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_flags & 0x1:  # a function's; a cell's are the namespace
             yield f" in {frame.f_code.co_name}(), line {line}", {**frame.f_locals}

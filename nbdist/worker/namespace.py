@@ -5,15 +5,14 @@ from __future__ import annotations
 import pkgutil
 import sys
 import time
-import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
 
 from nbdist import plugins
 from nbdist.output.events import NAME_PROBLEM
@@ -32,16 +31,12 @@ from nbdist.values.shared_memory import Segment, Steps
 from nbdist.values.unpicklable import blame, fails_in, type_name
 from nbdist.wire.ops import Brought
 from nbdist.worker import ops
+from nbdist.worker.group.group import Group
 from nbdist.worker.memory import Peaks
 from nbdist.worker.received import Homeward, KeptValues, Received, SpreadValue
 from nbdist.worker.tracebacks import Problem
 
-if TYPE_CHECKING:
-    from nbdist.worker.group.group import Group
-
-
-MOVED_EVERY = 0.25
-"""Seconds after which it is said how far a big value has been packed."""
+MOVED_EVERY = 0.25  # seconds after which it is said how far a big value has been packed
 
 
 class VariableError(Problem):
@@ -64,7 +59,7 @@ class Namespace:
         self._identities: dict[str, Identity] = {}
 
     def start_with(self, names: Mapping[str, Any]) -> None:
-        """Bind what every worker has from its start; `ready` has all of it."""
+        """Bind what every worker has from its start, and keep it in `ready`."""
         self.ready.update(names)
         self._names.update(names)
 
@@ -76,9 +71,9 @@ class Namespace:
         self.ready[name] = value
 
     def receive(self, payload: Payload | None, stays: Collection[str] = ()) -> None:
-        """Bind the names that came along; with none of them bound when one cannot be read.
+        """Bind the names that came with a task: all, or none where one cannot be rebuilt.
 
-        What `stays` is not bound where there is such a name.
+        Those of `stays` are bound only where there is no such name.
         """
         # What the last task brought back has been read by now.
         for task_id in list(self._lent):
@@ -100,7 +95,7 @@ class Namespace:
             ) from error
 
     def take(self, values: dict[str, Any], task_id: str) -> None:
-        """Keep what came with this task, for `bind_taken`, until `let_go` or the next `take`."""
+        """Keep what came with this task for `bind_taken`, until `let_go` or the next `take`."""
         self._taken = {task_id: values}
 
     def bind_taken(self) -> frozenset[str]:
@@ -112,20 +107,15 @@ class Namespace:
         return frozenset(values)
 
     def let_go(self, task_id: str) -> None:
-        """Release what this task sent back, or has kept, which has been read, or what it took.
-
-        Also on the control thread.
-        """
+        """Release what this task took, sent back or has kept; also on the control thread."""
         self._taken.pop(task_id, None)
         self.last_values.let_go(task_id)
         for segment in self._lent.pop(task_id, ()):
             segment.close()
 
     def snapshot(self) -> dict[str, Identity]:
-        """Return which object each name is bound to; compare with `bound_since`.
-
-        There are many names, and from task to task few are bound to something else.
-        """
+        """Return which object each name is bound to; compare with `bound_since`."""
+        # There are many names, and from task to task few are bound to something else.
         known, now = self._identities, self._of_users()
         self._identities = {
             name: known[name] if _is_still(known, name, value) else Identity(value)
@@ -143,15 +133,14 @@ class Namespace:
         return frozenset(before.keys() - self._names.keys())
 
     def _of_users(self) -> list[tuple[str, Any]]:
-        """List all names without IPython's own `_`, `_i3`; cells' threads may bind more."""
-        # Copied first: each pair of a loop over it could have another thread run in between.
-        names = dict(self._names)
-        return [(name, value) for name, value in names.items() if not name.startswith("_")]
+        """List all names without IPython's own `_`, `_i3`."""
+        # Of a copy: cells' threads may bind more meanwhile.
+        return [each for each in dict(self._names).items() if not each[0].startswith("_")]
 
     def imported(self, names: Iterable[str]) -> dict[str, str]:
-        """Return those that are modules, or functions and classes of modules: and of which."""
-        values = {name: self._names.get(name) for name in names}
-        return {name: _whence(value) for name, value in values.items() if _is_imported(value)}
+        """Return those that are modules, or functions and classes of modules, and whose."""
+        found = ((name, _whence(self._names.get(name))) for name in names)
+        return {name: whence for name, whence in found if whence is not None}
 
     def kinds(self, names: Iterable[str]) -> dict[str, int]:
         """Return which of these are modules, optimizers or tensors."""
@@ -160,11 +149,16 @@ class Namespace:
 
     def covered(self, names: Iterable[str]) -> frozenset[str]:
         """Return those of `ready` that are bound to something else now, which looks different."""
-        own = self.ready.keys() & names
-        return frozenset(n for n in own if not _is_like(self._names.get(n), self.ready[n]))
+        return frozenset(
+            name
+            for name in self.ready.keys() & names
+            if (value := self._names.get(name)) is not (own := self.ready[name])
+            # A number or device that reads the same counts as the same.
+            and not (isinstance(value, int | str | type(own)) and str(value) == str(own))
+        )
 
     def import_again(self, imports: Mapping[str, str]) -> frozenset[str]:
-        """Bind what `imported` gave in the worker before this one; the names that are bound.
+        """Bind what `imported` gave in the worker before this one; return the names.
 
         What cannot be imported any more is said on stderr: the cell may do without.
         """
@@ -184,9 +178,9 @@ class Namespace:
         return frozenset(bound)
 
     def fetch(self, expressions: Sequence[str], task_id: str) -> Payload:
-        """Return the values of some names (or expressions), CUDA tensors moved to the CPU.
+        """Pack the values of names, or expressions; CUDA tensors come from the CPU.
 
-        A big payload stays in memory that this process lends until `let_go`, or its next cell.
+        A big payload is memory of this process until `let_go`, or its next cell.
         """
         values = {}
         for expression in expressions:
@@ -203,10 +197,7 @@ class Namespace:
             ) from error
 
     def pack(self, value: Any, task_id: str, title: str) -> Payload | None:
-        """Return what an op returned, for the notebook; None for None.
-
-        VariableError says which part of it cannot be sent, and why; `title` is the op's.
-        """
+        """Pack what an op returned; VariableError says which part cannot be sent, and why."""
         if value is None:
             return None
         inner = tuple((each.ref.path, each.ref) for each in self._lent.get(task_id, ()))
@@ -221,8 +212,7 @@ class Namespace:
     def lend(self, value: Any, task_id: str, home: Homeward | None = None) -> Payload:
         """Pack a value; what is too big for a message stays in memory, until `let_go`.
 
-        `home` says how what is of the ranks' group goes home, None that it cannot.  Raises what
-        pickling raises.
+        `home` takes apart what is of the ranks' group, which cannot be pickled without.
         """
         payload, segment = self._packed(value, home)
         if segment is not None:
@@ -230,15 +220,15 @@ class Namespace:
         return payload
 
     def blame(self, name: str, value: Any, error: Exception) -> tuple[str, str, str]:
-        """Find the path to what cannot be sent to the notebook, its type, and why."""
+        """Return the path to what cannot be sent to the notebook, its type, and why."""
         if isinstance(error, SpreadValue):
             return name, type_name(value), str(error)
         return blame(name, value, fails_in(self._names), error)[:3]
 
     def keep(self, value: object, task_id: str) -> tuple[Payload | None, int | None]:
-        """Pack the last value of a cell as it is now: a small one, or the size of one that stays.
+        """Pack the last value of a cell: return a small one, or the size of one that stays here.
 
-        None for None.  What cannot be packed is no error of the cell's: `lend_kept` says why.
+        What cannot be packed is no error of the cell's: `lend_kept` says why.
         """
         if value is None:
             return None, None
@@ -274,11 +264,15 @@ class Namespace:
         return steps.made
 
 
-def _whence(value: Any) -> str:
-    """Write `numpy`, `torch.nn:Linear`; "" where it is not to be found there."""
+def _whence(value: Any) -> str | None:
+    """Return `numpy`, `torch.nn:Linear`; "" if it is not found there, None if not imported."""
     if isinstance(value, ModuleType):
         return value.__name__ if sys.modules.get(value.__name__) is value else ""
+    if not isinstance(value, type | FunctionType | BuiltinFunctionType):
+        return None
     module, path = value.__module__ or "", value.__qualname__
+    if module == "__main__":
+        return None
     try:
         is_there = attrgetter(path)(sys.modules[module]) is value
     except (AttributeError, KeyError):
@@ -286,19 +280,7 @@ def _whence(value: Any) -> str:
     return f"{module}:{path}" if is_there else ""
 
 
-def _is_like(value: object, own: object) -> bool:
-    """Say whether it is this, or a number or device that reads the same."""
-    return value is own or (isinstance(value, int | str | type(own)) and str(value) == str(own))
-
-
-def _is_imported(value: Any) -> bool:
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        return value.__module__ != "__main__"
-    return isinstance(value, ModuleType)
-
-
 def _is_still(known: Mapping[str, Identity], name: str, value: object) -> bool:
-    """Say whether the name is bound to what is known of it."""
     return (identity := known.get(name)) is not None and identity.is_still(value)
 
 
@@ -310,8 +292,7 @@ class Context:
     """What a task works with, and what it says of itself besides its value.
 
     `bound` are the names that it has bound, `gone` those that it has deleted, `title` is what
-    people call it.  What `at_end` has is closed once the value has been packed.  `task_id` is
-    the task's.
+    people call it.  What `at_end` has is closed once the value has been packed.
     """
 
     shell: Any
@@ -335,12 +316,8 @@ class Context:
         names: dict[str, Any] = self.shell.user_ns
         return names
 
-    def open(self, payload: Payload) -> Any:
-        """Return what the notebook has pickled; VariableError where it cannot be rebuilt."""
-        return self.namespace.open(payload)
-
     def lend(self, value: Any, home: Homeward | None = None) -> Payload:
-        """Pack a value for whoever opens it before the notebook lets go of the task."""
+        """Pack a value, to be read before the notebook lets go of the task."""
         return self.namespace.lend(value, self.task_id, home or Homeward())
 
     def noting(self) -> Noting:
@@ -349,11 +326,9 @@ class Context:
 
 
 class Noting:
-    """Compares the names before and after.
+    """Compares the names before and after."""
 
-    Not a generator's: contextlib sets attributes of what is raised, which a user's class can
-    refuse.
-    """
+    # Not a generator's: contextlib sets attributes of what is raised, which a class can refuse.
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -369,9 +344,9 @@ class Noting:
 
 @cache
 def import_ops() -> Mapping[str, ModuleType | Exception]:
-    """Import all, by name; or why one cannot be.
+    """Return all by name, or why one cannot be imported.
 
-    Before users' code runs: once that has opened all files that it may, nothing can be imported.
+    Called before users' code, which may leave no descriptor to import with.
     """
     found: dict[str, ModuleType | Exception] = {}
     for name, point in plugins.entry_points(plugins.OPS).items():
@@ -389,8 +364,7 @@ def find_op(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(".")
     found = import_ops().get(module)
     if not isinstance(found, ModuleType):
-        raise ImportError(
-            f"nbdist has no `{module}` on this rank" + (f": {found}" if found else "")
-        )
+        why = f": {found}" if found else ""
+        raise ImportError(f"nbdist has no `{module}` on this rank{why}")
     run: Callable[..., Any] = getattr(found, function or module)
     return run

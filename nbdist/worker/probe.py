@@ -1,7 +1,4 @@
-"""Where the worker's main thread is: in which line of the cell, waiting for which collective.
-
-Asked from the control thread, while the main thread runs or waits.
-"""
+"""Where the main thread is, as the control thread asks: in which line, waiting for what."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import CodeType, FrameType
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -32,13 +29,11 @@ from nbdist.wire.views import PACKAGES, Begun, CallLayout, Collective, Place, St
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.gloo import wait
+from nbdist.worker.group.group import Group
 from nbdist.worker.group.nccl import Counts, Pending, Recording, UnderWay, wait_for_device
 from nbdist.worker.group.stores import AbortableStore
 from nbdist.worker.ops import script
 from nbdist.worker.ops.call import call
-
-if TYPE_CHECKING:
-    from nbdist.worker.group.group import Group
 
 IN_TORCH = os.path.join("torch", "distributed") + os.sep
 WAITS = "send or recv" if seam.RECORDS_GLOO else "send, recv or an asynchronous collective"
@@ -46,12 +41,9 @@ POINT_TO_POINT = {inspect.unwrap(each).__code__ for each in (dist.send, dist.rec
 FUTEX = 202 if os.uname().machine == "x86_64" else 98
 LIBRARIES = (PACKAGES.pattern, "<frozen ", re.escape(os.path.dirname(os.path.dirname(__file__))))
 IN_LIBRARY = re.compile("|".join(LIBRARIES))
+# `tcpi_retransmits`, `tcpi_unacked`, `tcpi_bytes_acked`, `tcpi_bytes_received` (linux/tcp.h).
 TCP_INFO, TCP_INFO_FIELDS = 11, struct.Struct("=2xB21xI92xQQ")
-"""`tcpi_retransmits`, `tcpi_unacked`, `tcpi_bytes_acked` and `tcpi_bytes_received` of tcp_info
-(linux/tcp.h)."""
-
-STALLED = 3
-"""Times that TCP has sent the same again, all in vain: after 0.2, 0.6 and 1.4 s."""
+STALLED = 3  # times that TCP has sent the same again, all in vain: after 0.2, 0.6 and 1.4 s
 
 
 class Probe:
@@ -64,13 +56,14 @@ class Probe:
         # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
         self._native_id = os.getpid()
         self._recording = Recording()
-        self._nccl = UnderWay() if group is not None and group.uses_nccl else None
+        self._uses_nccl = group is not None and group.uses_nccl
+        self._nccl = UnderWay(is_used=self._uses_nccl)
 
     def locate(self) -> Place:
-        """Say where it is, with all from which follows whether it can go on."""
+        """Return where it is, with all that tells whether it can go on."""
         frames = list(frames_of(self._ident))
         shown = frames if self._line(frames) else self._stack()
-        counts, nccl = self._recording.counts(), self._pending()
+        counts, nccl = self._recording.counts(), self._nccl.pending()
         begun = {number: each.begun for number, each in counts.items()}
         spot, operation = self._spot(shown), self._operation(frames, counts, nccl)
         is_idle = not spot.line and not spot.file
@@ -83,82 +76,67 @@ class Probe:
             has_help=bool(operation) and self._has_help(frames),
             is_cleaning_up=handles_stop(self._ident),
             # Who is in the next one of the same name has moved on.
-            counts=begun if self._nccl is None else {**begun, "nccl": nccl.number},
+            counts={**begun, "nccl": nccl.number} if self._uses_nccl else begun,
             moved=moved,
             in_flight=in_flight,
             stalled=stalled,
             # The kernel's own threads often have something to do; nccl's, on a GPU, cannot be seen.
-            is_calm=self._nccl is None and not any(map(_is_at_work, os.listdir("/proc/self/task"))),
+            is_calm=not (self._uses_nccl or any(map(_is_at_work, os.listdir("/proc/self/task")))),
             unfinished=sum(each.unfinished for each in counts.values()) + nccl.count,
         )
 
     def locate_briefly(self) -> Place:
-        """Say what of that people read, with few system calls.
-
-        Each lets go of the GIL, and where Python code runs it takes 5 ms to come back.
-        """
+        """Return what people read of that; each system call can cost 5 ms for the GIL."""
         return self._located(self._stack())
 
     def trace(self) -> Traced:
-        """Say the same, and the calls from the innermost out."""
+        """Return the same, and the calls from the innermost out."""
         frames = self._stack()
         shown = [frame for frame in frames if frame.f_code is not wait.__code__]
         cells = cell_numbers()
         return Traced(self._located(frames), tuple(described(frame, cells) for frame in shown))
 
     def last_collective(self) -> Collective | None:
-        """Name the one that was begun last; None if none was."""
-        found = [self._recording.last(), None if self._nccl is None else self._nccl.last()]
-        return max(filter(None, found), key=lambda each: each.began_ns, default=None)
+        """Return the one that was begun last; None if none was."""
+        found = filter(None, [self._recording.last(), self._nccl.last()])
+        return max(found, key=lambda each: each.began_ns, default=None)
 
     def start_over(self) -> None:
-        """Forget what backends have begun so far: the groups are being formed anew."""
+        """Forget what backends have begun so far: the groups are being rebuilt."""
         self._recording.start_over()
-        if self._nccl is not None:
-            self._nccl.start_over()
+        self._nccl.start_over()
 
     def _located(self, frames: list[FrameType]) -> Place:
         operation = _called(frames)
         if not operation or self._group is None or not self._is_in_futex():
-            operation = self._operation(frames, self._recording.counts(), self._pending())
+            operation = self._operation(frames, self._recording.counts(), self._nccl.pending())
         return replace(self._spot(frames), operation=operation)
 
     def _begun(self, counts: Mapping[str, Counts]) -> tuple[Begun, ...]:
         since = self._group.task_began_ns if self._group is not None else 0
-        of_nccl = () if self._nccl is None else self._nccl.begun(since)
-        return self._recording.begun(counts, since) + of_nccl
-
-    def _pending(self) -> Pending:
-        return Pending() if self._nccl is None else self._nccl.pending()
+        return self._recording.begun(counts, since) + self._nccl.begun(since)
 
     @property
     def waits_for_nccl(self) -> bool:
-        """Whether a cell runs that has begun collectives of nccl's which have not ended.
-
-        Or which nccl has ended by itself, because of an error.
-        """
-        if self._nccl is None or self._group is None or not self.is_in_cell:
+        """Whether a cell runs with collectives of nccl's that have not ended, or with an error."""
+        if not self._uses_nccl or self._group is None:
             return False
-        return self._pending().count > 0 or bool(self._group.nccl_error)
+        if not (script.is_running() or self._line(list(frames_of(self._ident)))):
+            return False
+        return self._nccl.pending().count > 0 or bool(self._group.nccl_error)
 
     def _stack(self) -> list[FrameType]:
-        """Give the same, or those of a cell that awaits something."""
+        """Return the thread's frames, or those of a cell that awaits something."""
         frames, cells = list(frames_of(self._ident)), cell_numbers()
         if any(frame.f_code.co_filename in cells for frame in frames):
             return frames
         return awaited(self._loop, cells) or frames
 
-    @property
-    def is_in_cell(self) -> bool:
-        """Whether the main thread runs a cell, or a script."""
-        return script.is_running() or self._line(list(frames_of(self._ident))) > 0
-
     def _spot(self, frames: list[FrameType]) -> Place:
-        """Find the line of the cell or script that runs."""
         return script.spot(frames) or Place(line=self._line(frames))
 
     def _line(self, frames: list[FrameType]) -> int:
-        """Find the line of the cell that runs, 0 when none does; of a function that is called."""
+        """Find the line of the cell that runs, or of a function that is called; 0 for neither."""
         cells, inner = cell_numbers(), None
         for frame in frames:
             if frame.f_code is call.__code__ and inner is not None:
@@ -173,9 +151,8 @@ class Probe:
     ) -> str:
         """Name what the thread waits for: a collective, as torch does; "" when it does not wait.
 
-        In a futex wait, with a collective begun that has not ended; or (Flight Recorder
-        does not record what goes from rank to rank) inside one of torch.distributed's
-        functions.  Or in the store, for the others to make a group.
+        It waits in the store for a group, or in a futex: with a collective begun, or (sends are
+        not recorded) in a function of torch.distributed.
         """
         if self._group is None:
             return ""
@@ -198,10 +175,9 @@ class Probe:
         return "backward" if any(f.f_code.co_name == seam.BACKWARD for f in frames) else ""
 
     def _has_help(self, frames: list[FrameType]) -> bool:
-        """Say whether something else than ranks that meet may bring it on.
+        """Return True if something else than other ranks may end its wait.
 
-        That is a GPU, another thread that runs user code or communicates; or the thread
-        waits for anything at all, with a collective begun besides.
+        That is a GPU, or a thread that runs user code or communicates; or it waits for anything.
         """
         threads = set(uncollected(sys._current_frames)) - {self._ident, threading.get_ident()}
         has_gpu = accelerator.is_in_use()
@@ -215,10 +191,7 @@ class Probe:
             return False
 
     def _carried(self) -> tuple[int, int, tuple[tuple[str, str], ...]]:
-        """Return packets of gloo's that have yet to arrive, bytes carried so far, what is stalled.
-
-        That is a pair of addresses, the own one first, for each connection.
-        """
+        """Return gloo's packets under way, bytes carried, addresses of stalled connections."""
         in_flight = moved = 0
         stalled = set()
         for connection in self._group.connections() if self._group is not None else ():
@@ -247,7 +220,7 @@ def _is_of_user(ident: int) -> bool:
 
 
 def _called(frames: list[FrameType]) -> str:
-    """Name the function of torch.distributed that user code called, a public one if possible."""
+    """Name the function of torch.distributed that user code called, preferably a public one."""
     names = [f.f_code.co_name for f in frames if IN_TORCH in f.f_code.co_filename]
     names = [name for name in names if name != "wrapper"]
     public = [name for name in names if not name.startswith("_")]
@@ -255,7 +228,7 @@ def _called(frames: list[FrameType]) -> str:
 
 
 def _is_at_work(tid: str) -> bool:
-    """Say whether the thread is one of gloo's (`gloo_tcp_loop`, `pt_gloo_runloop`), and runs."""
+    """Return True if the thread is one of gloo's (`gloo_tcp_loop`, `pt_gloo_runloop`), and runs."""
     try:
         with open(f"/proc/self/task/{tid}/stat", mode="rb") as file:
             name, _, rest = file.read().rpartition(b") ")
@@ -266,19 +239,15 @@ def _is_at_work(tid: str) -> bool:
 
 # --- stacks of this worker's threads ----------------------------------------------------------
 
-
-RUNS_CELLS = "run_cell_async"
-"""IPython's coroutine in whose chain of awaits the cell is."""
-
-_open: list[IO[bytes]] = []
-"""faulthandler has the descriptor alone; it must not be closed."""
+RUNS_CELLS = "run_cell_async"  # IPython's coroutine in whose chain of awaits the cell is
+_open: list[IO[bytes]] = []  # faulthandler has the descriptor alone; it must not be closed
 
 
 def uncollected(get: Callable[[], Result]) -> Result:
-    """Do what makes an object of another thread's frame, with no garbage collected meanwhile.
+    """Make an object of another thread's frame, with no garbage collected meanwhile.
 
-    In Python 3.11 making one can begin a collection, in which a destructor may let go of the GIL:
-    the thread goes on, its call ends, and the object is of memory that is something else by then.
+    In Python 3.11 a collection can begin then, in which a destructor may release the GIL: the
+    thread's call ends, and the object is of memory that has become something else.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -290,7 +259,7 @@ def uncollected(get: Callable[[], Result]) -> Result:
 
 
 def frames_of(ident: int) -> Iterator[FrameType]:
-    """Give the frames of a thread, from the innermost out."""
+    """Yield the frames of a thread, from the innermost out."""
     frame = uncollected(sys._current_frames).get(ident)
     while frame is not None:
         yield frame
@@ -298,10 +267,7 @@ def frames_of(ident: int) -> Iterator[FrameType]:
 
 
 def awaited(loop: asyncio.AbstractEventLoop, cells: Mapping[str, int]) -> list[FrameType]:
-    """Give the frames of a cell that awaits something, from the innermost out; none if none does.
-
-    They are on no thread's stack.
-    """
+    """Return the frames of a cell that awaits something, from the innermost out, or none."""
     for task in asyncio.all_tasks(loop):
         frames = list(_awaits(task.get_coro()))
         names = {frame.f_code.co_name for frame in frames}
@@ -311,7 +277,7 @@ def awaited(loop: asyncio.AbstractEventLoop, cells: Mapping[str, int]) -> list[F
 
 
 def _awaits(coroutine: Any) -> Iterator[FrameType]:
-    """Give its frames, from the outermost in."""
+    """Yield its frames, from the outermost in."""
     while coroutine is not None:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is None:
@@ -322,10 +288,7 @@ def _awaits(coroutine: Any) -> Iterator[FrameType]:
 
 
 def described(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
-    """Describe a frame; `cells` has the number of each cell's file.
-
-    Source lines of cells only: others the agent can read too, without the GIL of this process.
-    """
+    """Describe a frame, with its source line if it is a cell's: the agent can read others too."""
     file, line = frame.f_code.co_filename, frame.f_lineno or 0
     name = function_name(frame.f_code.co_name)
     if file not in cells:
@@ -335,7 +298,7 @@ def described(frame: FrameType, cells: Mapping[str, int]) -> StackFrame:
 
 
 def handles_stop(ident: int) -> bool:
-    """Say whether the thread is in an `except` or `finally` that KeyboardInterrupt has led to."""
+    """Return True if it is in an `except` or `finally` that KeyboardInterrupt has led to."""
     found: Any = sys._current_exceptions().get(ident)
     error: BaseException | None = found[1] if isinstance(found, tuple) else found  # Python 3.11
     while error is not None:
@@ -349,10 +312,9 @@ def handles_stop(ident: int) -> bool:
 
 
 def write_stacks_to(path: str) -> None:
-    """Have crashes append stacks to a new file.
+    """Have crashes append stacks to a new file, whose first line is the main thread's `CallLayout`.
 
-    Its first line says where the calls of this thread are, which is the main one; it is empty
-    where that is not known.
+    The line is empty where that is not known.
     """
     file = open(path, "ab", buffering=0)  # noqa: SIM115 (for as long as the process lives)
     _open.append(file)
@@ -362,18 +324,16 @@ def write_stacks_to(path: str) -> None:
 
 
 def keep_crashes() -> None:
-    """Have crashes go there again: torch's `@record`, for one, has them go to stderr."""
+    """Have crashes write there again: torch's `@record`, for one, changes it."""
     if _open:
         faulthandler.enable(file=_open[-1], all_threads=False)
 
 
-# --- how CPython keeps the calls of a thread, and where, for who reads them from outside ------
+# --- where CPython keeps the calls of a thread, for the agent, which reads them from outside ---
 
-# The numbers are offsets of members of structs in its headers: _ts and _PyCFrame
-# (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h) and PyCodeObject
-# (cpython/code.h).  They are the same in all releases of a minor version.  A
-# build whose objects begin otherwise, as those without a GIL, is noticed by the reader: nothing
-# in such memory is of the type that it should be.
+# Offsets in structs of its headers, the same in all releases of a minor version: _ts and _PyCFrame
+# (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h), PyCodeObject (cpython/code.h).
+# In a build whose objects begin otherwise, without a GIL, the reader finds other types there.
 
 
 Result = TypeVar("Result")
@@ -387,7 +347,7 @@ OFFSETS = {
 
 
 def call_layout() -> CallLayout | None:
-    """Say where the calls of this thread are; None for a Python that is not known."""
+    """Return where the calls of this thread are; None for an unknown Python."""
     if sys.implementation.name != "cpython" or sys.version_info[:2] not in OFFSETS:
         return None
     state, call, code = OFFSETS[sys.version_info[:2]]

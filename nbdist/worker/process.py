@@ -14,43 +14,33 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import FrameType
-from typing import TYPE_CHECKING
+from typing import Any
 
+from nbdist.output.events import StreamName
 from nbdist.system.processes import signal_on_parents_end
 from nbdist.wire.work import Mark, mark
 
-if TYPE_CHECKING:
-    from nbdist.output.events import StreamName
-
 PLENTY = 65536
-"""More than any data loader needs, and few enough for programs that go through all of them."""
+"""Descriptors: enough for any data loader, and few for programs that go through all of them."""
 
-RESERVE = 48
-"""For reading /proc, and for gloo's sockets while a group is formed."""
-
-SPARE = 16
-"""Descriptors that are held for the same where user code has lowered the hard limit."""
-
+RESERVE = 48  # for reading /proc, and for gloo's sockets while a group is formed
+SPARE = 16  # descriptors that are held for the same where user code has lowered the hard limit
 DATA_LOADER = "torch.utils.data.dataloader"
 
 
 class BadEnvironment(Exception):
-    """A variable of the user's keeps the worker from starting.
-
-    The message, one line, says which and what to do.
-    """
+    """A variable of the user's keeps the worker from starting; the message is one line."""
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent, the agent, ends.
 
-    A forked worker does so only when its first parent, the fork server, has ended and it has
-    become the agent's child: until then the fork server ends it where the agent's guard cannot.
+    A forked worker becomes the agent's child when the fork server ends, which ends it until then.
     """
     if not signal_on_parents_end(signal.SIGKILL, parent_pid):
         os._exit(1)
@@ -60,10 +50,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def set_limit() -> None:
-    """Have plenty where the hard limit allows it, but keep some for what the agent asks.
-
-    A rank whose code has used up all of them can still be stopped and healed.
-    """
+    """Set a limit that leaves some: a rank without any more can still be stopped and healed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = PLENTY + RESERVE
@@ -73,7 +60,7 @@ def set_limit() -> None:
 
 @contextmanager
 def reserve() -> Iterator[None]:
-    """Have all that the hard limit allows, or else the spare ones; called on the control thread."""
+    """Free descriptors, as many as the hard limit allows; called on the control thread."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = soft + RESERVE if hard == resource.RLIM_INFINITY else min(hard, soft + RESERVE)
     is_allowed = more > soft
@@ -103,17 +90,15 @@ def _hold_spare() -> None:
 
 
 class Interrupts:
-    """Has SIGINT reach the task that runs, or one that is on its way, and nothing else.
+    """Lets SIGINT reach the task that runs, or one that is on its way, and nothing else.
 
-    Stop can come so soon that the task has reached the worker's socket and has not been read.
-    Were it ignored then, the task would run on, and the worker be killed for not having stopped.
-    All of it runs on the main thread.
+    Stop can come when the task is in the worker's socket and has not been read: were it ignored,
+    the task would run on, and the worker be killed.  `has_more` returns True while a task has come
+    that has not begun, read or not.  All of it runs on the main thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, has_more: Callable[[], bool]) -> None:
-        """`has_more` says whether a task has come that has not begun, read or not."""
-        self._loop = loop
-        self._has_more = has_more
+        self._loop, self._has_more = loop, has_more
         self._is_kept = False
         self.end()
 
@@ -121,7 +106,7 @@ class Interrupts:
         return f"<Interrupts {'one kept' if self._is_kept else 'none'}>"
 
     def begin(self) -> None:
-        """Take them for the task that begins; KeyboardInterrupt where one came before it."""
+        """Take them for the task that begins; KeyboardInterrupt if one came before it."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._is_kept:
             self._is_kept = False
@@ -137,11 +122,13 @@ class Interrupts:
         # is seen to wait; then the mark that follows it decides.
         self._loop.call_soon_threadsafe(self._loop.call_soon, self._forget)
 
-    def take_sent(self, *, is_for_task: bool) -> None:
-        """Take one that was sent before this was: it is for the task read before this, or for none.
+    def _forget(self) -> None:
+        self._is_kept = self._is_kept and self._has_more()
 
-        In a process that had no processor for a while it may not have been taken by any thread
-        yet, and one that does so later would interrupt the next task.
+    def take_sent(self, *, is_for_task: bool) -> None:
+        """Take one that was sent before this: for the task read before this, or for none.
+
+        Taken later, as by a process that had no processor for a while, it would hit the next task.
         """
         if signal.getsignal(signal.SIGINT) != self._keep:
             return  # a task runs, and it is for that
@@ -150,9 +137,6 @@ class Interrupts:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._is_kept = is_there and is_for_task
 
-    def _forget(self) -> None:
-        self._is_kept = self._is_kept and self._has_more()
-
 
 # --- children ---------------------------------------------------------------------------------
 
@@ -160,9 +144,8 @@ class Interrupts:
 def leave_world_in_children(leave: Callable[[], None] | None) -> None:
     """Have each child that user code forks call `leave` before it does anything else.
 
-    It is a process of its own, outside the world.  In it `init_process_group` is torch's own,
-    for groups of such children: of torch's tutorial "Writing distributed applications", of
-    Lightning's `ddp_notebook`.
+    It is outside the world: in it `init_process_group` is torch's own, for groups of such children,
+    as in torch's tutorial "Writing distributed applications" and Lightning's `ddp_notebook`.
     """
     os.register_at_fork(after_in_child=partial(_leave, leave))
 
@@ -171,27 +154,20 @@ def _leave(leave: Callable[[], None] | None) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A data set asks there for its rank, as it can under torchrun, and for nothing else.
-    if leave is not None and not _forks_for_data(inspect.currentframe()):
+    calls = (frame.f_globals for frame, _ in traceback.walk_stack(inspect.currentframe()))
+    if leave is not None and all(each.get("__name__") != DATA_LOADER for each in calls):
         leave()
-
-
-def _forks_for_data(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_globals.get("__name__") == DATA_LOADER:
-            return True
-        frame = frame.f_back
-    return False
 
 
 # --- when this worker's last cell ran, and when its main thread waited for other ranks meanwhile --
 
-
-MOST_WAITS = 4_000
-"""Kept one by one, the newest; all are counted."""
+MOST_WAITS = 4_000  # kept one by one, the newest; all are counted
 
 
 class CellTimes:
-    """The last cell's, script's or call's; nanoseconds on the clock that all ranks here have."""
+    """The last cell's, script's or call's; in nanoseconds on the clock of this machine."""
+
+    # Not a generator's: contextlib sets attributes of what is raised, which a class can refuse.
 
     def __init__(self) -> None:
         self.began_ns = self.ended_ns = 0
@@ -200,11 +176,6 @@ class CellTimes:
         self._ident = 0
 
     def __enter__(self) -> None:
-        """Have what runs inside be the last cell, on this thread.
-
-        Not a generator's: contextlib sets attributes of what is raised, which a user's class
-        can refuse.
-        """
         self.waits.clear()
         self.count = self.waited_ns = self.ended_ns = 0
         self._ident = threading.get_ident()
@@ -223,12 +194,10 @@ class CellTimes:
             self.waited_ns += now - since_ns
 
 
-CELL_TIMES = CellTimes()
-"""The worker's: there is one main thread."""
+CELL_TIMES = CellTimes()  # the worker's: there is one main thread
 
 
 # --- sys.stdout and sys.stderr: straight to the pipes that its agent reads --------------------
-
 
 _libc = ctypes.CDLL(None)
 _write_lock = threading.RLock()
@@ -240,8 +209,7 @@ os.register_at_fork(
     after_in_child=_write_lock.release,
 )
 
-FIRST_PRIVATE = 200
-"""Above the descriptors that people count through to close or to write to them."""
+FIRST_PRIVATE = 200  # above the descriptors that people count through to close or to write to them
 
 
 class _Pipes:
@@ -252,9 +220,13 @@ class _Pipes:
         self._nodes: dict[int, tuple[int, int]] = {}
 
     def keep(self) -> None:
-        """Keep a way of our own to each; once, before a user's code runs."""
+        """Keep descriptors of our own, as high as possible; once, before a user's code runs."""
         for fd in (1, 2):
-            self._kept[fd], self._nodes[fd] = _copy(fd), _node(fd)
+            self._nodes[fd] = _node(fd)
+            try:
+                self._kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE)
+            except OSError:  # the limit is below
+                self._kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
 
     @property
     def stdout(self) -> int:
@@ -262,14 +234,14 @@ class _Pipes:
         return self._kept.get(1, 1)
 
     def is_elsewhere(self, fd: int) -> bool:
-        """Say whether a cell has redirected it."""
+        """Return True if a cell has redirected it."""
         try:
             return self._nodes.get(fd, node := _node(fd)) != node
         except OSError:  # closed
             return False
 
     def open_again(self) -> None:
-        """Give back what a cell has closed: the next file that is opened would be in its place."""
+        """Open what a cell has closed: else the next file that it opens would be in its place."""
         for fd, kept in self._kept.items():
             try:
                 os.fstat(fd)
@@ -287,40 +259,26 @@ def _node(fd: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _copy(fd: int) -> int:
-    """Make a descriptor as high as there is room for."""
-    for first in (FIRST_PRIVATE, 0):
-        with suppress(OSError):
-            return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, first)
-    return fd
-
-
 def write_all(data: bytes, fd: int = 1) -> None:
-    """Write to the real stdout, all of it; blocks while the agent is behind.
-
-    Also where user code has made the pipe non-blocking, as asyncio and Node.js do.
-    """
+    """Write all of it, by default to the real stdout; blocks while the agent is behind."""
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(fd, view) :]
-        except BlockingIOError:
+        except BlockingIOError:  # user code has made it so, as asyncio and Node.js do
             waiting = select.poll()
             waiting.register(fd, select.POLLOUT)
             waiting.poll()
 
 
 def write_mark(token: str, value: Mark) -> None:
-    """Say something to the agent at this very place of the output."""
+    """Mark this place of the output for the agent."""
     with _write_lock:
         write_all(mark(token, value), _pipes.stdout)
 
 
 def flush_streams() -> None:
-    """Push out what is left of a cell's text.
-
-    libc buffers 4 KiB when stdout is a pipe; what stands for `sys.stdout` may be the user's.
-    """
+    """Write out what Python's streams, which may be the user's, and C's still buffer."""
     for name, own in _own.items():
         if getattr(sys, name) is None:  # no cell could run any more
             setattr(sys, name, own)
@@ -331,44 +289,22 @@ def flush_streams() -> None:
 
 
 def flush_c_streams() -> None:
-    """Push out what C code printed."""
+    """Write out what C code printed: libc buffers 4 KiB when stdout is a pipe."""
     _libc.fflush(None)
 
 
 class _Bytes(io.RawIOBase):
-    """`sys.stdout.buffer`: bytes to the same place as the text."""
+    """The bytes of one of the two streams, unbuffered, in one order with everything else.
 
-    def __init__(self, stream: RankStream) -> None:
-        self._stream = stream
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
-        self._stream.write_bytes(bytes(data))
-        return len(data)
-
-
-class RankStream(io.TextIOBase):
-    """Text for one of the two streams, unbuffered, in one order with everything else.
-
-    Both go down the same pipe, stderr between two marks: two pipes have no common
-    order.  (What C code writes to file descriptor 2 arrives by a pipe of its own.)
-    Where a cell has redirected the stream's descriptor, its text goes there too.
+    Both go down the same pipe, stderr between two marks: two pipes have no common order.
+    Where a cell has redirected the stream's descriptor, they go there.
     """
-
-    encoding = "utf-8"
-    errors = "backslashreplace"
 
     def __init__(self, name: StreamName, token: str) -> None:
         self.name = f"<{name}>"
-        self.buffer = _Bytes(self)
-        self._fd = 1 if name == "stdout" else 2
-        self._before = mark(token, "stderr") if name == "stderr" else b""
-        self._after = mark(token, "stdout") if name == "stderr" else b""
+        self._fd, self._before, self._after = 1, b"", b""
+        if name == "stderr":
+            self._fd, self._before, self._after = 2, mark(token, "stderr"), mark(token, "stdout")
 
     def writable(self) -> bool:
         return True
@@ -376,26 +312,28 @@ class RankStream(io.TextIOBase):
     def fileno(self) -> int:
         return self._fd
 
-    def isatty(self) -> bool:
-        return False
-
-    def write(self, text: str) -> int:
-        if not isinstance(text, str):
-            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        self.write_bytes(text.encode("utf-8", "backslashreplace"))
-        return len(text)
-
-    def write_bytes(self, data: bytes) -> None:
-        if not data:
-            return
+    def write(self, data: Any) -> int:
+        said = bytes(data)
         with _write_lock:
             if _pipes.is_elsewhere(self._fd):
-                write_all(data, self._fd)
-            else:
-                write_all(self._before + data + self._after, _pipes.stdout)
+                write_all(said, self._fd)
+            elif said:
+                write_all(self._before + said + self._after, _pipes.stdout)
+        return len(data)
 
     def close(self) -> None:
         """Do nothing: it is the worker's own, and what follows is to be seen."""
+
+
+class RankStream(io.TextIOWrapper):
+    """Text of one of the two streams, written through; it stays open."""
+
+    def __init__(self, name: StreamName, token: str) -> None:
+        stream = _Bytes(name, token)
+        super().__init__(stream, "utf-8", "backslashreplace", newline="\n", write_through=True)
+
+    def close(self) -> None:
+        """Do nothing, as that of its bytes."""
 
 
 def install(token: str) -> None:

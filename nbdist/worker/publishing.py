@@ -1,8 +1,7 @@
 """What the kernel sends: marked with its place among the text, and no larger than a page takes.
 
-Jupyter's server drops what exceeds some megabytes, and on its way there Stop would wait behind
-it.  So the whole of what is too large goes into the rank's log folder, before anything is
-packed.  And a rank is not far ahead of its agent.
+Jupyter's server drops what exceeds some megabytes, and Stop would wait behind it.  So what is too
+large goes into the rank's log folder instead.
 """
 
 from __future__ import annotations
@@ -26,24 +25,12 @@ from nbdist.output.events import MOVED, RECORD, TOPIC, Record
 from nbdist.system.folders import open_private
 from nbdist.worker.process import write_mark
 
-ORDERED = frozenset(
-    {
-        "execute_result",
-        "display_data",
-        "update_display_data",
-        "clear_output",
-        "error",
-        "comm_open",
-        "comm_msg",
-        "comm_close",
-        MOVED,
-        RECORD,
-    }
-)
+DISPLAYS = ("display_data", "execute_result", "update_display_data")
+COMMS = ("comm_open", "comm_msg", "comm_close")
+ORDERED = {*DISPLAYS, *COMMS, "clear_output", "error", MOVED, RECORD}
 """Messages whose place among the text matters."""
 
-LARGEST = 10_000_000
-"""Characters of one kind of data of a display that are passed on."""
+LARGEST = 10_000_000  # characters of one kind of data of a display that are passed on
 
 MOST_IN_A_TASK = 30_000_000
 """Characters of a task's displays; after so many those above `SMALL` go into files."""
@@ -53,17 +40,12 @@ SMALL = 1_000_000
 LONGEST_ERROR = 1 << 17
 """Characters of an error's message, and of a frame of its traceback, that are passed on."""
 
-MOST_AHEAD = 2 << 20
-"""Bytes after which a rank waits until its agent has taken in all of them."""
+MOST_AHEAD = 2 << 20  # bytes after which a rank waits until its agent has taken in all of them
 
 OF_MESSAGE = 4 << 10
 """Bytes that each message counts for besides: small ones take the agent time too."""
 
-MOST_IN_FILES = 200_000_000
-"""Characters that are kept in files of a rank, from its start on."""
-
-DISPLAYS = frozenset({"display_data", "execute_result", "update_display_data"})
-
+MOST_IN_FILES = 200_000_000  # characters that are kept in files of a rank, from its start on
 _SUFFIXES = {"text/html": "html", "image/svg+xml": "svg", "image/png": "png.base64"}
 
 
@@ -75,26 +57,16 @@ class LargeOutputs:
 
     def __init__(self, folder: Path | None, host: str = "") -> None:
         self._host = f"{host}:" if host else ""
-        self._folder = folder
-        self._room = MOST_IN_FILES
-        self._files = 0
-        self._left = MOST_IN_A_TASK
-
-    def keep_in(self, folder: Path | None) -> None:
-        """Keep it there from now on."""
-        self._folder = folder
-
-    def begin_task(self) -> None:
-        """Allow as much to be shown again, by the next task."""
-        self._left = MOST_IN_A_TASK
+        self.folder = folder
+        self._room, self._files = MOST_IN_FILES, 0
+        self.left = MOST_IN_A_TASK
+        """Characters that the task may still show."""
 
     def fitting(self, kind: str, content: Any) -> Any:
-        """Give the content itself, or one with less in it; cells can publish anything."""
-        if not isinstance(content, dict):
-            return content
-        if kind == "error":
-            return self._fitting_error(content)
-        return self._fitting_display(content) if kind in DISPLAYS else content
+        """Return the content itself, or one with less in it; cells can publish anything."""
+        fit = self._fitting_error if kind == "error" else self._fitting_display
+        is_limited = isinstance(content, dict) and (kind == "error" or kind in DISPLAYS)
+        return fit(content) if is_limited else content
 
     def _fitting_display(self, content: dict[str, Any]) -> dict[str, Any]:
         data = content.get("data")
@@ -102,10 +74,10 @@ class LargeOutputs:
             return content
         texts = {kind: _as_text(said) for kind, said in data.items()}
         sizes = {kind: len(text) for kind, text in texts.items()}
-        most = LARGEST if self._left > 0 else SMALL
+        most = LARGEST if self.left > 0 else SMALL
         large = [kind for kind, size in sizes.items() if size > most]
         if not large:
-            self._left -= sum(sizes.values())
+            self.left -= sum(sizes.values())
             return content
         notes = []
         for kind in large:
@@ -130,9 +102,9 @@ class LargeOutputs:
     def _keep(self, name: str, suffix: str, text: str) -> str:
         """Write a file, if there is room; `: PATH`, or "" where it is nowhere."""
         self._room -= len(text)
-        if self._folder is None or self._room < 0:
+        if self.folder is None or self._room < 0:
             return ""
-        path = self._folder / f"{name}-{self._files}.{suffix}"
+        path = self.folder / f"{name}-{self._files}.{suffix}"
         self._files += 1
         with suppress(OSError):
             with open(path, "wb", opener=open_private) as file:
@@ -142,7 +114,7 @@ class LargeOutputs:
 
 
 def _as_text(said: object) -> str:
-    """Give what goes over the wire of data of a display: it may be JSON, such as plotly's."""
+    """Return what is sent of data of a display: it may be JSON, such as plotly's."""
     if isinstance(said, str):
         return said
     try:
@@ -152,7 +124,7 @@ def _as_text(said: object) -> str:
 
 
 def _cut(text: str) -> str:
-    """Give the text, or its beginning and end."""
+    """Return the text, or its beginning and end."""
     left = len(text) - LONGEST_ERROR
     if left <= 0:
         return text
@@ -168,8 +140,7 @@ class MarkingSession(Session):
     token = ""
     about: Mapping[str, object] = {}
     """What an error message says of its exception besides its words, by `Failure`'s fields."""
-    showing: BaseException | None = None
-    """That exception, while it is shown."""
+    showing: BaseException | None = None  # that exception, while it is shown
     large = LargeOutputs(None)
     catch_up: Callable[[], None] | None = None
     """Waits until the agent has taken in all that was sent, which nothing else limits."""
@@ -178,7 +149,7 @@ class MarkingSession(Session):
         super().__init__(**kwargs)
         self._sent = 0
         self._ahead = 0  # bytes since that was last waited for
-        self._shown: tuple[BaseException | None, int] = (None, 0)
+        self.shown: tuple[BaseException | None, int] = (None, 0)
         # The mark and its message must not be parted by another thread's.
         self._in_order = threading.RLock()
 
@@ -205,64 +176,48 @@ class MarkingSession(Session):
         msg["content"] = self.large.fitting(kind, msg["content"])
         with self._in_order:
             if is_ordered:
-                ident, msg["metadata"] = TOPIC, self._numbered(kind, msg.get("metadata"))
+                about = self.about if kind == "error" else {}
+                ours = {"number": self._sent + 1, "time_ns": time.time_ns(), **about}
+                ident, msg["metadata"] = TOPIC, {**(msg.get("metadata") or {}), "nbdist": ours}
             sent = super().send(stream, msg, ident=ident, buffers=buffers, track=track)
             if is_ordered:
                 self._ahead += OF_MESSAGE + sum(memoryview(each).nbytes for each in buffers or ())
                 # Afterwards: a message that cannot be written as JSON has raised by now.
-                self._mark()
+                self.place()
                 if kind == "error":
-                    self._shown = self.showing, self._sent
+                    self.shown = self.showing, self._sent
         if is_ordered and self._ahead > MOST_AHEAD and self.catch_up is not None:
             self._ahead = 0
             self.catch_up()
         return sent
 
     def serialize(self, msg: Any, ident: Any = None) -> list[bytes]:
-        """Do it as any session does, and count the bytes."""
+        """Count the bytes too."""
         frames: list[bytes] = super().serialize(msg, ident)
         self._ahead += sum(map(len, frames))
         return frames
 
-    def _numbered(self, kind: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Add to metadata which message it is, and what is known of an error."""
-        extra = self.about if kind == "error" else {}
-        ours = {"number": self._sent + 1, "time_ns": time.time_ns(), **extra}
-        return {**(metadata or {}), "nbdist": ours}
-
-    def _mark(self) -> None:
-        self._sent += 1
-        write_mark(self.token, self._sent)
-
     def place(self) -> int:
-        """Mark the place of something that goes another way, and give its number."""
+        """Mark a place in the text, and return its number."""
         with self._in_order:
-            self._mark()
+            self._sent += 1
+            write_mark(self.token, self._sent)
             return self._sent
 
     def begin_task(self) -> None:
-        """Have shown no error yet, and allow as much to be shown again."""
-        self._shown = None, 0
-        self.large.begin_task()
-
-    @property
-    def last_shown(self) -> BaseException | None:
-        """The exception of the last error message of this task."""
-        return self._shown[0]
+        """Forget the error that was shown, and allow as much to be shown again."""
+        self.shown = None, 0
+        self.large.left = MOST_IN_A_TASK
 
     def number_of(self, error: BaseException | None) -> int:
-        """Give the number of the message that was of what ended the task, 0 if none was."""
-        (of, number), self._shown = self._shown, (None, 0)  # it must not be kept alive here
+        """Return the number of the message about what ended the task, 0 for none."""
+        (of, number), self.shown = self.shown, (None, 0)  # it must not be kept alive here
         return number if of is error else 0
 
 
 # --- records of `logging` on their way to the notebook, while a logger there wants them -------
 
-
-MOST = 10_000
-"""Records of one cell; of more it is only said how many there were."""
-
-Send = Callable[[dict[str, Any]], None]
+MOST = 10_000  # records of one cell; of more it is only said how many there were
 
 
 class Records:
@@ -271,7 +226,7 @@ class Records:
     But for `own_logger`, to which the kernel writes each of its messages.
     """
 
-    def __init__(self, send: Send, own_logger: str) -> None:
+    def __init__(self, send: Callable[[dict[str, Any]], None], own_logger: str) -> None:
         self._send = send
         self._own_logger = own_logger
         self._level: int | None = None
@@ -283,7 +238,7 @@ class Records:
         return f"<Records from level {self._level}, {self._sent} sent, {self._dropped} dropped>"
 
     def watch(self) -> None:
-        """Wrap the method that all loggers call."""
+        """Wrap the method that all loggers call, once."""
         handle = logging.Logger.callHandlers
 
         def relay_and_handle(logger: logging.Logger, record: logging.LogRecord) -> None:
@@ -323,7 +278,11 @@ class Records:
 
 
 def plain(record: logging.LogRecord, host: str, local_rank: int) -> Record:
-    """Give the record with its text made here: what it is made of need not travel."""
+    """Return the record with its text made here: what it is made of need not be sendable."""
+    try:
+        message = record.getMessage()
+    except Exception as error:  # noqa: BLE001 (arguments that do not fit, or have a bad __str__)
+        message = f"{record.msg!r:.1000} ({type(error).__name__} while it was formatted)"
     return Record(
         host=host,
         local_rank=local_rank,
@@ -331,7 +290,7 @@ def plain(record: logging.LogRecord, host: str, local_rank: int) -> Record:
         name=str(record.name),
         level=int(record.levelno),
         level_name=str(record.levelname),
-        message=_message(record),
+        message=message,
         created=float(record.created),
         pathname=str(record.pathname),
         line=int(record.lineno),
@@ -341,13 +300,6 @@ def plain(record: logging.LogRecord, host: str, local_rank: int) -> Record:
         exception=_exception(record),
         stack=str(record.stack_info or ""),
     )
-
-
-def _message(record: logging.LogRecord) -> str:
-    try:
-        return record.getMessage()
-    except Exception as error:  # noqa: BLE001 (arguments that do not fit, or have a bad __str__)
-        return f"{record.msg!r:.1000} ({type(error).__name__} while it was formatted)"
 
 
 def _exception(record: logging.LogRecord) -> str:

@@ -1,9 +1,4 @@
-"""What the notebook has sent to this worker, and what goes home from it.
-
-Whether what came has been changed in place since: `Namespace` has one `Received`, which keeps no
-value alive.  What goes to the notebook must mean something there, and the last values of cells
-stay here until they are asked for.
-"""
+"""What the notebook has sent to this worker, and whether it was changed; and what goes back."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ import mmap
 import sys
 import types
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from operator import getitem
 from pickle import PicklingError
 from typing import Any, cast
@@ -37,20 +31,12 @@ DEFINITIONS = (types.FunctionType, type, types.ModuleType)
 """What is not looked at: they are the notebook's, which sends them when they change."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    """Memory that no one has written to in this process."""
-
-    address: int
-    size: int
-    edges: tuple[str, ...]
-
-
-_Part = str | _Mapped
+_Part = str | tuple[int, int, str, str]
+"""A digest of memory; or address, size and edges of memory that this process has not written to."""
 
 
 class Received:
-    """Knows how each value was when it was bound."""
+    """Knows how each value was when it was bound, and keeps none alive."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
@@ -69,17 +55,15 @@ class Received:
 
         What could not be looked at then counts as unchanged.
         """
-        return frozenset(name for name in names if self._is_changed(name))
+        return frozenset(filter(self._is_changed, names))
 
     def _is_changed(self, name: str) -> bool:
         if name not in self._known or name not in self._names:
             return False
         value, (identity, before) = self._names[name], self._known[name]
-        if not identity.is_still(value):
-            return True
-        if before is None:
-            return False
-        is_written = any(isinstance(part, _Mapped) and _are_written(part) for part in before)
+        if before is None or not identity.is_still(value):
+            return not identity.is_still(value)
+        is_written = any(isinstance(part, tuple) and _are_written(*part[:2]) for part in before)
         return is_written or self._parts(value) != before
 
     def _parts(self, value: Any) -> tuple[_Part, ...] | None:
@@ -100,30 +84,29 @@ def _part_of(view: memoryview, *, is_big: bool) -> _Part:
     if not is_big:
         return digest_of(view)
     address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    mapped = _Mapped(address, view.nbytes, ())
-    if _are_written(mapped):
+    if _are_written(address, view.nbytes):
         return digest_of(view)
-    return replace(mapped, edges=(*map(digest_of, edges(view, address)),))
+    before, after = map(digest_of, edges(view, address))
+    return address, view.nbytes, before, after
 
 
-def _are_written(part: _Mapped) -> bool:
+def _are_written(address: int, size: int) -> bool:
     try:
-        return are_own(part.address, part.size)
+        return are_own(address, size)
     except OSError:
         return True
 
 
 # --- whether this process has written to memory that it maps from others ----------------------
 
-
 _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 """Bits of `/proc/PID/pagemap`, which every process may read for itself; proc_pid_pagemap(5)."""
 
 
 def are_own(address: int, size: int) -> bool:
-    """Say whether any page that lies wholly in this memory is this process's own.
+    """Return True if any page that lies wholly in this memory is this process's own.
 
-    So it is once written to, and from the start where the memory is no file's.  Raises OSError
+    That is once it is written to, or from the start where the memory is no file's.  Raises OSError
     where the kernel does not say.
     """
     first, last = -(-address // mmap.PAGESIZE), (address + size) // mmap.PAGESIZE
@@ -153,8 +136,8 @@ class SpreadValue(PicklingError):
 class Homeward:
     """Takes apart what goes to the notebook, for the length of one pickle.
 
-    With `notes` it only lists what is `spread`, with `joins` that is put together: all ranks
-    that it is spread over have to do that, in the same order.
+    With `notes` it only lists what is `spread`; with `joins` it puts that together, which all ranks
+    that it is spread over must do in the same order.
     """
 
     def __init__(self, *, notes: bool = False, joins: bool = False) -> None:
@@ -164,7 +147,7 @@ class Homeward:
         self._wholes: dict[int, tuple[Any, Any]] = {}
 
     def reduce(self, value: Any) -> tuple[Any, ...]:
-        """Say how to pickle it; NotImplemented for what means the same in the notebook."""
+        """Return how to pickle it; NotImplemented for what means the same in the notebook."""
         kind = type(value)
         if kind is DistributedDataParallel:
             return _itself(value.module)
@@ -216,20 +199,17 @@ class Homeward:
 
 
 def _itself(value: Any) -> tuple[Any, ...]:
-    """Have this be pickled in the place of another value."""
+    """Pickle this in the place of another value."""
     return getitem, ((value,), 0)
 
 
 def known(package: str, name: str) -> Any:
-    """Find a class of torch.distributed where it was imported; else one that nothing is of."""
+    """Return a class of torch.distributed if it was imported; else one without instances."""
     return getattr(sys.modules.get(f"torch.distributed.{package}"), name, Homeward)
 
 
 def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
-    """Return a module's class and state as before `fully_shard`.
-
-    None for the state of one that has a pickling of its own.
-    """
+    """Return a module's class and state as before `fully_shard`; None if it pickles itself."""
     kind = type(module)
     if isinstance(module, known("fsdp", "FSDPModule")):
         kind = seam.class_before_fsdp(kind)
@@ -243,11 +223,8 @@ def as_before_fsdp(module: Any) -> tuple[type, dict[str, Any] | None]:
 
 # --- last values of cells whose results have a name in the notebook ---------------------------
 
-
 MOST = 16
-MOST_BYTES = 1 << 30
-"""Of all copies that a rank keeps; the newest one stays, however big it is."""
-
+MOST_BYTES = 1 << 30  # of all copies that a rank keeps; the newest one stays, however big it is
 REPLACED = f"is gone: a rank keeps the newest {MOST} big results, {size_text(MOST_BYTES)} in all"
 CLEANED = "is gone: `%dist_memory --free` released it"
 

@@ -234,7 +234,10 @@ def show_cell_lines() -> None:
         line: str | None = None,
     ) -> str:
         cells = cell_numbers()
-        calls = ((frame.f_code.co_filename, at) for frame, at in traceback.walk_stack(None))
+        calls = (
+            (frame.f_code.co_filename, at)
+            for frame, at in traceback.walk_stack(inspect.currentframe())
+        )
         places = (each for each in [(filename, lineno), *calls] if each[0] in cells)
         if (place := next(places, None)) is None:
             return usual(message, category, filename, lineno, line)

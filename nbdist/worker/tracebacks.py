@@ -143,7 +143,6 @@ def in_few_words(kind: Any, error: Any) -> tuple[Any, Any]:
 
 # --- what there is to do about an error, or where a worker cannot start with its GPU ----------
 
-
 NO_GPU = re.compile(
     r"not compiled with (CUDA|cuda) enabled|No CUDA GPUs are available|Found no NVIDIA driver"
 )
@@ -232,7 +231,6 @@ def _hints(names: dict[str, Any], error: BaseException) -> Iterator[str]:
 
 # --- GPU errors that last ---------------------------------------------------------------------
 
-
 ASK_TIMEOUT = 3.0  # seconds for the GPU's driver to answer, which takes microseconds
 
 # By the words of cudaGetErrorString (CUDA 13), which are HIP's too.
@@ -282,7 +280,6 @@ def unfit_after(rank: int, error: BaseException) -> str:
 
 
 # --- what led to an exception, and its arguments and attributes, for the notebook -------------
-
 
 MOST_BYTES = 1 << 14
 """Of one argument or attribute; what is larger is no message but data, and stays here."""

@@ -1,8 +1,7 @@
-"""The rank's accelerator: all that is asked of torch about it, for GPUs of whatever kind.
+"""The rank's accelerator, of whatever kind; ROCm's are `cuda` to torch.  Not run on a GPU yet.
 
-ROCm's are `cuda` to torch.  By `torch.accelerator` where torch 2.7 has the function; what is newer
-there (memory, random numbers) by the device's own module, which all kinds name alike.  Runs in
-workers; where torch has no accelerator, none is in use.  Not run on a GPU yet.
+By `torch.accelerator` where torch 2.7 has the function; what is newer there (memory, random
+numbers) by the device's own module, which all kinds name alike.
 """
 
 from __future__ import annotations
@@ -25,15 +24,12 @@ def synchronize() -> None:
 
 
 def is_in_use() -> bool:
-    """Say whether this process has a context: looking must not make one."""
+    """Return True if this process has a context; looking must not make one."""
     return bool(_module().is_initialized())
 
 
 def asks_context() -> Callable[[], bool] | None:
-    """Return what raises the error that lasts, if there was one; None where none is in use.
-
-    It waits for nothing that the accelerator does, and any thread may call it.
-    """
+    """Return what raises a lasting error, in any thread and at once; None if none is in use."""
     return torch.accelerator.current_stream().query if is_in_use() else None
 
 
@@ -57,7 +53,7 @@ def room() -> tuple[int, int]:
 
 
 def allocated() -> int:
-    """Return what this process's tensors take, 0 where none is in use; so the next two."""
+    """Return what this process's tensors take; 0 if none is in use, as of the next two."""
     return int(_module().memory_allocated()) if is_in_use() else 0
 
 
@@ -75,16 +71,10 @@ def release_cached() -> None:
     """Give back what torch keeps for the next tensors, pinned memory of the CPU too."""
     if not is_in_use():
         return
-    module = _module()
-    module.empty_cache()
-    if hasattr(module, "ipc_collect"):  # CUDA's alone
-        module.ipc_collect()
-    # What tensors were gathered through.  Newer than some versions of torch.
-    if hasattr(torch.accelerator, "empty_host_cache"):
-        torch.accelerator.empty_host_cache()
-
-
-# --- random numbers, profiles -----------------------------------------------------------------
+    _module().empty_cache()
+    # CUDA's alone; and what tensors were gathered through, in newer versions of torch.
+    for holder, name in ((_module(), "ipc_collect"), (torch.accelerator, "empty_host_cache")):
+        getattr(holder, name, lambda: None)()
 
 
 def random_state() -> torch.Tensor | None:
@@ -99,7 +89,7 @@ def set_random_state(state: torch.Tensor) -> None:
 
 
 def profiled() -> list[ProfilerActivity]:
-    """List what a profile can have here; torch's own choice warns where there is no GPU."""
+    """Return what a profile can have here; torch's own choice warns without a GPU."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kinds = ["CPU", *([] if found is None else [found.type.upper()])]
     return [getattr(ProfilerActivity, kind) for kind in kinds]

@@ -21,20 +21,18 @@ from IPython.core.debugger import InterruptiblePdb
 from nbdist.values.definitions import cell_numbers, function_name
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+# Packages whose calls come before those of a cell or script, and after its end.
 AROUND = ("IPython", "ipykernel", "tornado", "asyncio", "traitlets", "zmq", "jupyter_client")
-"""Packages whose calls come before those of a cell or script, and after its end."""
-
 IN_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in AROUND)
 RUNPY = f"{os.sep}runpy.py"
 
+# Methods of IPython 8 that keep up to 1,024 calls with all that these hold.
 CACHES = ("_cachable_skip", "_cached_one_parent_frame_debuggerskip")
-"""Methods of IPython 8 that keep up to 1,024 calls with all that these hold."""
-
 Stack = list[tuple[FrameType, int]]
 
 
 def is_around(frame: FrameType) -> bool:
-    """Say whether a call is none of the user's: nbdist's own, or IPython's."""
+    """Return True if a call is not the user's, but nbdist's own or IPython's."""
     file = frame.f_code.co_filename
     if file.startswith((PACKAGE, "<frozen ")) or file.endswith(RUNPY):
         return True
@@ -42,13 +40,13 @@ def is_around(frame: FrameType) -> bool:
 
 
 def is_called_by_us(frame: FrameType) -> bool:
-    """Say whether nbdist or IPython has made this call."""
+    """Return True if nbdist or IPython has made this call."""
     before = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
     return before.startswith(PACKAGE) or IN_PACKAGES[0] in before
 
 
 def is_statement(frame: FrameType) -> bool:
-    """Say whether it is a statement of a cell, which IPython runs by itself, or a script."""
+    """Return True if it is a statement of a cell, which IPython runs by itself, or a script."""
     return function_name(frame.f_code.co_name) == "<module>" and is_called_by_us(frame)
 
 
@@ -66,7 +64,7 @@ class Debugger(InterruptiblePdb):
         self._entered: FrameType | None = None
 
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
-        """Begin to follow what runs, in this call or the caller's."""
+        """Follow what runs from this call, or the caller's, on."""
         caller = inspect.currentframe()
         self._entered = frame or (caller and caller.f_back)
         super().set_trace(self._entered, **options)  # type: ignore[no-untyped-call]
@@ -87,10 +85,7 @@ class Debugger(InterruptiblePdb):
             self._stopped = stop.with_traceback(None)
 
     def user_return(self, frame: FrameType, value: Any) -> None:
-        """Stop at the end of a call; not at that of a statement of a cell, which is one to IPython.
-
-        There the next statement of the cell is the next to stop at.
-        """
+        """Stop at the end of a call; after a statement of a cell, at the cell's next statement."""
         if is_statement(frame):
             self._is_between = True
             self.set_step()
@@ -104,11 +99,7 @@ class Debugger(InterruptiblePdb):
             super().user_call(frame, arguments)
 
     def user_exception(self, frame: FrameType, info: Any) -> None:
-        """Stop where one is raised, but for Stop's own.
-
-        By one IPython learns that a statement which awaits has ended: then the next one of the
-        cell is the next to stop at.
-        """
+        """Stop where one is raised, but for Stop's, and for the end of a statement that awaits."""
         if is_around(frame):
             self._is_between = True
             self.set_step()
@@ -117,7 +108,7 @@ class Debugger(InterruptiblePdb):
             forget_in(frame)
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Say whether stepping ends in this call."""
+        """Return True if stepping ends in this call."""
         if self._is_between or (is_called_by_us(frame) and frame is not self._entered):
             # What IPython calls for a cell, also between its statements, may be anybody's.
             if not is_statement(frame):
@@ -126,7 +117,7 @@ class Debugger(InterruptiblePdb):
         return not is_around(frame) and bool(super().stop_here(frame))  # type: ignore[no-untyped-call]
 
     def get_stack(self, *args: Any, **options: Any) -> tuple[Stack, int]:
-        """Give the calls, the innermost last, and which of them is looked at."""
+        """Return the user's calls, the innermost last, and which of them is looked at."""
         stack, index = super().get_stack(*args, **options)  # type: ignore[no-untyped-call]
         first, end = own_part([is_around(frame) for frame, _ in stack])
         return stack[first:end], max(0, min(index, end - 1) - first)
@@ -142,17 +133,14 @@ class Debugger(InterruptiblePdb):
 
 
 def forget_in(frame: FrameType) -> None:
-    """Take out of a cell's names what pdb has bound there, to show it at that stop."""
+    """Remove from a cell's names what pdb has bound there to show it."""
     if frame.f_locals is frame.f_globals:
         for name in ("__return__", "__exception__"):
             frame.f_globals.pop(name, None)
 
 
 def own_part(around: list[bool]) -> tuple[int, int]:
-    """Find the calls of the user's in a stack: all but what is around them at both ends.
-
-    All of them, where none is the user's.
-    """
+    """Find the user's calls in a stack: all but those around them at both ends; else all."""
     if all(around):
         return 0, len(around)
     first = around.index(False)
@@ -160,7 +148,7 @@ def own_part(around: list[bool]) -> tuple[int, int]:
 
 
 def leave_debugger() -> None:
-    """Have the next task run without the debugger of this one, which keeps nothing alive."""
+    """Let the next task run without the debugger of this one, which then keeps nothing alive."""
     if not Debugger.was_used:
         return
     Debugger.was_used = False
@@ -177,10 +165,7 @@ def leave_debugger() -> None:
 
 
 def post_mortem(error: BaseException) -> None:
-    """Have the user look at where an exception came from, and at those that led to it.
-
-    The latter by pdb's `exceptions`, where it knows that.
-    """
+    """Debug where an exception came from; pdb's `exceptions`, if it has that, those before it."""
     found = Debugger()
     found.reset()
     # IPython's own (8.15 and later) until Python 3.13 has it.
@@ -190,27 +175,23 @@ def post_mortem(error: BaseException) -> None:
 
 # --- `breakpoint()` and all other ways into a debugger, on a rank -----------------------------
 
-
-LEFT = "`q` left the debugger and ended the cell on this rank"
-"""What is said of BdbQuit, which has no words of its own."""
+LEFT = "`q` left the debugger and ended the cell on this rank"  # BdbQuit has no words of its own
 
 
 def use_debugger() -> None:
-    """Have every way into a debugger lead to this one; after IPython's has been put there.
-
-    In an ipykernel `breakpoint()` does nothing once debugpy has been imported.
-    """
+    """Have every way into a debugger lead to this one, after IPython has put its own there."""
     for module in (pdb, debugger):
         vars(module)["Pdb"] = Debugger
     pdb.set_trace = debugger.set_trace
     # `torch.distributed.breakpoint`'s own would read a terminal; torch before 2.10 makes it early.
     if hasattr(torch.distributed, "_DistributedPdb"):
         torch.distributed._DistributedPdb = Debugger
+    # In an ipykernel `breakpoint()` does nothing once debugpy has been imported.
     sys.breakpointhook = stop_at_breakpoint
 
 
 def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
-    """Do what `breakpoint()` does: PYTHONBREAKPOINT says what that is, by default the debugger."""
+    """Do what PYTHONBREAKPOINT says, by default debug."""
     if os.environ.get("PYTHONBREAKPOINT"):
         return sys.__breakpointhook__(*args, **options)
     frame = inspect.currentframe()
@@ -222,7 +203,7 @@ def stop_at_breakpoint(*args: Any, **options: Any) -> Any:
 
 
 def is_debugger(frame: FrameType | None) -> bool:
-    """Say whether a call that reads a line is a debugger's."""
+    """Return True if a call that reads a line is a debugger's."""
     if frame is None or frame.f_code is not cmd.Cmd.cmdloop.__code__:
         return False
     return isinstance(frame.f_locals.get("self"), bdb.Bdb)

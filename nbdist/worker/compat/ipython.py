@@ -1,7 +1,6 @@
 """Private names of IPython and ipykernel, each as a function in our words; runs in the workers.
 
-Tried with IPython 7.34 to 9.18 and ipykernel 6.17 to 7.4.  Where a version lacks a name, its
-function does what can be done without, and `check` has a sentence for it.
+Tried with IPython 7.34 to 9.18 and ipykernel 6.17 to 7.4; `check` says what a version lacks.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ SHOW = "_showtraceback"
 COLOURS = r"((?:\x1b\[[\d;]*m)*)"
 FRAME = re.compile(rf"{COLOURS}([^\x1b\n]+?){COLOURS} in ([^\n]*)")
 FRAME_LINE = re.compile(r"-> (\d+)")
-
 END_CHILDREN = "_progressively_terminate_all_children"
 
 
 def check() -> tuple[str, ...]:
-    """Say what this IPython and ipykernel lack, a sentence each with what is lost by it."""
+    """Return what this IPython and ipykernel lack, a sentence each with what is lost by it."""
     said = []
     if not hasattr(ZMQInteractiveShell, SHOW):
         said.append(
@@ -59,8 +57,7 @@ def check() -> tuple[str, ...]:
 def without_debugger() -> None:
     """Have ipykernel do without its debugger, whose import takes 70 ms and 7 MB a worker.
 
-    It serves front ends that attach to a kernel, and none does to a worker.  `import
-    debugpy` in a cell works as ever.  For ipykernel 6 and 7.
+    No front end attaches to a worker.  `import debugpy` in a cell works as ever.
     """
     wanted = sys.modules.get("debugpy.server", sys)
     sys.modules["debugpy.server"] = None  # type: ignore[assignment]
@@ -79,7 +76,7 @@ class _IOPubThread(IOPubThread):
 def publish_without_port() -> None:
     """Do without the TCP port by which children of a kernel would reach its OutStream.
 
-    For ipykernel 6 and 7, before the application makes its iopub thread.
+    Called before the application makes its iopub thread.
     """
     if hasattr(kernelapp, "IOPubThread"):
         kernelapp.IOPubThread = _IOPubThread
@@ -97,7 +94,7 @@ class LeavesChildren(IPythonKernel):
 
 
 def reloads_modules(shell: Any) -> bool:
-    """Say whether `%autoreload` is on; for IPython 7 to 9."""
+    """Return True if `%autoreload` is on; for IPython 7 to 9."""
     magics = shell.magics_manager.registry.get("AutoreloadMagics")
     return bool(getattr(getattr(magics, "_reloader", None), "enabled", False))
 
@@ -162,10 +159,8 @@ def _with_number(part: str, numbers: Mapping[str, int]) -> str:
 
 
 def import_jedi() -> None:
-    """Import it, if it is there, and have it write files whole.
-
-    It raises the limit of recursion when it is imported; users' code keeps the one it has.
-    """
+    """Import it, if it is there, and have it write files whole."""
+    # It raises the limit of recursion; users' code keeps the one it has.
     limit = sys.getrecursionlimit()
     with suppress(ImportError):
         import_module("jedi")

@@ -1,7 +1,4 @@
-"""Every private name of torch's modules, DDP and FSDP2, each behind a function in our own words.
-
-Runs in workers; see `nbdist.worker.compat.torch`.
-"""
+"""Every private name of torch's modules, DDP and FSDP2, each behind a function in our own words."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-COMPOSED = "__composable_api_state_key"
-"""Under names that begin so a module has what `fully_shard` and the like have put on it."""
+COMPOSED = "__composable_api_state_key"  # begins names of what `fully_shard` puts on a module
 
 
 def parts_of(held: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +44,7 @@ def give_reducer_anew(model: Any, group: ProcessGroup) -> None:
 
 
 def buckets_of(model: Any) -> list[list[int]] | None:
-    """Give the parameters in each of DDP's buckets, by number; None before its second step."""
+    """Return the numbers of the parameters in DDP's buckets; None before its second step."""
     logged = model._get_ddp_logging_data()
     if not logged.get("has_rebuilt_buckets"):
         return None
@@ -57,7 +53,7 @@ def buckets_of(model: Any) -> list[list[int]] | None:
 
 
 def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
-    """Have it reduce in these; False where they are not those of its parameters."""
+    """Have it reduce in these; False if they are not those of its parameters."""
     parameters, are_sparse = model._build_params_for_reducer()
     if sorted(number for bucket in buckets for number in bucket) != [*range(len(parameters))]:
         return False
@@ -81,7 +77,7 @@ def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
 
 
 def forget_fsdp_step(module: Any) -> None:
-    """Have an FSDP2 module do so, where it is the root one; from torch 2.13 on."""
+    """Have an FSDP2 module do so, if it is the root one; from torch 2.13 on."""
     if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
         module.reset_iter_state()
 
@@ -96,12 +92,12 @@ def root_of(mesh: Any) -> Any:
 
 
 def is_of_fsdp(module: Any) -> bool:
-    """Say whether `fully_shard` has been called on this module or on one that it is in."""
+    """Return True if `fully_shard` has been called on this module or on one that it is in."""
     return "_is_fsdp_managed_module" in vars(module)
 
 
 def class_before_fsdp(kind: type) -> type:
-    """Give the class that a module had before `fully_shard`."""
+    """Return the class that a module had before `fully_shard`."""
     return kind.__mro__[2]  # behind its own and FSDPModule
 
 
@@ -110,7 +106,9 @@ def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
     ours = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
     state = {k: v for k, v in state.items() if k not in ours and not k.startswith(COMPOSED)}
     hooks = {name: each for name, each in state.items() if "_hooks" in name and each}
-    added = {number for each in hooks.values() for number, hook in each.items() if _is_fsdps(hook)}
+    every = [(number, hook) for each in hooks.values() for number, hook in each.items()]
+    modules = [(n, getattr(getattr(hook, "func", hook), "__module__", None)) for n, hook in every]
+    added = {n for n, module in modules if (module or "").startswith("torch.distributed.fsdp.")}
     kept = {
         name: type(each)((number, hook) for number, hook in each.items() if number not in added)
         for name, each in hooks.items()
@@ -118,16 +116,11 @@ def without_fsdp(state: Mapping[str, Any]) -> dict[str, Any]:
     return state | kept
 
 
-def _is_fsdps(hook: Any) -> bool:
-    module = getattr(getattr(hook, "func", hook), "__module__", None)
-    return (module or "").startswith("torch.distributed.fsdp.")
-
-
 def sharding_of(module: Any) -> tuple[int, Any, dict[str, Any], dict[str, Any]]:
-    """Say what `fully_shard` was given for an FSDP2 module, and what was set on it since.
+    """Return what `fully_shard` was given for an FSDP2 module, and what was set on it since.
 
-    First a number of that call, then the mesh, the options and the settings.  A module without
-    parameters of its own has the mesh of one inside.
+    That is a number of that call, the mesh (of a module inside where it has no parameters), the
+    options and the settings.
     """
     state = module._get_fsdp_state()
     inside = [group for inner in module.modules() for group in _fsdp_groups(inner)]
@@ -153,7 +146,7 @@ def set_on_fsdp(module: Any, settings: Mapping[str, Any]) -> None:
 
 
 def why_only_here(module: Any) -> str:
-    """Say what `sharding_of` does not have of a module of FSDP2's, "" where it has all."""
+    """Return what of an FSDP2 module `sharding_of` does not have, "" if it has all."""
     from torch.distributed._composable.contract import _get_registry
 
     groups, state = _fsdp_groups(module), _fsdp_state(module)

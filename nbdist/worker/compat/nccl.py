@@ -2,12 +2,8 @@
 
 `Legacy` is what "nccl" means up to torch 2.14, "nccl-legacy" from then on, and where
 TORCH_DIST_USE_NCCL2=0; `Nccl2` is what it means from 2.15 on.  Which of them a backend is
-follows from its name, and never from the version of torch.
-
-With torch 2.14 nbdist leaves it at torch's choice, which is the legacy class: that one heals,
-as on 2.13, and Flight Recorder tells who waits for whom.  nccl2 (TORCH_DIST_USE_NCCL2=1) heals
-there too, but torch attaches no hook that would record its collectives, and one that is attached
-says that each has ended when it is issued: nobody could be said to wait.
+follows from its name, and never from the version of torch.  With nccl2 on 2.14, which is not its
+default, groups heal too, but no rank could be said to wait: torch does not record its collectives.
 """
 
 from __future__ import annotations
@@ -34,20 +30,15 @@ from nbdist.worker.compat.torch import (
     exchange_handles,
 )
 
+# Whether Flight Recorder has entries of nccl2 that end when the collective does.
 RECORDS_NCCL2 = VERSION >= (2, 15)
-"""Whether Flight Recorder has entries of nccl2 that end when the collective does."""
-
-
+# In what NCCL and torch say of a GPU of this process, and not of what is between ranks.
 OF_OWN_GPU = re.compile(r"\bcuda\b", re.IGNORECASE)
-"""In what NCCL and torch say of a GPU of this process, and not of what is between ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where the rank at a `position` of a group meets the others to connect.
-
-    The `number` has not been used in this `store` before.
-    """
+    """Where the rank at a `position` of a group meets the others, by a new `number`."""
 
     store: Any
     members: Sequence[int]
@@ -68,8 +59,7 @@ class Adapter(ABC):
     Else that of the world alone is, and others are with their first collective.
     """
 
-    counts_on: bool
-    """Whether the numbers of a group's collectives go on where it is renewed."""
+    counts_on: bool  # whether the numbers of a group's collectives go on where it is renewed
 
     @abstractmethod
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
@@ -77,10 +67,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Return what is to be connected: the group's backend, or another one in its place.
-
-        Its collectives take `timeout` at most.
-        """
+        """Return what is to be connected: the group's backend, or another one in its place."""
 
     @abstractmethod
     def abort(self, backends: Sequence[Any]) -> None:
@@ -88,19 +75,19 @@ class Adapter(ABC):
 
     @abstractmethod
     def dump(self, *, active: bool) -> bytes:
-        """Ask Flight Recorder for its entries, or only for those of what has not ended."""
+        """Read Flight Recorder's entries, or only those of what has not ended."""
 
     def pending(self) -> list[dict[str, Any]]:
-        """Read its entries of collectives that have not ended."""
+        """Return its entries of collectives that have not ended."""
         entries: list[dict[str, Any]] = json.loads(self.dump(active=True)).get("entries", [])
         return entries
 
     def recorded(self) -> Iterator[dict[str, Any]]:
-        """Read all of its entries, the newest first."""
+        """Yield all of its entries, the newest first."""
         return entries_in(self.dump(active=False))
 
     def error(self, backend: Any) -> str:
-        """Name what has gone wrong between its ranks; "" for nothing."""
+        """Return what has gone wrong between its ranks; "" for nothing."""
         kind = backend.get_error()
         return "" if kind == c10d.ErrorType.SUCCESS else kind.name.lower()
 
@@ -114,17 +101,12 @@ class Legacy(Adapter):
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
         """Connect, instead of with the first collective.
 
-        A wait there for a rank that does not come cannot be aborted: torch has nothing to
-        abort before a communicator is there.  Sends and receives between two ranks use it too,
-        then, where they would else connect in the same way.
+        torch cannot abort a wait there: it has no communicator yet.  Sends and receives use it too.
         """
         return lambda: backend.eager_connect_single_device(seat.device)
 
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Give the group a new backend, as torch 2.13's own `_new_process_group_helper` makes it.
-
-        Its members connect with their first collective.
-        """
+        """Give the group a new backend, as torch 2.13's `_new_process_group_helper` makes it."""
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = False
         options._timeout = timeout
@@ -150,25 +132,18 @@ class Legacy(Adapter):
         backends[0]._group_end()
 
     def dump(self, *, active: bool) -> bytes:
-        """Ask the recorder that the class has for itself."""
         ask = getattr(c10d, "_dump_nccl_trace_json", None)  # torch for the CPU has none
         return bytes(ask(includeCollectives=True, onlyActive=active)) if ask else b"{}"
 
 
 class Nccl2(Adapter):
-    """torch's other class, named "nccl2": reconfigured to be connected, and to be so anew.
-
-    Its watchdog then ends what cannot go on, and never the process.
-    """
+    """torch's other class, reconfigured to connect; its watchdog never ends the process."""
 
     most_renewals: int | None = None
     connects_at_once = counts_on = True
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Connect under a number that was not used before, on the rank's device.
-
-        What connects is bounded, raises DistError on all ranks, and can be tried again.
-        """
+        """Connect on the rank's device; that is bounded, raises DistError, and can be repeated."""
         # Else it takes the device of the thread, and each thread has its own.
         backend.bound_device_id = seat.device
         size = len(seat.members)
@@ -186,11 +161,7 @@ class Nccl2(Adapter):
         return ready
 
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Return the group's own: whatever it does now ends when it is connected.
-
-        What compares first (debug level DETAIL) does so over connections that have ended, and is
-        left out from then on.
-        """
+        """Return the group's own, without what compares first over connections that have ended."""
         device, backend = _found_in(group)
         if group._get_backend(device) is not backend:
             kind = ProcessGroup.BackendType(LAST_TYPE - seat.number)
@@ -198,19 +169,17 @@ class Nccl2(Adapter):
         return backend
 
     def abort(self, backends: Sequence[Any]) -> None:
-        """Abort each by itself, all at once: one after the other two could wait for each other."""
+        """Abort all at once: one after the other two could wait for each other."""
         with ThreadPoolExecutor(len(backends)) as pool:
             for _ in pool.map(lambda backend: backend.abort(), backends):
                 pass
 
     def dump(self, *, active: bool) -> bytes:
-        """Ask the recorder that hooks of the groups write to; nobody knows before torch 2.15."""
         if not RECORDS_NCCL2:
             return b"{}"
         return bytes(c10d._dump_fr_trace_json(True, active, "nccl2"))  # type: ignore[attr-defined]  # noqa: FBT003
 
     def pending(self) -> list[dict[str, Any]]:
-        """Read those of them that have not ended."""
         # One that does not tell the hook when a collective ends has them retired at once.
         return [entry for entry in super().pending() if not entry["retired"]]
 
@@ -220,12 +189,11 @@ ADAPTERS: Mapping[str, Adapter] = {"nccl": Legacy(), "nccl2": Nccl2()}
 
 
 def nccl_of(group: ProcessGroup) -> Any:
-    """Find the group's nccl backend of either class, None where it has none."""
+    """Return the group's nccl backend of either class, None if it has none."""
     return _found_in(group)[1]
 
 
 def _found_in(group: ProcessGroup) -> tuple[Any, Any]:
-    """Find it on whichever device, and that."""
     for device in group._device_types:
         # With debug level DETAIL it is in one that compares first, which has no abort of its own.
         backend: Any = group._get_backend(device)
@@ -236,7 +204,7 @@ def _found_in(group: ProcessGroup) -> tuple[Any, Any]:
 
 
 def connects_at_once(group: ProcessGroup) -> bool:
-    """Say whether it has one which all its ranks connect as soon as it is made or renewed."""
+    """Return True if it has one which all its ranks connect as soon as it is made or renewed."""
     backend = nccl_of(group)
     return backend is not None and adapter_of(backend).connects_at_once
 
@@ -247,10 +215,7 @@ def adapter_of(backend: Any) -> Adapter:
 
 
 def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-    """Have `make(create, options)` make each from now on; `options` are torch's for all backends.
-
-    `create(options)` makes one to be reconfigured: nobody is connected.
-    """
+    """Have `make(create, options)` make each; `create(options)` makes one without connecting it."""
     torchs: Any = distributed_c10d
     backends = torchs.Backend
     if not hasattr(c10d, "ReconfigureOptions"):  # before torch 2.14

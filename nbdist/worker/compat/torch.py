@@ -1,9 +1,7 @@
 """Every private name of torch's groups and backends, each behind a function in our own words.
 
-Those of nccl's are in `nbdist.worker.compat.nccl`, those of models in
-`nbdist.worker.compat.models`.
-Runs in workers, and in the fork server before them.  Where versions differ a function says
-which ones; `check` says what the torch that is here lacks.  Run with 2.7 to 2.15.
+Run with torch 2.7 to 2.15.  Where versions differ a function says which; `check` says what the
+installed one lacks.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from torch._C._distributed_c10d import Store as Store
 from torch.distributed import ProcessGroup, ProcessGroupGloo, distributed_c10d
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
 VERSION = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
 
 RECORDS_GLOO = VERSION >= (2, 11) and hasattr(c10d, "_dump_fr_trace_json")
@@ -37,13 +34,9 @@ SETS_TIMEOUTS = VERSION >= (2, 9)
 """Whether gloo's collectives take a timeout that is set when the group is there already."""
 
 RENEWS_GLOO = hasattr(ProcessGroupGloo, "reconfigure")
-"""Whether a backend of gloo can be connected anew, to other ranks too: from torch 2.14 on.
+"""Whether a gloo backend can connect again, from torch 2.14 on; else another takes its place."""
 
-Before, each forming needs a backend of its own, put in the place of the one before.
-"""
-
-FIRST_TYPE, LAST_TYPE = 20, 255
-"""Types of backends are a byte; torch 2.15 names less than ten."""
+FIRST_TYPE, LAST_TYPE = 20, 255  # types of backends are a byte; torch 2.15 names less than ten
 
 MOST_RENEWALS = LAST_TYPE - FIRST_TYPE
 """How often a group can be given another backend; half as often where nccl takes types too."""
@@ -57,8 +50,7 @@ OPERATIONS = (
 )
 """What a ProcessGroup can be asked to do."""
 
-BACKWARD = "_engine_run_backward"
-"""The function in which a thread runs a backward, in C++."""
+BACKWARD = "_engine_run_backward"  # the function in which a thread runs a backward, in C++
 
 TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"),
@@ -68,7 +60,7 @@ TABLES = (
 
 
 def check() -> tuple[str, ...]:
-    """Say what this torch lacks, a sentence each; the start goes on without."""
+    """Return what this torch lacks, a sentence each; the start goes on without."""
     lacks = []
     if not RECORDS_GLOO:
         lacks.append("ranks that wait in an asynchronous collective are shown without its name")
@@ -87,19 +79,19 @@ def check() -> tuple[str, ...]:
 
 
 def subgroups_of(default: ProcessGroup) -> dict[str, ProcessGroup]:
-    """Give all groups but the default one, by name."""
+    """Return all groups but the default one, by name."""
     names = distributed_c10d._world.pg_names
     return {str(name): group for group, name in names.items() if group is not default}
 
 
 def entries_of(group: ProcessGroup) -> dict[str, Any]:
-    """Keep what torch has under this group, for `put_back`."""
+    """Return what torch has under this group, for `put_back`."""
     tables = [table for table in TABLES if group in getattr(distributed_c10d._world, table, ())]
     return {table: getattr(distributed_c10d._world, table)[group] for table in tables}
 
 
 def put_back(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
-    """Make it the default group, where there is none."""
+    """Make it the default group; there must be none."""
     tables = distributed_c10d._world
     for table, entry in entries.items():
         getattr(tables, table)[group] = entry
@@ -125,7 +117,7 @@ def forget_all(destroy: Callable[[], None]) -> list[ProcessGroup]:
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise TypeError as torch does where it is no timedelta."""
+    """Raise torch's TypeError if it is no timedelta."""
     distributed_c10d._check_valid_timeout(timeout)
 
 
@@ -151,7 +143,7 @@ def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
 
 
 def gloo_of(group: ProcessGroup) -> Any:
-    """Find the group's gloo backend, None where it has none."""
+    """Return the group's gloo backend, None if it has none."""
     for device in group._device_types:
         backend = group._get_backend(device)
         if backend.name() == "gloo":
@@ -160,12 +152,12 @@ def gloo_of(group: ProcessGroup) -> Any:
 
 
 def takes_cpu(group: ProcessGroup) -> bool:
-    """Say whether it works on tensors of the CPU."""
+    """Return True if it works on tensors of the CPU."""
     return any(device.type == "cpu" for device in group._device_types)
 
 
 def when_gloo_is_made(make: Callable[..., None]) -> Callable[..., None]:
-    """Have `make(backend, store, rank, size, ...)` stand for their `__init__`, which it returns."""
+    """Have `make(backend, store, rank, size, ...)` replace their `__init__`, which is returned."""
     original = ProcessGroupGloo.__init__
 
     def init(self: ProcessGroupGloo, *args: Any, **options: Any) -> None:
@@ -187,14 +179,14 @@ def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewa
 
 
 def is_renewable(backend: Any) -> bool:
-    """Say whether it was made so: not one that compares first (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+    """Return True if it was made so: not one that compares first (debug level DETAIL)."""
     return bool(getattr(backend, "supports_reconfigure", False))
 
 
 def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta) -> None:
     """Connect it to ranks that do the same, in a store where this `number` is used once.
 
-    Raises RuntimeError where they do not meet; then it is as before.
+    Raises RuntimeError if they do not meet; then it is as before.
     """
     options = exchange_handles(backend, store, rank, size, number, timeout)
     backend.reconfigure(options).wait()
@@ -215,8 +207,7 @@ def exchange_handles(
 def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
     """Have the group use this backend in the place of its gloo backend; `number` counts.
 
-    A ProcessGroup keeps a backend whose type it knows, but takes one of a type it has not
-    seen, and makes it the default.
+    A ProcessGroup keeps a backend whose type it knows, and takes one of a new type as default.
     """
     # Both are asked of the backend, which is another one in a moment.
     name, description = group.group_name, group.group_desc
@@ -229,7 +220,7 @@ def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
 
 
 def prepare_gloo(backend: Any, group: ProcessGroup, members: Sequence[int]) -> None:
-    """Have a backend that torch has not made itself say whose it is."""
+    """Name its group and members in a backend that torch has not made itself."""
     if hasattr(backend.options, "group_name"):  # from torch 2.8 on
         backend.options.group_name = group.group_name
         backend.options.global_ranks_in_group = list(members)
@@ -253,12 +244,12 @@ def without_comparing() -> Iterator[None]:
 
 
 def read_debug_level() -> None:
-    """Take TORCH_DISTRIBUTED_DEBUG for what it is now; torch reads it when it is imported."""
+    """Take TORCH_DISTRIBUTED_DEBUG as it is now; torch reads it when it is imported."""
     c10d.set_debug_level_from_env()
 
 
 def compares() -> bool:
-    """Say whether each collective is compared over the ranks first: debug level DETAIL."""
+    """Return True if each collective is compared over the ranks first: debug level DETAIL."""
     return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
 
 
@@ -266,7 +257,7 @@ def compares() -> bool:
 
 
 def recorded_groups() -> dict[str, dict[str, str]]:
-    """Read what Flight Recorder has counted for each backend, by its number; 0.05 ms."""
+    """Return what Flight Recorder has counted for each backend, by its number; 0.05 ms."""
     if not RECORDS_GLOO:
         return {}
     dump = c10d._dump_fr_trace_json(False, False)  # type: ignore[attr-defined]  # noqa: FBT003
@@ -275,16 +266,13 @@ def recorded_groups() -> dict[str, dict[str, str]]:
 
 
 def recorded_collectives() -> Iterator[dict[str, Any]]:
-    """Read its entries from the newest to the oldest; 8 ms where it is full, and more for each."""
+    """Yield its entries from the newest to the oldest; 8 ms if it is full, and more for each."""
     if RECORDS_GLOO:
         yield from entries_in(c10d._dump_fr_trace_json(True, False))  # type: ignore[attr-defined]  # noqa: FBT003
 
 
 def entries_in(written: bytes) -> Iterator[dict[str, Any]]:
-    """Parse entries that Flight Recorder has written, from the newest to the oldest.
-
-    One by one: all 2,000 take ten times as long.
-    """
+    """Parse Flight Recorder's entries from the newest back: all 2,000 take ten times as long."""
     dump = written.decode()
     decoder, end = json.JSONDecoder(), len(dump)
     while (start := dump.rfind('{"collective_seq_id"', 0, end)) >= 0:
@@ -295,28 +283,23 @@ def entries_in(written: bytes) -> Iterator[dict[str, Any]]:
 
 # --- the end of gloo's waits for a message ----------------------------------------------------
 
-# The end of the connections, which ends all other waits in gloo, does not reach a wait for a
-# message from any rank: it belongs to none of them.  C++ has a method for it,
-# `RecvWork::abort`, which torch exports and Python's `Work` lacks (torch 2.13 and 2.14).  It
-# is called only where the object behind a `Work` says by its table of virtual methods that it
-# is a `RecvWork`.
-
+# No connection's end reaches a wait for a message from any rank.  torch exports a method for it,
+# `RecvWork::abort`, which Python's `Work` lacks (torch 2.14).  It is called only if the table of
+# virtual methods of the object behind a `Work` is that of a `RecvWork`.
 
 LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
 ABORT_RECEIVE = "_ZN4c10d16ProcessGroupGloo8RecvWork5abortEv"
 RECEIVES = "_ZTVN4c10d16ProcessGroupGloo8RecvWorkE"
 
-WORD = ctypes.sizeof(ctypes.c_void_p)
+# Where an object that pybind11 has made holds the address of the one in C++, which points there
+# into its class's table: first come an offset and the type.
 HEAD = object.__basicsize__
-"""Where an object that pybind11 has made holds the address of the one in C++."""
-
-FIRST_METHOD = 2 * WORD
-"""Objects point there into their class's table: first come an offset and the type."""
+FIRST_METHOD = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 
 @cache
 def _receives() -> tuple[ctypes._NamedFuncPointer, int] | None:
-    """Find `RecvWork::abort`, and what every `RecvWork` begins with; None where missing."""
+    """Return `RecvWork::abort`, and what every `RecvWork` begins with; None if missing."""
     try:
         library = ctypes.CDLL(LIBRARY)
         table = ctypes.addressof(ctypes.c_char.in_dll(library, RECEIVES))
@@ -328,17 +311,13 @@ def _receives() -> tuple[ctypes._NamedFuncPointer, int] | None:
 
 
 def can_end_receives() -> bool:
-    """Say whether this torch has what `end_receive` needs."""
+    """Return True if this torch has what `end_receive` needs."""
     return _receives() is not None
 
 
 def end_receive(work: dist.Work) -> bool:
-    """Have a receive of gloo's that is waited for, or will be, return False; from any thread.
-
-    False where it is none of gloo's.
-    """
-    found = _receives()
-    if found is None:
+    """Have a wait for a receive of gloo's return False; from any thread.  False if it is none."""
+    if (found := _receives()) is None:
         return False
     abort, begin = found
     address = ctypes.c_void_p.from_address(id(work) + HEAD).value

@@ -1,13 +1,8 @@
-"""The world's group as torch's default group, which user code destroys and initialises too.
+"""The world's group as torch's default group; DDP and FSDP2 models on it, and groups' names.
 
-With it what hangs on groups: DDP and FSDP2 models, and the groups' names.
-
-Nearly every tutorial calls `init_process_group` in its first lines and
-`destroy_process_group` in its last ones, and in a notebook both run again and again.  So
-in a worker the two mean: there is a default group from here on, and from here on there is
-none.  What stands behind is formed once.  While it is destroyed it only is in none of
-torch's tables; putting it back needs no word with the other ranks, who may not have
-destroyed it at all.
+Nearly every tutorial calls `init_process_group` in its first lines and `destroy_process_group` in
+its last ones, and in a notebook both run again and again.  So in a worker a destroyed group is only
+taken out of torch's tables: putting it back needs no word with other ranks, which may have it.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ from nbdist.worker.compat import torch as seam
 
 
 class DefaultGroup:
-    """Puts what has just been formed out of and into its place as user code asks for it."""
+    """Takes the group out of its place, and puts it back, as user code asks."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.group: ProcessGroup  # once it is formed
@@ -52,11 +47,11 @@ class DefaultGroup:
         return dist.group.WORLD is self.group
 
     def subgroups(self) -> dict[str, ProcessGroup]:
-        """Give the groups made from it, by name; with it in no place they are gone too."""
+        """Return the groups made from it, by name; they are gone when it is out of its place."""
         return seam.subgroups_of(self.group) if self.is_in_place else {}
 
     def put_back(self) -> bool:
-        """Make it the default group; True where one that user code initialised ended for it."""
+        """Make it the default group; return True if one of user code's ended for it."""
         if self.is_in_place:
             return False
         if is_other := dist.is_initialized():
@@ -66,7 +61,7 @@ class DefaultGroup:
         return is_other
 
     def begin_task(self) -> None:
-        """Have each task find the world's group, whatever the one before did with it."""
+        """Put the world's group in its place, whatever the last task did with it."""
         if self.put_back():
             _say(
                 "The group that an earlier cell initialised has ended; the world's group is "
@@ -74,19 +69,17 @@ class DefaultGroup:
             )
 
     def end(self) -> None:
-        """Shut it down in earnest, at the end of the worker."""
+        """Shut it down, at the end of the worker."""
         self.put_back()
         self._destroy()
 
     def leave(self) -> None:
-        """Have no group, and torch's own functions, in a forked child.
-
-        The objects stay for ever, for their ends would wait for threads that are not there.
-        """
+        """Have no group, and torch's own functions, in a forked child."""
+        # The objects stay: their ends would wait for threads that are not there.
         self._left = [*seam.forget_all(self._destroy), self.group]
 
     def form(self, start: WorkerStart, meeting: Any) -> None:
-        """Form it, in this store; the one before, if there was any, has been taken out."""
+        """Form it in this store; the one before has been taken out."""
         # init_process_group wraps sys.excepthook each time it is called.
         excepthook = sys.excepthook
         self._backend = start.world.backend or ""
@@ -107,7 +100,7 @@ class DefaultGroup:
         self._entries = seam.entries_of(self.group)
 
     def take_out(self) -> list[ProcessGroup]:
-        """Have torch know neither it nor any group made from it; which they were."""
+        """Take it and all groups made from it out of torch's tables; return them."""
         if not dist.is_initialized():
             return [self.group]  # by user code, or when its successor could not be formed
         assert dist.group.WORLD is not None
@@ -116,9 +109,8 @@ class DefaultGroup:
         self._destroy()
         return [*groups]
 
-    # --- what user code calls ---------------------------------------------------------------
-
     def _wrap(self) -> None:
+        """Replace the functions that user code calls."""
         signature = inspect.signature(self._init)
 
         @functools.wraps(self._init)
@@ -161,7 +153,7 @@ class DefaultGroup:
         return None
 
     def _contradiction(self, asked: Mapping[str, Any]) -> str:
-        """Say what the world's group is not, and what to do then; "" when it is as asked for."""
+        """Return how the world's group differs and what to do; "" if it is as asked for."""
         size, rank = asked.get("world_size", -1), asked.get("rank", -1)
         if size not in (-1, self._size):
             return (
@@ -189,21 +181,19 @@ class DefaultGroup:
 
 def lacking(asked: str, own: str) -> set[str]:
     """Name the backends asked for that are not `own`; "nccl" is either class of it."""
-    return _names(asked) - _names(own) - ({"nccl"} if "nccl" in own else set())
-
-
-def _names(backend: str) -> set[str]:
-    """Return `{"gloo", "nccl"}` of `cpu:gloo,cuda:nccl`."""
-    return {part.rpartition(":")[2].strip() for part in backend.lower().split(",") if part}
+    wanted, there = (
+        {part.rpartition(":")[2].strip() for part in backend.lower().split(",") if part}
+        for backend in (asked, own)
+    )
+    return wanted - there - ({"nccl"} if "nccl" in own else set())
 
 
 def _say(text: str) -> None:
-    """Write one dim line to the rank's output."""
-    sys.stdout.write(f"\x1b[2m{text}\x1b[0m\n")
+    sys.stdout.write(f"\x1b[2m{text}\x1b[0m\n")  # a dim line
 
 
 def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:
-    """Put `by` wherever torch has it: `init_device_mesh`, for one, calls its own import of it."""
+    """Put `by` wherever torch has it: `init_device_mesh`, for one, has an import of its own."""
     name = function.__name__
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
@@ -213,17 +203,15 @@ def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) ->
 
 # --- models on a group whose collectives were aborted, or that has ended; or restored ones ----
 
-
+# Of restored modules, which keep them; DDP's log has only what it found out itself.
 _given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
-"""Of restored modules, which keep them; DDP's log has only what it found out itself."""
 
 
 def forget_broken_off_steps() -> None:
     """Have DDP and FSDP2 forget a forward or backward that was broken off; on all ranks.
 
-    DDP would take the next backward for a second of the same iteration, and its buckets would
-    differ over the ranks; FSDP2 keeps parameters gathered on some ranks and not on others.
-    FSDP2 has a way to do so from torch 2.13 on (`FSDPModule.reset_iter_state`).
+    DDP would take the next backward for a second one of the same iteration, and its buckets would
+    differ over the ranks; FSDP2 keeps parameters gathered on some ranks alone.
     """
     for model in ddp_models():
         models_seam.forget_ddp_step(model)
@@ -236,17 +224,23 @@ def forget_broken_off_steps() -> None:
 def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
     """Have DDP modules on the one group go on with the other, the default group.
 
-    Another group for the reducer that they have would do, were it not for the buckets: those
-    of a model that has run are in the order in which its gradients came, of one that has not
-    in another, and ranks would add up what does not belong together.
+    With new reducers: the buckets of a model that has run differ from those of one that has not,
+    and ranks would add up what does not belong together.  Modules on stale groups raise from now
+    on: their reducer asks the group in C++.
     """
     for model in ddp_models():
         if model.process_group is before:
             models_seam.give_reducer_anew(model, after)
+        elif (why := _stale.get(model.process_group.group_name)) is not None:
+            model.register_forward_pre_hook(functools.partial(_raise, why), prepend=True)
+
+
+def _raise(why: str, *_: Any) -> None:
+    raise RuntimeError(why)
 
 
 def begin_models_anew() -> None:
-    """Have DDP modules be as those that have just come from another rank; on all ranks."""
+    """Give DDP modules new reducers, as copies from another rank have; on all ranks."""
     default = dist.group.WORLD
     for model in ddp_models():
         if default is not None and model.process_group is default:
@@ -254,44 +248,37 @@ def begin_models_anew() -> None:
 
 
 def ddp_models() -> Iterator[Any]:
-    """Give those of DDP; not one whose `__init__` failed and that a traceback keeps alive."""
+    """Yield those of DDP whose `__init__` has not failed."""
     return (model for model in models_of(DistributedDataParallel) if "reducer" in vars(model))
 
 
 def models_of(kind: type) -> Iterator[Any]:
-    """Give all modules of this kind that there are."""
-    for found in gc.get_objects():
-        if issubclass(type(found), kind):
-            yield found
+    """Yield all modules of this kind."""
+    return (found for found in gc.get_objects() if issubclass(type(found), kind))
 
 
 def bucket_layout(net: Any) -> list[list[int]]:
-    """Give the parameters in each of DDP's buckets, by number; none before it has ordered them.
+    """Return the numbers of the parameters in each of DDP's buckets; none before its second step.
 
-    DDP does so in its second iteration.  In which bucket, and where in it, a gradient lies
-    decides about the last bits of its sum over three ranks or more.
+    They decide about the last bits of gradients' sums over three ranks or more.
     """
     found = models_seam.buckets_of(net)
     return _given_layouts.get(net, []) if found is None else found
 
 
 def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
-    """Have a DDP module that came out of a pickle reduce its gradients in these buckets."""
+    """Have a DDP module that was unpickled reduce its gradients in these buckets."""
     if models_seam.set_buckets(net, layout):
         _given_layouts[net] = layout
 
 
 # --- names of groups --------------------------------------------------------------------------
 
+ID_LENGTH = 12  # characters of a task's id: enough for all tasks that a world ever runs
 
-ID_LENGTH = 12
-"""Characters of a task's id: enough for all tasks that a world ever runs."""
-
+# What torch says where a mesh, or a functional collective, names a group that it lacks.
 UNKNOWN = re.compile(r"Could not resolve the process group registered under the name (\S+)")
-"""What torch says where a mesh, or a functional collective, names a group that it lacks."""
-
-_stale: dict[str, str] = {}
-"""Why, by the group's name."""
+_stale: dict[str, str] = {}  # why, by the group's name
 
 
 class GroupNames:
@@ -320,29 +307,21 @@ class GroupNames:
 
 
 def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
-    """Have these groups raise RuntimeError, and DDP modules on them too; from any thread."""
+    """Have every operation of these groups raise RuntimeError; from any thread."""
     if not _stale:  # only once there are such: each call takes longer
         for name in seam.OPERATIONS:
             if (operation := getattr(ProcessGroup, name, None)) is not None:
                 setattr(ProcessGroup, name, _checked(operation))
     why = (
-        f"this group ended when the world was scaled, {before} -> {after}. Recreate what was "
-        f"made with it:"
-        " new_group, init_device_mesh, fully_shard, or DDP on a subgroup"
+        f"this group ended when the world was scaled, {before} -> {after}. Recreate what was made "
+        "with it: new_group, init_device_mesh, fully_shard, or DDP on a subgroup"
     )
     for group in groups:
         _stale[group.group_name] = why
 
 
-def refuse_stale_models() -> None:
-    """Have DDP modules on stale groups raise too: their reducer asks the group in C++."""
-    for model in ddp_models():
-        if (why := _stale.get(model.process_group.group_name)) is not None:
-            model.register_forward_pre_hook(functools.partial(_raise, why), prepend=True)
-
-
 def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
-    """Name what has to be made again if torch's error means a stale group; "" if it does not.
+    """Return what to recreate if torch's error means a stale group; "" if it does not.
 
     torch names the group, or checks it in the function that raised.
     """
@@ -354,10 +333,6 @@ def stale_group_of(error: BaseException, tb: TracebackType | None) -> str:
     used = (value for each in frame for value in each.f_locals.values())
     groups = [value for value in used if isinstance(value, ProcessGroup)]
     return next(filter(None, (_stale.get(group.group_name) for group in groups)), "")
-
-
-def _raise(why: str, *_: Any) -> None:
-    raise RuntimeError(why)
 
 
 def _checked(operation: Callable[..., Any]) -> Callable[..., Any]:

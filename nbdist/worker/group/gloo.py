@@ -1,18 +1,15 @@
 """All gloo backends of this worker: on one device, known by its port, connected where we say.
 
-Gloo has no abort: a rank that waits in a collective ignores signals for up to half an hour.
-What ends the wait is the end of its connections.  So all of a worker's gloo backends, also those
-that user code makes, share one device with one listening port, by which their connections
-are known; shutting these down wakes every rank within milliseconds, with an error.
-(`abort` and `shutdown` of ProcessGroupGloo do nothing, torch 2.13; from 2.14 on `abort`
-returns and ends no wait.)
+Gloo has no abort: a rank in a collective ignores signals for up to half an hour, and `abort` of
+ProcessGroupGloo ends no wait (2.13 and later).  The end of its connections does.  So all of its
+backends share one device with one listening port, by which their connections are known;
+shutting these down wakes every rank within milliseconds, with an error.
 
-From torch 2.14 on a backend can be connected anew, so all are made to be: 260 times in a row
+From torch 2.14 on a backend can be connected again, so all are made to be: 260 times in a row
 (torch 2.15, n=2) without another thread or descriptor.
 
-A wait for a message from any rank belongs to no connection.  So importing this has
-`Work.wait` go through `wait`, which knows all of them, whose frame shows each, and which notes
-how long each took.
+A wait for a message from any rank belongs to no connection.  So importing this has `Work.wait` go
+through `wait`, which knows all of them, whose frame shows each, and which times them.
 """
 
 from __future__ import annotations
@@ -36,29 +33,26 @@ from torch.distributed import ProcessGroupGloo
 from nbdist.output.events import Connections
 from nbdist.words import one_line
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.compat.torch import end_receive
 from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
 from nbdist.worker.process import CELL_TIMES, BadEnvironment
 
 COLLECTIVE_TIMEOUT = 24 * 60 * 60.0
-"""Seconds that one collective may take, and making a group.
+"""Seconds for one collective, or to make a group: other ranks wait while one is in the debugger.
 
-Longer than anybody sits in the debugger of one rank, for which all others wait.  Torch's 30
-minutes are for what `nbdist.world.hangs` finds within seconds, or Stop ends.
+Torch's 30 minutes are for what `nbdist.world.hangs` finds within seconds, or Stop ends.
 """
 
 RENEWAL_TIMEOUT = 5.0
-"""Seconds for a backend that is connected anew, once all ranks are there: gloo takes five times as
-many, which are less than agents wait."""
+"""Seconds for a backend to connect again, once all ranks are there: gloo takes five times as many,
+which are less than agents wait."""
 
-THREADS = 2
-"""For each backend, as torch has it: with one a small all_reduce takes 1.7 times as long."""
+THREADS = 2  # of each backend, as torch's: with one a small all_reduce takes 1.7 times as long
 
 ENDED = re.compile(
     r"gloo/\S+\] .*(Connection (closed|reset) by peer|Broken pipe)"
     r"|waited (in the store|for a message) and was released"
 )
-"""What gloo says on a rank whose connections have ended, and we where a wait is ended."""
+"""What gloo says on a rank whose connections have ended, and we where we end a wait."""
 
 LACKS = re.compile(
     "out of memory|bad_alloc|"
@@ -67,33 +61,27 @@ LACKS = re.compile(
 """What C code and Python say where this process has reached a limit of its own."""
 
 NO_THREAD = re.compile(f"can't start new thread|{os.strerror(errno.EAGAIN)}")
-"""What they say where no thread can be started."""
 
 TIMED_OUT = re.compile(
     r"gloo/transport/.* Timed out waiting|timeout caused pair closure"
     r"|gloo/\S+\] .*(Connection timed out|No route to host|Network is unreachable)"
 )
-"""What gloo says where a collective took too long, or TCP has given up: it closes the connections,
-for ever."""
+"""What gloo says where a collective took too long, or TCP has given up: its connections end."""
 
 ABORTED = "Connection closed by peer: it waited for a message and was released"
-"""Words that gloo has for the same."""
-
-
 _OF_GLOO = (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-_PLACE = re.compile(r"/\S*/gloo/")
-"""Where gloo's sources were when it was built."""
+_PLACE = re.compile(r"/\S*/gloo/")  # where gloo's sources were when it was built
 
 
 def connections_after(message: str) -> Connections:
-    """Say what an exception with this message means for the connections to other ranks."""
+    """Return what an exception with this message means for the connections to other ranks."""
     if ENDED.search(message):
         return "ended"
     return "timed out" if TIMED_OUT.search(message) else ""
 
 
 def is_of_others(error: Exception) -> bool:
-    """Say whether what is between the ranks has kept them from meeting, and not this process."""
+    """Return True if the cause lies between the ranks, and not in this process."""
     said = str(error)
     if NO_THREAD.search(said):
         # All ranks share the number of threads; where that is not it, each has its addresses.
@@ -103,7 +91,7 @@ def is_of_others(error: Exception) -> bool:
 
 
 def reword(error: BaseException) -> None:
-    """Have an exception say in our words what gloo says in its own."""
+    """Put our words into an exception of gloo's."""
     # Of a user's class `str` can raise anything.
     said = str(error) if type(error) in _OF_GLOO else ""
     if "gloo/" in said:
@@ -111,38 +99,34 @@ def reword(error: BaseException) -> None:
 
 
 class Gloo:
-    """Makes gloo backends, connects them anew, and ends their connections."""
+    """Makes gloo backends, connects them again, and ends their connections."""
 
     def __init__(self) -> None:
         self._device, self._port, self._is_local = _make_device()
         self._opened: set[int] = set()  # inodes of sockets
-        self._next: Meeting | None = None
+        self.next_meeting: Meeting | None = None  # of the backend that is made next, if not torch's
         self._has_left = False
         # Of every backend that can be renewed, for life; it leads to where they meet just then.
-        self._store = AbortableStore(None)
+        self.store = AbortableStore(None)
         # A lazy device connects with the first collective, in the store as it is then.
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "true")
         self.renews = seam.RENEWS_GLOO and not is_lazy
         self._init = seam.when_gloo_is_made(self._make)
 
     def __repr__(self) -> str:
-        return f"<Gloo on port {self._port}, {self._store}>"
-
-    def next_meets_in(self, meeting: Meeting | None) -> None:
-        """Have the next backend that is made connect there; None: where torch says."""
-        self._next = meeting
+        return f"<Gloo on port {self._port}, {self.store}>"
 
     def new(self, meeting: Meeting, rank: int, size: int, timeout: timedelta) -> Any:
-        """Make a backend of its own, connected."""
-        self._next = meeting
+        """Make a backend that is in no group, and connect it."""
+        self.next_meeting = meeting
         return ProcessGroupGloo(meeting.store, rank, size, timeout)
 
     def renew(self, backend: Any, meeting: Meeting, rank: int, size: int) -> None:
-        """Connect one anew that can be renewed; RuntimeError where the others do not come."""
+        """Connect one again that can be renewed; RuntimeError where the others do not come."""
         seconds = meeting.timeout if meeting.over is None else RENEWAL_TIMEOUT
         timeout = timedelta(seconds=seconds)
-        with self._store.at(meeting), self._noting_opened():
-            seam.renew(backend, self._store, rank, size, meeting.number, timeout)
+        with self.store.at(meeting), self._noting_opened():
+            seam.renew(backend, self.store, rank, size, meeting.number, timeout)
 
     def _make(
         self,
@@ -157,7 +141,7 @@ class Gloo:
     ) -> None:
         """Stand for ProcessGroupGloo's `__init__`."""
         # The first alone: TORCH_DISTRIBUTED_DEBUG=DETAIL makes a helper besides.
-        meeting, self._next = self._next, None
+        meeting, self.next_meeting = self.next_meeting, None
         if self._has_left:
             self._init(backend, store, rank, size, timeout if options is None else options)
             return
@@ -174,16 +158,13 @@ class Gloo:
         if not renewable or enable_reconfigure:
             self._connect(lambda at: self._init(backend, at, rank, size, options), meeting)
             return
-        with self._store.at(meeting):
-            self._init(backend, self._store, rank, size, options)
+        with self.store.at(meeting):
+            self._init(backend, self.store, rank, size, options)
         self.renew(backend, meeting, rank, size)
 
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
-        """Have a backend connect at a store; DistBackendError where that is called off meanwhile.
-
-        What a rank waits for in gloo once it has all addresses nothing else ends: that of one
-        which fails then never comes.
-        """
+        """Have a backend connect; DistBackendError where that is called off meanwhile."""
+        # Nothing else ends a rank's wait in gloo for one that fails after it has given its address.
         timeout, over = meeting.timeout, meeting.over
         with self._noting_opened():
             if over is None:
@@ -194,10 +175,7 @@ class Gloo:
 
     @contextmanager
     def _noting_opened(self) -> Iterator[None]:
-        """Note which connections are opened meanwhile, where they lead to other machines.
-
-        Those are gloo's, but for one that another thread opens in these milliseconds.
-        """
+        """Take connections to other machines that are opened in these milliseconds for gloo's."""
         if self._is_local:
             yield
             return
@@ -211,25 +189,22 @@ class Gloo:
                     if found.getpeername() and found.getsockname()[1] != self._port:
                         self._opened.add(inode)
 
-    # --- abort ------------------------------------------------------------------------------
-
     def abort(self) -> int:
-        """End all waits by ending all connections; how many there were.  From any thread.
-
-        One end of each connection is enough, the one that accepted it; but that may have been
-        lost with its machine.
-        """
-        self._store.abort()
+        """End all waits by ending all connections; return how many there were.  From any thread."""
+        self.store.abort()
         ended = 0
         for connection in self.connections():
             with suppress(OSError):  # the other rank was quicker
                 connection.shutdown(socket.SHUT_RDWR)
                 ended += 1
-        abort_receives()
+        # Waits for a message, also from any rank, which no connection's end reaches.
+        for each in tuple(_waits):
+            each.is_over = True
+            seam.end_receive(each.work)
         return ended
 
     def leave(self) -> None:
-        """Hold none of the rank's sockets, and make backends as torch does: in a forked child."""
+        """In a forked child hold none of the rank's sockets, and make backends as torch does."""
         self._has_left = True
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd, inode in [*_sockets()]:
@@ -238,19 +213,10 @@ class Gloo:
                     os.dup2(nothing, fd)  # gloo's objects still have the number
         os.close(nothing)
 
-    def start_over(self) -> None:
-        """Allow backends to be made again, after `abort`."""
-        self._store.start_over()
-
-    @property
-    def waits_to_meet(self) -> bool:
-        """Whether a thread waits for ranks that have not come to make a group."""
-        return self._store.is_waited_in
-
     def connections(self) -> Iterator[socket.socket]:
-        """Find those that gloo accepted, and those to other machines that it has opened.
+        """Yield those that gloo accepted, and those it opened to other machines.
 
-        Each is valid until the next is asked for.
+        The accepting end alone may be lost with its machine.  Each is valid until the next one.
         """
         for fd, inode in _sockets():
             with suppress(OSError), _borrowed(fd, inode) as found:
@@ -260,7 +226,7 @@ class Gloo:
 
 
 def _make_device() -> tuple[Any, int, bool]:
-    """Make a device of gloo's, as torch would: also its port, and whether it is this machine's."""
+    """Make gloo's device as torch would; return its port too, and whether it is a local one."""
     before = set(_sockets())
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     try:
@@ -301,7 +267,7 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
-    """Open the internet socket behind a descriptor; OSError when it is none, or none any more."""
+    """Open the internet socket behind a descriptor; OSError if it is none, or none any more."""
     with socket.socket(fileno=os.dup(fd)) as found:
         if found.family not in (socket.AF_INET, socket.AF_INET6):
             raise OSError("no internet socket")
@@ -315,8 +281,6 @@ def _borrowed(fd: int, inode: int) -> Iterator[socket.socket]:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """One thread's, for one operation."""
-
     work: dist.Work
     is_over: bool = False
 
@@ -340,16 +304,6 @@ def wait(self: dist.Work, *args: Any, **options: Any) -> Any:
     if own.is_over and not is_done:
         raise ConnectionResetError(ABORTED)
     return is_done
-
-
-def abort_receives() -> None:
-    """End all waits for a message, also from any rank, which no connection's end reaches.
-
-    From any thread, whatever the others do.
-    """
-    for each in tuple(_waits):
-        each.is_over = True
-        end_receive(each.work)
 
 
 dist.Work.wait = wait  # type: ignore[method-assign]

@@ -1,22 +1,18 @@
 """The process group that all ranks of a world share: formed, aborted, formed again.
 
-When its connections have ended, each group is connected anew: from torch 2.14 on its backend
-is, before that it gets a new backend in place.  Either way the group's object stays the same
-one, and with it DDP modules, subgroups and meshes.
-
-Called on the main thread to form the group and when a task begins, and on the control thread
-for all else.
+When its connections have ended, its backend connects again, before torch 2.14 another one in its
+place.  The group's object stays the same, and with it DDP modules, subgroups and meshes.  Called on
+the main thread to form the group and when a task begins, and on the control thread for all else.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
-from socket import socket
 from typing import Any
 
 import torch
@@ -26,15 +22,7 @@ from torch.distributed import ProcessGroup
 from nbdist.wire.spec import WorkerStart, over_file
 from nbdist.worker.compat import nccl
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.group.default import (
-    DefaultGroup,
-    GroupNames,
-    begin_models_anew,
-    forget_broken_off_steps,
-    move_models,
-    refuse_stale,
-    refuse_stale_models,
-)
+from nbdist.worker.group import default
 from nbdist.worker.group.gloo import COLLECTIVE_TIMEOUT, Gloo
 from nbdist.worker.group.nccl import START_TIMEOUT, Nccl, wait_for_device
 from nbdist.worker.group.stores import (
@@ -45,14 +33,9 @@ from nbdist.worker.group.stores import (
     Meeting,
 )
 
-ARRIVED = "arrived"
-"""Where in the store a rank that is new says that it has come as far as the group."""
-
-WORLD = "world"
-"""The world's own group in the store; others have names that torch gave them."""
-
-OF_NCCL = "/nccl"
-"""What follows a group's name where its nccl backend is meant, and not its gloo backend."""
+ARRIVED = "arrived"  # where in the store a rank that is new says that it has come to the group
+WORLD = "world"  # the world's own group in the store; others have names that torch gave them
+OF_NCCL = "/nccl"  # follows a group's name where its nccl backend is meant, not its gloo backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,44 +71,39 @@ class Group:
         self._stand_ins: list[Any] = []
         self.is_whole = True
         self.task_began_ns = 0
-        self._names = GroupNames()
+        self._names = default.GroupNames()
         self._gloo = Gloo()
+        self.connections = self._gloo.connections
         self._nccl = Nccl(torch.device(start.device)) if self.uses_nccl else None
-        self._default = DefaultGroup(timedelta(seconds=COLLECTIVE_TIMEOUT))
+        of_nccl = [] if self._nccl is None else [self._nccl.store]
+        self._waited_in = [self._meeting, self._gloo.store, *of_nccl]
+        self._default = default.DefaultGroup(timedelta(seconds=COLLECTIVE_TIMEOUT))
 
     def __repr__(self) -> str:
         return f"<Group of {self._start.world.world_size}, {self._gloo}>"
 
     def begin_task(self, task_id: str) -> None:
-        """Have the world's group in its place, and new groups named after this task.
-
-        All ranks that run the task do so before its first line.
-        """
+        """Put the world's group in its place, and name new groups after this task."""
         self.task_began_ns = time.time_ns()
         self._names.begin_task(task_id)
         self._default.begin_task()
 
     def end(self) -> None:
-        """Shut all of it down, at the end of the worker."""
+        """Shut everything down, at the end of the worker."""
         self._default.end()
         if self._agent is not None:
             self._agent.close()
 
     def leave(self) -> None:
-        """Have no part in it: in a forked child."""
+        """Have no part in it, in a forked child."""
         self._default.leave()
         self._gloo.leave()
         if self._agent is not None:
             self._agent.leave()
         self._names.begin_task("")
 
-    # --- what there is ------------------------------------------------------------------------
-
     def held(self) -> dict[str, tuple[int, ...]]:
-        """Give the ranks of each group that this one holds besides the world's, by its name.
-
-        They are those that all their ranks connect anew: gloo's and nccl's backend by themselves.
-        """
+        """Return the ranks of each group that this one holds besides the world's, by its name."""
         found = {}
         for name, group in self._default.subgroups().items():
             ranks = tuple(dist.get_process_group_ranks(group))
@@ -142,14 +120,14 @@ class Group:
 
     @property
     def nccl_error(self) -> str:
-        """What nccl itself says has gone wrong between ranks; "" for nothing."""
+        """What has gone wrong between ranks, as nccl says; "" for nothing."""
         backends = self._nccl_backends()
         return next(filter(None, (nccl.adapter_of(each).error(each) for each in backends)), "")
 
     def wait_for_nccl(self, line: int) -> None:
-        """Wait at a cell's end, in its last line, for what it has begun and runs ahead of.
+        """Wait at a cell's end, in its last line, for the collectives that it has begun.
 
-        Raises DistBackendError where nccl has ended it by itself, because of an error.
+        Raises DistBackendError where nccl has ended them because of an error.
         """
         adapters = {nccl.adapter_of(each) for each in self._nccl_backends()}
         entries = (entry for adapter in adapters for entry in adapter.pending())
@@ -161,30 +139,23 @@ class Group:
     @property
     def waits_to_meet(self) -> bool:
         """Whether a thread waits for ranks that have not come to make a group."""
-        makes = self._meeting.is_waited_in or self._gloo.waits_to_meet
-        return makes or (self._nccl is not None and self._nccl.waits_to_meet)
-
-    def connections(self) -> Iterator[socket]:
-        """Find gloo's connections, each valid until the next is asked for."""
-        return self._gloo.connections()
+        return any(store.is_waited_in for store in self._waited_in)
 
     @property
     def _world(self) -> Side:
-        """Of the world's own group, also while user code has destroyed it."""
+        """This side of the world's own group, also while user code has destroyed it."""
         ranks = range(self._start.world.world_size)
         return Side(WORLD, ranks, self._default.group, self._default.timeout)
 
     # --- form ---------------------------------------------------------------------------------
 
-    # Torch makes the default group; what connects it, its gloo backend, is ours, and meets in
-    # keys of this generation.  A newcomer then connects the groups that the others hold too, as
-    # they connect theirs, in the same order.
+    # Torch makes the default group; its gloo backend is ours, and meets in keys of this generation.
+    # A newcomer then connects the groups that the others hold, as they do, in the same order.
 
     def form(self) -> None:
         """Join the world's group, waiting until every rank has.
 
-        The ranks of one machine meet in a file that only this user can open: no port, and
-        the store outlives rank 0.  Each generation of the group has keys of its own.
+        The ranks of one machine meet in a file of this user's: no port, and it outlives rank 0.
         """
         generation, joins = self._start.generation, self._start.joins
         self._meet(generation, self._start.world.world_size)
@@ -206,14 +177,14 @@ class Group:
         store = self._store_of(0, WORLD) if needs_none else self._meeting
         is_first = start.generation == 1
         # torch puts prefixes of its own before; survivors of a death meet without them.
-        self._gloo.next_meets_in(meeting)
+        self._gloo.next_meeting = meeting
         try:
             # What torch would wrap a later one in meets where earlier generations did.
             later = nullcontext() if self._nccl is None else self._nccl.connecting_later()
             with later, nullcontext() if is_first else seam.without_comparing():
                 self._default.form(start, store)
         finally:
-            self._gloo.next_meets_in(None)
+            self._gloo.next_meeting = None
         backend = None if is_first or not seam.compares() else seam.gloo_of(self._default.group)
         if backend is not None:
             # torch made it without comparing collectives, which all others do.
@@ -221,16 +192,11 @@ class Group:
             seam.replace_gloo(self._default.group, comparing, start.generation)
         self._connect_own_nccl(start.generation)
 
-    # --- form another one, of another size ----------------------------------------------------
-
-    # No object can stay, as torch's have their size for life: all wait for the newcomers, break
-    # with the group before, form the next one, and give DDP modules to it.
-
     def resize(self, start: WorkerStart, newcomers: Sequence[int]) -> None:
-        """Form another default group in the place of this one: of another size.
+        """Form a default group of another size; torch's objects keep theirs for life.
 
-        All that was made from the one before is over, but for DDP modules.  Until all
-        newcomers have started, nothing happens to it: as long it can be called off.
+        What was made from the one before is stale, but for DDP modules.  Until all newcomers have
+        started nothing happens to it, and it can be called off.
         """
         over = over_file(start.over_path, start.generation)
         self._meet(start.generation, start.world.world_size)
@@ -239,36 +205,29 @@ class Group:
         # From here on the group before is gone, whether the ranks meet or not.
         self.abort()
         sizes = self._start.world.world_size, start.world.world_size
-        refuse_stale(self._default.take_out(), *sizes)
+        default.refuse_stale(self._default.take_out(), *sizes)
         self._stand_ins.clear()
         before, self._start = self._default.group, start
         self.is_whole = False
         self._start_over()
         self._form_default(Meeting(self._store_of(start.generation, WORLD), start.generation, over))
         self.is_whole = True
-        move_models(before, self._default.group)
-        refuse_stale_models()
+        default.move_models(before, self._default.group)
 
     # --- abort, and form again ----------------------------------------------------------------
-
-    # An abort ends the connections, from whichever thread, and leaves groups that work no more.
-    # `regroup` connects each of them anew in place: its backend where that can be renewed, else
-    # another one in its place.
 
     def abort(self) -> int:
         """End all waits, in collectives and for others to make a group; from any thread.
 
-        Gloo's connections end (how many there were is returned), nccl's collectives are
-        aborted.  Raises AbortHangs.
+        Returns how many connections of gloo's and groups of nccl's it ended.  Raises AbortHangs.
         """
         self._meeting.abort()
         return self._gloo.abort() + self._abort_nccl()
 
     def regroup(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
-        """Connect every group anew in place; all its members do so at once.
+        """Connect every group again in place; all its members do so at once.
 
-        `held` are the groups of all ranks together, as the method gives each rank's.  Raises
-        RuntimeError when they do not meet.
+        `held` are the groups of all ranks together.  Raises RuntimeError when they do not meet.
         """
         most = self._most_generations()
         if most is not None and generation > most:
@@ -282,14 +241,14 @@ class Group:
         self._connect(self._world, generation)
         self._connect_own_nccl(generation)
         self._connect_others(generation, held)
-        forget_broken_off_steps()
+        default.forget_broken_off_steps()
         if self._nccl is not None:
             # A step whose collectives were aborted went on to its end, on some ranks alone, and
             # may have put their gradients into other buckets.
-            begin_models_anew()
+            default.begin_models_anew()
 
     def _most_generations(self) -> int | None:
-        """Say how often a group can be formed anew; None where there is no limit."""
+        """Return how often a group can be rebuilt; None where there is no limit."""
         renews = self._gloo.renews and not seam.compares()
         backend = nccl.nccl_of(self._default.group)
         if backend is None:
@@ -298,16 +257,15 @@ class Group:
         return seam.MOST_RENEWALS if most is None and not renews else most
 
     def _start_over(self) -> None:
-        self._meeting.start_over()
-        self._gloo.start_over()
-        if self._nccl is not None:
-            self._nccl.start_over()
+        """Allow waits again, after `abort`."""
+        for store in self._waited_in:
+            store.start_over()
 
     def _connect_others(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
         """Connect the rest, in one order on all ranks, or they would wait for one another.
 
-        Where this rank, or the one that it replaces, does not hold the group, a backend
-        that is not used stands in for it, because the others connect to all members.
+        Where this rank does not hold the group, an unused backend stands in for it: the others
+        connect to all members.
         """
         own = self._default.subgroups()
         self._stand_ins.clear()
@@ -318,11 +276,14 @@ class Group:
                 connect(side, generation)
 
     def _connect(self, side: Side, generation: int) -> None:
-        """Connect gloo's backend of one group anew, or give the group a new one."""
+        """Connect gloo's backend of one group again, or give the group a new one."""
         backend = None if side.group is None else seam.gloo_of(side.group)
         if side.group is not None and backend is None:
             return  # nccl's alone
-        meeting, rank = self._meeting_of(side.name, generation), self._rank_in(side)
+        meeting, rank = (
+            self._meeting_of(side.name, generation),
+            self._rank_in(side),
+        )
         if backend is not None and self._gloo.renews and seam.is_renewable(backend):
             self._gloo.renew(backend, meeting, rank, len(side.members))
             return
@@ -335,10 +296,7 @@ class Group:
         seam.replace_gloo(side.group, comparing, generation)
 
     def _comparing(self, backend: Any, side: Side, generation: int) -> Any:
-        """Give the backend as torch has it: with TORCH_DISTRIBUTED_DEBUG=DETAIL it compares first.
-
-        For that it has another one of the same ranks.
-        """
+        """Return the backend, with debug level DETAIL in one that compares first over a helper."""
         if not seam.compares():
             return backend
         meeting = self._meeting_of(f"{side.name}/check", generation)
@@ -348,10 +306,10 @@ class Group:
     # --- nccl ---------------------------------------------------------------------------------
 
     def _connect_own_nccl(self, generation: int) -> None:
-        """Have the world's group connect now, while all ranks are known to come.
+        """Connect the world's group, while all ranks are known to come.
 
-        Others are made ready where they connect with their first collective; the rest connect
-        in the order that all ranks have.
+        Also make groups ready that connect with their first collective; `_connect_others` has the
+        rest.
         """
         for name, group in {WORLD: self._default.group, **self._default.subgroups()}.items():
             is_own = name == WORLD or not nccl.connects_at_once(group)
@@ -361,10 +319,13 @@ class Group:
                 self._connect_nccl(side, generation)
 
     def _connect_nccl(self, side: Side, generation: int) -> None:
-        """Connect nccl's backend of one group, not where the generations before met."""
+        """Connect nccl's backend of one group in keys of this generation."""
         if self._nccl is None:
             return
-        meeting, position = self._meeting_of(side.name, generation), self._rank_in(side)
+        meeting, position = (
+            self._meeting_of(side.name, generation),
+            self._rank_in(side),
+        )
         seat = self._nccl.seat(meeting, side.members, position)
         if side.group is None:
             self._stand_ins.append(self._nccl.stand_in(meeting, seat, side.timeout))
@@ -375,7 +336,7 @@ class Group:
             self._nccl.renew(side.group, meeting, seat, side.timeout, now=now)
 
     def _abort_nccl(self) -> int:
-        """Abort collectives of all groups; how many groups there were.  From any thread."""
+        """Abort collectives of all groups; return how many groups there were.  From any thread."""
         if self._nccl is None:
             return 0
         found = self._nccl_backends()
@@ -383,7 +344,7 @@ class Group:
         return len(found)
 
     def _nccl_backends(self) -> list[Any]:
-        """Find those of all groups, and what stands in for one."""
+        """Return those of all groups, and what stands in for one."""
         groups = chain([self._default.group], self._default.subgroups().values())
         found = chain(map(nccl.nccl_of, groups), self._stand_ins)
         return [each for each in found if each is not None and each.name() in nccl.ADAPTERS]
@@ -391,7 +352,7 @@ class Group:
     # --- where ranks meet ---------------------------------------------------------------------
 
     def _meet(self, generation: int, size: int) -> None:
-        """Have the store of this generation, where each has its own; also what is made later."""
+        """Take the store of this generation, where each has its own."""
         if self._rendezvous is not None:
             self._file = self._rendezvous.meet(generation, size)
             # To connect a backend anew, torch has ranks compare and set.
@@ -402,7 +363,7 @@ class Group:
         return side.members.index(self._start.rank)
 
     def _meeting_of(self, name: str, generation: int) -> Meeting:
-        """Say where they meet; it can be called off, when one of them has died meanwhile."""
+        """Return where they meet; it can be called off, when one of them has died meanwhile."""
         over = over_file(self._start.over_path, generation)
         return Meeting(self._store_of(generation, name), generation, over)
 

@@ -1,19 +1,15 @@
 """How nccl's backends are made, connected and aborted, and what Flight Recorder says of them.
 
-Not run on a GPU yet.
-
-nccl has an abort, in place of gloo's broken connections: its kernels end, and what waits for
-their stream goes on, with results that mean nothing, so the main thread has to be
-interrupted as well.  torch's own watchdog must not act (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`,
-which workers start with).
+Not run on a GPU yet.  nccl has an abort: its kernels end, and what waits for their stream goes on
+with results that mean nothing, so the main thread has to be interrupted as well.  torch's own
+watchdog must not act (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, which workers start with).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -40,7 +36,7 @@ in-process restart takes 0.5 s, and 0.01 s for each kernel."""
 
 
 class AbortHangs(RuntimeError):
-    """It did not end in time; only another process can take part in the group again."""
+    """An abort did not end in time; only another process can take part in the group again."""
 
 
 class Nccl:
@@ -49,13 +45,13 @@ class Nccl:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Of every nccl2 backend, for life; it leads to where they meet just then.
-        self._store = _Claimed(None)
+        self.store = _Claimed(None)
         self._is_put_off = False
         seam.when_nccl2_is_made(self._make)
 
     @contextmanager
     def connecting_later(self) -> Iterator[None]:
-        """Have what is made meanwhile be connected by `connect`, and not at once."""
+        """Leave it to `connect` to connect what is made meanwhile."""
         self._is_put_off = True
         try:
             yield
@@ -67,8 +63,8 @@ class Nccl:
         members = options.global_ranks_in_group or range(options.group_size)
         # Torch splits another one where user code has bound its group to a device.
         is_split = options.split_from is not None
-        options.store = self._store
-        with self._store.at(meeting):
+        options.store = self.store
+        with self.store.at(meeting):
             backend = create(options)
         if not (is_split or self._is_put_off):
             seat = self.seat(meeting, members, options.group_rank)
@@ -76,41 +72,37 @@ class Nccl:
         return backend
 
     def seat(self, meeting: Meeting, members: Sequence[int], position: int) -> Seat:
-        """Say where the rank at this position meets the other members of a group."""
+        """Return where the rank at this position meets the other members of a group."""
         return Seat(meeting.store, members, position, meeting.number, self._device)
 
     def connect(self, backend: Any, meeting: Meeting, seat: Seat, timeout: float) -> None:
-        """Have all ranks connect, all at once; raises as `until_over` does.
+        """Connect, all ranks at once; raises as `until_over` does.
 
-        With the first collective instead, ranks that wait for one that has failed before it
-        could not be aborted.
+        In a first collective, ranks that wait for one that has failed could not be aborted.
         """
-        with self._store.at(meeting):
-            at_store = replace(seat, store=self._store)
+        with self.store.at(meeting):
+            at_store = replace(seat, store=self.store)
             ready = seam.adapter_of(backend).connect(backend, at_store, timedelta(seconds=timeout))
             until_over(ready, "connecting nccl", timeout, meeting.over)
 
     def renew(
         self, group: ProcessGroup, meeting: Meeting, seat: Seat, timeout: timedelta, *, now: bool
     ) -> None:
-        """Have the ranks of a group connect anew: now, or with its first collective if they may."""
+        """Connect the ranks of a group again: now, or with its first collective if they may."""
         adapter = seam.adapter_of(seam.nccl_of(group))
         backend = adapter.renew(group, seat, timeout)
         if now or adapter.connects_at_once:
             self.connect(backend, meeting, seat, RENEWAL_TIMEOUT)
 
     def stand_in(self, meeting: Meeting, seat: Seat, timeout: timedelta) -> Any:
-        """Make one for a group that this rank does not hold, connected with the others."""
-        backend = seam.new_nccl2(replace(seat, store=self._store), timeout)
+        """Make and connect one for a group that this rank does not hold."""
+        backend = seam.new_nccl2(replace(seat, store=self.store), timeout)
         self.connect(backend, meeting, seat, RENEWAL_TIMEOUT)
         return backend
 
     def abort(self, backends: Sequence[Any]) -> None:
-        """End waits for one another, and their collectives, from any thread.
-
-        Raises AbortHangs.
-        """
-        self._store.abort()
+        """End waits for one another, and collectives, from any thread.  Raises AbortHangs."""
+        self.store.abort()
         for adapter in {seam.adapter_of(backend) for backend in backends}:
             own = [backend for backend in backends if seam.adapter_of(backend) is adapter]
             try:
@@ -118,20 +110,11 @@ class Nccl:
             except RuntimeError as error:
                 raise AbortHangs(str(error)) from error
 
-    def start_over(self) -> None:
-        """Allow backends to be connected again, after `abort`."""
-        self._store.start_over()
-
-    @property
-    def waits_to_meet(self) -> bool:
-        """Whether a thread waits for ranks that have not come to make a group."""
-        return self._store.is_waited_in
-
 
 class _Claimed(AbortableStore):
     """Lets nccl2 claim a number where torch's rendezvous has no compare and set (etcd).
 
-    Only rank 0 does, and each number is given to it once.
+    Only rank 0 does, and each number once.
     """
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
@@ -146,10 +129,7 @@ def wait_for_device(line: int) -> None:  # the probe reads it
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What nccl has begun and not ended: how many collectives, and the newest one.
-
-    `number` grows with each that begins, 0 where there is none; `name` is "" then.
-    """
+    """How many collectives nccl has begun and not ended, and the newest of them."""
 
     count: int = 0
     number: int = 0
@@ -157,14 +137,14 @@ class Pending:
 
 
 class UnderWay:
-    """Of the collectives since the groups were last formed."""
+    """nccl's collectives since the groups were last formed."""
 
-    def __init__(self) -> None:
-        self._first = dict.fromkeys(seam.ADAPTERS, 0)
+    def __init__(self, *, is_used: bool = True) -> None:
+        self._first = dict.fromkeys(seam.ADAPTERS if is_used else (), 0)
         self._before: dict[str, int] = {}  # by group, the last number there until then
 
     def pending(self) -> Pending:
-        """Say what is under way now, on the GPU or waiting there for its turn."""
+        """Return what is under way now, on the GPU or in its queue."""
         found = [
             entry
             for name, first in self._first.items()
@@ -177,7 +157,7 @@ class UnderWay:
         return Pending(len(found), int(newest["time_created_ns"]), operation_of(newest))
 
     def begun(self, since_ns: int) -> tuple[Begun, ...]:
-        """Give the last collectives since then, the oldest first; not sends and receives."""
+        """Return the last collectives since then, the oldest first; not sends and receives."""
         found: list[Begun] = []
         for name in self._first:
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._together(name))
@@ -185,7 +165,7 @@ class UnderWay:
         return tuple(found[::-1])
 
     def last(self) -> Collective | None:
-        """Name the one that was begun last; None if none was."""
+        """Return the one that was begun last; None if none was."""
         newest = [each for name in self._first for each in islice(self._together(name), 1)]
         if not newest:
             return None
@@ -194,14 +174,15 @@ class UnderWay:
         return Collective(begun.name, begun.number, begun.is_done, entry["time_created_ns"])
 
     def _together(self, name: str) -> Iterator[Mapping[str, Any]]:
-        """Read the collectives of one class, the newest first."""
+        """Yield the collectives of one class, the newest first."""
         recorded = seam.ADAPTERS[name].recorded()
         new = takewhile(lambda entry: entry["record_id"] >= self._first[name], recorded)
         return (entry for entry in new if not entry["is_p2p"])
 
     def start_over(self) -> None:
         """Forget what has begun so far: the groups are being rebuilt."""
-        for name, adapter in seam.ADAPTERS.items():
+        for name in self._first:
+            adapter = seam.ADAPTERS[name]
             for entry in adapter.recorded():
                 self._first[name] = max(self._first[name], int(entry["record_id"]) + 1)
                 if adapter.counts_on:
@@ -209,7 +190,7 @@ class UnderWay:
                     self._before[group] = max(self._before.get(group, 0), number)
 
     def _begun(self, entry: Mapping[str, Any]) -> Begun:
-        """Have a group's nccl backend count by itself, from one in each generation."""
+        """Count a group's nccl backend by itself, from one in each generation."""
         begun = begun_of(entry)
         number = begun.number - self._before.get(begun.group, 0)
         return replace(begun, group=f"{begun.group} nccl", number=number)
@@ -217,12 +198,11 @@ class UnderWay:
 
 # --- which collectives this worker has begun and not ended, by torch's Flight Recorder --------
 
-
 MOST_BEGUN = 64
 """Collectives of a task that are reported: ranks that do not meet are rarely further apart."""
 
+# Collectives in which ranks may differ in size; the second is nccl2's.
 UNEVEN = {"all_to_all", "all_to_all_single"}
-"""Collectives in which each rank may have as much as it likes; the second is nccl2's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +226,8 @@ class Recording:
         self._seen: tuple[object, tuple[Begun, ...]] | None = None
 
     def start_over(self) -> None:
-        """Forget what has begun so far: the groups are being rebuilt.
-
-        Flight Recorder keeps the numbers, and never takes what failed for completed (2.13).
-        """
+        """Forget what has begun so far: the groups are being rebuilt."""
+        # Flight Recorder keeps the numbers, and never takes what failed for completed (2.13).
         self._seen = None
         self._before = torch_seam.recorded_groups()
         self._first = next((e["record_id"] + 1 for e in torch_seam.recorded_collectives()), 0)
@@ -258,21 +236,31 @@ class Recording:
         """Count for each backend in use, by its number."""
         found, unknown = {}, set()
         for number, status in torch_seam.recorded_groups().items():
-            before = self._before.get(number)
-            if before is None or (torch_seam.RENEWS_GLOO and _has_moved_on(status, before)):
-                found[number] = _counted(status)
+            before, counts = self._before.get(number), _counted(status)
+            done = "last_completed_collective"
+            if before is None:
+                found[number] = counts
             elif torch_seam.RENEWS_GLOO:
-                unknown.add(number)
-        return found | self._by_entries(unknown)
+                # Counters are right again once the reconnected backend has completed something.
+                if status[done] != before[done] and counts.unfinished >= 0:
+                    found[number] = counts
+                else:
+                    unknown.add(number)
+        for entry in self._entries() if unknown else ():
+            if (number := str(entry["pg_id"])) in unknown:
+                known = found.get(number, Counts())
+                ended = bool(entry["retired"])
+                found[number] = Counts(known.begun + 1, known.unfinished + (not ended))
+        return found
 
     def waited_for(self, counts: Mapping[str, Counts]) -> str:
-        """Name the collective that was begun last, of those that have not ended; "" for none."""
+        """Name the newest collective that has not ended; "" for none."""
         if not any(each.unfinished for each in counts.values()):
             return ""  # asking for all entries takes a thousand times as long
         return next((operation_of(entry) for entry in self._entries() if not entry["retired"]), "")
 
     def begun(self, counts: Mapping[str, Counts], since_ns: int) -> tuple[Begun, ...]:
-        """Give the last collectives since then, the oldest first."""
+        """Return the last collectives since then, the oldest first."""
         if self._seen is None or self._seen[0] != (counts, since_ns):
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._entries())
             found = [begun_of(entry) for entry in islice(of_cell, MOST_BEGUN)]
@@ -280,10 +268,7 @@ class Recording:
         return self._seen[1]
 
     def last(self) -> Collective | None:
-        """Give the one that was begun last; None if there was none.
-
-        Costs 8 ms where Flight Recorder is full, unless no other has begun since.
-        """
+        """Return the one that was begun last, or None; 8 ms where Flight Recorder is full."""
         counts = self.counts()
         begun = {number: each.begun for number, each in counts.items()}
         if begun != self._last[0]:
@@ -297,27 +282,9 @@ class Recording:
         return Collective(operation_of(entry), number, is_done, entry["time_created_ns"])
 
     def _entries(self) -> Iterator[dict[str, Any]]:
-        """Read those of this generation, from the newest back."""
-        for entry in torch_seam.recorded_collectives():
-            if entry["record_id"] < self._first:
-                return
-            yield entry
-
-    def _by_entries(self, numbers: Collection[str]) -> dict[str, Counts]:
-        """Count for those of these backends that have begun anything."""
-        begun: Counter[str] = Counter()
-        unfinished: Counter[str] = Counter()
-        for entry in self._entries() if numbers else ():
-            if (number := str(entry["pg_id"])) in numbers:
-                begun[number] += 1
-                unfinished[number] += not entry["retired"]
-        return {number: Counts(begun[number], unfinished[number]) for number in begun}
-
-
-def _has_moved_on(status: Mapping[str, str], before: Mapping[str, str]) -> bool:
-    """Say whether the reconnected backend has completed something: its counters are right again."""
-    done = "last_completed_collective"
-    return status[done] != before[done] and _counted(status).unfinished >= 0
+        """Return those of this generation, from the newest back."""
+        entries = torch_seam.recorded_collectives()
+        return takewhile(lambda entry: entry["record_id"] >= self._first, entries)
 
 
 def _counted(status: Mapping[str, str]) -> Counts:
@@ -332,11 +299,13 @@ def operation_of(entry: Mapping[str, Any]) -> str:
 
 
 def begun_of(entry: Mapping[str, Any]) -> Begun:
-    """Say what others have to know of it."""
+    """Return what other ranks compare of it."""
     name = operation_of(entry)
     # What the root of a scatter has is its own affair, as is where a gather ends.
     side = "output" if name == "scatter" else "input"
-    sizes = [] if _is_uneven(name, entry) else entry[f"{side}_sizes"]
+    # nccl gathers also what is not of one size.
+    is_uneven = name == "all_gather" and len({*map(tuple, entry["output_sizes"])}) > 1
+    sizes = [] if is_uneven or name in UNEVEN else entry[f"{side}_sizes"]
     return Begun(
         group=entry["process_group"][0],
         number=entry["collective_seq_id"],
@@ -346,9 +315,3 @@ def begun_of(entry: Mapping[str, Any]) -> Begun:
         elements=" ".join(str(math.prod(size)) for size in sizes),
         is_done=bool(entry["retired"]),
     )
-
-
-def _is_uneven(name: str, entry: Mapping[str, Any]) -> bool:
-    """Say whether ranks may differ in it: nccl gathers also what is not of one size."""
-    gathers = name == "all_gather" and len({*map(tuple, entry["output_sizes"])}) > 1
-    return gathers or name in UNEVEN

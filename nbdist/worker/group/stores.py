@@ -1,10 +1,9 @@
 """The store where new groups meet; a wait in it can be aborted.
 
-`new_group`, and what makes groups on the way, wait in the store until the other members
-have come.  FileStore waits in C++, where neither Ctrl-C nor anything else reaches it.  A
-store that is written in Python can be called from C++ as well, and waits here: it ends
-with the exception that it raises.  It also polls more often than FileStore, every 10 ms:
-a `new_group` of four ranks takes 9 ms less (2 cores, torch 2.13).
+`new_group`, for one, waits in the store until the other members have come.  FileStore waits in
+C++, where nothing reaches it.  C++ also calls a store that is written in Python, whose wait ends
+with what it raises, and which polls more often: a `new_group` of four ranks takes 9 ms less (2
+cores, torch 2.13).
 """
 
 from __future__ import annotations
@@ -25,31 +24,14 @@ from typing import Any, Self
 
 from torch.distributed import DistBackendError, DistStoreError
 
+from nbdist.wire import store as wire
 from nbdist.wire.frames import BadFrame, FrameCutter
-from nbdist.wire.store import (
-    LONGEST_WAIT,
-    MOST_BYTES,
-    Add,
-    Answer,
-    Append,
-    CompareSet,
-    Count,
-    Delete,
-    Get,
-    Operation,
-    Refused,
-    Set,
-    Wait,
-    answer_from,
-    to_frame,
-)
 from nbdist.worker.compat.torch import PrefixStore, Store
 
 FIRST_STEP, LONGEST_STEP = 0.001, 0.02
 """Seconds between two polls: as short as the others are quick, but no burden for long."""
 
-POLL_EVERY = 0.02
-"""Seconds between two looks whether what waits in C++ is called off."""
+LOOK_EVERY = 0.02  # seconds after which what waits looks whether it is to go on
 
 FORM_TIMEOUT = 120.0
 """Seconds for all ranks to form a group of the world's; torch's own default is ten to thirty
@@ -76,10 +58,9 @@ class Meeting:
 def until_over(
     connect: Callable[[], object], what: str, timeout: float, over: Path | None = None
 ) -> None:
-    """Do what waits in C++ for other ranks; DistBackendError once it takes too long, or is over.
+    """Do what waits in C++ for other ranks; DistBackendError once it takes too long.
 
-    It is a thread that waits, and is left behind then.  `over` is a file; once it is there, it is
-    called off: not all ranks will come.
+    Or once the file `over` is there: not all ranks will come.  A thread waits, and is left behind.
     """
     done: Future[None] = Future()
 
@@ -92,7 +73,7 @@ def until_over(
 
     deadline = time.monotonic() + timeout
     threading.Thread(target=run, name=f"nbdist: {what}", daemon=True).start()
-    while not wait([done], POLL_EVERY).done:
+    while not wait([done], LOOK_EVERY).done:
         if over is not None and over.exists():
             raise DistBackendError(f"{what} was called off: a rank cannot take part")
         if time.monotonic() > deadline:
@@ -135,15 +116,30 @@ class _PythonStore(Store):
         self._timeout = timeout
 
 
+def _passed_on(name: str) -> Any:
+    def method(self: AbortableStore, *args: Any) -> Any:
+        return self.pass_on(name, *args)
+
+    return method
+
+
 class AbortableStore(_PythonStore):
     """Passes all on to another store, and waits for it."""
+
+    set: Any = _passed_on("set")
+    append: Any = _passed_on("append")
+    add: Any = _passed_on("add")
+    compare_set: Any = _passed_on("compare_set")
+    check: Any = _passed_on("check")
+    delete_key: Any = _passed_on("delete_key")
+    num_keys: Any = _passed_on("num_keys")
+    has_extended_api: Any = _passed_on("has_extended_api")
 
     def __init__(self, store: Any, timeout: float = FORM_TIMEOUT, over: Path | None = None) -> None:
         """`over` is a file; once it is there, waiting is called off."""
         super().__init__()
         self._turn = threading.Lock()
-        self._over = over
-        self._store = store
+        self._store, self._over = store, over
         self._timeout = timedelta(seconds=timeout)
         self._aborted = threading.Event()
         self._awaited: Sequence[str] = ()
@@ -153,10 +149,7 @@ class AbortableStore(_PythonStore):
         return f"<AbortableStore {state if self._awaited else 'at rest'}>"
 
     def abort(self) -> None:
-        """Have each wait raise ConnectionResetError, also one that is about to begin.
-
-        From any thread.
-        """
+        """Have each wait raise ConnectionResetError, also later ones; from any thread."""
         self._aborted.set()
 
     def start_over(self) -> None:
@@ -187,18 +180,20 @@ class AbortableStore(_PythonStore):
         awaited = self._awaited
         return bool(awaited) and not self._store.check(awaited)
 
-    # --- what torch calls -----------------------------------------------------------------
-
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
     ) -> list[bytes]:
-        """Wait for them, and return their `values`; whoever waits is seen in this function."""
+        """Wait for them, and return their `values`; the probe looks for calls of this function."""
         allowed, store = self._timeout if timeout is None else timeout, self._store
         self._awaited = keys
         try:
             if isinstance(store, AgentStore):
                 return store.awaited(keys, allowed, self._look, values=values)
-            if not _waits_itself(store):
+            inner = store
+            while isinstance(inner, PrefixStore):
+                inner = inner.underlying_store
+            # One that leads to an agent waits itself, and is aborted together with this one.
+            if not (isinstance(inner, AbortableStore) and inner.has_extended_api()):
                 self._poll(keys, allowed)
             elif not values:
                 store.wait(keys, allowed)
@@ -206,14 +201,14 @@ class AbortableStore(_PythonStore):
                 return []
             if store.has_extended_api():
                 return [*store.multi_get(keys)]
-            return [store.get(key) for key in keys]
+            return [self.pass_on("get", key) for key in keys]
         finally:
             self._awaited = ()
 
     def _poll(self, keys: Sequence[str], allowed: timedelta) -> None:
         # torch's kNoTimeout is 0.
         end, step = time.monotonic() + (allowed.total_seconds() or math.inf), FIRST_STEP
-        while not self._store.check(keys):
+        while not self.check(keys):
             self._aborted.wait(step)
             self._look()
             if time.monotonic() > end:
@@ -226,73 +221,31 @@ class AbortableStore(_PythonStore):
         if self._aborted.is_set() or (self._over is not None and self._over.exists()):
             raise ConnectionResetError(ABORTED)
 
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, value)
-
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         for key, value in zip(keys, values, strict=True):
-            self._store.set(key, value)
+            self.set(key, value)
 
-    def append(self, key: str, value: Any) -> None:
-        self._store.append(key, value)
-
-    def has_extended_api(self) -> bool:
-        return bool(self._store.has_extended_api())
-
-    def add(self, key: str, value: int) -> int:
-        return int(self._store.add(key, value))
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        found: bytes = self._store.compare_set(key, expected, desired)
-        return found
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._store.check(keys))
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._store.delete_key(key))
-
-    def num_keys(self) -> int:
-        return int(self._store.num_keys())
-
-
-def _waits_itself(store: Any) -> bool:
-    """Say whether it leads to an agent, by way of one of these: they are aborted together."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, AbortableStore) and store.has_extended_api()
+    def pass_on(self, name: str, *args: Any) -> Any:
+        """Call this method of the other store."""
+        return getattr(self._store, name)(*args)
 
 
 # --- the store in which ranks of several machines meet ----------------------------------------
 
-
-LOOK_EVERY = 0.02
-"""Seconds after which one that waits looks whether it is to go on."""
-
 ANSWER_TIMEOUT = 30.0
 """Seconds for an answer, besides those for which it may wait; then the agent is taken for lost."""
 
-KEPT = 2
-"""Connections that are kept for the next question."""
-
+KEPT = 2  # connections that are kept for the next question
 READ_SIZE = 1 << 18
-
 LOST = "the agent that serves the world's store cannot be reached"
-
 IN_CHILD = "a process forked by the rank cannot use the world's store"
-
-LookOver = Callable[[], None]
-"""Raises what is to end a wait."""
-
-
-def wait_on() -> None:
-    """Let it go on."""
+LookOver = Callable[[], None]  # raises what is to end a wait
 
 
 class Connections:
-    """To the agent's socket: one for each thread that asks, opened as they are needed.
+    """To the agent's socket: one for each thread that asks.
 
-    From any thread.  Once one is lost the agent is, and each question raises ConnectionError.
+    Once one is lost the agent is, and each question raises ConnectionError.
     """
 
     def __init__(self, path: str) -> None:
@@ -304,7 +257,7 @@ class Connections:
     def __repr__(self) -> str:
         return f"<Connections to {self._path}, {len(self._free)} free>"
 
-    def ask(self, operation: Operation, look: LookOver = wait_on) -> Answer:
+    def ask(self, operation: wire.Operation, look: LookOver = lambda: None) -> wire.Answer:
         """Return the answer.  What `look` raises meanwhile ends the wait for it."""
         if os.getpid() != self._pid:
             raise ConnectionError(IN_CHILD)
@@ -345,12 +298,14 @@ class Connections:
         connection.settimeout(ANSWER_TIMEOUT)
         return connection
 
-    def _ask(self, connection: socket.socket, operation: Operation, look: LookOver) -> Answer:
-        seconds = operation.seconds if isinstance(operation, Get | Wait) else 0.0
+    def _ask(
+        self, connection: socket.socket, operation: wire.Operation, look: LookOver
+    ) -> wire.Answer:
+        seconds = operation.seconds if isinstance(operation, wire.Get | wire.Wait) else 0.0
         end = time.monotonic() + seconds + ANSWER_TIMEOUT
-        connection.sendall(to_frame(operation))
+        connection.sendall(wire.to_frame(operation))
         # Not `select`, which knows no descriptors from 1,024 on.
-        arrival, cutter = select.poll(), FrameCutter(MOST_BYTES)
+        arrival, cutter = select.poll(), FrameCutter(wire.MOST_BYTES)
         arrival.register(connection, select.POLLIN)
         while time.monotonic() < end:
             if not arrival.poll(LOOK_EVERY * 1000):
@@ -360,7 +315,7 @@ class Connections:
                 raise ConnectionError(LOST)
             for frame in cutter.feed(data):
                 try:
-                    return answer_from(frame)
+                    return wire.answer_from(frame)
                 except BadFrame as error:
                     raise ConnectionError(f"{LOST}: {error}") from error
         raise ConnectionError(f"{LOST}: it did not answer for {ANSWER_TIMEOUT:.0f} s")
@@ -371,15 +326,14 @@ class AgentStore(_PythonStore):
 
     def __init__(self, agent: Connections, prefix: str, timeout: float) -> None:
         super().__init__()
-        self._agent = agent
-        self._prefix = prefix
+        self._agent, self._prefix = agent, prefix
         self._timeout = timedelta(seconds=timeout)
 
     def awaited(
         self,
         keys: Sequence[str],
         timeout: timedelta | None,
-        look: LookOver = wait_on,
+        look: LookOver = lambda: None,
         *,
         values: bool = True,
     ) -> list[bytes]:
@@ -390,16 +344,16 @@ class AgentStore(_PythonStore):
         asked = tuple(map(self._key, keys))
         while True:
             left = max(0.0, end - time.monotonic())
-            kind = Get if values else Wait
-            answer = self._ask(kind(asked, min(left, LONGEST_WAIT)), look)
+            kind = wire.Get if values else wire.Wait
+            answer = self._ask(kind(asked, min(left, wire.LONGEST_WAIT)), look)
             if not (answer is None or answer is False):
                 return [*answer] if values else []
             if time.monotonic() >= end:
                 raise DistStoreError(f"wait timeout: {', '.join(asked)} did not come")
 
-    def _ask(self, operation: Operation, look: LookOver = wait_on) -> Any:
+    def _ask(self, operation: wire.Operation, look: LookOver = lambda: None) -> Any:
         answer = self._agent.ask(operation, look)
-        if isinstance(answer, Refused):
+        if isinstance(answer, wire.Refused):
             raise ValueError(answer.why)
         return answer
 
@@ -415,27 +369,27 @@ class AgentStore(_PythonStore):
         named: Mapping[str, bytes] = {
             self._key(key): _as_bytes(value) for key, value in zip(keys, values, strict=True)
         }
-        self._ask(Set(named))
+        self._ask(wire.Set(named))
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask(Append(self._key(key), _as_bytes(value)))
+        self._ask(wire.Append(self._key(key), _as_bytes(value)))
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask(Add(self._key(key), int(value))))
+        return int(self._ask(wire.Add(self._key(key), int(value))))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        operation = CompareSet(self._key(key), _as_bytes(expected), _as_bytes(desired))
+        operation = wire.CompareSet(self._key(key), _as_bytes(expected), _as_bytes(desired))
         found: bytes = self._ask(operation)
         return found
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(Wait(tuple(map(self._key, keys)))))
+        return bool(self._ask(wire.Wait(tuple(map(self._key, keys)))))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(Delete(self._key(key))))
+        return bool(self._ask(wire.Delete(self._key(key))))
 
     def num_keys(self) -> int:
-        return int(self._ask(Count()))
+        return int(self._ask(wire.Count()))
 
     def has_extended_api(self) -> bool:
         return True

@@ -1,22 +1,17 @@
 """The store in which ranks meet where `--rdzv-backend` names one of torch's own rendezvous.
 
-torch's registry makes the handler, also one that a package of the user's has registered there
-(entry points `torchrun.handlers`); each rank takes part, as each node does with torchrun, and
-what the handler says of ranks is not heeded: they are given.  All take part anew, under another
-name, whenever the group is formed: so a rank that is new finds those that were there.
-
-Torch's own limits hold: c10d's store is on one of the ranks, and ends with it until the group
-is formed again; nothing of what goes there is secret to who can reach it; a wait for ranks to
-come cannot be aborted, but ends after `JOIN_TIMEOUT`.
+torch's registry makes the handler, also one of the user's packages (entry points
+`torchrun.handlers`).  Each rank takes part, under another name whenever the group is formed, so
+that a new rank finds the others.  torch's limits hold: c10d's store ends with the rank that has it;
+nothing there is secret; a wait for ranks cannot be aborted, but ends after `JOIN_TIMEOUT`.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
@@ -26,16 +21,9 @@ from nbdist.words import one_line
 from nbdist.worker.group.stores import AbortableStore
 from nbdist.worker.process import BadEnvironment
 
-JOIN_TIMEOUT = 25
-"""Seconds for all ranks to come; agents wait 30 s for healing."""
-
-ETCD = frozenset({"etcd", "etcd-v2"})
-
-ANSWER_TIMEOUT = 3
-"""Seconds for an etcd to answer.  Its client asks four times, and each time as long as is said."""
-
-NO_OTHER_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""torch would open another port, for a store that nobody asks."""
+JOIN_TIMEOUT = 25  # seconds for all ranks to come; agents wait 30 s for healing
+ETCD = {"etcd", "etcd-v2"}
+ANSWER_TIMEOUT = 3  # seconds for an etcd to answer; its client asks four times
 
 
 class NoStore(BadEnvironment, RuntimeError):
@@ -48,8 +36,7 @@ class TorchRendezvous:
     def __init__(self, where: TorchStore, rank: int) -> None:
         self.compares = True
         """Whether the store can compare a value and set another one, which etcd's cannot."""
-        self._where = where
-        self._rank = rank
+        self._where, self._rank = where, rank
         # C++ that has a store keeps alive what it is there, and not what it is in Python; that
         # of etcd-v2, below the one that the handler gives, is the handler's.
         self._kept: list[Any] = []
@@ -58,11 +45,9 @@ class TorchRendezvous:
         return f"<TorchRendezvous {self._where.backend} {self._where.endpoint}>"
 
     def meet(self, generation: int, size: int) -> Any:
-        """Return the store of this generation once all ranks have come.
-
-        Raises NoStore.
-        """
-        os.environ.update(NO_OTHER_STORE)
+        """Return the store of this generation once all ranks have come.  Raises NoStore."""
+        # torch would open another port, for a store that nobody asks.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         where = self._where
         try:
             if where.backend in ETCD:
@@ -92,23 +77,11 @@ class TorchRendezvous:
             why = one_line(str(error.__cause__ or error)) or type(error).__name__
             raise _no_store(where, why) from error
         self._kept.append((handler, store))
-        self.compares = _compares(store)
+        try:  # torch has no other way to find out (2.15)
+            store.compare_set("nbdist/compared", "", "yes")
+        except RuntimeError:
+            self.compares = False
         return store
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _naming(method: Method) -> Method:
-    """Make a method of `_EtcdStore` that says where the etcd is that does not answer."""
-
-    def named(store: _EtcdStore, *args: Any, **options: Any) -> Any:
-        try:
-            return method(store, *args, **options)
-        except store.error as error:
-            raise _no_store(store.where, f"no etcd answers there ({error}); start it") from None
-
-    return cast("Method", named)
 
 
 class _EtcdStore(AbortableStore):
@@ -116,13 +89,14 @@ class _EtcdStore(AbortableStore):
 
     def __init__(self, store: Any, where: TorchStore) -> None:
         super().__init__(store)
-        self.where = where
-        self.error = importlib.import_module("etcd").EtcdException
+        self._where = where
+        self._error = importlib.import_module("etcd").EtcdException
 
-    awaited = _naming(AbortableStore.awaited)
-    check = _naming(AbortableStore.check)
-    set = _naming(AbortableStore.set)
-    add = _naming(AbortableStore.add)
+    def pass_on(self, name: str, *args: Any) -> Any:
+        try:
+            return super().pass_on(name, *args)
+        except self._error as error:
+            raise _no_store(self._where, f"no etcd answers there ({error}); start it") from None
 
 
 def _no_store(where: TorchStore, why: str) -> NoStore:
@@ -140,12 +114,3 @@ def _ask_etcd(endpoint: str) -> None:
         raise ConnectionError(f"no etcd answers there ({why}); start it") from None
     finally:
         connection.close()
-
-
-def _compares(store: Any) -> bool:
-    """Try it: torch knows no other way to find out (2.15)."""
-    try:
-        store.compare_set("nbdist/compared", "", "yes")
-    except RuntimeError:
-        return False
-    return True

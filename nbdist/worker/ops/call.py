@@ -7,32 +7,23 @@ import sys
 from bdb import BdbQuit
 from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.values.payload import Payload
 from nbdist.worker.compat.debugger import post_mortem
+from nbdist.worker.namespace import Context
 from nbdist.worker.shell import show
 from nbdist.worker.tracebacks import message_of
 
-if TYPE_CHECKING:
-    from nbdist.worker.namespace import Context
-
-READY_MODULES = ("torch", "dist")
-"""Names that are ready in every worker and give way to the caller's."""
-
+READY_MODULES = ("torch", "dist")  # ready in every worker, but the caller's take their place
 _MISSING = object()
-
-_left: dict[str, Any] = {}
-"""What earlier calls have left behind."""
+_left: dict[str, Any] = {}  # what earlier calls have left behind
 
 
 def call(context: Context, title: str, packed: Payload) -> Any:
-    """Call the function, as no cell: of IPython there is only how errors are shown.
-
-    Packed are the function, its arguments, and the names of the caller's `__main__` that it uses.
-    """
+    """Call a function, with its arguments and the names of the caller's `__main__` that it uses."""
     context.title = title
-    function, args, kwargs, names = context.open(packed)
+    function, args, kwargs, names = context.namespace.open(packed)
     lent = LentNames(context.names, names)
     before = {*context.bound}
     context.at_end.callback(lambda: lent.take_back(has_bound=context.bound > before))
@@ -55,25 +46,18 @@ def call(context: Context, title: str, packed: Payload) -> Any:
 
 
 class LentNames:
-    """The names that functions of a call find in `__main__`, for as long as it lasts.
-
-    What the workers have bound themselves they keep, and the functions find that.
-    """
+    """The names that a call's functions find in `__main__` meanwhile; those of the workers stay."""
 
     def __init__(self, namespace: dict[str, Any], names: Mapping[str, Any]) -> None:
         self._namespace = namespace
         self._lent = {name: value for name, value in names.items() if self._gives_way(name)}
-        # What an earlier call has left gives way for good.
+        # What an earlier call has left is replaced for good.
         kept = (name for name in self._lent if name in READY_MODULES)
         self._covered = {name: namespace[name] for name in kept if name in namespace}
         namespace.update(self._lent)
 
     def take_back(self, *, has_bound: bool) -> None:
-        """Bind none of them any more.
-
-        But where the call has bound names itself, by `global`, they stay: what it bound may
-        use them later.  They give way to those of the next call.
-        """
+        """Unbind them, unless the call has bound names itself, by `global`, which may use them."""
         for name, value in self._lent.items():
             if self._namespace.get(name, _MISSING) is not value:
                 continue  # the call has bound or deleted it
@@ -92,7 +76,7 @@ class LentNames:
 
 
 def answer(context: Context, source: str) -> str:
-    """Run code beside the user's cells, and return what it prints; raises what it raises."""
+    """Run code beside the user's cells, and return what it prints."""
     shell: Any = context.shell
     said = io.StringIO()
     with redirect_stdout(said):
@@ -100,14 +84,8 @@ def answer(context: Context, source: str) -> str:
     return said.getvalue()
 
 
-# --- post mortem ------------------------------------------------------------------------------
-
-
 def debug(context: Context) -> bool:
-    """Debug post mortem until that is left; False where there is no exception any more.
-
-    Stop leaves it too, and the exception stays for the next time.
-    """
+    """Debug the last exception, until the user or Stop leaves; False if there is none any more."""
     error = last_error(context.shell)
     if error is None or error.__traceback__ is None:
         return False
@@ -118,7 +96,7 @@ def debug(context: Context) -> bool:
 
 
 def last_error(shell: Any) -> BaseException | None:
-    """Find what ended the last cell that failed, as long as Python or IPython keep it."""
+    """Return what ended the last cell that failed, if Python or IPython keep it."""
     result = shell.last_execution_result
     ran = None if result is None else result.error_in_exec
     # What IPython has shown; it shows nothing of BdbQuit.

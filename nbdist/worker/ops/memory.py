@@ -6,21 +6,15 @@ import gc
 import sys
 import traceback
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbdist.system.processes import trim_memory
-from nbdist.wire.ops import Cleaned
+from nbdist.wire.ops import Cleaned, Memory
 from nbdist.worker.compat import accelerator
 from nbdist.worker.memory import LAST_VALUE, last_errors, measure, pss_now
+from nbdist.worker.namespace import Context
 
-if TYPE_CHECKING:
-    from nbdist.wire.ops import Memory
-    from nbdist.worker.namespace import Context
-
-
-SEARCH_SECONDS = 2.0
-"""For names: of a list of a million tensors what was found until then."""
+SEARCH_SECONDS = 2.0  # for names: of a list of a million tensors what was found until then
 
 
 def memory(context: Context) -> Memory:
@@ -31,13 +25,18 @@ def memory(context: Context) -> Memory:
 def clean(context: Context) -> Cleaned:
     """Drop tracebacks, IPython's `Out` and `_`, last values, cycles, torch's cached GPU memory.
 
-    And give what is free then back to the machine, pinned memory too.  For the main thread,
-    while no cell runs.
+    And give what is free then back to the machine, pinned memory too.
     """
     before, shell = _memory(), context.shell
     context.namespace.last_values.clean()
     forget_errors(shell)
-    _forget_shown(shell)
+    names, shown = shell.user_ns, shell.displayhook
+    names.get("_oh", {}).clear()
+    for name in [name for name in [*names] if LAST_VALUE.fullmatch(name)]:
+        del names[name]
+        shell.user_ns_hidden.pop(name, None)
+    shown._ = shown.__ = shown.___ = ""
+    names.update({"_": "", "__": "", "___": ""})
     gc.collect()
     accelerator.release_cached()
     trim_memory()
@@ -45,12 +44,14 @@ def clean(context: Context) -> Cleaned:
 
 
 def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
-    """Drop the last exception wherever Python and IPython keep it, and what its frames hold.
-
-    What was `raised` need not have come that far: it may not have been shown.
-    """
+    """Drop the last exception wherever Python and IPython keep it, `raised`, and their frames."""
     for error in [*last_errors(shell, raised)]:
-        _clear_frames(error.__traceback__)
+        # Locals of calls that have ended, whose frames another thread that looks at them may keep.
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            with suppress(RuntimeError):  # it still runs
+                frame.clear()
+                # The copy of them that was made for one who has asked for it is renewed by asking.
+                _ = frame.f_locals
         error.with_traceback(None)  # a class can refuse to have attributes set
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
@@ -61,30 +62,6 @@ def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
     shell.SyntaxTB.last_syntax_error = None
 
 
-def _clear_frames(tb: TracebackType | None) -> None:
-    """Drop the locals of calls that have ended, whatever else holds their frames.
-
-    Another thread that looks at them is enough to keep them, and what IPython has made of
-    them, from being collected.
-    """
-    for frame, _ in traceback.walk_tb(tb):
-        with suppress(RuntimeError):  # it still runs
-            frame.clear()
-            # The copy of them that was made for one who has asked for it is renewed by asking.
-            _ = frame.f_locals
-
-
-def _forget_shown(shell: Any) -> None:
-    """Empty `Out`, and let go of the values that cells have ended in."""
-    names, shown = shell.user_ns, shell.displayhook
-    names.get("_oh", {}).clear()
-    for name in [name for name in [*names] if LAST_VALUE.fullmatch(name)]:
-        del names[name]
-        shell.user_ns_hidden.pop(name, None)
-    shown._ = shown.__ = shown.___ = ""
-    names.update({"_": "", "__": "", "___": ""})
-
-
 def _memory() -> tuple[int, int, int]:
-    """Measure the fields of `Cleaned`."""
+    """Return the fields of `Cleaned`."""
     return pss_now(), accelerator.allocated(), accelerator.reserved()

@@ -14,12 +14,12 @@ import subprocess
 import sys
 import time
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import decode_source
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -27,20 +27,15 @@ from nbdist.output.events import SCRIPT_FAILED
 from nbdist.wire.views import Place
 from nbdist.wire.work import Script
 from nbdist.words import word_exit
+from nbdist.worker.namespace import Context
 from nbdist.worker.shell import show
 from nbdist.worker.tracebacks import Problem
 
-if TYPE_CHECKING:
-    from nbdist.worker.namespace import Context
-
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHONS = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
+# Files whose calls come before a script's own.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
-"""Files whose calls come before a script's own."""
-
-STOP_GRACE = 1.0
-"""Seconds that an executable has to end after SIGINT, less than this worker itself has."""
-
+STOP_GRACE = 1.0  # seconds for an executable to end after SIGINT, less than this worker itself has
 _UNBOUND = object()
 
 
@@ -67,7 +62,7 @@ def script(context: Context, program: Script) -> None:
 
 
 def _as_it_is_here(program: Script) -> Script:
-    """Return it with its place on this machine; ScriptProblem where it has none."""
+    """Return it with its place on this machine; ScriptProblem if it has none."""
     if not program.file or os.path.exists(program.file):
         return program
     if program.near and os.path.exists(program.near):
@@ -82,18 +77,16 @@ def _as_it_is_here(program: Script) -> Script:
 
 # --- what runs now, for other threads ----------------------------------------------------
 
-
-_running: list[Script] = []
-"""One, or none."""
+_running: list[Script] = []  # one, or none
 
 
 def is_running() -> bool:
-    """Say whether the main thread runs a script now."""
+    """Return True while the main thread runs a script."""
     return bool(_running)
 
 
 def spot(frames: Sequence[FrameType]) -> Place | None:
-    """Find the innermost line of the script that runs, or of what lies beside it."""
+    """Return the innermost line of the script that runs, or of a module beside it."""
     program = next(iter(_running), None)
     if program is None:
         return None
@@ -108,7 +101,7 @@ def spot(frames: Sequence[FrameType]) -> Place | None:
 
 
 def _is_own(file: str, program: Script) -> bool:
-    """Say whether it is the script's file, or lies in its folder, and is no installed package's."""
+    """Return True if it is the script's file, or in its folder and no installed package's."""
     if file == program.file:
         return True
     below = file.removeprefix(program.root + os.sep)
@@ -122,9 +115,8 @@ def _is_own(file: str, program: Script) -> bool:
 def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
     """Run it between IPython's events of a cell; raises what ended it, after showing it."""
     shell.events.trigger("pre_execute")
-    _own_modules.begin()
     try:
-        with _command_line(program, args), _start_method(), _without_loop():
+        with _fresh_modules(program), _command_line(program, args), _as_in_a_new_process():
             _execute(*_load(program), shell.user_ns)
     except SystemExit as end:
         if end.code is not None and end.code != 0:
@@ -140,15 +132,11 @@ def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
         show(shell, (type(error), error, tb), tb_offset=0)
         raise
     finally:
-        _own_modules.end(lambda file: _is_own(file, program))
         shell.events.trigger("post_execute")
 
 
 def _load(program: Script) -> tuple[CodeType, str, dict[str, Any]]:
-    """Return its code, its source, and what python binds in `__main__` before.
-
-    Raises what python would, SyntaxError or ImportError.
-    """
+    """Return its code, its source, and what python binds in `__main__` before; raises as python."""
     importlib.invalidate_caches()  # modules may have been written since the last look
     if program.kind == "file":
         with open(program.file, "rb") as file:
@@ -202,18 +190,9 @@ def _command_line(program: Script, args: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _start_method() -> Iterator[None]:
-    """Let a script set multiprocessing's, which only one per process can, once."""
+def _as_in_a_new_process() -> Iterator[None]:
+    """Let a script set multiprocessing's start method, which is allowed once, and `asyncio.run`."""
     before = multiprocessing.get_start_method(allow_none=True)
-    try:
-        yield
-    finally:
-        multiprocessing.set_start_method(before, force=True)
-
-
-@contextmanager
-def _without_loop() -> Iterator[None]:
-    """Hide the running event loop, so that `asyncio.run` works."""
     ours, its = asyncio.get_running_loop(), asyncio.new_event_loop()
     asyncio._set_running_loop(None)
     asyncio.set_event_loop(its)
@@ -223,34 +202,29 @@ def _without_loop() -> Iterator[None]:
         its.close()
         asyncio.set_event_loop(ours)
         asyncio._set_running_loop(ours)
+        multiprocessing.set_start_method(before, force=True)
 
 
-# --- modules beside it -------------------------------------------------------------------
+_imported: dict[str, tuple[str, float]] = {}
+"""By name what scripts have imported from their own folders: the file, and when that run began."""
 
 
-class _OwnModules:
-    """Those that scripts have imported from their own folders, and the start of that run."""
-
-    def __init__(self) -> None:
-        self._since: dict[str, tuple[str, float]] = {}
-        self._started = 0.0
-        self._before: frozenset[str] = frozenset()
-
-    def begin(self) -> None:
-        """Forget all before a script if one is newer, for they may import one another."""
-        self._started = time.time()
-        if any(_is_newer(file, since) for file, since in self._since.values()):
-            for name in self._since:
-                sys.modules.pop(name, None)
-            self._since.clear()
-        self._before = frozenset(sys.modules)
-
-    def end(self, is_own: Callable[[str], bool]) -> None:
-        """Remember what the script has imported."""
-        for name, module in list(sys.modules.items()):
+@contextmanager
+def _fresh_modules(program: Script) -> Iterator[None]:
+    """Import those again if one of them was edited, for they may import one another."""
+    started = time.time()
+    if any(_is_newer(*each) for each in _imported.values()):
+        for name in _imported:
+            sys.modules.pop(name, None)
+        _imported.clear()
+    before = frozenset(sys.modules)
+    try:
+        yield
+    finally:
+        for name, module in [*sys.modules.items()]:
             file = getattr(module, "__file__", None)
-            if name not in self._before and isinstance(file, str) and is_own(file):
-                self._since[name] = (file, self._started)
+            if name not in before and isinstance(file, str) and _is_own(file, program):
+                _imported[name] = file, started
 
 
 def _is_newer(file: str, since: float) -> bool:
@@ -259,17 +233,11 @@ def _is_newer(file: str, since: float) -> bool:
     return True  # it is gone, or was moved
 
 
-_own_modules = _OwnModules()
-
-
 # --- executables -------------------------------------------------------------------------
 
 
 def _run_executable(program: Script, args: Sequence[str]) -> None:
-    """Wait for its end; Stop ends it and all that it has started, politely first.
-
-    SIGINT went to all of this process group already.
-    """
+    """Wait for its end; Stop, whose SIGINT it got too, ends it and all that it has started."""
     before, argv = _group(), [program.name, *args]
     try:
         child = subprocess.Popen(argv, executable=program.file, stdin=subprocess.DEVNULL)

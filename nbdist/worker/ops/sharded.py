@@ -1,9 +1,8 @@
 """Sharded tensors, their meshes, and FSDP2 modules in a snapshot, and in new workers again.
 
-A pickle of these would hold process groups, which other workers have not.  So a mesh is written
-as a `Mesh`, and made anew; a DTensor as its number, with the rank's shard of it in a pickle of
-their own, from which other ranks take what they need; a module as it was before `fully_shard`,
-with what that was given.  Called by `nbdist.worker.ops.snapshot`.
+A pickle of these would hold process groups.  So a mesh is written as a `Mesh`; a DTensor as its
+number, with all of the rank's shards in another pickle, which other ranks may read; a module as it
+was before `fully_shard`, with what that was given.  Called by `nbdist.worker.ops.snapshot`.
 """
 
 from __future__ import annotations
@@ -12,17 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pickle import PicklingError
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from nbdist.values.tensors import set_attributes
 from nbdist.wire.ops import Mesh
 from nbdist.worker.compat import models as seam
+from nbdist.worker.namespace import Context
 from nbdist.worker.received import as_before_fsdp, known
-
-if TYPE_CHECKING:
-    from nbdist.worker.namespace import Context
 
 INSTEAD = "use torch.distributed.checkpoint"
 
@@ -45,8 +42,7 @@ class Sharding:
 
     mesh: Any
     options: dict[str, Any]
-    settings: dict[str, Any]
-    """What was set later, such as whether gradients are reduced."""
+    settings: dict[str, Any]  # what was set later, such as whether gradients are reduced
 
 
 # --- write ------------------------------------------------------------------------------
@@ -63,7 +59,7 @@ class Writer:
     _shardings: dict[int, Sharding] = field(default_factory=dict)
 
     def reduce(self, value: Any) -> tuple[Any, ...]:
-        """Say how to pickle it; NotImplemented for what is not sharded."""
+        """Return how to pickle it; NotImplemented for what is not sharded."""
         kind = type(value)
         if kind is known("tensor", "DTensor"):
             return self._reduce_tensor(value)
@@ -98,7 +94,6 @@ class Writer:
         return of, tuple(mesh.mesh_dim_names)
 
     def _reduce_module(self, module: Any) -> tuple[Any, ...]:
-        """Take it apart as before `fully_shard`: its class, and its state without FSDP2's."""
         if why := seam.why_only_here(module):
             raise PicklingError(f"{why}; {INSTEAD}")
         kind, state = as_before_fsdp(module)
@@ -108,28 +103,19 @@ class Writer:
         if isinstance(module, known("fsdp", "FSDPModule")):
             call, *found = seam.sharding_of(module)
             sharding = self._shardings.setdefault(call, Sharding(*found))
-        return new_module, (kind,), (state, sharding), None, None, fill_module
-
-
-def new_module(kind: Any) -> Any:
-    """Make a module of this class, without a state."""
-    return kind.__new__(kind)
+        return object.__new__, (kind,), (state, sharding), None, None, fill_module
 
 
 # --- restore ----------------------------------------------------------------------------
 
+# What is being unpickled: its meshes, its DTensors, and its modules that are to be sharded.
 _meshes: dict[Mesh, Any] = {}
 _tensors: list[Any] = []
 _unsharded: dict[int, tuple[Sharding, list[Any]]] = {}
-"""What is being unpickled: what there is for its meshes, its DTensors, and its modules that
-`shard_modules` is to shard."""
 
 
 def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
-    """Make a mesh for each of those in a snapshot; all ranks call it.
-
-    Also where they made it before: a rank that was replaced has not.
-    """
+    """Make a mesh for each of those in a snapshot; all ranks call it, of which some may be new."""
     from torch.distributed.device_mesh import DeviceMesh
 
     forget()
@@ -140,7 +126,7 @@ def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
 
 @contextmanager
 def restoring(tensors: Sequence[Any]) -> Iterator[None]:
-    """Have what is unpickled meanwhile find these DTensors by number."""
+    """Let what is unpickled meanwhile find these DTensors by number."""
     _tensors[:] = tensors
     _unsharded.clear()
     try:
@@ -150,24 +136,24 @@ def restoring(tensors: Sequence[Any]) -> Iterator[None]:
 
 
 def find_mesh(of: Mesh, dims: tuple[str, ...] | None) -> Any:
-    """Find the mesh that is there for it, or a part of that."""
+    """Return the mesh that was made for it, or a part of that."""
     mesh = _meshes[of]
     return mesh if dims is None else mesh[dims]
 
 
 def find_tensor(number: int, requires_grad: bool, is_parameter: bool) -> Any:  # noqa: FBT001
-    """Find the DTensor of that number, as a leaf."""
+    """Return the DTensor of that number, as a leaf."""
     if is_parameter:
         return torch.nn.Parameter(_tensors[number], requires_grad)
     return _tensors[number].requires_grad_(requires_grad)
 
 
 def fill_module(module: Any, state: tuple[dict[str, Any], Sharding | None]) -> None:
-    """Give a module its state; it is sharded when all is there."""
+    """Give a module its state; it is sharded at the end."""
     module.__setstate__(state[0])
     if (sharding := state[1]) is not None:
         _, together = _unsharded.pop(id(sharding), (sharding, []))
-        # At the end: inner modules have to be sharded before outer ones.
+        # Inner modules have to be sharded before outer ones.
         _unsharded[id(sharding)] = sharding, [*together, module]
 
 
@@ -198,7 +184,7 @@ def forget() -> None:
 
 
 def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
-    """Shard parameters without contents, in whose place those come that were restored.
+    """Shard empty parameters, then put those in their place that were restored.
 
     The optimizer has the same ones.  FSDP2 takes them over in its next forward, as after
     `load_state_dict(assign=True)`.
@@ -227,7 +213,7 @@ def _shard(sharding: Sharding, modules: Sequence[Any]) -> None:
 
 
 def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Say where parameters are, but for modules inside that have been sharded already."""
+    """Yield parameters and where they are, but for those of sharded modules inside."""
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         yield module, name, parameter
     for inner in module.children():
@@ -243,10 +229,7 @@ def _is_shard(placement: Any) -> bool:
 
 
 def assembled_tensors(files: Mapping[int, Sequence[Shard]], source: int) -> list[Any]:
-    """Put the DTensors that a rank had together from all ranks' shards, and shard them anew.
-
-    Raises ValueError where that cannot be done.
-    """
+    """Join a rank's DTensors from all ranks' shards, and shard them again; or raise ValueError."""
     from torch.distributed.tensor import distribute_tensor
 
     found = []

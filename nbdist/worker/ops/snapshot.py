@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -31,15 +31,11 @@ from nbdist.wire.spec import versions_here
 from nbdist.words import one_line
 from nbdist.worker.compat import accelerator
 from nbdist.worker.group.default import bucket_layout, set_bucket_layout
+from nbdist.worker.namespace import Context
 from nbdist.worker.ops import sharded
 
-if TYPE_CHECKING:
-    from nbdist.worker.namespace import Context
-
-
 MAGIC = b"nbdist frames 1\n"
-CHUNK = 1 << 24
-"""Bytes after which Stop is heard while a file is written or read."""
+CHUNK = 1 << 24  # bytes after which Stop is heard while a file is written or read
 
 
 class Damaged(Exception):
@@ -214,11 +210,8 @@ def random_states() -> dict[str, Any]:
 
 # --- restore ----------------------------------------------------------------------------
 
-File = tuple[int, int, str]
-"""Of which rank, its size and its digest."""
-
-_loaded: dict[str, Any] = {}
-"""What `load` has read, for `bind`."""
+File = tuple[int, int, str]  # of which rank, its size and its digest
+_loaded: dict[str, Any] = {}  # what `load` has read, for `bind`
 
 
 def load(

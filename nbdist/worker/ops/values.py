@@ -1,13 +1,12 @@
 """Values between the notebook and a rank, and from one rank to others through the group.
 
-What takes values binds none: each has an op that binds, which follows when all ranks have taken.
+An op that takes values binds none; another one binds them when all ranks have taken theirs.
 """
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +20,15 @@ from nbdist.wire.ops import Brought
 from nbdist.words import did_you_mean
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.default import begin_models_anew
-from nbdist.worker.namespace import VariableError
-from nbdist.worker.received import Homeward
-
-if TYPE_CHECKING:
-    from nbdist.worker.namespace import Context
+from nbdist.worker.namespace import Context, VariableError
+from nbdist.worker.received import DEFINITIONS, Homeward
 
 
 def gather(context: Context, expressions: Sequence[str], *, joins: bool = False) -> Brought:
-    """Pack the values of names, or expressions, together: what they share they go on sharing.
+    """Pack the values of names, or expressions, together: what they share stays shared.
 
-    What is spread over ranks they put together where all of them are asked again, with `joins`.
-    What keeps a value from being had is no error of the task's: the notebook puts together
-    what all ranks say.
+    What is spread over ranks is listed, and with `joins` put together by all of them.  A value that
+    cannot be sent is no error of the task's: the notebook collects what all ranks say.
     """
     values = []
     for expression in expressions:
@@ -68,7 +63,7 @@ def last_value(context: Context, of: str) -> Brought:
 
 def push(context: Context, packed: Payload) -> None:
     """Take the values by their names, for `bind_pushed`."""
-    context.namespace.take(context.open(packed), context.task_id)
+    context.namespace.take(context.namespace.open(packed), context.task_id)
 
 
 def bind_pushed(context: Context) -> None:
@@ -78,7 +73,7 @@ def bind_pushed(context: Context) -> None:
 
 def scatter(context: Context, name: str, parts: Mapping[int, Payload]) -> None:
     """Take this rank's part, for `bind_scattered`; those of others are not even opened."""
-    part = context.open(parts[context.rank])
+    part = context.namespace.open(parts[context.rank])
     context.namespace.take({name: part}, context.task_id)
 
 
@@ -92,15 +87,10 @@ def changed(context: Context, names: Sequence[str]) -> list[str]:
     return sorted(context.namespace.received.changed(names))
 
 
-DEFINITIONS = (types.FunctionType, type, types.ModuleType)
-"""What goes along where the names use it; data that they use has to be named."""
-
-
 def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int] | None) -> None:
-    """Take copies of names of the rank `source`, for `bind_synced`; all ranks call it.
+    """Copy names of the rank `source` to ranks in `to`, or those that lack any; all ranks call it.
 
-    Those in `to` take them, or that lack any.  One pickle, so that what is shared stays shared;
-    the contents of tensors beside it.  Raises VariableError on the rank that has the problem.
+    In one pickle, so that what is shared stays shared.  VariableError on the rank with the problem.
     """
     names, rank = context.names, dist.get_rank()
     is_source = rank == source
@@ -122,7 +112,7 @@ def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
 
 
 def bind_synced(context: Context, wanted: Sequence[str]) -> None:
-    """Bind what was taken; what others have a copy of is the workers' own at the source too."""
+    """Bind what was taken; at the source too the names are the workers' own now."""
     new = context.namespace.bind_taken()
     context.bound |= new & {*wanted}
     if _any(bool(new)):
@@ -131,8 +121,8 @@ def bind_synced(context: Context, wanted: Sequence[str]) -> None:
 
 
 def give_back(context: Context, packed: Payload) -> None:
-    """Bind what the process before this one had, and the notebook has kept."""
-    values = context.open(packed)
+    """Bind what the process before this one had."""
+    values = context.namespace.open(packed)
     context.names.update(values)
     context.bound |= values.keys()
 
@@ -157,7 +147,7 @@ def _send(names: dict[str, Any], wanted: Sequence[str], source: int) -> Sequence
 
 
 def _pickled(names: dict[str, Any], wanted: Sequence[str]) -> Pickled:
-    """Return the values of these names, with the functions, classes and modules that they use."""
+    """Pickle these names, and definitions that they use; data that they use has to be named."""
     values = {name: names[name] for name in wanted}
     while True:
         pickled = pickle(values, names, back_to_device=True)
@@ -214,14 +204,14 @@ def _broadcast_header(sizes: list[int] | None, source: int) -> list[int]:
 
 
 def _broadcast(frame: torch.Tensor, source: int) -> torch.Tensor:
-    """Return the contents of the source's; in place, where the group has CPU tensors."""
+    """Return the contents of the source's; in place if the group takes CPU tensors."""
     there = frame.to(_device())
     dist.broadcast(there, src=source)
     return there.cpu()
 
 
 def _device() -> torch.device:
-    """Return one whose tensors the group takes."""
+    """Return a device whose tensors the group takes."""
     group = dist.group.WORLD
     assert group is not None
     return seam.CPU if seam.takes_cpu(group) else seam.CUDA

@@ -127,7 +127,7 @@ def test_what_never_comes(store: AgentStore) -> None:
 
 def test_a_wait_of_several_operations(store: AgentStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked again, and ends when the key has come."""
-    monkeypatch.setattr(stores, "LONGEST_WAIT", 0.02)
+    monkeypatch.setattr(stores.wire, "LONGEST_WAIT", 0.02)
     timer = threading.Timer(0.2, store.set, ("key", "value"))
     timer.start()
     assert store.get("key") == b"value"
