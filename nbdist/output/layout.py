@@ -233,9 +233,9 @@ def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:
             case [Line() as line]:
                 pass
             case [Shown() as shown]:
-                line = line._replace(text=shown.plain.split("\n")[0])
+                line = Line(shown.plain.split("\n")[0], stderr=False)
             case [Skipped(lines=lines)]:
-                line = line._replace(text=in_log_only(lines))
+                line = Line(in_log_only(lines), stderr=False)
         found.setdefault(line, []).extend(group.ranks)
     return found
 
