@@ -235,7 +235,7 @@ class WorldConfig:
         "", "where log files go, empty for none; by default $NBDIST_LOG_DIR, else "
         "~/.local/state/nbdist")
     show: bool = _option(
-        "", "print the output of ranks in execute and run, each line with its ranks: "
+        "", "print the output of ranks in execute, run and run_script, each line with its ranks: "
         "[0-3] epoch 1", bool, at_once=True, default=True)
     # fmt: on
 

@@ -41,6 +41,11 @@ LASTING = ("sshd", "slurm", "etcd", "ray", "network", "jupyter")
 
 def pytest_configure(config: pytest.Config) -> None:
     choose(config)
+    with suppress(ImportError):  # environments of tests/matrix do without
+        from hypothesis import settings
+
+        settings.register_profile("any pace", deadline=None)
+        settings.load_profile("any pace")
     # Imports for a training's first step, which few tests make: see tests/worlds.py.
     os.environ[IDLE_IMPORTS] = "0"
     name, _, value = MARK.partition("=")

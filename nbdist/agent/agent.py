@@ -76,7 +76,7 @@ class Agent:
         self._workers = WorkerGroup(
             runtime, self._children, self._forker, emit, self._send, self._store, port
         )
-        self._forming = Forming({0: self._workers})
+        self._forming = Forming({0: self._workers}, on_one_machine=True)
         self._usage = UsageWatch(self._send)
         self._stopping = Stopping(
             lambda: self._workers.abort(self._workers.all),

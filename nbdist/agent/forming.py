@@ -30,10 +30,14 @@ class Part(Protocol):
 
 
 class Forming:
-    """Starts, heals and scales the world over its parts, by the numbers of their nodes."""
+    """Starts, heals and scales the world over its parts, by the numbers of their nodes.
 
-    def __init__(self, parts: Mapping[int, Part]) -> None:
+    On one machine nodes are simulated, and part 0 has all ranks.
+    """
+
+    def __init__(self, parts: Mapping[int, Part], *, on_one_machine: bool = False) -> None:
         self.parts = parts
+        self._on_one_machine = on_one_machine
         self.spec: WorldSpec | None = None
         self.generation = self.attempt = 0
         self._sized_in = 0
@@ -147,6 +151,8 @@ class Forming:
     ) -> dict[int, tuple[int, ...]]:
         """Return the ranks of each node; those of `ranks` alone where it is given."""
         nodes = nodes_of(spec)
+        if self._on_one_machine:
+            nodes = dict.fromkeys(nodes, 0)
         return shares(nodes if ranks is None else ranks, nodes)
 
     async def _all(self, asked: Mapping[int, part.PartRequest[_T]]) -> list[_T]:

@@ -229,6 +229,31 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
     With the config's `show` output goes to stdout line by line: `[0-1] epoch 3`.  Raises
     KeyboardInterrupt after Stop.
     """
+    _follow(session, running)
+    try:
+        session.check(running)
+    except WorkerError as error:
+        error.show(f"rank {error.rank}:", *_rank_lines(running.transcript[error.rank].error))
+        raise raised(error) from None
+    result = running.result()
+    session.let_go(running)
+    return result
+
+
+def run_attempts(session: Session, task: Task, most: int) -> CellResult[Any]:
+    """Run a task, again at most `most` times where it fails; raises as `outcome`."""
+    for attempt in session.attempts(task, most):
+        running = session.submit(attempt)
+        _follow(session, running)
+    try:
+        session.check(running)
+    except WorkerError as error:
+        raise raised(error) from None
+    return running.result()
+
+
+def _follow(session: Session, running: RunningTask) -> None:
+    """Print what ranks print until all have finished, and answer what they ask."""
     lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
     for news in session.follow(running, answers=True):
         with running.counting_stops():
@@ -245,29 +270,6 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
                 ask(session, running, asks)
     _write(lines.finish(time.monotonic()), bars)
     bars.clear()
-    try:
-        session.check(running)
-    except WorkerError as error:
-        error.show(f"rank {error.rank}:", *_rank_lines(running.transcript[error.rank].error))
-        raise raised(error) from None
-    result = running.result()
-    session.let_go(running)
-    return result
-
-
-def run_attempts(session: Session, task: Task, most: int) -> CellResult[Any]:
-    """Run a task, again at most `most` times where it fails; raises as `outcome`."""
-    for attempt in session.attempts(task, most):
-        running = session.submit(attempt)
-        for _ in session.follow(running, answers=True):
-            with running.counting_stops():
-                if (asks := next_to_ask(running)) is not None:
-                    ask(session, running, asks)
-    try:
-        session.check(running)
-    except WorkerError as error:
-        raise raised(error) from None
-    return running.result()
 
 
 def _write(lines: Iterable[str], bars: MovingLine) -> None:

@@ -78,15 +78,15 @@ def test_another_size(world: World) -> None:
 
 def test_functions_of_another_python(world: World) -> None:
     """They are refused in one line with both versions, and nothing is bound beside them."""
-    world.execute("from nbdist.values import pickling\ndef f(): pass\nx = 'old'")
-    world.execute("here, pickling.PYTHON = pickling.PYTHON, (3, 1)")
+    world.execute("from nbdist.values import definitions\ndef f(): pass\nx = 'old'")
+    world.execute("here, definitions.PYTHON = definitions.PYTHON, (3, 1)")
     taken = world.snapshot("f", "x", name="a")
     manifest = taken.folder / "manifest.json"
     told = json.loads(manifest.read_text())
     assert told["versions"] == {**versions_here()}
     told["versions"]["cloudpickle"] = "1.5.0"
     manifest.write_text(json.dumps(told))
-    world.execute("pickling.PYTHON, x = here, 'now'")
+    world.execute("definitions.PYTHON, x = here, 'now'")
     here = ".".join(map(str, sys.version_info[:2]))
     said = f"ranks 0-1: .* a function of Python 3.1 cannot be used in {here} "
     said += r"\(written with cloudpickle 1.5.0, here is .*\)\."

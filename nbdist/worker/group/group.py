@@ -158,7 +158,7 @@ class Group:
         The ranks of one machine meet in a file of this user's: no port, and it outlives rank 0.
         """
         generation, joins = self._start.generation, self._start.joins
-        self._meet(generation, self._start.world.world_size)
+        self._meet(generation, self._start)
         if joins is not None:
             self._store_of(generation, ARRIVED).set(str(self._start.rank), "")
         self._form_default(Meeting(self._store_of(generation, WORLD), generation))
@@ -199,7 +199,7 @@ class Group:
         started nothing happens to it, and it can be called off.
         """
         over = over_file(start.over_path, start.generation)
-        self._meet(start.generation, start.world.world_size)
+        self._meet(start.generation, start)
         arrivals = AbortableStore(self._store_of(start.generation, ARRIVED), FORM_TIMEOUT, over)
         arrivals.wait([str(rank) for rank in newcomers])
         # From here on the group before is gone, whether the ranks meet or not.
@@ -237,7 +237,7 @@ class Group:
         self._abort_nccl()
         # First, so that what is made anew here can be waited for, and aborted.
         self._start_over()
-        self._meet(generation, self._start.world.world_size)
+        self._meet(generation, self._start)
         self._connect(self._world, generation)
         self._connect_own_nccl(generation)
         self._connect_others(generation, held)
@@ -351,10 +351,11 @@ class Group:
 
     # --- where ranks meet ---------------------------------------------------------------------
 
-    def _meet(self, generation: int, size: int) -> None:
+    def _meet(self, generation: int, start: WorkerStart) -> None:
         """Take the store of this generation, where each has its own."""
         if self._rendezvous is not None:
-            self._file = self._rendezvous.meet(generation, size)
+            self._rendezvous.rank = start.rank
+            self._file = self._rendezvous.meet(generation, start.world.world_size)
             # To connect a backend anew, torch has ranks compare and set.
             self._gloo.renews = self._gloo.renews and self._rendezvous.compares
             self._meeting.lead_to(self._store_of(0, WORLD))

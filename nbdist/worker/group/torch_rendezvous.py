@@ -36,7 +36,7 @@ class TorchRendezvous:
     def __init__(self, where: TorchStore, rank: int) -> None:
         self.compares = True
         """Whether the store can compare a value and set another one, which etcd's cannot."""
-        self._where, self._rank = where, rank
+        self._where, self.rank = where, rank
         # C++ that has a store keeps alive what it is there, and not what it is in Python; that
         # of etcd-v2, below the one that the handler gives, is the handler's.
         self._kept: list[Any] = []
@@ -59,7 +59,7 @@ class TorchRendezvous:
                     run_id=f"{where.name}-{generation}",
                     min_nodes=size,
                     max_nodes=size,
-                    rank=self._rank,
+                    rank=self.rank,
                     timeout=JOIN_TIMEOUT,
                     join_timeout=JOIN_TIMEOUT,
                     read_timeout=ANSWER_TIMEOUT if where.backend in ETCD else JOIN_TIMEOUT,

@@ -28,7 +28,9 @@ def traceback_of(world: World, rank: int) -> str:
     return strip("\n".join(world.session.running.transcript.errors[rank].traceback))  # type: ignore[union-attr]
 
 
-def test_script_runs_as_python_would_run_it(world: World, write: Write) -> None:
+def test_script_runs_as_python_would_run_it(
+    world: World, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It has its arguments, name, file and folder; what it leaves, cells find."""
     write("lib/beside.py", "VALUE = 7")
     path = write(
@@ -45,6 +47,7 @@ def test_script_runs_as_python_would_run_it(world: World, write: Write) -> None:
     result = world.run_script("lib/arguments.py", 1, 2, 3, "ab", "c d")
     argv = ["lib/arguments.py", "1", "2", "3", "ab", "c d"]
     assert said(result) == [f"{argv} __main__ {path} Its docstring. None None"] * N
+    assert f"[0-1] {argv} __main__" in capsys.readouterr().out
     assert world.gather("double()") == [14, 15]
     after = "(sys.argv, list(sys.path), os.getcwd(), __doc__) == before"
     assert world.gather(after) == [True] * N
