@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import zmq
 from jupyter_client.session import Session
 
 from nbdist.output.events import MOVED, RECORD, TOPIC, Record
@@ -179,7 +180,12 @@ class MarkingSession(Session):
                 about = self.about if kind == "error" else {}
                 ours = {"number": self._sent + 1, "time_ns": time.time_ns(), **about}
                 ident, msg["metadata"] = TOPIC, {**(msg.get("metadata") or {}), "nbdist": ours}
-            sent = super().send(stream, msg, ident=ident, buffers=buffers, track=track)
+            try:
+                sent = super().send(stream, msg, ident=ident, buffers=buffers, track=track)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.ENOTSOCK:
+                    raise
+                return None  # the main thread has closed it meanwhile, as the process ends
             if is_ordered:
                 self._ahead += OF_MESSAGE + sum(memoryview(each).nbytes for each in buffers or ())
                 # Afterwards: a message that cannot be written as JSON has raised by now.

@@ -60,6 +60,16 @@ def test_c10d_over_hosts(launch: Callable[..., World], hosts: list[Host]) -> Non
     assert world.gather("globals().get('kept')") == [None, 1, 2, None]
 
 
+def test_ranks_of_other_numbers(launch: Callable[..., World], hosts: list[Host]) -> None:
+    """Where rank 0 has ended another has its number, and is what torch's rank 0 is (10 s)."""
+    endpoint = f"{hosts[0].address}:{RDZV_PORT}"
+    world = launch(rdzv_backend="static", rdzv_endpoint=endpoint)
+    world.execute("kept = rank")
+    world.scale(ranks=[1, 2, 3])
+    check_whole(world, 3)
+    assert world.gather("kept") == [1, 2, 3]
+
+
 def test_etcd_goes_away(network: Network, launch: Callable[..., World]) -> None:
     """A line names it and says to start it; what runs goes on, and heals once it is there again."""
     pytest.importorskip("etcd", reason="no python-etcd (pip install python-etcd)")
