@@ -1,6 +1,6 @@
 """What a notebook has not got yet: outputs, batched by time and bounded in size; and the world.
 
-The next notebook is told what `WorldRecord` has read off the messages of the one before.
+The next notebook gets what `WorldRecord` has read from the messages of the one before.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.S
 class WorldRecord:
     """A world as the agent has it, and what its last task has shown until it was seen to its end.
 
-    `known` is what the next notebook is told.
+    `known` is what the next notebook gets.
     """
 
     def __init__(self) -> None:

@@ -235,7 +235,7 @@ def read_message(stream: IO[bytes] | None) -> Any:
 
 
 CPU, GPU, MEMORY = "CPU", "GPU", "memory"  # Ray's names of them; memory is in bytes
-MOST_TOLD = 6  # nodes whose resources are told where there is not enough
+MOST_TOLD = 6  # nodes whose resources an error lists
 _BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # what a number in `--memory` counts
 _DIGITS = re.compile(r"([0-9]+)")
 
@@ -250,7 +250,7 @@ class RayNode:
     resources: Bundle
 
     def fits(self, bundle: Bundle) -> bool:
-        """Return True if it would have room for this, if nobody else used it."""
+        """Return True if it has room for this while no other program uses it."""
         return all(self.resources.get(name, 0) >= much for name, much in bundle.items())
 
 

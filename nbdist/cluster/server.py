@@ -233,7 +233,7 @@ FAILED = (
 HEARD = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
 """The events that are looked at (libzmq 4.3.5)."""
 
-SAID_ALL = 20  # so many are said one by one; of the others, those whose number is a power of two
+SAID_ALL = 20  # connections logged one by one; of later ones, those whose number is a power of two
 
 
 class Refusals:

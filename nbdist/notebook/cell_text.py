@@ -1,4 +1,4 @@
-"""The text of a cell as somebody types it: whose it is, and what is in its magic's line; pure."""
+"""The text of a cell while the user types it: where it runs, and its magic's line; pure."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from nbdist.world.world import World
 R = TypeVar("R")
 
 Pack = Callable[[NameTable], Shipment | None]
-"""Packs what has to go along, by who has which name; called before each attempt."""
+"""Packs the variables to send, by who has which; called before each attempt."""
 
 
 @dataclass(frozen=True, slots=True)

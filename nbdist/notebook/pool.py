@@ -357,7 +357,7 @@ class Pool:
             return
         job.step()
         if job.has_ended and job.take_drawn_between():
-            # What is drawn between cells nbclient takes for nobody's, so it is drawn again.
+            # nbclient gives updates between cells to no cell, so this is drawn again.
             self.ended.again(job.running.transcript)
             self.show_late()
 

@@ -1,4 +1,4 @@
-"""The progress bars of all ranks as one table: who is how far, and who is behind.  Pure."""
+"""The progress bars of all ranks as one table: how far each rank is, and which is behind.  Pure."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class TensorReducer:
     Contents are passed as buffers of the tensor's own memory, without copying.  Of a storage only
     the part that a tensor shows goes along, unless another tensor in the same pickle overlaps it:
     then the pickle has to be made again with the storages that are `overlapping` as the `whole`
-    ones.  With `exact` nothing goes along that no tensor shows.
+    ones.  With `exact` only memory that a tensor shows is sent.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Inspect:
 
 
 Question = Complete | Inspect
-"""What a front end asks of a worker's names while somebody types."""
+"""What a front end asks of a worker's variables while the user types."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class TorchRendezvous:
 
     def meet(self, generation: int, size: int) -> Any:
         """Return the store of this generation once all ranks have come.  Raises NoStore."""
-        # torch would open another port, for a store that nobody asks.
+        # torch would open another port, for a store that is never used.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         where = self._where
         try:
