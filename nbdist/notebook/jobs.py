@@ -84,7 +84,7 @@ class Job:
         return f"<{' · '.join(filter(None, parts))}>"
 
     def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:  # noqa: FBT001
-        self.step()
+        self.done()  # what its panel says already, `running` is not to contradict
         printer.text("<Job ...>" if cycle else repr(self))
 
     def __reduce__(self) -> NoReturn:
