@@ -227,9 +227,9 @@ def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     try:
-        script.expect_exact("\r\x1b[Kstarting 2 workers: 1 ready")
+        script.expect_exact("\rstarting 2 workers: 1 ready")
         (tmp_path / "gate").touch()
-        script.expect_exact("\r\x1b[Kresult [1, 1]\r\n")
+        script.expect_exact(" \rresult [1, 1]\r\n")
         script.expect(pexpect.EOF)
     finally:
         script.close(force=True)

@@ -24,8 +24,8 @@ from nbdist.output.text import PlainLines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import GREY, details, dim, panel
 from nbdist.words import aligned
-from nbdist.world.calling import MovingLine
 from nbdist.world.running import News, RunningTask
+from nbdist.world.workers import MovingLine
 
 FIRST_DRAWING = 0.15
 """Seconds before anything is drawn, so that a fast cell does not flash."""

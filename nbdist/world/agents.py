@@ -31,8 +31,7 @@ from nbdist.wire.frames import BadFrame
 from nbdist.wire.spec import difference, versions_here
 from nbdist.wire.views import DOOR, WorldInfo
 
-NEEDED = 20
-"""What a link opens in the notebook's process, 16, and what is read now and then."""
+NEEDED = 20  # what a link opens in the notebook's process, 16, and what is read now and then
 
 
 def require_open_files() -> None:
@@ -80,8 +79,7 @@ ADMIT_TIMEOUT = 30.0
 AGENTS = (AGENT.encode(), HEAD.encode())
 """In the command line of whatever serves a notebook, before its runtime folder."""
 
-MOST_LISTED = 6
-"""Worlds that an error names."""
+MOST_LISTED = 6  # worlds that an error names
 
 READ_SIZE = 1 << 18
 

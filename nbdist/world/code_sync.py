@@ -31,15 +31,12 @@ def _any_of(patterns: str) -> re.Pattern[str]:
     return re.compile("|".join(map(translate, patterns.split())))
 
 
-LARGEST = 1 << 20
-"""Bytes of a file that is sent without being asked for."""
-MOST_BYTES = 64 << 20
-"""Of all of these."""
+LARGEST = 1 << 20  # bytes of a file that is sent without being asked for
+MOST_BYTES = 64 << 20  # of all of these
 MOST_FILES = 5000
 MOST_LOOKED_AT = 50_000
 """Files and folders below the notebook's: with more it is hardly a folder of code."""
-FULL_FOLDER = 500
-"""Files in one folder, apart from Python's, from which on they are taken for data."""
+FULL_FOLDER = 500  # files in one folder, apart from Python's, from which on they are taken for data
 
 GIT_TIMEOUT = 5.0
 """Seconds for git to say what it ignores; without an answer all is sent that is small."""
@@ -48,11 +45,9 @@ GIT_ENVIRON = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_P
 """Git runs no program that the folder's own configuration names, and fetches nothing: the folder
 may be a clone or an unpacked archive that another person made."""
 
-FRESH = 2 * 10**9
-"""Nanoseconds after a change in which a second one may not show in a file's times."""
+FRESH = 2 * 10**9  # nanoseconds after a change in which a second one may not show in a file's times
 
-NAMED = 3
-"""How many files are named of those that stay here."""
+NAMED = 3  # how many files are named of those that stay here
 
 QUIET = _any_of(
     ".git/ .hg/ .svn/ __pycache__/ .ipynb_checkpoints/ .*_cache/ node_modules/ .venv/ .tox/ .nox/ "
@@ -67,8 +62,7 @@ HEAVY = _any_of(
 ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
 """What a folder has that venv, virtualenv or conda has made."""
 
-Stamp = tuple[int, int, int, int]
-"""What differs of a file or a folder once it has changed."""
+Stamp = tuple[int, int, int, int]  # what differs of a file or a folder once it has changed
 
 _Found = tuple[str, os.stat_result, bool]
 """A file by its path, what there is of it, and whether it is asked for."""
@@ -273,8 +267,7 @@ def _ignored_by_git(root: Path) -> frozenset[str]:
     return frozenset(map(os.fsdecode, git.stdout.split(b"\0")))
 
 
-TRIES = 3
-"""As many times as files may change while they are being sent."""
+TRIES = 3  # as many times as files may change while they are being sent
 
 LANDMARKS, LANDMARKS_LOOKED_AT = 3, 100
 """Files by which a node tells whether it shares the folder, and how many these are taken from."""

@@ -51,11 +51,10 @@ def gather(
     how: Joining | None = None,
     dim: int = 0,
 ) -> list[Any]:
-    """Return the values of names or expressions on these ranks, by default all; as `World.gather`.
+    """Return the values of checked expressions on these ranks, by default all; as `World.gather`.
 
     `bring` runs a task and returns what each rank has brought.
     """
-    check_expressions(expressions)
     arguments: dict[str, Any] = {"expressions": tuple(expressions)}
     task = session.task(Call("values.gather", arguments), ranks=ranks)
     brought = bring(task)
@@ -72,30 +71,23 @@ def gather(
 
 
 def _check_spread(found: Mapping[int, Brought], asked: Sequence[int]) -> None:
-    """Raise UsageError unless all ranks that a value is spread over are asked and have it.
-
-    They put it together, in the same order.
-    """
+    """Raise UsageError unless all ranks of a value that is spread are asked, and have it alike."""
     for brought in found.values():
         for number, part in enumerate(brought.spread):
             there = {rank: found[rank].spread for rank in part.ranks if rank in found}
             same = [rank for rank in there if there[rank][number : number + 1] == (part,)]
-            if lacking := [rank for rank in part.ranks if rank not in same]:
-                raise UsageError(_spread_text(brought.of, part.ranks, lacking, asked))
-
-
-def _spread_text(
-    of: str, ranks: Sequence[int], lacking: Sequence[int], asked: Sequence[int]
-) -> str:
-    over = f"`{of}` is spread over {name_ranks(ranks)} (DTensor, FSDP2)"
-    if set(lacking) <= {*asked}:
-        do_not = "does not" if len(lacking) == 1 else "do not"
-        return f"{over}, and {name_ranks(lacking)} {do_not} have the same of it there."
-    return (
-        f"{over}: gather it from all of them, without `-r`. Or run in a cell of all of "
-        "them `whole = x.full_tensor()`, for a model `whole = get_model_state_dict(model, "
-        "options=StateDictOptions(full_state_dict=True))`."
-    )
+            lacking = [rank for rank in part.ranks if rank not in same]
+            over = f"`{brought.of}` is spread over {name_ranks(part.ranks)} (DTensor, FSDP2)"
+            if {*lacking} - {*asked}:
+                raise UsageError(
+                    f"{over}: gather it from all of them, without `-r`. Or run in a cell of all of "
+                    "them `whole = x.full_tensor()`, for a model `whole = get_model_state_dict("
+                    "model, options=StateDictOptions(full_state_dict=True))`."
+                )
+            if lacking:
+                do_not = "does not" if len(lacking) == 1 else "do not"
+                who = f"{name_ranks(lacking)} {do_not}"
+                raise UsageError(f"{over}, and {who} have the same of it there.")
 
 
 def _read(session: Session, task: Task, found: Mapping[int, Brought]) -> list[dict[int, Any]]:
@@ -120,8 +112,7 @@ def refusal(session: Session, found: Mapping[int, Brought]) -> UsageError | None
     lacking = {rank: each for rank, each in found.items() if each.packed is None}
     if not lacking:
         return None
-    missing = next((each.missing for each in lacking.values() if each.missing), "")
-    if missing:
+    if missing := next((each.missing for each in lacking.values() if each.missing), ""):
         return UsageError(_missing_text(session, missing, found))
     problems = fold_ranks({rank: (each.of, each.problem) for rank, each in lacking.items()})
     (of, problem), ranks = next(iter(problems.items()))
@@ -136,9 +127,8 @@ def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> 
     have = {rank for rank, each in found.items() if each.packed is not None}
     have |= {rank for rank in had if rank not in found}
     if have:
-        options = f"`-r {format_ranks(have)}`"
         verb = "has" if len(have) == 1 else "have"
-        return f"{lacking} `{name}`; {name_ranks(have)} {verb} it: {options}."
+        return f"{lacking} `{name}`; {name_ranks(have)} {verb} it: `-r {format_ranks(have)}`."
     lacking = "no rank has" if len(lack) == session.size else lacking
     if name in session.namespace and name not in WORKERS_OWN:
         return f"{lacking} `{name}`; the notebook has it: `%dist_push {name}`."
@@ -317,50 +307,10 @@ class Restored:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which variables, None for all, of which snapshot; `hint` says how it is written today."""
+    """Which variables, None for all, of which snapshot, None for this notebook's newest."""
 
     names: tuple[str, ...] | None
     name: str | None
-    hint: str = ""
-
-
-def wanted_to_save(words: Sequence[str], name: str | None) -> Wanted:
-    """Tell variables from a name that comes first, which can be no variable."""
-    if name is not None or not words or all(map(str.isidentifier, words[0].split("."))):
-        return Wanted(tuple(words) or None, name)
-    return _name_first("%dist_snapshot", words)
-
-
-def wanted_to_restore(store: SnapshotStore, words: Sequence[str], name: str | None) -> Wanted:
-    """Do the same where there is a snapshot of that name; UsageError where it may be either."""
-    if name is not None or not words or not store.of(words[0].partition("@")[0]):
-        return Wanted(tuple(words) or None, name)
-    if any(words[0] in each.names for each in store.mine()[:1]):
-        of_mine = f"{' '.join(words)} --name {store.find(None).key}"
-        raise UsageError(
-            f"`{words[0]}` is a variable and a snapshot: `%dist_restore --name {words[0]}` "
-            f"restores the snapshot, `%dist_restore {of_mine}` the variable."
-        )
-    return _name_first("%dist_restore", words)
-
-
-def snapshot_arguments(
-    given: Sequence[str | Sequence[str] | None], names: Sequence[str] | None, name: str | None
-) -> tuple[list[str], str | None]:
-    """Return variables and name as Python gives them, also by position with the name first."""
-    if name is None and names is None and len(given) == 2 and not isinstance(given[1], str):
-        given, names = given[:1], given[1] or ()
-    first = given[0] if given else None
-    if name is None and names is not None and isinstance(first, str):
-        given, name = given[1:], first
-    words = ([each] if isinstance(each, str) else each or () for each in (*given, names))
-    return [word for some in words for word in some], name
-
-
-def _name_first(magic: str, words: Sequence[str]) -> Wanted:
-    name, *names = words
-    today = " ".join([magic, *names, "--name", name])
-    return Wanted(tuple(names) or None, name, f"a snapshot's name comes after `--name`: `{today}`")
 
 
 def save(
@@ -409,8 +359,10 @@ def restore(
     if snapshot.problem:
         raise store.damaged(snapshot, snapshot.problem)
     if missing := [name for name in names or () if name not in snapshot.names]:
-        has = ", ".join(snapshot.names)
-        raise UsageError(f"`{snapshot.key}` has no {', '.join(missing)}; it has {has}.")
+        said = f"`{snapshot.key}` has no {', '.join(missing)}; it has {', '.join(snapshot.names)}."
+        if store.of(missing[0].partition("@")[0]):
+            said += f" `%dist_restore --name {missing[0]}` restores the snapshot of this name."
+        raise UsageError(said)
     on = session.everyone if ranks is None else tuple(ranks)
     sources = _sources(session, snapshot, on, from_rank, are_chosen=ranks is not None)
     if meshes := _meshes(snapshot, session.size, from_rank):
@@ -442,7 +394,6 @@ def restore(
 def _on_ranks(
     session: Session, function: str, ranks: Sequence[int] | None, **arguments: Any
 ) -> Any:
-    """Return what a function of `nbdist.worker.ops.snapshot` returns on each of the ranks."""
     task = session.task(Call(f"snapshot.{function}", arguments), ranks=ranks)
     return dict(session.run(task).by_rank)
 

@@ -34,8 +34,7 @@ SOON, HURRY_SECONDS = 0.1, 2.0
 ANSWER_TIMEOUT = 1.0
 LONGEST_CODE = 60
 
-UNCHANGED = 3.0
-"""Seconds after which nothing moves, though some thread has something to do."""
+UNCHANGED = 3.0  # seconds after which nothing moves, though some thread has something to do
 
 ALL_UNCHANGED = 1.0
 """Seconds after which nothing moves where all wait, and no thread has anything to do."""
@@ -46,8 +45,7 @@ is never woken.  Gloo forgets a message that it could not write as the other end
 own thread has yet to notice that (torch 2.13; its Pair::signalException passes over such messages).
 """
 
-ABORTED = "Released"
-"""`Failure.name` of a rank whose collective was aborted."""
+ABORTED = "Released"  # `Failure.name` of a rank whose collective was aborted
 
 CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 

@@ -36,12 +36,10 @@ log = logging.getLogger("nbdist.world")
 HELLO_TIMEOUT = 30.0
 CALL_TIMEOUT = 240.0
 """Longer than an agent takes for its slowest answer, a start; `AgentLost` comes at once."""
-LEAVE_TIMEOUT = 12.0
-"""Seconds; longer than a head takes whose Slurm does not answer."""
+LEAVE_TIMEOUT = 12.0  # seconds; longer than a head takes whose Slurm does not answer
 THREAD_TIMEOUT = 60.0
 CLOSED = -1
-DETACH_LINGER = 500
-"""Milliseconds that the last messages may take to reach an agent that stays."""
+DETACH_LINGER = 500  # milliseconds that the last messages may take to reach an agent that stays
 
 TICK = 0.25
 SHORTEST_WAIT = 0.001

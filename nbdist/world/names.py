@@ -21,14 +21,11 @@ WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 WORKERS_MODULES = {"torch": "torch", "dist": "torch.distributed"}
 """Modules that every worker has imported from its start, by the names that it has them under."""
 
-MOST_NAMES = 6
-"""Names that a message lists before it only counts the others."""
+MOST_NAMES = 6  # names that a message lists before it only counts the others
 
-_NOTHING = type("_Nothing", (), {})
-"""Stands for the value of a name that the notebook lacks."""
+_NOTHING = type("_Nothing", (), {})  # stands for the value of a name that the notebook lacks
 
-_OF_ANOTHER = "of another notebook"
-"""The version of what that has sent."""
+_OF_ANOTHER = "of another notebook"  # the version of what that has sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,7 @@ from nbdist.world.spec import scaled
 from nbdist.world.states import Event, State, size_text
 from nbdist.world.workers import Workers
 
-TICK = 0.25
-"""Seconds between two yields when nothing is said: enough for a clock that people read."""
+TICK = 0.25  # seconds between two yields when nothing is said: enough for a clock that people read
 
 EAGER_SECONDS, EAGER_TICK = 0.2, 0.05
 """The same for the first moments, so that the first drawing comes when it is due."""

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from IPython.lib.pretty import RepresentationPrinter
 
 
-Names = dict[str, Any]
-"""The `__main__` in which what ranks send back finds its classes."""
+Names = dict[str, Any]  # the `__main__` in which what ranks send back finds its classes
 
 
 @dataclass(frozen=True)
@@ -166,8 +165,7 @@ def _fill(made: BaseException, contents: Contents, ours: Mapping[str, Any]) -> N
     own |= ours
 
 
-LONGEST_REPR = 2000
-"""Characters of the values in a `repr`."""
+LONGEST_REPR = 2000  # characters of the values in a `repr`
 
 R_co = TypeVar("R_co", covariant=True)
 

@@ -35,8 +35,7 @@ from nbdist.world.states import NOBODY, Renumbering, State
 from nbdist.world.workers import Workers
 
 LOOK_TIMEOUT = 10.0
-LATE_TIMEOUT = 30.0
-"""Seconds that the next task waits for ranks that have not left a stopped one."""
+LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped one
 
 Kept = dict[int, list[bytes]]
 """By rank, the frames of a pickle of what outlives its worker; not opened here."""
@@ -90,9 +89,9 @@ class Session(Workers):
         if self.code is not None:
             for _ in self.code.bringing(self.link.calling):
                 pass
-        return self.send(self._of_those_there(task, before), patience, shipped)
+        return self.send(self.of_those_there(task, before), patience, shipped)
 
-    def _of_those_there(self, task: Task, before: Sequence[int]) -> Task:
+    def of_those_there(self, task: Task, before: Sequence[int]) -> Task:
         """Return a task that was for all ranks for those that there are now, more or fewer."""
         if task.ranks == before:
             return replace(task, ranks=self.everyone)

@@ -28,12 +28,10 @@ from nbdist.errors import NbdistError, UsageError
 from nbdist.system import folders
 from nbdist.wire.ops import Mesh, Written
 
-KEPT = 3
-"""Snapshots of one name; older ones are removed when another has been written."""
+KEPT = 3  # snapshots of one name; older ones are removed when another has been written
 
 MANIFEST = "manifest.json"
-FORMAT = 2
-"""Of the manifest and the ranks' files."""
+FORMAT = 2  # of the manifest and the ranks' files
 
 UNFINISHED = ".part-"
 NAME = re.compile(r"[\w][\w.-]*", re.ASCII)

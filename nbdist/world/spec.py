@@ -101,8 +101,7 @@ READ_AT_START = re.compile(
 
 DEFAULT_LOG_LIMIT = "200M"
 
-LEAST_MEMORY = 20 << 20
-"""Bytes of its own that a worker has at least, of some 45 MB."""
+LEAST_MEMORY = 20 << 20  # bytes of its own that a worker has at least, of some 45 MB
 
 HOME_STATE = "~/.local/state"
 
@@ -354,8 +353,7 @@ SET_ON_IMPORT = re.compile(
 )
 """Variables that sklearn, torch, Lightning, polars and others set: they are not mentioned."""
 
-MOST_NAMES = 6
-"""Variables that one line names."""
+MOST_NAMES = 6  # variables that one line names
 
 
 class NotebookSurroundings:

@@ -6,6 +6,7 @@ In the notebook's process, on the thread that made the world.
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from nbdist import topology
 from nbdist.config import LOCAL, OnFailure, Patience, WorldConfig
@@ -41,17 +42,13 @@ log = logging.getLogger("nbdist.world")
 COMING_TIMEOUT = 86_400.0
 """Seconds for other machines to come, on whose queues it depends; their head waits less long."""
 
-STOP_GRACE, RESTART_GRACE = 2.0, 0.3
-"""Seconds that idle workers have to run their exit handlers."""
+STOP_GRACE, RESTART_GRACE = 2.0, 0.3  # seconds that idle workers have to run their exit handlers
 
-STOP_TIMEOUT = 20.0
-"""Seconds for an agent to have ended them; one that hangs is ended with them."""
+STOP_TIMEOUT = 20.0  # seconds for an agent to have ended them; one that hangs is ended with them
 
-QUIET_SECONDS = 2.0
-"""Of a start, before anything is said of it."""
+QUIET_SECONDS = 2.0  # of a start, before anything is said of it
 
-LATE_KEPT = 1000
-"""Outputs of threads that outlived their task; all text is in the log files too."""
+LATE_KEPT = 1000  # outputs of threads that outlived their task; all text is in the log files too
 
 
 class Workers:
@@ -333,7 +330,12 @@ class Workers:
 
     def start(self) -> None:
         """Start them, unless they are there; where it takes long a terminal's stderr says so."""
-        show_on_terminal(self.starting_texts())
+        line, said = MovingLine(sys.stderr), ""
+        try:
+            for text in self.starting_texts():
+                line.show(said := text or said, time.monotonic())
+        finally:
+            line.clear()
 
     def start_anew(self, *, agent_too: bool = False) -> None:
         """End them all, with their agent if so wanted, and start as many; no set-up tasks."""
@@ -490,17 +492,41 @@ class Workers:
                 self.advance(Event.TASK_DONE)
 
 
-def show_on_terminal(texts: Iterable[str]) -> None:
-    """Show the last of these in one line of stderr, which is gone at the end."""
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    shown = False
-    try:
-        for text in filter(None, texts):
-            if is_terminal:
-                shown = True
-                sys.stderr.write(f"\r\x1b[K{text}")
-                sys.stderr.flush()
-    finally:
-        if shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+REDRAW_SECONDS = 0.25
+
+
+class MovingLine:
+    """Shows one line at a time, in a terminal only; `clear` it before other lines are written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        # What people put in the place of stdout need not know what it is.
+        self._is_terminal = bool(getattr(stream, "isatty", bool)())
+        self._shown = ""
+        self._draw_at = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Return True if it may be drawn: four times a second, and after `clear`."""
+        return self._is_terminal and now >= self._draw_at
+
+    def show(self, text: str, now: float) -> None:
+        """Draw this in place of the last, where it `is_due`; `now` is monotonic seconds."""
+        if not self.is_due(now):
+            return
+        self._draw_at = now + REDRAW_SECONDS
+        # In the last column a terminal may go on to the next line.
+        text = text[: max(1, shutil.get_terminal_size().columns - 1)]
+        if text or self._shown:
+            self._draw(text)
+
+    def clear(self) -> None:
+        """Erase it, so that what is written next begins at the line's start."""
+        if self._shown:
+            self._draw("")
+            self._draw_at = 0.0
+
+    def _draw(self, text: str) -> None:
+        # Spaces, since not every terminal erases a line when told to.
+        self._stream.write(f"\r{text.ljust(len(self._shown))}" + ("" if text else "\r"))
+        self._stream.flush()
+        self._shown = text

@@ -22,7 +22,7 @@ from nbdist.readers import whole_number
 from nbdist.wire.work import Call
 from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line, size_text
 from nbdist.world import exchange
-from nbdist.world.exchange import Scatter, Wanted, wanted_to_restore, wanted_to_save
+from nbdist.world.exchange import Scatter, Wanted
 from nbdist.world.names import list_names
 from nbdist.world.parts import Joining
 from nbdist.world.snapshot_store import Snapshot
@@ -235,7 +235,7 @@ def dist_snapshot(line: Line) -> str:
     if options.remove is not None:
         removed = line.pool.snapshot_store.remove(options.remove)
         return f"removed {', '.join(f'`{each.key}`' for each in removed)}"
-    wanted = wanted_to_save(names_in(options.variables), options.name)
+    wanted = Wanted(tuple(names_in(options.variables)) or None, options.name)
     if every == 0 and wanted == Wanted(None, None):
         routine.every = 0
         return "automatic snapshots are off"
@@ -247,7 +247,7 @@ def dist_snapshot(line: Line) -> str:
     again = f"again after every {count(routine.every, 'cell')}" if every else ""
     left = "; ".join(f"{name} ({why})" for name, why in taken.left_out.items())
     left = left and f"left out: {left}"
-    parts = [saved, size_text(taken.size), left, again, wanted.hint, str(taken.folder)]
+    parts = [saved, size_text(taken.size), left, again, str(taken.folder)]
     return " · ".join(filter(None, parts))
 
 
@@ -293,14 +293,13 @@ def dist_restore(line: Line) -> Shown | str:
     source = options.from_rank
     line.display.wait_for("restoring …")
     store = world.snapshot_store
-    wanted = wanted_to_restore(store, names_in(options.variables), options.name)
-    done = world.restore(names=wanted.names, name=wanted.name, ranks=ranks, from_rank=source)
+    names = names_in(options.variables)
+    done = world.restore(names=names, name=options.name, ranks=ranks, from_rank=source)
     taken = done.snapshot
     of_rank = f" of rank {source}" if source is not None else ""
     said = f"restored {list_names(done.names, MOST_SAID)}{of_rank} on {name_ranks(done.ranks)} "
     of_other = "" if taken.owner == store.owner else ", which this notebook did not save"
-    said += f"from `{taken.key}` of {taken.clock}{of_other}"
-    return " · ".join(filter(None, [said, wanted.hint]))
+    return f"{said}from `{taken.key}` of {taken.clock}{of_other}"
 
 
 def _take(pool: Pool, world: World, wanted: Wanted) -> Snapshot:

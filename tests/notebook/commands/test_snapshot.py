@@ -91,27 +91,24 @@ def test_every(notebook: Notebook, folder: Path) -> None:
     assert notebook.run("%dist_snapshot --every 0").text == "automatic snapshots are off"
 
 
-def test_variables_come_first(notebook: Notebook) -> None:
-    """All words are variables; a name that comes first, as it once did, is told and understood."""
+def test_variables_and_names(notebook: Notebook) -> None:
+    """All words are variables; what was meant for the snapshot's name is told how to be one."""
     notebook.run("%%distributed\nmodel, step, other = 1, 2, 3")
     said = notebook.run("%dist_snapshot model step").text
     assert said.startswith("saved model and step of 2 ranks · snapshot `snapshot` · ")
-    assert "--name" not in said
-    said = notebook.run("%dist_snapshot epoch-3 model").text
-    assert said.startswith("saved model of 2 ranks · snapshot `epoch-3` · ")
-    assert "comes after `--name`: `%dist_snapshot model --name epoch-3`" in said
+    error = notebook.run("%dist_snapshot epoch-3 model").error
+    assert "no rank has `epoch-3`" in error
+    assert "`%dist_snapshot model --name epoch-3`" in error
+    notebook.run("%dist_snapshot model --name epoch-3")
     notebook.run("%%distributed\nmodel, step, other = 4, 5, 6")
-    said = notebook.run("%dist_restore snapshot step").text
-    assert said.startswith("restored step on ranks 0-1 from `snapshot@")
-    assert "`%dist_restore step --name snapshot`" in said
+    error = notebook.run("%dist_restore snapshot step").error
+    assert "`%dist_restore --name snapshot` restores the snapshot of this name" in error
+    assert "restored step on ranks" in notebook.run("%dist_restore step --name snapshot").text
     assert "restored model on ranks 0-1 from `epoch-3@" in notebook.run("%dist_restore model").text
     assert body(notebook.run("%%distributed\nmodel, step, other")) == [
         "── ranks 0-1 (same) ──",
         "(1, 2, 6)",
     ]
-    notebook.run("%dist_snapshot model --name model")
-    assert "`model` is a variable and a snapshot" in notebook.run("%dist_restore model").error
-    assert "restored model" in notebook.run("%dist_restore --name model").text
 
 
 def test_this_notebooks_newest(
