@@ -292,7 +292,7 @@ def check_end(
         pool.failed, pool.failed_at = cause, time.monotonic()
     killed = running.killed_by_stop
     stopped = bool(running.stops) if stopped is None else stopped
-    if stopped and not running.unfinished and (killed or not running.died):
+    if stopped and not running.unfinished and (killed or not running.deaths):
         world.session.told(killed)
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, fate)

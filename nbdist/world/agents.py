@@ -70,17 +70,10 @@ def module_of(launcher: str) -> str:
     return HEAD
 
 
-ANSWER_TIMEOUT = 15.0
-"""Seconds; a world that is only slow, on a busy machine, is not to be missing from the list."""
-
-ADMIT_TIMEOUT = 30.0
-"""Seconds; longer than an agent has a notebook wait while its workers start or heal."""
-
-AGENTS = (AGENT.encode(), HEAD.encode())
-"""In the command line of whatever serves a notebook, before its runtime folder."""
-
+ANSWER_TIMEOUT = 15.0  # seconds; what is only slow, on a busy machine, is not to be missing
+ADMIT_TIMEOUT = 30.0  # seconds; longer than a notebook has to wait while workers start or heal
+AGENTS = (AGENT.encode(), HEAD.encode())  # in their command lines, before the runtime folder
 MOST_LISTED = 6  # worlds that an error names
-
 READ_SIZE = 1 << 18
 
 
@@ -151,9 +144,6 @@ class Worlds:
     def __init__(self, question: views.Describe | views.Look, timeout: float) -> None:
         self._question, self._timeout = question, timeout
         self._asked: dict[Path, Asking] = {}
-
-    def __repr__(self) -> str:
-        return f"<Worlds, silent {[*map(str, self._asked)]}>"
 
     def found(self) -> list[Found]:
         """Ask all of them, and wait `timeout` seconds at most for all answers.
@@ -316,15 +306,11 @@ class AttachedAgent:
         return last_lines_of(self._log)
 
     def end(self, timeout: float) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self._ends_in(timeout):
+        for number in (signal.SIGTERM, signal.SIGKILL, 0):
+            if select.select([self._guard], [], [], timeout)[0]:
                 return
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._agent, number)
-        self._ends_in(timeout)
-
-    def _ends_in(self, timeout: float) -> bool:
-        return bool(select.select([self._guard], [], [], timeout)[0])
 
     def close(self) -> None:
         self._asking.close()

@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from fnmatch import translate
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -25,29 +25,25 @@ from nbdist.wire.views import PACKAGES
 from nbdist.words import count, size_text
 
 IGNORE_FILE = ".nbdistignore"
+LARGEST = 1 << 20  # bytes of a file that is sent without being asked for
+MOST_BYTES, MOST_FILES = 64 << 20, 5000  # of all of these
+MOST_LOOKED_AT = 50_000  # files and folders below the notebook's: with more it is hardly of code
+FULL_FOLDER = 500  # files in one folder, apart from Python's, from which on they are taken for data
+FRESH = 2 * 10**9  # nanoseconds after a change in which a second one may not show in a file's times
+NAMED = 3  # how many files are named of those that stay here
+TRIES = 3  # as many times as files may change while they are being sent
+LANDMARKS, LANDMARKS_LOOKED_AT = 3, 100  # files by which a node tells whether it shares the folder
+GIT_TIMEOUT = 5.0  # seconds for git; without an answer all is sent that is small
+
+# Git runs no program that the folder's own configuration names, and fetches nothing: the folder
+# may be a clone or an unpacked archive that another person made.
+GIT = ("git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+GIT_ENVIRON = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
 
 
 def _any_of(patterns: str) -> re.Pattern[str]:
     return re.compile("|".join(map(translate, patterns.split())))
 
-
-LARGEST = 1 << 20  # bytes of a file that is sent without being asked for
-MOST_BYTES = 64 << 20  # of all of these
-MOST_FILES = 5000
-MOST_LOOKED_AT = 50_000
-"""Files and folders below the notebook's: with more it is hardly a folder of code."""
-FULL_FOLDER = 500  # files in one folder, apart from Python's, from which on they are taken for data
-
-GIT_TIMEOUT = 5.0
-"""Seconds for git to say what it ignores; without an answer all is sent that is small."""
-GIT = ("git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
-GIT_ENVIRON = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
-"""Git runs no program that the folder's own configuration names, and fetches nothing: the folder
-may be a clone or an unpacked archive that another person made."""
-
-FRESH = 2 * 10**9  # nanoseconds after a change in which a second one may not show in a file's times
-
-NAMED = 3  # how many files are named of those that stay here
 
 QUIET = _any_of(
     ".git/ .hg/ .svn/ __pycache__/ .ipynb_checkpoints/ .*_cache/ node_modules/ .venv/ .tox/ .nox/ "
@@ -59,13 +55,11 @@ HEAVY = _any_of(
     "checkpoints/ lightning_logs/ wandb/ mlruns/ *.pt *.pth *.ckpt *.safetensors *.gguf"
 )
 """Files that stay here, which is said."""
-ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
-"""What a folder has that venv, virtualenv or conda has made."""
+ENVIRONMENT = ("pyvenv.cfg", "conda-meta")  # in a folder that venv, virtualenv or conda has made
 
 Stamp = tuple[int, int, int, int]  # what differs of a file or a folder once it has changed
-
-_Found = tuple[str, os.stat_result, bool]
-"""A file by its path, what there is of it, and whether it is asked for."""
+_Found = tuple[str, os.stat_result, bool]  # a file's path, what there is of it, is it asked for
+Asks = Callable[[Request], Generator[Starting, None, Reply]]  # calls a node, as `Link.calling`
 
 
 class Rule:
@@ -147,8 +141,6 @@ class CodeListing:
         return False
 
     def _list(self) -> None:
-        """Look for what there is, choose, and read what has changed."""
-
         def by_use(item: _Found) -> tuple[bool, bool, int, str]:
             path, found, is_asked_for = item
             return not is_asked_for, not path.endswith(".py"), found.st_size, path
@@ -175,9 +167,10 @@ class CodeListing:
         rules, ignored = _rules_in(self.folder), _ignored_by_git(self.folder)
         waiting, looked_at = deque([("", os.stat(self._root))]), 0
         while waiting:
-            folder, found = waiting.popleft()
+            (folder, found), entries = waiting.popleft(), list[os.DirEntry[str]]()
             stamps[folder] = _lasting_stamp(found)
-            entries = self._entries(folder)
+            with suppress(OSError) if folder else nullcontext():  # one may not be to be read
+                entries = [*os.scandir(self._root + folder)]
             looked_at += len(entries)
             self._is_cut_short = looked_at > MOST_LOOKED_AT
             if self._is_cut_short:
@@ -187,7 +180,7 @@ class CodeListing:
                 self.left_out[folder or "./"] = 0
             for each in entries:
                 is_folder = each.is_dir(follow_symlinks=False)
-                path = f"{folder}{each.name}/" if is_folder else f"{folder}{each.name}"
+                path = f"{folder}{each.name}{'/' if is_folder else ''}"
                 is_data = data > FULL_FOLDER and not path.endswith(("/", ".py"))
                 is_wanted = _asks_for(rules, path)
                 with suppress(OSError):  # of a link that leads nowhere
@@ -201,16 +194,6 @@ class CodeListing:
                             waiting.append((path, found))
                         elif stat.S_ISREG(found.st_mode):
                             yield path, found, bool(is_wanted)
-
-    def _entries(self, folder: str) -> list[os.DirEntry[str]]:
-        """List what is in a folder; one that cannot be read has nothing."""
-        try:
-            with os.scandir(self._root + folder) as found:
-                return [*found]
-        except OSError:
-            if not folder:
-                raise
-            return []
 
     def _stays(self, path: str, entry: os.DirEntry[str]) -> bool:
         """Return True for what no machine needs elsewhere; what may be missed is noted."""
@@ -265,15 +248,6 @@ def _ignored_by_git(root: Path) -> frozenset[str]:
     except (OSError, subprocess.SubprocessError):
         return frozenset()
     return frozenset(map(os.fsdecode, git.stdout.split(b"\0")))
-
-
-TRIES = 3  # as many times as files may change while they are being sent
-
-LANDMARKS, LANDMARKS_LOOKED_AT = 3, 100
-"""Files by which a node tells whether it shares the folder, and how many these are taken from."""
-
-Asks = Callable[[Request], Generator[Starting, None, Reply]]
-"""What calls a node, `Link.calling`: it comes round now and then, and returns the reply."""
 
 
 class CodeSync:

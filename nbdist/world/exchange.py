@@ -268,10 +268,8 @@ def sync(
         raise UsageError(f"`%dist_sync {bad[0]}`: a name is copied, not an expression.")
     check_are_free(names, "`%dist_sync`")
     if not session.has_group and session.state.has_workers:
-        raise UsageError(
-            "`%dist_sync` copies through the process group, and these workers have none "
-            "(`--backend none`)."
-        )
+        why = "copies through the process group, and these workers have none (`--backend none`)"
+        raise UsageError(f"`%dist_sync` {why}.")
     for rank in (source, *(ranks or ())):
         if not 0 <= rank < session.size:
             raise BadRanks(str(rank), session.size, f"there is no rank {rank}")
@@ -384,10 +382,7 @@ def restore(
             problem += f" (written with {differs.what} {differs.there}, here is {differs.here})"
         raise UsageError(f"The snapshot `{snapshot.key}` cannot be restored: {problem}.")
     wanted = {"names": names and [*names], "with_random": from_rank is None}
-    running = commit(session, Call("snapshot.bind", wanted))
-    session.wait(running)
-    session.check(running)
-    bound = running.result().values()
+    bound = session.finish(commit(session, Call("snapshot.bind", wanted))).values()
     return Restored(snapshot, tuple(sorted(set().union(*bound))), on)
 
 
@@ -399,7 +394,6 @@ def _on_ranks(
 
 
 def _problem(parts: Mapping[int, Written | Loaded]) -> str:
-    """Say what a rank could not do; "" where all could."""
     problems = {rank: part.problem for rank, part in parts.items() if part.problem}
     same = [rank for rank, said in problems.items() if said == next(iter(problems.values()))]
     return f"{name_ranks(same)}: {problems[same[0]]}" if problems else ""
@@ -421,17 +415,16 @@ def _sources(
         return dict.fromkeys(on, from_rank)
     missing = [rank for rank in on if rank not in snapshot.parts]
     if missing or (size != session.size and not are_chosen):
-        first = f"`-r {format_ranks(range(min(size, session.size)))}` restores these alone, "
         raise UsageError(
             f"`{snapshot.key}` is of {_of(size)}, and this world has {session.size}. "
-            f"{first}`--from 0` gives every rank the variables of rank 0 and its part of sharded "
-            f"values, `%dist_restart -n {size}` starts that many."
+            f"`-r {format_ranks(range(min(size, session.size)))}` restores these alone, `--from 0` "
+            "gives every rank the variables of rank 0 and its part of sharded values, "
+            f"`%dist_restart -n {size}` starts that many."
         )
     return {rank: rank for rank in on}
 
 
 def _meshes(snapshot: Snapshot, size: int, from_rank: int | None) -> dict[Mesh, Mesh]:
-    """Return which meshes there are to be, for those in the snapshot."""
     before = len(snapshot.parts)
     instead = {}
     for mesh in snapshot.meshes:

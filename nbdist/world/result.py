@@ -33,7 +33,6 @@ from nbdist.world.hangs import doing_of
 if TYPE_CHECKING:
     from IPython.lib.pretty import RepresentationPrinter
 
-
 Names = dict[str, Any]  # the `__main__` in which what ranks send back finds its classes
 
 
@@ -206,8 +205,8 @@ class CellResult(Generic[R_co]):
     @property
     def _has_values(self) -> bool:
         task = self.task
-        were_asked_for = task.keeps or bool(task.fetch) or not isinstance(task.work, Source)
-        return bool(self.by_rank) and were_asked_for
+        were_asked_for = task.keeps or task.fetch or not isinstance(task.work, Source)
+        return bool(self.by_rank and were_asked_for)
 
     @property
     def ok(self) -> bool:
@@ -262,7 +261,6 @@ class CellResult(Generic[R_co]):
 
 
 # --- what workers do and use, in a line and as a table ----------------------------------------
-
 
 GIB = 2**30
 
@@ -350,17 +348,12 @@ def _row(worker: WorkerStatus, cpu: float | None, line: str | None) -> tuple[str
 def wanted_level(*, is_shown: bool) -> int | None:
     """Return the level from which on records are handled here; None where there is no handler."""
     # Without a handler logging itself would print them, which the worker's has done.
-    known = logging.Logger.manager.loggerDict
-    loggers = [
-        logger
-        for name, logger in [*known.items()]
-        if name.startswith("nbdist.") and isinstance(logger, logging.Logger)
-    ]
+    known = [*logging.Logger.manager.loggerDict.items()]
+    below = [logger for name, logger in known if name.startswith("nbdist.")]
     # A logger that has neither a level nor handlers is as the one above it.
-    own = [logger for logger in loggers if logger.handlers or logger.level]
-    listening = [
-        each for each in (logging.getLogger("nbdist"), *own) if any(_handlers(each, is_shown))
-    ]
+    own = [each for each in below if isinstance(each, logging.Logger)]
+    loggers = [logging.getLogger("nbdist"), *(each for each in own if each.handlers or each.level)]
+    listening = (each for each in loggers if any(_handlers(each, is_shown)))
     return min((each.getEffectiveLevel() for each in listening), default=None)
 
 

@@ -37,8 +37,7 @@ from nbdist.world.workers import Workers
 LOOK_TIMEOUT = 10.0
 LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped one
 
-Kept = dict[int, list[bytes]]
-"""By rank, the frames of a pickle of what outlives its worker; not opened here."""
+Kept = dict[int, list[bytes]]  # by rank, the frames of a pickle of what outlives its worker
 
 
 class Session(Workers):
@@ -60,7 +59,6 @@ class Session(Workers):
         return Task(uuid.uuid4().hex, on, work, **fields)
 
     def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return ranks that were asked for; BadRanks for what is none."""
         # Before the start it is not known yet how many there will be.
         size = self.size if self.state.has_workers else None
         for rank in ranks:
@@ -159,7 +157,10 @@ class Session(Workers):
 
     def run(self, task: Task) -> CellResult[Any]:
         """Send a task and wait for it.  Raises its error, or KeyboardInterrupt after Stop."""
-        running = self.submit(task)
+        return self.finish(self.submit(task))
+
+    def finish(self, running: RunningTask) -> CellResult[Any]:
+        """Wait for a task that has been sent; raises as `run`."""
         self.wait(running)
         self.check(running)
         return running.result()
@@ -267,9 +268,8 @@ class Session(Workers):
             size = topology.parse_size(n, self.size)
             keep = self.everyone[:size]
         else:
-            raise UsageError(
-                "`%dist_scale` takes a number of workers (4, +2) or the ranks to keep (`-r 0,2-3`)."
-            )
+            forms = "a number of workers (4, +2) or the ranks to keep (`-r 0,2-3`)"
+            raise UsageError(f"`%dist_scale` takes {forms}.")
         if size != self.size:
             recovery.scale(self, size, keep)
 
@@ -327,13 +327,10 @@ class Session(Workers):
 
     def _named(self, reply: Reply) -> Any:
         """Name machines in the rows of a status as elsewhere."""
-        if not isinstance(reply, tuple):
+        if not (isinstance(reply, tuple) and reply and isinstance(reply[0], WorkerStatus)):
             return reply
         name = self.machines.name
-        return tuple(
-            replace(row, host=name(row.rank) or row.host) if isinstance(row, WorkerStatus) else row
-            for row in reply
-        )
+        return tuple(replace(row, host=name(row.rank) or row.host) for row in reply)
 
     def _asked(self, request: Request) -> Future[Reply] | None:
         if not self.state.has_workers or (link := self._link) is None or not link.is_up:

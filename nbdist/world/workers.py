@@ -39,30 +39,18 @@ from nbdist.world.states import NOBODY, Event, Machines, Renumbering, State, com
 
 log = logging.getLogger("nbdist.world")
 
-COMING_TIMEOUT = 86_400.0
-"""Seconds for other machines to come, on whose queues it depends; their head waits less long."""
-
+COMING_TIMEOUT = 86_400.0  # seconds for machines to come out of queues; their head waits less long
 STOP_GRACE, RESTART_GRACE = 2.0, 0.3  # seconds that idle workers have to run their exit handlers
-
 STOP_TIMEOUT = 20.0  # seconds for an agent to have ended them; one that hangs is ended with them
-
 QUIET_SECONDS = 2.0  # of a start, before anything is said of it
-
 LATE_KEPT = 1000  # outputs of threads that outlived their task; all text is in the log files too
 
 
 class Workers:
     """The workers of a world; the loop over a task and what heals their group act on them.
 
-    `state` changes through `advance` alone.  `late` has what ranks have shown outside of
-    tasks, `problem` why they share no group, `lacks` what is missing in their libraries,
-    `way_back` what has machines come that are missing.  `names` says who has which, `past` what
-    has run since the start, `dead` which ranks have died, `replaced` where others are now,
-    `have_come` which machines have come that could be taken in, `renumbering` what the last
-    forming of the group has made of them, `code` what keeps the notebook's folder in step,
-    `surroundings` what of the notebook's has changed since.  `is_elsewhere`: they are not, or
-    not all, on the notebook's machine.  `leaving` is set, in any thread, when this process is
-    about to end.
+    `state` changes through `advance` alone.  `leaving` is set, in any thread, when this process
+    is about to end.
     """
 
     def __init__(self, config: WorldConfig, there: Attached | None = None) -> None:
@@ -71,19 +59,18 @@ class Workers:
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.pids: Mapping[int, int] = {}
         self.logs: Mapping[int, str] = {}
-        self.lacks: tuple[str, ...] = ()
-        self.problem = self.way_back = self.warning = ""
+        self.lacks: tuple[str, ...] = ()  # what is missing in their libraries
+        self.problem = self.way_back = self.warning = ""  # why no group, how machines come back
         self.machines = Machines()
-        self.is_elsewhere = False
-        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
+        self.is_elsewhere = False  # not, or not all, on the notebook's machine
+        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)  # shown outside of tasks
         self.names = NameTable(self.namespace)
         self.dead: dict[int, Died] = {}
-        self.replaced: dict[int, Died] = {}
-        self.setup = Setup()
-        self.past = Past()
-        self.renumbering = Renumbering(0, 0, {})
+        self.replaced: dict[int, Died] = {}  # those that died, and where others are now
+        self.setup, self.past = Setup(), Past()
+        self.renumbering = Renumbering(0, 0, {})  # by the last forming of the group
         self._renumbered: Renumbering | None = None  # since `take_moved`
-        self.have_come: dict[str, None] = {}
+        self.have_come: dict[str, None] = {}  # machines that could be taken in
         self.lost: AgentLost | None = None
         self.running: RunningTask | None = None
         self.leaving = threading.Event()
@@ -294,14 +281,15 @@ class Workers:
             request = messages.StartWorld(self.spec, wanted_elsewhere(self.config, self.spec))
             timeout = CALL_TIMEOUT if request.wanted is None else COMING_TIMEOUT
             started = yield from self._link.calling(request, timeout)
+            if isinstance(started, messages.StartFailure):
+                raise StartError(
+                    started.rank, started.host, started.command, started.reason, started.last_lines
+                )
         except BaseException:  # Stop too: whatever has been started is ended
-            self._call_off_start()
+            self.advance(Event.START_FAILED)
+            if left := self.close_link():
+                log.warning("%s", left)
             raise
-        if isinstance(started, messages.StartFailure):
-            self._call_off_start()
-            raise StartError(
-                started.rank, started.host, started.command, started.reason, started.last_lines
-            )
         assert isinstance(started, messages.WorldStarted)
         self.pids, self.logs, self.lacks = started.pids, started.logs, started.lacks
         self.spec = started.spec or self.spec  # what other machines decide
@@ -309,11 +297,6 @@ class Workers:
         if self.code is not None and self.is_elsewhere:  # now that it is known who shares it
             yield from self.code.bringing(self._link.calling, anew=True)
         self.advance(Event.STARTED)
-
-    def _call_off_start(self) -> None:
-        self.advance(Event.START_FAILED)
-        if left := self.close_link():
-            log.warning("%s", left)
 
     def starting_texts(self) -> Iterator[str]:
         """Start them; yield `starting 4 workers: 2 ready` when that changes, else ""."""

@@ -16,8 +16,9 @@ import pytest
 
 from nbdist.config import Patience, WorldConfig
 from nbdist.errors import ScaleError, UsageError, WorkerError, WorldBusy, WorldNotStarted
+from nbdist.output.events import Done
 from nbdist.world import recovery
-from nbdist.world.recovery import healing_text, replaced_text
+from nbdist.world.recovery import healing_text
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
@@ -328,11 +329,13 @@ def test_nothing_piles_up(world: World) -> None:
 
 def test_words() -> None:
     """Of one rank and of several."""
-    assert replaced_text([2], "x") == "rank 2 was restarted and its variables (x) are gone"
-    assert replaced_text([2, 0], "") == "ranks 0,2 were restarted and their variables are gone"
     two: Any = Workers(WorldConfig(2, log_dir=""))
-    assert healing_text(two, [1]).endswith(" are gone; other ranks are unaffected.")
-    assert healing_text(two, [0, 1]).endswith(" are gone.")
+    said = "ranks 0-1 were restarted and their variables are gone."
+    assert healing_text(two, [1, 0]) == said
+    two.names.finished(1, Done("ok", 0.0, frozenset("x")), {})
+    two.names.replaced([1])
+    said = "rank 1 was restarted and its variables (x) are gone; other ranks are unaffected."
+    assert healing_text(two, [1]) == said
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------
