@@ -20,7 +20,6 @@ from nbdist.notebook.options import NbDist, check_same, given
 from nbdist.notebook.outcome import Why, idle_end, why_died
 from nbdist.output.events import Died, RankError
 from nbdist.words import count, name_ranks
-from nbdist.world.exchange import Wanted
 from nbdist.world.link import Link
 from nbdist.world.names import list_names
 from nbdist.world.recovery import TICK, healing_text, scaled_text
@@ -481,7 +480,7 @@ class Routine:
     """What `--every` has set up, and the newest snapshot of this notebook's session."""
 
     every: int = 0
-    wanted: Wanted = field(default_factory=lambda: Wanted(None, None))
+    wanted: tuple[tuple[str, ...] | None, str | None] = (None, None)  # variables, name
     cells: int = 0
     newest: Snapshot | None = field(default=None, repr=False)
 

@@ -303,14 +303,6 @@ class Restored:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which variables, None for all, of which snapshot, None for this notebook's newest."""
-
-    names: tuple[str, ...] | None
-    name: str | None
-
-
 def save(
     session: Session,
     store: SnapshotStore,

@@ -1,6 +1,6 @@
 """What the workers of a world have run: cells to run again, and all of them for `%dist_export`.
 
-`recovery.end` adds to the one `Past` of `Workers`, which is bounded and keeps no values.
+`recovery.follow` adds to the one `Past` of `Workers`, which is bounded and keeps no values.
 """
 
 from __future__ import annotations

@@ -51,12 +51,12 @@ LASTING |= {"IndentationError", "TabError"}
 # --- one task, to its end ---------------------------------------------------------------------
 
 
-def follow(workers: Workers, running: RunningTask) -> Following:
-    """Yield what ranks have shown since the last time, until all of them have finished.
+def follow(workers: Workers, running: RunningTask, *, answers: bool = False) -> Following:
+    """Yield what ranks have shown since the last time, until all have finished: `Session.follow`.
 
-    Every `TICK` seconds at least, so that a clock can move on.  The first Stop interrupts the
-    ranks and goes on for `Patience.control_timeout` seconds at most; the second ends it at once,
-    with ranks unfinished.  So does the end of this process, where the workers outlive it.
+    Every `TICK` seconds at least, so that a clock can move on.  After the first Stop it goes on for
+    `Patience.control_timeout` seconds at most.  The end of this process ends it at once, where the
+    workers outlive that.
     """
     before, longest = running.stops_met, TICK
     while running.unfinished:
@@ -90,6 +90,12 @@ def follow(workers: Workers, running: RunningTask) -> Following:
                 _take(workers, running, step)
         sent = yield running.take_news()
         longest = TICK if sent is None else sent
+        if not answers:
+            workers.refuse(running)
+    while not (running.is_over or running.wants_control(before)):
+        with running.counting_stops(raises=True):
+            _end(workers, running)
+        yield running.take_news()
 
 
 def interrupt(workers: Workers, running: RunningTask) -> None:
@@ -147,7 +153,7 @@ def _locate(workers: Workers, running: RunningTask) -> dict[int, Place]:
     return running.places
 
 
-def end(workers: Workers, running: RunningTask) -> None:
+def _end(workers: Workers, running: RunningTask) -> None:
     """Do what is left to do once all ranks have finished a task, and keep with it what it was."""
     _abort_leftovers(workers, running)
     if running.crew.heals and running.explains_death({}):
@@ -345,8 +351,6 @@ def _run(workers: Workers, task: Task) -> NbdistError | None:
     running = workers.send(task)
     for _ in follow(workers, running):
         pass
-    if not running.unfinished:
-        end(workers, running)
     if running.stops:
         raise KeyboardInterrupt
     return running.error()

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from nbdist.world.agents import module_of
 from nbdist.world.names import Shipped
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
-from nbdist.world.states import NOBODY, Renumbering, State
+from nbdist.world.states import Renumbering, State
 from nbdist.world.workers import Workers
 
 LOOK_TIMEOUT = 10.0
@@ -111,17 +111,7 @@ class Session(Workers):
         With `answers` the caller has to `reply` to prompts; otherwise ranks get an error.  Send the
         generator the longest time in seconds that it may block; 0.0 polls.
         """
-        before = running.stops_met
-        steps, longest = recovery.follow(self, running), None
-        with suppress(StopIteration):
-            while True:
-                longest = yield steps.send(longest)
-                if not answers:
-                    self.refuse(running)
-        while not (running.unfinished or running.is_over or running.wants_control(before)):
-            with running.counting_stops(raises=True):
-                recovery.end(self, running)
-            yield running.take_news()
+        return recovery.follow(self, running, answers=answers)
 
     def meet_stop(self, task: Task) -> bool:
         """Count a Stop for `follow`; False before the task is sent: then it is to be raised.
@@ -140,13 +130,6 @@ class Session(Workers):
         for rank, text in answers.items():
             self.link.send(Enter(rank, InputReply(running.prompts[rank].number, text)))
             running.prompts.answered(rank, time.monotonic())
-
-    def refuse(self, running: RunningTask) -> None:
-        """Tell all ranks that want something typed that nobody can."""
-        for rank in running.prompts.ranks:
-            number = running.prompts[rank].number
-            self.link.send(Enter(rank, InputReply(number, problem=NOBODY)))
-            running.prompts.drop(rank, time.monotonic())
 
     def attempts(self, task: Task, most: int) -> Iterator[Task]:
         """Yield the task to submit and follow, at most `most` times more where `restart` is set."""

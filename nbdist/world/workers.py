@@ -393,6 +393,13 @@ class Workers:
         link = self.detach_link()
         return link.close() if link is not None else ""
 
+    def refuse(self, running: RunningTask) -> None:
+        """Tell all ranks that want something typed that nobody can."""
+        for rank in running.prompts.ranks:
+            number = running.prompts[rank].number
+            self.link.send(messages.Enter(rank, InputReply(number, problem=NOBODY)))
+            running.prompts.drop(rank, time.monotonic())
+
     # --- what comes up --------------------------------------------------------------------
 
     def receive(self, timeout: float) -> None:

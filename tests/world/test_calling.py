@@ -321,14 +321,6 @@ def test_nobody_can_type(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         world.execute("breakpoint()\nx = 1")
 
 
-def test_who_does_not_answer_refuses(world: World) -> None:
-    """A task that nobody looks at does not wait for ever."""
-    session = world.session
-    running = session.submit(world.task("import getpass\ngetpass.getpass()", ranks=(1,)))
-    session.wait(running)
-    assert "need JupyterLab or a terminal" in str(running.error())
-
-
 def test_a_forked_child_asks_nobody(world: World, enter: Enter) -> None:
     """Its parent's connection is not its own."""
     enter("for the rank")

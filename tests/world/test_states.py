@@ -277,16 +277,6 @@ def test_new_ranks_after_that(world: World) -> None:
     assert world.gather(WHO) == [[r, r, 3, r, 3, r, r, 3, 3, 3, True, str(r)] for r in range(3)]
 
 
-def test_what_users_have_bound_stays(world: World) -> None:
-    """A `rank` that a cell has bound is theirs; torchrun's variables that they set are, too."""
-    world.execute("rank, os.environ['ROLE_RANK'] = 'mine', 'mine'", ranks=[2])
-    world.scale(ranks=[0, 2])
-    assert world.gather("rank") == [0, "mine"]
-    assert world.gather("os.environ['ROLE_RANK']") == ["0", "mine"]
-    world.execute("del rank", ranks=[1])
-    world.scale(1)  # that rank, with what it has of its own, is not for others
-
-
 def test_cells_that_follow_their_ranks(world: World) -> None:
     """A set-up cell of one rank runs where that rank is now, and what was run is exported so."""
     world.execute("special = 'setup'", ranks=[2], setup=True)

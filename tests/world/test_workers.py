@@ -117,7 +117,7 @@ def test_start_interrupted(new_children: Callable[[], list[psutil.Process]]) -> 
     world.shutdown()
 
 
-@pytest.mark.own_agent
+@pytest.mark.world
 def test_restart_interrupted() -> None:
     """A restart that Stop has cut short is asked for again, and ends the old workers."""
     with World(1, log_dir="") as world:

@@ -42,19 +42,6 @@ def world(started: World) -> World:
     return started
 
 
-def test_collectives(world: World) -> None:
-    """All ranks share a group: all_reduce, barrier and all_gather_object give right results."""
-    run_well(
-        world,
-        "t = torch.ones(3) * rank\ndist.all_reduce(t)\ndist.barrier()\n"
-        "all_of_them = [None] * world_size\ndist.all_gather_object(all_of_them, rank)",
-    )
-    total = float(sum(range(world.size)))
-    for rank, (t, ranks) in enumerate(world.gather("(t, all_of_them)")):
-        assert t.tolist() == [total] * 3, rank
-        assert ranks == [*range(world.size)]
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_data_loader_with_workers(world: World, method: str) -> None:
     """A data set class of a cell works in a DataLoader with worker processes."""
@@ -321,30 +308,28 @@ def test_it_starts_by_itself() -> None:
 
 @pytest.mark.own_agent
 def test_another_launchers_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that there is not is refused in a line, and leaves the workers as they are.
-
-    A task for all that was made before their number was known is for all.
-    """
+    """A task for all is for all who come; another launcher is refused in a line, or has its own."""
     install(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with World(1, log_dir="") as world:
-        session = world.session
-        world.execute("x = 7")
-        before, agent = world.pids, session.link.agent
+    world = World(launcher="here", log_dir="")
+    try:
+        task = world.task("x = 7")
+        assert task.ranks == (0,)  # how many there will be is not known yet
+        running = world.submit(task)
+        assert (running.task.ranks, world.size > 1) == (world.session.everyone, True)
+        world.session.finish(running)
+        before, agent = world.pids, world.session.link.agent
+        assert "nbdist.cluster" in agent.command
         with pytest.raises(
             UsageError, match=r"`--launcher nowhere`: available: here, .*local, .*ssh"
         ):
             world.restart(launcher="nowhere", n=2)
-        assert (world.pids, world.size, session.config.launched_by) == (before, 1, "local")
-        world.restart(keep=["x"], launcher="here")
-        assert "nbdist.cluster" in session.link.agent.command
+        assert (world.pids, world.session.config.launched_by) == (before, "here")
+        world.restart(1, keep=["x"], launcher="local")
+        assert "nbdist.cluster" not in world.session.link.agent.command
         assert not psutil.pid_exists(agent.pid)
         assert world.gather("x") == [7]
-    world = World("auto", launcher="here", log_dir="")
-    try:
-        assert world.task("pass").ranks == (0,)
-        assert world.submit(world.task("pass")).task.ranks == world.session.everyone
     finally:
         world.shutdown()
 

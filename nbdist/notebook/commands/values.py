@@ -22,7 +22,7 @@ from nbdist.readers import whole_number
 from nbdist.wire.work import Call
 from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line, size_text
 from nbdist.world import exchange
-from nbdist.world.exchange import Scatter, Wanted
+from nbdist.world.exchange import Scatter
 from nbdist.world.names import list_names
 from nbdist.world.parts import Joining
 from nbdist.world.snapshot_store import Snapshot
@@ -235,11 +235,11 @@ def dist_snapshot(line: Line) -> str:
     if options.remove is not None:
         removed = line.pool.snapshot_store.remove(options.remove)
         return f"removed {', '.join(f'`{each.key}`' for each in removed)}"
-    wanted = Wanted(tuple(names_in(options.variables)) or None, options.name)
-    if every == 0 and wanted == Wanted(None, None):
+    wanted = tuple(names_in(options.variables)) or None, options.name
+    if every == 0 and wanted == (None, None):
         routine.every = 0
         return "automatic snapshots are off"
-    taken = _take(line.pool, line.world, wanted)
+    taken = _take(line.pool, line.world, *wanted)
     if every is not None:
         routine.every, routine.wanted, routine.cells = every, wanted, 0
     ranks = count(len(taken.parts), "rank")
@@ -257,9 +257,9 @@ def take_due(pool: Pool) -> None:
     if not routine.is_due() or pool.world is None:
         return
     try:
-        _take(pool, pool.world, routine.wanted)
+        _take(pool, pool.world, *routine.wanted)
     except NbdistError as error:
-        named = f" `{routine.wanted.name}`" if routine.wanted.name else ""
+        named = f" `{name}`" if (name := routine.wanted[1]) else ""
         text = f"no snapshot{named} after this cell: {one_line(str(error))}"
         pool.display().say(text)
 
@@ -302,8 +302,8 @@ def dist_restore(line: Line) -> Shown | str:
     return f"{said}from `{taken.key}` of {taken.clock}{of_other}"
 
 
-def _take(pool: Pool, world: World, wanted: Wanted) -> Snapshot:
-    pool.routine.newest = taken = world.snapshot(names=wanted.names, name=wanted.name)
+def _take(pool: Pool, world: World, names: tuple[str, ...] | None, name: str | None) -> Snapshot:
+    pool.routine.newest = taken = world.snapshot(names=names, name=name)
     return taken
 
 
