@@ -37,7 +37,7 @@ from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call, Source, Task, Work
 from nbdist.words import name_ranks
-from nbdist.world.calling import ask, next_to_ask
+from nbdist.world.calling import ask
 from nbdist.world.exchange import binding
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
@@ -246,7 +246,7 @@ def follow_steps(
                     if display:
                         _show_news(running, news, display, is_attended=is_attended)
                         pool.show_late(at_once=False)
-                    if is_attended and (rank := next_to_ask(running)) is not None:
+                    if is_attended and (rank := running.next_to_ask) is not None:
                         with raised_stops():
                             if display:
                                 asks = running.prompts.text

@@ -146,10 +146,7 @@ class Worlds:
         self._asked: dict[Path, Asking] = {}
 
     def found(self) -> list[Found]:
-        """Ask all of them, and wait `timeout` seconds at most for all answers.
-
-        A world whose agent is stopped is waited for once, and listed again once it answers.
-        """
+        """Ask all, and wait `timeout` seconds for all answers; for a stopped one only once."""
         folders = runtime_folders()
         for folder in self._asked.keys() - {*folders}:
             self._asked.pop(folder).close()
@@ -320,10 +317,7 @@ class AttachedAgent:
 
 
 class AgentProcess(Child):
-    """A process that connects to `runtime / "notebook.sock"`, and ends with its stdin, our pipe.
-
-    `module`, what it runs, is `AGENT` or `HEAD`.
-    """
+    """A process, `AGENT` or `HEAD`, that connects to our socket, and ends with its stdin."""
 
     def __init__(self, runtime: Path, module: str = AGENT, *, fork_server: bool = True) -> None:
         command = [sys.executable, *MODULE, module, str(runtime), str(os.getpid())]

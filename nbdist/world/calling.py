@@ -137,10 +137,7 @@ def _find_executable(name: str) -> tuple[str, str]:
 
 
 def ask(session: Session, running: RunningTask, rank: int) -> None:
-    """Ask the user what this rank asks for, and send it; blocks as long as that takes.
-
-    Where nobody can type, the rank gets an error.  KeyboardInterrupt is Stop: nothing is sent.
-    """
+    """Ask the user what this rank asks for, and send it; an error where nobody can type."""
     request, prompt = running.prompts[rank], running.prompts.prompt(rank)
     while True:
         try:
@@ -157,11 +154,6 @@ def ask(session: Session, running: RunningTask, rank: int) -> None:
         else:
             session.reply(running, answers)
         return
-
-
-def next_to_ask(running: RunningTask) -> int | None:
-    """Return the rank that is to be answered now, if any."""
-    return running.prompts.next(time.monotonic(), running.unfinished)
 
 
 SCRIPT_NAMES = frozenset({"__file__"})
@@ -219,7 +211,7 @@ def _follow(session: Session, running: RunningTask) -> None:
             _write(lines.due(now), bars)
             if session.config.show and bars.is_due(now):
                 bars.show(merged_line(running.transcript), now)
-            if (asks := next_to_ask(running)) is not None:
+            if (asks := running.next_to_ask) is not None:
                 _write(lines.flush(), bars)
                 bars.clear()
                 ask(session, running, asks)

@@ -63,10 +63,7 @@ Asks = Callable[[Request], Generator[Starting, None, Reply]]  # calls a node, as
 
 
 class Rule:
-    """A line of `.nbdistignore`: what it matches stays here, or, after `!`, is sent.
-
-    Lines are as .gitignore has them; `*` is any number of any signs.
-    """
+    """A line of `.nbdistignore`, as in .gitignore: what it matches stays or, after `!`, is sent."""
 
     def __init__(self, line: str) -> None:
         self.sends = line.startswith("!")
@@ -266,10 +263,7 @@ class CodeSync:
         return said if said != before else ""
 
     def bringing(self, asks: Asks, *, anew: bool = False) -> Generator[Starting, None, None]:
-        """Send what has changed to all nodes; with `anew` they are asked what they have.
-
-        Raises CodeNotSent, and what the link raises.
-        """
+        """Send what has changed to all nodes, or with `anew` what they lack; raises CodeNotSent."""
         for _ in range(TRIES):
             try:
                 self.listing.look()

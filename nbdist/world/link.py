@@ -129,10 +129,7 @@ class Link:
     def call(
         self, request: Request, timeout: float = CALL_TIMEOUT, patience: float = float("inf")
     ) -> Reply:
-        """Return the agent's reply.  Raises AgentLost, or StartError where it does not start.
-
-        Raises KeyboardInterrupt on Stop, and where there is no reply after `patience` seconds.
-        """
+        """Return the reply; AgentLost, StartError, KeyboardInterrupt after `patience` seconds."""
         calling = self.calling(request, timeout, tick=min(timeout, patience))
         end = time.monotonic() + patience
         while time.monotonic() < end:

@@ -273,10 +273,7 @@ def replace(workers: Workers, ranks: Iterable[int]) -> None:
 
 
 def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
-    """Change the number of workers to `size`; those in `keep` stay, and come first in this order.
-
-    Raises ScaleError where there are as many as before, and WorldBroken where they do not meet.
-    """
+    """Have `size` workers, first those in `keep`; raises ScaleError, or WorldBroken."""
     before = workers.size
     spec, workers.warning = scaled(workers.spec, workers.config, size, keep=keep)
     _, why = _regroup(workers, Scale(spec, tuple(keep)))
@@ -291,10 +288,7 @@ def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
 
 
 def _regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, ...], str]:
-    """Have the agent form another group, and run the set-up cells where it has new ranks.
-
-    Returns the ranks replaced, and why there are not more.
-    """
+    """Form another group, set up its new ranks; return those replaced, and why not more."""
     running, replaced, why = workers.running, tuple[int, ...](), ""
     heals = isinstance(request, Heal)
     timeout = HEAL_TIMEOUT if heals else SCALE_TIMEOUT

@@ -297,10 +297,7 @@ def rows(
     cpu: Mapping[int, float] | None = None,
     lines: Mapping[int, str] | None = None,
 ) -> list[tuple[str, ...]]:
-    """Lay out headings, and a row per rank, if there are any; hosts where there are several.
-
-    By rank, `cpu` is in per cent of a core, `lines` are the last that it has written.
-    """
+    """Lay out headings and a row per rank; `cpu` is in per cent of a core, `lines` are the last."""
     if not workers:
         return []
     table = [

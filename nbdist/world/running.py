@@ -60,11 +60,7 @@ News = list[tuple[int, Output]]
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """The workers at the time when the task was sent: how many, where, and what they share.
-
-    `heals` says whether the policy for deaths is to replace the dead, `namespace` is where
-    what they send back finds its classes.
-    """
+    """The workers when the task was sent; `heals`: the dead are to be replaced."""
 
     size: int
     backend: str
@@ -162,6 +158,11 @@ class RunningTask:
         """How many bytes of how many its ranks have packed, as far as they have said."""
         moved = self.moved.values()
         return sum(each.done for each in moved), sum(each.total for each in moved)
+
+    @property
+    def next_to_ask(self) -> int | None:
+        """The rank that is to be answered now, if any."""
+        return self.prompts.next(time.monotonic(), self.unfinished)
 
     @property
     def age(self) -> float:

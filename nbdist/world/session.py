@@ -50,10 +50,7 @@ class Session(Workers):
     def task(
         self, work: Work | str = "", *, ranks: Sequence[int] | None = None, **fields: Any
     ) -> Task:
-        """Make a task for this world, on all of its ranks by default; a text is a cell's source.
-
-        `fields` are those of `Task`: `names`, `fetch`, `execution_count`, `key`.
-        """
+        """Make a task with such `fields`, on all ranks by default; a text is a cell's source."""
         on = self.everyone if ranks is None else self._checked(ranks)
         work = Source(work) if isinstance(work, str) else work
         return Task(uuid.uuid4().hex, on, work, **fields)
@@ -114,10 +111,7 @@ class Session(Workers):
         return recovery.follow(self, running, answers=answers)
 
     def meet_stop(self, task: Task) -> bool:
-        """Count a Stop for `follow`; False before the task is sent: then it is to be raised.
-
-        For a handler of signals.
-        """
+        """Count a Stop for `follow`, for a handler of signals; False where it is to be raised."""
         running = self.running
         if running is None or running.task.id != task.id or running.raises_stops:
             return False

@@ -148,10 +148,7 @@ class SnapshotStore:
         ]
 
     def find(self, key: str | None) -> Snapshot:
-        """Return this notebook's newest, that of a name, if need be another's, or `NAME@STAMP`.
-
-        UsageError for none.
-        """
+        """Return this notebook's newest, that of a name, or `NAME@STAMP`; UsageError for none."""
         name, _, stamp = (key or "").partition("@")
         found = self.of(name) if _is_name(name) else [] if key else self.mine()
         found = [each for each in found if not stamp or each.stamp == stamp]

@@ -35,10 +35,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def read_env_file(path: str) -> dict[str, str]:
-    """Read what a `.env` file sets; nothing in it is run or expanded.
-
-    Raises UsageError, with file and line, for what cannot be read.
-    """
+    """Read what a `.env` file sets, with nothing run or expanded; UsageError with file and line."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -127,10 +124,7 @@ class Here:
 def make_spec(
     config: WorldConfig, run: str = "", here: Here | None = None
 ) -> tuple[WorldSpec, str]:
-    """Return the spec, and a warning or ""; `run` is the name of a world without one.
-
-    Raises UsageError for what cannot be.
-    """
+    """Return the spec, by default named `run`, and a warning; UsageError for what cannot be."""
     here = here or Here()
     topology.check_class(config.backend or "", versions_here()["torch"])
     given = given_environ(config)
