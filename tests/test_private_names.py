@@ -40,6 +40,7 @@ ALLOWED = {
         "by_value._class_setstate",
     ): "cloudpickle fills classes it has itself",
     ("values/definitions.py", "_filename_map"): "IPython's, of cells that ran in another process",
+    ("notebook/options.py", "magic.parser._actions"): "argparse lists what it knows nowhere else",
     ("values/tensors.py", "tensor._version"): "torch's version counter has no public name",
     ("values/tensors.py", "value._untyped_storage"): "the public name warns",
 }

@@ -71,11 +71,8 @@ CELLS_HERE = {
 }
 """Cell magics that are the notebook's, with the reason."""
 
-AROUND = ("time", "capture")
-"""Cell magics that are wherever all lines below them are."""
-
-OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")
-"""Of `%config`: what only the notebook has, or shows."""
+AROUND = ("time", "capture")  # cell magics that are wherever all lines below them are
+OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")  # of `%config`: what only the notebook has, or shows
 
 _PLACES = {
     name: place
@@ -210,8 +207,7 @@ def _beginnings(lines: list[str]) -> Iterator[int]:
 # --- around what runs a cell ----------------------------------------------------------------------
 
 
-TAG = "distributed"
-"""Of a cell, in place of the magic: JupyterLab sends a cell's tags along."""
+TAG = "distributed"  # of a cell, in place of the magic: JupyterLab sends a cell's tags along
 
 LISTS_VARIABLES = re.compile(r"\b_VSCODE_|%who_ls\b")
 """Of code that a front end runs beside cells to show variables: VS Code does."""

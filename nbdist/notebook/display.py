@@ -27,11 +27,8 @@ from nbdist.words import aligned
 from nbdist.world.calling import MovingLine
 from nbdist.world.running import News, RunningTask
 
-FIRST_DRAWING = 0.15
-"""Seconds before anything is drawn, so that a fast cell does not flash."""
-
-REDRAW = 0.25
-"""Seconds between drawings: each makes the page build its part anew."""
+FIRST_DRAWING = 0.15  # seconds before anything is drawn, so that a fast cell does not flash
+REDRAW = 0.25  # seconds between drawings: each makes the page build its part anew
 
 
 class PanelDisplay:
@@ -264,9 +261,7 @@ def is_of_magic(cell: str) -> bool:
 
 
 _CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
-_SHORT = 24
-"""Characters that stay in one line, such as `busy 7.5 s`, also on a narrow page."""
-
+_SHORT = 24  # characters that stay in one line, such as `busy 7.5 s`, also on a narrow page
 _BLOCK = "font-family:monospace;font-size:13px;white-space:pre-wrap;margin:0;padding:0"
 
 
@@ -320,9 +315,7 @@ def _cell(text: str, colours: Mapping[str, str]) -> str:
 # --- notices that the page was reloaded -------------------------------------------------------
 
 
-LONG_CELL = 2.0
-"""Seconds: in the middle of a shorter one hardly anybody reloads."""
-
+LONG_CELL = 2.0  # seconds: in the middle of a shorter one hardly anybody reloads
 RELOADED = "The page was reloaded while{} ran. Its complete output:"
 
 

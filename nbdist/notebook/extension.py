@@ -135,8 +135,7 @@ def help_at_border(
 # --- methods of the shell and of its kernel, wrapped on the one object, and given back --------
 
 
-Around = Callable[..., Any]
-"""Called with the method as it was, and its arguments."""
+Around = Callable[..., Any]  # called with the method as it was, and its arguments
 
 
 def wrap(holder: object, name: str, around: Around) -> Callable[[], None]:

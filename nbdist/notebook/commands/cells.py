@@ -109,8 +109,7 @@ ASKED = (
 CELL_OPTIONS = cell_options()
 
 _RESET = re.compile(r"\s*%reset\b([^\n]*)")
-_BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")
-"""Where ranks are divided by blanks alone."""
+_BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")  # where ranks are divided by blanks alone
 
 
 @command(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
-from nbdist.notebook.display import CellDisplay, Shown, below, block, table
+from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.figures import Below
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.pool import Pool
@@ -56,8 +55,7 @@ ATTEMPT = whole_number("--attempt", "a number, such as `--attempt 1`", least=0)
 
 STREAMS = ("stdout", "stderr")
 
-PAGE_LINES = 10_000
-"""Lines that are asked for at a time where more are needed."""
+PAGE_LINES = 10_000  # lines that are asked for at a time where more are needed
 
 Ask = Callable[[GetLogs], tuple[LogTail, ...]]
 
@@ -154,8 +152,7 @@ def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator
 # --- states, stacks, the last cell's output and the last failure ------------------------------
 
 
-SHORTEST = 0.5
-"""Seconds between two looks: to ask often is not to cost the ranks their time."""
+SHORTEST = 0.5  # seconds between two looks: to ask often is not to cost the ranks their time
 
 STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "starting": "#b8860b"}
 
@@ -181,10 +178,12 @@ def dist_status(line: Line) -> None:
         for pool in pools:
             _shown_of(line, pool).on(pool.display())
         return
-    picture = MovingPicture(line.display)
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not line.display.can_change else ""
     with suppress(KeyboardInterrupt):
         while True:
-            picture.show(below(_shown_of(line, pool) for pool in pools))
+            shown = below(_shown_of(line, pool) for pool in pools)
+            sys.stdout.write(clear)
+            shown.on(line.display)
             time.sleep(max(every, SHORTEST))
 
 
@@ -211,8 +210,7 @@ def _shown_of(line: Line, pool: Pool) -> Shown:
 
 OPEN_LINES = 60
 
-Who = Callable[[Iterable[int]], str]
-"""Names ranks, and their machines where there are several."""
+Who = Callable[[Iterable[int]], str]  # names ranks, and their machines where there are several
 
 
 def stacks_of(line: Line, pool: Pool) -> Shown:
@@ -272,8 +270,7 @@ def _colour(stack: Stack) -> str:
     return BLUE if stack.state == "busy" else GREEN
 
 
-LINES_AGAIN = 1000
-"""Lines that `%dist_output -r 3` shows without `--all`."""
+LINES_AGAIN = 1000  # lines that `%dist_output -r 3` shows without `--all`
 
 
 @command(
@@ -325,25 +322,3 @@ def dist_output(line: Line) -> Shown | str | None:
 dist_stack = dist_status.short("dist_stack", "--stack")
 dist_log = dist_output.short("dist_log", "--log")
 dist_why = dist_output.short("dist_why", "--failed")
-
-
-class MovingPicture:
-    """Shows what is newest where the one before was; in a log one below the other."""
-
-    def __init__(self, display: CellDisplay) -> None:
-        self._display = display
-        self._lines = 0
-
-    def show(self, shown: Shown) -> None:
-        """Put this in its place."""
-        if self._display.can_change or not sys.stdout.isatty():
-            shown.on(self._display)
-            return
-        width, height = shutil.get_terminal_size()
-        # What has left the screen above cannot be drawn over.
-        lines = [line[: width - 1] for line in shown.text.splitlines()][: height - 1]
-        up = f"\x1b[{self._lines}F" if self._lines else ""
-        text = "".join(f"{line}\x1b[K\n" for line in lines)
-        sys.stdout.write(f"{up}{text}\x1b[J")
-        sys.stdout.flush()
-        self._lines = len(lines)

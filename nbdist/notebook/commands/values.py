@@ -211,8 +211,7 @@ def dist_sync(line: Line) -> str:
 
 
 EVERY = whole_number("--every", "a number, such as `--every 1`, or 0", least=0)
-MOST_SAID = 20
-"""Variables that are said by name."""
+MOST_SAID = 20  # variables that are said by name
 
 FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", least=0)
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import nbdist
+from nbdist.notebook.cell_text import AUTO_NOTE
 from nbdist.notebook.command import Command, Line, find_commands
 from nbdist.notebook.commands.cells import GROUPS, rank, summary
-from nbdist.notebook.pool import AUTO_NOTE, Pools
+from nbdist.notebook.pool import Pools
 from tests.notebook.front_end import Notebook, body
 from tests.waiting import SOON
 
@@ -28,7 +29,7 @@ def auto() -> Iterator[Notebook]:
 
 
 def test_plain_cells(auto: Notebook) -> None:
-    """They run on all ranks, in their own line numbers, and every panel says why."""
+    """They run on all ranks, which panels say; `%%local` and commands stay here."""
     shown = auto.run("where = rank\nwhere").text
     assert "── rank 1 ──\n1" in shown
     assert AUTO_NOTE in shown
@@ -38,6 +39,12 @@ def test_plain_cells(auto: Notebook) -> None:
     assert "line 2" in failed.panel["text/plain"]
     assert "ValueError: notebook" in failed.panel["text/plain"]
     assert "Docstring" in auto.run("torch.add?").text
+    assert auto.run("%%local\nhere").results == [{"text/plain": "'notebook'"}]
+    assert "rank" in auto.run("# on the notebook\n%%local\nrank").errors[0]["evalue"]
+    assert "".join(auto.run("!echo here").streams).split() == ["here"]
+    assert "".join(auto.run("%automagic").streams).startswith("\nAutomagic is OFF")
+    auto.run("%automagic on")
+    assert expression(auto, "here") == "'notebook'"
 
 
 def test_names_while_they_are_typed(auto: Notebook) -> None:
@@ -53,16 +60,6 @@ def test_names_while_they_are_typed(auto: Notebook) -> None:
     assert "there" not in offered("%%local\nthe")
     told = auto.client.inspect("there", reply=True, timeout=SOON)["content"]
     assert "Rank:      0" in told["data"]["text/plain"]
-
-
-def test_cells_that_stay_here(auto: Notebook) -> None:
-    """Magics of the notebook, commands, `%%local`, and whatever front ends ask for themselves."""
-    assert auto.run("%%local\nhere").results == [{"text/plain": "'notebook'"}]
-    assert "rank" in auto.run("# on the notebook\n%%local\nrank").errors[0]["evalue"]
-    assert "".join(auto.run("!echo here").streams).split() == ["here"]
-    assert "".join(auto.run("%automagic").streams).startswith("\nAutomagic is OFF")
-    auto.run("%automagic on")
-    assert expression(auto, "here") == "'notebook'"
 
 
 def expression(notebook: Notebook, code: str) -> str:
@@ -185,7 +182,6 @@ def test_off(auto: Notebook) -> None:
     assert auto.run("get_ipython().run_cell_magic('local', '', 'made = here')").errors == []
     assert auto.value("made") == "notebook"
     assert tagged(auto, "rank") == ["2 ranks · "]
-    assert "`%dist_auto maybe`: `%dist_auto on` or" in auto.run("%dist_auto maybe").error
 
 
 def tagged(notebook: Notebook, code: str) -> list[str]:
@@ -241,27 +237,19 @@ def test_ranks_of_a_rank_cell(pools: Pools, text: str, ranks: str, pool: str):
     assert (line.text, line.cell) == (f"%%rank {text}", "pass")
 
 
-def test_one_line(notebook: Notebook) -> None:
-    """`%distributed` runs a line, after options; nothing in it is replaced by the notebook's."""
+def test_forms_of_a_cell(notebook: Notebook) -> None:
+    """A line without a cell, comments behind magics, and the notebook's own magics at the end."""
     notebook.run("here = 5")
     assert notebook.run("%distributed here, there = rank, world_size  # both").errors == []
     shown = body(notebook.run("%distributed -r [0, 1] print(f'{here} of {there}')"))
     assert shown == ["── rank 0 ──", "0 of 4", "── rank 1 ──", "1 of 4"]
     assert "`%distributed x = 1`; `%%distributed` on the" in notebook.run("%distributed -n 4").error
-
-
-def test_comments_after_magics(notebook: Notebook) -> None:
-    """What follows a `#` is for people, on every line of a magic."""
     assert notebook.run("%%distributed -n 4  # it's four\nd = {'#': rank}").errors == []
     assert body(notebook.run("%%rank 0, 1 # some\nd"))[::2] == ["── rank 0 ──", "── rank 1 ──"]
     for line in ("d  # a dict by rank", "d['#'] --as numbers  # by rank", "d['#']+0 --as more"):
         assert notebook.run(f"%dist_gather {line}").errors == []
     assert notebook.value("numbers, more, d[1]") == ([0, 1, 2, 3], [0, 1, 2, 3], {"#": 1})
     assert "4 workers" in notebook.run("%dist_status # now").text
-
-
-def test_magics_at_the_end_of_a_cell(notebook: Notebook) -> None:
-    """They are the notebook's, and run after it; not where it has failed."""
     assert notebook.run("%%distributed\nlast = rank\n\n%dist_gather last  # here").errors == []
     assert notebook.value("last") == [0, 1, 2, 3]
     failed = notebook.run("%%rank 0\nlast = 7\n1 / 0\n%dist_gather last")
@@ -292,25 +280,17 @@ def test_all_magics_have_a_line(typed: Callable[[str], str]) -> None:
     assert [line for line in text.splitlines() if line in GROUPS] == [*GROUPS]
 
 
-def test_each_magic_is_in_one_group() -> None:
-    """Or is a short form, which says what it is short for; seven are for every day."""
+def test_the_groups_of_magics(typed: Callable[[str], str]) -> None:
+    """Each magic is in one or is a short form, and says so; seven are for every day, everywhere."""
     grouped = [name for group in GROUPS.values() for name in group]
     assert sorted(grouped) == sorted(n for n, each in commands().items() if not each.short_for)
     assert len(GROUPS["everyday"]) == 7
-
-
-def test_short_forms_are_on_another_page(typed: Callable[[str], str]) -> None:
-    """What is kept for those who know it is not on the first page, and says what it is."""
     first, every = typed("%dist_help"), typed("%dist_help --all")
     short = {n: each.short_for.strip("`") for n, each in commands().items() if each.short_for}
     assert {*short} == {"dist_stack", "dist_log", "dist_why", "dist_clean"}
     for name, means in short.items():
         assert f"%{name}" not in first
         assert re.search(rf"^%{name} +{means}$", every, re.MULTILINE)
-
-
-def test_readme_and_docstring_have_the_same_everyday_magics() -> None:
-    """One list of seven: in the help, in the README's first table, in the package's docstring."""
     names = [commands()[name].shown_name for name in GROUPS["everyday"]]
     table = README.read_text().partition("Seven for every day:")[2].partition("\n\n|")[2]
     rows = re.findall(r"^\| `(%%?\w+)", table.partition("\n\n")[0], re.MULTILINE)

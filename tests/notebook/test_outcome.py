@@ -1,17 +1,21 @@
-"""Tests of `nbdist.notebook.outcome`: how the last failure is told."""
+"""Tests of `nbdist.notebook.outcome`: the last failure, and values that are brought once."""
 
 from __future__ import annotations
 
+import pickle
 import time
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied
-from nbdist.notebook.outcome import Why, idle_end, why_died, why_of
+from nbdist.notebook.outcome import LastValues, Routine, Why, idle_end, why_died, why_of
 from nbdist.output.events import IGNORES_STOP, Died, Text
 from nbdist.wire.work import Source, Task
 from nbdist.world.running import Crew, RunningTask
+from nbdist.world.snapshot_store import Part, Snapshot
 from nbdist.world.states import Machines
 from tests.output.lab import Panel
 
@@ -62,3 +66,44 @@ def test_a_rank_that_died() -> None:
         "all of its lines: 2.log",
     ]
     assert why_died(2, "node1", Died(1, 1), "").body == "it had printed nothing"
+
+
+@pytest.fixture
+def asked() -> list[tuple[int, ...]]:
+    return []
+
+
+@pytest.fixture
+def values(asked: list[tuple[int, ...]]) -> LastValues:
+    def bring(ranks: tuple[int, ...]) -> Mapping[int, int]:
+        asked.append(ranks)
+        return {rank: 10 * rank for rank in ranks}
+
+    return LastValues({0: None}, dict.fromkeys((1, 3, 4), "<80 KiB>"), bring)
+
+
+def test_only_what_is_asked_for(values: LastValues, asked: list[tuple[int, ...]]):
+    """To show them brings nothing; what is missing is brought once, and at once."""
+    assert repr(values) == "{0: None, 1: <80 KiB>, 3: <80 KiB>, 4: <80 KiB>}"
+    assert (values[3], values[3], values[0]) == (30, 30, None)
+    assert (len(values), [*values]) == (4, [0, 1, 3, 4])
+    assert asked == [(3,)]
+    assert repr(values) == "{0: None, 1: <80 KiB>, 3: 30, 4: <80 KiB>}"
+    assert [*values.values()] == [None, 10, 30, 40]
+    assert dict(values.items()) == {0: None, 1: 10, 3: 30, 4: 40}
+    assert asked == [(3,), (1, 4)]
+    assert pickle.loads(pickle.dumps(values)) == {0: None, 1: 10, 3: 30, 4: 40}
+
+
+def test_snapshots_of_a_routine(tmp_path: Path):
+    """Every third cell since it was set up; the hint is there while the snapshot is."""
+    assert [Routine().is_due() for _ in range(3)] == [False] * 3
+    routine = Routine(every=3)
+    assert [routine.is_due() for _ in range(7)] == [False, False, True, False, False, True, False]
+    routine = Routine()
+    assert routine.hint == ""
+    part = Part(("model", "x"), (), 10, "")
+    routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path, 0.0, {0: part})
+    assert routine.hint.startswith("`%dist_restore --name epoch-3` restores model and x of 19")
+    routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path / "gone", 0.0, {0: part})
+    assert routine.hint == ""
