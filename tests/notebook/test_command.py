@@ -50,16 +50,12 @@ def test_the_manual_has_a_row_for_each_magic():
 
 
 def test_each_magic_is_documented():
-    """The help of each begins with a sentence that says what it does; its usage comes below."""
+    """Its first line says what it does; cells have examples and their own options."""
     for each in find_commands():
         said, _, rest = (each.run.__doc__ or "").partition("\n\n::\n\n")
         assert re.fullmatch(r"[A-Z].*[.:]", said.partition("\n")[0]), each
         assert each.summary == said.partition("\n")[0]
         assert rest.lstrip().startswith(f"{each.shown_name} ")
-
-
-def test_the_help_of_cells_begins_with_examples():
-    """Two of them; the options that describe workers are in groups, in the help of `%dist_init`."""
     shown = {each.name: each.run.__doc__ or "" for each in find_commands()}
     said, _, _ = shown["distributed"].partition("\n\n::\n\n")
     assert len(re.findall(r"^    %%distributed", said, re.MULTILINE)) == 2
@@ -67,6 +63,13 @@ def test_the_help_of_cells_begins_with_examples():
     places = [options.index(f"\n{title}:\n") for title in ("options", *GROUPS.values())]
     assert places == sorted(places)
     assert places[0] < options.index("\n  --pool NAME") < places[1] < options.index("\n  -n N ")
+    usual = ("-n N", "-r RANKS", "-o NAME", "--no-wait", "--timeout", "--setup", "--here-too")
+    assert [option for option in usual if option not in shown["distributed"]] == []
+    assert "--auto" not in shown["distributed"]
+    for name in ("distributed", "dist_run", "dist_restart"):
+        assert "`%dist_init?`" in shown[name]
+        assert "--hosts HOSTS" not in shown[name]
+    assert "--hosts HOSTS" in shown["dist_init"]
 
 
 def test_a_feature_is_one_file(
@@ -88,18 +91,6 @@ def test_a_feature_is_one_file(
         found["dist_mute"]("")
     found["dist_why"]("")
     assert capsys.readouterr().out == "nothing has failed yet\n"
-
-
-def test_help_of_a_cell_has_the_options_of_the_cell() -> None:
-    """Those that describe workers are in `%dist_init?`, which is named; both are understood."""
-    shown = {each.name: each.run.__doc__ or "" for each in find_commands()}
-    usual = ("-n N", "-r RANKS", "-o NAME", "--no-wait", "--timeout", "--setup", "--here-too")
-    assert [option for option in usual if option not in shown["distributed"]] == []
-    assert "--auto" not in shown["distributed"]
-    for name in ("distributed", "dist_run", "dist_restart"):
-        assert "`%dist_init?`" in shown[name]
-        assert "--hosts HOSTS" not in shown[name]
-    assert "--hosts HOSTS" in shown["dist_init"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from nbdist.output.ansi import strip
 from nbdist.output.events import Done
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.notebook.front_end import Notebook
+from tests.notebook.front_end import Notebook, lasting
 from tests.waiting import wait_until
 
 ON_WORKERS = """%%distributed -n 2
@@ -31,17 +30,16 @@ def train_for(net, steps=3):
 """
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook with two workers; `net` is something else here."""
-    first = ("%load_ext nbdist", "here_only = net_here = 'text'", ON_WORKERS)
-    env = {"NBDIST_SNAPSHOT_DIR": str(tmp_path_factory.mktemp("snapshots"))}
-    notebook = Notebook(*first, env=env)
-    notebook.run("%%rank 1\nnet_of_one = 1")
-    notebook.run("net = 3j")
-    notebook.run("%%distributed\nnet = Net()")
-    yield notebook
-    notebook.close()
+two = lasting(
+    "%load_ext nbdist",
+    "here_only = net_here = 'text'",
+    ON_WORKERS,
+    "%%rank 1\nnet_of_one = 1",
+    "net = 3j",
+    "%%distributed\nnet = Net()",
+    NBDIST_SNAPSHOT_DIR="{folder}",
+)
+"""A notebook with two workers; `net` is something else here."""
 
 
 def complete(notebook: Notebook, code: str) -> list[str]:
@@ -188,8 +186,8 @@ def test_what_can_stand_there(with_two: Pools, line: str, wanted: list[str]) -> 
     assert texts(with_two, line) == wanted
 
 
-def test_all_options(with_two: Pools) -> None:
-    """With their help, those that have been given left out; also where nothing has been typed."""
+def test_all_options(with_two: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their help, but those that were given; without workers no variables of theirs."""
     found, _ = choices(with_two, COMMANDS["distributed"], " -n 2 --", None)
     flags = {each.text: each for each in found}
     assert next(iter(flags)) == "--ranks"  # as in the help
@@ -197,11 +195,9 @@ def test_all_options(with_two: Pools) -> None:
     assert flags["--backend"].type == "option"
     assert "gloo" in flags["--backend"].signature
     assert {"--backend", "--ranks", "-n"} <= {*texts(with_two, "distributed ")}
-
-
-def test_without_workers(pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are no variables of theirs; nor snapshots, also where they cannot be read."""
     monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path / "there"))
+    pools = with_two
+    pools.default.world = None
     assert texts(pools, "dist_gather ") == []
     assert texts(pools, "distributed -r ") == ["all"]
     assert texts(pools, "dist_restore --name ") == []

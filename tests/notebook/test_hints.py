@@ -64,20 +64,8 @@ def test_what_a_command_cannot_fill_in(two: Notebook, source: str, said: str) ->
     assert error["evalue"].endswith("Nothing has run.")
 
 
-def test_what_only_some_ranks_can_fill_in(two: Notebook) -> None:
-    """No rank gives the name itself to its shell: the cell is refused, unless it binds the name."""
-    said = two.run("%%distributed\n!touch {lonely}.bak").error
-    assert "is on rank 1 and not on rank 0: `%dist_sync lonely --from 1` copies it" in said
-    assert body(two.run("%%rank 1\n!echo {lonely}")) == ["── rank 1 ──", "1"]
-    said = two.run("%%distributed\ndef f(lonely):\n    !echo {lonely}\nf(7)")
-    assert body(said) == ["── ranks 0-1 (same) ──", "7"]
-    said = two.run("%%distributed -r 0\nlonely = 8\n!echo {lonely}")
-    assert body(said) == ["── rank 0 ──", "8"]
-    two.run("%%rank 0\ndel lonely")
-
-
 def test_what_a_command_fills_in(two: Notebook) -> None:
-    """Names of the notebook, of the function that calls, and the shell's own."""
+    """The notebook's, the calling function's, the shell's; not those of some ranks."""
     two.run("mine = 'm'\ndef f(own):\n    !echo {own} {mine}")
     for source, said in (
         ("f('o')", "o m"),
@@ -87,6 +75,14 @@ def test_what_a_command_fills_in(two: Notebook) -> None:
         ("found = !echo {mine}\nprint(found)", "['m']"),
     ):
         assert " ".join("".join(two.run(source).streams).split()) == said
+    said = two.run("%%distributed\n!touch {lonely}.bak").error
+    assert "is on rank 1 and not on rank 0: `%dist_sync lonely --from 1` copies it" in said
+    assert body(two.run("%%rank 1\n!echo {lonely}")) == ["── rank 1 ──", "1"]
+    said = two.run("%%distributed\ndef f(lonely):\n    !echo {lonely}\nf(7)")
+    assert body(said) == ["── ranks 0-1 (same) ──", "7"]
+    said = two.run("%%distributed -r 0\nlonely = 8\n!echo {lonely}")
+    assert body(said) == ["── rank 0 ──", "8"]
+    two.run("%%rank 0\ndel lonely")
 
 
 GATHER = "get_ipython().run_line_magic('dist_gather', 'nowhere')"

@@ -158,7 +158,7 @@ def cells() -> Ended:
 
 
 def test_below_the_last_cell(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a rank says stands in the last cell that it ran; each changed cell is drawn once."""
+    """What a rank says stands in its last cell, a display in the cell that has it."""
     cells.receive([(0, out("a\n")), (0, out("b\n")), (1, out("c\n")), (1, Done("ok", 1.0))])
     assert shown(capsys) == []
     cells.show({})
@@ -168,10 +168,6 @@ def test_below_the_last_cell(cells: Ended, capsys: pytest.CaptureFixture[str]) -
     cells.show({})
     assert shown(capsys) == []
     assert cells.take_texts() == []
-
-
-def test_updates(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
-    """A display is changed in the cell that has it."""
     transcript = ended(1)
     transcript.receive(1, Display({"text/plain": "old"}, {}, "other"), 1.0)
     cells.add(transcript, PanelDisplay())
@@ -193,25 +189,21 @@ def test_not_too_often(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_what_belongs_to_no_cell(cells: Ended) -> None:
-    """It is said with the next one, once."""
+    """It is said with the next one, once; so is what lines that are printed cannot take in."""
     cells.receive([(2, out("bye\n")), (3, out("bye\n"))])
     assert cells.take_texts() == ["ranks 2-3 printed after their last cell: bye"]
     assert cells.take_texts() == []
     cells.receive([(2, out("bye\n"))])
     cells.forget()
     assert cells.take_texts() == []
-
-
-def test_what_cannot_change() -> None:
-    """Under lines that are printed nothing can be added."""
     cells = Ended()
     cells.add(ended(0), PlainDisplay())
     cells.receive([(0, out("bye\n"))])
     assert cells.take_texts() == ["rank 0 printed after its last cell: bye"]
 
 
-def test_texts() -> None:
-    """One line for all that said the same, without colours, and not too long."""
+def test_texts(cells: Ended) -> None:
+    """One line for all that said the same, not too long; cells before are known."""
     failure = Failure("E", "bad", ("\x1b[31mE\x1b[0m: bad",), 1)
     late = [
         (0, out("a\n\n  b")),
@@ -227,10 +219,6 @@ def test_texts() -> None:
         "rank 2 printed after its last cell: E: bad",
     ]
     assert long.endswith("x … 1,000 more characters")
-
-
-def test_cells_before_the_last(cells: Ended) -> None:
-    """They are known also when the workers have been restarted; the last may still run."""
     last = ended(0)
     before = cells.past(last)
     assert len(before) == 3

@@ -6,11 +6,12 @@ import os
 import signal
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import psutil
 import pytest
 
 from nbdist.notebook.jobs import CellPlace
@@ -118,17 +119,8 @@ def test_it_is_live_while_the_notebook_is_idle(notebook: Notebook, tmp_path: Pat
     assert notebook.value("job.result().rank(1), [*job.result()]") == (1, [0, 1])
 
 
-def test_stop_while_a_cell_asks_for_it(notebook: Notebook) -> None:
-    """It stops that cell, whatever it is about, and not the one that nobody waits for."""
-    begin(notebook, "import time; time.sleep(600)")
-    (stopped,) = notebook.run(PRESS.format(name="Job.done") + "while not job.done(): pass").errors
-    assert stopped["ename"] == "KeyboardInterrupt"
-    assert notebook.value("job.done(), job.running.stops") == (False, 0)
-    assert notebook.run("%dist_interrupt").errors == []
-
-
 def test_what_it_raises(notebook: Notebook) -> None:
-    """`wait` and `result` raise it, its panel and `%dist_why` show it."""
+    """`wait` and `result` raise it, or else the next cell says it, once."""
     display_id = begin(notebook, "if rank: raise ValueError('bad shard')")
     said = "1 of 2 ranks failed (1); first: rank 1 after "
     (text, _) = idle_until(notebook, display_id, said)[-1]
@@ -139,10 +131,6 @@ def test_what_it_raises(notebook: Notebook) -> None:
     assert "ValueError: bad shard" in notebook.run("%dist_why").text
     assert "<Job failed · 2 ranks · " in notebook.run("job").results[0]["text/plain"]
     assert "failed" not in notebook.run("%%distributed\npass").text  # it is known
-
-
-def test_a_failure_that_nobody_waited_for(notebook: Notebook) -> None:
-    """The next distributed cell says so, once."""
     display_id = begin(notebook, "1 / (1 - rank)")
     idle_until(notebook, display_id, "1 of 2 ranks failed (1)")
     notebook.value("1 + 1")
@@ -165,14 +153,19 @@ def test_stop_while_idle(notebook: Notebook) -> None:
 
 
 def test_stop_ends_the_waiting(notebook: Notebook) -> None:
-    """`wait` raises, and the cell runs on until it is stopped itself; also in a plain cell."""
+    """`wait`, `await` or a plain cell ends, and the job runs on until it is stopped itself."""
     display_id = begin(notebook, SLEEPS)
     idle_until(notebook, display_id, "begun")
     said = "KeyboardInterrupt: Stopped. `job` keeps running: "
     assert notebook.run(PRESS.format(name="Job.wait") + "job.wait()").error.startswith(said)
-    rest = "def rest(): time.sleep(60)\nrest()"
-    (plain,) = notebook.run(PRESS.format(name="rest") + rest).errors
-    assert plain["ename"] == "KeyboardInterrupt"
+    for name, cell in (
+        ("rest", "def rest(): time.sleep(60)\nrest()"),
+        ("Job.done", "while not job.done(): pass"),
+        ("EpollSelector.select", "await job"),
+    ):
+        (plain,) = notebook.run(PRESS.format(name=name) + cell).errors
+        assert plain["ename"] in ("CancelledError", "KeyboardInterrupt", "Interrupted")
+    assert notebook.value("job.done(), job.running.stops") == (False, 0)
     said = "JobTimeout: `job` is still running after 1.1 s: "
     said += "ranks 0-1 are in line 5: time.sleep(600)."
     assert notebook.run("job.wait(1.1)").error == said
@@ -269,20 +262,6 @@ def test_beside_the_notebooks_cells(notebook: Notebook) -> None:
     assert said == "Stopped on ranks 0-1. No variables were lost."
 
 
-def test_nothing_is_left_by_the_end(fresh: Callable[..., Notebook]) -> None:
-    """Of the extension: the cell ends with its workers, and Stop is as before."""
-    other = fresh("%load_ext nbdist")
-    before = {*other.process.children(recursive=True)}
-    display_id = begin(other, SLEEPS, "-n 2")
-    idle_until(other, display_id, "begun")
-    workers = {*other.process.children(recursive=True)} - before
-    assert other.run("%unload_ext nbdist").errors == []
-    assert not any(each.is_running() for each in workers)
-    assert "JobLost" in other.run("job.wait()").errors[0]["ename"]
-    other.manager.interrupt_kernel()
-    assert other.value("1 + 1") == 2
-
-
 def test_done_is_right_at_the_first_call(notebook: Notebook) -> None:
     """Whatever its ranks have said meanwhile, and though nobody has looked until then."""
     source = "for i in range(3000): print(i)\n1 / 0"
@@ -323,11 +302,13 @@ def test_it_can_be_awaited(notebook: Notebook) -> None:
     assert notebook.value("job.done()") is False
 
 
-def test_stop_ends_an_await(notebook: Notebook) -> None:
-    """Of the wait alone; the job runs on."""
-    begin(notebook, SLEEPS)
-    begun = time.monotonic()
-    (stopped,) = notebook.run(PRESS.format(name="EpollSelector.select") + "await job").errors
-    assert time.monotonic() - begun < SOON
-    assert stopped["ename"] in ("CancelledError", "KeyboardInterrupt", "Interrupted")
-    assert notebook.value("job.done()") is False
+def test_nothing_is_left_by_the_end(two: Notebook) -> None:
+    """Of the extension: the cell ends with its workers, and Stop is as before."""
+    status = two.run("%dist_status").text.splitlines()
+    display_id = begin(two, SLEEPS)
+    idle_until(two, display_id, "begun")
+    assert two.run("%unload_ext nbdist").errors == []
+    assert not any(psutil.pid_exists(int(line.split()[2])) for line in status[2:4])
+    assert "JobLost" in two.run("job.wait()").errors[0]["ename"]
+    two.manager.interrupt_kernel()
+    assert two.value("1 + 1") == 2

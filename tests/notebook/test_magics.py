@@ -26,7 +26,7 @@ MAGICS = sorted(each.shown_name for each in find_commands())
 
 @pytest.mark.smoke
 def test_ranks_never_interleave(notebook: Notebook) -> None:
-    """Each rank's lines are together, in rank order, whatever the order they came in."""
+    """Each rank's lines are together, in rank order; the last ones, or all, are shown again."""
     lines = body(
         notebook.run(
             "%%distributed\nimport time\nfor i in range(3):\n"
@@ -35,6 +35,14 @@ def test_ranks_never_interleave(notebook: Notebook) -> None:
     )
     said = [line for line in lines if line.startswith("rank")]
     assert said == [f"rank {rank} line {i}" for rank in range(4) for i in range(3)]
+    notebook.run("%%distributed\nfor i in range(500): print(f'{rank}:{i}')")
+    again = notebook.run("%dist_output").text
+    assert "3:499" in again
+    assert "0:17\n" not in again
+    everything = notebook.run("%dist_output -r 1 --all").text
+    assert "1:0\n" in everything
+    assert "1:499" in everything
+    assert "0:499" not in everything
 
 
 def test_tutorials_that_make_the_group(notebook: Notebook) -> None:
@@ -84,7 +92,7 @@ def test_names_of_the_notebook_go_along(notebook: Notebook) -> None:
 
 
 def test_ranks_of_a_cell(notebook: Notebook) -> None:
-    """`%%rank` and `-r` run a cell on some ranks; forms with signs and colons are read."""
+    """`%%rank` and `-r` in all forms change no default; another `-n` runs nothing."""
     for magic, ranks in (
         ("%%rank 0, 2-3", [0, 2, 3]),
         ("%%distributed -r ::2", [0, 2]),
@@ -95,13 +103,11 @@ def test_ranks_of_a_cell(notebook: Notebook) -> None:
         outcome = notebook.run(f"{magic}\nprint('on', rank)")
         said = [line for line in body(outcome) if line.startswith("on")]
         assert said == [f"on {rank}" for rank in ranks], magic
-
-
-def test_one_off_selection_changes_no_default(notebook: Notebook) -> None:
-    """A cell on some ranks, also one that fails, leaves the next cell on all."""
     assert "ValueError" in notebook.run("%%distributed -r 1\nraise ValueError(1)").error
     assert notebook.run("%%distributed -r 9\npass").error.startswith("BadRanks: `9` selects no")
     assert notebook.run("%%distributed\npass").text.startswith("4 ranks")
+    assert "`-r 0-1` runs on some" in notebook.run("%%distributed -n 2\nran = True").error
+    assert "NameError" in notebook.run("%%distributed\nran").error
 
 
 @pytest.mark.smoke
@@ -186,31 +192,16 @@ def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
     assert not any(psutil.pid_exists(int(line.split()[2])) for line in lines[2:4])
     assert "no workers are running" in notebook.run("%dist_status").text
     assert "WorldNotStarted" in notebook.run("%dist_gather x").error
+    stopped: list[bool] = []
 
+    def stop(outcome: Outcome) -> None:
+        if len(outcome.updates) >= 2 and not stopped:
+            stopped.append(True)
+            notebook.manager.interrupt_kernel()
 
-def test_another_size_runs_nothing(notebook: Notebook) -> None:
-    """A `-n` that differs from the running world says how to change it, and runs nothing."""
-    outcome = notebook.run("%%distributed -n 8\nran = True")
-    assert outcome.error == (
-        "WorldSizeMismatch: 4 workers are running. `%dist_scale 8` keeps their variables, "
-        "`%dist_restart -n 8` clears them."
-    )
-    error = notebook.run("%%distributed -n 2\nran = True").error
-    assert "`-r 0-1` runs on some" in error
-    assert "NameError" in notebook.run("%%distributed\nran").error
-    assert "--backend" in notebook.run("%%distributed --backend none\nran = 1").error
-
-
-def test_output_again(notebook: Notebook) -> None:
-    """`%dist_output` shows the last lines once more; `-r 1 --all` all of that rank alone."""
-    notebook.run("%%distributed\nfor i in range(500): print(f'{rank}:{i}')")
-    again = notebook.run("%dist_output").text
-    assert "3:499" in again
-    assert "0:17\n" not in again
-    everything = notebook.run("%dist_output -r 1 --all").text
-    assert "1:0\n" in everything
-    assert "1:499" in everything
-    assert "0:499" not in everything
+    # Again and again in its place, until Stop, which is no error.
+    assert notebook.run("%dist_status -f 0.1", stop).text.startswith("no workers are running")
+    assert stopped
 
 
 # --- what people mistype ----------------------------------------------------------------
@@ -239,13 +230,9 @@ def test_bad_input(typed: Callable[[str], str], source: str, parts: list[str]) -
 # --- help -------------------------------------------------------------------------------
 
 
-def test_completion_of_magics(notebook: Notebook) -> None:
-    """`%dist_<TAB>` lists all of them."""
+def test_help_of_magics(notebook: Notebook) -> None:
+    """`%dist_<TAB>` lists all of them; `%dist_gather?` shows what it does and its options."""
     reply = notebook.client.complete("%dist_", 6, reply=True, timeout=SOON)
     assert sorted(reply["content"]["matches"]) == [x for x in MAGICS if x.startswith("%dist_")]
-
-
-def test_help_of_magics(notebook: Notebook) -> None:
-    """`%dist_gather?` shows what it does and its options."""
     (payload,) = notebook.run("%dist_gather?").reply["payload"]
     assert "--stack" in payload["data"]["text/plain"]

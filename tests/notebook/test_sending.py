@@ -10,7 +10,7 @@ pytestmark = pytest.mark.shared_world
 
 
 def test_a_name_for_the_result(two: Notebook) -> None:
-    """It is a mapping from rank to the last value there, and shows what it has; so does `x;`."""
+    """It maps ranks to their last values, also of `x;`, and has what failed."""
     assert two.run("%%distributed -o result\nprint('said')\ntorch.ones(2) * rank").errors == []
     assert two.value("result[1].tolist(), result.rank(0).tolist()") == ([1.0, 1.0], [0.0, 0.0])
     assert two.value("[*result.keys()], len(result), len(result.items())") == ([0, 1], 2, 2)
@@ -24,10 +24,12 @@ def test_a_name_for_the_result(two: Notebook) -> None:
     assert two.value("[*nothing]") == [None, None]
     assert body(two.run("%%distributed -o quiet\nrank + 5;")) == []
     assert two.value("dict(quiet)") == {0: 5, 1: 6}
+    assert two.run("%%distributed -o failed\n1 / (1 - rank)").errors != []
+    assert two.value("failed.ok, [*failed.errors], failed.rank(0)") == (False, [1], 1.0)
 
 
 def test_each_run_has_a_result_of_its_own(two: Notebook) -> None:
-    """Several runs of one notebook cell too: small values and big ones, as they were then."""
+    """As it was at its end, big or small; what cannot be had is said once somebody asks."""
     cell = """
     results = []
     for lr in (0.1, 0.2, 0.3):
@@ -40,10 +42,6 @@ def test_each_run_has_a_result_of_its_own(two: Notebook) -> None:
     for rank in (1, 0):
         found = two.value(f"[round(each[{rank}][-1].item(), 1) for each in results]")
         assert found == [round(lr + rank, 1) for lr in (0.1, 0.1, 0.2, 0.2, 0.3, 0.3)]
-
-
-def test_a_value_is_that_of_the_end_of_its_cell(two: Notebook) -> None:
-    """What a later cell changes in place changes no result; nor does a rank that is replaced."""
     two.run("%%distributed -o small\nx = torch.zeros(2); x")
     two.run("%%distributed -o big\ny = torch.zeros(20_000); y")
     two.run("%%distributed\nx += 5; y += 5")
@@ -53,6 +51,17 @@ def test_a_value_is_that_of_the_end_of_its_cell(two: Notebook) -> None:
     assert two.value("small[1].tolist(), big[0].sum().item()") == ([0.0, 0.0], 0.0)
     said = two.run("big[1]").error
     assert said.startswith("ValueLost: the last value of that cell on rank 1 is gone with its work")
+    two.run("%%distributed -o old\ntorch.ones(20_000)")
+    two.run("%dist_clean")
+    said = two.run("old.rank(0)").error
+    assert said == (
+        "ValueLost: the last value of that cell on rank 0 is gone: `%dist_memory --free` "
+        "released it. What "
+        "a cell binds to a variable stays, and `%dist_gather variable` brings it."
+    )
+    assert two.run("%%distributed -o odd\n[(n for n in 'ab')]").errors == []
+    said = two.run("odd[1]").error
+    assert "on rank 1 cannot be sent to the notebook (generator in `it[0]`): " in said
 
 
 def test_what_a_rank_raises_is_caught_with_what_it_has(two: Notebook) -> None:
@@ -73,29 +82,8 @@ def test_what_a_rank_raises_is_caught_with_what_it_has(two: Notebook) -> None:
     assert "WorkerError\x1b[0m: 2 of 2 ranks failed (0-1); first: rank " in line
 
 
-def test_the_result_of_a_cell_that_failed(two: Notebook) -> None:
-    """It has what failed, and the value of the others."""
-    assert two.run("%%distributed -o failed\n1 / (1 - rank)").errors != []
-    assert two.value("failed.ok, [*failed.errors], failed.rank(0)") == (False, [1], 1.0)
-
-
-def test_a_value_that_cannot_be_had(two: Notebook) -> None:
-    """The cell is none the worse for it, and one line says why, once somebody asks."""
-    two.run("%%distributed -o old\ntorch.ones(20_000)")
-    two.run("%dist_clean")
-    said = two.run("old.rank(0)").error
-    assert said == (
-        "ValueLost: the last value of that cell on rank 0 is gone: `%dist_memory --free` "
-        "released it. What "
-        "a cell binds to a variable stays, and `%dist_gather variable` brings it."
-    )
-    assert two.run("%%distributed -o odd\n[(n for n in 'ab')]").errors == []
-    said = two.run("odd[1]").error
-    assert "on rank 1 cannot be sent to the notebook (generator in `it[0]`): " in said
-
-
-def test_a_cell_that_takes_too_long(two: Notebook) -> None:
-    """It is stopped, and one line says where its ranks were; they keep their variables."""
+def test_what_takes_too_long(two: Notebook, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A cell or script is stopped, and one line says where its ranks were; variables stay."""
     cell = "import time\nkept = 7\nif rank: time.sleep(60)\ndist.barrier()"
     said = two.run(f"%%distributed --timeout 1.2\n{cell}").error
     assert said == (
@@ -105,10 +93,6 @@ def test_a_cell_that_takes_too_long(two: Notebook) -> None:
         "."
     )
     assert body(two.run("%%distributed --timeout 60\nkept"))[-1] == "7"
-
-
-def test_a_script_that_takes_too_long(two: Notebook, tmp_path_factory: pytest.TempPathFactory):
-    """`%dist_run` has the same options."""
     script = tmp_path_factory.mktemp("script") / "sleeps.py"
     script.write_text("import time\nbegun = 1\ntime.sleep(60)\n")
     said = two.run(f"%dist_run --timeout 1 {script}").error
@@ -119,7 +103,7 @@ def test_a_script_that_takes_too_long(two: Notebook, tmp_path_factory: pytest.Te
 
 
 def test_a_cell_that_runs_here_too(two: Notebook) -> None:
-    """What it binds it binds on both sides; on the workers the name is theirs."""
+    """What it binds it binds on both sides; what fails here fails the cell; `await` is refused."""
     ran = two.run("%%distributed --here-too -o there\nx = sum(range(10))\nprint('said')\nx")
     assert ran.errors == []
     assert ran.streams == ["said\n"]
@@ -130,19 +114,11 @@ def test_a_cell_that_runs_here_too(two: Notebook) -> None:
     assert two.run("%%distributed --here-too\ny = x").errors == []
     assert two.value("y") == 45
     assert body(two.run("%%distributed\ny")) == ["── rank 0 ──", "0", "── rank 1 ──", "1"]
-
-
-def test_a_cell_that_awaits_cannot_run_here(two: Notebook) -> None:
-    """It is refused before it is sent."""
     said = two.run(
         "%%distributed --here-too\nimport asyncio\nawait asyncio.sleep(0); sent = 1"
     ).error
     assert said.startswith("UsageError: `--here-too`: the cell uses `await`")
     assert body(two.run("%%distributed\n'sent' in globals()"))[-1] == "False"
-
-
-def test_a_cell_that_fails_here(two: Notebook) -> None:
-    """The error is shown as any of the notebook, and fails the cell."""
     ran = two.run("%%distributed --here-too\nworld_size")
     here, last = ran.errors
     assert here["ename"] == "NameError"

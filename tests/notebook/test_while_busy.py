@@ -67,22 +67,13 @@ def begun(notebook: Notebook, gate: Gate) -> str:
     raise AssertionError(f"not begun within {SOON} s")
 
 
-@pytest.mark.parametrize("first", ["%%distributed\n", "print('here')\n"])
-def test_the_workers_answer(two: Notebook, gate: Gate, first: str) -> None:
-    """Before the cell has ended, be it one of theirs or a plain one."""
-    cell = first + "print('begun', flush=True)\n" + gate.wait
+def test_the_workers_answer(two: Notebook, gate: Gate, tmp_path: Path) -> None:
+    """Before the cell has ended: names, what they are, options, nothing."""
+    cell = "print('begun', flush=True)\n" + gate.wait
     client = two.client
     reply = ask_meanwhile(two, cell, gate, lambda: client.complete("%%distributed\nmin"))
     assert "mine" in reply["matches"]
     assert (reply["cursor_start"], reply["cursor_end"]) == (14, 17)
-
-
-def test_other_questions(two: Notebook, gate: Gate, tmp_path: Path) -> None:
-    """What a name is, options; of what nobody knows that it is nothing."""
-    client = two.client
-    cell = "%%distributed\nprint('begun')\n" + gate.wait
-    reply = ask_meanwhile(two, cell, gate, lambda: client.inspect("%%distributed\nmine"))
-    assert "int" in reply["data"]["text/plain"]
 
     def ask_again(name: str, ask: Callable[[], str]) -> Any:
         again = Gate(tmp_path / name)
@@ -92,6 +83,8 @@ def test_other_questions(two: Notebook, gate: Gate, tmp_path: Path) -> None:
         finally:
             again.open()
 
+    reply = ask_again("d", lambda: client.inspect("%%distributed\nmine"))
+    assert "int" in reply["data"]["text/plain"]
     reply = ask_again("a", lambda: client.complete("%%distributed --back"))
     assert reply["matches"] == ["--backend"]
     assert ask_again("b", lambda: client.complete("%%distributed\nnope."))["matches"] == []

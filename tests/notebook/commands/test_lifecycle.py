@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.lifecycle`: what is said where there are no workers."""
+"""Tests of `nbdist.notebook.commands.lifecycle`, and of `%dist_sync`."""
 
 from __future__ import annotations
 
@@ -63,3 +63,50 @@ def test_a_task_that_nothing_follows(notebook: Notebook):
     last = said.displays[-1]["data"]["text/plain"]
     assert (said.errors, last) == ([], "Stopped on ranks 0-3. No variables were lost.")
     assert notebook.run("%%distributed\nassert kept == rank").errors == []
+
+
+@pytest.fixture
+def pair(kernel: Notebook) -> Notebook:
+    """Two workers, who have just been told of."""
+    if kernel.run("%%distributed -n 2\npass").errors:
+        assert kernel.run("%dist_scale 2").errors == []
+        assert kernel.run("%%distributed\npass").errors == []
+    return kernel
+
+
+@pytest.mark.shared_world
+def test_the_size_changes(pair: Notebook) -> None:
+    """It is said once, with what new ranks lack and which ranks are others now."""
+    pair.run("%%distributed\nkept = made = 5")
+    said = pair.run("%dist_scale +1").text
+    assert said.startswith("now 3 workers · new rank 2 does not have kept and made"), said
+    assert "now 3 workers" not in pair.run("%%distributed\nprint(world_size)").text
+    assert pair.run("%dist_scale -1").text == "now 2 workers"
+    pair.run("number = 41\n%dist_scale 3")
+    pair.run("%%distributed\nwas = rank + number - 41")
+    moved = "ranks 1-2 are now ranks 0-1"
+    assert pair.run("%dist_scale -r 1-2").text == f"now 2 workers · {moved}"
+    said = pair.run("%%distributed\nprint(rank, was, number)").text
+    assert moved in said
+    assert "0 1 41" in said
+    assert "1 2 41" in said
+    assert "are now" not in pair.run("%%distributed\nprint(rank)").text
+    assert pair.run("%dist_scale -r 0,1").text == "already 2 workers"
+
+
+@pytest.mark.shared_world
+def test_names_of_the_workers_are_copied(pair: Notebook) -> None:
+    """To the ranks that lack them; or to those that are named."""
+    pair.run("%%distributed\nmine = [rank]\nother = mine")
+    pair.run("%dist_scale 4")
+    assert pair.run("%dist_sync mine other --from 1").text == (
+        "copied mine, other from rank 1 to ranks 2-3"
+    )
+    pair.run("%%distributed\nsame = mine is other")
+    pair.run("%dist_gather (mine[0],same) --as found")
+    assert pair.value("found") == [(0, True), (1, True), (1, True), (1, True)]
+    said = pair.run("%dist_sync mine").text
+    assert said == "all ranks have mine already; `-r all` copies to all of them"
+    assert pair.run("%dist_sync mine --from -1 -r 0").text == ("copied mine from rank 3 to rank 0")
+    pair.run("mine = 'changed here'")
+    assert "changed here" in pair.run("%%distributed\nmine").text

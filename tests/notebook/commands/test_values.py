@@ -62,7 +62,7 @@ two = lasting(
 
 
 def test_several_names(two: Notebook):
-    """Each is a list by rank; what they share on a rank they share here."""
+    """Each is a list by rank, of an expression too, with what they share; it can be assigned."""
     assert two.run("%dist_gather t n both").errors == []
     assert two.value("[each.tolist() for each in t], n") == ([[0.0, 0.0], [1.0, 1.0]], [1, 2])
     assert two.value("[all(a is b[0] for a, b in zip(t, both))]") == [True]
@@ -70,10 +70,6 @@ def test_several_names(two: Notebook):
     assert two.value("more") == [2, 3]
     assert two.run("%dist_gather n t[0].item() --as m,v").errors == []
     assert two.value("m, v") == ([1, 2], [0.0, 1.0])
-
-
-def test_its_value_can_be_assigned(two: Notebook):
-    """Of an expression too, which then needs no name; the line by itself shows nothing."""
     ran = two.run("x = %dist_gather n\nprint(x is n, x)")
     assert (ran.streams, ran.results, ran.displays) == (["True [1, 2]\n"], [], [])
     for line in ("%dist_gather n", "%dist_gather n;", "z = %dist_gather n;"):
@@ -90,7 +86,7 @@ def test_its_value_can_be_assigned(two: Notebook):
 
 
 def test_one_value_in_place_of_a_list(two: Notebook):
-    """Of one rank, or put together from all."""
+    """Of one rank, by the old option too, or put together from all."""
     lines = ("n -r 1 --as one", "n -r -1 --as last", "n --stack --as numbers")
     for line in (*lines, "t --stack --as s", "t --cat --as c", "t[None] --cat --dim 1 --as d"):
         assert two.run(f"%dist_gather {line}").errors == [], line
@@ -102,10 +98,6 @@ def test_one_value_in_place_of_a_list(two: Notebook):
         [[0.0, 0.0, 1.0, 1.0]],
         [1, 2],
     )
-
-
-def test_one_rank_by_the_old_option(two: Notebook):
-    """`--rank` is `-r`, and a line says so; several ranks give a list, as one joined does."""
     assert two.run("%dist_gather n --rank 1 --as one").text == "`--rank` is now `-r`"
     two.run("%dist_gather n -r 0:1 --as first")
     two.run("%dist_gather n -r 1 --stack --as stacked")
@@ -133,7 +125,7 @@ def test_what_cannot_be_had(two: Notebook):
 
 
 def test_parts_are_the_workers(two: Notebook):
-    """A later cell finds them, and the notebook its whole value, until that is bound anew."""
+    """Whole or along a dimension; the notebook keeps its whole value, until that is bound anew."""
     two.run("x = [1, 2, 3]")
     assert two.run("%dist_scatter x").text == "scattered x: 3 elements, 2 to rank 0, 1 to rank 1"
     assert body(two.run("%%distributed\nprint(x)")) == [
@@ -145,10 +137,6 @@ def test_parts_are_the_workers(two: Notebook):
     assert two.value("x") == [1, 2, 3]
     two.run("x = 'another'")
     assert body(two.run("%%distributed\nprint(x)"))[1:] == ["another"]
-
-
-def test_another_name_and_some_ranks(two: Notebook):
-    """Of a dimension that is named."""
     two.run("import numpy as np; grid = np.arange(6).reshape(2, 3)")
     said = two.run("%dist_scatter grid --dim 1 --as column -r 1").text
     assert said == "scattered column: 3 along dimension 1, 3 to rank 1"
