@@ -17,7 +17,6 @@ from nbdist.notebook.cells import (
     check_end,
     follow_steps,
     prepare,
-    run_options,
     through,
 )
 from nbdist.notebook.command import Line, command
@@ -105,8 +104,8 @@ def _steps(line: Line) -> Steps:
     program, *words = line.words
     script = find_script(kind, program, words, local_rank=options.pass_local_rank)
     task, world = prepare(line.pool, script, options.ranks, line.display, options)
-    how = run_options(world, options)
-    return (yield from attempt_steps(line.pool, world, task, lambda _: None, line.display, how))
+    steps = attempt_steps(line.pool, world, task, lambda _: None, line.display, options)
+    return (yield from steps)
 
 
 # --- a rank's exception in its own debugger; IPython's `%debug` and `%pdb` lead there ---------
