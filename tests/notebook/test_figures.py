@@ -13,9 +13,6 @@ from nbdist.notebook.figures import CHUNK, Below, below_panel, can_draw, save_fi
 from nbdist.output.events import Display, Done, Update
 from nbdist.output.html import MOST_BELOW
 from nbdist.output.transcript import Transcript
-from tests.notebook.front_end import Notebook, Outcome
-
-pytestmark = pytest.mark.shared_world
 
 
 def cell(*data: dict[str, object]) -> Transcript:
@@ -99,23 +96,6 @@ def test_what_kitty_draws(logs: dict[int, str]):
     assert max(map(len, texts)) == CHUNK
 
 
-KINDS = """%%distributed
-from IPython.display import *
-display(Markdown("**done**"), Math("x^2"), JSON({"rank": rank}, expanded=True))
-display({"application/x-mine": {"a": [1, 2]}}, raw=True)
-import sympy
-sympy.Symbol("x") ** 2"""
-
-
-CHANGED = """%%distributed
-import plotly.graph_objects
-display(Markdown("gone"))
-clear_output()
-handle = display(Markdown("one"), display_id=True)
-handle.update(Markdown(f"**two** {rank}"))
-plotly.graph_objects.Figure(plotly.graph_objects.Scatter(y=[1, 2]))"""
-
-
 def markdown(text: str, display_id: str | None = None) -> Display:
     data = {"text/markdown": text, "text/plain": "<IPython.core.display.Markdown object>"}
     return Display(data, {}, display_id)
@@ -177,53 +157,3 @@ def test_what_changes_later(page: dict[str, dict[str, Any]]) -> None:
     below.change(transcript)
     plain = [data["text/plain"] for data in page.values()]
     assert plain == ["ranks 0-1", "<IPython.core.display.Markdown object>", "", ""]
-
-
-def below_of(outcome: Outcome) -> list[Any]:
-    """Captions, and of each display what a page renders."""
-    assert (outcome.errors, outcome.streams) == ([], [])
-    found = [each["data"] for each in outcome.displays[1:]]
-    return [
-        next((data[kind] for kind in data if kind not in {"text/plain", "text/html"}), None)
-        or data["text/plain"]
-        for data in found
-    ]
-
-
-def test_any_kind_reaches_the_page(notebook: Notebook) -> None:
-    """Each kind as its rank has sent it; the panel says in its place what it is."""
-    outcome = notebook.run(KINDS)
-    others = [part for rank in (1, 2, 3) for part in (f"rank {rank}", {"rank": rank})]
-    assert below_of(outcome) == [
-        "ranks 0-3", "**done**", "$\\displaystyle x^2$", "rank 0", {"rank": 0},
-        "ranks 0-3", {"a": [1, 2]}, "$\\displaystyle x^{2}$", *others,
-    ]  # fmt: skip
-    shown = next(each for each in outcome.displays if "application/json" in each["data"])
-    assert shown["metadata"]["application/json"]["expanded"] is True
-    panel = (outcome.updates or outcome.displays[:1])[-1]["data"]
-    for word in ("Markdown", "LaTeX", "JSON", "application/x-mine"):
-        assert f"{word}, shown below" in panel["text/html"]
-    assert "\n**done**\n$\\displaystyle x^2$\n" in panel["text/plain"]
-    assert "object>" not in panel["text/plain"]
-
-
-def test_updates_clear_output_and_plotly(notebook: Notebook) -> None:
-    """Below is what is there at the end, and what a later cell makes of it; a figure is small."""
-    outcome = notebook.run(CHANGED)
-    found = below_of(outcome)
-    plotly = found[3]
-    assert plotly["data"] == [{"y": [1, 2], "type": "scatter"}]
-    assert len(str(plotly)) < 20_000
-    others = [part for rank in (1, 2, 3) for part in (f"rank {rank}", f"**two** {rank}")]
-    assert found == ["rank 0", "**two** 0", "ranks 0-3", plotly, *others]
-    assert below_of(notebook.run("%dist_output -r 2")) == ["rank 2", "**two** 2", plotly]
-    later = notebook.run("%%distributed\nhandle.update(Markdown('three'))")
-    changed = [each["data"].get("text/markdown") for each in later.updates]
-    assert changed.count("three") == 1
-    before = notebook.run("%dist_output -2")
-    assert below_of(before)[:4] == ["ranks 0-3", "three", plotly]
-    assert (
-        "`%dist_output -9`: the output of 5 cells is kept" in notebook.run("%dist_output -9").error
-    )
-    said = notebook.run("%%rank 0\n%%markdown\n# Title")
-    assert below_of(said) == ["rank 0", "# Title\n"]

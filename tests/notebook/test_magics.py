@@ -7,11 +7,11 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from nbdist.errors import NbdistError
 from nbdist.notebook.command import find_commands
 from tests.notebook.front_end import Notebook, Outcome, body
 from tests.waiting import SOON
@@ -166,6 +166,93 @@ def test_gather(notebook: Notebook) -> None:
     assert notebook.value("doubled") == 3.0
 
 
+# --- displays, and other forms of a cell ----------------------------------------------
+
+
+KINDS = """%%distributed
+from IPython.display import *
+display(Markdown("**done**"), Math("x^2"), JSON({"rank": rank}, expanded=True))
+display({"application/x-mine": {"a": [1, 2]}}, raw=True)
+import sympy
+sympy.Symbol("x") ** 2"""
+CHANGED = """%%distributed
+import plotly.graph_objects
+display(Markdown("gone"))
+clear_output()
+handle = display(Markdown("one"), display_id=True)
+handle.update(Markdown(f"**two** {rank}"))
+plotly.graph_objects.Figure(plotly.graph_objects.Scatter(y=[1, 2]))"""
+
+
+def below_of(outcome: Outcome) -> list[Any]:
+    """Captions, and of each display what a page renders."""
+    assert (outcome.errors, outcome.streams) == ([], [])
+    found = [each["data"] for each in outcome.displays[1:]]
+    return [
+        next((data[kind] for kind in data if kind not in {"text/plain", "text/html"}), None)
+        or data["text/plain"]
+        for data in found
+    ]
+
+
+def test_any_kind_reaches_the_page(notebook: Notebook) -> None:
+    """Each kind as its rank has sent it; the panel says in its place what it is."""
+    outcome = notebook.run(KINDS)
+    others = [part for rank in (1, 2, 3) for part in (f"rank {rank}", {"rank": rank})]
+    assert below_of(outcome) == [
+        "ranks 0-3", "**done**", "$\\displaystyle x^2$", "rank 0", {"rank": 0},
+        "ranks 0-3", {"a": [1, 2]}, "$\\displaystyle x^{2}$", *others,
+    ]  # fmt: skip
+    shown = next(each for each in outcome.displays if "application/json" in each["data"])
+    assert shown["metadata"]["application/json"]["expanded"] is True
+    panel = (outcome.updates or outcome.displays[:1])[-1]["data"]
+    for word in ("Markdown", "LaTeX", "JSON", "application/x-mine"):
+        assert f"{word}, shown below" in panel["text/html"]
+    assert "\n**done**\n$\\displaystyle x^2$\n" in panel["text/plain"]
+    assert "object>" not in panel["text/plain"]
+
+
+def test_updates_clear_output_and_plotly(notebook: Notebook) -> None:
+    """Below is what is there at the end, and what a later cell makes of it; a figure is small."""
+    outcome = notebook.run(CHANGED)
+    found = below_of(outcome)
+    plotly = found[3]
+    assert plotly["data"] == [{"y": [1, 2], "type": "scatter"}]
+    assert len(str(plotly)) < 20_000
+    others = [part for rank in (1, 2, 3) for part in (f"rank {rank}", f"**two** {rank}")]
+    assert found == ["rank 0", "**two** 0", "ranks 0-3", plotly, *others]
+    assert below_of(notebook.run("%dist_output -r 2")) == ["rank 2", "**two** 2", plotly]
+    later = notebook.run("%%distributed\nhandle.update(Markdown('three'))")
+    changed = [each["data"].get("text/markdown") for each in later.updates]
+    assert changed.count("three") == 1
+    before = notebook.run("%dist_output -2")
+    assert below_of(before)[:4] == ["ranks 0-3", "three", plotly]
+    said = notebook.run("%dist_output -99").error
+    assert re.search(r"`%dist_output -99`: the output of \d+ cells is kept", said)
+    said = notebook.run("%%rank 0\n%%markdown\n# Title")
+    assert below_of(said) == ["rank 0", "# Title\n"]
+
+
+def test_forms_of_a_cell(notebook: Notebook) -> None:
+    """A line without a cell, comments behind magics, and the notebook's own magics at the end."""
+    notebook.run("here = 5")
+    assert notebook.run("%distributed here, there = rank, world_size  # both").errors == []
+    shown = body(notebook.run("%distributed -r [0, 1] print(f'{here} of {there}')"))
+    assert shown == ["── rank 0 ──", "0 of 4", "── rank 1 ──", "1 of 4"]
+    assert "`%distributed x = 1`; `%%distributed` on the" in notebook.run("%distributed -n 4").error
+    assert notebook.run("%%distributed -n 4  # it's four\nd = {'#': rank}").errors == []
+    assert body(notebook.run("%%rank 0, 1 # some\nd"))[::2] == ["── rank 0 ──", "── rank 1 ──"]
+    for line in ("d  # a dict by rank", "d['#'] --as numbers  # by rank", "d['#']+0 --as more"):
+        assert notebook.run(f"%dist_gather {line}").errors == []
+    assert notebook.value("numbers, more, d[1]") == ([0, 1, 2, 3], [0, 1, 2, 3], {"#": 1})
+    assert "4 workers" in notebook.run("%dist_status # now").text
+    assert notebook.run("%%distributed\nlast = rank\n\n%dist_gather last  # here").errors == []
+    assert notebook.value("last") == [0, 1, 2, 3]
+    failed = notebook.run("%%rank 0\nlast = 7\n1 / 0\n%dist_gather last")
+    assert failed.errors[0]["evalue"].endswith("ZeroDivisionError: division by zero")
+    assert notebook.value("last") == [0, 1, 2, 3]
+
+
 # --- workers ----------------------------------------------------------------------------
 
 
@@ -202,29 +289,6 @@ def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
     # Again and again in its place, until Stop, which is no error.
     assert notebook.run("%dist_status -f 0.1", stop).text.startswith("no workers are running")
     assert stopped
-
-
-# --- what people mistype ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("source", "parts"),
-    [
-        ("%%rank\n1", ["needs ranks", "`%%rank 0`"]),
-        ("%%rank 0\n1", ["The cell needs workers, and none are running. A `%%distributed -n 4`"]),
-        ("%%distributed --gpus 0,9\n1", ["--gpus"]),
-        ("%%distributed --launcher nowhere\n1", ["launcher", "local"]),
-        ("%dist_restart -n x", ["`-n x`"]),
-        ("%dist_status 3", ["`%dist_status?`"]),
-    ],
-)
-def test_bad_input(typed: Callable[[str], str], source: str, parts: list[str]) -> None:
-    """Each mistake gets one error of one line that shows what is right; nothing is started."""
-    with pytest.raises(NbdistError) as raised:
-        typed(source)
-    for part in parts:
-        assert part in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 # --- help -------------------------------------------------------------------------------

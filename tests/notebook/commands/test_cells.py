@@ -14,7 +14,7 @@ from nbdist.notebook.cell_text import AUTO_NOTE
 from nbdist.notebook.command import Command, Line, find_commands
 from nbdist.notebook.commands.cells import GROUPS, rank, summary
 from nbdist.notebook.pool import Pools
-from tests.notebook.front_end import Notebook, body
+from tests.notebook.front_end import Notebook
 from tests.waiting import SOON
 
 
@@ -235,26 +235,6 @@ def test_ranks_of_a_rank_cell(pools: Pools, text: str, ranks: str, pool: str):
     line = Line(rank, pools, text, "pass")
     assert (line.options.ranks, line.pool.name) == (ranks, pool)
     assert (line.text, line.cell) == (f"%%rank {text}", "pass")
-
-
-def test_forms_of_a_cell(notebook: Notebook) -> None:
-    """A line without a cell, comments behind magics, and the notebook's own magics at the end."""
-    notebook.run("here = 5")
-    assert notebook.run("%distributed here, there = rank, world_size  # both").errors == []
-    shown = body(notebook.run("%distributed -r [0, 1] print(f'{here} of {there}')"))
-    assert shown == ["── rank 0 ──", "0 of 4", "── rank 1 ──", "1 of 4"]
-    assert "`%distributed x = 1`; `%%distributed` on the" in notebook.run("%distributed -n 4").error
-    assert notebook.run("%%distributed -n 4  # it's four\nd = {'#': rank}").errors == []
-    assert body(notebook.run("%%rank 0, 1 # some\nd"))[::2] == ["── rank 0 ──", "── rank 1 ──"]
-    for line in ("d  # a dict by rank", "d['#'] --as numbers  # by rank", "d['#']+0 --as more"):
-        assert notebook.run(f"%dist_gather {line}").errors == []
-    assert notebook.value("numbers, more, d[1]") == ([0, 1, 2, 3], [0, 1, 2, 3], {"#": 1})
-    assert "4 workers" in notebook.run("%dist_status # now").text
-    assert notebook.run("%%distributed\nlast = rank\n\n%dist_gather last  # here").errors == []
-    assert notebook.value("last") == [0, 1, 2, 3]
-    failed = notebook.run("%%rank 0\nlast = 7\n1 / 0\n%dist_gather last")
-    assert failed.errors[0]["evalue"].endswith("ZeroDivisionError: division by zero")
-    assert notebook.value("last") == [0, 1, 2, 3]
 
 
 README = Path(__file__).parents[3] / "README.md"

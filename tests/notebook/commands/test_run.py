@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,21 +93,6 @@ def test_executables_and_modules(notebook: Notebook, folder: Path) -> None:
 def test_whose_option_it_is(line: str, ours: str, program: list[str]) -> None:
     """Ours end with the first word that is none; torchrun's take their values with them."""
     assert split_line(dist_run.run, line) == (ours, program)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("-m", "give either a script or `-m module`"),
-        ("-m wrong.py", "give either a script or `-m module`"),
-        ("--no-python -m pkg", "a module needs python"),
-        ("--wrong wrong.py", r"unknown option `--wrong`. `%dist_run\?` shows"),
-    ],
-)
-def test_what_cannot_be(typed: Callable[[str], str], line: str, said: str) -> None:
-    """One line says so, and nothing has run."""
-    with pytest.raises(UsageError, match=said):
-        typed(f"%dist_run {line}")
 
 
 def test_error_in_a_script(notebook: Notebook, folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 
@@ -131,10 +130,7 @@ def test_stop_in_the_middle(slow: Notebook, line: str, what: str):
 
 
 def test_what_is_sent_again(slow: Notebook):
-    """What a cell has deleted; a big array, after one number of it changed."""
-    slow.run("limit = 7")
-    slow.run("%%distributed\nprint(limit)\ndel limit")
-    assert "7" in slow.run("%%distributed\nprint(limit)").text
+    """A big array is announced with its size, and goes again after one number of it has changed."""
     slow.run("data = np.zeros(9_000_000)")
     outcome = slow.run("%%distributed\nprint(data.sum())")
     assert "sent data (68.7 MiB) to 2 ranks" in outcome.text
@@ -142,27 +138,3 @@ def test_what_is_sent_again(slow: Notebook):
     assert any(each.startswith("sending data") for each in drawn)
     slow.run("data[7_777_777] = 5")
     assert "5.0" in slow.run("%%distributed\nprint(data.sum())\ndel data").text
-
-
-ARRIVES_SLOWLY = """
-class Slow:
-    value = 5
-    def __init__(self, flag): self.flag = flag
-    def __setstate__(self, state):
-        import os, time
-        self.__dict__.update(state)
-        time.sleep(0 if os.path.exists(self.flag) else 30)
-late = Slow({flag!r})
-"""
-
-
-def test_stop_while_it_arrives(slow: Notebook, tmp_path: Path):
-    """The ranks have not bound it, and the next cell takes it along again."""
-    flag = tmp_path / "flag"
-    slow.run(ARRIVES_SLOWLY.format(flag=str(flag)))
-    use = "%%distributed\nprint(late.value)"
-    stopped = slow.run(use, slow.stop_at("2 ranks · "))
-    assert "KeyboardInterrupt: Stopped on ranks 0-1" in stopped.error
-    assert "False" in slow.run("%%distributed\nprint('late' in globals())").text
-    flag.touch()
-    assert slow.run(use).text.splitlines()[1:] == ["── ranks 0-1 (same) ──", "5"]
