@@ -103,7 +103,6 @@ def help_at_border(
     wanted: list[tuple[object, str, Any]] = [
         (shell, "showtraceback", border.show_traceback),
         (shell, "debugger", partial(debug_ranks, pools)),
-        (shell, "user_expressions", auto.user_expressions),
         (shell, "var_expand", border.expand),
         (shell.history_manager, "store_inputs", auto.store_inputs),
     ]
