@@ -35,10 +35,7 @@ ALLOWED = {
         "values/definitions.py",
         "by_value._DYNAMIC_CLASS_TRACKER_BY_ID",
     ): "cloudpickle looks too late",
-    (
-        "values/definitions.py",
-        "by_value._class_setstate",
-    ): "cloudpickle fills classes it has itself",
+    ("values/definitions.py", "by_value._class_setstate"): "cloudpickle fills what it has itself",
     ("values/definitions.py", "_filename_map"): "IPython's, of cells that ran in another process",
     ("notebook/options.py", "magic.parser._actions"): "argparse lists what it knows nowhere else",
     ("values/tensors.py", "tensor._version"): "torch's version counter has no public name",
