@@ -24,7 +24,7 @@ from nbdist.notebook.cell_text import (
     execution_count,
     in_notebook_lines,
 )
-from nbdist.notebook.display import CellDisplay, missed
+from nbdist.notebook.display import CellDisplay
 from nbdist.notebook.free_names import gathered_text
 from nbdist.notebook.idle import met_stops, raised_stops
 from nbdist.notebook.jobs import Steps
@@ -84,7 +84,9 @@ def prepare(
         raise WorldNotStarted("The cell")
     if pool.page.has_missed(pool.shell, pool.last):
         assert pool.last is not None
-        missed(pool.last, pool.log_files()).on(pool.display())
+        number = pool.last.task.execution_count
+        cell = f"cell [{number}]" if number else "the last cell"
+        display.note(f"the page was reloaded while {cell} ran: `%dist_output -2` shows its output")
     on = parse_ranks("all" if ranks is None else ranks, world.size)
     # With `--detach` another notebook may give it a name.
     keeps = options is not None and (options.out is not None or world.session.config.detach)

@@ -22,7 +22,7 @@ from nbdist.output.html import figures, panel_html
 from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import PlainLines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import GREY, details, dim, panel
+from nbdist.output.wording import dim, panel
 from nbdist.words import aligned
 from nbdist.world.calling import MovingLine
 from nbdist.world.running import News, RunningTask
@@ -316,7 +316,6 @@ def _cell(text: str, colours: Mapping[str, str]) -> str:
 
 
 LONG_CELL = 2.0  # seconds: in the middle of a shorter one hardly anybody reloads
-RELOADED = "The page was reloaded while{} ran. Its complete output:"
 
 
 class Page:
@@ -331,11 +330,3 @@ class Page:
         before, self._session = self._session, session
         is_another = bool(before and self._session) and before != self._session
         return is_another and last is not None and last.transcript.elapsed() >= LONG_CELL
-
-
-def missed(last: RunningTask, logs: Mapping[int, str]) -> Shown:
-    """Draw what that cell has shown, closed: whoever reloaded after its end has it already."""
-    shown, number = final_layout(last.transcript, logs), last.task.execution_count
-    title = RELOADED.format(" the last cell" if number is None else f" cell [{number}]")
-    html = panel(details(dim(title), panel_html(shown), GREY, is_open=False))
-    return Shown(html, f"{title}\n{panel_text(shown)}")
