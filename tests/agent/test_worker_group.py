@@ -127,28 +127,26 @@ async def test_other_numbers(source: Source, runtime: Path, tmp_path: Path) -> N
 # --- what is decided --------------------------------------------------------------------------
 
 
+START = "rank 1 could not start: x"
+
+
 @pytest.mark.parametrize(
     ("starts", "answers", "problem"),
     [
         ([""], [Ok()], ""),
-        (["", "rank 1 could not start: x"], [None], "rank 1 could not start: x"),
+        (["", START], [None], START),
         ([], [Ok(), None], "a rank did not answer"),
         ([], [Failed("broken", unfit=True), None], "broken"),
+        ([START], [Failed("can't start new thread", unfit=False)], "no further process or thread"),
     ],
 )
 def test_the_first_problem_counts(
     starts: list[str], answers: list[Answer | None], problem: str
 ) -> None:
-    """That of a new worker before a survivor's."""
-    assert problem_in(starts, answers) == problem
-
-
-def test_a_lack_of_threads_comes_first() -> None:
-    """It is why the others failed."""
-    said = problem_in(
-        ["rank 1 could not start: x"], [Failed("can't start new thread", unfit=False)]
-    )
-    assert said.startswith("no further process or thread can be started: ")
+    """That of a new worker before a survivor's; a lack of threads is why the others failed."""
+    said = problem_in(starts, answers)
+    assert said.startswith(problem)
+    assert bool(said) == bool(problem)
 
 
 # --- deaths while a group is formed -----------------------------------------------------------
