@@ -240,9 +240,6 @@ class Records:
         self._pid = os.getpid()
         self._host = socket.gethostname()
 
-    def __repr__(self) -> str:
-        return f"<Records from level {self._level}, {self._sent} sent, {self._dropped} dropped>"
-
     def watch(self) -> None:
         """Wrap the method that all loggers call, once."""
         handle = logging.Logger.callHandlers
