@@ -128,27 +128,14 @@ def test_what_is_said_of_connections(message: str, connections: str) -> None:
     assert connections_after(message) == connections
 
 
-def test_what_healing_leaves(world: World) -> None:
-    """No descriptor, and from torch 2.14 on no thread either; last, since its model stays."""
-    world.execute(SET_UP + WORKS)
-    heal(world)
-    world.execute(WORKS)
-    before = world.gather(HELD)
-    heal(world, times=10)
-    world.execute(WORKS)
-    for (descriptors, threads), (fewer, least) in zip(world.gather(HELD), before, strict=True):
-        assert descriptors <= fewer + 2
-        assert threads <= least or not seam.RENEWS_GLOO
-
-
 SETUP = """
 import threading, time
-group = get_ipython().kernel.group
+ours = get_ipython().kernel.group
 
 def abort():
-    while not group.waits_to_meet:
+    while not ours.waits_to_meet:
         time.sleep(0.01)
-    group.abort()
+    ours.abort()
 """
 
 
@@ -162,11 +149,11 @@ def test_groups_that_a_rank_holds(world: World) -> None:
     """Those besides the world's own, by name, with their ranks; none while that is destroyed."""
     world.execute(
         "one, both = [dist.new_group(ranks) for ranks in ([1], [0, 1])]\n"
-        "held = group.held()\n"
+        "held = ours.held()\n"
         "names = [each.group_name for each in (one, both) if each is not dist.GroupMember."
         "NON_GROUP_MEMBER]\n"
         "dist.destroy_process_group()\n"
-        "gone = group.held()"
+        "gone = ours.held()"
     )
     held, names, gone = zip(*world.gather("held, names, gone"), strict=True)
     assert [sorted(each.values()) for each in held] == [[(0, 1)], [(0, 1), (1,)]]
@@ -204,3 +191,16 @@ def test_groups_are_the_same_ones_afterwards(world: World) -> None:
         "    dist.all_reduce(t := torch.ones(1), group=each)\n"
         "    assert t.item() == 2"
     )
+
+
+def test_what_healing_leaves(world: World) -> None:
+    """No descriptor, and from torch 2.14 on no thread either; last, since its model stays."""
+    world.execute(SET_UP + WORKS)
+    heal(world)
+    world.execute(WORKS)
+    before = world.gather(HELD)
+    heal(world, times=10)
+    world.execute(WORKS)
+    for (descriptors, threads), (fewer, least) in zip(world.gather(HELD), before, strict=True):
+        assert descriptors <= fewer + 2
+        assert threads <= least or not seam.RENEWS_GLOO
