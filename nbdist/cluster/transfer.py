@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -31,111 +31,7 @@ class _Waiting:
     run: Run
     lacks: dict[int, set[str]] = field(default_factory=dict)
     total: int = 0
-
-
-class Downloads:
-    """Tasks whose big variables are being sent to the nodes of their ranks; no I/O.
-
-    All ranks get a task at the same time: none waits in a collective for a slow link.
-    """
-
-    def __init__(self) -> None:
-        self._sending: dict[int, Sending] = {}
-        self._refs: dict[str, SegmentRef] = {}
-        self._waiting: dict[str, _Waiting] = {}
-
-    def add(self, run: Run, nodes: Iterable[int]) -> bool:
-        """Send each node what it lacks and the notebook still has; False where that is nothing."""
-        waiting = _Waiting(run)
-        for node in nodes:
-            sending = self._sending.setdefault(node, Sending())
-            lacks = set[str]()
-            for ref in run.segments:
-                with suppress(SegmentGone):
-                    if sending.add(ref):
-                        lacks.add(ref.path)
-            if lacks:
-                waiting.lacks[node] = lacks
-                waiting.total += sum(map(sending.left, lacks))
-        self._refs.update((ref.path, ref) for ref in run.segments)
-        for sending in self._sending.values():
-            sending.most = max(2, min(MOST_WINDOW, MOST_UNDER_WAY // len(self._sending)))
-        if waiting.lacks:
-            self._waiting[run.id] = waiting
-        return bool(waiting.lacks)
-
-    def next(self, node: int, now: float) -> Piece | None:
-        """Return what is to be sent to this node next; None where that has to wait."""
-        return self._sending[node].next(now) if node in self._sending else None
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """Those that anything was sent to."""
-        return tuple(self._sending)
-
-    def taken(self, node: int, taken: Taken, now: float) -> list[Run]:
-        """Note what a node has answered; take the tasks that no rank gets for that."""
-        refused = list[Run]()
-        if node not in self._sending or not self._sending[node].taken(taken, now):
-            return refused
-        for waiting in [*self._waiting.values()]:
-            if taken.path in waiting.lacks.get(node, ()):
-                waiting.lacks[node].discard(taken.path)
-                if taken.problem:
-                    del self._waiting[waiting.run.id]
-                    refused.append(waiting.run)
-        return refused
-
-    def progress(self) -> Iterator[tuple[Run, Moved]]:
-        """Yield of each task that waits how much of its memory is there, on all nodes together."""
-        for waiting in self._waiting.values():
-            left = sum(
-                self._sending[node].left(path)
-                for node, paths in waiting.lacks.items()
-                for path in paths
-            )
-            yield waiting.run, Moved(waiting.total - left, waiting.total)
-
-    def ready(self) -> list[Run]:
-        """Take the tasks that can be sent now, in the order in which they came."""
-        ready = [each.run for each in self._waiting.values() if not any(each.lacks.values())]
-        for run in ready:
-            del self._waiting[run.id]
-        return ready
-
-    def stop(self, ranks: Iterable[int]) -> list[Run]:
-        """Take the tasks of these ranks that still wait: they are not sent any more."""
-        stopped = {*ranks}
-        runs = [w.run for w in self._waiting.values() if not stopped.isdisjoint(w.run.ranks)]
-        for run in runs:
-            del self._waiting[run.id]
-        return runs
-
-    def lose(self, node: int) -> None:
-        """Wait for nothing of this node any more."""
-        if sending := self._sending.pop(node, None):
-            sending.close()
-        for waiting in self._waiting.values():
-            waiting.lacks.pop(node, None)
-
-    def drop(self) -> Iterator[tuple[int, Dropped]]:
-        """Yield what nodes are to drop: what no task waits for, and the notebook has closed."""
-        lacks = (paths for each in self._waiting.values() for paths in each.lacks.values())
-        wanted = set[str]().union(*lacks)
-        for path in [path for path in self._refs if path not in wanted]:
-            is_gone = not is_there(self._refs[path])
-            for node, sending in self._sending.items():
-                is_useless = is_gone or path not in sending.there
-                if is_useless and (dropped := sending.drop([path])):
-                    yield node, dropped
-            if is_gone:
-                del self._refs[path]
-
-    def close(self) -> None:
-        """Send nothing more."""
-        for node in self.nodes:
-            self.lose(node)
-        self._waiting.clear()
+    is_told: bool = False
 
 
 class Returned:
@@ -189,10 +85,11 @@ class Returned:
 
 
 class BulkTransfers:
-    """Both ways together: `node` finds nodes by their numbers, `run` takes tasks to be sent.
+    """Big values both ways: tasks wait here for their variables, `up` has what came back.
 
-    `up` has what ranks have brought back; `show` takes what the notebook is told in the place of
-    ranks that do not get a task.
+    All ranks get a task at the same time, once all their nodes have its variables: none waits in a
+    collective for a slow link.  `node` finds nodes by their numbers, `run` takes tasks to be sent,
+    `show` what the notebook is told in the place of ranks that do not get a task.
     """
 
     def __init__(
@@ -201,30 +98,40 @@ class BulkTransfers:
         run: Callable[[Run], None],
         show: Callable[[Outputs], None],
     ) -> None:
-        self._node = node
-        self._run = run
-        self._show = show
-        self._down = Downloads()
+        self._node, self._run, self._show = node, run, show
         self.up = Returned()
+        self._sending: dict[int, Sending] = {}
+        self._refs: dict[str, SegmentRef] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._said: dict[str, Moved] = {}  # by task, what it was told last
         self._say_at = 0.0
 
     def run(self, run: Run, nodes: Iterable[int]) -> None:
-        """Send a task to these nodes once they have what it refers to."""
+        """Send a task to these nodes once they have what the notebook still has of its memory."""
         self.up.let_go(run.ranks)
-        if not run.segments or not self._down.add(run, nodes):
-            self._run(run)
+        waiting = self._waiting[run.id] = _Waiting(run)
+        for node in nodes if run.segments else ():
+            sending = self._sending.setdefault(node, Sending())
+            lacks = waiting.lacks[node] = set[str]()
+            for ref in run.segments:
+                with suppress(SegmentGone):
+                    if sending.add(ref):
+                        lacks.add(ref.path)
+            waiting.total += sum(map(sending.left, lacks))
+        self._refs |= {ref.path: ref for ref in run.segments}
+        for sending in self._sending.values():
+            sending.most = max(2, min(MOST_WINDOW, MOST_UNDER_WAY // len(self._sending)))
         self._go_on()
 
     def stop(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """End tasks of these ranks that are not sent yet; the ranks that have others."""
-        stopped = self._down.stop(ranks)
-        for run in stopped:
-            self._fail(run, run.ranks, "KeyboardInterrupt", "")
+        stopped, ended = {*ranks}, set[int]()
+        for run in [each.run for each in self._waiting.values()]:
+            if not stopped.isdisjoint(run.ranks):
+                self._fail(run, run.ranks, "KeyboardInterrupt", "")
+                ended.update(run.ranks)
         self._drop()
-        done_with = {rank for run in stopped for rank in run.ranks}
-        return tuple(rank for rank in ranks if rank not in done_with)
+        return tuple(sorted(stopped - ended))
 
     def take(self, node: int, message: Piece | Taken | Dropped) -> None:
         """Take in what a node says of big values."""
@@ -232,18 +139,21 @@ class BulkTransfers:
             case Piece():
                 if taken := self.up.take(node, message):
                     self._node(node).send(taken)
-            case Taken():
-                refused = self._down.taken(node, message, time.monotonic())
-                self._refuse(refused, self._node(node), message.problem)
-                self._say()
-                self._go_on()
             case Dropped():
                 self.up.dropped(node, message)
+            case Taken() if sending := self._sending.get(node):
+                if sending.taken(message, time.monotonic()):
+                    self._note(node, message)
+                self._say()
+                self._go_on()
 
     def lose(self, node: int) -> None:
         """Wait for nothing of a node that is lost."""
         self.up.lose(node)
-        self._down.lose(node)
+        if sending := self._sending.pop(node, None):
+            sending.close()
+        for waiting in self._waiting.values():
+            waiting.lacks.pop(node, None)
         self._go_on()
 
     def close(self) -> None:
@@ -251,35 +161,52 @@ class BulkTransfers:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._down.close()
+        for sending in self._sending.values():
+            sending.close()
+        self._sending.clear()
+        self._waiting.clear()
         self.up.close()
+
+    def _note(self, node: int, taken: Taken) -> None:
+        """Note that a node has a segment, or has no room for it: then no rank gets the task."""
+        for waiting in [*self._waiting.values()]:
+            if taken.path in waiting.lacks.get(node, ()):
+                waiting.lacks[node].discard(taken.path)
+                if taken.problem:
+                    there = self._node(node)
+                    failed = [rank for rank in waiting.run.ranks if rank in there.ranks]
+                    why = f"{there.name}: {taken.problem}"
+                    self._fail(waiting.run, failed, "NotEnoughMemory", why)
+        if taken.problem:
+            self._drop()
 
     def _go_on(self) -> None:
         now = time.monotonic()
-        for number in self._down.nodes:
-            while piece := self._down.next(number, now):
+        for number, sending in [*self._sending.items()]:
+            while piece := sending.next(now):
                 self._node(number).send(piece)
-        for run in self._down.ready():
-            if said := self._said.pop(run.id, None):
-                self._tell(run, Moved(said.total, said.total))
-            self._run(run)
-        if self._timer is None and self._down.nodes:
+        for waiting in [each for each in self._waiting.values() if not any(each.lacks.values())]:
+            del self._waiting[waiting.run.id]
+            if waiting.is_told:
+                self._tell(waiting.run, Moved(waiting.total, waiting.total))
+            self._run(waiting.run)
+        if self._timer is None and self._sending:
             self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
 
-    def _refuse(self, runs: Collection[Run], node: Node, problem: str) -> None:
-        for run in runs:
-            there = [rank for rank in run.ranks if rank in node.ranks]
-            self._fail(run, there, "NotEnoughMemory", f"{node.name}: {problem}")
-        if runs:
-            self._drop()
-
     def _say(self) -> None:
+        """Tell of each task that waits how much of its memory is there, on all nodes together."""
         if (now := time.monotonic()) < self._say_at:
             return
         self._say_at = now + SAY_EVERY
-        for run, far in self._down.progress():
-            self._said[run.id] = far
-            self._tell(run, far)
+        for waiting in self._waiting.values():
+            each = (
+                (self._sending[node], path)
+                for node in waiting.lacks
+                for path in waiting.lacks[node]
+            )
+            left = sum(sending.left(path) for sending, path in each)
+            waiting.is_told = True
+            self._tell(waiting.run, Moved(waiting.total - left, waiting.total))
 
     def _tell(self, run: Run, moved: Moved) -> None:
         self._show(Outputs(((run.ranks[0], run.id, moved),)))
@@ -290,12 +217,21 @@ class BulkTransfers:
         self._go_on()
 
     def _drop(self) -> None:
-        for node, dropped in [*self._down.drop()]:
-            self._node(node).send(dropped)
+        """Have nodes drop what no task waits for, and the notebook has closed."""
+        lacks = (paths for each in self._waiting.values() for paths in each.lacks.values())
+        wanted = set[str]().union(*lacks)
+        for path in [path for path in self._refs if path not in wanted]:
+            is_gone = not is_there(self._refs[path])
+            for number, sending in self._sending.items():
+                is_useless = is_gone or path not in sending.there
+                if is_useless and (dropped := sending.drop([path])):
+                    self._node(number).send(dropped)
+            if is_gone:
+                del self._refs[path]
 
     def _fail(self, run: Run, failed: Collection[int], name: str, message: str) -> None:
         """End the task on all of its ranks before it began, on the `failed` with this error."""
-        self._said.pop(run.id, None)
+        del self._waiting[run.id]
         failure, items = failure_in_words(name, message), list[tuple[int, str, Output]]()
         for rank in run.ranks:
             if rank in failed:
