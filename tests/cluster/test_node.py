@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -33,15 +34,15 @@ SPEC = WorldSpec(1, "gloo", {}, "/", (), 1, "", seats=(Position(1, 0),))
 HOUR = 3600 * 10**9
 
 
-def node() -> tuple[Node, list[NodeDown]]:
-    """One, and what is sent to it."""
-    sent: list[NodeDown] = []
-    return Node(1, "b", NodeHello("0.1.0", 7, FACTS), sent.append), sent
+def node(number: int, send: Callable[[NodeDown], None]) -> Node:
+    """One that is not there; it sends so."""
+    return Node(number, "b", NodeHello("0.1.0", 7, FACTS), send)
 
 
 async def test_answers_by_their_numbers() -> None:
     """What a notebook asks and what only a head asks have numbers of their own."""
-    there, sent = node()
+    sent: list[NodeDown] = []
+    there = node(1, sent.append)
     both = asyncio.gather(there.ask(GetStatus(), 5), there.ask(CallOff(1), 5))
     await asyncio.sleep(0)
     assert [type(each) for each in sent] == [Ask, NodeAsk]
@@ -55,7 +56,8 @@ async def test_answers_by_their_numbers() -> None:
 
 async def test_a_clock_that_is_wrong() -> None:
     """How far it is ahead is known to some milliseconds."""
-    there, sent = node()
+    sent: list[NodeDown] = []
+    there = node(1, sent.append)
     reading = asyncio.create_task(there.set_clock())
     while not reading.done():
         await asyncio.sleep(0)
@@ -69,7 +71,8 @@ async def test_a_clock_that_is_wrong() -> None:
 
 async def test_one_that_is_lost() -> None:
     """What waits for it ends, and as a part of the world it has a problem, and no ranks."""
-    there, sent = node()
+    sent: list[NodeDown] = []
+    there = node(1, sent.append)
     waiting = asyncio.create_task(there.do(StartPart(SPEC, (0,), 1)))
     await asyncio.sleep(0)
     there.lose("the connection to b was lost")
