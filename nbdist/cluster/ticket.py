@@ -274,13 +274,13 @@ def join(text: str, key_file: str | None = None, node: int | None = None) -> int
     torchrun or srun runs this several times on a node, the first process joins, the others end.
     """
     place = place_from(text, "nbdist join")
-    part = part_of(os.environ)
-    if not part.leads:
+    leads, own = part_of(os.environ)
+    if not leads:
         sys.stderr.write("nbdist: one `nbdist join` per node: local rank 0 joins, this one ends\n")
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _come(place, key_file, part.node if node is None else node)
+        return _come(place, key_file, own if node is None else node)
     except KeyboardInterrupt:
         return ENDED
 
@@ -395,22 +395,14 @@ OF_STARTERS = (
 """What begins so is for the process that was started, and would mislead libraries in workers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The part of one process: whether it `leads` its node, and which `node` that is, or -1."""
-
-    leads: bool
-    node: int
-
-
-def part_of(environ: Mapping[str, str]) -> Part:
-    """Return the part of the process with this environment."""
+def part_of(environ: Mapping[str, str]) -> tuple[bool, int]:
+    """Return whether the process with this environment leads its node, and which that is, or -1."""
     index = _number(environ, COMPLETION_INDEX)
     for local_rank, node in STARTERS:
         if (number := _number(environ, local_rank)) >= 0:
             named = _number(environ, node)
-            return Part(number == 0, named if named >= 0 else index)
-    return Part(leads=True, node=index)
+            return number == 0, named if named >= 0 else index
+    return True, index
 
 
 def without_starters(environ: Mapping[str, str]) -> dict[str, str]:
