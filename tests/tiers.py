@@ -21,7 +21,6 @@ LONGEST = (
     "hosts/test_ray.py",
     "hosts/test_membership.py",
     "hosts/test_slurm.py",
-    "hosts/test_worlds.py",
     "faults/test_nothing_left.py",
     "notebooks/test_notebooks.py",
     "tools/test_export.py",

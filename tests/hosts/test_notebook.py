@@ -54,19 +54,14 @@ def notebook(sshd: Sshd, hosts_of_module: list[Host], folder: Path) -> Iterator[
 
 
 def test_status_and_stacks_name_hosts(notebook: Notebook) -> None:
-    """In the head line, and for each rank."""
+    """In the head line, and for each rank; and strangers are counted."""
     lines = notebook.run("%dist_status").text.splitlines()
     assert lines[0].startswith("2 workers as 2x1 on node1 and node2 · gloo · ready")
     assert lines[1].split()[:3] == ["rank", "host", "state"]
     assert [line.split()[:2] for line in lines[2:4]] == [["0", "node1"], ["1", "node2"]]
     assert "── ranks 0 on node1, 1 on node2 same · idle ──" in notebook.run("%dist_stack").text
-
-
-def test_who_was_refused(notebook: Notebook) -> None:
-    """Strangers are counted; that the count is right is in `tests/hosts/test_security.py`."""
-    assert notebook.run("%dist_status -v").text.splitlines()[-1] == (
-        "refused connections without this world's keys: none"
-    )
+    last = notebook.run("%dist_status -v").text.splitlines()[-1]
+    assert last == "refused connections without this world's keys: none"
 
 
 def test_logs_of_all_hosts(notebook: Notebook) -> None:
