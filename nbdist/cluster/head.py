@@ -137,7 +137,7 @@ class Head:
             case messages.Interrupt(ranks):
                 self._pass_on(message, self._transfers.stop(ranks))
             case messages.LetGo(task_id, ranks):
-                self._transfers.up.let_go(ranks, task_id)
+                self._transfers.let_go(ranks, task_id)
                 self._pass_on(message, ranks)
             case messages.Abort(ranks) | messages.Spare(ranks):
                 self._pass_on(message, ranks)
@@ -207,7 +207,7 @@ class Head:
             case messages.Answer(number, reply) | NodeAnswer(number, reply):
                 node.answered(number, reply)
             case messages.Outputs() as outputs:
-                outputs = self._transfers.up.moved(node.number, outputs)
+                outputs = self._transfers.moved(node.number, outputs)
                 self._show(in_time_of_head(outputs, node.offset_ns), node)
             case Piece() | Taken() | Dropped():
                 self._transfers.take(node.number, message)

@@ -127,7 +127,7 @@ class NodePool:
         for process in self._launched.processes:
             self._watch(process)
         await self._until_all_came(report)
-        await asyncio.gather(*(self._read_clock(node) for node in self.there))
+        await asyncio.gather(*map(_read_clock, self.there))
         if wanted.backend != "none":
             await self._check_ways()
         self._has_begun = True
@@ -225,15 +225,9 @@ class NodePool:
                         self._watch(launched.again(number))
 
     async def _take_late(self, node: Node) -> None:
-        await self._read_clock(node)
+        await _read_clock(node)
         if not node.lost:
             self._admit_late(node)
-
-    async def _read_clock(self, node: Node) -> None:
-        try:
-            await node.set_clock()
-        except NodeLost as lost:
-            log.warning("%s: %s", node.name, lost)
 
     def _take(self, identity: bytes, message: NodeUp) -> None:
         if isinstance(message, NodeHello):
@@ -331,6 +325,11 @@ def _who(wanted: WorldConfig) -> tuple[object, ...]:
     started_by = wanted.launched_by, wanted.named_hosts, wanted.salloc, wanted.wrap
     size, python = (wanted.min_nodes, wanted.max_nodes), (wanted.python, wanted.fork)
     return *started_by, *size, *python, wanted.address, wanted.link_timeout
+
+
+async def _read_clock(node: Node) -> None:
+    with suppress(NodeLost):
+        await node.set_clock()
 
 
 def _complaint(processes: Sequence[AgentProcess]) -> str:

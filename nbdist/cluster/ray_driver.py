@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -191,13 +190,8 @@ def probe(address: str) -> None:
         raise OSError(f"no Ray cluster answers at {address}: {why}; {REMEDY}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """A bundle that a node keeps for the world, by its place in the placement group."""
-
-    group: Any
-    index: int
-    bundle: Bundle
+Reserved = tuple[Any, int, Bundle]
+"""A placement group, a place in it, and the bundle that a node keeps there for the world."""
 
 
 def place(wanted: WorldConfig) -> tuple[list[Reserved], list[str]]:
@@ -218,7 +212,7 @@ def place(wanted: WorldConfig) -> tuple[list[Reserved], list[str]]:
     order = in_order([str(each["NodeManagerHostname"]) for each in chosen])
     names = [str(chosen[at]["NodeManagerHostname"]) for at in order]
     addresses = [str(chosen[at]["NodeManagerAddress"]) for at in order]
-    return [Reserved(group, at, bundles[at]) for at in order], distinct(names, addresses)
+    return [(group, at, bundles[at]) for at in order], distinct(names, addresses)
 
 
 def word_busy(bundles: Sequence[Bundle], free: Bundle, there: Bundle) -> str:
@@ -240,8 +234,7 @@ def start(wanted: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> lis
 
     guess = sys.executable if wanted.python in (None, sys.executable) else ""
     started = []
-    for number, place in enumerate(places):
-        bundle = place.bundle
+    for number, (group, index, bundle) in enumerate(places):
         actor = (
             ray.remote(Agent)
             .options(
@@ -250,7 +243,7 @@ def start(wanted: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> lis
                 num_cpus=bundle[CPU],
                 num_gpus=bundle.get(GPU, 0),
                 memory=bundle.get(MEMORY),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(place.group, place.index),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
             )
             .remote()
         )

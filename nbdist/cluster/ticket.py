@@ -223,12 +223,11 @@ def drop_dead_join_keys() -> None:
 
 
 def _is_heard_at(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), LOOK_TIMEOUT).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True  # nobody knows
+    with suppress(OSError):  # nobody knows
+        try:
+            socket.create_connection((address, port), LOOK_TIMEOUT).close()
+        except ConnectionRefusedError:
+            return False
     return True
 
 
@@ -307,24 +306,14 @@ def _come(place: Place, key_file: str | None, number: int) -> int:
         sys.stderr.write(f"nbdist: {socket.gethostname()} joins the world at {place}\n")
         code = agent.wait()
     finally:
-        _leave(agent)
-    return code if code >= 0 else 1
-
-
-def _leave(agent: subprocess.Popen[bytes]) -> None:
-    """End the agent, which has nothing left behind when its stdin has ended."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with suppress(BrokenPipeError):
-        assert agent.stdin is not None
-        agent.stdin.close()
-    try:
-        agent.wait(LEAVE_TIMEOUT)
-    except subprocess.TimeoutExpired:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with suppress(BrokenPipeError):
+            agent.stdin.close()  # when that has ended it leaves nothing behind
+        with suppress(subprocess.TimeoutExpired):
+            agent.wait(LEAVE_TIMEOUT)
         agent.kill()  # the process above it ends what is left
         agent.wait()
-
-
-# --- its key ----------------------------------------------------------------------------------
+    return code if code >= 0 else 1
 
 
 def _find_key(place: Place, key_file: str | None) -> Ticket:

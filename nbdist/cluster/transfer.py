@@ -34,62 +34,13 @@ class _Waiting:
     is_told: bool = False
 
 
-class Returned:
-    """What ranks have brought back, in memory of this process until it was read."""
-
-    def __init__(self) -> None:
-        self._receiving: dict[int, Receiving] = {}
-        self._of_rank: dict[int, tuple[str, int, tuple[str, ...]]] = {}
-
-    def take(self, node: int, piece: Piece) -> Taken | None:
-        """Take in some of it; the answer."""
-        return self._receiving.setdefault(node, Receiving()).take(piece)
-
-    def dropped(self, node: int, dropped: Dropped) -> None:
-        """Drop what this node will not send the rest of."""
-        if node in self._receiving:
-            self._receiving[node].drop(dropped.paths)
-
-    def moved(self, node: int, outputs: Outputs) -> Outputs:
-        """Return what a node said with its values where the notebook can open them."""
-        if node not in self._receiving:
-            return outputs
-        items = []
-        for rank, task, output in outputs.items:
-            if isinstance(output, Done) and isinstance(output.values, Payload):
-                refs = refs_in(output.values)
-                places = self._receiving[node].places(refs)
-                if places:
-                    self._of_rank[rank] = task, node, tuple(places)
-                    output = replace(output, values=moved(output.values, places))
-            items.append((rank, task, output))
-        return Outputs(tuple(items))
-
-    def let_go(self, ranks: Iterable[int], task: str | None = None) -> None:
-        """Release what these ranks have brought back of this task, by default of any."""
-        for rank in ranks:
-            if rank in self._of_rank and task in (None, self._of_rank[rank][0]):
-                _, node, paths = self._of_rank.pop(rank)
-                self._receiving[node].drop(paths)
-
-    def lose(self, node: int) -> None:
-        """Drop what has not come whole; what has can be read."""
-        if node in self._receiving:
-            self._receiving[node].abandon()
-
-    def close(self) -> None:
-        """Let go of everything."""
-        for receiving in self._receiving.values():
-            receiving.close()
-        self._of_rank.clear()
-
-
 class BulkTransfers:
-    """Big values both ways: tasks wait here for their variables, `up` has what came back.
+    """Big values both ways, between the notebook and the nodes.
 
     All ranks get a task at the same time, once all their nodes have its variables: none waits in a
     collective for a slow link.  `node` finds nodes by their numbers, `run` takes tasks to be sent,
-    `show` what the notebook is told in the place of ranks that do not get a task.
+    `show` what the notebook is told in the place of ranks that do not get a task.  What ranks have
+    brought back is in memory of this process until it was read.
     """
 
     def __init__(
@@ -99,8 +50,9 @@ class BulkTransfers:
         show: Callable[[Outputs], None],
     ) -> None:
         self._node, self._run, self._show = node, run, show
-        self.up = Returned()
         self._sending: dict[int, Sending] = {}
+        self._receiving: dict[int, Receiving] = {}
+        self._came_from: dict[int, tuple[str, int, tuple[str, ...]]] = {}  # by rank: task and node
         self._refs: dict[str, SegmentRef] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -108,7 +60,7 @@ class BulkTransfers:
 
     def run(self, run: Run, nodes: Iterable[int]) -> None:
         """Send a task to these nodes once they have what the notebook still has of its memory."""
-        self.up.let_go(run.ranks)
+        self.let_go(run.ranks)
         waiting = self._waiting[run.id] = _Waiting(run)
         for node in nodes if run.segments else ():
             sending = self._sending.setdefault(node, Sending())
@@ -133,14 +85,35 @@ class BulkTransfers:
         self._drop()
         return tuple(sorted(stopped - ended))
 
+    def moved(self, node: int, outputs: Outputs) -> Outputs:
+        """Return what a node said with its values where the notebook can open them."""
+        if (receiving := self._receiving.get(node)) is None:
+            return outputs
+        items = []
+        for rank, task, output in outputs.items:
+            values = output.values if isinstance(output, Done) else None
+            if isinstance(values, Payload) and (places := receiving.places(refs_in(values))):
+                self._came_from[rank] = task, node, tuple(places)
+                output = replace(output, values=moved(values, places))
+            items.append((rank, task, output))
+        return Outputs(tuple(items))
+
+    def let_go(self, ranks: Iterable[int], task: str | None = None) -> None:
+        """Release what these ranks have brought back of this task, by default of any."""
+        for rank in ranks:
+            if rank in self._came_from and task in (None, self._came_from[rank][0]):
+                _, node, paths = self._came_from.pop(rank)
+                self._receiving[node].drop(paths)
+
     def take(self, node: int, message: Piece | Taken | Dropped) -> None:
         """Take in what a node says of big values."""
         match message:
             case Piece():
-                if taken := self.up.take(node, message):
+                receiving = self._receiving.setdefault(node, Receiving())
+                if taken := receiving.take(message):
                     self._node(node).send(taken)
-            case Dropped():
-                self.up.dropped(node, message)
+            case Dropped(paths) if receiving := self._receiving.get(node):
+                receiving.drop(paths)
             case Taken() if sending := self._sending.get(node):
                 if sending.taken(message, time.monotonic()):
                     self._note(node, message)
@@ -148,8 +121,9 @@ class BulkTransfers:
                 self._go_on()
 
     def lose(self, node: int) -> None:
-        """Wait for nothing of a node that is lost."""
-        self.up.lose(node)
+        """Wait for nothing of a node that is lost; what has come whole can be read."""
+        if receiving := self._receiving.get(node):
+            receiving.abandon()
         if sending := self._sending.pop(node, None):
             sending.close()
         for waiting in self._waiting.values():
@@ -161,11 +135,10 @@ class BulkTransfers:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for sending in self._sending.values():
-            sending.close()
-        self._sending.clear()
-        self._waiting.clear()
-        self.up.close()
+        for each in (*self._sending.values(), *self._receiving.values()):
+            each.close()
+        for kept in (self._sending, self._receiving, self._waiting, self._came_from):
+            kept.clear()
 
     def _note(self, node: int, taken: Taken) -> None:
         """Note that a node has a segment, or has no room for it: then no rank gets the task."""
@@ -243,17 +216,13 @@ class BulkTransfers:
 
 @dataclass
 class _Held:
-    """What a rank has said from the end of its task on, and how much of each value is there."""
+    """The end of a rank's task whose `total` bytes are under way, and what came after it."""
 
     done: Done
     task_id: str
-    totals: dict[str, int]
-    there: dict[str, int]
-    after: list[tuple[str, Output]]
-
-    @property
-    def moved(self) -> Moved:
-        return Moved(sum(self.there.values()), sum(self.totals.values()))
+    paths: tuple[str, ...]
+    total: int
+    after: list[tuple[str, Output]] = field(default_factory=list)
 
 
 class Uploads:
@@ -265,8 +234,7 @@ class Uploads:
     def __init__(
         self, emit: Callable[[int, str, Output], None], send: Callable[[Piece | Dropped], None]
     ) -> None:
-        self._emit = emit
-        self._send = send
+        self._emit, self._send = emit, send
         self._sending = Sending()
         self._held: dict[int, _Held] = {}
         self._say_at = 0.0
@@ -279,7 +247,7 @@ class Uploads:
         if rank in self._held:
             self._held[rank].after.append((task_id, output))
         elif isinstance(output, Done) and isinstance(output.values, Payload):
-            self._end(rank, task_id, output)
+            self._end(rank, task_id, output, refs_in(output.values))
         else:
             self._emit(rank, task_id, output)
 
@@ -287,19 +255,22 @@ class Uploads:
         """Note what the head has answered; what that completes is passed on."""
         self._sending.taken(taken, time.monotonic())
         for rank, held in [*self._held.items()]:
-            if taken.path in held.totals:
-                self._note(rank, held, taken)
+            if taken.path in held.paths:
+                if taken.problem:
+                    self._fail(rank, "NotEnoughMemory", f"where the notebook is: {taken.problem}")
+                elif not any(map(self._sending.left, held.paths)):
+                    self._release(rank, held.done)
         if (now := time.monotonic()) > self._say_at:
             self._say_at = now + SAY_EVERY
-            for rank, held in self._held.items():
-                self._emit(rank, held.task_id, held.moved)
+            for rank in self._held:
+                self._tell(rank)
         self._go_on()
 
     def stop(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Bring back nothing of these ranks' that is under way; the ranks that have no such."""
         others = tuple(rank for rank in ranks if rank not in self._held)
         for rank in {*ranks}.difference(others):
-            if dropped := self._sending.drop(self._held[rank].totals):
+            if dropped := self._sending.drop(self._held[rank].paths):
                 self._send(dropped)
             self._fail(rank, "KeyboardInterrupt", "")
         return others
@@ -309,8 +280,7 @@ class Uploads:
         self._sending.close()
         self._held.clear()
 
-    def _end(self, rank: int, task_id: str, done: Done) -> None:
-        refs = refs_in(done.values)
+    def _end(self, rank: int, task_id: str, done: Done, refs: Collection[SegmentRef]) -> None:
         try:
             lacks = [ref for ref in refs if self._sending.add(ref)]
         except SegmentGone as error:  # its process has ended since
@@ -318,20 +288,18 @@ class Uploads:
             self._emit(rank, task_id, failure_in_words("SegmentGone", str(error)))
             self._emit(rank, task_id, replace(done, status="error", values=None))
             return
-        if lacks:
-            totals = {ref.path: length_of(ref) for ref in lacks}
-            held = self._held[rank] = _Held(done, task_id, totals, dict.fromkeys(totals, 0), [])
-            self._emit(rank, task_id, held.moved)
-            self._go_on()
-        else:
+        if not lacks:
             self._emit(rank, task_id, done)
+            return
+        paths, total = tuple(ref.path for ref in lacks), sum(map(length_of, lacks))
+        self._held[rank] = _Held(done, task_id, paths, total)
+        self._tell(rank)
+        self._go_on()
 
-    def _note(self, rank: int, held: _Held, taken: Taken) -> None:
-        held.there[taken.path] = taken.end
-        if taken.problem:
-            self._fail(rank, "NotEnoughMemory", f"where the notebook is: {taken.problem}")
-        elif held.moved.done == held.moved.total:
-            self._release(rank, held.done)
+    def _tell(self, rank: int) -> None:
+        held = self._held[rank]
+        left = sum(map(self._sending.left, held.paths))
+        self._emit(rank, held.task_id, Moved(held.total - left, held.total))
 
     def _go_on(self) -> None:
         now = time.monotonic()
@@ -345,7 +313,7 @@ class Uploads:
 
     def _release(self, rank: int, done: Done) -> None:
         held = self._held.pop(rank)
-        for path in held.totals:
+        for path in held.paths:
             self._sending.forget(path)
         self._emit(rank, held.task_id, done)
         for task_id, output in held.after:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from nbdist.cluster.transfer import BulkTransfers, Returned, Uploads
+from nbdist.cluster.transfer import BulkTransfers, Uploads
 from nbdist.output.events import Done, Failure, Moved, Output, Text
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.shared_memory import Segment, open_segment, to_end
@@ -38,7 +38,7 @@ class Side:
     def __init__(self, number: int) -> None:
         self.name, self.ranks = f"node{number}", (2 * number, 2 * number + 1)
         self.receiving = Receiving()
-        self.sent: list[Piece | Dropped] = []
+        self.sent: list[Piece | Dropped | Taken] = []
         self.send = self.sent.append
 
 
@@ -62,7 +62,7 @@ class Head:
                 self.transfers.take(number, taken)
         return offsets
 
-    def dropped(self) -> list[list[Piece | Dropped]]:
+    def dropped(self) -> list[list[Piece | Dropped | Taken]]:
         """What nodes are told to drop once the head has looked."""
         for node in self.nodes:
             node.sent.clear()
@@ -151,56 +151,46 @@ async def test_a_node_is_lost(head: Head, segment: Segment) -> None:
 # --- the way up -----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def returned(memory: ExitStack) -> Returned:
-    """What is tested."""
-    return memory.enter_context(closing(Returned()))
-
-
-def come(returned: Returned, node: int, segment: Segment) -> None:
-    """All of it comes from this node."""
-    with closing(Sending()) as sending:
-        sending.add(segment.ref)
-        while piece := sending.next(0.0):
-            taken = returned.take(node, piece)
-            assert taken is not None
-            sending.taken(taken, 0.0)
-
-
 def outputs(segment: Segment) -> Outputs:
     """Rank 2 has said something, and ended its task with that value."""
     text, done = Text("stdout", "x"), Done("ok", 0.1, values=Payload(segment=segment.ref))
     return Outputs(((2, "a", text), (2, "a", done)))
 
 
-def test_values_where_the_notebook_finds_them(returned: Returned, segment: Segment) -> None:
+def test_values_where_the_notebook_finds_them(head: Head, segment: Segment) -> None:
     """Until it has read them."""
-    assert returned.moved(1, outputs(segment)) == outputs(segment)
-    come(returned, 1, segment)
-    assert returned.moved(0, outputs(segment)) == outputs(segment)
-    text, (rank, task, done) = returned.moved(1, outputs(segment)).items
+    transfers = head.transfers
+    assert transfers.moved(1, outputs(segment)) == outputs(segment)
+    with closing(Sending()) as sending:
+        sending.add(segment.ref)
+        while piece := sending.next(0.0):
+            transfers.take(1, piece)
+            taken = head.nodes[1].sent.pop()
+            assert isinstance(taken, Taken)
+            sending.taken(taken, 0.0)
+    assert transfers.moved(0, outputs(segment)) == outputs(segment)
+    text, (rank, task, done) = transfers.moved(1, outputs(segment)).items
     assert (text, rank, task) == (outputs(segment).items[0], 2, "a")
     assert isinstance(done, Done)
     assert isinstance(done.values, Payload)
     here = done.values.segment
     assert here is not None
     assert open_segment(here)[0] == open_segment(segment.ref)[0]
-    returned.let_go([2], "b")
-    returned.let_go([1])
+    transfers.let_go([2], "b")
+    transfers.let_go([1])
     assert os.path.exists(here.path.partition("#")[0])
-    returned.let_go([2], "a")
+    transfers.let_go([2], "a")
     assert not os.path.exists(here.path.partition("#")[0])
 
 
-def test_what_comes_no_more(returned: Returned, segment: Segment) -> None:
+async def test_what_comes_no_more(head: Head, segment: Segment) -> None:
     """The node has dropped it, or is lost."""
     before = len(os.listdir("/proc/self/fd"))
-    first = Piece(segment.ref, 0, b"s" * PIECE)
     for end in (
-        lambda: returned.dropped(1, Dropped((segment.ref.path,))),
-        lambda: returned.lose(1),
+        lambda: head.transfers.take(1, Dropped((segment.ref.path,))),
+        lambda: head.transfers.lose(1),
     ):
-        returned.take(1, first)
+        head.transfers.take(1, Piece(segment.ref, 0, b"s" * PIECE))
         assert len(os.listdir("/proc/self/fd")) == before + 1
         end()
         assert len(os.listdir("/proc/self/fd")) == before
