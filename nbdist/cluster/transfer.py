@@ -91,10 +91,12 @@ class BulkTransfers:
             return outputs
         items = []
         for rank, task, output in outputs.items:
-            values = output.values if isinstance(output, Done) else None
-            if isinstance(values, Payload) and (places := receiving.places(refs_in(values))):
-                self._came_from[rank] = task, node, tuple(places)
-                output = replace(output, values=moved(values, places))
+            match output:
+                case Done(values=Payload() as values) if places := receiving.places(
+                    refs_in(values)
+                ):
+                    self._came_from[rank] = task, node, tuple(places)
+                    output = replace(output, values=moved(values, places))
             items.append((rank, task, output))
         return Outputs(tuple(items))
 
@@ -112,8 +114,8 @@ class BulkTransfers:
                 receiving = self._receiving.setdefault(node, Receiving())
                 if taken := receiving.take(message):
                     self._node(node).send(taken)
-            case Dropped(paths) if receiving := self._receiving.get(node):
-                receiving.drop(paths)
+            case Dropped(paths) if node in self._receiving:
+                self._receiving[node].drop(paths)
             case Taken() if sending := self._sending.get(node):
                 if sending.taken(message, time.monotonic()):
                     self._note(node, message)
@@ -135,8 +137,10 @@ class BulkTransfers:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for each in (*self._sending.values(), *self._receiving.values()):
-            each.close()
+        for sending in self._sending.values():
+            sending.close()
+        for receiving in self._receiving.values():
+            receiving.close()
         for kept in (self._sending, self._receiving, self._waiting, self._came_from):
             kept.clear()
 
