@@ -18,15 +18,9 @@ from typing import Any
 import pytest
 
 from nbdist.world.world import World
-from tests.hosts import etcd as etcds
 from tests.hosts import network as networks
-from tests.hosts import ray_cluster as rays
-from tests.hosts import slurm as slurms
 from tests.hosts import sshd as sshds
-from tests.hosts.etcd import Etcd
 from tests.hosts.network import Host, Network
-from tests.hosts.ray_cluster import RayCluster
-from tests.hosts.slurm import Slurm
 from tests.hosts.sshd import Sshd
 from tests.hosts.worlds import new_world
 
@@ -63,49 +57,6 @@ def path(sshd: Sshd) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", sshd.environ["PATH"])
         yield
-
-
-@pytest.fixture(scope="session")
-def slurm(network: Network) -> Iterator[Slurm]:
-    """A real Slurm over the hosts."""
-    if reason := slurms.missing():
-        pytest.skip(reason)
-    slurm = Slurm(network)
-    yield slurm
-    slurm.close()
-
-
-@pytest.fixture(scope="session")
-def etcd(network: Network) -> Iterator[Etcd]:
-    """A real etcd on the first host."""
-    if reason := etcds.missing():
-        pytest.skip(reason)
-    etcd = Etcd(network, network.hosts[0])
-    yield etcd
-    etcd.close()
-
-
-@pytest.fixture(scope="session")
-def ray(network: Network) -> Iterator[RayCluster]:
-    """A real Ray, with a node on each of the first two hosts."""
-    if reason := rays.missing():
-        pytest.skip(reason)
-    cluster = RayCluster(network)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.close()
-
-
-@pytest.fixture(scope="module")
-def cluster(ray: RayCluster) -> Iterator[RayCluster]:
-    """It, which this process knows, and whose token it has."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", ray.address)
-        for name, value in ray.environ.items():
-            patch.setenv(name, value)
-        yield ray
 
 
 @pytest.fixture(scope="module")
