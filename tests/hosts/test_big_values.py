@@ -28,10 +28,11 @@ LIMIT = 80
 
 def segments(hosts: list[Host]) -> list[str]:
     """The shared memory that processes of the hosts, and the heads of this process, have open."""
-    below = psutil.Process().children(recursive=True)
-    heads = [each.pid for each in below if "nbdist.cluster" in each.cmdline()]
-    found = []
-    for pid in [*(pid for host in hosts for pid in host.processes()), *heads]:
+    pids, found = [pid for host in hosts for pid in host.processes()], []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            pids += [each.pid] if "nbdist.cluster" in each.cmdline() else []
+    for pid in pids:
         for link in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):
                 if (target := os.readlink(link)).startswith("/memfd:nbdist "):
