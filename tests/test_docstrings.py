@@ -25,6 +25,7 @@ OTHERS = {
     "new_group",
     "pkg.mod",
     "pt_gloo_runloop",
+    "rich.traceback.install",
     "set_custom_exc",
     "tcpi_last_data_recv",
 }
