@@ -74,7 +74,7 @@ class Etcd:
         end(self._process)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def etcd(network: Network) -> Iterator[Etcd]:
     """A real etcd on the first host."""
     if reason := missing():

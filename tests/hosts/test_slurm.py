@@ -205,17 +205,23 @@ def _popen(command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
     )
 
 
-@pytest.fixture(scope="module")
-def slurm_here(network: Network) -> Iterator[Slurm]:
-    """A real Slurm over the hosts, whose commands work on this machine."""
+@pytest.fixture(scope="session")
+def slurm(network: Network) -> Iterator[Slurm]:
+    """A real Slurm over the hosts."""
     if reason := missing():
         pytest.skip(reason)
     slurm = Slurm(network)
+    yield slurm
+    slurm.close()
+
+
+@pytest.fixture(scope="module")
+def slurm_here(slurm: Slurm) -> Iterator[Slurm]:
+    """Its commands work on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in slurm.environ.items():
             patch.setenv(name, value)
         yield slurm
-    slurm.close()
 
 
 def make_world(layout: str = "2x1", **options: object) -> World:
