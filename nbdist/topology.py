@@ -1,4 +1,4 @@
-"""How many workers, on how many nodes and which GPUs, with which backend, and which of their ranks.
+"""How many workers, on which machines and GPUs, with which backend, and which of their ranks.
 
 The notebook's kernel must not initialise CUDA: GPUs are counted from what the driver shows in
 files.  On one machine the nodes of `-j 2x4` are simulated, in the ranks' environment.
@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -132,8 +131,7 @@ def check_start(
 # --- on how many nodes ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """At most `nodes` nodes with `per_node` workers each; `least` are enough to begin, 0: all."""
 
     nodes: int
@@ -162,6 +160,90 @@ def parse_layout(text: str) -> Layout:
     if least > nodes:
         raise BadTopology("-j", text, f"{least} nodes are more than {nodes}", _LAYOUT_FORMS)
     return Layout(nodes, per_node, least if least < nodes else 0)
+
+
+# --- the machines of `--hosts` ------------------------------------------------------------
+
+
+_HOSTS_FORMS = (
+    "Use `--hosts a,b`, or `--hosts a:4,user@b:2` with the number of workers on each; write an "
+    "IPv6 address in brackets, `[fe80::1]:2`."
+)
+_HOST = re.compile(r"(?:([^@]*)@)?(?:\[([^\]]*)\]|([^:\[\]]*))(?::([0-9]{1,6}))?")
+# No option of ssh's, and nothing that a shell would take for more than a name.
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
+_DOTTED = re.compile(r"[0-9.]+")
+
+
+class Host(NamedTuple):
+    """A machine that ssh reaches, with room for `slots` workers if that was said."""
+
+    address: str
+    slots: int | None = None
+    user: str = ""
+
+    def __str__(self) -> str:
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        user = f"{self.user}@" if self.user else ""
+        return f"{user}{address}" + ("" if self.slots is None else f":{self.slots}")
+
+    @property
+    def destination(self) -> str:
+        """What stands in a command of ssh."""
+        return f"{self.user}@{self.address}" if self.user else self.address
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Read the value of `--hosts`."""
+    hosts: dict[str, Host] = {}
+    try:
+        for item in text.split(","):
+            host = _parse_host(item.strip())
+            if host.address in hosts:
+                raise ValueError(f"{host.address} is listed twice")
+            hosts[host.address] = host
+    except ValueError as why:
+        raise BadTopology("--hosts", text, str(why), _HOSTS_FORMS) from None
+    return tuple(hosts.values())
+
+
+def read_hosts(given: str | Iterable[str]) -> str:
+    """Read the hosts of a text, or several texts; write them as `--hosts` has them."""
+    text = given if isinstance(given, str) else ",".join(map(str, given))
+    return ",".join(map(str, parse_hosts(text)))
+
+
+def _parse_host(item: str) -> Host:
+    """Read one host; ValueError with the reason, as a phrase."""
+    if not item:
+        raise ValueError("there is nothing next to a comma")
+    found = _HOST.fullmatch(item)
+    user, six, name, slots = found.groups() if found else (None, None, "", None)
+    if user is not None and not _HOST_NAME.fullmatch(user):
+        raise ValueError(f"`{user}` cannot be a user")
+    try:
+        address = _address(name, six)
+    except ValueError:
+        raise ValueError(f"`{item}` is not a host") from None
+    if slots is not None and int(slots) < 1:
+        raise ValueError(f"`{item}` allows no worker")
+    return Host(address, None if slots is None else int(slots), user or "")
+
+
+def _address(name: str, six: str | None) -> str:
+    """Return a name, or an address, as it is to be written; ValueError for neither."""
+    # Not at the top: agents and workers, which read no hosts, import this file too.
+    from ipaddress import IPv4Address, IPv6Address
+
+    if six is not None:
+        address, sign, zone = six.partition("%")
+        if sign and not _ZONE.fullmatch(zone):
+            raise ValueError
+        return f"{IPv6Address(address)}{sign}{zone}"
+    if not _HOST_NAME.fullmatch(name):
+        raise ValueError
+    return str(IPv4Address(name)) if _DOTTED.fullmatch(name) else name.lower().rstrip(".")
 
 
 # --- backends -------------------------------------------------------------------------
@@ -365,8 +447,7 @@ Seats = tuple[Position, ...]
 """Of each rank; () for one node that has them all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(NamedTuple):
     """Where a rank is: torchrun's LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE."""
 
     local_rank: int

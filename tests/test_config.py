@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,17 @@ from typing import Any
 import pytest
 
 from nbdist import World
-from nbdist.config import OPTIONS, Patience, WorldConfig, check_room, launcher_for
-from nbdist.errors import UsageError
-from nbdist.readers import (
-    parse_hosts,
-    read_address,
-    read_endpoint,
-    read_memory,
-    read_patterns,
-    read_salloc,
+from nbdist.config import (
+    OPTIONS,
+    Patience,
+    WorldConfig,
+    check_room,
+    launcher_for,
     unquoted,
     whole_number,
 )
-from nbdist.topology import parse_layout
+from nbdist.errors import UsageError
+from nbdist.topology import parse_hosts, parse_layout
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
 
@@ -189,48 +186,46 @@ def test_whole_numbers(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "given", "value"),
+    ("option", "given", "value"),
     [
-        (read_memory, "16G", "16G"),
-        (read_memory, "0500 mib", "500M"),
-        (read_patterns, "HF_*, WANDB_?", "HF_*,WANDB_?"),
-        (read_patterns, ["A", "B*"], "A,B*"),
-        (read_address, "10.0.0.1", "10.0.0.1"),
-        (read_address, "[fe80::1%eth0]", "fe80::1%eth0"),
-        (read_address, "::1", "::1"),
-        (read_address, "ib0", "ib0"),
-        (read_endpoint, "etcd.example.org:2379", "etcd.example.org:2379"),
-        (read_endpoint, "[::1]:2379", "[::1]:2379"),
-        (read_salloc, "-p gpu -t 1:00", "-p gpu -t 1:00"),
+        ("memory", "16G", "16G"),
+        ("memory", "0500 mib", "500M"),
+        ("copy_env", "HF_*, WANDB_?", "HF_*,WANDB_?"),
+        ("copy_env", ["A", "B*"], "A,B*"),
+        ("address", "10.0.0.1", "10.0.0.1"),
+        ("address", "[fe80::1%eth0]", "fe80::1%eth0"),
+        ("address", "::1", "::1"),
+        ("address", "ib0", "ib0"),
+        ("rdzv_endpoint", "etcd.example.org:2379", "etcd.example.org:2379"),
+        ("rdzv_endpoint", "[::1]:2379", "[::1]:2379"),
+        ("salloc", "-p gpu -t 1:00", "-p gpu -t 1:00"),
     ],
 )
-def test_what_is_for_other_machines(read: Callable[[Any], str], given: object, value: str) -> None:
+def test_what_is_for_other_machines(option: str, given: object, value: str) -> None:
     """In one form each."""
-    assert read(given) == value
+    assert OPTIONS[option].read(given) == value
 
 
 @pytest.mark.parametrize(
-    ("read", "given", "said"),
+    ("option", "given", "said"),
     [
-        (read_memory, "16", "`--memory 16`: memory for each worker, such as 16G or 500M."),
-        (read_memory, "0G", "`--memory 0G`: memory for each worker, such as 16G or 500M."),
-        (read_patterns, "A B", "`--copy-env A B`: names of variables, such as"),
-        (read_patterns, "", "`--copy-env `: names of variables, such as"),
-        (read_address, "-x", "`--address -x`: an address of this machine or a network"),
-        (read_address, "a/b", "`--address a/b`: an address of this machine or a network"),
-        (read_endpoint, "a", "`--rdzv-endpoint a`: HOST:PORT, such as"),
-        (read_endpoint, "a:0", "`--rdzv-endpoint a:0`: HOST:PORT, such as"),
-        (read_endpoint, "a:99999", "`--rdzv-endpoint a:99999`: HOST:PORT, such as"),
-        (read_salloc, " ", '`--salloc ""`: options of salloc, such as'),
-        (read_salloc, "-p 'x", "`--salloc -p 'x`: no closing quotation."),
+        ("memory", "16", "`--memory 16`: memory for each worker, such as 16G or 500M."),
+        ("memory", "0G", "`--memory 0G`: memory for each worker, such as 16G or 500M."),
+        ("copy_env", "A B", "`--copy-env A B`: names of variables, such as"),
+        ("copy_env", "", "`--copy-env `: names of variables, such as"),
+        ("address", "-x", "`--address -x`: an address of this machine or a network"),
+        ("address", "a/b", "`--address a/b`: an address of this machine or a network"),
+        ("rdzv_endpoint", "a", "`--rdzv-endpoint a`: HOST:PORT, such as"),
+        ("rdzv_endpoint", "a:0", "`--rdzv-endpoint a:0`: HOST:PORT, such as"),
+        ("rdzv_endpoint", "a:99999", "`--rdzv-endpoint a:99999`: HOST:PORT, such as"),
+        ("salloc", " ", '`--salloc ""`: options of salloc, such as'),
+        ("salloc", "-p 'x", "`--salloc -p 'x`: no closing quotation."),
     ],
 )
-def test_what_is_none_is_told_in_one_line(
-    read: Callable[[Any], str], given: object, said: str
-) -> None:
+def test_what_is_none_is_told_in_one_line(option: str, given: object, said: str) -> None:
     """Which flag, and what would be right."""
     with pytest.raises(UsageError) as found:
-        read(given)
+        OPTIONS[option].read(given)
     assert str(found.value).startswith(said)
     assert "\n" not in str(found.value)
 
@@ -246,9 +241,7 @@ def test_what_is_none_is_told_in_one_line(
         ({"n": "gpu", "launcher": "slurm"}, (1, None), "gpu", None),
     ],
 )
-def test_nodes_of_other_machines(
-    asked: dict[str, Any], nodes: object, per_node: object, workers: object
-) -> None:
+def test_nodes_of_other_machines(asked, nodes, per_node, workers):
     """How many, and how many workers on each, or in all."""
     config = WorldConfig(**asked)
     assert ((config.min_nodes, config.max_nodes), config.per_node) == (nodes, per_node)

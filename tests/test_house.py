@@ -24,14 +24,13 @@ ROOT = PACKAGE.parent
 
 # The floors: each room, and the rooms below it, or the one module of it, which are all that
 # it may import.  The notebook's side never imports agent or worker: they are other processes.
-OPTIONS = {"words", "errors", "topology", "config", "readers"}
+OPTIONS = {"words", "errors", "topology", "config"}
 BETWEEN = {"words", "errors", "system", "values", "wire"}  # what all processes have
 FLOORS = {
     "words": set(),
     "plugins": set(),
     "errors": {"words"},
     "topology": {"words", "errors"},
-    "readers": {"errors"},
     "config": OPTIONS - {"config"},
     "system": {"words", "errors"},
     "output": {"words", "errors"},

@@ -20,6 +20,9 @@ SEAM = {f"worker/compat/{name}.py" for name in ("torch", "nccl", "models", "ipyt
 # Python's own whose documentation has them, in spite of the underscore.
 DOCUMENTED = {"_thread", "os._exit", "sys._current_exceptions", "sys._current_frames"}
 
+# And those of named tuples.
+OF_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+
 # What stays where it is, by file and name, and why.
 ALLOWED = {
     # Python's own.
@@ -29,7 +32,6 @@ ALLOWED = {
     ("worker/ops/script.py", "runpy._get_module_details"): "as `python -m` finds a module",
     ("world/calling.py", "_path"): "a namespace package's; its public way imports the parents",
     ("wire/control.py", "_jupyter_types_experimental"): "a key of replies that front ends read",
-    ("tools/diff_op.py", "_fields"): "a named tuple's, which Python documents",
     # On both sides of the wire, so not in workers only.
     (
         "values/definitions.py",
@@ -59,7 +61,7 @@ class Use:
 
 def is_private(name: str) -> bool:
     """`_name`, but neither `_` nor `__name__`."""
-    is_name = name.isidentifier() and name.strip("_") != ""
+    is_name = name.isidentifier() and name.strip("_") != "" and name not in OF_TUPLES
     return is_name and name.startswith("_") and not name.endswith("__")
 
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -190,7 +189,7 @@ class Tether:
         for path in self._segments.keys() - held.keys():
             self._segments[path].close()
         self._segments = held
-        return replace(memory, setup=setup)
+        return memory._replace(setup=setup)
 
     def _held(self, task: Task, held: dict[str, Segment]) -> Task:
         places: dict[str, SegmentRef] = {}

@@ -264,7 +264,7 @@ def folded(items: Iterable[Item]) -> tuple[Item, ...]:
                     kind: values.setdefault(value, value) if isinstance(value, str) else value
                     for kind, value in data.items()
                 }
-                return replace(output, data=shared)
+                return output._replace(data=shared)
             case _:
                 return output
 

@@ -315,7 +315,7 @@ def in_time_of_head(outputs: messages.Outputs, offset_ns: int) -> messages.Outpu
     """Give failures the time of this machine's clock, by which those of all nodes are ordered."""
     return messages.Outputs(
         tuple(
-            (rank, task, replace(output, time_ns=output.time_ns - offset_ns))
+            (rank, task, output._replace(time_ns=output.time_ns - offset_ns))
             if isinstance(output, Failure | Died)
             else (rank, task, output)
             for rank, task, output in outputs.items

@@ -17,7 +17,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -246,7 +246,7 @@ class HeadEnd:
             case Run() as run:
                 # It refers to what has come here of the notebook's memory, before it.
                 if places := self._memory.places(run.segments):
-                    run = replace(run, task=pack(task_from(run.task).moved(places)))
+                    run = run._replace(task=pack(task_from(run.task).moved(places)))
                 self._hand_on(run)
             case message:
                 self._is_dismissed = self._is_dismissed or isinstance(message, Leave)

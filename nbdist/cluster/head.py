@@ -8,7 +8,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,7 @@ class Head:
                 return reply
             case messages.Kill(ranks):
                 parts = self._assembly.nodes(ranks).items()
-                kills = (ask(node, replace(request, ranks=part)) for node, part in parts)
+                kills = (ask(node, request._replace(ranks=part)) for node, part in parts)
                 await asyncio.gather(*kills)
             case messages.GetCode() | messages.PutCode():
                 return await self._assembly.take_code(request)
@@ -135,7 +134,7 @@ class Head:
 
     def _pass_on(self, message: ToRanks, ranks: Iterable[int]) -> None:
         for node, part in self._assembly.nodes(ranks).items():
-            node.send(replace(message, ranks=part))
+            node.send(message._replace(ranks=part))
 
     def _run(self, run: messages.Run) -> None:
         self._usage.clear()
@@ -146,7 +145,7 @@ class Head:
     def _send_run(self, run: messages.Run) -> None:
         for node, part in self._assembly.nodes(run.ranks).items():
             self._task_of.update(dict.fromkeys(part, run.id))
-            node.send(replace(run, ranks=part))
+            node.send(run._replace(ranks=part))
             if node.lost:
                 self._report_dead(node, part)
 
@@ -234,7 +233,7 @@ async def rows_of(
 
 async def first_answer(parts: Parts, consult: messages.Consult) -> Any:
     """Ask all nodes that have one of the ranks; return what one of them knows, None for nothing."""
-    asked = [ask(node, replace(consult, ranks=ranks)) for node, ranks in parts.items()]
+    asked = [ask(node, consult._replace(ranks=ranks)) for node, ranks in parts.items()]
     answer = None
     for each in asyncio.as_completed(asked):
         answer = answer or await each

@@ -116,7 +116,7 @@ class Completion:
             root, needs_root = root_at(text, cursor)
         if needs_root and not self._is_theirs(magic, root):
             return None
-        theirs = self._ask(magic, replace(question, code=text))
+        theirs = self._ask(magic, question._replace(code=text))
         if isinstance(theirs, Completions) and not needs_root:
             return self._with_ours(theirs, text[theirs.start : cursor])
         return theirs

@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
 
@@ -145,7 +145,7 @@ class PanelDisplay:
     def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         note = " · ".join(self._notes)
         shown = final_layout(transcript, logs, note, time.monotonic())
-        timeless = replace(shown, seconds="", pace="")
+        timeless = shown._replace(seconds="", pace="")
         html = panel_html(timeless if self._seconds == "none" else shown)
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
 

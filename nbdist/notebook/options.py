@@ -16,9 +16,8 @@ from IPython.core.magic_arguments import argument, argument_group, parse_argstri
 from traitlets import Bool, Enum, default
 from traitlets.config import Configurable
 
-from nbdist.config import DEFAULT_POOL, OPTIONS, Option, WorldConfig
+from nbdist.config import DEFAULT_POOL, OPTIONS, Option, WorldConfig, read_restarts, unquoted
 from nbdist.errors import UsageError, WorldSizeMismatch
-from nbdist.readers import read_environ, read_restarts, unquoted
 
 if TYPE_CHECKING:
     from nbdist.world.world import World
@@ -92,7 +91,7 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     """Take the arguments of `World` that were given; the pool is none, it is where they go."""
     found = {name: getattr(options, name, None) for name in OPTIONS if name != "pool"}
     found = {name: value for name, value in found.items() if value is not None}
-    return {**found, "env": read_environ(found["env"])} if "env" in found else found
+    return {**found, "env": OPTIONS["env"].read(found["env"])} if "env" in found else found
 
 
 def at_once(options: argparse.Namespace) -> dict[str, Any]:

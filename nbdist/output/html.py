@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
@@ -410,5 +410,5 @@ def figures(transcript: Transcript) -> list[tuple[str, Display]]:
             data = shown.display.data
             if _is_image(shown):
                 images = {kind: data[kind] for kind in data if kind.startswith("image/")}
-                found.append((name_ranks(group.ranks), replace(shown.display, data=images)))
+                found.append((name_ranks(group.ranks), shown.display._replace(data=images)))
     return found

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import MOST_ROWS, BarTable, RankBars, bar_table
@@ -62,8 +61,7 @@ _SHORT = 8
 _SLOWER, _SLOWER_SHARE = 0.5, 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Hidden:
+class Hidden(NamedTuple):
     """Lines that are left out here; `in_log_only` if the notebook never had or kept them."""
 
     lines: int
@@ -74,8 +72,7 @@ Item: TypeAlias = list[Line] | Shown | Hidden
 _Item = TypeVar("_Item", Item, str | Hidden)
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """What is shown of alike ranks below a title with `words`; `failed` is an error in one line."""
 
     group: Group
@@ -94,8 +91,7 @@ class Block:
         return f"… {lines_text(hidden.lines)} more: {command}{path}"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Some ranks, and the one line that is shown of them."""
 
     ranks: tuple[int, ...]
@@ -103,8 +99,7 @@ class Row:
     sameness: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(NamedTuple):
     """A cell's output: who, how long and how; blocks, then rows, then what stands back.
 
     `squares` are numbered, for ranks or runs of ranks where there are many; the ranks of `more`

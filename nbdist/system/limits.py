@@ -13,8 +13,8 @@ import resource
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from nbdist.words import LACKED_MEMORY
 
@@ -123,8 +123,7 @@ _MEMORY_FILES = {
 """By version: limit and use of memory, then of swap, in version 1 of both together."""
 
 
-@dataclass(frozen=True, slots=True)
-class ControlGroup:
+class ControlGroup(NamedTuple):
     """A group of processes for which the kernel counts, and limits, what they use."""
 
     version: int
@@ -172,8 +171,7 @@ def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
 # --- memory ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
+class MemoryLimit(NamedTuple):
     """Bytes that a group of processes has, and how many of them are free; `where` is its name."""
 
     where: str

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nbdist import __version__
+from nbdist.config import read_memory
 from nbdist.errors import UsageError
-from nbdist.readers import read_memory
 from nbdist.terminal.worlds import as_lines, kill_world, looks, show_top, show_worlds
 from nbdist.topology import parse_layout
 

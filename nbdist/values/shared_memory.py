@@ -12,10 +12,9 @@ import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pickle import PickleBuffer
-from typing import Generic, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from nbdist.system.limits import require_memory
 
@@ -38,8 +37,7 @@ class SegmentGone(OSError):
     """A segment that cannot be opened any more, or that this process may not open."""
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentRef:
+class SegmentRef(NamedTuple):
     """Where a shared segment can be opened, by any process of the same user on the machine.
 
     `path` ends in `#` and the inode: a later segment can get the same descriptor.

@@ -10,10 +10,10 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate, chain, product
 from pathlib import Path
+from typing import NamedTuple
 
 from nbdist.system.folders import MARKER
 
@@ -33,8 +33,7 @@ LONGEST = 1 << 14
 """Bytes of a line that are shown; of longer ones the last."""
 
 
-@dataclass(frozen=True, slots=True)
-class GetLogs:
+class GetLogs(NamedTuple):
     """Read the last `most` lines of these ranks' logs, fewer long ones; a tuple of `LogTail`.
 
     `attempt` is None for the present one; `end` is where an earlier answer began, or None.
@@ -47,8 +46,7 @@ class GetLogs:
     end: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LogTail:
+class LogTail(NamedTuple):
     """Lines of a rank's log, the first of which begins at `start`; without files `file` is "".
 
     Bytes count from where the file with the earlier lines begins.  `attempts` are the starts of
@@ -149,8 +147,7 @@ NEW_FILE = ".nbdist-new"
 OWN_NAMES = (MARKER, MANIFEST, NEW_FILE)
 
 
-@dataclass(frozen=True, slots=True)
-class CodeFile:
+class CodeFile(NamedTuple):
     """What is in a file, by its digest; a program or not."""
 
     digest: bytes

@@ -56,8 +56,7 @@ LAST_LINE_SAYS = 78
 """The exit code of a worker that cannot start, for a reason that its last line says in full."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchStore:
+class TorchStore(NamedTuple):
     """A store of torch's own rendezvous, `--rdzv-backend` and `--rdzv-endpoint`.
 
     Ranks of one world have a `name` there that no other has.

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from nbdist.errors import NotEnoughMemory
 from nbdist.values.shared_memory import Blank, Segment, SegmentRef, length_of, open_file
@@ -111,8 +112,7 @@ MOST_DELAY = 0.25
 """Seconds that a piece may wait for others on the link; beyond it fewer are sent at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Some bytes of the segment that the sender knows by this reference, from `offset` on."""
 
     ref: SegmentRef
@@ -120,8 +120,7 @@ class Piece:
     data: bytes | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """The answer to a piece: the receiver has the segment up to `end`, nothing with a `problem`."""
 
     path: str
@@ -129,8 +128,7 @@ class Taken:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(NamedTuple):
     """Sender to receiver: what has come of these segments, or all of them, is used no more."""
 
     paths: tuple[str, ...]

@@ -16,9 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 from nbdist import topology
-from nbdist.config import Patience
+from nbdist.config import Patience, read_restarts
 from nbdist.errors import AgentLost, BadRanks, Interrupted, StartError, UsageError, WorldNotStarted
-from nbdist.readers import read_restarts
 from nbdist.values.payload import open_payload, pack_frames
 from nbdist.values.shared_memory import Segment
 from nbdist.wire.control import Question

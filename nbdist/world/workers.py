@@ -459,7 +459,7 @@ class Workers:
     def _take(self, rank: int, task_id: str, output: Any) -> None:
         if isinstance(output, Record):
             host = self.machines.name(rank) or output.host
-            hand_over(replace(output, host=host), is_shown=self.config.show)
+            hand_over(output._replace(host=host), is_shown=self.config.show)
             return
         if isinstance(output, Died):
             self.dead[rank] = output

@@ -127,7 +127,6 @@ def _first_line_once(notebook: Notebook) -> float:
 
 
 def _pass_at_once(kernels: list[Notebook]) -> float:
-    """One `pass` to each kernel, until all have replied."""
     sent = [(kernel, kernel.send("pass")) for kernel in kernels]
     for kernel, each in sent:
         kernel.wait(each, REPLIED)
@@ -142,7 +141,6 @@ def _cells(lab: Lab, notebook: Notebook, source: str) -> list[list[float]]:
 
 
 def _rounds(lab: Lab, once: Callable[[], float]) -> list[list[float]]:
-    """For each run the times of its cells, in milliseconds."""
     for _ in range(WARM_UP):
         once()
     return [[1000 * once() for _ in range(CELLS)] for _ in range(lab.runs)]
@@ -225,7 +223,7 @@ if __name__ == "__main__":
 """
 
 
-def collectives(lab: Lab) -> Iterator[Figure]:
+def collect(lab: Lab) -> Iterator[Figure]:
     """Microseconds of an all_reduce over gloo, n=2; the budget is a group of torch's own."""
     plain = {
         size: sorted(_plain(*numbers) for _ in range(lab.runs)) for size, numbers in TENSORS.items()
@@ -294,7 +292,6 @@ def _heal(world: World) -> None:
 
 
 def _plain(elements: int, times: int) -> float:
-    """The same between two processes that nbdist has not touched."""
     with tempfile.TemporaryDirectory() as folder:
         script = f"{folder}/plain.py"
         with open(script, "w", encoding="utf-8") as file:

@@ -70,7 +70,6 @@ def _chatty(ranks: int) -> Transcript:
 
 
 def _grouped(transcript: Transcript) -> object:
-    """As in a live cell: every rank has said something since the last time."""
     for rank in range(64):
         transcript.receive(rank, Text("stdout", "more\n"), 2.0)
     return transcript.groups()
@@ -115,7 +114,7 @@ class Traffic:
         self.bytes += len(payload)
 
 
-def flood(lab: Lab) -> Iterator[Figure]:
+def page(lab: Lab) -> Iterator[Figure]:
     """Ranks print 1,000 lines each in 10 s: time, traffic, and how long the page stands still."""
     for ranks in PAGE_RANKS:
         with lab.new_folder() as folder, _page(folder, ranks) as (notebook, traffic):
@@ -129,7 +128,6 @@ def flood(lab: Lab) -> Iterator[Figure]:
 
 @contextmanager
 def _page(folder: Path, ranks: int) -> Iterator[tuple[Notebook, Traffic]]:
-    """Open a notebook whose workers are up, with its traffic counted from then on."""
     runtime = folder / "run"
     runtime.mkdir(mode=0o700)
     own = {"XDG_RUNTIME_DIR": str(runtime), "NBDIST_LOG_DIR": ""}

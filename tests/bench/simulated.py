@@ -96,7 +96,6 @@ class SimulatedWorkers:
 
     @property
     def pids(self) -> Mapping[int, int]:
-        """A process for each rank, which there is not."""
         return {rank: FIRST_PID + rank for rank in self.ranks}
 
     def run(self, run: Run) -> None:
@@ -120,7 +119,6 @@ class SimulatedWorkers:
 
 
 def _outputs_of(task: Task, rank: int) -> Iterable[Output]:
-    """What a worker would have its agent pass on."""
     began = time.perf_counter()
     said: list[str] = []
 

@@ -27,7 +27,7 @@ from nbdist.cluster.launcher import (
 )
 from nbdist.cluster.ticket import SUFFIX, KeyPair, Ticket, read_key_file
 from nbdist.config import WorldConfig
-from nbdist.readers import parse_hosts
+from nbdist.topology import parse_hosts
 from nbdist.world.world import World
 from tests.cluster.launchers import install
 from tests.waiting import SOON, wait_until

@@ -97,7 +97,7 @@ def test_the_backend_is_that_of_all_nodes() -> None:
 def test_nccl_where_it_cannot_be(gpus: int, torch: str, told: str) -> None:
     """It is said before a rank tries; unless it was asked for, a torch for CPUs alone has gloo."""
     there = machine(0, gpus)
-    there.facts = replace(there.facts, versions={"torch": torch})
+    there.facts = there.facts._replace(versions={"torch": torch})
     with pytest.raises(NoSeats) as found:
         seated(replace(SPEC, backend="nccl"), wanted(layout="1x2", backend="nccl"), [there])
     assert str(found.value) == told
@@ -206,7 +206,7 @@ FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 4, (), "/usr/bin/python", THERE)
 )
 def test_versions(version: str, changes: dict[str, str], said: str) -> None:
     """Both are named, with what makes them the same."""
-    found = mismatch("b", NodeHello(version, 1, replace(FACTS, versions=THERE | changes)), HERE)
+    found = mismatch("b", NodeHello(version, 1, FACTS._replace(versions=THERE | changes)), HERE)
     assert found.startswith(said)
     assert bool(found) == bool(said)
 

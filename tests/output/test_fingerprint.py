@@ -122,16 +122,7 @@ def test_bars_may_differ() -> None:
     columns=st.sampled_from([None, 80, 0]),
     ascii_=st.booleans(),
 )
-def test_tqdm(
-    *,
-    total: int,
-    share: float,
-    elapsed: float,
-    prefix: str,
-    postfix: str | None,
-    columns: int | None,
-    ascii_: bool,
-) -> None:
+def test_tqdm(*, total, share, elapsed, prefix, postfix, columns, ascii_):
     """Whatever tqdm itself writes is read: how far, of how many, for how long."""
     done = round(share * total)
     line = tqdm.format_meter(

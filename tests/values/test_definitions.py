@@ -341,9 +341,7 @@ def test_the_source_of_a_cell_comes_along(notebook: Any, worker: Any, ship: Ship
     assert "return 1 / 0  # here" in worker.run("text")
 
 
-def test_the_number_of_a_cell_travels_with_its_functions(
-    notebook: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_a_cell_travels_with_its_functions(notebook, monkeypatch):
     """Where IPython runs on both sides, its tracebacks say `Cell In[7]` on both."""
     from IPython.core.compilerop import CachingCompiler
 

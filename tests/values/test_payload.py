@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +56,7 @@ def test_segments_wherever_payloads_are() -> None:
     assert refs_in(value) == (*refs,)
     found = moved(value, here)
     assert refs_in(found) == (refs[0], *here.values())
-    assert found["a"] == replace(one, others=(here[refs[1].path], here[refs[2].path]))
+    assert found["a"] == one._replace(others=(here[refs[1].path], here[refs[2].path]))
     assert found["b"][1:] == [7, "text"]
     assert found["b"][0].within == ((refs[3].path, here[refs[3].path]),)
     assert moved(value, {}) is value

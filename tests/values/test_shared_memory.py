@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -143,7 +142,7 @@ def test_a_reference_of_another_size_is_refused() -> None:
         to_end(Segment.filling([b"abc"])) as segment,
         pytest.raises(SegmentGone),
     ):
-        open_segment(replace(segment.ref, sizes=(10_000,)))
+        open_segment(segment.ref._replace(sizes=(10_000,)))
 
 
 @pytest.mark.world
@@ -198,7 +197,7 @@ def test_whether_it_is_there() -> None:
     with to_end(Segment.filling(FRAMES)) as segment:
         ref = segment.ref
         assert is_there(ref)
-        assert not is_there(replace(ref, path=f"{ref.path}1"))
+        assert not is_there(ref._replace(path=f"{ref.path}1"))
         fd = open_file(ref)
         assert os.fstat(fd).st_size == length_of(ref)
         os.close(fd)

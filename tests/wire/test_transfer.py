@@ -188,9 +188,7 @@ frames = st.lists(st.integers(0, 2 * SMALL_PIECE + 1), max_size=4)
     st.integers(0, 1 << 16),
     st.data(),
 )
-def test_what_is_sent_is_what_arrives(
-    all_sizes: list[list[int]], most: int, seed: int, data: st.DataObject
-) -> None:
+def test_what_is_sent_is_what_arrives(all_sizes, most, seed, data):
     """Whatever sizes, frames without a byte too, and in whatever order the messages come."""
     segments = [holding(*sizes) for sizes in all_sizes]
     with closing(Line(most, seed)) as line:
@@ -212,9 +210,7 @@ def test_what_is_sent_is_what_arrives(
 
 @settings(deadline=None)
 @given(frames, frames, st.integers(0, 12), st.integers(0, 99))
-def test_what_is_dropped_leaves_nothing(
-    sizes: list[int], others: list[int], steps: int, seed: int
-) -> None:
+def test_what_is_dropped_leaves_nothing(sizes, others, steps, seed):
     """At any moment, whole or not; another one goes on, and the same can be sent again."""
     with (
         holding(*sizes) as segment,

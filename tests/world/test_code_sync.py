@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -118,7 +117,7 @@ def bring(code: CodeSync, node: CodeFolder, changes: Iterable[str] = ()) -> None
 
     def asks(request: GetCode | PutCode) -> Iterator[None]:
         if isinstance(request, GetCode):
-            request = replace(request, landmarks={})
+            request = request._replace(landmarks={})
             for text in islice(waiting, 1):
                 (code.listing.folder / "mine.py").write_text(text)
         return node.take(request)

@@ -299,4 +299,4 @@ def test_why_died() -> None:
     )
     assert "in all_reduce (rank 1 float64 [2])." in why_died(0, died, {1: done(DOUBLE)})
     assert why_died(0, died, {}).startswith("Rank 0 received more")
-    assert why_died(0, replace(died, received_too_much=False), {1: done(DOUBLE)}) == ""
+    assert why_died(0, died._replace(received_too_much=False), {1: done(DOUBLE)}) == ""

@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from html import escape
 from pathlib import Path
 
 from IPython.core.magic_arguments import argument
 
+from nbdist.config import number_of_seconds, whole_number
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.display import CellDisplay, Shown, below, block, table
@@ -37,7 +37,6 @@ from nbdist.output.wording import (
     line,
     panel,
 )
-from nbdist.readers import number_of_seconds, whole_number
 from nbdist.topology import parse_ranks
 from nbdist.wire.files import GetLogs, LogTail, read_logs
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
@@ -101,7 +100,7 @@ def log_of(line: Line) -> Shown:
     get = GetLogs(line.ranks, streams, options.tail, options.attempt)
     found = ask(get)
     files = [*_files(found, get, session)]
-    tails = [replace(each, lines=last_lines(each, get, ask, pattern)) for each in found]
+    tails = [each._replace(lines=last_lines(each, get, ask, pattern)) for each in found]
     same: dict[tuple[str, tuple[str, ...]], list[LogTail]] = {}
     for each in tails:
         if each.lines:
@@ -122,14 +121,14 @@ def last_lines(
 ) -> tuple[str, ...]:
     """Return the last lines, or the last that hold the pattern; `tail` is what `get` got."""
     found: list[str] = []
-    more = replace(get, ranks=(tail.rank,), streams=(tail.stream,), most=PAGE_LINES)
+    more = get._replace(ranks=(tail.rank,), streams=(tail.stream,), most=PAGE_LINES)
     while True:
         # Without colours; and what a progress bar has overwritten was never seen.
         lines = [strip(line).rstrip("\r").rpartition("\r")[2] for line in tail.lines]
         found = [line for line in lines if pattern is None or pattern.search(line)] + found
         if len(found) >= get.most or not tail.start:
             return tuple(found[-get.most :])
-        (tail,) = ask(replace(more, end=tail.start)) or (replace(tail, lines=(), start=0),)
+        (tail,) = ask(more._replace(end=tail.start)) or (tail._replace(lines=(), start=0),)
 
 
 def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator[str]:

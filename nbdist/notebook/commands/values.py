@@ -10,6 +10,7 @@ from functools import partial
 
 from IPython.core.magic_arguments import argument
 
+from nbdist.config import whole_number
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.cells import bind, bring, settled
 from nbdist.notebook.command import Line, Value, command, is_used
@@ -18,7 +19,6 @@ from nbdist.notebook.options import names_in, ranks_option
 from nbdist.notebook.pool import Pool
 from nbdist.notebook.shipping import push
 from nbdist.notebook.transfer import moved, packed
-from nbdist.readers import whole_number
 from nbdist.wire.work import Call
 from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line, size_text
 from nbdist.world import exchange
