@@ -47,12 +47,9 @@ DEFAULT_POOL = "default"
 OnFailure = Literal["heal", "restart-all", "stop"]
 """What a death leads to: the dead replaced, all started anew (torchrun's way), or all ended."""
 
-HANG_TIMEOUT = 4.0
-"""Seconds into a cell whose ranks are all at work; what is said then is said within 5 s."""
-
-CONTROL_TIMEOUT = 4.5
-"""Seconds from Stop until control is given back, though ranks may still be leaving: with what
-else there is to do it is 5 s at most.  Their agent goes on with them meanwhile."""
+HANG_TIMEOUT, CONTROL_TIMEOUT = 4.0, 4.5
+"""Seconds into a cell whose ranks are all at work, and from Stop until control is given back though
+ranks may still be leaving: with what else there is to do both are 5 s at most."""
 
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 """In the names of variables whose values are not shown."""

@@ -22,10 +22,9 @@ from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_group import HeldPort, WorkerGroup
 from nbdist.system.processes import Guard
 from nbdist.wire import control, messages, node_messages
-from nbdist.wire.files import GetLogs, read_logs
 from nbdist.wire.messages import Ask
 from nbdist.wire.transfer import Taken
-from nbdist.wire.views import Place, Stack, WorldInfo
+from nbdist.wire.views import GetLogs, Place, Stack, WorldInfo, read_logs
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import HeadEnd, Way

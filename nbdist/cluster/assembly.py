@@ -31,7 +31,7 @@ from nbdist.cluster.transfer import BulkTransfers
 from nbdist.config import WorldConfig
 from nbdist.output.events import Clear, Died, Display, Failure, Text, Update
 from nbdist.wire import messages
-from nbdist.wire.files import CodeFile, part_of
+from nbdist.wire.messages import CodeFile, part_of
 from nbdist.wire.node_messages import NodeUp
 from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore

@@ -19,11 +19,10 @@ from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Died, Done
 from nbdist.system.processes import Guard
 from nbdist.wire import messages
-from nbdist.wire.files import GetLogs
 from nbdist.wire.node_messages import LocateRanks, NodeAnswer, NodeUp, StoreAnswer, StoreAsk
 from nbdist.wire.store import HostedStore, Operation
 from nbdist.wire.transfer import Dropped, Piece, Taken
-from nbdist.wire.views import Usage, WorldInfo
+from nbdist.wire.views import GetLogs, Usage, WorldInfo
 
 log = logging.getLogger("nbdist.cluster")
 

@@ -100,14 +100,9 @@ class Failure(NamedTuple):
     account: tuple[str, ...] = ()
 
 
-NAME_PROBLEM = "VariableError"
-"""`Failure.name` where a name that came along could not be bound, or one not be fetched."""
-
-SCRIPT_FAILED = "ScriptFailed"
-"""The same where a script or executable ended with an exit code that is not 0."""
-
-LEFT_DEBUGGER = "BdbQuit"
-"""The same where somebody left the debugger, which ends the task."""
+NAME_PROBLEM, SCRIPT_FAILED, LEFT_DEBUGGER = "VariableError", "ScriptFailed", "BdbQuit"
+"""`Failure.name` where a variable could not be bound or fetched, a script ended with an exit code
+that is not 0, or the user left the debugger, which ends the task."""
 
 IGNORES_STOP = "it ignored Stop"
 
@@ -221,11 +216,8 @@ class Moved(NamedTuple):
     total: int
 
 
-MOVED = "nbdist_moved"
-"""The kind of message in which a worker says so."""
-
-RECORD = "nbdist_record"
-"""The kind of message in which a worker sends one."""
+MOVED, RECORD = "nbdist_moved", "nbdist_record"
+"""The kinds of messages in which a worker sends these."""
 
 TOPIC = b"nbdist"
 """Under which a worker publishes all that its agent waits for, whatever its sender's topic."""

@@ -85,9 +85,6 @@ class RankTranscript:
         self._body: tuple[int, Key] | None = None
         self._error_keys: tuple[object, tuple[str, ...]] = (None, ("",))
 
-    def __repr__(self) -> str:
-        return f"<RankTranscript of rank {self.rank} {self.state}, {self.line_count} lines>"
-
     @property
     def error(self) -> events.RankError | None:
         """What ended the rank's cell first."""
@@ -193,9 +190,7 @@ class RankTranscript:
     def _take(self, output: events.Output, now: float) -> bool:
         if isinstance(output, events.Text) and not output.text:
             return False
-        if self._clear_next and isinstance(
-            output, events.Text | events.Display | Skipped | events.Failure | events.Typed
-        ):
+        if self._clear_next and isinstance(output, SHOWN):
             self._clear(wait=False)
         match output:
             case events.Text(stream=stream, text=text):

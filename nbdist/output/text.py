@@ -190,10 +190,6 @@ class PlainLines:
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = {rank: _Rank() for rank in sorted(ranks)}
 
-    def __repr__(self) -> str:
-        waiting = sum(len(rank.queue) for rank in self._ranks.values())
-        return f"<PlainLines ranks {format_ranks(self._ranks)}, {waiting} lines waiting>"
-
     def receive(self, rank: int, output: events.Output, now: float) -> Iterator[str]:
         """Take in an output; yields the lines that need not wait for other ranks."""
         self._take(self._ranks[rank], output, now)

@@ -21,7 +21,6 @@ from nbdist.output.rank_transcript import (
     Shown,
 )
 from nbdist.output.screen import Line, Screen
-from nbdist.words import format_ranks
 
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
 """Characters of displays that are kept of all ranks together, and of each in any case."""
@@ -39,10 +38,6 @@ class Transcript:
         shown = min(SHOWN_AT_MOST, max(SHOWN_AT_LEAST, of_each))
         self.by_rank = {rank: RankTranscript(rank, keep_lines, shown) for rank in self.ranks}
         self.started: float | None = None
-
-    def __repr__(self) -> str:
-        states = ", ".join(f"{number} {look}" for look, number in self.looks().items())
-        return f"<Transcript ranks {format_ranks(self.ranks)}: {states}>"
 
     def __iter__(self) -> Iterator[RankTranscript]:
         return iter(self.by_rank.values())

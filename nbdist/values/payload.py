@@ -153,13 +153,9 @@ def as_read(value: Value, payload: Payload) -> Value:
 
 # --- memory that is used again ----------------------------------------------------------------
 
-KEPT_FROM = 16 << 20
-"""Bytes of a shipment whose memory is kept: less is copied in some milliseconds."""
-
-SMALLEST = 1 << 12
-"""Bytes of a frame that is worth a look."""
-
-MOST_SEGMENTS = 16
+KEPT_FROM, SMALLEST, MOST_SEGMENTS = 16 << 20, 1 << 12, 16
+"""Bytes of a shipment whose memory is kept (less is copied in some milliseconds), and of a frame
+that is worth a look."""
 
 COMPARED_AT_ONCE = 1 << 20
 """Bytes: they are in a processor's cache when they are compared."""

@@ -115,10 +115,6 @@ class Segment(_Open):
             yield memory[:read]
             at, left = at + read, left - read
 
-    def __repr__(self) -> str:
-        size = f"{sum(self.ref.sizes):,} bytes in {len(self.ref.sizes)} frames"
-        return f"<Segment {size}, {'closed' if self._fd < 0 else self.ref.path}>"
-
 
 class Blank(_Open):
     """Memory for frames of these sizes, in all `total` bytes, that is still being `filled`."""
@@ -131,9 +127,6 @@ class Blank(_Open):
         require_memory(self.total)
         self._fd = os.memfd_create("nbdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, self.total)
-
-    def __repr__(self) -> str:
-        return f"<Blank of {self.total:,} bytes{', closed' if self._fd < 0 else ''}>"
 
     def writing(self, view: memoryview, offset: int) -> Iterator[int]:
         """Write these bytes there; yields how many are, every `PIECE` bytes."""

@@ -162,9 +162,6 @@ class FrameCutter:
         self._data = bytearray()
         self._most = most
 
-    def __repr__(self) -> str:
-        return f"<FrameCutter {len(self._data)} bytes of the next>"
-
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the frames that are complete by now."""
         self._data += data

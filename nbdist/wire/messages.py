@@ -5,22 +5,87 @@ Both run the same version of nbdist, so these are pickles, on a socket that only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.output.events import Died, Output
+from nbdist.system.folders import MARKER
 from nbdist.topology import Seats
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import Question
-from nbdist.wire.files import CodeFile, GetLogs
 from nbdist.wire.frames import NOTHING
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.views import Place, Usage
+from nbdist.wire.views import GetLogs, Place, Usage
 from nbdist.wire.work import InputReply, Task
 
 if TYPE_CHECKING:
     from nbdist.config import WorldConfig
+
+# --- the notebook's code, by what is in its files ---------------------------------------------
+
+PART = 4 << 20
+"""Bytes of files after which a message has enough: other messages need not wait for more."""
+
+MANIFEST, NEW_FILE = ".nbdist-files", ".nbdist-new"
+"""Names all files that a node was sent, so that nothing else is removed; is being written there."""
+
+OWN_NAMES = (MARKER, MANIFEST, NEW_FILE)
+
+
+class CodeFile(NamedTuple):
+    """What is in a file, by its digest; a program or not."""
+
+    digest: bytes
+    is_program: bool = False
+
+    @classmethod
+    def read(cls, path: str) -> tuple[CodeFile, bytes]:
+        """Read a file; raises OSError."""
+        with open(path, "rb") as file:
+            content, mode = file.read(), os.fstat(file.fileno()).st_mode
+        return cls(digest_of(content), bool(mode & stat.S_IXUSR)), content
+
+
+def digest_of(content: bytes) -> bytes:
+    """Return what two files with the same in them have in common."""
+    return blake2b(content, digest_size=16).digest()
+
+
+def landmark(path: str) -> tuple[int, int] | None:
+    """Return by which machines know the very same file, inode and ctime; None for no file."""
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_ino, found.st_ctime_ns
+    return None
+
+
+def part_of(
+    lacks: Iterable[CodeFile], read: Callable[[CodeFile], bytes | None]
+) -> dict[CodeFile, bytes]:
+    """Return what is in the first of these files, for one message; {} if none can be read."""
+    part: dict[CodeFile, bytes] = {}
+    size = 0
+    for file in lacks:
+        if size < PART and (content := read(file)) is not None:
+            part[file] = content
+            size += len(content)
+    return part
+
+
+def refusal_of(path: str) -> str:
+    """Return why a node must not write to a path below its folder of code; "" where it may."""
+    steps = path.split("/")
+    if not path or path.startswith("/") or "\0" in path:
+        return "it is no path below a folder"
+    if any(step in ("", ".", "..") for step in steps):
+        return "it leads out of the folder"
+    return "the name is nbdist's own" if steps[0] in OWN_NAMES else ""
+
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
 

@@ -203,6 +203,13 @@ def over_file(path: str | Path, generation: int) -> Path:
     return Path(f"{path}.over{generation}")
 
 
+def moved_path(path: str, here: str, there: str) -> str:
+    """Return the path below `there` where it lies below `here`; else the path itself."""
+    if path == here or path.startswith(f"{here}/"):
+        return there + path[len(here) :]
+    return path
+
+
 LINK_TIMEOUT = 10.0
 """Seconds without a link after which a machine counts as lost, by default.
 

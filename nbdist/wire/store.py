@@ -16,11 +16,9 @@ from nbdist.wire.frames import BadFrame, framed, object_from, pack
 SOCKET = "store.sock"
 """Its name in the runtime folder."""
 
-MOST_BYTES = 64 << 20
-"""Of one operation or answer: addresses and names take some kilobytes, user code may keep more."""
-
-LONGEST_WAIT = 20.0
-"""Seconds that one operation may wait; who waits longer asks again."""
+MOST_BYTES, LONGEST_WAIT = 64 << 20, 20.0
+"""Of one operation or answer (addresses take some kilobytes, user code may keep more), and seconds
+that one operation may wait: for longer ones a rank asks again."""
 
 
 class Set(NamedTuple):

@@ -101,15 +101,9 @@ class Numbered:
 
 # --- segments of shared memory ----------------------------------------------------------------
 
-PIECE = 1 << 20
-"""Bytes in a message: other messages wait no longer than for some of them."""
-
-FIRST_WINDOW = 4
-MOST_WINDOW = 16
-"""Pieces that may be under way, unacknowledged."""
-
-MOST_DELAY = 0.25
-"""Seconds that a piece may wait for others on the link; beyond it fewer are sent at a time."""
+PIECE, FIRST_WINDOW, MOST_WINDOW, MOST_DELAY = 1 << 20, 4, 16, 0.25
+"""Bytes in a message, for some of which others wait at most; pieces that may be under way; seconds
+that a piece may wait for others on the link: beyond it fewer are sent at a time."""
 
 
 class Piece(NamedTuple):

@@ -19,8 +19,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from nbdist.errors import CodeNotSent
-from nbdist.wire.files import OWN_NAMES, CodeFile, landmark, part_of
-from nbdist.wire.messages import CodeHeld, GetCode, PutCode, Reply, Request, Starting
+from nbdist.wire import messages
+from nbdist.wire.messages import OWN_NAMES, CodeFile, Starting
 from nbdist.wire.views import PACKAGES
 from nbdist.words import count, size_text
 
@@ -279,7 +279,7 @@ TRIES = 3
 LANDMARKS, LANDMARKS_LOOKED_AT = 3, 100
 """Files by which a node tells whether it shares the folder, and how many these are taken from."""
 
-Asks = Callable[[Request], Generator[Starting, None, Reply]]
+Asks = Callable[[messages.Request], Generator[Starting, None, messages.Reply]]
 """What calls a node, `Link.calling`: it comes round now and then, and returns the reply."""
 
 
@@ -317,8 +317,8 @@ class CodeSync:
     def _bring(self, asks: Asks) -> Generator[Starting, None, bool]:
         """Send the files as they were at the last look; return whether they still were."""
         files, self._sent = self.listing.files, None
-        held = yield from asks(GetCode(self._landmarks(), files))
-        assert isinstance(held, CodeHeld)
+        held = yield from asks(messages.GetCode(self._landmarks(), files))
+        assert isinstance(held, messages.CodeHeld)
         paths = {file: f"{self.listing.folder}/{path}" for path, file in files.items()}
 
         def read(file: CodeFile) -> bytes | None:
@@ -327,9 +327,9 @@ class CodeSync:
                 return content if found == file else None
             return None
 
-        while part := part_of(held.lacks, read):
-            held = yield from asks(PutCode(part))
-            assert isinstance(held, CodeHeld)
+        while part := messages.part_of(held.lacks, read):
+            held = yield from asks(messages.PutCode(part))
+            assert isinstance(held, messages.CodeHeld)
         if held.problem:
             raise CodeNotSent(held.host, held.problem)
         if held.lacks:
@@ -340,7 +340,7 @@ class CodeSync:
     def _landmarks(self) -> dict[str, tuple[int, int]]:
         """Choose files that have not changed for long: other machines may be slow to see that."""
         paths = [f"{self.listing.folder}/{path}" for path in self.listing.files]
-        found = {p: mark for p in paths[:LANDMARKS_LOOKED_AT] if (mark := landmark(p))}
+        found = {p: mark for p in paths[:LANDMARKS_LOOKED_AT] if (mark := messages.landmark(p))}
         oldest = sorted(found, key=lambda path: found[path][1])[:LANDMARKS]
         return {path: found[path] for path in oldest}
 

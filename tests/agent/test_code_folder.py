@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.code_folder import PREFIX, CodeFolder, drop_dead
-from nbdist.wire.files import CodeFile, digest_of, landmark
-from nbdist.wire.messages import CodeHeld, GetCode, PutCode
+from nbdist.wire.messages import CodeFile, CodeHeld, GetCode, PutCode, digest_of, landmark
 from nbdist.wire.spec import WorldSpec
 
 

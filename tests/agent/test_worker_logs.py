@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.worker_output import RUNS_KEPT, RunFolder, WorkerLog, drop_old_runs
-from nbdist.wire.files import last_lines
+from nbdist.wire.views import last_lines
 
 
 def test_streams_have_files_of_their_own(tmp_path: Path):

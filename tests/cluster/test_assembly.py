@@ -21,8 +21,8 @@ from nbdist.cluster.node import NodeLost
 from nbdist.config import Patience
 from nbdist.errors import RanksReleased, ScaleError, WorkerDied, WorkerError
 from nbdist.output.events import Died, Done, Failure, Text
-from nbdist.wire.files import CodeFile, digest_of, landmark
-from nbdist.wire.messages import CodeHeld, GetCode, Outputs, PutCode, Received, Request
+from nbdist.wire import messages
+from nbdist.wire.messages import CodeHeld, Outputs, Received, Request
 from nbdist.wire.store import SOCKET
 from nbdist.world.world import World
 
@@ -197,7 +197,7 @@ class Direct:
     async def ask(self, request: Request, timeout: float) -> CodeHeld:
         if self.is_lost:
             raise NodeLost(f"{self.name} is lost")
-        if isinstance(request, PutCode):
+        if isinstance(request, messages.PutCode):
             self.sent += request.contents.values()
         return self.code.take(request)
 
@@ -220,14 +220,14 @@ def bring(
     kept: KeptCode, nodes: list[Direct], marks: Mapping[str, object] = {}, **texts: bytes
 ) -> CodeHeld:
     """What the notebook does with `a=b"1"` in `a.py`."""
-    contents = {CodeFile(digest_of(text)): text for text in texts.values()}
+    contents = {messages.CodeFile(messages.digest_of(text)): text for text in texts.values()}
     files = {f"{name}.py": file for name, file in zip(texts, contents, strict=True)}
 
     async def both() -> CodeHeld:
-        kept.take(GetCode(marks, files))
+        kept.take(messages.GetCode(marks, files))
         held = await kept.bring(nodes)
         if held.lacks:
-            kept.take(PutCode({file: contents[file] for file in held.lacks}))
+            kept.take(messages.PutCode({file: contents[file] for file in held.lacks}))
         return await kept.bring(nodes)
 
     return asyncio.run(both())
@@ -252,7 +252,7 @@ def test_nodes_that_share_the_folder_are_sent_nothing(parent: Path) -> None:
     path = str(parent / "a.py")
     Path(path).write_text("1")
     kept, nodes = KeptCode(), [Direct("a"), Direct("b")]
-    assert bring(kept, nodes, {path: landmark(path)}, a=b"1").is_shared
+    assert bring(kept, nodes, {path: messages.landmark(path)}, a=b"1").is_shared
     assert [node.sent for node in nodes] == [[], []]
 
 

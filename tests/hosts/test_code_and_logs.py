@@ -14,7 +14,7 @@ import pytest
 
 from nbdist.errors import WorkerError
 from nbdist.notebook.commands.inspect import last_lines
-from nbdist.wire.files import GetLogs
+from nbdist.wire.views import GetLogs
 from nbdist.world.world import World
 from tests.hosts.network import Host
 from tests.hosts.sshd import Sshd

@@ -14,8 +14,7 @@ import pytest
 
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.system.folders import RuntimeFolder
-from nbdist.wire.files import CodeFile
-from nbdist.wire.messages import GetCode, PutCode
+from nbdist.wire.messages import CodeFile, GetCode, PutCode
 from nbdist.world.agents import AgentProcess
 from tests.waiting import SOON, wait_until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.wire.files import CodeFile, digest_of
+from nbdist.wire.messages import CodeFile, digest_of
 from nbdist.world import code_sync
 from nbdist.world.code_sync import FULL_FOLDER, LARGEST, CodeListing
 

@@ -38,9 +38,8 @@ from nbdist.output.wording import (
     panel,
 )
 from nbdist.topology import parse_ranks
-from nbdist.wire.files import GetLogs, LogTail, read_logs
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
-from nbdist.wire.views import Stack
+from nbdist.wire.views import GetLogs, LogTail, Stack, read_logs
 from nbdist.words import count, format_ranks, name_ranks
 from nbdist.world.hangs import doing_of
 from nbdist.world.result import rows

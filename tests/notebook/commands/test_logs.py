@@ -11,15 +11,8 @@ import pytest
 
 from nbdist.agent.worker_output import WorkerLog
 from nbdist.notebook.commands.inspect import last_lines
-from nbdist.wire import files as logs
-from nbdist.wire.files import (
-    BLOCK,
-    LONGEST,
-    PAGE,
-    GetLogs,
-    LogTail,
-    read_logs,
-)
+from nbdist.wire import views as logs
+from nbdist.wire.views import BLOCK, LONGEST, PAGE, GetLogs, LogTail, read_logs
 from tests.notebook.front_end import Notebook
 
 pytestmark = pytest.mark.shared_world
