@@ -17,8 +17,8 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     for row in (
         *(starting.load, starting.start, starting.restart, starting.training, cells.pass_cell),
         *(cells.ratio, cells.calls, cells.barrier, starting.memory, cells.lines, cells.firstline),
-        *(shipping.ship, shipping.differ, drawing.draw, shipping.giants, faults.faults),
-        *(cells.collect, cells.timeline, faults.look, drawing.page, many.many, many.hosts),
+        *(shipping.ship, shipping.differ, shipping.giants, faults.faults),
+        *(cells.collect, faults.look, drawing.page, many.many, many.hosts),
         many.carry,
     )
 }

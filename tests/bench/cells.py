@@ -240,44 +240,6 @@ def collect(lab: Lab) -> Iterator[Figure]:
                 yield Figure("collect", f"all_reduce of {size}{state}", "µs", values, limit)
 
 
-NOTED = """
-import statistics
-from nbdist.worker.group import gloo
-def without(self, *args, **options):
-    own = gloo._Wait(self)
-    gloo._waits.append(own)
-    try:
-        is_done = gloo._wait_for_work(self, *args, **options)
-    finally:
-        gloo._waits.remove(own)
-    if own.is_over and not is_done:
-        raise ConnectionResetError(gloo.ABORTED)
-    return is_done
-def of(wait, times, tensor=torch.zeros(256)):
-    dist.Work.wait = wait
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(times):
-        dist.all_reduce(tensor)
-    return time.perf_counter() - start
-def noted(rounds, times):
-    try:
-        found = [of(gloo.wait, times) / of(without, times) for _ in range(rounds)]
-    finally:
-        dist.Work.wait = gloo.wait
-    return statistics.median(found)
-"""
-
-
-def timeline(lab: Lab) -> Iterator[Figure]:
-    """An all_reduce of 1 KB whose wait is noted for `%dist_timeline`, beside one that is not."""
-    with World(REDUCING, log_dir="") as world:
-        world.execute(f"import time\n{NOTED}")
-        measure = _in(world, "noted(40, 50)")
-        values = tuple(measure() for _ in range(lab.runs))
-        yield Figure("timeline", "all_reduce of 1 KB: waits noted / not", "x", values, 1.05)
-
-
 def _in(world: World, expression: str) -> Callable[[], float]:
     return lambda: float(world.execute("", fetch=(expression,)).rank(0))
 
