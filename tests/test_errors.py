@@ -199,6 +199,12 @@ def test_a_failed_start_shows_the_end_of_the_log():
     first, *rest = str(errors.StartError(1, "node1", "python -m x", "it died", log)).split("\n")
     assert first.endswith("its last lines:")
     assert [line.strip() for line in rest] == log[-errors.START_LOG_LINES :]
+    # The last line of its log says it; one that was killed has written none about that.
+    assert "exited with code 1 (KeyError: 17), and" in str(errors.AgentLost("a", 1, "KeyError: 17"))
+    assert "(" not in str(errors.AgentLost("a", -9, "Extension loaded"))
+    assert f"SIGKILL ({LACKED_MEMORY}: x), and" in str(
+        errors.AgentLost("a", -9, f"{LACKED_MEMORY}: x")
+    )
 
 
 def test_a_worker_error_tells_the_ranks_apart():
@@ -213,78 +219,33 @@ def test_a_worker_error_tells_the_ranks_apart():
     assert str(nested) == "1 of 1 rank failed (0); first: rank 0 after 1.0 s: no rank"
 
 
-def test_an_agent_that_ended_by_itself_says_why():
-    """The last line of its log says it; one that was killed has written none about that."""
-    assert "exited with code 1 (KeyError: 17), and" in str(errors.AgentLost("a", 1, "KeyError: 17"))
-    assert "(" not in str(errors.AgentLost("a", -9, "Extension loaded"))
-    assert f"SIGKILL ({LACKED_MEMORY}: x), and" in str(
-        errors.AgentLost("a", -9, f"{LACKED_MEMORY}: x")
-    )
+WORDED = {
+    words.format_ranks: {
+        **{(0, 1, 2, 5): "0-2,5", (): "", (3,): "3", (2, 1, 2): "1-2"},
+        range(1024): "0-1023",
+    },
+    words.word_exit: {
+        **{None: "ended", 0: "exited with code 0", 3: "exited with code 3"},
+        **{-11: "was killed by SIGSEGV", -40: "was killed by signal 40"},
+        -100: "was killed by signal 100",
+    },
+    words.size_text: {
+        **{0: "0 B", 512: "512 B", 1536: "1.5 KiB", 240 << 20: "240 MiB", 5 << 28: "1.25 GiB"},
+        **{1000 << 20: "0.977 GiB", 999_900_000 << 10: "954 GiB", 1023 << 10: "0.999 MiB"},
+        **{79 << 30: "79 GiB", 1 << 50: "1,024 TiB"},
+    },
+    words.size_range: {
+        **{(5,): "5 B", (240 << 20, 318 << 20, 240 << 20): "240-318 MiB"},
+        (1 << 20, 5 << 28): "1 MiB-1.25 GiB",
+    },
+    words.one_line: {"x" * 1000: f"{'x' * (words.LINE_LIMIT - 3)}..."},
+}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [((0, 1, 2, 5), "0-2,5"), ((), ""), ((3,), "3"), ((2, 1, 2), "1-2"), (range(1024), "0-1023")],
-)
-def test_ranks_are_written_as_spans(ranks, text):
-    """Ranks are written the way that `-r` reads them."""
-    assert words.format_ranks(ranks) == text
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "text"),
-    [
-        (None, "ended"),
-        (0, "exited with code 0"),
-        (3, "exited with code 3"),
-        (-11, "was killed by SIGSEGV"),
-        (-40, "was killed by signal 40"),
-        (-100, "was killed by signal 100"),
-    ],
-)
-def test_an_exit_code_becomes_words(exit_code, text):
-    """Signals are told by name, where they have one."""
-    assert words.word_exit(exit_code) == text
-
-
-def test_a_long_message_is_cut_to_a_line():
-    """What an exception says is cut where it would no longer fit on a screen."""
-    line = words.one_line("x" * 1000)
-    assert len(line) == words.LINE_LIMIT
-    assert line.endswith("...")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (512, "512 B"),
-        (1536, "1.5 KiB"),
-        (240 << 20, "240 MiB"),
-        (1000 << 20, "0.977 GiB"),
-        (999_900_000 << 10, "954 GiB"),
-        (1023 << 10, "0.999 MiB"),
-        (5 << 28, "1.25 GiB"),
-        (79 << 30, "79 GiB"),
-        (1 << 50, "1,024 TiB"),
-    ],
-)
-def test_sizes_have_three_digits(size, text):
-    """In the unit in which they are read best."""
-    assert words.size_text(size) == text
-
-
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        ([5], "5 B"),
-        ([240 << 20, 318 << 20, 240 << 20], "240-318 MiB"),
-        ([1 << 20, 5 << 28], "1 MiB-1.25 GiB"),
-    ],
-)
-def test_a_range_of_sizes(sizes, text):
-    """The unit once, where both have the same."""
-    assert words.size_range(sizes) == text
+@pytest.mark.parametrize("word", WORDED)
+def test_words(word):
+    """Ranks as `-r` reads them, signals by name, sizes in three digits, messages in one line."""
+    assert {value: word(value) for value in WORDED[word]} == WORDED[word]
 
 
 def test_columns_are_aligned():
@@ -292,10 +253,7 @@ def test_columns_are_aligned():
     rows = [("rank", "state"), ("0", "busy 3 s"), ("11", "<idle>")]
     assert words.aligned(rows) == ["rank  state", "0     busy 3 s", "11    <idle>"]
     assert words.aligned([]) == []
-
-
-def test_did_you_mean() -> None:
-    """The name that is most like it, if any is."""
+    # The name that is most like it, if any is.
     names = ["loss", "model", "_lss", "optimizer"]
     assert words.did_you_mean("lss", names) == " Did you mean `loss`?"
     assert words.did_you_mean("optimiser", names) == " Did you mean `optimizer`?"

@@ -342,6 +342,9 @@ def test_ranks_of_a_node() -> None:
     seats = (Position(0, 0), Position(1, 0), Position(0, 1))
     assert [ranks_on(node, 3, seats) for node in (0, 1, 2)] == [(0, 2), (1,), ()]
     assert [ranks_on(node, 3, ()) for node in (0, 1)] == [(0, 1, 2), ()]
+    # Local rank 0 of node 0 is free: its rank has moved away.
+    seats = (Position(1, 0), Position(0, 1), Position(2, 0))
+    assert reseat(seats, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -375,12 +378,6 @@ def test_ranks_of_lost_nodes_get_seats_on_others(counts, lost, room, seats):
     """The lowest that is free on the first node with room; all others keep theirs."""
     found = reseat(seat_more((), counts, sum(counts)), lost, room)
     assert (None if found is None else [*found]) == seats
-
-
-def test_seats_that_were_left_are_taken_first() -> None:
-    """Local rank 0 of node 0 is free: its rank has moved away."""
-    seats = (Position(1, 0), Position(0, 1), Position(2, 0))
-    assert reseat(seats, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
 
 
 @pytest.mark.parametrize(

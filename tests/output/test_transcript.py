@@ -60,10 +60,7 @@ def test_states() -> None:
     assert transcript.is_finished
     assert [track.state for track in transcript] == ["ok", "failed", "died", "aborted", "ok"]
     assert transcript.failed == (1, 2)
-
-
-def test_times() -> None:
-    """Time runs until the last rank has finished; each rank's seconds are its own."""
+    # Time runs until the last rank has finished; each rank's seconds are its own.
     transcript = Transcript([0, 1])
     assert transcript.elapsed(5.0) == 0.0
     transcript.start(10.0)
@@ -75,12 +72,6 @@ def test_times() -> None:
 
 
 # --- equal ranks ------------------------------------------------------------------------
-
-
-def test_equal_ranks() -> None:
-    """Ranks with the same output are one group; the order is that of their first ranks."""
-    said = {1: "b\n", 3: "b\n", 4: "c\n"}
-    assert groups(ran(6, lambda rank: [out(said.get(rank, "a\n"))])) == [(0, 2, 5), (1, 3), (4,)]
 
 
 def test_addresses_devices_processes() -> None:
@@ -146,10 +137,7 @@ def test_root_cause() -> None:
     assert transcript.alike_error(0) == (0, 1)
     parts = {group.ranks: group.part for group in transcript.groups()}
     assert parts == {(0, 1): "other", (2,): "none", (3,): "first", (4,): "other"}
-
-
-def test_connections_of_the_user() -> None:
-    """That one of the user's own connections has ended follows from nothing."""
+    # That one of the user's own connections has ended follows from nothing.
     transcript = Transcript(range(2))
     transcript.receive(0, failure("Connection reset by peer", 5, "ConnectionResetError"), 1.0)
     transcript.receive(1, failure("bad", 9), 1.0)

@@ -93,10 +93,7 @@ def test_what_has_been_read_is_acknowledged_once() -> None:
     assert other.has_read
     other.message([b"2"])
     assert not other.has_read
-
-
-def test_who_has_been_given_up() -> None:
-    """It has read what a new conversation has not sent."""
+    # It has read what a new conversation has not sent.
     one, other = Numbered(), Numbered()
     other.take(bytes(one.message([b"1"])[0]))
     with pytest.raises(Mismatch):
@@ -300,6 +297,11 @@ def test_pieces_that_do_not_follow() -> None:
         assert refusal is not None
         assert refusal.problem.endswith("bytes 2,000-3,000 came after 1,000")
         assert line.receiving.take(second) is None
+    # Its owner may have closed it, as Stop makes it do.
+    segment = holding(5000)
+    segment.close()
+    with closing(Line()) as line, pytest.raises(SegmentGone):
+        line.sending.add(segment.ref)
 
 
 def test_a_slow_link_is_not_filled() -> None:
@@ -320,11 +322,3 @@ def test_a_slow_link_is_not_filled() -> None:
             line.clock += 0.0001
             line.step()
         assert line.sending.__repr__().endswith(f"of {MOST_WINDOW} under way>")
-
-
-def test_what_is_gone_cannot_be_sent() -> None:
-    """Its owner may have closed it, as Stop makes it do."""
-    segment = holding(5000)
-    segment.close()
-    with closing(Line()) as line, pytest.raises(SegmentGone):
-        line.sending.add(segment.ref)
