@@ -156,15 +156,15 @@ def title(seen: WorldInfo) -> str:
     """Say which world it is: `4 workers · gloo · train.ipynb (pid 123) · cell 7`."""
     cells = sorted({each.cell for each in seen.ranks if each.cell is not None})
     notebook = os.path.basename(seen.notebook_name)
-    used = [Usage(each.memory, each.gpu) for each in seen.ranks]
+    place = f"pid {seen.notebook}" if seen.notebook else "detached"
     parts = [
         f"pool {seen.pool}" if seen.pool not in ("", "default") else "",
         count(len(seen.ranks), "worker") if seen.ranks else "no workers yet",
         seen.backend,
         "" if MADE_UP.fullmatch(seen.name) else seen.name,
-        f"{notebook} (pid {seen.notebook})" if notebook else f"notebook pid {seen.notebook}",
+        f"{notebook} ({place})" if notebook else f"notebook {place}",
         f"cell {', '.join(map(str, cells))}" if cells else "",
-        usage_text(used),
+        usage_text([Usage(each.memory, each.gpu) for each in seen.ranks]),
     ]
     return " · ".join(filter(None, map(printable, parts)))
 

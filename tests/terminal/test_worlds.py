@@ -221,10 +221,10 @@ SEEN = WorldInfo(
 
 def test_title():
     """Which notebook, which cell, and what all use; names that say nothing are left out."""
-    said = "2 workers · gloo · exp · train.ipynb (pid 42) · cell 7 · cpu 100-200 MiB"
-    assert title(SEEN) == said
+    assert title(SEEN) == "2 workers · gloo · exp · train.ipynb (pid 42) · cell 7 · cpu 100-200 MiB"
     other = replace(SEEN, pool="eval", name="20261122-095518-5413", notebook_name="", ranks=())
     assert title(other) == "pool eval · no workers yet · gloo · notebook pid 42"
+    assert title(replace(other, notebook=0)).endswith("gloo · notebook detached")
 
 
 def test_table():
