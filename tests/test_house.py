@@ -69,6 +69,7 @@ TORCH_ROOMS = ("worker/", "agent/fork_server.py", "tools/diff_op.py", "tools/tim
 IN_CIRCLES: set[str] = set()
 
 TOP_LEVEL = {"pyproject.toml", "nbdist", "tests", "notebooks", "docs", "README.md", "LICENSE"}
+TOP_LEVEL |= {"CITATION.cff"}  # where GitHub looks for it
 
 
 @dataclass(frozen=True)
