@@ -24,6 +24,7 @@ LONGEST = (
     "hosts/test_worlds.py",
     "faults/test_nothing_left.py",
     "notebooks/test_notebooks.py",
+    "notebook/test_pages.py",
     "tools/test_export.py",
     "faults/test_freeing.py",
     "browser/test_looks.py",
