@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.notebook.extension import check_libraries, is_within
+from nbdist.notebook.extension import check_libraries
+from nbdist.system.requirements import is_within
 from tests.notebook.front_end import Notebook
 
 
