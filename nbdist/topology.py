@@ -30,6 +30,7 @@ AUTO_LIMIT, NVIDIA_SMI_TIMEOUT = 4, 5.0
 DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 AMD_FOLDER = Path("/sys/class/kfd/kfd/topology/nodes")
 SLICES_FOLDER = Path("/proc/driver/nvidia/capabilities")
+DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 _WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
 WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
@@ -47,6 +48,7 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 _SIZE = re.compile(r"([+-]?)([0-9]{1,6})")
 _SPAN = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 _SIGNED = re.compile(r"-?[0-9]{1,6}")
+_DRIVER = re.compile(r"^Driver Version\s*: (\S+)", re.MULTILINE)
 _MIG_SLICE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)", re.MULTILINE)
 _SLICE = re.compile(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?(?::(-?[0-9]{1,6})?)?")
 
@@ -237,7 +239,7 @@ def _installed_slices() -> tuple[str, ...]:
     """Name the MIG slices of the machine's GPUs: nvidia-smi does where the driver has some."""
     if next(SLICES_FOLDER.glob("gpu*/mig/gi*/ci*"), None) is None:
         return ()
-    return tuple(_MIG_SLICE.findall(_listed_by_nvidia_smi()))
+    return tuple(_MIG_SLICE.findall(_said_by_nvidia_smi("-L")))
 
 
 def installed_gpus() -> int:
@@ -250,7 +252,16 @@ def installed_gpus() -> int:
     except OSError:
         # No such driver, or one that hides its files: WSL, some containers.
         # MIG slices are listed too, indented under their GPU.
-        return sum(line.startswith("GPU ") for line in _listed_by_nvidia_smi().splitlines())
+        return sum(line.startswith("GPU ") for line in _said_by_nvidia_smi("-L").splitlines())
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver, "" where it is not known."""
+    try:
+        return DRIVER_VERSION.read_text().strip()
+    except OSError:  # as in `installed_gpus`
+        found = _DRIVER.search(_said_by_nvidia_smi("-q"))
+        return found[1] if found else ""
 
 
 def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
@@ -289,10 +300,10 @@ def _cuda_list(text: str) -> tuple[str, ...]:
     return tuple(entries) if len(set(entries)) == len(entries) else ()
 
 
-def _listed_by_nvidia_smi() -> str:
+def _said_by_nvidia_smi(option: str) -> str:
     try:
         return subprocess.run(
-            ["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            ["nvidia-smi", option], stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=NVIDIA_SMI_TIMEOUT, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):

@@ -288,6 +288,15 @@ def _make_folder() -> Path:
     raise NoRuntimeFolder(problems)
 
 
+def problem_of(parent: Path) -> str:
+    """Return why no runtime folder can lie there, "" if one can."""
+    try:
+        shutil.rmtree(_make_folder_in(parent))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def places() -> list[Path]:
     """Return where runtime folders may lie, in the order in which they are tried."""
     asked = (os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR"))

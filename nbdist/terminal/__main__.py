@@ -6,9 +6,7 @@ import argparse
 import json
 import os
 import re
-import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,8 @@ from typing import Any
 from nbdist import __version__
 from nbdist.errors import UsageError
 from nbdist.readers import read_memory
-from nbdist.terminal.worlds import as_lines, kill_world, looks, show_top, show_worlds
+from nbdist.terminal.doctor import doctor
 from nbdist.topology import parse_layout
-
-BETWEEN_LOOKS = 0.5
-"""Seconds in which `nbdist status` counts processor time; longer than an answer is kept."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -59,26 +54,27 @@ def _k8s(options: argparse.Namespace) -> int:
     return 0
 
 
-def show_status() -> int:
-    """Print all worlds once; 1 where there is none."""
-    with looks() as look:
-        look()
-        time.sleep(BETWEEN_LOOKS)
-        found = look()
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    sys.stdout.write("".join(f"{line}\n" for line in as_lines(found, width)))
-    return 0 if found else 1
+def _worlds(options: argparse.Namespace) -> int:
+    # Packages are imported for it, of which `nbdist doctor` may find that they are missing.
+    from nbdist.terminal import worlds
+
+    match options.command:
+        case "kill":
+            return worlds.kill_world(options.name)
+        case "ps":
+            return worlds.show_worlds()
+        case "status":
+            return worlds.show_status()
+    return worlds.show_top(options.seconds, options.times)
 
 
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "enable": lambda options: enable(options.profile, is_sure=options.yes),
     "disable": lambda options: disable(options.profile),
+    "doctor": lambda options: doctor(options.workers),
     "join": _join,
     "k8s": _k8s,
-    "kill": lambda options: kill_world(options.name),
-    "ps": lambda _: show_worlds(),
-    "status": lambda _: show_status(),
-    "top": lambda options: show_top(options.seconds, options.times),
+    **dict.fromkeys(("kill", "ps", "status", "top"), _worlds),
 }
 
 
@@ -91,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     pause = "seconds between refreshes (2; at least 0.5)"
     top.add_argument("-d", "--seconds", type=_seconds, default=2.0, help=pause)
     top.add_argument("-n", "--times", type=int, default=0, help="stop after N refreshes")
+    examined = commands.add_parser("doctor", help="what will not work here, and what to do")
+    workers = "as in the notebook: a number, auto (as many as there are GPUs), gpu or cpu"
+    examined.add_argument("-n", dest="workers", metavar="N", default="auto", help=workers)
     commands.add_parser("ps", help="list all worlds, including detached ones")
     kill = commands.add_parser("kill", help="end a world and everything that belongs to it")
     kill.add_argument("name", help="its --name, pool or process, as shown by ps")

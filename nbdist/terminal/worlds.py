@@ -192,6 +192,21 @@ def as_lines(found: Picture, width: int) -> Iterator[str]:
             yield line if len(line) <= width else f"{line[: width - 1]}…"
 
 
+BETWEEN_LOOKS = 0.5
+"""Seconds in which `nbdist status` counts processor time; longer than an answer is kept."""
+
+
+def show_status() -> int:
+    """Print all worlds once; 1 where there is none."""
+    with looks() as look:
+        look()
+        time.sleep(BETWEEN_LOOKS)
+        found = look()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    sys.stdout.write("".join(f"{line}\n" for line in as_lines(found, width)))
+    return 0 if found else 1
+
+
 # --- draws what runs again and again ----------------------------------------------------------
 
 

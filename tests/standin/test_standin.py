@@ -5,7 +5,10 @@ A rank fails while others are in its collectives: they are released, and the wor
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -16,7 +19,7 @@ from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.standin import matrix, processes
 from tests.standin.processes import CHECKS, Said, both
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +33,22 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
 def test_contract(said: Said, check: str) -> None:
     """Both ranks pass it."""
     said.passed(check)
+
+
+@pytest.mark.parametrize(("asked", "name"), [("1", "ProcessGroupNCCL2"), ("0", "ProcessGroupNCCL")])
+def test_what_is_said_of_nccl(asked: str, name: str) -> None:
+    """`nbdist doctor` asks torch which of its two classes `nccl` is; the stand-in is not there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "nbdist.worker.about"],
+        env={**os.environ, "TORCH_DIST_USE_NCCL2": asked},
+        capture_output=True,
+        text=True,
+        timeout=SOON,
+    )
+    nccl = json.loads(done.stdout)["nccl"]
+    if not nccl:
+        pytest.skip("this torch has no nccl")
+    assert re.fullmatch(rf"[\d.]+ \({name}\)", nccl)
 
 
 pytestmark = [pytest.mark.own_agent, pytest.mark.shared_world(matrix.RANKS)]

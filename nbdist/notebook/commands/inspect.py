@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +40,7 @@ from nbdist.output.wording import (
     panel,
 )
 from nbdist.readers import number_of_seconds, whole_number
+from nbdist.system.processes import MODULE, safe_environ
 from nbdist.topology import parse_ranks
 from nbdist.wire.files import GetLogs, LogTail, read_logs
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
@@ -157,6 +160,9 @@ def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator
 SHORTEST = 0.5
 """Seconds between two looks: to ask often is not to cost the ranks their time."""
 
+DOCTOR_TIMEOUT = 180.0
+"""More than it gives torch's import."""
+
 STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "starting": "#b8860b"}
 
 
@@ -166,6 +172,8 @@ STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "start
     argument("-f", "--follow", metavar="SECONDS", type=number_of_seconds("--follow"),
              help="refresh every SECONDS, until Ctrl-C or Stop"),
     argument("--stack", action="store_true", help="show the Python stack of each rank instead"),
+    argument("--doctor", action="store_true",
+             help="show what will not work on this machine instead, and what to do"),
     ranks_option,
     looks=True,
 )  # fmt: skip
@@ -175,6 +183,9 @@ def dist_status(line: Line) -> None:
     Answers within 0.2 s, also while a cell runs.  `--stack` shows where ranks are and how they
     came there, while they compute, wait in a collective or hold the GIL in C code.
     """
+    if line.options.doctor:
+        examined().on(line.display)
+        return
     pools = [pool for pool in line.pools if pool.has_workers] or [line.pool]
     every = line.options.follow
     if every is None:
@@ -186,6 +197,20 @@ def dist_status(line: Line) -> None:
         while True:
             picture.show(below(_shown_of(line, pool) for pool in pools))
             time.sleep(max(every, SHORTEST))
+
+
+def examined() -> Shown:
+    """Run `nbdist doctor`, which imports torch, with this process's environment and limits."""
+    done = subprocess.run(
+        [sys.executable, *MODULE, "nbdist.terminal", "doctor"],
+        env=safe_environ(os.environ, os.getcwd()),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DOCTOR_TIMEOUT,
+    )
+    return block(done.stdout.rstrip())
 
 
 def _shown_of(line: Line, pool: Pool) -> Shown:

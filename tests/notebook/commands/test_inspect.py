@@ -99,6 +99,17 @@ def test_without_workers(typed: Callable[[str], str]):
     assert typed("%dist_stack").startswith("no workers are running")
 
 
+@pytest.mark.world
+def test_what_will_not_work_here(
+    typed: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--doctor` shows what `nbdist doctor` does, of this process's environment; 0.6 s."""
+    monkeypatch.setenv("PYTHON_EXEC", "/nowhere/python")
+    first, *others = typed("%dist_status --doctor").splitlines()
+    assert first.startswith("problem: /nowhere/python cannot be run")
+    assert others[-1].startswith("ok: sockets of workers are in ")
+
+
 def test_again_and_again(fresh: Callable[..., Notebook]):
     """`-f` draws the table anew in its place until Stop, which is no error."""
     notebook = fresh("%load_ext nbdist", env={"NBDIST_PRESTART": "0"})
