@@ -235,67 +235,6 @@ def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
         script.close(force=True)
 
 
-TYPED = """
-import nbdist
-
-def f(x: int, name: str = "") -> list[float]:
-    return [float(x)]
-
-@nbdist.distributed(n=2)
-def g(x: int) -> str:
-    return str(x)
-
-@nbdist.distributed
-def h(x: int) -> bytes:
-    return bytes(x)
-
-world = nbdist.World(2)
-reveal_type(world.run(f, 3).rank(0))
-reveal_type(nbdist.run(f, 3, name="a").index("localhost", local_rank=0))
-reveal_type(g(1).rank(0))
-reveal_type(list(h(1)))
-reveal_type(world.run(g.function, 1))
-world.run(f, "a")
-nbdist.run(f)
-g("a")
-h(y=1)
-"""
-
-TYPES = """
-18 note: Revealed type is "list[float]"
-19 note: Revealed type is "list[float]"
-20 note: Revealed type is "str"
-21 note: Revealed type is "list[bytes]"
-22 note: Revealed type is "nbdist.world.result.CellResult[str]"
-23 error: Argument 2 to "run" of "World" has incompatible type "str"; expected "int"
-24 error: Missing positional argument "x" in call to "run"
-25 error: Argument 1 to "__call__" of "Distributed" has incompatible type "str"; expected "int"
-26 error: Unexpected keyword argument "y" for "__call__" of "Distributed"
-"""
-
-LIBRARIES = ("IPython", "zmq", "psutil", "jupyter_client", "torch", "numpy", "cloudpickle")
-
-
-def test_types(tmp_path: Path) -> None:
-    """The function's types reach its results, and its arguments are checked."""
-    pytest.importorskip("mypy")
-    (tmp_path / "typed.py").write_text(TYPED)
-    skipped = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in LIBRARIES)
-    (tmp_path / "mypy.ini").write_text(f"[mypy]\nfollow_imports = silent\n{skipped}")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "typed.py", "--hide-error-codes"],
-        cwd=tmp_path,
-        env=environment(MYPYPATH=str(ROOT)),
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-    )
-    found = re.findall(r"^typed\.py:(\d+): (.+)$", done.stdout, re.M)
-    found = [line for line in found if "defined in" not in line[1]]
-    shift = int(found[0][0]) - 18
-    assert [f"{int(line) - shift} {text}" for line, text in found] == TYPES.strip().splitlines()
-
-
 def test_distributed_says_what_it_is() -> None:
     """With options and without, it keeps the function, and its name and text."""
 

@@ -57,7 +57,7 @@ TIERS = {
 }
 OF_FOLDER = {
     **{name: name for name in ("hosts", "browser", "gpu", "matrix")},
-    **dict.fromkeys(("attacks", "bench", "faults", "libraries", "notebooks"), "slow"),
+    **dict.fromkeys(("attacks", "bench", "faults", "libraries", "notebooks", "package"), "slow"),
 }
 OF_FIXTURE = {"Notebook": "kernel", "World": "world", "NewWorld": "world"}  # by what it gives
 MARKERS = {
