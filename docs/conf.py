@@ -2,6 +2,9 @@
 
 from importlib import metadata
 
+from ipython_pygments_lexers import IPython3Lexer
+from sphinx.application import Sphinx
+
 project, author = "nbdist", "the nbdist authors"
 release = metadata.version("nbdist")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -11,3 +14,8 @@ html_title = f"nbdist {release}"
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 autodoc_typehints = "signature"
+
+
+def setup(app: Sphinx) -> None:
+    """Take blocks of Python for cells, which can have magics."""
+    app.add_lexer("python", IPython3Lexer)

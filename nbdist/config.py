@@ -9,29 +9,33 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from difflib import get_close_matches
 from inspect import Signature
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    cast,
+    get_args,
+)
 
 from nbdist.errors import UnknownArgument, UsageError
-from nbdist.readers import (
+from nbdist.topology import (
     Host,
-    number_of_seconds,
+    Layout,
+    WorkerCount,
+    parse_backend,
     parse_hosts,
-    read_address,
-    read_endpoint,
-    read_environ,
+    parse_layout,
+    parse_workers,
     read_hosts,
-    read_memory,
-    read_name,
-    read_patterns,
-    read_salloc,
-    read_wrap,
-    whole_number,
 )
-from nbdist.topology import Layout, WorkerCount, parse_backend, parse_layout, parse_workers
 from nbdist.words import count
 
 P = ParamSpec("P")
@@ -43,21 +47,148 @@ DEFAULT_POOL = "default"
 OnFailure = Literal["heal", "restart-all", "stop"]
 """What a death leads to: the dead replaced, all started anew (torchrun's way), or all ended."""
 
-HANG_TIMEOUT = 4.0
-"""Seconds into a cell whose ranks are all at work; what is said then is said within 5 s."""
-
-CONTROL_TIMEOUT = 4.5
-"""Seconds from Stop until control is given back, though ranks may still be leaving: with what
-else there is to do it is 5 s at most.  Their agent goes on with them meanwhile."""
+HANG_TIMEOUT, CONTROL_TIMEOUT = 4.0, 4.5
+"""Seconds into a cell whose ranks are all at work, and from Stop until control is given back though
+ranks may still be leaving: with what else there is to do both are 5 s at most."""
 
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 """In the names of variables whose values are not shown."""
 
 
+# --- readers of flags' values: of their text, or of what Python gives ---------------------------
+
+_NAME_LIMIT, _PART_LIMIT = 200, 100
+_BYTES = re.compile(r"([0-9]{1,6})([MGT])(?:i?B)?", re.IGNORECASE)
+_PATTERN = re.compile(r"[A-Za-z0-9_*?]+")
+_ADDRESS = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,100}")
+_ENDPOINT = re.compile(r"(?:[A-Za-z0-9_.-]{1,250}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
+
+
+def _refused(flag: str, text: object, what: str) -> UsageError:
+    return UsageError(f"`{flag} {text}`: {what}.")
+
+
+def whole_number(
+    flag: str, what: str, least: int = 1, most: int = 999_999_999
+) -> Callable[[Any], int]:
+    """Make a reader of whole numbers, for argparse's `type`; UsageError has `what` they are."""
+
+    def read(value: object) -> int:
+        text = unquoted(str(value))
+        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+        if not is_number or not least <= int(text) <= most:
+            raise _refused(flag, text, what)
+        return int(text)
+
+    return read
+
+
+def unquoted(text: str) -> str:
+    """Strip the quotes around a text, which IPython leaves there."""
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    return text[1:-1] if is_quoted else text
+
+
+read_restarts = whole_number(
+    "--max-restarts", "a number of attempts after the first, such as 3, or 0", least=0
+)
+
+
+def number_of_seconds(flag: str) -> Callable[[Any], float]:
+    """Make a reader of a flag's seconds, also for argparse's `type`; it raises UsageError."""
+
+    def read(value: Any) -> float:
+        text = unquoted(value) if isinstance(value, str) else value
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < float("inf"):
+            raise _refused(flag, text, "a number of seconds, such as 30 or 0.5")
+        return seconds
+
+    return read
+
+
+def _read_name(name: str) -> str:
+    """Read what can name a folder below the log folder, and stays there."""
+    bad = any(part in ("", ".", "..") or len(part) > _PART_LIMIT for part in name.split("/"))
+    if bad or not name.isprintable() or len(name) > _NAME_LIMIT:
+        what = "it names a folder below the log folder, such as `exp` or `exp/run1`"
+        raise _refused("--name", name, what)
+    return name
+
+
+def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str, str]:
+    """Read the variables of `env`, or of all `--env`, each `NAME=VALUE`."""
+    if given is None or isinstance(given, Mapping):
+        return {str(name): str(value) for name, value in (given or {}).items()}
+    found = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not sign or not name.isidentifier() or not name.isascii():
+            raise _refused("--env", name, "a name and its value, such as `--env SEED=1`")
+        found[name] = unquoted(value)
+    return found
+
+
+def _words(flag: str, form: str) -> Callable[[str], str]:
+    """Make a reader of what a shell could read: a command, or its options."""
+
+    def read(text: str) -> str:
+        try:
+            words = shlex.split(text)
+        except ValueError as error:
+            raise _refused(flag, text, str(error).lower()) from None
+        if not words:
+            raise _refused(flag, '""', form)
+        return text
+
+    return read
+
+
+_read_wrap = _words("--wrap", 'a command and its arguments, such as `--wrap "nice -n 5"`')
+_read_salloc = _words("--salloc", 'options of salloc, such as `--salloc "-p gpu -t 2:00:00"`')
+
+
+def read_memory(text: object) -> str:
+    """Read the value of `--memory`; in the form of Slurm and Kubernetes, `16G`."""
+    found = _BYTES.fullmatch(str(text).replace(" ", ""))
+    if not found or not int(found[1]):
+        raise _refused("--memory", text, "memory for each worker, such as 16G or 500M")
+    return f"{int(found[1])}{found[2].upper()}"
+
+
+def _read_patterns(text: str | Iterable[str]) -> str:
+    text = text if isinstance(text, str) else ",".join(text)
+    patterns = [each.strip() for each in text.split(",")]
+    if not all(map(_PATTERN.fullmatch, patterns)):
+        what = "names of variables, such as `--copy-env 'HF_*,WANDB_*'`"
+        raise _refused("--copy-env", text, what)
+    return ",".join(patterns)
+
+
+def _read_address(text: str) -> str:
+    bare = text.strip()
+    if bare[:1] + bare[-1:] == "[]":
+        bare = bare[1:-1]
+    if not _ADDRESS.fullmatch(bare):
+        what = "an address of this machine or a network interface, such as 10.0.0.1 or eth0"
+        raise _refused("--address", text, f"{what}; the port is found")
+    return bare
+
+
+def _read_endpoint(text: str) -> str:
+    found = _ENDPOINT.fullmatch(text)
+    if not found or not 0 < int(found[1]) < 1 << 16:
+        raise _refused("--rdzv-endpoint", text, "HOST:PORT, such as etcd.example.org:2379")
+    return text
+
+
 def _read_policy(text: str) -> OnFailure:
-    if text in get_args(OnFailure):
-        return cast(OnFailure, text)
-    raise UsageError(f"`--on-failure {text}`: there are heal (the default), restart-all and stop.")
+    if text not in get_args(OnFailure):
+        raise _refused("--on-failure", text, "there are heal (the default), restart-all and stop")
+    return cast(OnFailure, text)
 
 
 # --- the options ------------------------------------------------------------------------------
@@ -69,8 +200,7 @@ ELSEWHERE = ("ssh", "slurm", "join", "ray")
 """nbdist's own launchers of other machines; those of others take all options."""
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """How a field of `WorldConfig` is typed at a magic, and what it is.
 
     `flag` is "" for what only Python can say; `read` makes the field's value of text, or of
@@ -160,7 +290,7 @@ class WorldConfig:
         "--share-gpus", "allow several ranks per GPU (slow; for debugging)", bool, default=False)
     name: str | None = _option(
         "--name", "shown in %dist_status, and the log folder's name: run, or exp/run",
-        read_name, "NAME")
+        _read_name, "NAME")
     pool: str = _option(
         "--pool", "use worker pool NAME (separate workers and process group)",
         str, "NAME", default=DEFAULT_POOL)
@@ -177,7 +307,7 @@ class WorldConfig:
         "$PYTHON_EXEC or the notebook's", str, "PATH")
     wrap: str | None = _option(
         "--wrap", "command prefix for each worker: 'nice -n 5', 'apptainer exec img'",
-        read_wrap, "COMMAND")
+        _read_wrap, "COMMAND")
     fork: bool = _option(
         "--no-fork", "start each worker as a new interpreter instead of forking it from one "
         "that has imported torch", bool, default=True)
@@ -193,16 +323,16 @@ class WorldConfig:
         read_hosts, "HOSTS", launchers=("ssh",))
     salloc: str | None = _option(
         "--salloc", "options of Slurm's salloc, to request an allocation: '-p gpu "
-        "--gpus-per-node=4'", read_salloc, "OPTIONS", launchers=("slurm",))
+        "--gpus-per-node=4'", _read_salloc, "OPTIONS", launchers=("slurm",))
     memory: str | None = _option(
         "--memory", "memory per worker to request from Slurm or Ray: 16G",
         read_memory, "SIZE", launchers=("slurm", "ray"))
     copy_env: str | None = _option(
         "--copy-env", "environment variables of the notebook to copy to other machines: "
-        "'HF_*,WANDB_*'", read_patterns, "NAMES", launchers=ELSEWHERE)
+        "'HF_*,WANDB_*'", _read_patterns, "NAMES", launchers=ELSEWHERE)
     address: str | None = _option(
         "--address", "address or network interface of this machine for the other machines",
-        read_address, "ADDRESS", launchers=ELSEWHERE)
+        _read_address, "ADDRESS", launchers=ELSEWHERE)
     link_timeout: int | None = _option(
         "--link-timeout",
         "seconds without a sign of life after which another machine counts as lost (10)",
@@ -219,7 +349,7 @@ class WorldConfig:
         str, "NAME", launchers=ELSEWHERE)
     rdzv_endpoint: str | None = _option(
         "--rdzv-endpoint", "address of the rendezvous backend: HOST:PORT",
-        read_endpoint, "ENDPOINT", launchers=ELSEWHERE)
+        _read_endpoint, "ENDPOINT", launchers=ELSEWHERE)
     on_failure: OnFailure = _option(  # noqa: RUF009 (it makes a field)
         "--on-failure", "what to do when a worker dies: heal (default) restarts it and "
         "the others keep their variables, restart-all restarts all, stop ends all",

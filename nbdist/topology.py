@@ -1,4 +1,4 @@
-"""How many workers, on how many nodes and which GPUs, with which backend, and which of their ranks.
+"""How many workers, on which machines and GPUs, with which backend, and which of their ranks.
 
 The notebook's kernel must not initialise CUDA: GPUs are counted from what the driver shows in
 files.  On one machine the nodes of `-j 2x4` are simulated, in the ranks' environment.
@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -30,6 +29,7 @@ AUTO_LIMIT, NVIDIA_SMI_TIMEOUT = 4, 5.0
 DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 AMD_FOLDER = Path("/sys/class/kfd/kfd/topology/nodes")
 SLICES_FOLDER = Path("/proc/driver/nvidia/capabilities")
+DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
 _WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
 WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
@@ -47,6 +47,7 @@ _NUMBER = re.compile(r"[0-9]{1,6}")
 _SIZE = re.compile(r"([+-]?)([0-9]{1,6})")
 _SPAN = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 _SIGNED = re.compile(r"-?[0-9]{1,6}")
+_DRIVER = re.compile(r"^Driver Version\s*: (\S+)", re.MULTILINE)
 _MIG_SLICE = re.compile(r"^\s+MIG .*\(UUID: (MIG-[^)]+)\)", re.MULTILINE)
 _SLICE = re.compile(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?(?::(-?[0-9]{1,6})?)?")
 
@@ -132,8 +133,7 @@ def check_start(
 # --- on how many nodes ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """At most `nodes` nodes with `per_node` workers each; `least` are enough to begin, 0: all."""
 
     nodes: int
@@ -162,6 +162,90 @@ def parse_layout(text: str) -> Layout:
     if least > nodes:
         raise BadTopology("-j", text, f"{least} nodes are more than {nodes}", _LAYOUT_FORMS)
     return Layout(nodes, per_node, least if least < nodes else 0)
+
+
+# --- the machines of `--hosts` ------------------------------------------------------------
+
+
+_HOSTS_FORMS = (
+    "Use `--hosts a,b`, or `--hosts a:4,user@b:2` with the number of workers on each; write an "
+    "IPv6 address in brackets, `[fe80::1]:2`."
+)
+_HOST = re.compile(r"(?:([^@]*)@)?(?:\[([^\]]*)\]|([^:\[\]]*))(?::([0-9]{1,6}))?")
+# No option of ssh's, and nothing that a shell would take for more than a name.
+_HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
+_DOTTED = re.compile(r"[0-9.]+")
+
+
+class Host(NamedTuple):
+    """A machine that ssh reaches, with room for `slots` workers if that was said."""
+
+    address: str
+    slots: int | None = None
+    user: str = ""
+
+    def __str__(self) -> str:
+        address = f"[{self.address}]" if ":" in self.address else self.address
+        user = f"{self.user}@" if self.user else ""
+        return f"{user}{address}" + ("" if self.slots is None else f":{self.slots}")
+
+    @property
+    def destination(self) -> str:
+        """What stands in a command of ssh."""
+        return f"{self.user}@{self.address}" if self.user else self.address
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Read the value of `--hosts`."""
+    hosts: dict[str, Host] = {}
+    try:
+        for item in text.split(","):
+            host = _parse_host(item.strip())
+            if host.address in hosts:
+                raise ValueError(f"{host.address} is listed twice")
+            hosts[host.address] = host
+    except ValueError as why:
+        raise BadTopology("--hosts", text, str(why), _HOSTS_FORMS) from None
+    return tuple(hosts.values())
+
+
+def read_hosts(given: str | Iterable[str]) -> str:
+    """Read the hosts of a text, or several texts; write them as `--hosts` has them."""
+    text = given if isinstance(given, str) else ",".join(map(str, given))
+    return ",".join(map(str, parse_hosts(text)))
+
+
+def _parse_host(item: str) -> Host:
+    """Read one host; ValueError with the reason, as a phrase."""
+    if not item:
+        raise ValueError("there is nothing next to a comma")
+    found = _HOST.fullmatch(item)
+    user, six, name, slots = found.groups() if found else (None, None, "", None)
+    if user is not None and not _HOST_NAME.fullmatch(user):
+        raise ValueError(f"`{user}` cannot be a user")
+    try:
+        address = _address(name, six)
+    except ValueError:
+        raise ValueError(f"`{item}` is not a host") from None
+    if slots is not None and int(slots) < 1:
+        raise ValueError(f"`{item}` allows no worker")
+    return Host(address, None if slots is None else int(slots), user or "")
+
+
+def _address(name: str, six: str | None) -> str:
+    """Return a name, or an address, as it is to be written; ValueError for neither."""
+    # Not at the top: agents and workers, which read no hosts, import this file too.
+    from ipaddress import IPv4Address, IPv6Address
+
+    if six is not None:
+        address, sign, zone = six.partition("%")
+        if sign and not _ZONE.fullmatch(zone):
+            raise ValueError
+        return f"{IPv6Address(address)}{sign}{zone}"
+    if not _HOST_NAME.fullmatch(name):
+        raise ValueError
+    return str(IPv4Address(name)) if _DOTTED.fullmatch(name) else name.lower().rstrip(".")
 
 
 # --- backends -------------------------------------------------------------------------
@@ -237,7 +321,7 @@ def _installed_slices() -> tuple[str, ...]:
     """Name the MIG slices of the machine's GPUs: nvidia-smi does where the driver has some."""
     if next(SLICES_FOLDER.glob("gpu*/mig/gi*/ci*"), None) is None:
         return ()
-    return tuple(_MIG_SLICE.findall(_listed_by_nvidia_smi()))
+    return tuple(_MIG_SLICE.findall(_said_by_nvidia_smi("-L")))
 
 
 def installed_gpus() -> int:
@@ -250,7 +334,16 @@ def installed_gpus() -> int:
     except OSError:
         # No such driver, or one that hides its files: WSL, some containers.
         # MIG slices are listed too, indented under their GPU.
-        return sum(line.startswith("GPU ") for line in _listed_by_nvidia_smi().splitlines())
+        return sum(line.startswith("GPU ") for line in _said_by_nvidia_smi("-L").splitlines())
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver, "" where it is not known."""
+    try:
+        return DRIVER_VERSION.read_text().strip()
+    except OSError:  # as in `installed_gpus`
+        found = _DRIVER.search(_said_by_nvidia_smi("-q"))
+        return found[1] if found else ""
 
 
 def parse_gpus(text: str, visible: Sequence[str]) -> tuple[str, ...]:
@@ -289,10 +382,10 @@ def _cuda_list(text: str) -> tuple[str, ...]:
     return tuple(entries) if len(set(entries)) == len(entries) else ()
 
 
-def _listed_by_nvidia_smi() -> str:
+def _said_by_nvidia_smi(option: str) -> str:
     try:
         return subprocess.run(
-            ["nvidia-smi", "-L"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            ["nvidia-smi", option], stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=NVIDIA_SMI_TIMEOUT, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):
@@ -365,8 +458,7 @@ Seats = tuple[Position, ...]
 """Of each rank; () for one node that has them all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(NamedTuple):
     """Where a rank is: torchrun's LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE."""
 
     local_rank: int

@@ -6,11 +6,8 @@ import signal
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-NEAR = 0.7
-"""How like a name has to be to be meant, as `difflib` counts."""
-
-LINE_LIMIT = 300
-"""Longer messages would no longer be one line on a screen."""
+NEAR, LINE_LIMIT = 0.7, 300
+"""How like a name has to be to be meant, as `difflib` counts; characters of a line on a screen."""
 
 
 def count(number: int, thing: str) -> str:

@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 import uuid
-import venv
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -107,7 +106,7 @@ def check(tree: Path, breaks: list[Break]) -> None:
 
 
 class Copy:
-    """A copy of the tree, with an interpreter that has its `nbdist` and the tree's packages."""
+    """A copy of the tree, whose `nbdist` is before that of the interpreter's packages."""
 
     def __init__(self, tree: Path, folder: Path) -> None:
         self.path = folder / "tree"
@@ -116,22 +115,7 @@ class Copy:
             if name and (tree / name).is_file():
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(tree / name, self.path / name)
-        own = tree / ".venv"
-        program = "import sys; print(*(p for p in sys.path if 'site-packages' in p), sep='\\n')"
-        packages = subprocess.check_output([own / "bin" / "python", "-c", program], text=True)
-        venv.create(self.path / ".venv", symlinks=True)
-        (site,) = (self.path / ".venv" / "lib").glob("python*/site-packages")
-        (site / "tree.pth").write_text(f"{self.path}\n{packages}")
-        for script in (own / "bin").iterdir():
-            place = self.path / ".venv" / "bin" / script.name
-            if script.is_file() and not place.exists():
-                place.write_bytes(script.read_bytes().replace(bytes(own), bytes(place.parents[1])))
-                place.chmod(0o755)
-        for name in ("share", "etc"):
-            with suppress(FileExistsError):
-                (self.path / ".venv" / name).symlink_to((own / name).resolve())
         self._mark = uuid.uuid4().hex
-        self._has_all = "--all" in (self.path / "tests" / "conftest.py").read_text()
 
     def find(self, one: Break, stages: str) -> Found:
         """Break it, and look for a test of these stages that notices."""
@@ -179,10 +163,9 @@ class Copy:
 
     def _run(self, tests: list[str], bound: int) -> str:
         """Run these; the first that fails, or hangs, "" where none does in this time."""
-        everything = ["--all"] if self._has_all else []
-        command = [".venv/bin/python", "-m", "pytest", "-x", "-v", "--tb=no", "-p", "no:randomly"]
-        command += ["-p", "no:cacheprovider", *everything, *tests]
-        environ = {**os.environ, MARK: self._mark}
+        command = [sys.executable, "-m", "pytest", "-x", "-v", "--tb=no", "-p", "no:randomly"]
+        command += ["-p", "no:cacheprovider", "--all", *tests]
+        environ = {**os.environ, "PYTHONPATH": str(self.path), MARK: self._mark}
         with tempfile.TemporaryFile("w+") as said:
             run = subprocess.Popen(
                 command,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,15 @@ from typing import Any
 import pytest
 
 from nbdist import World
-from nbdist.config import OPTIONS, Patience, WorldConfig, check_room, launcher_for
-from nbdist.errors import UsageError
-from nbdist.readers import (
-    parse_hosts,
-    read_address,
-    read_endpoint,
-    read_memory,
-    read_patterns,
-    read_salloc,
+from nbdist.config import (
+    OPTIONS,
+    Patience,
+    WorldConfig,
+    launcher_for,
     unquoted,
     whole_number,
 )
-from nbdist.topology import parse_layout
+from nbdist.errors import UsageError
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
 
@@ -62,6 +57,17 @@ REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
         ({"layout": "5:2x4"}, "`-j 5:2x4`: 5 nodes are more than 2. Use `-j 4`"),
         ({"layout": "2x4", "hosts": "a"}, "`-j 2x4 --hosts a`: 2 nodes, but 1 host."),
         ({"n": 7, "hosts": "a:4,b:2"}, "`-n 7 --hosts a:4,b:2`: the hosts have room for 6 w"),
+        ({"memory": "16"}, "`--memory 16`: memory for each worker, such as 16G or 500M."),
+        ({"memory": "0G"}, "`--memory 0G`: memory for each worker, such as 16G or 500M."),
+        ({"copy_env": "A B"}, "`--copy-env A B`: names of variables, such as"),
+        ({"copy_env": ""}, "`--copy-env `: names of variables, such as"),
+        ({"address": "-x"}, "`--address -x`: an address of this machine or a network"),
+        ({"address": "a/b"}, "`--address a/b`: an address of this machine or a network"),
+        ({"rdzv_endpoint": "a"}, "`--rdzv-endpoint a`: HOST:PORT, such as"),
+        ({"rdzv_endpoint": "a:0"}, "`--rdzv-endpoint a:0`: HOST:PORT, such as"),
+        ({"rdzv_endpoint": "a:99999"}, "`--rdzv-endpoint a:99999`: HOST:PORT, such as"),
+        ({"salloc": " "}, '`--salloc ""`: options of salloc, such as'),
+        ({"salloc": "-p 'x"}, "`--salloc -p 'x`: no closing quotation."),
         ({"cpus": 10_000}, "`--cpus 10000`: a number of cores for each worker, such as 4."),
     ],
 )
@@ -90,10 +96,7 @@ def test_a_restart_changes_what_it_says() -> None:
     assert WorldConfig(n=3).but(layout="2x2") == WorldConfig(layout="2x2")
     assert asked.but(env={"B": "2"}).env == {"A": "1", "B": "2"}
     assert WorldConfig(share_gpus=True).but(n=3).share_gpus
-
-
-def test_another_size_keeps_the_layout_that_has_room() -> None:
-    """Which of both holds, and which is forgotten."""
+    # Which of both holds, and which is forgotten.
     asked = WorldConfig(layout="1:2x2", debug=True)
     assert asked.of_size(3) == WorldConfig(3, layout="1:2x2", debug=True)
     assert asked.of_size(3).of_size(1).of_size(4) == asked
@@ -189,50 +192,24 @@ def test_whole_numbers(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("read", "given", "value"),
+    ("option", "given", "value"),
     [
-        (read_memory, "16G", "16G"),
-        (read_memory, "0500 mib", "500M"),
-        (read_patterns, "HF_*, WANDB_?", "HF_*,WANDB_?"),
-        (read_patterns, ["A", "B*"], "A,B*"),
-        (read_address, "10.0.0.1", "10.0.0.1"),
-        (read_address, "[fe80::1%eth0]", "fe80::1%eth0"),
-        (read_address, "::1", "::1"),
-        (read_address, "ib0", "ib0"),
-        (read_endpoint, "etcd.example.org:2379", "etcd.example.org:2379"),
-        (read_endpoint, "[::1]:2379", "[::1]:2379"),
-        (read_salloc, "-p gpu -t 1:00", "-p gpu -t 1:00"),
+        ("memory", "16G", "16G"),
+        ("memory", "0500 mib", "500M"),
+        ("copy_env", "HF_*, WANDB_?", "HF_*,WANDB_?"),
+        ("copy_env", ["A", "B*"], "A,B*"),
+        ("address", "10.0.0.1", "10.0.0.1"),
+        ("address", "[fe80::1%eth0]", "fe80::1%eth0"),
+        ("address", "::1", "::1"),
+        ("address", "ib0", "ib0"),
+        ("rdzv_endpoint", "etcd.example.org:2379", "etcd.example.org:2379"),
+        ("rdzv_endpoint", "[::1]:2379", "[::1]:2379"),
+        ("salloc", "-p gpu -t 1:00", "-p gpu -t 1:00"),
     ],
 )
-def test_what_is_for_other_machines(read: Callable[[Any], str], given: object, value: str) -> None:
+def test_what_is_for_other_machines(option: str, given: object, value: str) -> None:
     """In one form each."""
-    assert read(given) == value
-
-
-@pytest.mark.parametrize(
-    ("read", "given", "said"),
-    [
-        (read_memory, "16", "`--memory 16`: memory for each worker, such as 16G or 500M."),
-        (read_memory, "0G", "`--memory 0G`: memory for each worker, such as 16G or 500M."),
-        (read_patterns, "A B", "`--copy-env A B`: names of variables, such as"),
-        (read_patterns, "", "`--copy-env `: names of variables, such as"),
-        (read_address, "-x", "`--address -x`: an address of this machine or a network"),
-        (read_address, "a/b", "`--address a/b`: an address of this machine or a network"),
-        (read_endpoint, "a", "`--rdzv-endpoint a`: HOST:PORT, such as"),
-        (read_endpoint, "a:0", "`--rdzv-endpoint a:0`: HOST:PORT, such as"),
-        (read_endpoint, "a:99999", "`--rdzv-endpoint a:99999`: HOST:PORT, such as"),
-        (read_salloc, " ", '`--salloc ""`: options of salloc, such as'),
-        (read_salloc, "-p 'x", "`--salloc -p 'x`: no closing quotation."),
-    ],
-)
-def test_what_is_none_is_told_in_one_line(
-    read: Callable[[Any], str], given: object, said: str
-) -> None:
-    """Which flag, and what would be right."""
-    with pytest.raises(UsageError) as found:
-        read(given)
-    assert str(found.value).startswith(said)
-    assert "\n" not in str(found.value)
+    assert OPTIONS[option].read(given) == value
 
 
 @pytest.mark.parametrize(
@@ -246,19 +223,11 @@ def test_what_is_none_is_told_in_one_line(
         ({"n": "gpu", "launcher": "slurm"}, (1, None), "gpu", None),
     ],
 )
-def test_nodes_of_other_machines(
-    asked: dict[str, Any], nodes: object, per_node: object, workers: object
-) -> None:
+def test_nodes_of_other_machines(asked, nodes, per_node, workers):
     """How many, and how many workers on each, or in all."""
     config = WorldConfig(**asked)
     assert ((config.min_nodes, config.max_nodes), config.per_node) == (nodes, per_node)
     assert config.workers == workers
-
-
-def test_the_launcher_that_is_meant() -> None:
-    """By the options that only one takes."""
-    found = [launcher_for(said, {}) for said in ({"n": 4}, {"hosts": "a"}, {"salloc": "-N 2"})]
-    assert found == ["local", "ssh", "slurm"]
 
 
 @pytest.mark.parametrize(
@@ -301,25 +270,12 @@ def test_each_launcher_takes_its_own(launcher: str, takes: int) -> None:
         assert f"{OPTIONS[name].again(said[name])}`: it is for {by}, and" in str(found.value)
 
 
-@pytest.mark.parametrize(
-    ("workers", "layout", "hosts", "said"),
-    [
-        (6, None, "a:4,b:2", ""),
-        (7, None, "a:4,b:2", "`W --hosts a:4,b:2`: the hosts have room for 6 workers."),
-        (7, None, "a:4,b", ""),
-        (None, "2x4", "a,b:4,c", ""),
-        (None, "2x4", "a", "`W --hosts a`: 2 nodes, but 1 host."),
-        (None, "1:2x4", "a", ""),
-        (None, "2x4", "a:4,b:2", "`W --hosts a:4,b:2`: b:2 has no room for 4 workers."),
-        (None, "2x4", "a:4,b:2,c", ""),
-    ],
-)
-def test_room_on_hosts(workers: int | None, layout: str | None, hosts: str, said: str) -> None:
+def test_room_on_hosts() -> None:
     """As far as it is known before they are asked; a host more than nodes is a spare one."""
-    wanted = parse_layout(layout) if layout else None
-    if not said:
-        check_room("W", workers, wanted, parse_hosts(hosts))
-        return
+    for n, hosts in ((6, "a:4,b:2"), (7, "a:4,b")):
+        assert WorldConfig(n, hosts=hosts).workers == n
+    for layout, hosts in (("2x4", "a,b:4,c"), ("1:2x4", "a"), ("2x4", "a:4,b:2,c")):
+        assert WorldConfig(layout=layout, hosts=hosts).layout == layout
     with pytest.raises(UsageError) as found:
-        check_room("W", workers, wanted, parse_hosts(hosts))
-    assert str(found.value) == said
+        WorldConfig(layout="2x4", hosts="a:4,b:2")
+    assert str(found.value) == "`-j 2x4 --hosts a:4,b:2`: b:2 has no room for 4 workers."

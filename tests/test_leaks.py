@@ -95,69 +95,50 @@ def test_after_it(forgetful):
 """
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What pytest says about the tests above, in a process of its own."""
-    folder = tmp_path_factory.mktemp("leaky")
-    shutil.copy(Path(__file__).parent / "conftest.py", folder)
-    (folder / "test_leaky.py").write_text(LEAKY)
+LEFT = {
+    **dict.fromkeys(
+        ("test_process", "test_orphan", "test_cleared_environment"), r"process \d+: sleep 60"
+    ),
+    "test_thread": "thread forgotten",
+    "test_socket": r"descriptor \d+: socket:\[\d+\]",
+    "test_segment": r"descriptor \d+: /memfd:nbdist \(deleted\)",
+    "test_shared_memory": r"shared memory /dev/shm/nbdist-test-\d+",
+    "test_folder": "runtime folder nbdist-x",
+}
+
+
+def test_what_is_left_behind_is_an_error(tmp_path: Path) -> None:
+    """The test that left something behind has an error that names it, and nothing else.
+
+    What ends a moment later is waited for; what a shared world's tests leave is counted when the
+    module ends.  A test of the tier `unit` must not start a process.
+    """
+    shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
+    (tmp_path / "test_leaky.py").write_text(LEAKY)
     segment = f"nbdist-test-{os.getpid()}"
     environ = os.environ | {"NBDIST_LEAK_TIMEOUT": "0.6", "LEAK": segment}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "-rA"]
     try:
-        done = subprocess.run(
-            [*command, "-rA", str(folder)],
+        report = subprocess.run(
+            [*command, str(tmp_path)],
             env=environ,
             capture_output=True,
             text=True,
             timeout=SOON,
             stdin=subprocess.DEVNULL,
-        )
+        ).stdout
     finally:
         Path("/dev/shm", segment).unlink(missing_ok=True)
-    for pid in re.findall(r"process (\d+): sleep 60", done.stdout):
+    for pid in re.findall(r"process (\d+): sleep 60", report):
         os.kill(int(pid), 9)
-    return done.stdout
-
-
-@pytest.mark.parametrize(
-    ("test", "line"),
-    [
-        ("test_process", r"process \d+: sleep 60"),
-        ("test_orphan", r"process \d+: sleep 60"),
-        ("test_cleared_environment", r"process \d+: sleep 60"),
-        ("test_thread", "thread forgotten"),
-        ("test_socket", r"descriptor \d+: socket:\[\d+\]"),
-        ("test_segment", r"descriptor \d+: /memfd:nbdist \(deleted\)"),
-        ("test_shared_memory", r"shared memory /dev/shm/nbdist-test-\d+"),
-        ("test_folder", "runtime folder nbdist-x"),
-    ],
-)
-def test_what_is_left_behind_is_an_error(report, test, line):
-    """The test that left something behind has an error that names it, and nothing else."""
-    section = rf"ERROR at teardown of {test} _+\nleft behind by the test:\n  {line}\n\(after \d"
-    assert re.search(section, report), report
-
-
-@pytest.mark.parametrize("test", ["test_ends_soon", "test_garbage"])
-def test_what_is_ending_is_waited_for(report, test):
-    """A process that ends a moment later, and what the collector finds, are no errors."""
-    assert f"PASSED ../test_leaky.py::{test}\n" in re.sub(
-        r"\S*/test_leaky", "../test_leaky", report
-    )
-    assert f"teardown of {test} " not in report
-
-
-def test_a_shared_world_is_counted_with_its_module(report):
-    """What a marked test leaves is an error when the module ends, together with the fixture's."""
+    for test, line in LEFT.items():
+        section = rf"ERROR at teardown of {test} _+\nleft behind by the test:\n  {line}\n\(after \d"
+        assert re.search(section, report), report
+    for test in ("test_ends_soon", "test_garbage"):
+        assert re.search(rf"^PASSED \S*test_leaky.py::{test}$", report, re.MULTILINE)
+        assert f"teardown of {test} " not in report
     assert "teardown of test_of_a_shared_world" not in report
-    [section] = re.findall(r"teardown of test_after_it _+\n(.*?)\n[_=]", report, re.S)
-    assert re.fullmatch(
-        r"left behind by the module:\n  descriptor \S+ \S+\n  descriptor \S+ \S+\n\(after \S+ s\)",
-        section,
-    )
-
-
-def test_a_unit_test_that_starts_a_process(report):
-    """It has to say so, since the tests without a process are run everywhere at any time."""
+    [section] = re.findall(r"teardown of test_after_it _+\n(.*?)\n[_=]", report, re.DOTALL)
+    of_module = r"left behind by the module:\n(  descriptor \S+ \S+\n){2}\(after \S+ s\)"
+    assert re.fullmatch(of_module, section)
     assert re.search(r"teardown of test_child _+\nit starts a process: mark it `world`", report)

@@ -1,12 +1,13 @@
-"""What people read is in plain English: no string of the product has a word from this list."""
+"""What people read is in plain English: no message, page or notebook has a word from this list."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 
-from tests.sources import nodes_of, sources
+from tests.sources import PACKAGE, nodes_of, sources
 
 BETTER = {
     r"[Ww]hoever": "name the subject",
@@ -60,6 +61,18 @@ def test_messages_and_help_are_plain() -> None:
         for line, text in texts(source)
         for word in FORBIDDEN.finditer(text)
     ]
+    assert found == []
+
+
+def test_pages_and_notebooks_are_plain() -> None:
+    """So is what the README, the manual and the notebooks say in Markdown."""
+    root = PACKAGE.parent
+    pages = [root / "README.md", *root.glob("docs/*.md"), *root.glob(".github/*.md")]
+    texts = [(page.name, page.read_text()) for page in pages]
+    for notebook in root.glob("notebooks/*.ipynb"):
+        cells = json.loads(notebook.read_text())["cells"]
+        texts += [(notebook.name, "".join(c["source"])) for c in cells if c["cell_type"] != "code"]
+    found = [f"{name}: `{word[0]}`" for name, text in texts for word in FORBIDDEN.finditer(text)]
     assert found == []
 
 

@@ -6,41 +6,142 @@ import os
 import stat
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from nbdist import topology
 from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus
-from nbdist.readers import Host, parse_hosts, read_hosts
 from nbdist.topology import (
+    Host,
     Layout,
     Position,
     Seat,
     gpus_of,
+    parse_backend,
+    parse_gpus,
+    parse_hosts,
     parse_layout,
+    parse_ranks,
+    parse_size,
+    parse_workers,
     ranks_on,
+    read_hosts,
     reseat,
     seat_more,
     seat_of,
 )
 from tests.waiting import SOON
 
+FOUR = ("0", "1", "2", "3")
 
-@pytest.mark.parametrize(
-    ("text", "workers"),
-    [("4", 4), (" 1 ", 1), ("auto", "auto"), ("gpu", "gpu"), ("cpu", "cpu"), ("023", 23)],
-)
-def test_workers(text, workers):
-    """`-n` takes a number or one of three words."""
-    assert topology.parse_workers(text) == workers
+READ = [
+    *((parse_workers, text, text) for text in ("auto", "gpu", "cpu")),
+    *((parse_workers, text, int(text)) for text in ("4", " 1 ", "023")),
+    (partial(parse_gpus, visible=FOUR), "0,1,3", ("0", "1", "3")),
+    (partial(parse_gpus, visible=FOUR), "3, 0", ("3", "0")),
+    (partial(parse_gpus, visible=("4", "5", "6", "7")), "0-2", ("4", "5", "6")),
+    (partial(parse_gpus, visible=("4", "GPU-8f")), "1", ("GPU-8f",)),
+    *((parse_backend, text, text) for text in ("gloo", "nccl-legacy", "none", "cuda:gloo")),
+    *((parse_backend, text, text) for text in ("cpu:gloo,cuda:nccl2", "cpu:gloo,xpu:xccl")),
+    (parse_backend, "NCCL", "nccl"),
+    (partial(parse_ranks, world_size=4), "0", (0,)),
+    (partial(parse_ranks, world_size=4), "0,2-3", (0, 2, 3)),
+    (partial(parse_ranks, world_size=4), "2-3, 0, 3", (0, 2, 3)),
+    (partial(parse_ranks, world_size=5), "::2", (0, 2, 4)),
+    (partial(parse_ranks, world_size=4), "1:3", (1, 2)),
+    (partial(parse_ranks, world_size=4), "-2:", (2, 3)),
+    (partial(parse_ranks, world_size=3), "::-1", (0, 1, 2)),
+    (partial(parse_ranks, world_size=4), "-1", (3,)),
+    (partial(parse_ranks, world_size=3), "all", (0, 1, 2)),
+    (partial(parse_ranks, world_size=1024), "0-1023", tuple(range(1024))),
+    *((partial(parse_size, size=4), n, 3) for n in (3, "3", "-1")),
+    *((partial(parse_size, size=4), n, size) for n, size in (("+2", 6), (" +1 ", 5), ("4", 4))),
+    (parse_layout, "4", Layout(1, 4)),
+    *((parse_layout, text, Layout(2, 4)) for text in ("2x4", " 2 x 4 ", "2:2x4")),
+    (parse_layout, "1:2x4", Layout(2, 4, least=1)),
+    (parse_hosts, "a", (Host("a"),)),
+    (parse_hosts, "a:4,b", (Host("a", 4), Host("b"))),
+    (parse_hosts, " a:4 , me@b.org:2 ", (Host("a", 4), Host("b.org", 2, "me"))),
+    (parse_hosts, "10.0.0.1,root@10.0.0.2:3", (Host("10.0.0.1"), Host("10.0.0.2", 3, "root"))),
+    (
+        parse_hosts,
+        "[fe80::1%eth0]:2,[2001:DB8::0:1]",
+        (Host("fe80::1%eth0", 2), Host("2001:db8::1")),
+    ),
+    (parse_hosts, "Node_1.,gpu-2", (Host("node_1"), Host("gpu-2"))),
+]
 
 
-@pytest.mark.parametrize("text", ["0", "x", "-3", "2.5", "", "1e3", "4 4", "٤", "9" * 5000, "AUTO"])
-def test_bad_workers(text):
-    """Anything else for `-n` is answered with what was typed and the right forms."""
-    with pytest.raises(BadTopology, match="Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`") as error:
-        topology.parse_workers(text)
-    assert str(error.value).startswith(f"`-n {text}`: ")
+@pytest.mark.parametrize(("read", "text", "value"), READ)
+def test_what_is_typed_is_read(read, text, value):
+    """Each form of each option; a layout and hosts that are written again are read as the same."""
+    assert read(text) == value
+    if read is parse_layout:
+        assert parse_layout(str(value)) == value
+        assert value.world_size == value.nodes * value.per_node
+    if read is parse_hosts:
+        assert parse_hosts(read_hosts(text)) == value
+        assert read_hosts([str(host) for host in value]) == read_hosts(text)
+
+
+FORMS = {
+    "-n": "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`.",
+    "--gpus": "Use numbers with commas, `--gpus 0,1,3` or `0-3`.",
+    "-j": "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2).",
+    "--backend": "Use `--backend gloo`, `nccl`, ",
+    "--hosts": "Use `--hosts a,b`, or ",
+}
+FEWEST, NO_LAYOUT = "it takes at least one node and one worker", "that is not nodes and workers"
+
+REFUSED = [
+    *(("-n", text, "") for text in ("0", "x", "-3", "2.5", "", "1e3", "4 4", "٤", "9" * 5000)),
+    ("-n", "AUTO", ""),
+    ("--gpus", "0,4", "there is no GPU 4, 0-3 are visible"),
+    ("--gpus", "0,0", "a GPU is listed twice"),
+    ("--gpus", "1-0", "it runs backwards"),
+    *(("--gpus", text, "that is not a list of GPUs") for text in ("a", "-1")),
+    *(("--backend", text, "") for text in ("", "glo", "cpu:nccl", "cpu:nccl-legacy", "xpu:nccl")),
+    *(("--backend", text, "") for text in ("gloo,nccl", "nccl-lazy", "tpu:gloo", "cpu:gloo:x")),
+    ("--backend", "cpu:gloo,cpu:gloo", "a device is listed twice"),
+    *(("-j", text, FEWEST) for text in ("0x0", "0", "0:2x4")),
+    *(("-j", text, NO_LAYOUT) for text in ("2x4x1", "1:4", "-1x2", "", "9" * 5000)),
+    ("-j", "5:2x4", "5 nodes are more than 2"),
+    ("--hosts", "", "there is nothing next to a comma"),
+    ("--hosts", "a:0", "`a:0` allows no worker"),
+    *(("--hosts", text, f"`{text}` is not a host") for text in ("a:x", "a b", "fe80::1", "a@b@c")),
+    # No option of ssh's gets through.
+    *(("--hosts", text, f"`{text}` is not a host") for text in ("-oProxyCommand=x", "a;reboot")),
+    *(("--hosts", text, f"`{text}` is not a host") for text in ("[fe80::1%;]", "10.0.0.300")),
+    ("--hosts", "münchen", "`münchen` is not a host"),
+    ("--hosts", "-l@a", "`-l` cannot be a user"),
+    ("--hosts", "a,b,A:2", "a is listed twice"),
+    ("--hosts", "[::1],me@[0::1]", "::1 is listed twice"),
+]
+PARSERS = {
+    "-n": parse_workers,
+    "--gpus": partial(parse_gpus, visible=FOUR),
+    "-j": parse_layout,
+    "--backend": parse_backend,
+    "--hosts": parse_hosts,
+}
+
+
+@pytest.mark.parametrize(("option", "text", "why"), REFUSED)
+def test_what_cannot_be_read_is_told_in_one_line(option, text, why):
+    """What was typed, the reason, and the right forms."""
+    with pytest.raises(BadTopology) as error:
+        PARSERS[option](text)
+    said = str(error.value)
+    assert said.startswith(f"`{option} {text}`: {why}")
+    assert f". {FORMS[option]}" in said
+    assert "\n" not in said
+
+
+def test_one_gpu() -> None:
+    """It is named by itself."""
+    with pytest.raises(BadTopology, match="there is no GPU 1, only GPU 0 is visible"):
+        parse_gpus("1", ("0",))
 
 
 @pytest.mark.parametrize(
@@ -56,12 +157,8 @@ def test_bad_workers(text):
 def test_how_many(workers, gpus, cores, number):
     """`auto` is one per GPU, else one per core and at most 4; the others are what they say."""
     assert topology.resolve(workers, gpus, cores) == number
-
-
-def test_gpu_without_gpus():
-    """`-n gpu` on a machine without one is refused, with what is possible there."""
     with pytest.raises(BadTopology, match=r"no GPU is visible.* Use `-n 4`, `-n auto` or `-n cpu`"):
-        topology.resolve("gpu", 0, 4)
+        topology.resolve("gpu", 0, cores)
 
 
 @pytest.mark.world
@@ -159,71 +256,6 @@ def test_gpus_by_driver(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "visible", "chosen"),
-    [
-        ("0,1,3", "0123", ("0", "1", "3")),
-        ("3, 0", "0123", ("3", "0")),
-        ("0-2", "4567", ("4", "5", "6")),
-        ("1", ("4", "GPU-8f"), ("GPU-8f",)),
-    ],
-)
-def test_gpus(text, visible, chosen):
-    """`--gpus` counts among the visible ones, and keeps the order."""
-    assert topology.parse_gpus(text, tuple(visible)) == chosen
-
-
-@pytest.mark.parametrize(
-    ("text", "visible", "why"),
-    [
-        ("0,4", "0123", "there is no GPU 4, 0-3 are visible"),
-        ("1", "0", "there is no GPU 1, only GPU 0 is visible"),
-        ("0,0", "01", "a GPU is listed twice"),
-        ("1-0", "01", "it runs backwards"),
-        ("a", "01", "that is not a list of GPUs"),
-        ("-1", "01", "that is not a list of GPUs"),
-    ],
-)
-def test_bad_gpus(text, visible, why):
-    """A GPU that is not there, or that cannot be read, is named with the right forms."""
-    with pytest.raises(BadTopology) as error:
-        topology.parse_gpus(text, tuple(visible))
-    assert str(error.value) == (
-        f"`--gpus {text}`: {why}. Use numbers with commas, `--gpus 0,1,3` or `0-3`."
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "backend"),
-    [
-        ("gloo", "gloo"),
-        ("NCCL", "nccl"),
-        ("nccl-legacy", "nccl-legacy"),
-        ("cpu:gloo,cuda:nccl2", "cpu:gloo,cuda:nccl2"),
-        ("none", "none"),
-        ("cuda:gloo", "cuda:gloo"),
-        ("cpu:gloo,xpu:xccl", "cpu:gloo,xpu:xccl"),
-    ],
-)
-def test_backend(text, backend):
-    """`--backend` takes what torch takes, and `none`."""
-    assert topology.parse_backend(text) == backend
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "glo", "cpu:nccl", "cpu:nccl-legacy", "xpu:nccl", "gloo,nccl", "nccl-lazy"),
-        *("cpu:gloo,cpu:gloo", "tpu:gloo", "cpu:gloo:x"),
-    ],
-)
-def test_bad_backend(text):
-    """Any other backend is answered with the right forms."""
-    with pytest.raises(BadTopology, match="Use `--backend gloo`, `nccl`, ") as error:
-        topology.parse_backend(text)
-    assert str(error.value).startswith(f"`--backend {text}`: ")
-
-
-@pytest.mark.parametrize(
     ("workers", "gpus", "cores", "backend", "warning"),
     [
         (2, 0, 2, "gloo", None),
@@ -257,26 +289,6 @@ def test_ranks_that_share_a_gpu(backend):
 
 
 @pytest.mark.parametrize(
-    ("text", "world_size", "ranks"),
-    [
-        ("0", 4, (0,)),
-        ("0,2-3", 4, (0, 2, 3)),
-        ("2-3, 0, 3", 4, (0, 2, 3)),
-        ("::2", 5, (0, 2, 4)),
-        ("1:3", 4, (1, 2)),
-        ("-2:", 4, (2, 3)),
-        ("::-1", 3, (0, 1, 2)),
-        ("-1", 4, (3,)),
-        ("all", 3, (0, 1, 2)),
-        ("0-1023", 1024, tuple(range(1024))),
-    ],
-)
-def test_ranks(text, world_size, ranks):
-    """`-r` takes numbers, spans, slices and `all`, and gives each rank once, ascending."""
-    assert topology.parse_ranks(text, world_size) == ranks
-
-
-@pytest.mark.parametrize(
     ("text", "why"),
     [
         ("9", "there is no rank 9"),
@@ -295,6 +307,8 @@ def test_ranks(text, world_size, ranks):
 )
 def test_bad_ranks(text, why):
     """A selection that cannot be read, or of ranks that are not there, says why and what can be."""
+    with pytest.raises(BadRanks, match="There is only rank 0"):
+        topology.parse_ranks("1", 1)
     with pytest.raises(BadRanks) as error:
         topology.parse_ranks(text, 4)
     assert str(error.value).endswith(
@@ -303,108 +317,9 @@ def test_bad_ranks(text, why):
     )
 
 
-def test_bad_rank_of_one():
-    """In a world of one the only rank is named."""
-    with pytest.raises(BadRanks, match="There is only rank 0"):
-        topology.parse_ranks("1", 1)
-
-
-SIZES = [(3, 3), ("3", 3), ("+2", 6), ("-1", 3), (" +1 ", 5), ("4", 4)]
-
-
-@pytest.mark.parametrize(("n", "size"), SIZES)
-def test_size(n, size):
-    """A number, or how many more or fewer."""
-    assert topology.parse_size(n, 4) == size
-
-
-@pytest.mark.parametrize(
-    ("text", "layout", "said"),
-    [
-        ("4", Layout(1, 4), "1x4"),
-        ("2x4", Layout(2, 4), "2x4"),
-        (" 2 x 4 ", Layout(2, 4), "2x4"),
-        ("1:2x4", Layout(2, 4, least=1), "1:2x4"),
-        ("2:2x4", Layout(2, 4), "2x4"),
-    ],
-)
-def test_layouts_are_read(text: str, layout: Layout, said: str) -> None:
-    """`NODESxN`, `MIN:MAXxN`, and a bare number of workers on one node."""
-    assert parse_layout(text) == layout
-    assert str(layout) == said
-    assert layout.world_size == layout.nodes * layout.per_node
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("0x0", "it takes at least one node and one worker"),
-        ("0", "it takes at least one node and one worker"),
-        ("2x4x1", "that is not nodes and workers"),
-        ("1:4", "that is not nodes and workers"),
-        ("5:2x4", "5 nodes are more than 2"),
-        ("0:2x4", "it takes at least one node and one worker"),
-        ("-1x2", "that is not nodes and workers"),
-        ("", "that is not nodes and workers"),
-        ("9" * 5000, "that is not nodes and workers"),
-    ],
-)
-def test_bad_layouts_are_told_in_one_line(text: str, why: str) -> None:
-    """The reason, and the forms that there are."""
-    with pytest.raises(BadTopology) as found:
-        parse_layout(text)
-    forms = "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2)."
-    assert str(found.value) == f"`-j {text}`: {why}. {forms}"
-
-
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("a", [Host("a")]),
-        ("a:4,b", [Host("a", 4), Host("b")]),
-        (" a:4 , me@b.example.org:2 ", [Host("a", 4), Host("b.example.org", 2, "me")]),
-        ("10.0.0.1,root@10.0.0.2:3", [Host("10.0.0.1"), Host("10.0.0.2", 3, "root")]),
-        ("[fe80::1%eth0]:2,[2001:DB8::0:1]", [Host("fe80::1%eth0", 2), Host("2001:db8::1")]),
-        ("Node_1.,gpu-2", [Host("node_1"), Host("gpu-2")]),
-    ],
-)
-def test_hosts_are_read(text: str, hosts: list[Host]) -> None:
-    """Names and addresses of both kinds, with users and room; written again they are the same."""
-    assert [*parse_hosts(text)] == hosts
-    assert [*parse_hosts(read_hosts(text))] == hosts
-    assert read_hosts([str(host) for host in hosts]) == read_hosts(text)
-
-
 def test_what_ssh_is_given() -> None:
     """The brackets of `--hosts` are not ssh's."""
     assert [host.destination for host in parse_hosts("a:4,me@[fe80::1]:2")] == ["a", "me@fe80::1"]
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", "there is nothing next to a comma"),
-        ("a:0", "`a:0` allows no worker"),
-        ("a:x", "`a:x` is not a host"),
-        ("a b", "`a b` is not a host"),
-        ("fe80::1", "`fe80::1` is not a host"),
-        ("[fe80::1%;]", "`[fe80::1%;]` is not a host"),
-        ("10.0.0.300", "`10.0.0.300` is not a host"),
-        ("-oProxyCommand=x", "`-oProxyCommand=x` is not a host"),
-        ("a;reboot", "`a;reboot` is not a host"),
-        ("münchen", "`münchen` is not a host"),
-        ("-l@a", "`-l` cannot be a user"),
-        ("a@b@c", "`a@b@c` is not a host"),
-        ("a,b,A:2", "a is listed twice"),
-        ("[::1],me@[0::1]", "::1 is listed twice"),
-    ],
-)
-def test_what_is_no_host_is_told_in_one_line(text: str, why: str) -> None:
-    """The reason, and the forms that there are; no option of ssh's gets through."""
-    with pytest.raises(BadTopology) as found:
-        parse_hosts(text)
-    assert str(found.value).startswith(f"`--hosts {text}`: {why}. Use `--hosts a,b`, or ")
-    assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize(
@@ -427,6 +342,9 @@ def test_ranks_of_a_node() -> None:
     seats = (Position(0, 0), Position(1, 0), Position(0, 1))
     assert [ranks_on(node, 3, seats) for node in (0, 1, 2)] == [(0, 2), (1,), ()]
     assert [ranks_on(node, 3, ()) for node in (0, 1)] == [(0, 1, 2), ()]
+    # Local rank 0 of node 0 is free: its rank has moved away.
+    seats = (Position(1, 0), Position(0, 1), Position(2, 0))
+    assert reseat(seats, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -439,9 +357,7 @@ def test_ranks_of_a_node() -> None:
         ((2, 2), 2, "4567", ["4567"] * 2),
     ],
 )
-def test_gpus_of_simulated_nodes(
-    room: tuple[int, ...], size: int, gpus: str, seen: list[str]
-) -> None:
+def test_gpus_of_simulated_nodes(room, size, gpus, seen):
     """Each node has a slice, so that ranks of two nodes share no GPU where there are enough."""
     seats = seat_more((), room, size)
     assert ["".join(gpus_of(rank, seats, gpus)) for rank in range(size)] == seen
@@ -458,21 +374,10 @@ def test_gpus_of_simulated_nodes(
         ((1, 1, 1), {0, 2}, {1: 3}, [(1, 1), (1, 0), (1, 2)]),
     ],
 )
-def test_ranks_of_lost_nodes_get_seats_on_others(
-    counts: tuple[int, ...],
-    lost: set[int],
-    room: dict[int, int],
-    seats: list[tuple[int, int]] | None,
-) -> None:
+def test_ranks_of_lost_nodes_get_seats_on_others(counts, lost, room, seats):
     """The lowest that is free on the first node with room; all others keep theirs."""
     found = reseat(seat_more((), counts, sum(counts)), lost, room)
     assert (None if found is None else [*found]) == seats
-
-
-def test_seats_that_were_left_are_taken_first() -> None:
-    """Local rank 0 of node 0 is free: its rank has moved away."""
-    seats = (Position(1, 0), Position(0, 1), Position(2, 0))
-    assert reseat(seats, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
 
 
 @pytest.mark.parametrize(

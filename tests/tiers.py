@@ -21,9 +21,9 @@ LONGEST = (
     "hosts/test_ray.py",
     "hosts/test_membership.py",
     "hosts/test_slurm.py",
-    "hosts/test_worlds.py",
     "faults/test_nothing_left.py",
     "notebooks/test_notebooks.py",
+    "notebook/test_pages.py",
     "tools/test_export.py",
     "faults/test_freeing.py",
     "browser/test_looks.py",
@@ -57,7 +57,7 @@ TIERS = {
 }
 OF_FOLDER = {
     **{name: name for name in ("hosts", "browser", "gpu", "matrix")},
-    **dict.fromkeys(("attacks", "bench", "faults", "libraries", "notebooks"), "slow"),
+    **dict.fromkeys(("attacks", "bench", "faults", "libraries", "notebooks", "package"), "slow"),
 }
 OF_FIXTURE = {"Notebook": "kernel", "World": "world", "NewWorld": "world"}  # by what it gives
 MARKERS = {

@@ -14,7 +14,7 @@ from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
 from nbdist.agent.inspect import UsageWatch, consulted, stack_of, status_of
 from nbdist.agent.listener import Listener, StoreWindow, with_ranks
-from nbdist.agent.notebook_link import Serving, Tether, run
+from nbdist.agent.notebook_link import Serving, Tether
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
 from nbdist.agent.stopping import Stopping
@@ -22,10 +22,9 @@ from nbdist.agent.worker import Emit, Worker
 from nbdist.agent.worker_group import HeldPort, WorkerGroup
 from nbdist.system.processes import Guard
 from nbdist.wire import control, messages, node_messages
-from nbdist.wire.files import GetLogs, read_logs
 from nbdist.wire.messages import Ask
 from nbdist.wire.transfer import Taken
-from nbdist.wire.views import Place, Stack, WorldInfo
+from nbdist.wire.views import GetLogs, Place, Stack, WorldInfo, read_logs
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import HeadEnd, Way
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nbdist.agent")
 
-LET_GO_TIMEOUT = 1.0
-BIND_TIMEOUT = 60.0
+LET_GO_TIMEOUT, BIND_TIMEOUT = 1.0, 60.0
 
 
 class Agent:
@@ -61,6 +59,7 @@ class Agent:
         self._head: HeadEnd | None = None
         self._returns: Uploads | None = None
         self._store: StoreWindow | None = None
+        tether: Tether | None = None
         emit: Emit = self._outbox.add
         if way:
             # For worlds on several machines alone.
@@ -72,7 +71,7 @@ class Agent:
             self._store = StoreWindow(runtime, head.ask_store)
             emit = self._returns.add
         else:
-            self._end = Tether(runtime, notebook_pid, guard, self._receive, leave)
+            self._end = tether = Tether(runtime, notebook_pid, guard, self._receive, leave)
         self._workers = WorkerGroup(
             runtime, self._children, self._forker, emit, self._send, self._store, port
         )
@@ -82,7 +81,6 @@ class Agent:
             lambda: self._workers.abort(self._workers.all),
             lambda places: self._send(messages.Aborted(places)),
         )
-        tether = self._end if isinstance(self._end, Tether) else None
         self._listener = Listener(runtime, self._look, tether)
 
     def __repr__(self) -> str:
@@ -151,7 +149,7 @@ class Agent:
             case messages.Spare(ranks):
                 self._stopping.spare(ranks)
             case messages.LetGo(task_id, ranks):
-                do(self._let_go(task_id, ranks))
+                do(self._workers.ask(ranks, control.LetGo(task_id), LET_GO_TIMEOUT))
             case messages.Enter(rank, typed):
                 for worker in self._workers.alive([rank]):
                     worker.enter(typed)
@@ -216,10 +214,6 @@ class Agent:
         found = zip(alive, places, strict=True)
         return {each.rank: place for each, place in found if not each.is_killed}
 
-    async def _let_go(self, task_id: str, ranks: Sequence[int]) -> None:
-        let_go, alive = control.LetGo(task_id), self._workers.alive(ranks)
-        await asyncio.gather(*(worker.ask(let_go, LET_GO_TIMEOUT) for worker in alive))
-
     async def _look(self, info: WorldInfo) -> WorldInfo:
         workers = tuple(self._workers.all.values())
         rows = await status_of(workers, self._usage, self._usage.fresh_seconds)
@@ -227,22 +221,17 @@ class Agent:
 
     def _bind_workers(self) -> None:
         """Let workers end with this process: without the fork server they are its children."""
-        workers, bind = self._workers.all_alive(), control.Bind(os.getpid())
-        log.warning("the fork server has ended; %d workers are left", len(workers))
-        for worker in workers:
-            self._serving.do(worker.ask(bind, BIND_TIMEOUT))
+        alive, bind = self._workers.all_alive(), control.Bind(os.getpid())
+        log.warning("the fork server has ended; %d workers are left", len(alive))
+        self._serving.do(self._workers.ask(self._workers.all, bind, BIND_TIMEOUT))
 
 
-def run_agent(
+async def serve(
     runtime: Path,
     notebook_pid: int,
     fork_server: ForkServerProcess | None,
     guard: Guard,
     way: Way | None = None,
 ) -> str:
-    """Run an agent until its world, or its head, ends; return why it ended before that, else ""."""
-
-    async def serve() -> str:
-        return await Agent(runtime, notebook_pid, fork_server, guard, way).serve()
-
-    return run(runtime, serve)
+    """Serve until its world, or its head, ends; return why it ended before that, else ""."""
+    return await Agent(runtime, notebook_pid, fork_server, guard, way).serve()

@@ -16,17 +16,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from nbdist.system import folders
-from nbdist.wire.files import (
+from nbdist.wire.messages import (
     MANIFEST,
     NEW_FILE,
     OWN_NAMES,
     CodeFile,
+    CodeHeld,
+    GetCode,
+    PutCode,
     landmark,
-    moved_path,
     refusal_of,
 )
-from nbdist.wire.messages import CodeHeld, GetCode, PutCode
-from nbdist.wire.spec import WorldSpec
+from nbdist.wire.spec import WorldSpec, moved_path
 
 log = logging.getLogger("nbdist.agent")
 

@@ -82,9 +82,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Fork server to agent: it can fork; then, that there is no `more` to import when idle."""
-
-    more: bool = True
+    """Fork server to agent: it can fork."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +252,6 @@ class ForkServer:
         self._to_import = deque(IMPORTED_WHEN_IDLE if makes_idle_imports() else ())
         self._idle_from = time.monotonic() + UNDISTURBED
 
-    # --- the loop -------------------------------------------------------------------------
-
     def serve(self) -> WorkerStart | None:
         """Work until the agent is gone, and return None; in a forked child, what it starts with."""
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -265,9 +261,12 @@ class ForkServer:
             selector.register(self._agent, selectors.EVENT_READ)
             selector.register(wake_read, selectors.EVENT_READ)
             while True:
-                events = selector.select(self._idle_in())
+                idle = max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
+                events = selector.select(idle)
                 if not events:
-                    self._import_on()
+                    # One module: a request waits for it.  None is begun while workers start,
+                    # which would take turns with it on the cores.
+                    import_if_possible(self._to_import.popleft())
                 for key, _ in events:
                     if key.fd == wake_read:
                         os.read(wake_read, 4096)
@@ -290,22 +289,6 @@ class ForkServer:
         data, descriptors, _, _ = socket.recv_fds(self._agent, READ_SIZE, DESCRIPTORS)
         self._descriptors.extend(descriptors)
         return [*map(unpack, self._requests.feed(data))] if data else None
-
-    # --- importing on ---------------------------------------------------------------------
-
-    # A step is one module, since a request waits for the one that is under way; none is begun
-    # while workers start, which would take turns with it on the cores.
-
-    def _idle_in(self) -> float | None:
-        """Return seconds to wait for a request before it imports on; None: without end."""
-        return max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
-
-    def _import_on(self) -> None:
-        import_if_possible(self._to_import.popleft())
-        if not self._to_import:
-            self.send(Imported(more=False))
-
-    # --- forking --------------------------------------------------------------------------
 
     # The child falls out of the loop, with the descriptors of its request and no others, and
     # becomes a worker where `serve` was called.
@@ -351,12 +334,9 @@ class ForkServer:
             os.dup2(fd, number)
             os.close(fd)
 
-    # --- ends -----------------------------------------------------------------------------
-
     def _report_exits(self) -> None:
-        """Reap every child; orphans that were adopted are reaped in silence."""
         for pid, exit_code in reap(self._workers):
-            if (number := self._workers.pop(pid, None)) is not None:
+            if (number := self._workers.pop(pid, None)) is not None:  # else an adopted orphan
                 self.send(WorkerExited(number, pid, exit_code))
 
 

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +153,12 @@ def as_shown(failure: events.Failure) -> events.Failure:
     plain = ((frame, ANSI.sub("", frame)) for frame in failure.traceback)
     traceback = tuple(frame for frame, said in plain if not any(part in said for part in OURS))
     if failure.name != "SystemExit":
-        return replace(failure, traceback=traceback)
+        return failure._replace(traceback=traceback)
     # IPython explains at length how to leave a terminal.
     message = "" if failure.message == "None" else failure.message
     said = f"sys.exit({message}) ended the cell on this rank; the worker is still running."
     traceback = (f"{said} {ENDING}",)
-    return replace(failure, message=message, traceback=traceback)
+    return failure._replace(message=message, traceback=traceback)
 
 
 # --- connections ------------------------------------------------------------------------------

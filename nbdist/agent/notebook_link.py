@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,49 +36,11 @@ from nbdist.wire.work import Task, task_from
 
 Result = TypeVar("Result")
 
-# --- the end of the link ----------------------------------------------------------------------
-
-LINK_LINGER = 500  # milliseconds that the last messages may take to reach the notebook
-
-
-class NotebookEnd:
-    """Sends typed messages to the notebook, and hands on those that come from there."""
-
-    def __init__(
-        self, runtime: Path, receive: Callable[[messages.Down], None], name: str = folders.SOCKET
-    ) -> None:
-        self._hand_on = receive
-        link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        link.linger = LINK_LINGER
-        link.sndhwm = link.rcvhwm = 0
-        link.connect(f"ipc://{runtime}/{name}")
-        self._link = ZMQStream(link)
-        self._link.on_recv(self._receive)
-
-    def say_hello(self) -> None:
-        """Say who this is: the first of all messages."""
-        self.send(messages.Hello(__version__, os.getpid(), socket.gethostname()))
-
-    def send(self, message: messages.Up) -> None:
-        """Send a message, now or as soon as the notebook takes it."""
-        self._link.send(pack(message))
-
-    def drain(self) -> None:
-        """Pass on all that has come so far."""
-        self._link.flush(zmq.POLLIN)
-
-    def close(self) -> None:
-        """End the link; what was sent has `LINK_LINGER` to arrive."""
-        self._link.close()
-
-    def _receive(self, frames: list[bytes]) -> None:
-        self._hand_on(unpack(frames[0]))
-
-
 # --- the notebook and the next one ------------------------------------------------------------
 
 log = logging.getLogger("nbdist.agent")
 
+LINK_LINGER = 500  # milliseconds that the last messages may take to reach the notebook
 CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05  # seconds a notebook waits while workers start or heal
 LAST_WORDS = 0.1  # seconds for what a notebook has said just before its end
 FIRST_LINE = 200  # characters of a cell's line that are shown
@@ -111,7 +72,7 @@ class Tether:
         self._hand_on, self._leave = receive, leave
         self._has_machines = has_machines
         self._record = WorldRecord()
-        self._end: NotebookEnd | None = NotebookEnd(runtime, self._receive)
+        self._end: ZMQStream | None = self._connect(folders.SOCKET)
         self.notebook_pid = notebook_pid
         self._ends: list[int] = []
         self._replayed = self._live = 0  # batches under way
@@ -127,10 +88,22 @@ class Tether:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._leave)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
-        assert self._end is not None
-        self._end.say_hello()
+        self._say_hello()
         self._watch(os.dup(sys.stdin.fileno()))
         self._watch_process()
+
+    def _connect(self, name: str) -> ZMQStream:
+        link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        link.linger = LINK_LINGER
+        link.sndhwm = link.rcvhwm = 0
+        link.connect(f"ipc://{self._runtime}/{name}")
+        stream = ZMQStream(link)
+        stream.on_recv(lambda frames: self._receive(unpack(frames[0])))
+        return stream
+
+    def _say_hello(self) -> None:
+        assert self._end is not None
+        self._end.send(pack(messages.Hello(__version__, os.getpid(), socket.gethostname())))
 
     def send(self, message: messages.Up) -> None:
         """Send a message to the notebook; where there is none, keep what the next one needs."""
@@ -138,20 +111,17 @@ class Tether:
         if isinstance(message, messages.Outputs):
             self._live += 1
         if self._end is not None:
-            self._end.send(message)
+            self._end.send(pack(message))
         elif isinstance(message, messages.Outputs):
             self._live -= 1
-            asyncio.get_running_loop().call_soon(self._hand_on, messages.Received())
-            self._free_from_dead(message)
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._hand_on, messages.Received())
+            died = any(isinstance(output, Died) for _, _, output in message.items)
+            if died and self._record.unfinished:  # others may wait for it: no notebook frees them
+                everyone = tuple(self._record.known.pids)
+                loop.call_soon(self._hand_on, messages.Abort(everyone))
         if self._end is None and not self._is_wanted():
             self._leave()
-
-    def _free_from_dead(self, outputs: messages.Outputs) -> None:
-        """Free ranks that may wait for one that has died: no notebook is there to do it."""
-        died = any(isinstance(output, Died) for _, _, output in outputs.items)
-        if died and self._record.unfinished:
-            everyone = tuple(self._record.known.pids)
-            asyncio.get_running_loop().call_soon(self._hand_on, messages.Abort(everyone))
 
     async def close(self) -> None:
         """End the link; what was sent has a moment to arrive."""
@@ -190,7 +160,7 @@ class Tether:
         for path in self._segments.keys() - held.keys():
             self._segments[path].close()
         self._segments = held
-        return replace(memory, setup=setup)
+        return memory._replace(setup=setup)
 
     def _held(self, task: Task, held: dict[str, Segment]) -> Task:
         places: dict[str, SegmentRef] = {}
@@ -231,10 +201,10 @@ class Tether:
         else:
             self._leave()
 
-    def _detach_from(self, notebook: NotebookEnd) -> None:
+    def _detach_from(self, notebook: ZMQStream) -> None:
         if self._end is not notebook:
             return
-        notebook.drain()
+        notebook.flush(zmq.POLLIN)
         if not self._is_wanted():
             self._leave()
             return
@@ -307,12 +277,12 @@ class Tether:
 
     def _give_to(self, notebook: Attach) -> None:
         self.notebook_pid = notebook.pid
-        self._end = NotebookEnd(self._runtime, self._receive, notebook.socket)
-        self._end.say_hello()
-        self._end.send(self._record.attached(self._since))
-        for batch in self._record.again():
-            self._end.send(batch)
-            self._replayed += 1
+        self._end = self._connect(notebook.socket)
+        self._say_hello()
+        again = self._record.again()
+        for message in (self._record.attached(self._since), *again):
+            self._end.send(pack(message))
+        self._replayed += len(again)
         self._since = time.time()
         self._watch_process()
 
@@ -398,14 +368,14 @@ class Serving:
             self._send(messages.Answer(ask.id, await self._answer(ask.request)))
 
 
-def run(runtime: Path, serve: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+def run(runtime: Path, serving: Coroutine[Any, Any, Result]) -> Result:
     """Serve until that is over; returns with nothing left behind."""
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     adopt_orphans()
     # Until the end: what cleans up after dead agents finds that this one runs.
     folders.join(runtime, folders.runtime(runtime))
     try:
-        return asyncio.run(serve())
+        return asyncio.run(serving)
     finally:
         end_descendants()
         shutil.rmtree(runtime, ignore_errors=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -45,144 +46,133 @@ Item = tuple[int, str, Output]
 
 
 class Backlog:
-    """Outputs of all ranks, each rank's in order; the oldest make room for new ones.
+    """Outputs of all ranks, each rank's in order; its oldest make room for its new ones.
 
-    Of each rank's text it keeps `text`, of what was displayed `shown` characters.  What is left
-    out is counted in its place.  With `is_long` it is for hours: a rank's text is joined,
-    whatever others have said meanwhile.
+    Of each rank's text it keeps `text` characters, of what all have displayed `shown`.  What is
+    left out is counted in its place.
     """
 
-    def __init__(
-        self, text: int = TEXT_KEPT, shown: int = SHOWN_KEPT, *, is_long: bool = False
-    ) -> None:
-        self._items: list[Item] = []
-        self._last: dict[int, int] = {}  # where each rank's last item is
-        self._updated: set[tuple[int, str]] = set()  # displays of which there are updates
-        self._is_long = is_long
-        self._characters: dict[int, int] = {}
-        self._most_text, self._most_shown = text, shown
+    def __init__(self, text: int = TEXT_KEPT, shown: int = SHOWN_KEPT) -> None:
+        self._items: dict[int, list[tuple[str, Output]]] = defaultdict(list)
+        self._text: Counter[int] = Counter()
         self._shown = 0
+        self._most_text, self._most_shown = text, shown
 
     def __len__(self) -> int:
-        return len(self._items)
+        return sum(map(len, self._items.values()))
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """All of them, the oldest first."""
-        return tuple(self._items)
+        """All of them, one rank's after the other's."""
+        return tuple((rank, *each) for rank, items in self._items.items() for each in items)
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
         """Take one more."""
-        match output:
-            case Text():
-                self._add_text(rank, cell_id, output)
-                return
-            case Update(display_id=display) if (rank, display) in self._updated:
-                # Of several updates of one display only the last is to be seen.
-                self._drop(rank, lambda it: isinstance(it, Update) and it.display_id == display)
-        self._append(rank, cell_id, output)
-        self._shown += size_of(output)
-        if self._shown > self._most_shown:
-            self._leave_out()
+        items = self._items[rank]
+        if isinstance(output, Update):
+            self._forget_update(items, output.display_id)
+        match output, items[-1:]:
+            case Text(stream, text), [(cell, Text(before, start))] if (
+                cell == cell_id and before == stream and len(start) < JOINED_AT_MOST
+            ):
+                items[-1] = cell_id, Text(stream, start + text)
+            case _:
+                items.append((cell_id, output))
+        if isinstance(output, Text):
+            self._text[rank] += len(output.text)
+            if self._text[rank] > self._most_text:
+                self._skip_older(rank)
+        else:
+            self._shown += size_of(output)
+            if self._shown > self._most_shown:
+                self._leave_out()
 
     def answered(self, rank: int, number: int) -> None:
         """Leave out what this rank wanted typed, by its number: it has been."""
-        self._drop(rank, lambda it: isinstance(it, InputRequest) and it.number == number)
+        self._items[rank] = [
+            (cell_id, output)
+            for cell_id, output in self._items[rank]
+            if not (isinstance(output, InputRequest) and output.number == number)
+        ]
 
     def take(self, most: int) -> list[Item]:
-        """Take the oldest away, of so many characters, and those of the one that exceeds it."""
-        count = size = 0
-        while count < len(self._items) and size < most:
-            size += OF_ITEM + size_of(self._items[count][2])
-            count += 1
-        batch = self._items[:count]
-        del self._items[:count]  # what is left may be very many, and is not looked at
-        self._last = {rank: at - count for rank, at in self._last.items() if at >= count}
-        for rank, _, output in batch:
-            if isinstance(output, Text):
-                self._characters[rank] -= len(output.text)
-                continue
-            self._shown -= size_of(output)
-            if isinstance(output, Update):
-                self._updated.discard((rank, output.display_id))
+        """Take the oldest of a rank away, then of the next: of so many characters, and one more."""
+        batch: list[Item] = []
+        for rank in [*self._items]:
+            items, count = self._items.pop(rank), 0
+            while count < len(items) and most > 0:
+                cell_id, output = items[count]
+                batch.append((rank, cell_id, output))
+                count += 1
+                most -= OF_ITEM + size_of(output)
+                if isinstance(output, Text):
+                    self._text[rank] -= len(output.text)
+                else:
+                    self._shown -= size_of(output)
+            del items[:count]
+            if items:  # it has its next turn after the others
+                self._items[rank] = items
+            if most <= 0:
+                break
         return batch
 
-    def _append(self, rank: int, cell_id: str, output: Output) -> None:
-        """Add it; what is skipped is one with what was skipped before it."""
-        if isinstance(output, Skipped) and (at := self._last.get(rank)) is not None:
-            _, last_cell, last = self._items[at]
-            if isinstance(last, Skipped) and last_cell == cell_id:
-                self._items[at] = rank, cell_id, last + output
-                return
-        if isinstance(output, Update):
-            self._updated.add((rank, output.display_id))
-        self._last[rank] = len(self._items)
-        self._items.append((rank, cell_id, output))
-
-    def _keep(self, items: Iterable[Item]) -> None:
-        kept = [*items]
-        self._items, self._last, self._updated = [], {}, set()
-        for item in kept:
-            self._append(*item)
-
-    def _add_text(self, rank: int, cell_id: str, output: Text) -> None:
-        at = self._last.get(rank, -1) if self._is_long else len(self._items) - 1
-        match self._items[at] if at >= 0 else None:
-            case (last_rank, last_cell, Text(stream, text)) if (last_rank, last_cell, stream) == (
-                rank,
-                cell_id,
-                output.stream,
-            ) and len(text) < JOINED_AT_MOST:
-                self._items[at] = rank, cell_id, Text(stream, text + output.text)
-            case _:
-                self._append(rank, cell_id, output)
-        self._characters[rank] = self._characters.get(rank, 0) + len(output.text)
-        if self._characters[rank] > self._most_text:
-            self._skip_older(rank)
+    def _forget_update(self, items: list[tuple[str, Output]], display: str) -> None:
+        """Leave out the update that the next one of this display replaces."""
+        for at in reversed(range(len(items))):
+            match items[at][1]:
+                case Update(display_id=found) as update if found == display:
+                    self._shown -= size_of(update)
+                    del items[at]
+                    return
+                case Display(display_id=found) if found == display:
+                    return
 
     def _skip_older(self, rank: int) -> None:
         """Replace the older half of a rank's text by a note of its size."""
-        too_many = self._characters[rank] - self._most_text // 2
-        kept: list[Item] = []
-        for item in self._items:
-            item_rank, cell_id, output = item
-            if item_rank == rank and isinstance(output, Text) and too_many > 0:
+        too_many = self._text[rank] - self._most_text // 2
+        kept: list[tuple[str, Output]] = []
+        for cell_id, output in self._items[rank]:
+            if isinstance(output, Text) and too_many > 0:
                 cut = min(too_many, len(output.text))
                 too_many -= cut
-                self._characters[rank] -= cut
-                lines = output.text.count("\n", 0, cut)
-                kept.append((rank, cell_id, Skipped(cut, lines)))
-                if output.text[cut:]:
-                    kept.append((rank, cell_id, Text(output.stream, output.text[cut:])))
-            else:
-                kept.append(item)
-        self._keep(kept)
-
-    def _drop(self, rank: int, is_over: Callable[[Output], bool]) -> None:
-        self._keep(item for item in self._items if item[0] != rank or not is_over(item[2]))
+                self._text[rank] -= cut
+                _append(kept, cell_id, Skipped(cut, output.text.count("\n", 0, cut)))
+                if not (rest := output.text[cut:]):
+                    continue
+                output = Text(output.stream, rest)
+            _append(kept, cell_id, output)
+        self._items[rank] = kept
 
     def _leave_out(self) -> None:
-        """Leave out the older half of what is no text, where it is still too much."""
-        # Of updates only the last are there.
-        self._shown = sum(
-            size_of(output) for _, _, output in self._items if not isinstance(output, Text)
-        )
-        most = self._most_shown if self._shown <= self._most_shown else self._most_shown // 2
-        newest = {(item[0], item[1], type(item[2])): at for at, item in enumerate(self._items)}
-        kept: list[Item] = []
-        for at, (rank, cell_id, output) in enumerate(self._items):
-            # How a cell failed is said by its last error, and what is there by the last clearing.
-            is_over = at != newest[rank, cell_id, type(output)]
-            can_go = isinstance(output, Display | Update | Record | Moved) or (
-                is_over and isinstance(output, Failure | Clear)
-            )
-            if self._shown <= most or not can_go:
-                kept.append((rank, cell_id, output))
-                continue
-            self._shown -= size_of(output)
-            if isinstance(output, Display | Failure):
-                kept.append((rank, cell_id, Skipped(0, 0, displays=1)))
-        self._keep(kept)
+        """Leave out what is no text of ranks that have more than their share of half the room."""
+        share = self._most_shown // 2 // len(self._items)
+        for rank, items in self._items.items():
+            shown = sum(size_of(output) for _, output in items if not isinstance(output, Text))
+            newest = {(cell_id, type(output)): at for at, (cell_id, output) in enumerate(items)}
+            kept: list[tuple[str, Output]] = []
+            for at, (cell_id, output) in enumerate(items):
+                # How a cell failed is said by its last error, what is there by the last clearing.
+                is_over = at != newest[cell_id, type(output)]
+                can_go = isinstance(output, Display | Update | Record | Moved) or (
+                    is_over and isinstance(output, Failure | Clear)
+                )
+                if shown <= share or not can_go:
+                    _append(kept, cell_id, output)
+                    continue
+                shown -= size_of(output)
+                self._shown -= size_of(output)
+                if isinstance(output, Display | Failure):
+                    _append(kept, cell_id, Skipped(0, 0, displays=1))
+            self._items[rank] = kept
+
+
+def _append(items: list[tuple[str, Output]], cell_id: str, output: Output) -> None:
+    """Add it; what is skipped is one with what was skipped just before it."""
+    match output, items[-1:]:
+        case Skipped(), [(last_cell, Skipped() as last)] if last_cell == cell_id:
+            items[-1] = cell_id, last + output
+        case _:
+            items.append((cell_id, output))
 
 
 # --- what is sent -----------------------------------------------------------------------------
@@ -264,7 +254,7 @@ def folded(items: Iterable[Item]) -> tuple[Item, ...]:
                     kind: values.setdefault(value, value) if isinstance(value, str) else value
                     for kind, value in data.items()
                 }
-                return replace(output, data=shared)
+                return output._replace(data=shared)
             case _:
                 return output
 
@@ -367,7 +357,7 @@ class WorldRecord:
         known.run, self.unfinished = run, {*run.ranks} - known.dead.keys()
         self._tasks += 1
         text = min(TEXT_KEPT, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, len(known.pids))))
-        self._backlog = Backlog(text, is_long=True)
+        self._backlog = Backlog(text)
         known.started, known.started_ns = time.monotonic(), time.time_ns()
         self.began = time.time()
 

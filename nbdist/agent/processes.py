@@ -212,11 +212,8 @@ class Forker:
         self._runtime = runtime
         self._children = children
         self._server: fork_server.ForkServerProcess | None = started
-        self._exit_code: int | None = None
         self._replies = FrameCutter()
         self._imported: asyncio.Future[None] | None = None
-        self.has_all = asyncio.Event()
-        """Whether it has imported all that it does while idle: forks from then on share it."""
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[WorkerProcess]] = {}
         self._workers: dict[int, WorkerProcess] = {}
@@ -259,7 +256,7 @@ class Forker:
         """End the fork server; its workers are expected children of this process then."""
         if self._server is not None:
             self._stop_listening(self._server)
-            if self._exit_code is None:
+            if self._server.popen.returncode is None:
                 self._children.kill(self._server.popen.pid)
                 self._server.popen.returncode = -signal.SIGKILL
             self._server = None
@@ -296,7 +293,7 @@ class Forker:
     async def _wait(self, answer: asyncio.Future[Any], timeout: float) -> None:
         """Wait for an answer; a fork server that hangs is killed, for another to take its place."""
         await asyncio.wait([answer], timeout=timeout)
-        if not answer.done() and self._server is not None and self._exit_code is None:
+        if not answer.done() and self._server and self._server.popen.returncode is None:
             os.kill(self._server.popen.pid, signal.SIGKILL)
             await asyncio.wait([answer], timeout=END_TIMEOUT)
         if not answer.done():
@@ -306,9 +303,7 @@ class Forker:
 
     def _listen(self, server: fork_server.ForkServerProcess) -> None:
         loop = asyncio.get_running_loop()
-        self._imported, self._exit_code = loop.create_future(), None
-        self._replies = FrameCutter()
-        self.has_all.clear()
+        self._imported, self._replies = loop.create_future(), FrameCutter()
         loop.add_reader(server.socket, self._read)
         self._children.expect(server.popen.pid, self._exited)
 
@@ -332,8 +327,6 @@ class Forker:
 
     def _receive(self, message: fork_server.FromForkServer) -> None:
         match message:
-            case fork_server.Imported(more=False):
-                self.has_all.set()
             case fork_server.Imported():
                 assert self._imported is not None
                 self._imported.set_result(None)
@@ -369,16 +362,17 @@ class Forker:
 
     def _exited(self, exit_code: int) -> None:
         assert self._server is not None
-        self._server.popen.returncode = self._exit_code = exit_code
+        self._server.popen.returncode = exit_code
         self._lose()
 
     def _lose(self) -> None:
         """Let it go once its exit code is known, and all that it has sent is read."""
         assert self._server is not None
-        if self._exit_code is None or self._server.socket.fileno() >= 0:
+        code = self._server.popen.returncode
+        if code is None or self._server.socket.fileno() >= 0:
             return
         self._server = None
-        gone = ForkServerLost(f"the fork server has ended: it {word_exit(self._exit_code)}")
+        gone = ForkServerLost(f"the fork server has ended: it {word_exit(code)}")
         assert self._imported is not None
         if not self._imported.done():
             self._imported.set_exception(gone)

@@ -77,25 +77,45 @@ class WorkerGroup:
         """Return all whose process is there and ready."""
         return self.alive(self.all)
 
+    async def ask(
+        self, ranks: Iterable[int], request: control.Request, timeout: float
+    ) -> dict[Worker, control.Answer | None]:
+        """Ask these, as far as they are alive, at once; None where one gives no answer in time."""
+        alive = self.alive(ranks)
+        answers = await asyncio.gather(*(worker.ask(request, timeout) for worker in alive))
+        return dict(zip(alive, answers, strict=True))
+
     # --- start and end --------------------------------------------------------------------
 
     async def do(self, request: node_messages.PartRequest[Any]) -> Any:
         """Do what `nbdist.agent.forming` asks of the workers of one machine."""
         match request:
             case node_messages.StartPart(spec, ranks, attempt):
-                return await self.start_part(self._here(spec), ranks, attempt)
+                return await self._start(self._here(spec), ranks, attempt)
             case node_messages.GetHeld():
-                return await self.held()
+                asked = await self.ask(self.all, control.ListGroups(), HELD_TIMEOUT)
+                held = {
+                    each.rank: said if isinstance(said, control.HeldGroups) else None
+                    for each, said in asked.items()
+                }
+                return Held({rank: held[rank] for rank in held if self.alive([rank])})
             case node_messages.Prepare(spec, ranks):
-                return await self.prepare(self._here(spec), ranks)
+                return await self._prepare(self._here(spec), ranks)
             case node_messages.Form(spec):
-                return await self.form(replace(request, spec=self._here(spec)))
-            case node_messages.CallOff(generation):
-                await self.call_off(generation)
+                return await self._form(replace(request, spec=self._here(spec)))
+            case node_messages.CallOff(generation) if generation == self._rendezvous.generation:
+                self._rendezvous.over_file.touch()
+                for worker in self.all.values():
+                    if worker.state == "starting":  # it waits in C++
+                        worker.kill()
             case node_messages.EndRanks(ranks, grace):
-                await self.end(ranks, grace)
+                await self._end(ranks, grace)
             case node_messages.Renumber(became):
-                await self.renumber(became)
+                if self._run is not None:
+                    self._logs = self._run.new_attempt(self._rendezvous.attempt)
+                self.all = dict(sorted((became[rank], each) for rank, each in self.all.items()))
+                for rank, worker in self.all.items():
+                    worker.renumber(rank, self._logs_of(rank))
         return None
 
     def _here(self, spec: WorldSpec) -> WorldSpec:
@@ -105,10 +125,9 @@ class WorkerGroup:
             return spec
         return spec_here(spec, os.environ, interface_of(self._rendezvous.port.address))
 
-    async def start_part(
+    async def _start(
         self, spec: WorldSpec, ranks: Sequence[int], attempt: int
     ) -> WorldStarted | StartFailure:
-        """Start these ranks at once; when one fails, or it is called off, end the others."""
         self.spec = spec
         if lack := word_lack_of_files(spec.world_size):
             return _failure(spec, ranks[0], lack, ())
@@ -159,21 +178,12 @@ class WorkerGroup:
         self._report(Starting(sum(each.output.up.is_set() for each in self.all.values())))
 
     async def stop(self, grace: float) -> None:
-        """End all workers."""
-        await self.end(tuple(self.all), grace)
+        """End all workers: politely for `grace` seconds, then by force."""
+        await self._end(tuple(self.all), grace)
 
-    async def end(self, ranks: Sequence[int], grace: float) -> None:
-        """End these ranks: politely for `grace` seconds, then by force."""
+    async def _end(self, ranks: Sequence[int], grace: float) -> None:
         leaving = [self.all.pop(rank) for rank in sorted(ranks) if rank in self.all]
         await asyncio.gather(*(worker.stop(grace) for worker in leaving))
-
-    async def renumber(self, became: Mapping[int, int]) -> None:
-        """Call each rank by another number, under which it writes into a new log folder."""
-        if self._run is not None:
-            self._logs = self._run.new_attempt(self._rendezvous.attempt)
-        self.all = dict(sorted((became[rank], worker) for rank, worker in self.all.items()))
-        for rank, worker in self.all.items():
-            worker.renumber(rank, self._logs_of(rank))
 
     def close(self) -> None:
         """Close what is kept from world to world, after the workers have been stopped."""
@@ -182,17 +192,7 @@ class WorkerGroup:
 
     # --- a new generation of the group ------------------------------------------------------
 
-    async def held(self) -> Held:
-        """Return which of its ranks live, and what groups they hold."""
-        alive, found = self.all_alive(), dict[int, control.HeldGroups | None]()
-        asked = (worker.ask(control.ListGroups(), HELD_TIMEOUT) for worker in alive)
-        for worker, said in zip(alive, await asyncio.gather(*asked), strict=True):
-            if self.alive([worker.rank]):
-                found[worker.rank] = said if isinstance(said, control.HeldGroups) else None
-        return Held(found)
-
-    async def prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
-        """Prepare what can start these ranks; return what keeps it from that, else ""."""
+    async def _prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
         await self._make_folder()
         if lack := word_lack_of_files(spec.world_size):
             return lack
@@ -202,8 +202,7 @@ class WorkerGroup:
             return f"rank {ranks[0]} could not start: {error}"
         return ""
 
-    async def form(self, plan: Form) -> Formed:
-        """Start those of its ranks that are missing, and have the others meet them."""
+    async def _form(self, plan: Form) -> Formed:
         self.spec = spec = plan.spec
         ranks = plan.ranks
         if plan.attempt != self._rendezvous.attempt:
@@ -211,14 +210,14 @@ class WorkerGroup:
         await self._make_folder()
         self._rendezvous.generation, self._rendezvous.sized_in = plan.generation, plan.sized_in
         missing = [rank for rank in ranks if rank in plan.missing]
-        await self.end(missing, 0.0)
+        await self._end(missing, 0.0)
         survivors = [self.all[rank] for rank in ranks if rank in self.all]
         for worker in survivors:
             worker.sit(spec)
         new = {rank: self._worker(spec, rank, plan.groups or {}) for rank in missing}
         # In the order of their numbers: what is said of all has that too.
         self.all = dict(sorted({**self.all, **new}.items()))
-        forms = {each: self._form(plan, each.rank) for each in survivors}
+        forms = {each: self._request_of(plan, each.rank) for each in survivors}
         problem = await self._have_meet(forms, [*new.values()], self._source(spec))
         alive = tuple(worker.rank for worker in self.alive(ranks))
         return Formed(*self._whereabouts(), alive, problem)
@@ -237,7 +236,7 @@ class WorkerGroup:
         await asyncio.gather(*(each.end_unfit(SILENT) for each in silent))
         return problem_in(starts, answers)
 
-    def _form(self, plan: Form, rank: int) -> control.Request:
+    def _request_of(self, plan: Form, rank: int) -> control.Request:
         """Return what makes a survivor's groups whole, or its world one of another size."""
         spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
@@ -245,15 +244,6 @@ class WorkerGroup:
             return control.Regroup(plan.generation, plan.groups, spec.seats, environ)
         size, seats, threads = spec.world_size, spec.seats, spec.threads
         return control.Resize(plan.generation, rank, size, seats, threads, plan.missing, environ)
-
-    async def call_off(self, generation: int) -> None:
-        """End its ranks' wait for this generation: not all ranks will come."""
-        if generation != self._rendezvous.generation:
-            return
-        self._rendezvous.over_file.touch()
-        for worker in self.all.values():
-            if worker.state == "starting":  # it waits in C++
-                worker.kill()
 
     async def abort(self, ranks: Iterable[int]) -> bool:
         """Abort the collectives of these; return True if all have answered in time.

@@ -26,7 +26,7 @@ def main() -> None:
     async def serve() -> None:
         await Head(runtime, notebook_pid, guard).serve()
 
-    run(runtime, serve)
+    run(runtime, serve())
 
 
 main()

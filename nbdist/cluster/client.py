@@ -17,7 +17,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -167,7 +167,7 @@ class HeadEnd:
             self._has_come = True
         elif not self._has_come or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             had = "a world that has ended had it, or another one"
-            self._end(f"{self._place} does not take this key: {had}")
+            self._lose(f"{self._place} does not take this key: {had}")
         elif self._is_dismissed:
             self._leave()
         else:
@@ -196,12 +196,9 @@ class HeadEnd:
         if await is_refused(self._way.address, self._way.ticket.port):
             self._lose()
 
-    def _lose(self) -> None:
+    def _lose(self, problem: str = "") -> None:
         lost = f"the connection to the world at {self._place} was lost"
-        self._end(f"{lost}, and the workers here were ended")
-
-    def _end(self, problem: str) -> None:
-        self.problem = self.problem or problem
+        self.problem = self.problem or problem or f"{lost}, and the workers here were ended"
         self._leave()
 
     async def close(self) -> None:
@@ -246,7 +243,7 @@ class HeadEnd:
             case Run() as run:
                 # It refers to what has come here of the notebook's memory, before it.
                 if places := self._memory.places(run.segments):
-                    run = replace(run, task=pack(task_from(run.task).moved(places)))
+                    run = run._replace(task=pack(task_from(run.task).moved(places)))
                 self._hand_on(run)
             case message:
                 self._is_dismissed = self._is_dismissed or isinstance(message, Leave)

@@ -1,30 +1,48 @@
-"""The head: to the notebook it is one agent, behind which there are those of several machines."""
+"""The head: to the notebook it is one agent, behind which there are those of several machines.
+
+What all machines have to agree on, `Forming` asks of their agents as it does of one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nbdist.agent.forming import nodes_of, shares
 from nbdist.agent.listener import Listener, with_ranks
 from nbdist.agent.notebook_link import Serving, Tether
-from nbdist.cluster.assembly import Assembly, in_time_of_head, last_words
-from nbdist.cluster.node import Node, NodeLost
+from nbdist.cluster.kept_code import KeptCode
+from nbdist.cluster.node import (
+    Node,
+    NodeLost,
+    NoSeats,
+    full_size,
+    led_by_first,
+    resized,
+    room_of,
+    seated,
+    without,
+)
+from nbdist.cluster.nodes import CannotStart, NodePool
 from nbdist.cluster.transfer import BulkTransfers
-from nbdist.output.events import Died, Done
+from nbdist.config import WorldConfig
+from nbdist.output.events import Clear, Died, Display, Done, Failure, Text, Update
 from nbdist.system.processes import Guard
 from nbdist.wire import messages
-from nbdist.wire.files import GetLogs
 from nbdist.wire.node_messages import LocateRanks, NodeAnswer, NodeUp, StoreAnswer, StoreAsk
+from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore, Operation
 from nbdist.wire.transfer import Dropped, Piece, Taken
-from nbdist.wire.views import Usage, WorldInfo
+from nbdist.wire.views import GetLogs, Usage, WorldInfo
 
 log = logging.getLogger("nbdist.cluster")
 
@@ -34,32 +52,32 @@ ToRanks = messages.Abort | messages.Interrupt | messages.LetGo | messages.Spare
 class Head:
     """Passes on what the notebook says to the agents that it concerns, and back what they say.
 
-    What all machines have to agree on, `Forming` asks of their agents as it does of one.
+    It starts the world on its nodes, heals it, and makes it another size: one call at a time.
     """
 
     def __init__(self, runtime: Path, notebook_pid: int, guard: Guard) -> None:
+        self._runtime = runtime
         self._store = HostedStore()
-        self._transfers = BulkTransfers(
-            lambda number: self._assembly.node(number),
-            self._send_run,
-            lambda outputs: self._show(outputs, None),
-        )
-        self._assembly = Assembly(
-            runtime, self._store, self._transfers, self._take, self._lose, self._send
-        )
+        self._pool: NodePool | None = None
+        self._code = KeptCode()
+        self._node_of: dict[int, int] = {}
+        self._up: dict[int, int] = {}
+        self._coming = ""
         self._task_of: dict[int, str] = {}
         self._batches: deque[Node | None] = deque()
         self._usage: dict[int, Usage] = {}
+        self._transfers = BulkTransfers(
+            lambda number: self._nodes[number], self._send_run, lambda out: self._show(out, None)
+        )
         self._serving = Serving(self._answer, self._send)
-        leave = self._serving.leave
         self._notebook = Tether(
-            *(runtime, notebook_pid, guard, self._receive, leave),
-            has_machines=lambda: self._assembly.there,
+            *(runtime, notebook_pid, guard, self._receive, self._serving.leave),
+            has_machines=lambda: self._there,
         )
         self._listener = Listener(runtime, self._look, self._notebook)
 
     def __repr__(self) -> str:
-        return f"<Head {os.getpid()} {self._assembly}>"
+        return f"<Head {os.getpid()} of {len(self._node_of)} ranks, {self._pool}>"
 
     async def serve(self) -> None:
         """Work until the notebook leaves or ends, then leave nothing behind."""
@@ -69,29 +87,48 @@ class Head:
         try:
             await self._serving.until_left()
         finally:
-            await self._assembly.dismiss()
+            await self._dismiss()
             await self._notebook.close()
             await self._listener.close()
 
     def _send(self, message: messages.Up) -> None:
         self._notebook.send(message)
 
+    @property
+    def _nodes(self) -> Mapping[int, Node]:
+        return self._pool.nodes if self._pool else {}
+
+    @property
+    def _there(self) -> Sequence[Node]:
+        return self._pool.there if self._pool else ()
+
+    @property
+    def _hosts(self) -> dict[int, str]:
+        return {rank: self._nodes[number].name for rank, number in self._node_of.items()}
+
+    def _parts(self, ranks: Iterable[int]) -> dict[Node, tuple[int, ...]]:
+        """Return the nodes on which these ranks are, with those of each."""
+        parts = shares(ranks, self._node_of)
+        return {self._nodes[number]: part for number, part in parts.items()}
+
     # --- from the notebook ----------------------------------------------------------------
 
     def _receive(self, message: messages.Down) -> None:
         do, reply = self._serving.do, self._serving.reply
         match message:
-            case messages.Run() as run:
-                self._run(run)
+            case messages.Run(ranks=ranks) as run:
+                self._usage.clear()
+                there = [node.number for node in self._parts(ranks) if not node.lost]
+                self._transfers.run(run, there)
             case messages.Ask(
                 number, messages.GetStatus() | messages.GetStacks() | GetLogs() as request
             ):
-                do(reply(number, rows_of, self._assembly.there, request))
+                do(reply(number, rows_of, self._there, request))
             case messages.Ask(number, messages.GetRefused()):
-                self._send(messages.Answer(number, self._assembly.refused))
+                refused = self._pool.server.refused if self._pool else 0
+                self._send(messages.Answer(number, refused))
             case messages.Ask(number, messages.Consult() as consult):
-                parts = self._assembly.nodes(consult.ranks)
-                do(reply(number, first_answer, parts, consult))
+                do(reply(number, first_answer, self._parts(consult.ranks), consult))
             case messages.Ask() as ask:
                 self._serving.call(ask)
             case messages.Locate(ranks):
@@ -99,12 +136,12 @@ class Head:
             case messages.Interrupt(ranks):
                 self._pass_on(message, self._transfers.stop(ranks))
             case messages.LetGo(task_id, ranks):
-                self._transfers.up.let_go(ranks, task_id)
+                self._transfers.let_go(ranks, task_id)
                 self._pass_on(message, ranks)
             case messages.Abort(ranks) | messages.Spare(ranks):
                 self._pass_on(message, ranks)
             case messages.Enter(rank):
-                for node in self._assembly.nodes([rank]):
+                for node in self._parts([rank]):
                     node.send(message)
             case messages.Received():
                 if sender := self._batches.popleft():
@@ -114,51 +151,48 @@ class Head:
 
     async def _answer(self, request: messages.Request) -> messages.Reply:
         match request:
-            case messages.StartWorld():
+            case messages.StartWorld(spec, wanted):
                 self._task_of.clear()
-                return await self._assembly.start(request)
+                assert wanted is not None
+                return await self._start(spec, wanted)
             case messages.StopWorld(grace):
-                await self._assembly.stop(grace)
+                if self._pool is not None:
+                    await self._pool.forming.stop(grace)
             case messages.Heal() | messages.Scale() | messages.Grow():
-                reply = await self._assembly.change(request)
+                reply = await self._change(request)
                 self._task_of.clear()
                 return reply
             case messages.Kill(ranks):
-                parts = self._assembly.nodes(ranks).items()
-                kills = (ask(node, replace(request, ranks=part)) for node, part in parts)
+                parts = self._parts(ranks).items()
+                kills = (ask(node, request._replace(ranks=part)) for node, part in parts)
                 await asyncio.gather(*kills)
             case messages.GetCode() | messages.PutCode():
-                return await self._assembly.take_code(request)
+                self._code.take(request)
+                return await self._code.bring(self._there)
         return None
 
     # --- to the nodes ---------------------------------------------------------------------
 
     def _pass_on(self, message: ToRanks, ranks: Iterable[int]) -> None:
-        for node, part in self._assembly.nodes(ranks).items():
-            node.send(replace(message, ranks=part))
-
-    def _run(self, run: messages.Run) -> None:
-        self._usage.clear()
-        self._transfers.run(
-            run, [node.number for node in self._assembly.nodes(run.ranks) if not node.lost]
-        )
+        for node, part in self._parts(ranks).items():
+            node.send(message._replace(ranks=part))
 
     def _send_run(self, run: messages.Run) -> None:
-        for node, part in self._assembly.nodes(run.ranks).items():
+        for node, part in self._parts(run.ranks).items():
             self._task_of.update(dict.fromkeys(part, run.id))
-            node.send(replace(run, ranks=part))
+            node.send(run._replace(ranks=part))
             if node.lost:
                 self._report_dead(node, part)
 
     async def _locate(self, ranks: Iterable[int]) -> None:
-        parts = self._assembly.nodes(ranks).items()
+        parts = self._parts(ranks).items()
         found = await asyncio.gather(*(node.do(LocateRanks(part)) for node, part in parts))
         places = {rank: place for each in found for rank, place in each.items()}
         self._send(messages.Located(places))
 
     async def _look(self, info: WorldInfo) -> WorldInfo:
-        spec = self._assembly.spec
-        rows = () if spec is None else await rows_of(self._assembly.there, messages.GetStatus())
+        spec = self._pool.forming.spec if self._pool else None
+        rows = () if spec is None else await rows_of(self._there, messages.GetStatus())
         return with_ranks(info, spec, rows)
 
     # --- from the nodes -------------------------------------------------------------------
@@ -172,7 +206,7 @@ class Head:
             case messages.Answer(number, reply) | NodeAnswer(number, reply):
                 node.answered(number, reply)
             case messages.Outputs() as outputs:
-                outputs = self._transfers.up.moved(node.number, outputs)
+                outputs = self._transfers.moved(node.number, outputs)
                 self._show(in_time_of_head(outputs, node.offset_ns), node)
             case Piece() | Taken() | Dropped():
                 self._transfers.take(node.number, message)
@@ -184,7 +218,8 @@ class Head:
             case StoreAsk(number, operation):
                 self._serving.do(self._ask_store(node, number, operation))
             case messages.Starting(up):
-                self._assembly.came_up(node, up)
+                self._up[node.number] = up
+                self._send(messages.Starting(sum(self._up.values()), self._coming))
 
     async def _ask_store(self, node: Node, number: int, operation: Operation) -> None:
         node.send(StoreAnswer(number, await self._store.ask(operation)))
@@ -207,6 +242,130 @@ class Head:
         items = tuple((rank, self._task_of.get(rank, ""), died) for rank in ranks)
         if items:
             self._show(messages.Outputs(items), None)
+
+    def _admit(self, node: Node) -> None:
+        """Tell the notebook of a machine that could have ranks."""
+        spec = self._pool.forming.spec if self._pool else None
+        if spec and self._pool and full_size(self._pool.wanted, self._there) > spec.world_size:
+            self._send(messages.Came(node.name))
+
+    # --- the world: its start and end -------------------------------------------------------
+
+    async def _start(self, spec: WorldSpec, wanted: WorldConfig) -> messages.Reply:
+        """Gather agents, and start the workers there; return that world, or the failure."""
+        try:
+            pool = await self._gather(wanted)
+            await self._bring_code()
+            spec = seated(spec, wanted, pool.there)
+        except (CannotStart, NoSeats) as error:
+            await self._dismiss()
+            if isinstance(error, NoSeats):
+                error = CannotStart(wanted.launched_by, str(error))
+            return error.failure
+        if wanted.rdzv_backend and wanted.rdzv_endpoint:
+            # A new place in the user's own rendezvous.
+            place = f"nbdist-{wanted.name}-{secrets.token_hex(8)}"
+            where = wanted.rdzv_backend, wanted.rdzv_endpoint
+            spec = replace(spec, torch_store=TorchStore(*where, place))
+        self._node_of = nodes_of(spec)
+        self._up.clear()
+        self._store.begin_world()
+        started = await pool.forming.start(spec)
+        if isinstance(started, messages.StartFailure):
+            return started
+        lacks = started.lacks
+        if back := pool.word_way_back():
+            lacks += (f"{len(pool.there)} of {wanted.max_nodes} nodes have come. {back}",)
+        return replace(started, spec=spec, hosts=self._hosts, lacks=lacks)
+
+    async def _gather(self, wanted: WorldConfig) -> NodePool:
+        """Start agents on the machines that are wanted, unless those that are there will do."""
+        if self._pool is None or not self._pool.will_do(wanted):
+            await self._dismiss()
+            self._pool = NodePool(
+                *(self._runtime, wanted), self._take, self._lose, self._admit, self._send
+            )
+            await self._pool.fill(self._report_coming)
+        return self._pool
+
+    def _report_coming(self, text: str) -> None:
+        if text != self._coming:
+            self._coming = text
+            self._send(messages.Starting(0, text))
+
+    async def _bring_code(self) -> None:
+        """Bring the notebook's folder to nodes that have come since; raises CannotStart."""
+        held = await self._code.bring(self._there)
+        if held.problem:
+            why = f"{held.host} could not be sent the notebook's folder: {held.problem}"
+            raise CannotStart(held.host, why)
+
+    async def _dismiss(self) -> None:
+        """Make all agents leave; they stay for the workers that may be started next until then."""
+        pool, self._pool = self._pool, None
+        self._node_of.clear()
+        self._transfers.close()
+        if pool is not None:
+            await pool.close()
+
+    # --- the world: other workers than before -----------------------------------------------
+
+    async def _change(
+        self, request: messages.Heal | messages.Scale | messages.Grow
+    ) -> messages.Reply:
+        """Make it whole, or as large as is asked, or as it can be now; None where there is none."""
+        if (pool := self._pool) is None or (spec := pool.forming.spec) is None:
+            return None
+        if isinstance(request, messages.Heal):
+            healed = await self._heal(pool, spec)
+        else:
+            healed = await self._resize(request, pool, spec)
+        spec = pool.forming.spec or spec
+        self._node_of = nodes_of(spec)
+        # Also where it says why it is not what was asked.
+        return replace(healed, spec=spec, hosts=self._hosts, way_back=pool.word_way_back())
+
+    async def _heal(self, pool: NodePool, spec: WorldSpec) -> messages.Healed:
+        """Form a group of all ranks that can be, also where nodes are lost meanwhile."""
+        forming = pool.forming
+        for _ in range(len(pool.nodes)):  # more may come meanwhile
+            there = pool.there
+            spec = forming.spec or spec
+            size = spec.world_size
+            spec, keep = without(spec, pool.wanted, there)
+            with suppress(CannotStart):  # workers there say what they lack
+                await self._bring_code()
+            if not keep:
+                said = await pool.last_word()
+                why = f"all machines are lost: {said}" if said else "all machines are lost"
+                healed = messages.Healed(*forming.whereabouts(), spec.seats, why)
+                break
+            whole = len(keep) == size
+            healed = await (forming.heal(spec) if whole else forming.scale(spec, keep))
+            if not healed.problem or pool.there == there:
+                break
+        return healed
+
+    async def _resize(
+        self, request: messages.Scale | messages.Grow, pool: NodePool, before: WorldSpec
+    ) -> messages.Healed:
+        """Change the number of ranks as asked, or to take in machines that have come since."""
+        size, keep = before.world_size, tuple(range(before.world_size))
+        try:
+            if isinstance(request, messages.Scale):
+                size, keep = request.spec.world_size, request.keep
+            else:
+                size = max(full_size(pool.wanted, pool.there), size)
+            await self._bring_code()
+            spec = resized(before, size, keep, room_of(pool.wanted, pool.there))
+        except (NoSeats, CannotStart) as error:
+            whereabouts = pool.forming.whereabouts()
+            return messages.Healed(*whereabouts, before.seats, not_scaled=str(error))
+        if isinstance(request, messages.Scale):
+            # Machines that come later do not make it another one.
+            pool.wanted = pool.wanted.of_size(size)
+            spec = led_by_first(spec, pool.there)
+        return await pool.forming.scale(spec, keep)
 
 
 LOOK_TIMEOUT = 10.0  # seconds for nodes to say how their ranks are; longer than an agent takes
@@ -234,8 +393,26 @@ async def rows_of(
 
 async def first_answer(parts: Parts, consult: messages.Consult) -> Any:
     """Ask all nodes that have one of the ranks; return what one of them knows, None for nothing."""
-    asked = [ask(node, replace(consult, ranks=ranks)) for node, ranks in parts.items()]
+    asked = [ask(node, consult._replace(ranks=ranks)) for node, ranks in parts.items()]
     answer = None
     for each in asyncio.as_completed(asked):
         answer = answer or await each
     return answer
+
+
+def in_time_of_head(outputs: messages.Outputs, offset_ns: int) -> messages.Outputs:
+    """Give failures the time of this machine's clock, by which those of all nodes are ordered."""
+    return messages.Outputs(
+        tuple(
+            (rank, task, output._replace(time_ns=output.time_ns - offset_ns))
+            if isinstance(output, Failure | Died)
+            else (rank, task, output)
+            for rank, task, output in outputs.items
+        )
+    )
+
+
+def last_words(outputs: messages.Outputs) -> messages.Outputs:
+    """Return what ranks had shown before their machine was lost; they count as dead already."""
+    shown = Text | Display | Update | Clear
+    return messages.Outputs(tuple(each for each in outputs.items if isinstance(each[2], shown)))

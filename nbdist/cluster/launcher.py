@@ -6,7 +6,6 @@ run `agent_command` there with the ticket on stdin; it ends with that, and comes
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from abc import ABC, abstractmethod
@@ -82,6 +81,8 @@ class Launched:
     again: Callable[[int], AgentProcess] | None = None
     news: Callable[[], str] = str
     """Says what they wait for meanwhile, "" for nothing."""
+    close: Callable[[], object] = str
+    """Removes what is left of them at the end; called in a thread."""
 
 
 class Launcher(Protocol):
@@ -171,36 +172,17 @@ def ssh_command(host: str, number: int, wanted: WorldConfig) -> list[str]:
 WAIT_TIMEOUT = 3600.0  # seconds for all machines to come; Stop ends the wait
 
 
-class JoinKey(AgentProcess):
-    """The world's key in the user's state folder, as long as the world is there."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self.command = f"nbdist join {place_of(ticket)}"
-        self._file = write_join_key(ticket)
-        # Turns readable when something ends, and nothing does here.
-        self._fd = os.eventfd(0)
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def end(self, timeout: float) -> None:
-        with suppress(OSError):
-            self._file.unlink()
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
 class JoinLauncher:
     """`--launcher join`."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Wait for as many machines as there shall be at least."""
+        """Wait for as many machines as there shall be at least.
+
+        The world's key is in the user's state folder, as long as the world is there.
+        """
         drop_dead_join_keys()
-        key = JoinKey(ticket)
-        return Launched(
-            [key], wanted.min_nodes, invitation=key.command, arrive_timeout=WAIT_TIMEOUT
-        )
+        key, invitation = write_join_key(ticket), f"nbdist join {place_of(ticket)}"
+        return Launched((), wanted.min_nodes, (), invitation, WAIT_TIMEOUT, close=key.unlink)
 
 
 _KNOWN = {
@@ -231,14 +213,10 @@ def why_refused(host: str, lines: Sequence[str], command: str = "") -> str:
     text = "\n".join(lines)
     for pattern, said in _KNOWN.items():
         if found := re.search(pattern, text, re.MULTILINE):
-            named_by = _named_by(found.groups(), command)
+            # What wraps the interpreter comes before it.
+            *wrapper, _ = re.split(r"[\s'\"]+", command.partition(f" {' '.join(MODULE)} ")[0])
+            is_wrapper = not {*wrapper}.isdisjoint(found.groups())
+            named_by = "`--wrap` names it" if is_wrapper else "`--python` names the interpreter"
             known = {"host": host, "version": __version__, "named_by": named_by}
             return said.format(*found.groups(), **known).rstrip(". ")
     return ""
-
-
-def _named_by(programs: Sequence[str], command: str) -> str:
-    """Word which option names a program of this command: the interpreter, or what wraps it."""
-    *wrapper, _ = re.split(r"[\s'\"]+", command.partition(f" {' '.join(MODULE)} ")[0])
-    is_wrapper = not {*wrapper}.isdisjoint(programs)
-    return "`--wrap` names it" if is_wrapper else "`--python` names the interpreter"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbdist.agent.forming import Forming
 from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_launcher, why_refused
 from nbdist.cluster.node import Node, NodeLost, mismatch, room_of, targets, unreachable
 from nbdist.cluster.server import NodeServer, addresses, listened_at
@@ -48,12 +49,15 @@ class NodePool:
     def __init__(
         self,
         folder: Path,
+        wanted: WorldConfig,
         receive: Callable[[Node, NodeUp], None],
         lose: Callable[[Node], None],
         admit: Callable[[Node], None],
         tell: Callable[[Silent], None],
     ) -> None:
+        self.wanted, self._who = wanted, _who(wanted)
         self.nodes: dict[int, Node] = {}
+        self.forming = Forming(self.nodes)
         self.server = NodeServer(self._take, self._disconnected, self._miss)
         self._folder = folder
         self._receive = receive
@@ -80,16 +84,18 @@ class NodePool:
 
     def will_do(self, wanted: WorldConfig) -> bool:
         """Return True if a restart can have these nodes: enough, and as many as can be."""
-        enough = len(self.there) >= wanted.min_nodes
-        return enough and not (self._is_final and self._is_short(wanted))
+        if _who(wanted) != self._who:
+            return False
+        self.wanted = wanted
+        return len(self.there) >= wanted.min_nodes and not (self._is_final and self._is_short)
 
-    def word_way_back(self, wanted: WorldConfig) -> str:
+    def word_way_back(self) -> str:
         """Word what makes missing nodes come; "" for none, and where they do by themselves."""
-        if not self._is_short(wanted):
+        if not self._is_short:
             return ""
         if self._is_final:
             return (
-                f"With `--launcher {wanted.launched_by}` machines come at the start alone: "
+                f"With `--launcher {self.wanted.launched_by}` machines come at the start alone: "
                 "`%dist_restart` asks for all again, with new workers."
             )
         invitation = self._launched.invitation
@@ -100,14 +106,16 @@ class NodePool:
         """Whether no further node can come, nor one that was lost."""
         return self._launched.again is None and not self._launched.invitation
 
-    def _is_short(self, wanted: WorldConfig) -> bool:
-        """Return True if there are fewer nodes than there could be, or have been."""
+    @property
+    def _is_short(self) -> bool:
+        """Whether there are fewer nodes than there could be, or have been."""
         # An allocation of fewer than could be is not given up for another one.
-        most = None if wanted.salloc else wanted.max_nodes
+        most = None if self.wanted.salloc else self.wanted.max_nodes
         return len(self.there) < (most or len(self.nodes))
 
-    async def fill(self, wanted: WorldConfig, report: Callable[[str], None]) -> None:
+    async def fill(self, report: Callable[[str], None]) -> None:
         """Start agents and wait until they have come, which `report` hears; raises CannotStart."""
+        wanted = self.wanted
         try:
             seconds = wanted.link_timeout or LINK_TIMEOUT
             self.server.open(*listened_at(wanted.address), link_timeout=seconds)
@@ -118,8 +126,8 @@ class NodePool:
             raise CannotStart(wanted.launched_by, str(error)) from None
         for process in self._launched.processes:
             self._watch(process)
-        await self._until_all_came(wanted, report)
-        await asyncio.gather(*(self._read_clock(node) for node in self.there))
+        await self._until_all_came(report)
+        await asyncio.gather(*map(_read_clock, self.there))
         if wanted.backend != "none":
             await self._check_ways()
         self._has_begun = True
@@ -151,23 +159,29 @@ class NodePool:
         await asyncio.gather(*ends)
         for process in processes:
             process.close()
+        with suppress(OSError):
+            await asyncio.to_thread(self._launched.close)
         await self.server.close()
 
     # --- coming ---------------------------------------------------------------------------
 
-    async def _until_all_came(self, wanted: WorldConfig, report: Callable[[str], None]) -> None:
-        launched = self._launched
+    async def _until_all_came(self, report: Callable[[str], None]) -> None:
+        launched, wanted = self._launched, self.wanted
         # Without a number of nodes all that there are were asked for.
         least = wanted.min_nodes if wanted.max_nodes and wanted.min_nodes < launched.nodes else 0
         awaited = Awaited(launched.nodes, wanted.workers, launched.invitation, least)
         end = asyncio.get_running_loop().time() + launched.arrive_timeout
-        while not awaited.have_come(room := self._room(wanted)):
+        while not awaited.have_come(room := self._room()):
             report(launched.news() or awaited.text(room))
             self._came.clear()
             if self._failure is not None and not (least and self._failed <= launched.nodes - least):
                 raise self._failure
             if (left := end - asyncio.get_running_loop().time()) <= 0:
-                raise self._nobody_came()
+                there = {node.number for node in self.there}
+                hosts = [host for at, host in enumerate(launched.hosts) if at not in there]
+                missing = ", ".join(hosts) or count(launched.nodes - len(there), "node")
+                why = f"no agent came from there within {launched.arrive_timeout:.0f} s"
+                raise CannotStart(missing, why)
             try:
                 await asyncio.wait_for(self._came.wait(), min(left, LAST_CALL))
             except TimeoutError:
@@ -175,21 +189,14 @@ class NodePool:
                     break
         report(awaited.text(room))
 
-    def _room(self, wanted: WorldConfig) -> dict[str, int]:
+    def _room(self) -> dict[str, int]:
         """Return for how many workers each node that has come has room, by its name."""
-        room, found = room_of(wanted, self.there), dict[str, int]()
+        room, found = room_of(self.wanted, self.there), dict[str, int]()
         names = [node.name for node in self.there]
         for node in self.there:
             is_alone = names.count(node.name) == 1
             found[node.name if is_alone else f"{node.name} #{node.number}"] = room[node.number]
         return found
-
-    def _nobody_came(self) -> CannotStart:
-        there = {node.number for node in self.there}
-        hosts = [host for at, host in enumerate(self._launched.hosts) if at not in there]
-        missing = ", ".join(hosts) or count(self._launched.nodes - len(there), "node")
-        why = f"no agent came from there within {self._launched.arrive_timeout:.0f} s"
-        return CannotStart(missing, why)
 
     async def _check_ways(self) -> None:
         """Let machines try to reach one another; raises CannotStart."""
@@ -218,15 +225,9 @@ class NodePool:
                         self._watch(launched.again(number))
 
     async def _take_late(self, node: Node) -> None:
-        await self._read_clock(node)
+        await _read_clock(node)
         if not node.lost:
             self._admit_late(node)
-
-    async def _read_clock(self, node: Node) -> None:
-        try:
-            await node.set_clock()
-        except NodeLost as lost:
-            log.warning("%s: %s", node.name, lost)
 
     def _take(self, identity: bytes, message: NodeUp) -> None:
         if isinstance(message, NodeHello):
@@ -317,6 +318,18 @@ class NodePool:
         self._failed += 1
         self._failure = self._failure or failure
         self._came.set()
+
+
+def _who(wanted: WorldConfig) -> tuple[object, ...]:
+    """Return what decides which machines there are and what runs there, but not how many ranks."""
+    started_by = wanted.launched_by, wanted.named_hosts, wanted.salloc, wanted.wrap
+    size, python = (wanted.min_nodes, wanted.max_nodes), (wanted.python, wanted.fork)
+    return *started_by, *size, *python, wanted.address, wanted.link_timeout
+
+
+async def _read_clock(node: Node) -> None:
+    with suppress(NodeLost):
+        await node.set_clock()
 
 
 def _complaint(processes: Sequence[AgentProcess]) -> str:

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +26,8 @@ from nbdist.system.processes import MODULE, Child
 from nbdist.words import count
 
 PLACED_TIMEOUT = 60.0  # seconds for Ray to be imported, and to place all actors
+
+LEAVE_TIMEOUT = 5.0  # seconds for the driver to take its leave of Ray
 
 ARRIVE_TIMEOUT = 180.0
 """Seconds for the agents to come then: on each node Ray starts an interpreter before, which imports
@@ -42,34 +44,16 @@ TOKEN_WANTED = (
 DRIVER = "nbdist.cluster.ray_driver"
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What the driver is to do; with secrets, as it has the ticket."""
+Order = tuple[WorldConfig, bytes]
+"""What the driver is to place, and the line of the ticket; then it gets each `End`."""
 
-    wanted: WorldConfig
-    ticket: bytes = field(repr=False)
+Placed = list[str]
+"""Its first answer: the hosts on which actors are about to start agents; else why there are none.
 
+Then it says each `Ended`."""
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """An agent is to end: its stdin, or by force its actor."""
-
-    number: int
-    by_force: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Ray has actors on these hosts, which are about to start agents."""
-
-    hosts: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """There can be no such actors, and nothing of them is left."""
-
-    why: str
+End = tuple[int, bool]
+"""The number of an agent that is to end: by its stdin, or True for its actor by force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +65,6 @@ class Ended:
     last_lines: Sequence[str]
 
 
-Said = Placed | Refused | Ended
-"""What the driver says."""
-
-
 class RayLauncher:
     """`--launcher ray`."""
 
@@ -93,10 +73,12 @@ class RayLauncher:
         if importlib.util.find_spec("ray") is None:
             raise OSError(f"Ray is not installed here: {sys.executable} -m pip install nbdist[ray]")
         driver = Driver(folder / "ray.log")
-        hosts = driver.place(Order(wanted, ticket.to_line()))
+        hosts = driver.place((wanted, ticket.to_line()))
         agents = [RayAgent(driver, number, host, wanted) for number, host in enumerate(hosts)]
         driver.watch(agents)
-        return Launched(agents, len(agents), hosts, arrive_timeout=ARRIVE_TIMEOUT)
+        return Launched(
+            *(agents, len(agents), hosts), arrive_timeout=ARRIVE_TIMEOUT, close=driver.leave
+        )
 
 
 class Driver(Child):
@@ -105,7 +87,6 @@ class Driver(Child):
     def __init__(self, log: Path) -> None:
         super().__init__("", [sys.executable, *MODULE, DRIVER], log, stdout=subprocess.PIPE)
         self.agents: Sequence[RayAgent] = ()
-        self._open: set[int] = set()
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
 
     def place(self, order: Order) -> Sequence[str]:
@@ -114,23 +95,22 @@ class Driver(Child):
         too_long.start()
         try:
             self.tell(order)
-            said = self._hear()
+            said = read_message(self._process.stdout)
         finally:
             too_long.cancel()
-        if isinstance(said, Placed):
-            return said.hosts
+        if isinstance(said, list):
+            return said
         self.end(KILL_TIMEOUT)
         lines = self.last_lines()
         self.close()
-        if isinstance(said, Refused):
-            raise OSError(TOKEN_WANTED if any(map(TOKEN.search, [said.why, *lines])) else said.why)
+        if isinstance(said, str):
+            raise OSError(TOKEN_WANTED if any(map(TOKEN.search, [said, *lines])) else said)
         told = " ".join(lines[-1:])
         raise OSError(f"Ray did not place the agents within {PLACED_TIMEOUT:.0f} s: {told}")
 
     def watch(self, agents: Sequence[RayAgent]) -> None:
         """Note from now on when these agents end."""
         self.agents = agents
-        self._open.update(agent.number for agent in agents)
         self._listener.start()
 
     def tell(self, message: Order | End) -> None:
@@ -148,13 +128,11 @@ class Driver(Child):
             self._process.kill()
             self._ends_in(KILL_TIMEOUT)
 
-    def close_with(self, agent: RayAgent) -> None:
-        """Close what is for this agent, and with the last one all, after its end."""
-        self._open.discard(agent.number)
-        if not self._open:
-            self.end(0.0)
-            self._listener.join(KILL_TIMEOUT)
-            self.close()
+    def leave(self) -> None:
+        """End with all that is its own, once all agents have ended."""
+        self.end(LEAVE_TIMEOUT)
+        self._listener.join(KILL_TIMEOUT)
+        self.close()
 
     def close(self) -> None:
         """Close all, after its end."""
@@ -162,14 +140,9 @@ class Driver(Child):
         assert self._process.stdout is not None
         self._process.stdout.close()
 
-    def _hear(self) -> Said | None:
-        said: Said | None = read_message(self._process.stdout)
-        return said
-
     def _listen(self) -> None:
-        while (said := self._hear()) is not None:
-            if isinstance(said, Ended):
-                self.agents[said.number].note_end(said)
+        while (ended := read_message(self._process.stdout)) is not None:
+            self.agents[ended.number].note_end(ended)
         code = self._process.wait()
         for agent in self.agents:
             agent.note_end(Ended(agent.number, code, ()))
@@ -199,18 +172,14 @@ class RayAgent(AgentProcess):
         return [*self._ended.last_lines] if self._ended else []
 
     def end(self, timeout: float) -> None:
-        """End its stdin at once, its actor by force after `timeout` seconds; last, the driver."""
-        self._driver.tell(End(self.number, by_force=False))
+        """End its stdin at once, its actor by force after `timeout` seconds."""
+        self._driver.tell((self.number, False))
         if not self._is_over.wait(timeout):
-            self._driver.tell(End(self.number, by_force=True))
+            self._driver.tell((self.number, True))
             self._is_over.wait(KILL_TIMEOUT)
-        if all(agent.exit_code() is not None for agent in self._driver.agents):
-            self._driver.end(max(timeout, KILL_TIMEOUT))
 
     def close(self) -> None:
-        """Close its descriptors, and with the last agent all."""
         os.close(self._reader)
-        self._driver.close_with(self)
 
     def note_end(self, ended: Ended) -> None:
         """Count it as ended; the first word holds."""

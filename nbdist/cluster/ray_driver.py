@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,11 +32,8 @@ from nbdist.cluster.ray import (
     End,
     Ended,
     NoRoom,
-    Order,
     Placed,
     RayNode,
-    Refused,
-    Said,
     actor_name,
     bundles_of,
     distinct,
@@ -133,25 +129,25 @@ def main() -> None:
     # What Ray prints is not for the head to read.
     told = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    order: Order = read_message(sys.stdin.buffer)
+    wanted, ticket = read_message(sys.stdin.buffer)
 
     os.environ.setdefault(*REACH_TRIES)
     from ray.exceptions import RayError
 
     try:
         connect()
-        bundles, names = place(order.wanted)
+        bundles, names = place(wanted)
     except (NoRoom, OSError, RuntimeError, ValueError, RayError) as error:
         # Of a token Ray speaks in the cause alone.
         wants_token = TOKEN.search(f"{error} {error.__cause__}")
-        say(told, Refused(TOKEN_WANTED if wants_token else " ".join(str(error).split())))
+        say(told, TOKEN_WANTED if wants_token else " ".join(str(error).split()))
         return
-    agents = start(order, bundles)
-    say(told, Placed(names))
+    agents = start(wanted, ticket, bundles)
+    say(told, names)
     serve(agents, told)
 
 
-def say(stream: IO[bytes], message: Said) -> None:
+def say(stream: IO[bytes], message: Placed | str | Ended) -> None:
     """Send a message to the head; one that it is too late for goes nowhere."""
     with suppress(BrokenPipeError):
         pickle.dump(message, stream)
@@ -194,13 +190,8 @@ def probe(address: str) -> None:
         raise OSError(f"no Ray cluster answers at {address}: {why}; {REMEDY}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """A bundle that a node keeps for the world, by its place in the placement group."""
-
-    group: Any
-    index: int
-    bundle: Bundle
+Reserved = tuple[Any, int, Bundle]
+"""A placement group, a place in it, and the bundle that a node keeps there for the world."""
 
 
 def place(wanted: WorldConfig) -> tuple[list[Reserved], list[str]]:
@@ -221,7 +212,7 @@ def place(wanted: WorldConfig) -> tuple[list[Reserved], list[str]]:
     order = in_order([str(each["NodeManagerHostname"]) for each in chosen])
     names = [str(chosen[at]["NodeManagerHostname"]) for at in order]
     addresses = [str(chosen[at]["NodeManagerAddress"]) for at in order]
-    return [Reserved(group, at, bundles[at]) for at in order], distinct(names, addresses)
+    return [(group, at, bundles[at]) for at in order], distinct(names, addresses)
 
 
 def word_busy(bundles: Sequence[Bundle], free: Bundle, there: Bundle) -> str:
@@ -236,16 +227,14 @@ def word_busy(bundles: Sequence[Bundle], free: Bundle, there: Bundle) -> str:
 # --- running --------------------------------------------------------------------------------
 
 
-def start(order: Order, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
+def start(wanted: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
     """Make the actors, which run agents; return each with what its run will return."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    wanted = order.wanted
     guess = sys.executable if wanted.python in (None, sys.executable) else ""
     started = []
-    for number, place in enumerate(places):
-        bundle = place.bundle
+    for number, (group, index, bundle) in enumerate(places):
         actor = (
             ray.remote(Agent)
             .options(
@@ -254,12 +243,12 @@ def start(order: Order, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
                 num_cpus=bundle[CPU],
                 num_gpus=bundle.get(GPU, 0),
                 memory=bundle.get(MEMORY),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(place.group, place.index),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
             )
             .remote()
         )
         command = [*wanted.wrapper, *agent_command(wanted.python, number)]
-        started.append((actor, actor.run.remote(command, guess, order.ticket)))
+        started.append((actor, actor.run.remote(command, guess, ticket)))
     return started
 
 
@@ -277,8 +266,9 @@ def serve(agents: Sequence[tuple[Any, Any]], told: IO[bytes]) -> None:
             running.discard(event.number)
             say(told, event)
         else:
-            actor = agents[event.number][0]
-            ray.kill(actor) if event.by_force else actor.end.remote()
+            number, by_force = event
+            actor, _ = agents[number]
+            ray.kill(actor) if by_force else actor.end.remote()
 
 
 def listen(put: Callable[[End | None], None]) -> None:

@@ -37,44 +37,34 @@ TCP_INFO, LAST_RECEIVED = 11, struct.Struct("=52xI")
 """`tcpi_last_data_recv` of tcp_info (linux/tcp.h): milliseconds since the last byte has come."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Connection:
-    """That of an agent, by libzmq's descriptor, which may be another's once it is closed."""
+@dataclass(slots=True)
+class _Line:
+    """The link to an agent, and what was said: its connection is libzmq's descriptor.
 
-    fd: int
-    peer: object
+    That may be another's once it is closed.  For how many seconds it is lost is counted while this
+    process runs: after a pause it has not read yet who is back.
+    """
 
-    @classmethod
-    def of(cls, frame: zmq.Frame) -> _Connection:
-        """Find that by which a frame has come."""
-        fd = int(frame.get("__fd"))
-        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
-            return cls(fd, found.getpeername())
-        return cls(fd, None)
+    talk: Numbered = field(default_factory=Numbered)
+    lost_for: float | None = None
+    _fd: int = -1
+    _peer: object = None
+
+    def comes_by(self, frame: zmq.Frame) -> None:
+        """Note the connection by which a frame has come."""
+        self._fd, self._peer, self.lost_for = int(frame.get("__fd")), None, None
+        with suppress(OSError), socket.socket(fileno=os.dup(self._fd)) as found:
+            self._peer = found.getpeername()
 
     def silence(self) -> float:
-        """Return how many seconds ago the last byte has come; 0.0 where it is closed."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self.fd)) as found:
-            if found.getpeername() == self.peer:
+        """Return how many seconds ago the last byte has come; 0.0 where it is just closed."""
+        if self.lost_for is not None:
+            return self.lost_for
+        with suppress(OSError), socket.socket(fileno=os.dup(self._fd)) as found:
+            if found.getpeername() == self._peer:
                 info = found.getsockopt(socket.IPPROTO_TCP, TCP_INFO, LAST_RECEIVED.size)
                 return float(LAST_RECEIVED.unpack(info)[0]) / 1000
         return 0.0
-
-
-@dataclass(slots=True)
-class _Line:
-    """The link to an agent: its connection, for how many seconds that is lost, and what was said.
-
-    `lost_for` is counted while this process runs: after a pause it has not read yet who is back.
-    """
-
-    connection: _Connection
-    talk: Numbered = field(default_factory=Numbered)
-    lost_for: float | None = None
-
-    def silence(self) -> float:
-        """Return how many seconds ago the last byte has come."""
-        return self.connection.silence() if self.lost_for is None else self.lost_for
 
 
 class NodeServer:
@@ -178,7 +168,9 @@ class NodeServer:
 
     def _take(self, first: zmq.Frame, header: zmq.Frame, *frames: zmq.Frame) -> None:
         identity = first.bytes
-        line = self._known.get(identity) or _Line(_Connection.of(first))
+        if (line := self._known.get(identity)) is None:
+            line = _Line()
+            line.comes_by(first)
         try:
             kind = line.talk.take(header.bytes)
         except Mismatch:
@@ -191,7 +183,7 @@ class NodeServer:
                 message = node_message_from(frame.bytes, *(each.buffer for each in data))
                 self._receive(identity, message)
             case Kind.AGAIN if identity in self._known:
-                line.connection, line.lost_for = _Connection.of(first), None
+                line.comes_by(first)
                 for again in line.talk.again():
                     self._send_frames(identity, again)
             case Kind.ENDED:

@@ -92,32 +92,19 @@ class SlurmLauncher:
         job = find_job(os.environ)
         nodes = nodes_of(job, wanted)
         names = _ask("scontrol", "show", "hostnames", job.names).split()
-        process = SlurmCommand(
-            srun_command(job.number, nodes, wanted),
-            ticket,
-            folder,
-            step_environ(os.environ),
-            f"allocation {job.number}",
-        )
+        command, environ = srun_command(job.number, nodes, wanted), step_environ(os.environ)
+        process = SlurmCommand("", command, ticket, folder, environ)
+        process.of = f"allocation {job.number}"
         return Launched([process], nodes, names[:nodes])
 
 
 class SlurmCommand(AgentCommand):
     """A `srun`, or what runs one; `of` says of which allocation, for messages."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        ticket: Ticket,
-        folder: Path,
-        environ: Mapping[str, str] | None,
-        of: str,
-    ) -> None:
-        super().__init__("", command, ticket, folder, environ)
-        self._of = of
+    of = ""
 
     def complaint(self) -> str:
-        return word_complaint(self._of, self.last_lines())
+        return word_complaint(self.of, self.last_lines())
 
 
 class Allocation(SlurmCommand):
@@ -129,8 +116,8 @@ class Allocation(SlurmCommand):
     def __init__(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> None:
         command = salloc_command(wanted)
         owner = [sys.executable, *MODULE, "nbdist.cluster.allocation"]
-        super().__init__([*owner, *command], ticket, folder, None, f"`--salloc {wanted.salloc}`")
-        self.command = shlex.join(command)
+        super().__init__("", [*owner, *command], ticket, folder)
+        self.of, self.command = f"`--salloc {wanted.salloc}`", shlex.join(command)
 
     def end(self, timeout: float) -> None:
         """End it; the notebook reads in the head's log what Slurm has not ended."""

@@ -223,12 +223,11 @@ def drop_dead_join_keys() -> None:
 
 
 def _is_heard_at(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), LOOK_TIMEOUT).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True  # nobody knows
+    with suppress(OSError):  # nobody knows
+        try:
+            socket.create_connection((address, port), LOOK_TIMEOUT).close()
+        except ConnectionRefusedError:
+            return False
     return True
 
 
@@ -274,13 +273,13 @@ def join(text: str, key_file: str | None = None, node: int | None = None) -> int
     torchrun or srun runs this several times on a node, the first process joins, the others end.
     """
     place = place_from(text, "nbdist join")
-    part = part_of(os.environ)
-    if not part.leads:
+    leads, own = part_of(os.environ)
+    if not leads:
         sys.stderr.write("nbdist: one `nbdist join` per node: local rank 0 joins, this one ends\n")
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _come(place, key_file, part.node if node is None else node)
+        return _come(place, key_file, own if node is None else node)
     except KeyboardInterrupt:
         return ENDED
 
@@ -307,24 +306,14 @@ def _come(place: Place, key_file: str | None, number: int) -> int:
         sys.stderr.write(f"nbdist: {socket.gethostname()} joins the world at {place}\n")
         code = agent.wait()
     finally:
-        _leave(agent)
-    return code if code >= 0 else 1
-
-
-def _leave(agent: subprocess.Popen[bytes]) -> None:
-    """End the agent, which has nothing left behind when its stdin has ended."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with suppress(BrokenPipeError):
-        assert agent.stdin is not None
-        agent.stdin.close()
-    try:
-        agent.wait(LEAVE_TIMEOUT)
-    except subprocess.TimeoutExpired:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with suppress(BrokenPipeError):
+            agent.stdin.close()  # when that has ended it leaves nothing behind
+        with suppress(subprocess.TimeoutExpired):
+            agent.wait(LEAVE_TIMEOUT)
         agent.kill()  # the process above it ends what is left
         agent.wait()
-
-
-# --- its key ----------------------------------------------------------------------------------
+    return code if code >= 0 else 1
 
 
 def _find_key(place: Place, key_file: str | None) -> Ticket:
@@ -395,22 +384,14 @@ OF_STARTERS = (
 """What begins so is for the process that was started, and would mislead libraries in workers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The part of one process: whether it `leads` its node, and which `node` that is, or -1."""
-
-    leads: bool
-    node: int
-
-
-def part_of(environ: Mapping[str, str]) -> Part:
-    """Return the part of the process with this environment."""
+def part_of(environ: Mapping[str, str]) -> tuple[bool, int]:
+    """Return whether the process with this environment leads its node, and which that is, or -1."""
     index = _number(environ, COMPLETION_INDEX)
     for local_rank, node in STARTERS:
         if (number := _number(environ, local_rank)) >= 0:
             named = _number(environ, node)
-            return Part(number == 0, named if named >= 0 else index)
-    return Part(leads=True, node=index)
+            return number == 0, named if named >= 0 else index
+    return True, index
 
 
 def without_starters(environ: Mapping[str, str]) -> dict[str, str]:

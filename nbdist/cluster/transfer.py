@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -31,168 +31,16 @@ class _Waiting:
     run: Run
     lacks: dict[int, set[str]] = field(default_factory=dict)
     total: int = 0
-
-
-class Downloads:
-    """Tasks whose big variables are being sent to the nodes of their ranks; no I/O.
-
-    All ranks get a task at the same time: none waits in a collective for a slow link.
-    """
-
-    def __init__(self) -> None:
-        self._sending: dict[int, Sending] = {}
-        self._refs: dict[str, SegmentRef] = {}
-        self._waiting: dict[str, _Waiting] = {}
-
-    def add(self, run: Run, nodes: Iterable[int]) -> bool:
-        """Send each node what it lacks and the notebook still has; False where that is nothing."""
-        waiting = _Waiting(run)
-        for node in nodes:
-            sending = self._sending.setdefault(node, Sending())
-            lacks = set[str]()
-            for ref in run.segments:
-                with suppress(SegmentGone):
-                    if sending.add(ref):
-                        lacks.add(ref.path)
-            if lacks:
-                waiting.lacks[node] = lacks
-                waiting.total += sum(map(sending.left, lacks))
-        self._refs.update((ref.path, ref) for ref in run.segments)
-        for sending in self._sending.values():
-            sending.most = max(2, min(MOST_WINDOW, MOST_UNDER_WAY // len(self._sending)))
-        if waiting.lacks:
-            self._waiting[run.id] = waiting
-        return bool(waiting.lacks)
-
-    def next(self, node: int, now: float) -> Piece | None:
-        """Return what is to be sent to this node next; None where that has to wait."""
-        return self._sending[node].next(now) if node in self._sending else None
-
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """Those that anything was sent to."""
-        return tuple(self._sending)
-
-    def taken(self, node: int, taken: Taken, now: float) -> list[Run]:
-        """Note what a node has answered; take the tasks that no rank gets for that."""
-        refused = list[Run]()
-        if node not in self._sending or not self._sending[node].taken(taken, now):
-            return refused
-        for waiting in [*self._waiting.values()]:
-            if taken.path in waiting.lacks.get(node, ()):
-                waiting.lacks[node].discard(taken.path)
-                if taken.problem:
-                    del self._waiting[waiting.run.id]
-                    refused.append(waiting.run)
-        return refused
-
-    def progress(self) -> Iterator[tuple[Run, Moved]]:
-        """Yield of each task that waits how much of its memory is there, on all nodes together."""
-        for waiting in self._waiting.values():
-            left = sum(
-                self._sending[node].left(path)
-                for node, paths in waiting.lacks.items()
-                for path in paths
-            )
-            yield waiting.run, Moved(waiting.total - left, waiting.total)
-
-    def ready(self) -> list[Run]:
-        """Take the tasks that can be sent now, in the order in which they came."""
-        ready = [each.run for each in self._waiting.values() if not any(each.lacks.values())]
-        for run in ready:
-            del self._waiting[run.id]
-        return ready
-
-    def stop(self, ranks: Iterable[int]) -> list[Run]:
-        """Take the tasks of these ranks that still wait: they are not sent any more."""
-        stopped = {*ranks}
-        runs = [w.run for w in self._waiting.values() if not stopped.isdisjoint(w.run.ranks)]
-        for run in runs:
-            del self._waiting[run.id]
-        return runs
-
-    def lose(self, node: int) -> None:
-        """Wait for nothing of this node any more."""
-        if sending := self._sending.pop(node, None):
-            sending.close()
-        for waiting in self._waiting.values():
-            waiting.lacks.pop(node, None)
-
-    def drop(self) -> Iterator[tuple[int, Dropped]]:
-        """Yield what nodes are to drop: what no task waits for, and the notebook has closed."""
-        lacks = (paths for each in self._waiting.values() for paths in each.lacks.values())
-        wanted = set[str]().union(*lacks)
-        for path in [path for path in self._refs if path not in wanted]:
-            is_gone = not is_there(self._refs[path])
-            for node, sending in self._sending.items():
-                is_useless = is_gone or path not in sending.there
-                if is_useless and (dropped := sending.drop([path])):
-                    yield node, dropped
-            if is_gone:
-                del self._refs[path]
-
-    def close(self) -> None:
-        """Send nothing more."""
-        for node in self.nodes:
-            self.lose(node)
-        self._waiting.clear()
-
-
-class Returned:
-    """What ranks have brought back, in memory of this process until it was read."""
-
-    def __init__(self) -> None:
-        self._receiving: dict[int, Receiving] = {}
-        self._of_rank: dict[int, tuple[str, int, tuple[str, ...]]] = {}
-
-    def take(self, node: int, piece: Piece) -> Taken | None:
-        """Take in some of it; the answer."""
-        return self._receiving.setdefault(node, Receiving()).take(piece)
-
-    def dropped(self, node: int, dropped: Dropped) -> None:
-        """Drop what this node will not send the rest of."""
-        if node in self._receiving:
-            self._receiving[node].drop(dropped.paths)
-
-    def moved(self, node: int, outputs: Outputs) -> Outputs:
-        """Return what a node said with its values where the notebook can open them."""
-        if node not in self._receiving:
-            return outputs
-        items = []
-        for rank, task, output in outputs.items:
-            if isinstance(output, Done) and isinstance(output.values, Payload):
-                refs = refs_in(output.values)
-                places = self._receiving[node].places(refs)
-                if places:
-                    self._of_rank[rank] = task, node, tuple(places)
-                    output = replace(output, values=moved(output.values, places))
-            items.append((rank, task, output))
-        return Outputs(tuple(items))
-
-    def let_go(self, ranks: Iterable[int], task: str | None = None) -> None:
-        """Release what these ranks have brought back of this task, by default of any."""
-        for rank in ranks:
-            if rank in self._of_rank and task in (None, self._of_rank[rank][0]):
-                _, node, paths = self._of_rank.pop(rank)
-                self._receiving[node].drop(paths)
-
-    def lose(self, node: int) -> None:
-        """Drop what has not come whole; what has can be read."""
-        if node in self._receiving:
-            self._receiving[node].abandon()
-
-    def close(self) -> None:
-        """Let go of everything."""
-        for receiving in self._receiving.values():
-            receiving.close()
-        self._of_rank.clear()
+    is_told: bool = False
 
 
 class BulkTransfers:
-    """Both ways together: `node` finds nodes by their numbers, `run` takes tasks to be sent.
+    """Big values both ways, between the notebook and the nodes.
 
-    `up` has what ranks have brought back; `show` takes what the notebook is told in the place of
-    ranks that do not get a task.
+    All ranks get a task at the same time, once all their nodes have its variables: none waits in a
+    collective for a slow link.  `node` finds nodes by their numbers, `run` takes tasks to be sent,
+    `show` what the notebook is told in the place of ranks that do not get a task.  What ranks have
+    brought back is in memory of this process until it was read.
     """
 
     def __init__(
@@ -201,49 +49,87 @@ class BulkTransfers:
         run: Callable[[Run], None],
         show: Callable[[Outputs], None],
     ) -> None:
-        self._node = node
-        self._run = run
-        self._show = show
-        self._down = Downloads()
-        self.up = Returned()
+        self._node, self._run, self._show = node, run, show
+        self._sending: dict[int, Sending] = {}
+        self._receiving: dict[int, Receiving] = {}
+        self._came_from: dict[int, tuple[str, int, tuple[str, ...]]] = {}  # by rank: task and node
+        self._refs: dict[str, SegmentRef] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._said: dict[str, Moved] = {}  # by task, what it was told last
         self._say_at = 0.0
 
     def run(self, run: Run, nodes: Iterable[int]) -> None:
-        """Send a task to these nodes once they have what it refers to."""
-        self.up.let_go(run.ranks)
-        if not run.segments or not self._down.add(run, nodes):
-            self._run(run)
+        """Send a task to these nodes once they have what the notebook still has of its memory."""
+        self.let_go(run.ranks)
+        waiting = self._waiting[run.id] = _Waiting(run)
+        for node in nodes if run.segments else ():
+            sending = self._sending.setdefault(node, Sending())
+            lacks = waiting.lacks[node] = set[str]()
+            for ref in run.segments:
+                with suppress(SegmentGone):
+                    if sending.add(ref):
+                        lacks.add(ref.path)
+            waiting.total += sum(map(sending.left, lacks))
+        self._refs |= {ref.path: ref for ref in run.segments}
+        for sending in self._sending.values():
+            sending.most = max(2, min(MOST_WINDOW, MOST_UNDER_WAY // len(self._sending)))
         self._go_on()
 
     def stop(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """End tasks of these ranks that are not sent yet; the ranks that have others."""
-        stopped = self._down.stop(ranks)
-        for run in stopped:
-            self._fail(run, run.ranks, "KeyboardInterrupt", "")
+        stopped, ended = {*ranks}, set[int]()
+        for run in [each.run for each in self._waiting.values()]:
+            if not stopped.isdisjoint(run.ranks):
+                self._fail(run, run.ranks, "KeyboardInterrupt", "")
+                ended.update(run.ranks)
         self._drop()
-        done_with = {rank for run in stopped for rank in run.ranks}
-        return tuple(rank for rank in ranks if rank not in done_with)
+        return tuple(sorted(stopped - ended))
+
+    def moved(self, node: int, outputs: Outputs) -> Outputs:
+        """Return what a node said with its values where the notebook can open them."""
+        if (receiving := self._receiving.get(node)) is None:
+            return outputs
+        items = []
+        for rank, task, output in outputs.items:
+            match output:
+                case Done(values=Payload() as values) if places := receiving.places(
+                    refs_in(values)
+                ):
+                    self._came_from[rank] = task, node, tuple(places)
+                    output = replace(output, values=moved(values, places))
+            items.append((rank, task, output))
+        return Outputs(tuple(items))
+
+    def let_go(self, ranks: Iterable[int], task: str | None = None) -> None:
+        """Release what these ranks have brought back of this task, by default of any."""
+        for rank in ranks:
+            if rank in self._came_from and task in (None, self._came_from[rank][0]):
+                _, node, paths = self._came_from.pop(rank)
+                self._receiving[node].drop(paths)
 
     def take(self, node: int, message: Piece | Taken | Dropped) -> None:
         """Take in what a node says of big values."""
         match message:
             case Piece():
-                if taken := self.up.take(node, message):
+                receiving = self._receiving.setdefault(node, Receiving())
+                if taken := receiving.take(message):
                     self._node(node).send(taken)
-            case Taken():
-                refused = self._down.taken(node, message, time.monotonic())
-                self._refuse(refused, self._node(node), message.problem)
+            case Dropped(paths) if node in self._receiving:
+                self._receiving[node].drop(paths)
+            case Taken() if sending := self._sending.get(node):
+                if sending.taken(message, time.monotonic()):
+                    self._note(node, message)
                 self._say()
                 self._go_on()
-            case Dropped():
-                self.up.dropped(node, message)
 
     def lose(self, node: int) -> None:
-        """Wait for nothing of a node that is lost."""
-        self.up.lose(node)
-        self._down.lose(node)
+        """Wait for nothing of a node that is lost; what has come whole can be read."""
+        if receiving := self._receiving.get(node):
+            receiving.abandon()
+        if sending := self._sending.pop(node, None):
+            sending.close()
+        for waiting in self._waiting.values():
+            waiting.lacks.pop(node, None)
         self._go_on()
 
     def close(self) -> None:
@@ -251,35 +137,53 @@ class BulkTransfers:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._down.close()
-        self.up.close()
+        for sending in self._sending.values():
+            sending.close()
+        for receiving in self._receiving.values():
+            receiving.close()
+        for kept in (self._sending, self._receiving, self._waiting, self._came_from):
+            kept.clear()
+
+    def _note(self, node: int, taken: Taken) -> None:
+        """Note that a node has a segment, or has no room for it: then no rank gets the task."""
+        for waiting in [*self._waiting.values()]:
+            if taken.path in waiting.lacks.get(node, ()):
+                waiting.lacks[node].discard(taken.path)
+                if taken.problem:
+                    there = self._node(node)
+                    failed = [rank for rank in waiting.run.ranks if rank in there.ranks]
+                    why = f"{there.name}: {taken.problem}"
+                    self._fail(waiting.run, failed, "NotEnoughMemory", why)
+        if taken.problem:
+            self._drop()
 
     def _go_on(self) -> None:
         now = time.monotonic()
-        for number in self._down.nodes:
-            while piece := self._down.next(number, now):
+        for number, sending in [*self._sending.items()]:
+            while piece := sending.next(now):
                 self._node(number).send(piece)
-        for run in self._down.ready():
-            if said := self._said.pop(run.id, None):
-                self._tell(run, Moved(said.total, said.total))
-            self._run(run)
-        if self._timer is None and self._down.nodes:
+        for waiting in [each for each in self._waiting.values() if not any(each.lacks.values())]:
+            del self._waiting[waiting.run.id]
+            if waiting.is_told:
+                self._tell(waiting.run, Moved(waiting.total, waiting.total))
+            self._run(waiting.run)
+        if self._timer is None and self._sending:
             self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
 
-    def _refuse(self, runs: Collection[Run], node: Node, problem: str) -> None:
-        for run in runs:
-            there = [rank for rank in run.ranks if rank in node.ranks]
-            self._fail(run, there, "NotEnoughMemory", f"{node.name}: {problem}")
-        if runs:
-            self._drop()
-
     def _say(self) -> None:
+        """Tell of each task that waits how much of its memory is there, on all nodes together."""
         if (now := time.monotonic()) < self._say_at:
             return
         self._say_at = now + SAY_EVERY
-        for run, far in self._down.progress():
-            self._said[run.id] = far
-            self._tell(run, far)
+        for waiting in self._waiting.values():
+            each = (
+                (self._sending[node], path)
+                for node in waiting.lacks
+                for path in waiting.lacks[node]
+            )
+            left = sum(sending.left(path) for sending, path in each)
+            waiting.is_told = True
+            self._tell(waiting.run, Moved(waiting.total - left, waiting.total))
 
     def _tell(self, run: Run, moved: Moved) -> None:
         self._show(Outputs(((run.ranks[0], run.id, moved),)))
@@ -290,12 +194,21 @@ class BulkTransfers:
         self._go_on()
 
     def _drop(self) -> None:
-        for node, dropped in [*self._down.drop()]:
-            self._node(node).send(dropped)
+        """Have nodes drop what no task waits for, and the notebook has closed."""
+        lacks = (paths for each in self._waiting.values() for paths in each.lacks.values())
+        wanted = set[str]().union(*lacks)
+        for path in [path for path in self._refs if path not in wanted]:
+            is_gone = not is_there(self._refs[path])
+            for number, sending in self._sending.items():
+                is_useless = is_gone or path not in sending.there
+                if is_useless and (dropped := sending.drop([path])):
+                    self._node(number).send(dropped)
+            if is_gone:
+                del self._refs[path]
 
     def _fail(self, run: Run, failed: Collection[int], name: str, message: str) -> None:
         """End the task on all of its ranks before it began, on the `failed` with this error."""
-        self._said.pop(run.id, None)
+        del self._waiting[run.id]
         failure, items = failure_in_words(name, message), list[tuple[int, str, Output]]()
         for rank in run.ranks:
             if rank in failed:
@@ -307,17 +220,13 @@ class BulkTransfers:
 
 @dataclass
 class _Held:
-    """What a rank has said from the end of its task on, and how much of each value is there."""
+    """The end of a rank's task whose `total` bytes are under way, and what came after it."""
 
     done: Done
     task_id: str
-    totals: dict[str, int]
-    there: dict[str, int]
-    after: list[tuple[str, Output]]
-
-    @property
-    def moved(self) -> Moved:
-        return Moved(sum(self.there.values()), sum(self.totals.values()))
+    paths: tuple[str, ...]
+    total: int
+    after: list[tuple[str, Output]] = field(default_factory=list)
 
 
 class Uploads:
@@ -329,8 +238,7 @@ class Uploads:
     def __init__(
         self, emit: Callable[[int, str, Output], None], send: Callable[[Piece | Dropped], None]
     ) -> None:
-        self._emit = emit
-        self._send = send
+        self._emit, self._send = emit, send
         self._sending = Sending()
         self._held: dict[int, _Held] = {}
         self._say_at = 0.0
@@ -343,7 +251,7 @@ class Uploads:
         if rank in self._held:
             self._held[rank].after.append((task_id, output))
         elif isinstance(output, Done) and isinstance(output.values, Payload):
-            self._end(rank, task_id, output)
+            self._end(rank, task_id, output, refs_in(output.values))
         else:
             self._emit(rank, task_id, output)
 
@@ -351,19 +259,22 @@ class Uploads:
         """Note what the head has answered; what that completes is passed on."""
         self._sending.taken(taken, time.monotonic())
         for rank, held in [*self._held.items()]:
-            if taken.path in held.totals:
-                self._note(rank, held, taken)
+            if taken.path in held.paths:
+                if taken.problem:
+                    self._fail(rank, "NotEnoughMemory", f"where the notebook is: {taken.problem}")
+                elif not any(map(self._sending.left, held.paths)):
+                    self._release(rank, held.done)
         if (now := time.monotonic()) > self._say_at:
             self._say_at = now + SAY_EVERY
-            for rank, held in self._held.items():
-                self._emit(rank, held.task_id, held.moved)
+            for rank in self._held:
+                self._tell(rank)
         self._go_on()
 
     def stop(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Bring back nothing of these ranks' that is under way; the ranks that have no such."""
         others = tuple(rank for rank in ranks if rank not in self._held)
         for rank in {*ranks}.difference(others):
-            if dropped := self._sending.drop(self._held[rank].totals):
+            if dropped := self._sending.drop(self._held[rank].paths):
                 self._send(dropped)
             self._fail(rank, "KeyboardInterrupt", "")
         return others
@@ -373,8 +284,7 @@ class Uploads:
         self._sending.close()
         self._held.clear()
 
-    def _end(self, rank: int, task_id: str, done: Done) -> None:
-        refs = refs_in(done.values)
+    def _end(self, rank: int, task_id: str, done: Done, refs: Collection[SegmentRef]) -> None:
         try:
             lacks = [ref for ref in refs if self._sending.add(ref)]
         except SegmentGone as error:  # its process has ended since
@@ -382,20 +292,18 @@ class Uploads:
             self._emit(rank, task_id, failure_in_words("SegmentGone", str(error)))
             self._emit(rank, task_id, replace(done, status="error", values=None))
             return
-        if lacks:
-            totals = {ref.path: length_of(ref) for ref in lacks}
-            held = self._held[rank] = _Held(done, task_id, totals, dict.fromkeys(totals, 0), [])
-            self._emit(rank, task_id, held.moved)
-            self._go_on()
-        else:
+        if not lacks:
             self._emit(rank, task_id, done)
+            return
+        paths, total = tuple(ref.path for ref in lacks), sum(map(length_of, lacks))
+        self._held[rank] = _Held(done, task_id, paths, total)
+        self._tell(rank)
+        self._go_on()
 
-    def _note(self, rank: int, held: _Held, taken: Taken) -> None:
-        held.there[taken.path] = taken.end
-        if taken.problem:
-            self._fail(rank, "NotEnoughMemory", f"where the notebook is: {taken.problem}")
-        elif held.moved.done == held.moved.total:
-            self._release(rank, held.done)
+    def _tell(self, rank: int) -> None:
+        held = self._held[rank]
+        left = sum(map(self._sending.left, held.paths))
+        self._emit(rank, held.task_id, Moved(held.total - left, held.total))
 
     def _go_on(self) -> None:
         now = time.monotonic()
@@ -409,7 +317,7 @@ class Uploads:
 
     def _release(self, rank: int, done: Done) -> None:
         held = self._held.pop(rank)
-        for path in held.totals:
+        for path in held.paths:
             self._sending.forget(path)
         self._emit(rank, held.task_id, done)
         for task_id, output in held.after:

@@ -7,7 +7,7 @@ what is silent, what is stored, and the cell's tags; in a terminal around the sh
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +17,9 @@ from IPython.core.inputtransformer2 import find_end_of_continued_line, make_toke
 from IPython.core.macro import Macro
 
 from nbdist.config import DEFAULT_POOL
-from nbdist.errors import NbdistError
 from nbdist.notebook.cell_text import as_magic, cell_magic, is_python
-from nbdist.notebook.cells import bring
 from nbdist.notebook.free_names import names_filled_in
 from nbdist.notebook.pool import Pools
-from nbdist.wire.work import Call
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 from nbdist.world.world import World
 
@@ -71,11 +68,8 @@ CELLS_HERE = {
 }
 """Cell magics that are the notebook's, with the reason."""
 
-AROUND = ("time", "capture")
-"""Cell magics that are wherever all lines below them are."""
-
-OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")
-"""Of `%config`: what only the notebook has, or shows."""
+AROUND = ("time", "capture")  # cell magics that are wherever all lines below them are
+OWN_SETTINGS = re.compile(r"\s*(NbDist\b|$)")  # of `%config`: what only the notebook has, or shows
 
 _PLACES = {
     name: place
@@ -210,11 +204,7 @@ def _beginnings(lines: list[str]) -> Iterator[int]:
 # --- around what runs a cell ----------------------------------------------------------------------
 
 
-TAG = "distributed"
-"""Of a cell, in place of the magic: JupyterLab sends a cell's tags along."""
-
-LISTS_VARIABLES = re.compile(r"\b_VSCODE_|%who_ls\b")
-"""Of code that a front end runs beside cells to show variables: VS Code does."""
+TAG = "distributed"  # of a cell, in place of the magic: JupyterLab sends a cell's tags along
 
 _LOADS = re.compile(r"^%(?:re)?load_ext\s+([\w.]+)", re.MULTILINE)
 
@@ -259,8 +249,6 @@ class AutoCells:
             metadata = self._shell.get_parent().get("metadata", {})
             tags = metadata.get("tags") if isinstance(metadata, dict) else None
             code = self._given(code, tags if isinstance(tags, list) else ())
-        elif LISTS_VARIABLES.search(code) and (said := self._said_by_a_rank(code)) is not None:
-            code = f"print({said!r}, end='')"
         return original(code, silent, store_history, *args, **kwargs)
 
     def run_cell(
@@ -293,47 +281,11 @@ class AutoCells:
             source = self._shell.transform_cell(mode.typed)
         return original(line_num, source, mode.typed)
 
-    def _said_by_a_rank(self, code: str) -> str | None:
-        """Have the first rank run what lists variables; None where it cannot."""
-        if (world := self._idle()) is None:
-            return None
-        with suppress(NbdistError):
-            task = world.task(Call("call.answer", {"source": code}), ranks=(0,))
-            return str(bring(self._pools.at(self._mode.pool), world, task)[0])
-        return None
-
-    def _idle(self) -> World | None:
-        """Return the world of auto mode's pool if that can be asked at once."""
-        world = self._pools.world_of(self._mode.pool) if self._mode.pool else None
-        return world if world and world.session.is_idle else None
-
-    def user_expressions(
-        self, original: Callable[..., dict[str, Any]], expressions: dict[str, str]
-    ) -> dict[str, Any]:
-        """Stand around the shell's method of this name: what only the ranks know, they say."""
-        found = original(expressions)
-        if (world := self._idle()) is None:
-            return found
-        pool = self._pools.at(self._mode.pool)
-        for key, told in found.items():
-            if told.get("ename") == "NameError":
-                task = world.task(fetch=(f"repr({expressions[key]})",))
-                with suppress(NbdistError):  # the ranks do not know it either
-                    plain = _plain(bring(pool, world, task))
-                    found[key] = {"status": "ok", "data": {"text/plain": plain}, "metadata": {}}
-        return found
-
     def _given(self, code: str, tags: Iterable[str] = ()) -> str:
         """Do as `sent`, and note what becomes of which cell."""
         self._mode.typed, sent = code, self.sent(code, tags)
         self._mode.running = sent if sent != code else ""
         return sent
-
-
-def _plain(texts: Mapping[int, str]) -> str:
-    if len({*texts.values()}) == 1:
-        return next(iter(texts.values()))
-    return "\n".join(f"rank {rank}: {text}" for rank, text in texts.items())
 
 
 def runs_there(pools: Pools, code: str) -> bool:

@@ -6,7 +6,7 @@ import ast
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.inputtransformer2 import make_tokens_by_line
@@ -25,13 +25,27 @@ if TYPE_CHECKING:
     from nbdist.world.world import World
 
 
-CELL_MAGICS = ("distributed", "rank")
-"""Those whose cells the workers run."""
+CELL_MAGICS = ("distributed", "rank")  # those whose cells the workers run
 
 _FIRST = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*%%(\w+)")
 _MAGIC_LINE = re.compile(r"[ \t]*%%?(\w+)(.*)")
 _ATTRIBUTE = re.compile(r"\.\w*$")
 _ROOT = re.compile(r"(?<![\w.)\]}'\"])([^\W\d]\w*)(?:\.\w*)*$")
+
+
+# What every panel says while auto mode is on.
+AUTO_NOTE = "auto mode: `%%local` on the first line runs a cell here"
+
+
+@dataclass
+class AutoMode:
+    """What is known of it; it is on while `pool` says where plain cells run."""
+
+    pool: str | None = None
+    running: str = ""  # what the kernel runs in place of the last cell
+    typed: str = ""  # what that was
+    ran: dict[int, str] = field(default_factory=dict)  # in place of those in the history
+    loaded: set[str] = field(default_factory=set)  # packages of extensions on the ranks
 
 
 @dataclass(frozen=True, slots=True)

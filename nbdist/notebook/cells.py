@@ -10,7 +10,7 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from nbdist.notebook.cell_text import (
     execution_count,
     in_notebook_lines,
 )
-from nbdist.notebook.display import CellDisplay, missed
+from nbdist.notebook.display import CellDisplay
 from nbdist.notebook.free_names import gathered_text
 from nbdist.notebook.idle import met_stops, raised_stops
 from nbdist.notebook.jobs import Steps
@@ -37,7 +37,7 @@ from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call, Source, Task, Work
 from nbdist.words import name_ranks
-from nbdist.world.calling import ask, next_to_ask
+from nbdist.world.calling import ask
 from nbdist.world.exchange import binding
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
@@ -49,15 +49,6 @@ R = TypeVar("R")
 
 Pack = Callable[[NameTable], Shipment | None]
 """Packs the variables to send, by who has which; called before each attempt."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How to run a cell: `setup` is its key where new workers are to run it too."""
-
-    patience: Patience | None = None
-    setup: str = ""
-    max_restarts: int = 0
 
 
 def source_steps(
@@ -74,13 +65,10 @@ def source_steps(
     source = in_notebook_lines(first_line, cell)
     task, world = prepare(pool, Source(source), ranks, display, options)
     check_commands(python, world.session.names, task.ranks, pool.shell.user_ns)
-    how = RunOptions()
-    if options:
-        setup = (cell_id(pool.shell) or source) if options.setup else ""
-        how = run_options(world, options, setup)
+    setup = (cell_id(pool.shell) or source) if options and options.setup else ""
     hidden = pool.shell.user_ns_hidden
     pack = partial(plan, python, ranks=task.ranks, hidden=hidden, gathered=pool.gathered)
-    return (yield from attempt_steps(pool, world, task, pack, display, how))
+    return (yield from attempt_steps(pool, world, task, pack, display, options, setup))
 
 
 def prepare(
@@ -96,21 +84,14 @@ def prepare(
         raise WorldNotStarted("The cell")
     if pool.page.has_missed(pool.shell, pool.last):
         assert pool.last is not None
-        missed(pool.last, pool.log_files()).on(pool.display())
+        number = pool.last.task.execution_count
+        cell = f"cell [{number}]" if number else "the last cell"
+        display.note(f"the page was reloaded while {cell} ran: `%dist_output -2` shows its output")
     on = parse_ranks("all" if ranks is None else ranks, world.size)
     # With `--detach` another notebook may give it a name.
     keeps = options is not None and (options.out is not None or world.session.config.detach)
     count, key = execution_count(pool.shell), cell_id(pool.shell)
     return world.session.task(work, ranks=on, execution_count=count, key=key, keeps=keeps), world
-
-
-def run_options(world: World, options: argparse.Namespace, setup: str = "") -> RunOptions:
-    """Read from the options how a cell is to be run."""
-    patience = world.session.config.but(**at_once(options)).patience
-    patience = replace(patience, timeout=options.timeout)
-    if options.no_wait:
-        patience = replace(patience, control_timeout=None)
-    return RunOptions(patience, setup, options.max_restarts)
 
 
 def through(steps: Generator[Any, Any, R | BaseException]) -> R:
@@ -130,21 +111,34 @@ def through(steps: Generator[Any, Any, R | BaseException]) -> R:
 
 
 def attempt_steps(
-    pool: Pool, world: World, task: Task, pack: Pack, display: CellDisplay, how: RunOptions
+    pool: Pool,
+    world: World,
+    task: Task,
+    pack: Pack,
+    display: CellDisplay,
+    options: argparse.Namespace | None,
+    setup: str = "",
 ) -> Steps:
     """Run a cell and show it; returns the error of its last attempt when that failed too.
 
     Not raised: where a rank raised StopIteration it is one, which cannot leave a generator.
+    `setup` is its key where new workers are to run it too.
 
     What an attempt has bound is no matter to the next: so each has the names of the notebook
     as the first one had them, and new ranks get those that they lack.
     """
-    names = world.session.names
-    names = names.copy() if how.max_restarts else names
-    for attempt in world.session.attempts(task, how.max_restarts):
+    patience, restarts, names = None, 0, world.session.names
+    if options:
+        patience = world.session.config.but(**at_once(options)).patience
+        patience = replace(patience, timeout=options.timeout)
+        if options.no_wait:
+            patience = replace(patience, control_timeout=None)
+        restarts = options.max_restarts
+        names = names.copy() if restarts else names
+    for attempt in world.session.attempts(task, restarts):
         pids = world.pids
         shipment = settled(pool, world, names, pack)
-        running = yield from _attempt(pool, world, attempt, shipment, display, how)
+        running = yield from _attempt(pool, world, attempt, shipment, display, patience, setup)
         if not running.restart:
             break
         _keep_why(pool, running)
@@ -193,25 +187,26 @@ def _attempt(
     task: Task,
     shipment: Shipment | None,
     display: CellDisplay,
-    how: RunOptions,
+    patience: Patience | None,
+    setup: str,
 ) -> Generator[RunningTask, float | None, RunningTask]:
     segment, shipped = None, None
-    if packing := packed(shipment, display, alone=bool(how.setup)):
+    if packing := packed(shipment, display, alone=bool(setup)):
         task = replace(task, names=packing.payload, stays=shipment.stays if shipment else {})
         segment, shipped = packing.segment, packing.records
     try:
         # Ranks may run it before it is followed: a Stop meanwhile is met as one that comes later.
         with met_stops(partial(world.session.meet_stop, task)):
             machines = world.session.machines
-            running = pool.last = world.session.submit(task, how.patience, shipped)
+            running = pool.last = world.session.submit(task, patience, shipped)
             pool.tell_of_deaths(world, display, machines)
             if world.session.code and (left := world.session.code.take_note()):
                 display.note(left)
             if said := world.session.surroundings.take_note():
                 display.note(said)
             yield from follow_steps(pool, world, running, display)
-        if how.setup and not running.error():
-            world.session.keep_setup(how.setup, replace(task, stays={}), segment)
+        if setup and not running.error():
+            world.session.keep_setup(setup, replace(task, stays={}), segment)
             segment = None
     finally:
         if segment:
@@ -246,7 +241,7 @@ def follow_steps(
                     if display:
                         _show_news(running, news, display, is_attended=is_attended)
                         pool.show_late(at_once=False)
-                    if is_attended and (rank := next_to_ask(running)) is not None:
+                    if is_attended and (rank := running.next_to_ask) is not None:
                         with raised_stops():
                             if display:
                                 asks = running.prompts.text
@@ -292,7 +287,7 @@ def check_end(
         pool.failed, pool.failed_at = cause, time.monotonic()
     killed = running.killed_by_stop
     stopped = bool(running.stops) if stopped is None else stopped
-    if stopped and not running.unfinished and (killed or not running.died):
+    if stopped and not running.unfinished and (killed or not running.deaths):
         world.session.told(killed)
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, fate)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
-from argparse import SUPPRESS
+from argparse import SUPPRESS, Action
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -32,7 +32,7 @@ from nbdist.notebook.cell_text import (
 )
 from nbdist.notebook.command import Command
 from nbdist.notebook.idle import is_in_subshell
-from nbdist.notebook.options import Argument, arguments_of, flags_of
+from nbdist.notebook.options import arguments_of, flags_of
 from nbdist.notebook.pool import Pool, Pools
 from nbdist.topology import parse_ranks
 from nbdist.wire.control import (
@@ -47,9 +47,9 @@ from nbdist.wire.control import (
 from nbdist.world.agents import launcher_names
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder
 from nbdist.world.spec import default_log_dir
+from nbdist.world.world import World
 
-TIMEOUT = 0.9
-"""Seconds that the workers have: JupyterLab waits for one."""
+TIMEOUT = 0.9  # seconds that the workers have: JupyterLab waits for one
 
 
 class Completion:
@@ -114,9 +114,10 @@ class Completion:
             root, needs_root = token_at_cursor(text, cursor).partition(".")[0], True
         else:
             root, needs_root = root_at(text, cursor)
-        if needs_root and not self._is_theirs(magic, root):
+        world = self._pools.world_of(magic.pool)
+        if world is None or (needs_root and not self._is_theirs(world, root)):
             return None
-        theirs = self._ask(magic, replace(question, code=text))
+        theirs = _asked(world, magic, question._replace(code=text))
         if isinstance(theirs, Completions) and not needs_root:
             return self._with_ours(theirs, text[theirs.start : cursor])
         return theirs
@@ -146,25 +147,7 @@ class Completion:
 
     # --- the workers --------------------------------------------------------------------------
 
-    def _ask(self, magic: MagicLine, question: Question) -> Completions | Description | None:
-        world = self._pools.world_of(magic.pool)
-        if world is None:
-            return None
-        try:
-            ranks = parse_ranks(magic.ranks or "all", world.size)
-        except NbdistError:  # half typed
-            ranks = tuple(range(world.size))
-        asked = world.session.consult(question, ranks)
-        try:
-            answer: Any = asked.result(TIMEOUT) if asked else None
-        except (FutureTimeoutError, NbdistError):  # the agent may have ended
-            return None
-        return answer if isinstance(answer, Completions | Description) and answer else None
-
-    def _is_theirs(self, magic: MagicLine, name: str) -> bool:
-        world = self._pools.world_of(magic.pool)
-        if world is None:
-            return False
+    def _is_theirs(self, world: World, name: str) -> bool:
         own = world.session.names.ranks_that_own(name)
         return bool(own) or name not in self._pools.shell.user_ns
 
@@ -177,6 +160,19 @@ class Completion:
             if name.startswith(begun)
         )
         return replace(theirs, candidates=(*theirs.candidates, *ours))
+
+
+def _asked(world: World, magic: MagicLine, question: Question) -> Completions | Description | None:
+    try:
+        ranks = parse_ranks(magic.ranks or "all", world.size)
+    except NbdistError:  # half typed
+        ranks = tuple(range(world.size))
+    asked = world.session.consult(question, ranks)
+    try:
+        answer: Any = asked.result(TIMEOUT) if asked else None
+    except (FutureTimeoutError, NbdistError):  # the agent may have ended
+        return None
+    return answer if isinstance(answer, Completions | Description) and answer else None
 
 
 def workers_cell(code: str, cursor: int) -> MagicLine | None:
@@ -207,8 +203,7 @@ RANKS = ("ranks", "rank", "source", "from_rank")
 LISTS = ("ranks", "keep")
 NAMES = ("names", "name", "variables", "keep")
 
-_BETWEEN = re.compile(r"\s+|(?<=\w)=")
-"""What is between the words of a line."""
+_BETWEEN = re.compile(r"\s+|(?<=\w)=")  # what is between the words of a line
 
 
 def choices(
@@ -217,21 +212,25 @@ def choices(
     """Return what can stand at the end of a command's line, and what of it has been typed."""
     arguments, flags = arguments_of(command.run), flags_of(command.run)
     *words, begun = _BETWEEN.split(text)
-    takes_value = {flag for flag, option in flags.items() if option.takes_value}
+    takes_value = {flag for flag, option in flags.items() if option.nargs != 0}
     given = [
         word
         for before, word in pairwise(["", *words])
         if word and word[0] != "-" and before not in takes_value
     ]
-    wanted = next((each for each in arguments if not each.flags), None)
+    wanted = next((each for each in arguments if not each.option_strings), None)
     if words and words[-1] in takes_value:
         wanted, given = flags[words[-1]], []
-    elif begun.startswith("-") or (wanted and given and not wanted.takes_many):
+    elif begun.startswith("-") or (wanted and given and wanted.nargs not in ("*", "+")):
         wanted = None
     if wanted is None:
         there = {flags[word] for word in words if word in flags}
-        options = (o for o in arguments if o.flags and o not in there and o.help != SUPPRESS)
-        found = (Candidate(each.flags[-1], "option", each.help) for each in options)
+        options = (o for o in arguments if o.option_strings and o not in there)
+        found = (
+            Candidate(each.option_strings[-1], "option", str(each.help).replace("%%", "%"))
+            for each in options
+            if each.help != SUPPRESS
+        )
         return tuple(each for each in found if each.text.startswith(begun)), begun
     if wanted.dest in LISTS:
         *listed, begun = begun.split(",")
@@ -242,7 +241,7 @@ def choices(
     return tuple(Candidate(each, kind) for each in words), begun
 
 
-def values_of(pools: Pools, name: str, wanted: Argument, pool: Pool | None) -> Iterable[str]:
+def values_of(pools: Pools, name: str, wanted: Action, pool: Pool | None) -> Iterable[str]:
     """List the values of an option or argument, as far as they are known."""
     dest, shell = wanted.dest, pools.shell
     world = pool.world if pool and pool.has_workers else None
@@ -254,7 +253,7 @@ def values_of(pools: Pools, name: str, wanted: Argument, pool: Pool | None) -> I
         return ["all"] * (dest == "ranks") + [*map(str, range(world.size if world else 0))]
     if name in ("dist_snapshot", "dist_restore") and dest in ("name", "remove"):
         return dict.fromkeys(each.name for each in stored(pool))
-    if dest not in NAMES or (wanted.flags and dest != "keep"):
+    if dest not in NAMES or (wanted.option_strings and dest != "keep"):
         return WORDS.get(dest, ())
     if name in ("dist_push", "dist_scatter"):
         return sorted({**shell.user_ns}.keys() - shell.user_ns_hidden)

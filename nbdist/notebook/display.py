@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
 
@@ -22,16 +22,13 @@ from nbdist.output.html import figures, panel_html
 from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import PlainLines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
-from nbdist.output.wording import GREY, details, dim, panel
+from nbdist.output.wording import dim, panel
 from nbdist.words import aligned
-from nbdist.world.calling import MovingLine
 from nbdist.world.running import News, RunningTask
+from nbdist.world.workers import MovingLine
 
-FIRST_DRAWING = 0.15
-"""Seconds before anything is drawn, so that a fast cell does not flash."""
-
-REDRAW = 0.25
-"""Seconds between drawings: each makes the page build its part anew."""
+FIRST_DRAWING = 0.15  # seconds before anything is drawn, so that a fast cell does not flash
+REDRAW = 0.25  # seconds between drawings: each makes the page build its part anew
 
 
 class PanelDisplay:
@@ -145,7 +142,7 @@ class PanelDisplay:
     def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         note = " · ".join(self._notes)
         shown = final_layout(transcript, logs, note, time.monotonic())
-        timeless = replace(shown, seconds="", pace="")
+        timeless = shown._replace(seconds="", pace="")
         html = panel_html(timeless if self._seconds == "none" else shown)
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
 
@@ -264,9 +261,7 @@ def is_of_magic(cell: str) -> bool:
 
 
 _CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
-_SHORT = 24
-"""Characters that stay in one line, such as `busy 7.5 s`, also on a narrow page."""
-
+_SHORT = 24  # characters that stay in one line, such as `busy 7.5 s`, also on a narrow page
 _BLOCK = "font-family:monospace;font-size:13px;white-space:pre-wrap;margin:0;padding:0"
 
 
@@ -320,10 +315,7 @@ def _cell(text: str, colours: Mapping[str, str]) -> str:
 # --- notices that the page was reloaded -------------------------------------------------------
 
 
-LONG_CELL = 2.0
-"""Seconds: in the middle of a shorter one hardly anybody reloads."""
-
-RELOADED = "The page was reloaded while{} ran. Its complete output:"
+LONG_CELL = 2.0  # seconds: in the middle of a shorter one hardly anybody reloads
 
 
 class Page:
@@ -338,11 +330,3 @@ class Page:
         before, self._session = self._session, session
         is_another = bool(before and self._session) and before != self._session
         return is_another and last is not None and last.transcript.elapsed() >= LONG_CELL
-
-
-def missed(last: RunningTask, logs: Mapping[int, str]) -> Shown:
-    """Draw what that cell has shown, closed: whoever reloaded after its end has it already."""
-    shown, number = final_layout(last.transcript, logs), last.task.execution_count
-    title = RELOADED.format(" the last cell" if number is None else f" cell [{number}]")
-    html = panel(details(dim(title), panel_html(shown), GREY, is_open=False))
-    return Shown(html, f"{title}\n{panel_text(shown)}")

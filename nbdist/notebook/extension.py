@@ -5,12 +5,10 @@ from __future__ import annotations
 import ast
 import atexit
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import cache, partial, wraps
-from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +20,7 @@ from nbdist.errors import NbdistError, UsageError, WrongVersion
 from nbdist.notebook.cell_text import MAGICS, refuse_place, transform_first_lines
 from nbdist.notebook.free_names import names_filled_in
 from nbdist.notebook.options import NbDist, hint_on_magic
+from nbdist.system.requirements import requirements
 from nbdist.words import name_ranks
 from nbdist.world.link import Link
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
@@ -103,7 +102,6 @@ def help_at_border(
     wanted: list[tuple[object, str, Any]] = [
         (shell, "showtraceback", border.show_traceback),
         (shell, "debugger", partial(debug_ranks, pools)),
-        (shell, "user_expressions", auto.user_expressions),
         (shell, "var_expand", border.expand),
         (shell.history_manager, "store_inputs", auto.store_inputs),
     ]
@@ -135,8 +133,7 @@ def help_at_border(
 # --- methods of the shell and of its kernel, wrapped on the one object, and given back --------
 
 
-Around = Callable[..., Any]
-"""Called with the method as it was, and its arguments."""
+Around = Callable[..., Any]  # called with the method as it was, and its arguments
 
 
 def wrap(holder: object, name: str, around: Around) -> Callable[[], None]:
@@ -163,37 +160,15 @@ def wrap(holder: object, name: str, around: Around) -> Callable[[], None]:
 # --- refuses, before anything is started, libraries that nbdist does not run with -------------
 
 
-REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)$")
-"""A requirement of nbdist itself, without a marker: the name and the range."""
-
-
 @cache
 def check_libraries() -> None:
     """Raise WrongVersion for the first library that is out of the range of pyproject.toml.
 
-    By what is installed: nothing is imported, torch least of all.  A library that is not
-    there is not looked at; the workers' Python may be another one.
+    One that is not there is not looked at; the workers' Python may be another one.
     """
-    try:
-        ours = requires("nbdist") or []
-    except PackageNotFoundError:  # run from its folder, without having been installed
-        return
-    for name, wanted in (each.groups() for each in map(REQUIREMENT.match, ours) if each):
-        with suppress(PackageNotFoundError):
-            if not is_within(found := version(name), wanted.strip()):
-                raise WrongVersion(name, found, wanted.strip())
-
-
-def is_within(found: str, wanted: str) -> bool:
-    """Say whether a version is in a range; builds of one (`2.8.0a0+nv25`) are that version."""
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        release = Version(found).base_version
-    except InvalidVersion:  # a name of the user's own, which says nothing
-        return True
-    return SpecifierSet(wanted).contains(release)
+    for each in requirements():
+        if each.found and not each.is_within:
+            raise WrongVersion(each.name, each.found, each.wanted)
 
 
 # --- what stands below `%load_ext nbdist` in the same cell ------------------------------------

@@ -30,12 +30,10 @@ SUFFIXES = {
 }
 
 
-FIGURES = "figures"
-"""In the log folder, where those of ranks on other machines go."""
+FIGURES = "figures"  # in the log folder, where those of ranks on other machines go
 
 KITTY_TERMINALS = ("xterm-kitty", "xterm-ghostty")
-CHUNK = 4096
-"""Characters of one of kitty's escape sequences for images."""
+CHUNK = 4096  # characters of one of kitty's escape sequences for images
 
 
 def can_draw(environ: Mapping[str, str]) -> bool:
@@ -109,8 +107,7 @@ def _saved(suffix: str, image: bytes, log: str | None) -> str:
 # --- what a panel cannot embed, in displays of its own below it -------------------------------
 
 
-NOTHING = "<span></span>"
-"""What a page draws of a figure that the panel shows already."""
+NOTHING = "<span></span>"  # what a page draws of a figure that the panel shows already
 
 EMPTY = Display({"text/html": NOTHING, "text/plain": ""}, {})
 

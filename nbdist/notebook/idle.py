@@ -25,11 +25,8 @@ from nbdist.output.wording import fold_ranks, traceback_text
 from nbdist.words import name_ranks
 from nbdist.world.link import Link
 
-PAUSE, LONGEST_PAUSE = 0.25, 1.0
-"""Seconds between two times."""
-
-PAUSES_PER_NOTICE = 4
-"""What a drawing takes, four times as long is none."""
+PAUSE, LONGEST_PAUSE = 0.25, 1.0  # seconds between two times
+PAUSES_PER_NOTICE = 4  # what a drawing takes, four times as long is none
 
 
 class IdleWatch:
@@ -126,11 +123,8 @@ class IdleWatch:
 
 OUTPUTS_KEPT = 1000
 
-CELLS_KEPT = 20
-"""Cells whose displays can still change."""
-
-MOST_CHARACTERS = 300
-"""Of what one rank has said, where it cannot be shown under its cell."""
+CELLS_KEPT = 20  # cells whose displays can still change
+MOST_CHARACTERS = 300  # of what one rank has said, where it cannot be shown under its cell
 
 
 class Ended:
@@ -234,8 +228,7 @@ def is_in_subshell(shell: InteractiveShell) -> bool:
 # --- stop (SIGINT) where it must not raise ----------------------------------------------------
 
 
-LOOK_AGAIN = 0.25
-"""Seconds until it is looked again whether a cell still runs."""
+LOOK_AGAIN = 0.25  # seconds until it is looked again whether a cell still runs
 
 
 class Stops:
@@ -330,43 +323,32 @@ def is_main_thread() -> bool:
 
 
 class IdleStop:
-    """Have Stop call something while no cell runs: ipykernel ignores SIGINT then.
+    """Have Stop call `stop` while no cell runs, as long as that is wanted: ipykernel ignores it.
 
     It has a handler of its own while it runs a cell, and puts back after it what was there
     before; so ours is put in place, and taken away, by the event loop between cells.
     """
 
-    def __init__(self) -> None:
-        self._stops: list[Callable[[], None]] = []
+    def __init__(self, stop: Callable[[], None], is_wanted: Callable[[], bool]) -> None:
+        self._stop = stop
+        self._is_wanted = is_wanted
         self._is_there = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def watch(self, loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
-        """Call this too from now on; does nothing where SIGINT means something already."""
-        if stop not in self._stops:
-            self._stops.append(stop)
-        self._loop = loop
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            signal.signal(signal.SIGINT, self._take)
-            self._is_there = True
-
-    def clear(self, stop: Callable[[], None]) -> None:
-        """Call it no more; after the last one put back what was there, once no cell runs."""
-        if stop in self._stops:
-            self._stops.remove(stop)
-        self._put_back()
-
-    def _put_back(self) -> None:
-        if self._stops or not self._is_there:
-            return
-        if signal.getsignal(signal.SIGINT) == self._take:
+    def update(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Be there or not, once no cell runs; not where SIGINT means something already."""
+        self._loop = loop or self._loop
+        found, loop = signal.getsignal(signal.SIGINT), self._loop
+        if self._is_wanted() and loop is not None:
+            if found is signal.SIG_IGN:
+                signal.signal(signal.SIGINT, self._take)
+                self._is_there = True
+        elif self._is_there and found == self._take:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._is_there = False
-        elif self._loop is not None and not self._loop.is_closed():
-            self._loop.call_later(LOOK_AGAIN, self._put_back)
+        elif self._is_there and loop is not None and not loop.is_closed():
+            loop.call_later(LOOK_AGAIN, self.update)
 
     def _take(self, _number: int, _frame: FrameType | None) -> None:
-        self._put_back()
-        if self._loop is not None:
-            for stop in self._stops:  # not here: it may come in the middle of a drawing
-                self._loop.call_soon_threadsafe(stop)
+        if self._loop is not None:  # not here: it may come in the middle of a drawing
+            self._loop.call_soon_threadsafe(self._stop)

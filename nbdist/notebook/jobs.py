@@ -17,6 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.lib.pretty import RepresentationPrinter
 
 from nbdist.errors import CellTimeout, Interrupted, JobLost, JobTimeout, NbdistError, WorkerError
+from nbdist.notebook.display import CellDisplay
 from nbdist.notebook.idle import counted_stops, held_stops, is_main_thread
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
@@ -34,11 +35,8 @@ It leads to the result of the cell, or to what the cell raises.
 LONGEST_LOOK = 2.0
 """Seconds in which `done` takes in what there is: ranks can write faster than it is shown."""
 
-AT_ONCE = 0.05
-"""Seconds within which more comes, where there is more."""
-
-AWAITED_EVERY = 0.05
-"""Seconds between two looks of who awaits it."""
+AT_ONCE = 0.05  # seconds within which more comes, where there is more
+AWAITED_EVERY = 0.05  # seconds between two looks of who awaits it
 
 
 class Job:
@@ -180,6 +178,22 @@ class Job:
         """What is said where Stop has ended a wait for it."""
         again = "Stop again, or " if self._place.is_known else ""
         return f"{self.title} keeps running: {again}`%dist_interrupt` stops it"
+
+    def wait_for_turn(self, display: CellDisplay) -> None:
+        """Wait until the workers are free; Stop ends the waiting, not what is waited for."""
+        said = ""
+        with counted_stops() as stops:
+            while not (self.has_ended or stops.count):
+                text = (
+                    f"Waiting for {self.title} ({self.seconds:.0f} s). "
+                    "Stop cancels this cell only; that one keeps running."
+                )
+                if not said or (display.can_change and said != text):
+                    said = text
+                    display.wait_for(text)
+                self.step(TICK)
+        if stops.count and not self.has_ended:
+            raise Interrupted((), fate=f"This cell has not run; {self.runs_on}")
 
     @property
     def seconds(self) -> float:

@@ -6,9 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError as IPythonUsageError
@@ -16,9 +14,8 @@ from IPython.core.magic_arguments import argument, argument_group, parse_argstri
 from traitlets import Bool, Enum, default
 from traitlets.config import Configurable
 
-from nbdist.config import DEFAULT_POOL, OPTIONS, Option, WorldConfig
+from nbdist.config import DEFAULT_POOL, OPTIONS, Option, WorldConfig, read_restarts, unquoted
 from nbdist.errors import UsageError, WorldSizeMismatch
-from nbdist.readers import read_environ, read_restarts, unquoted
 
 if TYPE_CHECKING:
     from nbdist.world.world import World
@@ -92,7 +89,7 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     """Take the arguments of `World` that were given; the pool is none, it is where they go."""
     found = {name: getattr(options, name, None) for name in OPTIONS if name != "pool"}
     found = {name: value for name, value in found.items() if value is not None}
-    return {**found, "env": read_environ(found["env"])} if "env" in found else found
+    return {**found, "env": OPTIONS["env"].read(found["env"])} if "env" in found else found
 
 
 def at_once(options: argparse.Namespace) -> dict[str, Any]:
@@ -159,7 +156,7 @@ def split_code(magic: Magic, line: str) -> tuple[str, str]:
     flags, at = flags_of(magic), 0
     while found := FLAG.match(line, at):
         option, at = flags.get(our_flag(found[1], flags)), found.end()
-        if option and option.takes_value and not found[2] and (value := VALUE.match(line, at)):
+        if option and option.nargs != 0 and not found[2] and (value := VALUE.match(line, at)):
             at = value.end()
     return line[:at].strip(), line[at:].strip()
 
@@ -175,42 +172,17 @@ def _unquoted(value: Any) -> Any:
     return unquoted(value) if isinstance(value, str) else value
 
 
-# --- what options and arguments a magic has, read from what makes its parser ------------------
+# --- what options and arguments a magic has ---------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """An option with its flags, or an argument without any; `dest` is what the parser calls it."""
-
-    flags: tuple[str, ...]
-    dest: str
-    help: str
-    takes_value: bool = True
-    takes_many: bool = False
+def arguments_of(magic: Magic) -> list[argparse.Action]:
+    """List what its parser knows, in the order in which the help has them."""
+    return magic.parser._actions  # type: ignore[attr-defined, no-any-return]
 
 
-@cache
-def arguments_of(magic: Callable[..., Any]) -> tuple[Argument, ...]:
-    """List them in the order in which the help has them; read once, as each cell asks."""
-    added: list[Any] = getattr(magic, "decorators", [])
-    return tuple(
-        _argument(each.args, each.kwds) for each in reversed(added) if isinstance(each, argument)
-    )
-
-
-def flags_of(magic: Callable[..., Any]) -> dict[str, Argument]:
+def flags_of(magic: Magic) -> dict[str, argparse.Action]:
     """Give its options by each of their flags."""
-    return {flag: each for each in arguments_of(magic) for flag in each.flags}
-
-
-def _argument(names: tuple[str, ...], told: dict[str, Any]) -> Argument:
-    return Argument(
-        tuple(name for name in names if name.startswith("-")),
-        told.get("dest") or max(names, key=len).lstrip("-").replace("-", "_"),
-        str(told.get("help") or "").replace("%%", "%"),
-        takes_value=told.get("action") in (None, "append"),
-        takes_many=told.get("nargs") in ("*", "+"),
-    )
+    return {flag: each for each in arguments_of(magic) for flag in each.option_strings}
 
 
 # --- what people type who come from elsewhere, or in haste ------------------------------------
@@ -293,8 +265,7 @@ _NOT_FOUND = re.compile(r"^(?:Line magic function|Cell magic) `(%%?)(\S+?)` not 
 _UNRECOGNIZED = re.compile(r"^unrecognized arguments: ((\S+).*)")
 _FLAG = re.compile(r"(?<!\S)--?[A-Za-z][\w-]*(?=[=\s]|$)")
 
-NEAR_FLAG, NEAR_MAGIC = 0.7, 0.75
-"""How alike, from 0 to 1, what was typed has to be."""
+NEAR_FLAG, NEAR_MAGIC = 0.7, 0.75  # how alike, from 0 to 1, what was typed has to be
 
 
 def in_our_words(line: str, flags: Collection[str]) -> str:

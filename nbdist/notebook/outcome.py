@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,11 +35,12 @@ from nbdist.values.pickling import unpickle
 from nbdist.wire.ops import Brought
 from nbdist.wire.work import Call, Task
 from nbdist.words import name_ranks, one_line, size_text
+from nbdist.world.names import list_names
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session
+from nbdist.world.snapshot_store import Snapshot
 
-Bring = Callable[[tuple[int, ...]], Mapping[int, Any]]
-"""Brings the values of these ranks."""
+Bring = Callable[[tuple[int, ...]], Mapping[int, Any]]  # brings the values of these ranks
 
 
 class LastValues(Mapping[int, Any]):
@@ -231,3 +232,30 @@ def _body(error: RankError, shown: RankTranscript | None = None) -> str:
 
 def _clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+# --- what a notebook does about snapshots by itself ---------------------------------------------
+
+
+@dataclass
+class Routine:
+    """What `--every` has set up, and the newest snapshot of this notebook's session."""
+
+    every: int = 0
+    wanted: tuple[tuple[str, ...] | None, str | None] = (None, None)  # variables, name
+    cells: int = 0
+    newest: Snapshot | None = field(default=None, repr=False)
+
+    def is_due(self) -> bool:
+        """Count a cell that succeeded; whether a snapshot is to be taken after it."""
+        self.cells += bool(self.every)
+        return bool(self.every) and self.cells % self.every == 0
+
+    @property
+    def hint(self) -> str:
+        """How to bring back what was lost; "" where there is nothing to bring."""
+        newest = self.newest
+        if newest is None or not newest.folder.exists():
+            return ""
+        what = list_names(newest.names)
+        return f"`%dist_restore --name {newest.name}` restores {what} of {newest.clock}"

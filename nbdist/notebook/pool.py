@@ -5,48 +5,29 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, UsageError
+from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode
 from nbdist.notebook.display import CellDisplay, Page, make_display
 from nbdist.notebook.free_names import Gathered, assigned_in, names_bound
-from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, counted_stops, is_in_subshell
+from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, is_in_subshell
 from nbdist.notebook.jobs import Job
 from nbdist.notebook.options import NbDist, check_same, given
-from nbdist.notebook.outcome import Why, idle_end, why_died
+from nbdist.notebook.outcome import Routine, Why, idle_end, why_died
 from nbdist.output.events import Died, RankError
 from nbdist.words import count, name_ranks
-from nbdist.world.exchange import Wanted
 from nbdist.world.link import Link
 from nbdist.world.names import list_names
-from nbdist.world.recovery import TICK, healing_text, scaled_text
+from nbdist.world.recovery import healing_text, scaled_text
 from nbdist.world.running import RunningTask
-from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
+from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
 from nbdist.world.states import Machines, State, size_text
 from nbdist.world.world import World
-
-AUTO_NOTE = "auto mode: `%%local` on the first line runs a cell here"
-"""What every panel says while it is on."""
-
-
-class AutoMode:
-    """Which `pool` plain cells run in while it is on, else None.
-
-    `running` is what the kernel runs in place of the last cell, and `typed` what that was;
-    `ran` is what it has run in place of those in the history, by their numbers.  `loaded` are the
-    packages of extensions that the ranks have loaded.
-    """
-
-    def __init__(self) -> None:
-        self.pool: str | None = None
-        self.running = self.typed = ""
-        self.ran: dict[int, str] = {}
-        self.loaded: set[str] = set()
 
 
 class Pool:
@@ -284,7 +265,7 @@ class Pool:
     def _notice(self) -> None:
         world = self.world
         if self._idle.goes_on:
-            self._take_step()
+            self.take_step()
         if world is None or not world.session.is_idle or not world.state.has_workers:
             return
         display = self.display()
@@ -333,22 +314,9 @@ class Pool:
         self._idle.goes_on = True
 
     def wait_for_job(self, display: CellDisplay) -> None:
-        """Wait until the workers are free; Stop ends the waiting, not what is waited for."""
-        job, said = self.job, ""
-        if job is None:
-            return
-        with counted_stops() as stops:
-            while not (job.has_ended or stops.count):
-                text = (
-                    f"Waiting for {job.title} ({job.seconds:.0f} s). "
-                    "Stop cancels this cell only; that one keeps running."
-                )
-                if not said or (display.can_change and said != text):
-                    said = text
-                    display.wait_for(text)
-                job.step(TICK)
-        if stops.count and not job.has_ended:
-            raise Interrupted((), fate=f"This cell has not run; {job.runs_on}")
+        """Wait until the workers are free; Stop ends the waiting alone."""
+        if (job := self.job) is not None:
+            job.wait_for_turn(display)
 
     def show_job(self) -> None:
         """Show what it has said meanwhile, as part of the cell that runs now."""
@@ -361,24 +329,19 @@ class Pool:
             self.ended.again(job.running.transcript)
             self.show_late()
 
-    def _take_step(self) -> None:
-        stop = self._pools.idle_stop
+    def take_step(self) -> None:
+        """Have the job go on, and Stop reach it while no cell runs."""
         if (job := self.job) is not None and self._idle.loop is not None:
-            stop.watch(self._idle.loop, self._stop_job)
+            self._pools.idle_stop.update(self._idle.loop)
             job.step(in_its_cell=True)
         if self.job is None:
             self._idle.goes_on = False
-            stop.clear(self._stop_job)
-
-    def _stop_job(self) -> None:
-        if (job := self.job) is not None:
-            job.running.stops += 1
-            self._take_step()
+            self._pools.idle_stop.update()
 
     def _lose_job(self, why: str) -> None:
-        self._pools.idle_stop.clear(self._stop_job)
         if self._job is not None:
             self._job.lose(why)
+            self._pools.idle_stop.update()
 
 
 def _complete_shutdown(world: World) -> None:
@@ -398,7 +361,7 @@ class Pools:
         self.shell = shell
         self.settings = settings
         self.auto = AutoMode()
-        self.idle_stop = IdleStop()
+        self.idle_stop = IdleStop(self._stop_jobs, lambda: any(each.job for each in self))
         self.gathered = Gathered(shell.user_ns)
         self._pools = {DEFAULT_POOL: Pool(self, DEFAULT_POOL)}
 
@@ -462,6 +425,12 @@ class Pools:
         for pool in self:
             pool.close()
 
+    def _stop_jobs(self) -> None:
+        for pool in self:
+            if pool.job is not None:
+                pool.job.running.stops += 1
+                pool.take_step()
+
     def _bound_by(self, raw_cell: str) -> frozenset[str]:
         has_worlds = any(pool.world is not None for pool in self)
         is_theirs = raw_cell.lstrip().startswith(("%%distributed", "%%rank"))
@@ -471,30 +440,3 @@ class Pools:
             return names_bound(self.shell.transform_cell(raw_cell))
         except SyntaxError:
             return frozenset()  # it bound nothing
-
-
-# --- what a notebook does about snapshots by itself -------------------------------------------
-
-
-@dataclass
-class Routine:
-    """What `--every` has set up, and the newest snapshot of this notebook's session."""
-
-    every: int = 0
-    wanted: Wanted = field(default_factory=lambda: Wanted(None, None))
-    cells: int = 0
-    newest: Snapshot | None = field(default=None, repr=False)
-
-    def is_due(self) -> bool:
-        """Count a cell that succeeded; whether a snapshot is to be taken after it."""
-        self.cells += bool(self.every)
-        return bool(self.every) and self.cells % self.every == 0
-
-    @property
-    def hint(self) -> str:
-        """How to bring back what was lost; "" where there is nothing to bring."""
-        newest = self.newest
-        if newest is None or not newest.folder.exists():
-            return ""
-        what = list_names(newest.names)
-        return f"`%dist_restore --name {newest.name}` restores {what} of {newest.clock}"

@@ -400,8 +400,11 @@ class _Plan:
                 self._note(name, f"{done}; the notebook's change was not sent: {push}, {gather}")
 
     def _done_there(self, name: str) -> str:
+        """Write `model was trained on the ranks since it was sent`."""
         ranks, _ = self._table.changed_since(name)
-        return done_there(name, self._names[name], ranks, self._ranks)
+        verb = "trained" if kind_of(self._names[name]) <= OPTIMIZER else "changed"
+        where = "the ranks" if {*ranks} >= self._ranks else name_ranks(ranks)
+        return f"{name} was {verb} on {where} since it was sent"
 
     # --- what to say ----------------------------------------------------------------------
 
@@ -433,9 +436,7 @@ def _record_of(value: Any, pickled: Pickled) -> Shipped:
 # --- how a value looked when it was last shipped, to find whether it has changed ------------------
 
 
-WHOLE_LIMIT = 4 << 30
-"""Up to this many bytes a value is compared whole, at some 5 GB each second."""
-
+WHOLE_LIMIT = 4 << 30  # up to this many bytes a value is compared whole, at some 5 GB each second
 PICKLE_LIMIT = 64 << 20
 """Up to this many bytes of Python objects are pickled for each cell that uses them."""
 
@@ -478,13 +479,3 @@ def is_compared_whole(pickled: Pickled) -> bool:
 def _add(digest: hashlib.blake2b, view: memoryview) -> None:
     # Four times as fast as any hash in hashlib; no value is forged here.
     digest.update(view if view.nbytes <= 16 * _SMALL else digest_of(view).encode())
-
-
-# --- what is said of variables that ranks have changed in place since they were sent ----------
-
-
-def done_there(name: str, value: Any, ranks: Collection[int], all_ranks: Collection[int]) -> str:
-    """Write `model was trained on the ranks since it was sent`."""
-    verb = "trained" if kind_of(value) <= OPTIMIZER else "changed"
-    where = "the ranks" if {*ranks} >= {*all_ranks} else name_ranks(ranks)
-    return f"{name} was {verb} on {where} since it was sent"

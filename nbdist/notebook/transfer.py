@@ -13,8 +13,7 @@ from nbdist.values.shared_memory import Buffer, Made, Segment, Steps
 from nbdist.words import size_text
 from nbdist.world.names import Shipped, list_names
 
-BIG = 64 * 1024 * 1024
-"""From this many bytes on a notice is shown before something is sent."""
+BIG = 64 * 1024 * 1024  # from this many bytes on a notice is shown before something is sent
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -76,8 +75,7 @@ class Packing:
 # --- how far values have come on their way, shown where it takes longer than a moment ---------
 
 
-FIRST_SHOWN = 1.0
-"""Seconds that a transfer has taken before anything is said of it."""
+FIRST_SHOWN = 1.0  # seconds that a transfer has taken before anything is said of it
 
 
 class Progress:

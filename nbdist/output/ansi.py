@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from html import escape
+from typing import NamedTuple
 
 SGR = re.compile(r"\x1b\[([0-9;:]*)m")
 RESET = "\x1b[0m"
@@ -16,8 +16,7 @@ _ATTRIBUTES = frozenset({BOLD, DIM, ITALIC, UNDERLINE, INVERSE, STRIKE})
 _ENDS = {21: {BOLD}, 22: {BOLD, DIM}, 23: {ITALIC}, 24: {UNDERLINE}, 27: {INVERSE}, 29: {STRIKE}}
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
+class Style(NamedTuple):
     """How a character looks; `foreground` and `background` are SGR parameters ("31", "38;5;28")."""
 
     foreground: str = ""
@@ -57,9 +56,9 @@ def _simple(style: Style, code: int) -> Style:
     if code == 0:
         return PLAIN
     if code in _ATTRIBUTES:
-        return replace(style, attributes=style.attributes | {code})
+        return style._replace(attributes=style.attributes | {code})
     if code in _ENDS:
-        return replace(style, attributes=style.attributes - _ENDS[code])
+        return style._replace(attributes=style.attributes - _ENDS[code])
     tens, unit = divmod(code, 10)
     if tens in (3, 4, 9, 10) and unit < 8:
         return _coloured(style, 38 if tens in (3, 9) else 48, str(code))
@@ -67,7 +66,7 @@ def _simple(style: Style, code: int) -> Style:
 
 
 def _coloured(style: Style, code: int, colour: str) -> Style:
-    return replace(style, foreground=colour) if code == 38 else replace(style, background=colour)
+    return style._replace(foreground=colour) if code == 38 else style._replace(background=colour)
 
 
 def strip(text: str) -> str:

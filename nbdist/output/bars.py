@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import takewhile
 from statistics import median
+from typing import NamedTuple
 
 from nbdist.output.fingerprint import BAR_SIGNS, Bar, clock_text, number_of, read_bar
 from nbdist.output.rank_transcript import FAILED, RankTranscript
@@ -39,8 +39,7 @@ _BEGAN_APART, _BEGAN_APART_SHARE = 2.0, 0.25
 _NUMBERS = re.compile(r"\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class RankBars:
+class RankBars(NamedTuple):
     """The innermost bar of a rank, those around it, outermost first, and its last line of text."""
 
     rank: int
@@ -80,8 +79,7 @@ class RankBars:
         return min(1.0, self.overall)
 
 
-@dataclass(frozen=True, slots=True)
-class BarTable:
+class BarTable(NamedTuple):
     """A row for each of the ranks, of many the slowest; `summary` says where the others are.
 
     `behind` says how far the slowest is; `beside` are last lines of text, each with its ranks.
@@ -203,7 +201,7 @@ def _common_name(found: Sequence[RankBars]) -> str:
     for bars in zip(*(bars.around for bars in found), strict=True):
         low, high = (pick(bars, key=lambda bar: bar.position) for pick in (min, max))
         done = low.done if low.done == high.done else f"{low.done}-{high.done}"
-        outer.append(f"{low.name} {replace(low, done=done).amount}".strip())
+        outer.append(f"{low.name} {low._replace(done=done).amount}".strip())
     return ", ".join(filter(None, [*outer, inner.pop()]))
 
 

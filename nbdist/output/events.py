@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from nbdist.words import word_exit
 
@@ -19,8 +19,7 @@ _READABLE = ("text/markdown", "text/latex", "application/json", "application/geo
 _LONGEST_JSON = 2000
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """Characters written to a stream, with whatever control characters they hold."""
 
     stream: StreamName
@@ -61,8 +60,7 @@ def text_of(value: object) -> str:
     return str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Display:
+class Display(NamedTuple):
     """A figure, a table, HTML: `display(x)`, or the value of the last expression."""
 
     data: MimeBundle
@@ -71,8 +69,7 @@ class Display:
     is_result: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """New content for every display that has this id."""
 
     data: MimeBundle
@@ -80,15 +77,13 @@ class Update:
     display_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Clear:
+class Clear(NamedTuple):
     """`clear_output(wait)`: forget what was shown, at once or with the next output."""
 
     wait: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """An exception that ended the rank's cell; `traceback` has ANSI colours.
 
     `kinds` are its class and its bases, as `module:qualified.name`.  The `connections` to other
@@ -105,20 +100,14 @@ class Failure:
     account: tuple[str, ...] = ()
 
 
-NAME_PROBLEM = "VariableError"
-"""`Failure.name` where a name that came along could not be bound, or one not be fetched."""
-
-SCRIPT_FAILED = "ScriptFailed"
-"""The same where a script or executable ended with an exit code that is not 0."""
-
-LEFT_DEBUGGER = "BdbQuit"
-"""The same where somebody left the debugger, which ends the task."""
+NAME_PROBLEM, SCRIPT_FAILED, LEFT_DEBUGGER = "VariableError", "ScriptFailed", "BdbQuit"
+"""`Failure.name` where a variable could not be bound or fetched, a script ended with an exit code
+that is not 0, or the user left the debugger, which ends the task."""
 
 IGNORES_STOP = "it ignored Stop"
 
 
-@dataclass(frozen=True, slots=True)
-class Died:
+class Died(NamedTuple):
     """The rank's process ended.
 
     `exit_code` is negative for a signal, None where its machine is lost; `last_lines` are what it
@@ -185,8 +174,7 @@ class Done:
         return self.bound - self.imported.keys()
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """What a logger of the worker has logged; `created` is seconds, all texts are formatted."""
 
     host: str
@@ -206,8 +194,7 @@ class Record:
     stack: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class InputRequest:
+class InputRequest(NamedTuple):
     """The rank waits for a typed line: `input()`, `getpass()`; the reply has the same number."""
 
     number: int
@@ -216,26 +203,21 @@ class InputRequest:
     by_debugger: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Typed:
+class Typed(NamedTuple):
     """What was typed for the rank that waited for it, as it is shown: "" where it is secret."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(NamedTuple):
     """Of what the rank brings back so many bytes of so many have been packed."""
 
     done: int
     total: int
 
 
-MOVED = "nbdist_moved"
-"""The kind of message in which a worker says so."""
-
-RECORD = "nbdist_record"
-"""The kind of message in which a worker sends one."""
+MOVED, RECORD = "nbdist_moved", "nbdist_record"
+"""The kinds of messages in which a worker sends these."""
 
 TOPIC = b"nbdist"
 """Under which a worker publishes all that its agent waits for, whatever its sender's topic."""

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import marshal
 import re
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from nbdist.output.ansi import strip
@@ -179,8 +178,7 @@ _SUFFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 
 _SEPARATORS = " \t:-•|·"
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """One progress bar; `rest` is what else its line said, and times are seconds.
 
     `done` and `total` are as they were written ("1.2G"), "" where they were not; `fraction` is

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
@@ -41,15 +41,12 @@ from nbdist.output.wording import (
 from nbdist.words import count, format_ranks, name_ranks
 
 MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
-_HEAD_BYTES = 40_000  # The head, the squares, and the tags of the outermost blocks.
 _SMALLEST_BLOCK = 1500
 _BLOCK_BYTES = 600  # The tags of a block and the notes in it.
 # Wide enough for what people print; a line that does not fit in its block is cut.
 _WIDTHS, _LIVE_WIDTHS = (100_000, 4000, 400), (400, 200, 100, 40)
-_TALL_LINES = 30
-_TRACEBACKS = ((100, 1000), (30, 400), (5, 200), (1, 100))  # lines, and their width
-_LIVE_TRACEBACK_LINES = 24
-_LIVE_DISPLAY_LINES = 8
+_TALL_LINES, _LIVE_DISPLAY_LINES = 30, 8
+_TRACEBACKS = ((100, 1000), (24, 400), (5, 200), (1, 100))  # lines, and their width
 
 _COLOURS: dict[Look, str] = {
     "waiting": GREY,
@@ -67,15 +64,51 @@ _SQUARE = (
 )
 _SQUARES = "color:#ffffff;font-size:10px;line-height:1.5;margin:2px 0"
 _VALUE = "padding:1px 12px 1px 0;border:none;vertical-align:top;text-align:left"
-_RANKS = "padding:0 8px;border:none;vertical-align:top;text-align:right"
-_LAST = f"padding:0 8px;border:none;vertical-align:top;border-left:1px solid {GREY};text-align:left"
 # The reversed column makes the box start at its end, where the newest lines are.
 _TALL = "display:flex;flex-direction:column-reverse;max-height:546px;overflow:auto"
 
 
+@dataclass(slots=True)
+class _Room:
+    """How many bytes the blocks that are left may still use."""
+
+    left: int
+    blocks: int
+    is_live: bool
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return _LIVE_WIDTHS if self.is_live else _WIDTHS
+
+    @property
+    def drawn(self) -> int:
+        """How wide a line is at most that was cut, and says so."""
+        return self.widths[0] + 200
+
+
 def panel_html(shown: Panel) -> str:
     """Write the panel; its text says the same."""
-    return _live(shown) if shown.is_live else _final(shown)
+    most = MOST_LIVE_BYTES if shown.is_live else MOST_BYTES
+    room = _Room(most, len(shown.blocks) + len(shown.rest), shown.is_live)
+    failed, others = shown.parted
+    bars, rows = bars_html(shown.bars) if shown.bars else "", ""
+    if shown.rows and (shown.is_live or not bars):
+        rows = _rows(shown.rows, most // 2, room)
+    if shown.more:
+        rows += line(dim(f"and {len(shown.more)} more: {name_ranks(shown.more)}"))
+    last = line(dim(f"{name_ranks(shown.silent)}: no output" if shown.silent else shown.foot))
+    head, note = _head(shown) + line(dim(shown.spread)), line(dim(shown.note))
+    head, last = (head + note, last) if shown.is_live else (head, last + note)
+    room.left -= size(head + bars + rows + last) + _SMALLEST_BLOCK
+    # Lines go on coming, and would move what stands beside them.
+    is_calm = not shown.is_live or all(
+        any(isinstance(item, Shown) for item in block.items) for block in others
+    )
+    write = partial(_block, room=room)
+    parts = [head, *(write(block, "") for block in failed), bars]
+    runs = tiled(others) if is_calm else ([block] for block in others)
+    parts += [_side_by_side(run, write) for run in runs]
+    return panel(*parts, rows, _rest(shown.rest, room) if shown.rest else "", last)
 
 
 def _head(shown: Panel) -> str:
@@ -95,49 +128,25 @@ def _head(shown: Panel) -> str:
     return f'{head}<div style="{_SQUARES}">{chips}</div>{more}'
 
 
-def _display_html(html: str) -> str:
-    return f'<div style="white-space:normal;overflow-x:auto;margin:4px 0">{html}</div>'
-
-
-def _title(block: Block) -> str:
-    group = block.group
-    mark = coloured(MARKS[group.shown.look], _COLOURS[group.shown.look])
-    return f"{bold(name_ranks(group.ranks))} {mark} {dim(' · '.join(block.words))}"
-
-
-# --- final ------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Room:
-    """How many bytes the blocks that are left may still use."""
-
-    left: int
-    blocks: int
-
-
-def _final(shown: Panel) -> str:
-    room = _Room(MOST_BYTES - _HEAD_BYTES, len(shown.blocks) + len(shown.rest))
-    parts = [_head(shown), line(dim(shown.spread))]
-    write = partial(_final_block, room=room)
-    parts += [_side_by_side(blocks, write) for blocks in tiled(shown.blocks)]
-    if shown.bars:
-        parts.append(bars_html(shown.bars))
-    elif shown.rows:
-        parts.append(_values(shown.rows))
-    if shown.rest:
-        parts.append(_rest(shown.rest, room))
-    if shown.silent:
-        parts.append(line(dim(f"{name_ranks(shown.silent)}: no output")))
-    return panel(*parts, line(dim(shown.note)))
-
-
-def _values(rows: Iterable[Row]) -> str:
+def _rows(rows: Sequence[Row], most: int, room: _Room) -> str:
+    """Write which ranks are there, and their line, in about `most` bytes."""
     found = table(
-        [(_VALUE, dim(name_ranks(row.ranks))), (_VALUE, lines_html([row.line], _WIDTHS[0]))]
+        [(_VALUE, dim(name_ranks(row.ranks))), (_VALUE, _fitted(row.line, most // len(rows), room))]
         for row in rows
     )
     return f'<div style="max-height:560px;overflow:auto">{found}</div>'
+
+
+def _fitted(text: Line, budget: int, room: _Room) -> str:
+    """Write a line so wide as there is room for it, at least the narrowest."""
+    for width in room.widths:
+        clipped = Line(clip(text.text, width), text.stderr)
+        # No HTML is shorter than its text, and it takes long to be written.
+        if len(clipped.text) <= budget or width == room.widths[-1]:
+            html = lines_html([clipped], room.drawn)
+            if size(html) <= budget:
+                break
+    return html
 
 
 def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
@@ -151,73 +160,82 @@ def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
             left = [rank for missing in blocks[done:] for rank in missing.group.ranks]
             parts.append(line(dim(f"{name_ranks(left)}: %dist_output -r {format_ranks(left)}")))
             break
-        parts.append(_side_by_side(run, partial(_final_block, room=room)))
+        parts.append(_side_by_side(run, partial(_block, room=room)))
         done += len(run)
     return details(f"{title} {said}", "".join(parts), GREY, is_open=False)
 
 
-def _final_block(block: Block, style: str, room: _Room) -> str:
+def _block(block: Block, style: str, room: _Room) -> str:
     share = room.left // room.blocks
     room.blocks -= 1
-    error = _final_error(block, share // 2)
-    body, image_bytes = _output(block, share - size(error) - _BLOCK_BYTES)
-    title, colour = _title(block), _COLOURS[block.group.shown.look]
+    error = _error(block, share // 2, room)
+    body, free = _output(block, share - size(error) - _BLOCK_BYTES, room)
+    look = block.group.shown.look
+    colour, words = _COLOURS[look], dim(" · ".join(block.words))
+    title = f"{bold(name_ranks(block.group.ranks))} {coloured(MARKS[look], colour)} {words}"
     if block.failed:
         title += f" {coloured(clip(block.failed, 200), colour)}"
-    html = details(title, body + error, colour, is_open=block.is_open, style=style)
-    room.left -= size(html) - image_bytes
+    if room.is_live:  # drawn again and again, it would close what was opened
+        html = barred(line(title) + body + error, colour, style)
+    else:
+        html = details(title, body + error, colour, is_open=block.is_open, style=style)
+    room.left -= size(html) - free
     return html
 
 
-def _output(block: Block, budget: int) -> tuple[str, int]:
-    """Write the items, the newest first into what room there is; also the bytes of images."""
+def _output(block: Block, budget: int, room: _Room) -> tuple[str, int]:
+    """Write the items, the newest first into what room there is; also the bytes that are free.
+
+    Images of a finished cell are.
+    """
     parts: list[str | Hidden] = []
-    image_bytes = 0
+    free = 0
     for item in reversed(block.items):
         match item:
             case Hidden():
                 parts.append(item)
             case Shown():
-                html, has_image = _final_display(item), _is_image(item)
-                cost = 0 if has_image else size(html)
-                # Its text is small; what is too big for that is hidden like a line.
-                budget -= min(cost, max(budget, 0))
-                fits = cost <= budget
-                image_bytes += size(html) if has_image and fits else 0
-                parts.append(html if fits else Hidden(1, in_log_only=False))
+                html = _display(item, room)
+                of_image = size(html) if _is_image(item) and not room.is_live else 0
+                if size(html) - of_image > budget:
+                    # While it runs its text is enough; then it is hidden like a line.
+                    html = _plain(item, room) if room.is_live else ""
+                budget -= size(html) - of_image if html else 0
+                free += of_image if html else 0
+                parts.append(html or Hidden(1, in_log_only=False))
             case lines:
-                kept, used = _newest(lines, budget)
-                budget -= used
-                if kept:
-                    parts.append(_text(kept))
-                if len(kept) < len(lines):
-                    parts.append(Hidden(len(lines) - len(kept), in_log_only=False))
+                kept = _newest(lines, budget, room)
+                budget -= size(kept[0])
+                parts += [part for part in kept if part]
     shown = merged(reversed(parts))
     written = (line(dim(block.where_rest(p))) if isinstance(p, Hidden) else p for p in shown)
-    return "".join(written), image_bytes
+    return "".join(written), free
 
 
-def _newest(lines: list[Line], budget: int) -> tuple[list[Line], int]:
+def _newest(lines: list[Line], budget: int, room: _Room) -> tuple[str, Hidden | None]:
+    """Write as many of the last lines as there is room for, and count the others."""
     kept: list[Line] = []
     used = 0
     for each in reversed(lines):
-        for width in _WIDTHS:
+        for width in room.widths:
             line_here = Line(clip(each.text, width), each.stderr)
             if len(line_here.text) > budget - used:
                 continue  # No HTML is shorter, and it takes long to be written.
-            cost = size(lines_html([line_here], _WIDTHS[0]))
+            cost = size(lines_html([line_here], room.drawn))
             if used + cost <= budget:
                 break
         else:
             break
         kept.append(line_here)
         used += cost
-    return kept[::-1], used
+    left = len(lines) - len(kept)
+    return _text(kept[::-1], room), Hidden(left, in_log_only=False) if left else None
 
 
-def _text(lines: list[Line]) -> str:
-    html = lines_html(lines, _WIDTHS[0])
-    return html if len(lines) <= _TALL_LINES else f'<div style="{_TALL}"><div>{html}</div></div>'
+def _text(lines: list[Line], room: _Room) -> str:
+    html = lines_html(lines, room.drawn)
+    is_tall = len(lines) > _TALL_LINES and not room.is_live
+    return f'<div style="{_TALL}"><div>{html}</div></div>' if is_tall else html
 
 
 def _is_image(shown: Shown) -> bool:
@@ -225,99 +243,34 @@ def _is_image(shown: Shown) -> bool:
     return (embed(shown.display) or "").startswith("<img ")
 
 
-def _final_display(shown: Shown) -> str:
-    html = embed(shown.display)
-    if html is not None:
-        return _display_html(html)
-    if is_leftover(data := shown.display.data):
+def _display(shown: Shown, room: _Room) -> str:
+    if (html := embed(shown.display)) is not None:
+        return f'<div style="white-space:normal;overflow-x:auto;margin:4px 0">{html}</div>'
+    if is_leftover(data := shown.display.data) and not room.is_live:
         return line(dim(f"{kind_text(data)}, shown below"))
-    return _text([Line(clip(text, _WIDTHS[1]), stderr=False) for text in shown.plain.split("\n")])
+    return _plain(shown, room)
 
 
-def _final_error(block: Block, budget: int) -> str:
+def _plain(shown: Shown, room: _Room) -> str:
+    rows = shown.plain.split("\n")
+    if room.is_live and len(rows) > _LIVE_DISPLAY_LINES:
+        rows = [*rows[:_LIVE_DISPLAY_LINES], "…"]
+    width = room.widths[0 if room.is_live else 1]
+    return _text([Line(clip(row, width), stderr=False) for row in rows], room)
+
+
+def _error(block: Block, budget: int, room: _Room) -> str:
     error, part = block.group.error, block.group.part
-    if not isinstance(error, Failure) or part == "same" or traceback_text(error) == block.failed:
-        return ""  # One line in the title says it.
-    for lines, width in _TRACEBACKS:
+    is_said = part == "same" or (part == "other" and room.is_live)  # in the title
+    if not isinstance(error, Failure) or is_said or traceback_text(error) == block.failed:
+        return ""
+    for lines, width in _TRACEBACKS[room.is_live :]:
         html = traceback_html(traceback_text(error), lines, width)
         if size(html) <= budget:
             break
     if part == "other":
         return f'<details><summary style="cursor:pointer">traceback</summary>{html}</details>'
     return html
-
-
-# --- live -------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _LiveRoom:
-    """How wide a line may be, and how many characters of figures and tables still fit in."""
-
-    width: int
-    left: int = 0
-
-
-def _live(shown: Panel) -> str:
-    head, foot = _head(shown) + line(dim(shown.note)), line(dim(shown.foot))
-    for width in _LIVE_WIDTHS:
-        html = panel(head, _live_body(shown, _LiveRoom(width)), foot)
-        left = MOST_LIVE_BYTES - size(html)
-        if left < 0:
-            continue
-        if any(isinstance(item, Shown) for block in shown.blocks for item in block.items):
-            # Once more with the displays that fit: their bytes are ASCII, or too few to matter.
-            fuller = panel(head, _live_body(shown, _LiveRoom(width, left)), foot)
-            return fuller if size(fuller) <= MOST_LIVE_BYTES else html
-        return html
-    return panel(head)
-
-
-def _live_body(shown: Panel, room: _LiveRoom) -> str:
-    write = partial(_live_block, room=room)
-    failed, others = shown.parted
-    parts = [write(block, "") for block in failed]
-    if shown.bars:
-        parts.append(bars_html(shown.bars))
-    # Lines go on coming, and would move what stands beside them.
-    is_calm = all(any(isinstance(item, Shown) for item in block.items) for block in others)
-    runs = tiled(others) if is_calm else ([block] for block in others)
-    parts += [_side_by_side(blocks, write) for blocks in runs]
-    # A row for each distinct last line: which ranks are there, and the line.
-    rows = (
-        [(_RANKS, bold(format_ranks(row.ranks))), (_LAST, lines_html([row.line], room.width))]
-        for row in shown.rows
-    )
-    more = f"and {len(shown.more)} more: {name_ranks(shown.more)}" if shown.more else ""
-    return "".join([*parts, table(rows), line(dim(more))])
-
-
-def _live_block(block: Block, style: str, room: _LiveRoom) -> str:
-    parts, group = [line(_title(block))], block.group
-    for item in block.items:
-        match item:
-            case Hidden():
-                parts.append(line(dim(block.where_rest(item))))
-            case Shown():
-                parts.append(_live_display(item, room))
-            case lines:
-                parts.append(lines_html(lines, room.width))
-    if group.part == "first" and isinstance(group.error, Failure):
-        text = traceback_text(group.error)
-        parts.append(traceback_html(text, _LIVE_TRACEBACK_LINES, room.width))
-    elif block.failed:
-        parts.append(line(coloured(clip(block.failed, room.width), _COLOURS[group.shown.look])))
-    return barred("".join(parts), _COLOURS[group.shown.look], style)
-
-
-def _live_display(shown: Shown, room: _LiveRoom) -> str:
-    html = embed(shown.display)
-    if html is not None and len(html) <= room.left:
-        room.left -= len(html)
-        return _display_html(html)
-    plain = shown.plain.split("\n")
-    cut = [*plain[:_LIVE_DISPLAY_LINES], "…"] if len(plain) > _LIVE_DISPLAY_LINES else plain
-    return lines_html([Line(text, stderr=False) for text in cut], room.width)
 
 
 # --- which blocks of a panel stand side by side -----------------------------------------------
@@ -410,5 +363,5 @@ def figures(transcript: Transcript) -> list[tuple[str, Display]]:
             data = shown.display.data
             if _is_image(shown):
                 images = {kind: data[kind] for kind in data if kind.startswith("image/")}
-                found.append((name_ranks(group.ranks), replace(shown.display, data=images)))
+                found.append((name_ranks(group.ranks), shown.display._replace(data=images)))
     return found

@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import MOST_ROWS, BarTable, RankBars, bar_table
@@ -43,16 +42,13 @@ _LIKENESS: dict[Likeness, str] = {
 }
 
 # Of live layouts.
-_LIVE_LINES, _LIVE_LINES_OF_FAILED = 24, 8
-_FEW_GROUPS = 4
-_LIVE_LINES_OF_ASKING = 60
-_CLOCK_FROM = 2.0
+_LIVE_LINES, _LIVE_LINES_OF_FAILED, _LIVE_LINES_OF_ASKING = 24, 8, 60
+_FEW_GROUPS, _CLOCK_FROM = 4, 2.0
 _LIVE = "live view at {}; if this time does not change, it ended then: `%dist_output`"
 
 # Of final layouts.
-_MANY_GROUPS = 16
+_MANY_GROUPS, _MOST_VALUES = 16, 256
 _LONGEST_VALUE, _LONGEST_BAR = 100, 240
-_MOST_VALUES = 256
 _MOST_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
 _OPEN_LINES = 60
 _SHORT = 8
@@ -62,8 +58,7 @@ _SHORT = 8
 _SLOWER, _SLOWER_SHARE = 0.5, 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Hidden:
+class Hidden(NamedTuple):
     """Lines that are left out here; `in_log_only` if the notebook never had or kept them."""
 
     lines: int
@@ -74,8 +69,7 @@ Item: TypeAlias = list[Line] | Shown | Hidden
 _Item = TypeVar("_Item", Item, str | Hidden)
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """What is shown of alike ranks below a title with `words`; `failed` is an error in one line."""
 
     group: Group
@@ -94,8 +88,7 @@ class Block:
         return f"… {lines_text(hidden.lines)} more: {command}{path}"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Some ranks, and the one line that is shown of them."""
 
     ranks: tuple[int, ...]
@@ -103,8 +96,7 @@ class Row:
     sameness: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(NamedTuple):
     """A cell's output: who, how long and how; blocks, then rows, then what stands back.
 
     `squares` are numbered, for ranks or runs of ranks where there are many; the ranks of `more`
@@ -443,11 +435,9 @@ def _failed_with(group: Group, transcript: Transcript) -> str:
 
 # --- short outputs of ranks held against one another ------------------------------------------
 
-SHORT_LINES = 12
-_MOST_ODD = 8
-_MOST_SPREADS = 4
+SHORT_LINES, _LONGEST_LINE = 12, 400
+_MOST_ODD, _MOST_SPREADS = 8, 4
 _FEWEST_RANKS, _SEEN_AT_A_GLANCE = 3, 8
-_LONGEST_LINE = 400
 
 _UNITS = r"(?:\s?(?:ns|[\u00b5\u03bcmu]s|s|min|[KMG]i?B|kB|%)(?!\w))"
 # A number that stands by itself, not one in a name, an address or a time; with its unit.

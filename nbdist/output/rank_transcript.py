@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from nbdist.output import events
 from nbdist.output.ansi import strip
@@ -31,8 +31,7 @@ ENDED: frozenset[State] = frozenset({"ok", "failed", "died", "aborted"})
 FAILED: frozenset[State] = frozenset({"failed", "died"})
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
+class Shown(NamedTuple):
     """A rich display with its newest content, of which `content` is the key but for text/plain."""
 
     display: events.Display
@@ -85,9 +84,6 @@ class RankTranscript:
         self._new_lines = 0  # since the oldest were forgotten
         self._body: tuple[int, Key] | None = None
         self._error_keys: tuple[object, tuple[str, ...]] = (None, ("",))
-
-    def __repr__(self) -> str:
-        return f"<RankTranscript of rank {self.rank} {self.state}, {self.line_count} lines>"
 
     @property
     def error(self) -> events.RankError | None:
@@ -194,9 +190,7 @@ class RankTranscript:
     def _take(self, output: events.Output, now: float) -> bool:
         if isinstance(output, events.Text) and not output.text:
             return False
-        if self._clear_next and isinstance(
-            output, events.Text | events.Display | Skipped | events.Failure | events.Typed
-        ):
+        if self._clear_next and isinstance(output, SHOWN):
             self._clear(wait=False)
         match output:
             case events.Text(stream=stream, text=text):
@@ -264,7 +258,7 @@ class RankTranscript:
         display = None
         for position, piece in enumerate(self.pieces):
             if isinstance(piece, Shown) and piece.display.display_id == update.display_id:
-                display = replace(piece.display, data=update.data, metadata=update.metadata)
+                display = piece.display._replace(data=update.data, metadata=update.metadata)
                 self.pieces[position] = Shown.of(display)
         if display is not None:
             self._count(display)

@@ -119,9 +119,6 @@ class Screen:
         self._digest = Digest()  # of the rows before _settled
         self._settled = 0
 
-    def __repr__(self) -> str:
-        return f"<Screen {len(self)} lines, {self.dropped} dropped, cursor {self.cursor}>"
-
     @property
     def dropped(self) -> int:
         """How many rows are gone from the front."""

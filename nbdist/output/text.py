@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from nbdist.output import events
 from nbdist.output.ansi import strip
@@ -24,18 +24,15 @@ from nbdist.output.wording import (
 )
 from nbdist.words import format_ranks, name_ranks
 
-MOST_CHARACTERS = 400_000
+MOST_CHARACTERS, _MOST_LIVE = 400_000, 16_000
 _WIDEST, _WIDTH, _LIVE_WIDTH = 100_000, 2000, 300
 _MOST_ROWS = 200
 
 
 def panel_text(shown: Panel) -> str:
     """Write the panel; its HTML says the same."""
-    lines = [head_text(shown)]
-    if shown.is_live:
-        lines += [*filter(None, [shown.note]), *_live(shown), *filter(None, [shown.foot])]
-    else:
-        lines += [*_final(shown), *filter(None, [shown.note])]
+    before, after = (shown.note, shown.foot) if shown.is_live else (shown.spread, shown.note)
+    lines = [head_text(shown), *filter(None, [before]), *_body(shown), *filter(None, [after])]
     return "\n".join(lines)
 
 
@@ -62,62 +59,39 @@ def whole_text(transcript: Transcript, ranks: Iterable[int]) -> str:
     return "\n".join(parts)
 
 
-def _final(shown: Panel) -> Iterator[str]:
-    if shown.spread:
-        yield shown.spread
-    yield from _blocks((*shown.blocks, *shown.rest))
+def _body(shown: Panel) -> Iterator[str]:
+    failed, others = shown.parted
+    width = _LIVE_WIDTH if shown.is_live else _WIDEST
+    parts = [*_blocks([*failed, *others, *shown.rest], width)]
+    if shown.bars and shown.is_live:
+        bars = [clip(row, width) for row in bars_text(shown.bars)]
+        parts.insert(len(failed), [_header(shown.bars.ranks), *bars])
+    yield from chain.from_iterable(parts)
     for row in shown.rows:  # of the other ranks, which have no blocks then
         yield _header(row.ranks, row.sameness)
-        yield strip(row.line.text)
+        yield clip(strip(row.line.text), width)
     if shown.silent:
         yield _header(shown.silent, "no output")
-
-
-def _blocks(blocks: Sequence[Block]) -> Iterator[str]:
-    left = MOST_CHARACTERS
-    for done, block in enumerate(blocks):
-        share = left // (len(blocks) - done)
-        lines = [_block_header(block), *_output(block, share), *_error(block, share)]
-        left -= sum(len(part) + 1 for part in lines)
-        if left < 0:
-            ranks = [rank for missing in blocks[done:] for rank in missing.group.ranks]
-            yield _header(ranks)
-            yield f"%dist_output -r {format_ranks(ranks)}"
-            return
-        yield from lines
-
-
-def _live(shown: Panel) -> Iterator[str]:
-    failed, others = shown.parted
-    for block in failed:
-        yield from _live_block(block)
-    if shown.bars:
-        yield _header(shown.bars.ranks)
-        yield from (clip(line, _LIVE_WIDTH) for line in bars_text(shown.bars))
-    for block in others:
-        yield from _live_block(block)
-    for row in shown.rows:
-        yield _header(row.ranks)
-        yield clip(strip(row.line.text), _LIVE_WIDTH)
     if shown.more:
         yield f"── and {name_ranks(shown.more)} ──"
 
 
-def _live_block(block: Block) -> Iterator[str]:
-    yield _block_header(block)
-    for item in block.items:
-        match item:
-            case Hidden(lines=number):
-                yield in_log_only(number)
-            case Shown():
-                yield clip("\n".join(_plain(item)), _LIVE_WIDTH)
-            case lines:
-                yield from (clip(strip(line.text), _LIVE_WIDTH) for line in lines)
-    if (error := block.group.error) is not None:
-        yield clip(error_text(error), _LIVE_WIDTH)
+def _blocks(blocks: Sequence[Block], width: int) -> Iterator[list[str]]:
+    is_live = width == _LIVE_WIDTH
+    left = _MOST_LIVE if is_live else MOST_CHARACTERS
+    for done, block in enumerate(blocks):
+        share = left // (len(blocks) - done)
+        lines = [_block_header(block), *_output(block, share, width)]
+        lines += _error(block, share, is_live=is_live)
+        left -= sum(len(part) + 1 for part in lines)
+        if left < 0:
+            ranks = [rank for missing in blocks[done:] for rank in missing.group.ranks]
+            yield [_header(ranks), f"%dist_output -r {format_ranks(ranks)}"]
+            return
+        yield lines
 
 
-def _output(block: Block, budget: int) -> list[str]:
+def _output(block: Block, budget: int, width: int) -> list[str]:
     parts: list[str] = []
     for item in reversed(block.items):
         if isinstance(item, Hidden):
@@ -126,7 +100,7 @@ def _output(block: Block, budget: int) -> list[str]:
         pieces = item if isinstance(item, list) else [item]
         rows = [row for piece in pieces for row in _plain(piece)]
         for number, row in enumerate(reversed(rows)):
-            text = clip(row, _WIDEST if len(row) < budget // 2 else _WIDTH)
+            text = clip(row, width if len(row) < budget // 2 else min(width, _WIDTH))
             budget -= len(text) + 1
             if budget < 0:
                 parts.append(block.where_rest(Hidden(len(rows) - number, in_log_only=False)))
@@ -145,8 +119,10 @@ def _plain(item: Entry) -> list[str]:
             return strip(shown.plain).split("\n")
 
 
-def _error(block: Block, budget: int, *, colours: bool = False) -> list[str]:
+def _error(block: Block, budget: int, *, colours: bool = False, is_live: bool = False) -> list[str]:
     error = block.group.error
+    if is_live and error is not None:
+        return [clip(block.failed or error_text(error), _LIVE_WIDTH)]
     if block.group.part != "first" or not isinstance(error, events.Failure):
         return [block.failed] if block.failed else []
     text = traceback_text(error) if colours else strip(traceback_text(error))
@@ -213,10 +189,6 @@ class PlainLines:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = {rank: _Rank() for rank in sorted(ranks)}
-
-    def __repr__(self) -> str:
-        waiting = sum(len(rank.queue) for rank in self._ranks.values())
-        return f"<PlainLines ranks {format_ranks(self._ranks)}, {waiting} lines waiting>"
 
     def receive(self, rank: int, output: events.Output, now: float) -> Iterator[str]:
         """Take in an output; yields the lines that need not wait for other ranks."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Failure, Output, RankError
@@ -22,7 +21,6 @@ from nbdist.output.rank_transcript import (
     Shown,
 )
 from nbdist.output.screen import Line, Screen
-from nbdist.words import format_ranks
 
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
 """Characters of displays that are kept of all ranks together, and of each in any case."""
@@ -40,10 +38,6 @@ class Transcript:
         shown = min(SHOWN_AT_MOST, max(SHOWN_AT_LEAST, of_each))
         self.by_rank = {rank: RankTranscript(rank, keep_lines, shown) for rank in self.ranks}
         self.started: float | None = None
-
-    def __repr__(self) -> str:
-        states = ", ".join(f"{number} {look}" for look, number in self.looks().items())
-        return f"<Transcript ranks {format_ranks(self.ranks)}: {states}>"
 
     def __iter__(self) -> Iterator[RankTranscript]:
         return iter(self.by_rank.values())
@@ -164,8 +158,7 @@ Part = Literal["none", "first", "same", "other"]
 Likeness = Literal["same", "bars", "places", "line"]
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Ranks whose output and error are alike; `members` are theirs, `shown` is one of them.
 
     They are the "same", differ in progress "bars", of which each has a row, or in "places"
@@ -267,7 +260,7 @@ def fold_shown(shown: Sequence[Shown]) -> Shown:
     if all(other.plain == first.plain for other in shown):
         return first
     data = {**first.display.data, "text/plain": fold_plain([other.plain for other in shown])}
-    return replace(first, display=replace(first.display, data=data))
+    return first._replace(display=first.display._replace(data=data))
 
 
 def fold_tail(group: Group, pieces: Sequence[Piece], count: int) -> list[list[Line]]:
@@ -301,7 +294,7 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
         traceback = fold([*map(strip, texts)])
     if message is None or traceback is None:
         return None
-    return replace(first, message=message, traceback=(traceback,))
+    return first._replace(message=message, traceback=(traceback,))
 
 
 def said_by(error: RankError | None) -> object:

@@ -6,12 +6,11 @@ import re
 import signal
 from base64 import b64encode
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
 from html.parser import HTMLParser
 from itertools import groupby, zip_longest
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from nbdist.output.ansi import ansi_html, cut, strip
 from nbdist.output.events import Display, Failure, MimeBundle, RankError, text_of
@@ -314,8 +313,7 @@ _FEWEST_FOLDED = 3
 _MOST_LIBRARIES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Rows of a traceback; `folded` says what they are where they need not be seen."""
 
     rows: tuple[str, ...]

@@ -238,9 +238,6 @@ class RuntimeFolder:
         self.path, self.socket = _make_folder(), SOCKET
         self._claim = claim(self.path, runtime(self.path))
 
-    def __repr__(self) -> str:
-        return f"<RuntimeFolder {self.path}>"
-
     def close(self) -> None:
         """Remove it, which an agent that was killed could not, and let go of it."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -261,9 +258,6 @@ class JoinedFolder:
         if claim is None:
             raise FileNotFoundError(f"{path} is the folder of no world")
         self._claim = claim
-
-    def __repr__(self) -> str:
-        return f"<JoinedFolder {self.path}>"
 
     def close(self) -> None:
         """Take out of it what is this process's; its agents remove it."""
@@ -286,6 +280,15 @@ def _make_folder() -> Path:
         except OSError as error:
             problems[str(parent)] = error.strerror or str(error)
     raise NoRuntimeFolder(problems)
+
+
+def problem_of(parent: Path) -> str:
+    """Return why no runtime folder can lie there, "" if one can."""
+    try:
+        shutil.rmtree(_make_folder_in(parent))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def places() -> list[Path]:

@@ -13,8 +13,8 @@ import resource
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from nbdist.words import LACKED_MEMORY
 
@@ -45,9 +45,8 @@ def word_lack(code: int | None) -> str:
         return os.strerror(code or 0)
     if code != errno.EAGAIN:
         return f"no further process can be started: {os.strerror(code or 0)}"
-    found = sorted((*_limits_of_user(), *_limits_of_groups()), key=lambda each: each[1] - each[2])
     which = "`ulimit -u` or pids.max of a control group is reached"
-    for name, most, there in found[:1]:
+    for name, most, there in process_limits()[:1]:
         which = f"{name} is {most}, and {there} processes and threads are there"
     return f"no further process or thread can be started: {which}. Raise it, or use fewer workers"
 
@@ -58,8 +57,14 @@ def lack_in(last_lines: Iterable[str]) -> str:
     return word_lack(errno.EAGAIN) if has_lacked else ""
 
 
+def process_limits() -> list[tuple[str, int, int]]:
+    """Find all limits of processes and threads: name, limit, how many there are; tightest first."""
+    found = (*_limits_of_user(), *_limits_of_groups())
+    return sorted(found, key=lambda each: each[1] - each[2])
+
+
 def _limits_of_user() -> Iterator[tuple[str, int, int]]:
-    """Yield `ulimit -u`, which root is free of: name, limit, and how many there are."""
+    """Yield `ulimit -u`, which root is free of."""
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.getuid() == 0 or most == resource.RLIM_INFINITY:
         return
@@ -123,8 +128,7 @@ _MEMORY_FILES = {
 """By version: limit and use of memory, then of swap, in version 1 of both together."""
 
 
-@dataclass(frozen=True, slots=True)
-class ControlGroup:
+class ControlGroup(NamedTuple):
     """A group of processes for which the kernel counts, and limits, what they use."""
 
     version: int
@@ -172,8 +176,7 @@ def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
 # --- memory ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
+class MemoryLimit(NamedTuple):
     """Bytes that a group of processes has, and how many of them are free; `where` is its name."""
 
     where: str

@@ -6,28 +6,23 @@ import argparse
 import json
 import os
 import re
-import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nbdist import __version__
+from nbdist.config import read_memory
 from nbdist.errors import UsageError
-from nbdist.readers import read_memory
-from nbdist.terminal.worlds import as_lines, kill_world, looks, show_top, show_worlds
+from nbdist.terminal.doctor import doctor
 from nbdist.topology import parse_layout
-
-BETWEEN_LOOKS = 0.5
-"""Seconds in which `nbdist status` counts processor time; longer than an answer is kept."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_args(words)
     try:
-        code = COMMANDS[options.command](options)
+        code: int = options.do(options)
         sys.stdout.flush()
     except UsageError as error:
         sys.stderr.write(f"nbdist: {error}\n")
@@ -59,82 +54,70 @@ def _k8s(options: argparse.Namespace) -> int:
     return 0
 
 
-def show_status() -> int:
-    """Print all worlds once; 1 where there is none."""
-    with looks() as look:
-        look()
-        time.sleep(BETWEEN_LOOKS)
-        found = look()
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    sys.stdout.write("".join(f"{line}\n" for line in as_lines(found, width)))
-    return 0 if found else 1
+def _worlds(options: argparse.Namespace) -> int:
+    # Packages are imported for it, of which `nbdist doctor` may find that they are missing.
+    from nbdist.terminal import worlds
 
-
-COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "enable": lambda options: enable(options.profile, is_sure=options.yes),
-    "disable": lambda options: disable(options.profile),
-    "join": _join,
-    "k8s": _k8s,
-    "kill": lambda options: kill_world(options.name),
-    "ps": lambda _: show_worlds(),
-    "status": lambda _: show_status(),
-    "top": lambda options: show_top(options.seconds, options.times),
-}
+    match options.command:
+        case "kill":
+            return worlds.kill_world(options.name)
+        case "ps":
+            return worlds.show_worlds()
+        case "status":
+            return worlds.show_status()
+    return worlds.show_top(options.seconds, options.times)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("nbdist", description="nbdist outside of notebooks.")
     parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("status", help="what each worker does now, also while a cell runs")
-    top = commands.add_parser("top", help="like status, refreshed until q or Ctrl-C")
+
+    def add(
+        name: str, do: Callable[[argparse.Namespace], int], what: str
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=what)
+        command.set_defaults(do=do)
+        return command
+
+    add("status", _worlds, "what each worker does now, also while a cell runs")
+    again = "like status, refreshed until q or Ctrl-C"
+    top = add("top", _worlds, again)
     pause = "seconds between refreshes (2; at least 0.5)"
     top.add_argument("-d", "--seconds", type=_seconds, default=2.0, help=pause)
     top.add_argument("-n", "--times", type=int, default=0, help="stop after N refreshes")
-    commands.add_parser("ps", help="list all worlds, including detached ones")
-    kill = commands.add_parser("kill", help="end a world and everything that belongs to it")
+    examined = add("doctor", lambda asked: doctor(asked.workers), "what will not work here")
+    workers = "as in the notebook: a number, auto (as many as there are GPUs), gpu or cpu"
+    examined.add_argument("-n", dest="workers", metavar="N", default="auto", help=workers)
+    add("ps", _worlds, "list all worlds, including detached ones")
+    kill = add("kill", _worlds, "end a world and everything that belongs to it")
     kill.add_argument("name", help="its --name, pool or process, as shown by ps")
-    for name, what in (
-        ("enable", "make the magics available without %%load_ext nbdist"),
-        ("disable", "undo `enable`"),
-    ):
-        configuring = commands.add_parser(name, help=what)
-        configuring.add_argument("--profile", default="default", help="of IPython (default)")
-        if name == "enable":
-            configuring.add_argument("-y", "--yes", action="store_true", help="do not ask")
-    _add_join(commands.add_parser("join", help="join a world that is waiting for machines"))
-    _add_k8s(commands.add_parser("k8s", help="write a Kubernetes Job whose pods join a world"))
-    return parser
-
-
-def _add_join(joining: argparse.ArgumentParser) -> None:
-    joining.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")
-    joining.add_argument(
-        "--key-file",
-        metavar="FILE",
-        help="the world's key, - for stdin; by default that in the user's state folder",
-    )
+    what = "make the magics available without %%load_ext nbdist"
+    enabling = add("enable", lambda asked: enable(asked.profile, is_sure=asked.yes), what)
+    enabling.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    disabling = add("disable", lambda asked: disable(asked.profile), "undo `enable`")
+    for each in (enabling, disabling):
+        each.add_argument("--profile", default="default", help="of IPython (default)")
+    joining = add("join", _join, "join a world that is waiting for machines")
+    found = "the world's key, - for stdin; by default that in the user's state folder"
+    joining.add_argument("--key-file", metavar="FILE", help=found)
     # Not --node: torchrun takes that for a beginning of options of its own.
-    joining.add_argument(
-        "--index", metavar="N", type=int, help="the machine's number, for the order of ranks"
-    )
-
-
-def _add_k8s(writing: argparse.ArgumentParser) -> None:
-    writing.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")
-    writing.add_argument(
-        "-j", "--layout", metavar="NODESxN", required=True, help="as in the notebook: 2x4"
-    )
-    writing.add_argument("--image", required=True, help="an image with nbdist and torch")
-    writing.add_argument("--name", default="nbdist", help="of job and service (nbdist)")
-    writing.add_argument("--secret", default="", help="the secret with the key (NAME-key)")
-    writing.add_argument("--gpus", type=int, default=0, help="of each node")
-    writing.add_argument("--cpus", type=int, default=0, help="of each node")
-    writing.add_argument("--memory", metavar="SIZE", help="of each node: 64G")
-    writing.add_argument(
-        "--mount", metavar="CLAIM:/PATH", action="append", default=[],
-        help="a PersistentVolumeClaim and its mount path; :ro for read-only",
-    )  # fmt: skip
+    index = "the machine's number, for the order of ranks"
+    joining.add_argument("--index", metavar="N", type=int, help=index)
+    pods = add("k8s", _k8s, "write a Kubernetes Job whose pods join a world")
+    for each in (joining, pods):
+        each.add_argument("place", metavar="HOST:PORT", help="as shown by the notebook")
+    layout = "as in the notebook: 2x4"
+    pods.add_argument("-j", "--layout", metavar="NODESxN", required=True, help=layout)
+    pods.add_argument("--image", required=True, help="an image with nbdist and torch")
+    pods.add_argument("--name", default="nbdist", help="of job and service (nbdist)")
+    pods.add_argument("--secret", default="", help="the secret with the key (NAME-key)")
+    pods.add_argument("--gpus", type=int, default=0, help="of each node")
+    pods.add_argument("--cpus", type=int, default=0, help="of each node")
+    pods.add_argument("--memory", metavar="SIZE", help="of each node: 64G")
+    claim = "a PersistentVolumeClaim and its mount path; :ro for read-only"
+    pods.add_argument("--mount", metavar="CLAIM:/PATH", action="append", default=[], help=claim)
+    return parser
 
 
 def _seconds(text: str) -> float:

@@ -80,6 +80,9 @@ def manifest(pods: Pods) -> str:
     name, key = json.dumps(pods.name), json.dumps(f"{KEY_FOLDER}/{KEY}")
     labels = f"{{app.kubernetes.io/name: {name}, app.kubernetes.io/managed-by: nbdist}}"
     volumes, mounts = _volumes(pods, secret)
+    memory = f"{pods.memory}i" if pods.memory else ""
+    limits = {"nvidia.com/gpu": pods.gpus, "cpu": pods.cpus, "memory": memory}
+    limits = {name: str(much) for name, much in limits.items() if much}
     return f"""\
 # The key first, from the machine of the notebook, which waits at {pods.place}:
 #   kubectl create secret generic {secret} --from-file={KEY}={join_key_file(pods.place)}
@@ -114,7 +117,7 @@ spec:
         - name: agent
           image: {json.dumps(pods.image)}
           command: ["nbdist", "join", {json.dumps(str(pods.place))}, "--key-file", {key}]
-          resources: {json.dumps(_resources(pods))}
+          resources: {json.dumps({"limits": limits} if limits else {})}
           volumeMounts:{mounts}
       volumes:{volumes}
 """
@@ -134,12 +137,3 @@ def _volumes(pods: Pods, secret: str) -> tuple[str, str]:
         found.append((name | claim, {**name, "mountPath": mount.path, "readOnly": mount.read_only}))
     volumes = "".join(f"\n        - {json.dumps(volume)}" for volume, _ in found)
     return volumes, "".join(f"\n            - {json.dumps(at)}" for _, at in found)
-
-
-def _resources(pods: Pods) -> dict[str, dict[str, str]]:
-    limits = {
-        **({"nvidia.com/gpu": str(pods.gpus)} if pods.gpus else {}),
-        **({"cpu": str(pods.cpus)} if pods.cpus else {}),
-        **({"memory": f"{pods.memory}i"} if pods.memory else {}),
-    }
-    return {"limits": limits} if limits else {}

@@ -14,7 +14,6 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from typing import Any
 
 from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
@@ -78,7 +77,10 @@ def end(agent: int, guard: int) -> bool:
     """Have an agent end with all that is its own, by force if need be; say whether all has."""
     with ExitStack() as stack:
         try:
-            process, last = (_opened(stack, pid) for pid in (agent, guard))
+            last = os.pidfd_open(guard)
+            stack.callback(os.close, last)
+            process = os.pidfd_open(agent)
+            stack.callback(os.close, process)
         except ProcessLookupError:
             return True
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -88,12 +90,6 @@ def end(agent: int, guard: int) -> bool:
             if select.select([last], [], [], KILL_TIMEOUT)[0]:
                 return True
     return False
-
-
-def _opened(stack: ExitStack, pid: int) -> int:
-    process = os.pidfd_open(pid)
-    stack.callback(os.close, process)
-    return process
 
 
 def _clock(seconds: float) -> str:
@@ -156,15 +152,15 @@ def title(seen: WorldInfo) -> str:
     """Say which world it is: `4 workers · gloo · train.ipynb (pid 123) · cell 7`."""
     cells = sorted({each.cell for each in seen.ranks if each.cell is not None})
     notebook = os.path.basename(seen.notebook_name)
-    used = [Usage(each.memory, each.gpu) for each in seen.ranks]
+    place = f"pid {seen.notebook}" if seen.notebook else "detached"
     parts = [
         f"pool {seen.pool}" if seen.pool not in ("", "default") else "",
         count(len(seen.ranks), "worker") if seen.ranks else "no workers yet",
         seen.backend,
         "" if MADE_UP.fullmatch(seen.name) else seen.name,
-        f"{notebook} (pid {seen.notebook})" if notebook else f"notebook pid {seen.notebook}",
+        f"{notebook} ({place})" if notebook else f"notebook {place}",
         f"cell {', '.join(map(str, cells))}" if cells else "",
-        usage_text(used),
+        usage_text([Usage(each.memory, each.gpu) for each in seen.ranks]),
     ]
     return " · ".join(filter(None, map(printable, parts)))
 
@@ -181,6 +177,23 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else " " for sign in strip(text))
 
 
+def fitted(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """Cut columns of texts, the longest first, until a line is no longer than `width`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = [at for at, heading in enumerate(rows[0]) if heading not in WHOLE_WIDTH] if rows else []
+    while sum(widths) + 2 * len(widths) - 2 > width:
+        longest = max(texts, key=widths.__getitem__)
+        if widths[longest] <= LEAST_WIDTH:
+            break
+        widths[longest] -= 1
+    return [[cut(text, most) for text, most in zip(row, widths, strict=True)] for row in rows]
+
+
+def cut(text: str, width: int) -> str:
+    """Cut a text that is longer, and show that."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
 def as_lines(found: Picture, width: int) -> Iterator[str]:
     """Write all worlds, no line longer than that."""
     if not found:
@@ -188,8 +201,23 @@ def as_lines(found: Picture, width: int) -> Iterator[str]:
     for index, (seen, cpu) in enumerate(found):
         if index:
             yield ""
-        for line in (title(seen), *aligned(table(seen, cpu))):
-            yield line if len(line) <= width else f"{line[: width - 1]}…"
+        for line in (title(seen), *aligned(fitted(table(seen, cpu), width))):
+            yield cut(line, width)
+
+
+BETWEEN_LOOKS = 0.5
+"""Seconds in which `nbdist status` counts processor time; longer than an answer is kept."""
+
+
+def show_status() -> int:
+    """Print all worlds once; 1 where there is none."""
+    with looks() as look:
+        look()
+        time.sleep(BETWEEN_LOOKS)
+        found = look()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    sys.stdout.write("".join(f"{line}\n" for line in as_lines(found, width)))
+    return 0 if found else 1
 
 
 # --- draws what runs again and again ----------------------------------------------------------
@@ -197,7 +225,10 @@ def as_lines(found: Picture, width: int) -> Iterator[str]:
 
 Draw = Callable[[Picture], None]
 
-STATE_STYLES = {"idle": "green", "busy": "blue", "dead": "red", "starting": "yellow"}
+STATE = re.compile(r"(?<=  )(?:(idle)|(busy)|(dead)|(starting))\b.*?(?=  |$)")
+COLOURS = (32, 34, 31, 33)
+"""Green, blue, red and yellow, for the states in this order."""
+
 WHOLE_WIDTH = ("rank", "state", "pid", "device", "memory", "cpu", "gpu")
 """Columns that are not cut where a line is too long."""
 
@@ -248,18 +279,12 @@ def _drawing() -> Iterator[Draw]:
     if not sys.stdout.isatty():
         yield _print
         return
+    sys.stdout.write(ON)
     try:
-        from rich.live import Live
-    except ImportError:
-        sys.stdout.write(ON)
-        try:
-            yield _redraw
-        finally:
-            sys.stdout.write(OFF)
-            sys.stdout.flush()
-        return
-    with Live(screen=True, auto_refresh=False) as live:
-        yield lambda found: live.update(rich_picture(found), refresh=True)
+        yield _redraw
+    finally:
+        sys.stdout.write(OFF)
+        sys.stdout.flush()
 
 
 def _print(found: Picture) -> None:
@@ -270,31 +295,14 @@ def _print(found: Picture) -> None:
 def _redraw(found: Picture) -> None:
     """Draw over what is there, which does not flicker as a cleared screen would."""
     size = shutil.get_terminal_size()
-    lines = [*as_lines(found, size.columns)][: size.lines - 1]
+    lines = map(coloured, [*as_lines(found, size.columns)][: size.lines - 1])
     text = "".join(f"{line}\x1b[K\r\n" for line in lines)
     sys.stdout.write(f"\x1b[H{text}\x1b[J")
     sys.stdout.flush()
 
 
-def rich_picture(found: Picture) -> Any:
-    """Make tables of rich's."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    if not found:
-        return Text(NONE)
-    parts: list[Any] = []
-    for seen, cpu in found:
-        parts.append(Text(title(seen), style="bold"))
-        headings, *rows = table(seen, cpu) or [()]
-        shown = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for heading, *column in zip(headings, *rows, strict=True):
-            width = max(map(len, (heading, *column)))
-            least = width if heading in WHOLE_WIDTH else min(width, LEAST_WIDTH)
-            shown.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=least)
-        for row in rows:
-            styles = [STATE_STYLES.get(text.partition(" ")[0], "") for text in row]
-            shown.add_row(*(Text(text, style) for text, style in zip(row, styles, strict=True)))
-        parts += [shown, Text("")]
-    return Group(*parts)
+def coloured(line: str) -> str:
+    """Return a row with its state in a colour, unless NO_COLOR is set."""
+    if "NO_COLOR" in os.environ:
+        return line
+    return STATE.sub(lambda it: f"\x1b[{COLOURS[(it.lastindex or 1) - 1]}m{it[0]}\x1b[0m", line, 1)

@@ -64,7 +64,8 @@ def dist_export(line: Line) -> Shown:
     # What auto mode sent to the ranks was typed here, and bound nothing here.
     cells = Statements(line.auto.ran.get(number, source) for number, source in enumerate(history))
     past, names = world.session.past, world.session.names
-    script = Composer(past, names, cells, shell.transform_cell).compose(setting_of(world, path))
+    composer = Composer(past, names, cells, shell.transform_cell)
+    script = composer.compose(path, world.size, *group_of(world))
     if not script.cells:
         raise UsageError(
             "`%dist_export`: no `%%distributed` cell has succeeded since the workers were started."
@@ -125,36 +126,25 @@ def _write(script: Script, path: Path, file: Path, names: Mapping[str, object]) 
 # --- what is around the cells ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a script is for.
+def group_of(world: World) -> tuple[str, tuple[str, ...]]:
+    """Return the backend of a script, and what of the workers it does not have.
 
-    `backend` is "" for the one that suits the machine, "none" for no group; `lost` says what
-    of the workers a script does not have.
+    "" is the backend that suits the machine, "none" no group.
     """
-
-    path: Path
-    ranks: int
-    backend: str = ""
-    lost: tuple[str, ...] = ()
-
-
-def setting_of(world: World, path: Path) -> Setting:
-    """Take as many ranks and the group that the world has, or would have."""
     config, lost = world.session.config, []
     if given := given_environ(config):
         lost.append(f"the environment of the workers: {', '.join(sorted(given))}")
     if config.gpus:
         lost.append(f"the choice of GPUs {config.gpus}: set CUDA_VISIBLE_DEVICES")
     backend = "none" if world.session.spec.backend is None else config.backend or ""
-    return Setting(path, world.size, backend, tuple(lost))
+    return backend, tuple(lost)
 
 
-def _docstring(setting: Setting, lost: Sequence[str]) -> str:
+def _docstring(path: Path, ranks: int, lost: Sequence[str]) -> str:
     notebook = os.path.basename(os.environ.get("JPY_SESSION_NAME", "")) or "a notebook"
     lines = [
         f"The distributed cells of {notebook}, written by `%dist_export` of nbdist.",
-        f"\n    torchrun --nproc-per-node {setting.ranks} {setting.path.name}",
+        f"\n    torchrun --nproc-per-node {ranks} {path.name}",
         *(["\nNot carried over:"] if lost else []),
         *(f"- {each}" for each in lost),
     ]
@@ -237,7 +227,9 @@ class Composer:
         self._sections = self._translated(transform)
         self._made = self._made.union(*(names_bound(each.text) for each in self._sections))
 
-    def compose(self, setting: Setting) -> Script:
+    def compose(
+        self, path: Path, ranks: int, backend: str = "", lost: tuple[str, ...] = ()
+    ) -> Script:
         """Put it together; what could not be carried over is in it too."""
         self._hoist_imports()
         saved = self._find_origins()
@@ -246,17 +238,17 @@ class Composer:
             first, seen = self._sections[0], {*_KNOWN}
             for name in sorted({need for each in saved for need in self._origins[each].needs}):
                 self._give(name, first, {}, seen)
-            file = _values_file(setting.path).name
+            file = _values_file(path).name
             first.before += [f"VALUES = Path(__file__).with_name({file!r})", f"NOTEBOOK = {_LOAD}"]
         self._give_variables()
-        self._lost += [*_left_out(self._past), *setting.lost]
+        self._lost += [*_left_out(self._past), *lost]
         lost = tuple(dict.fromkeys(self._lost))
-        backend = f'"{setting.backend}"' if setting.backend else CHOSEN
-        begin, end = f"dist.init_process_group({backend})", "dist.destroy_process_group()"
-        if setting.backend == "none":
+        chosen = f'"{backend}"' if backend else CHOSEN
+        begin, end = f"dist.init_process_group({chosen})", "dist.destroy_process_group()"
+        if backend == "none":
             begin = end = ""
         parts = [
-            _docstring(setting, lost),
+            _docstring(path, ranks, lost),
             "\n".join(sorted(self._imports, key=lambda line: "__future__" not in line)),
             f"{PROLOGUE}\n{begin}",
             *map(_shown, self._sections),

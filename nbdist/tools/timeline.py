@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from IPython.core.magic_arguments import argument
 
@@ -93,7 +92,7 @@ def _bars(found: Timeline) -> Shown:
     said = [f"{COMPUTES} computing  {WAITS} in collectives{both}"]
     if more := len(found.rows) - len(bars):
         said.append(count(more, "more rank"))
-    said += [" · ".join(map(str, found.operations[:4]))] if found.operations else []
+    said += [" · ".join(found.operations[:4])] if found.operations else []
     return block("\n".join([*(f"rank {r:>{width}} {bar}" for r, bar in bars.items()), *said]))
 
 
@@ -153,17 +152,6 @@ class Row:
         return max(0.0, self.seconds - self.waiting)
 
 
-class Operation(NamedTuple):
-    """All collectives of one name, on the rank that began most: how many, and bytes."""
-
-    name: str
-    calls: int
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.name} x {self.calls}{f' ({size_text(self.size)})' if self.size else ''}"
-
-
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """A cell on all ranks that ran it.
@@ -175,7 +163,7 @@ class Timeline:
     rows: tuple[Row, ...]
     met: int
     straggler: Row | None
-    operations: tuple[Operation, ...]
+    operations: tuple[str, ...]
     is_recorded: bool
     is_whole: bool
 
@@ -274,13 +262,16 @@ def _overlap(spans: Sequence[Span], begin: float, end: float) -> float:
     return total
 
 
-def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[Operation, ...]:
-    """Count by name, the most bytes first, on the rank that began most."""
+def _operations(ranks: Iterable[tuple[Met, ...]]) -> tuple[str, ...]:
+    """Write `all_reduce x 3 (3 KiB)` for the rank that began most, the most bytes first."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for each in max(ranks, key=len, default=()):
         sizes[each.name].append(each.size)
-    found = (Operation(name, len(each), sum(each)) for name, each in sizes.items())
-    return tuple(sorted(found, key=lambda each: (-each.size, -each.calls, each.name)))
+    order = sorted(sizes.items(), key=lambda item: (-sum(item[1]), -len(item[1]), item[0]))
+    return tuple(
+        f"{name} x {len(each)}{f' ({size_text(sum(each))})' if any(each) else ''}"
+        for name, each in order
+    )
 
 
 # --- a profile ---------------------------------------------------------------------------
@@ -289,9 +280,6 @@ HEAD = b'{"nbdist": 1, "displayTimeUnit": "ms", "traceEvents": [\n'
 """Every trace begins so, and nothing else is written over."""
 
 SUFFIXES = (".json", ".json.gz")
-
-LARGE = 16_000_000
-"""Bytes of JSON from which on a trace is compressed, also where its name does not say so."""
 
 
 @contextmanager
@@ -321,7 +309,7 @@ def _collect(line: Line, path: Path, origin: int) -> str:
     try:
         found = line.call("timeline.end_profile", origin_ns=origin)
         parts = {rank: part or TracePart() for rank, part in found.items()}
-        path = write_trace(path, parts)
+        write_trace(path, parts)
     except NbdistError as error:
         return f"no trace of this cell: {one_line(str(error))}"
     events = sum(part.count for part in parts.values())
@@ -349,26 +337,23 @@ def check_path(text: str) -> Path:
         )
     if not path.parent.is_dir():
         raise UsageError(f"`--profile {text}`: there is no folder {path.parent}.")
-    for each in (path, _compressed(path)):
-        if each.exists() and not _is_trace(each):
-            raise UsageError(
-                f"`--profile {text}`: {each} already exists and is not a trace of nbdist. Choose "
-                f"another name."
-            )
+    if path.exists() and not _is_trace(path):
+        raise UsageError(
+            f"`--profile {text}`: {path} already exists and is not a trace of nbdist. Choose "
+            "another name."
+        )
     return path
 
 
-def write_trace(path: Path, parts: Mapping[int, TracePart]) -> Path:
-    """Write what ranks have brought, whole or not at all; return where it is.
-
-    Raises UsageError where it cannot be written.
-    """
-    if sum(part.size for part in parts.values()) > LARGE:
-        path = _compressed(path)
+def write_trace(path: Path, parts: Mapping[int, TracePart]) -> None:
+    """Write what ranks have brought, whole or not at all; raises UsageError where it cannot be."""
     unfinished = path.with_name(f".{path.name}.part")
-    is_compressed = path.suffix == ".gz"
     try:
-        with gzip.open(unfinished, "wb", 5) if is_compressed else open(unfinished, "wb") as file:
+        with (
+            gzip.open(unfinished, "wb", 5)
+            if path.suffix == ".gz"
+            else unfinished.open("wb") as file
+        ):
             file.write(HEAD)
             for number, part in enumerate(part for part in parts.values() if part.events):
                 file.write((b",\n" if number else b"") + zlib.decompress(part.events))
@@ -378,17 +363,12 @@ def write_trace(path: Path, parts: Mapping[int, TracePart]) -> Path:
         raise UsageError(f"`--profile {path}`: {error.strerror or error}.") from None
     finally:
         unfinished.unlink(missing_ok=True)
-    return path
-
-
-def _compressed(path: Path) -> Path:
-    return path if path.suffix == ".gz" else path.with_name(f"{path.name}.gz")
 
 
 def _is_trace(path: Path) -> bool:
     """Return True if it begins as traces do that were written here."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return bool(file.read(len(HEAD)) == HEAD)
     except (OSError, EOFError, zlib.error):
         return False

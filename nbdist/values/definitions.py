@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cloudpickle.cloudpickle as by_value
@@ -321,8 +320,7 @@ def mutable_ids(
 # --- the source of cells ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CellSource:
+class CellSource(NamedTuple):
     """A cell as it was run: its text, and the number that IPython showed beside it."""
 
     text: str

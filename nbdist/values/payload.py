@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from nbdist.errors import UsageError
 from nbdist.values.pickling import pickle
@@ -27,8 +27,7 @@ INLINE_LIMIT = 64 * 1024
 """From this many bytes on a payload goes into shared memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(NamedTuple):
     """Frames of one pickle (the first) and its out-of-band buffers (the others).
 
     Small ones travel in the message; big ones stay in a segment that the sender owns.  With an
@@ -122,7 +121,7 @@ def moved(value: Value, places: Places) -> Value:
     def move(payload: Payload) -> Payload:
         segment, others = payload.segment and now(payload.segment), tuple(map(now, payload.others))
         within = tuple((path, now(ref)) for path, ref in payload.within)
-        return replace(payload, segment=segment, others=others, within=within)
+        return payload._replace(segment=segment, others=others, within=within)
 
     if not any(ref.path in places for ref in refs_in(value)):
         return value
@@ -138,11 +137,12 @@ def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
         case list():
             return [_with_payloads(each, change) for each in value]
         case tuple():
-            return tuple(_with_payloads(each, change) for each in value)
+            parts = [_with_payloads(each, change) for each in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         case _ if is_dataclass(value) and not isinstance(value, type):
             names = [each.name for each in fields(value)]
-            parts = {name: _with_payloads(getattr(value, name), change) for name in names}
-            return replace(value, **parts)
+            changed = {name: _with_payloads(getattr(value, name), change) for name in names}
+            return replace(value, **changed)
     return value
 
 
@@ -153,13 +153,9 @@ def as_read(value: Value, payload: Payload) -> Value:
 
 # --- memory that is used again ----------------------------------------------------------------
 
-KEPT_FROM = 16 << 20
-"""Bytes of a shipment whose memory is kept: less is copied in some milliseconds."""
-
-SMALLEST = 1 << 12
-"""Bytes of a frame that is worth a look."""
-
-MOST_SEGMENTS = 16
+KEPT_FROM, SMALLEST, MOST_SEGMENTS = 16 << 20, 1 << 12, 16
+"""Bytes of a shipment whose memory is kept (less is copied in some milliseconds), and of a frame
+that is worth a look."""
 
 COMPARED_AT_ONCE = 1 << 20
 """Bytes: they are in a processor's cache when they are compared."""
@@ -208,7 +204,7 @@ def packing_changed(
         }
         order |= {at: (0, number) for at, number in own.items()}
         refs = tuple(segment.ref for segment in others)
-        payload = replace(payload, others=refs, order=tuple(order[at] for at in sorted(order)))
+        payload = payload._replace(others=refs, order=tuple(order[at] for at in sorted(order)))
     if new is not None:
         places |= {at: (new, number) for at, number in own.items()}
     big = sum(memoryview(frame).nbytes >= SMALLEST for frame in frames[1:])

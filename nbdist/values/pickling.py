@@ -29,14 +29,9 @@ from nbdist.values.definitions import CellSource, Fence, MadeBy, Variable
 from nbdist.values.shared_memory import Buffer
 from nbdist.values.tensors import TensorReducer, reduce_constant
 
-LONG = 1 << 20
-"""Bytes of a text or `bytes` that a sketch leaves out."""
-
-READ_FROM = 1 << 20
-"""Bytes of a pickle itself that take some 10 ms to be read."""
-
-AT_ONCE = 64 << 20
-"""Bytes of memory that are read between two looks for Stop."""
+LONG, READ_FROM, AT_ONCE = 1 << 20, 1 << 20, 64 << 20
+"""Bytes of a text that a sketch leaves out, of a pickle that takes some 10 ms to be read, and of
+memory that is read between two looks for Stop."""
 
 Reduced = tuple[Any, ...]
 Reduce = Callable[[Any], Reduced]

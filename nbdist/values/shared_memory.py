@@ -12,10 +12,9 @@ import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pickle import PickleBuffer
-from typing import Generic, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from nbdist.system.limits import require_memory
 
@@ -38,8 +37,7 @@ class SegmentGone(OSError):
     """A segment that cannot be opened any more, or that this process may not open."""
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentRef:
+class SegmentRef(NamedTuple):
     """Where a shared segment can be opened, by any process of the same user on the machine.
 
     `path` ends in `#` and the inode: a later segment can get the same descriptor.
@@ -117,10 +115,6 @@ class Segment(_Open):
             yield memory[:read]
             at, left = at + read, left - read
 
-    def __repr__(self) -> str:
-        size = f"{sum(self.ref.sizes):,} bytes in {len(self.ref.sizes)} frames"
-        return f"<Segment {size}, {'closed' if self._fd < 0 else self.ref.path}>"
-
 
 class Blank(_Open):
     """Memory for frames of these sizes, in all `total` bytes, that is still being `filled`."""
@@ -133,9 +127,6 @@ class Blank(_Open):
         require_memory(self.total)
         self._fd = os.memfd_create("nbdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, self.total)
-
-    def __repr__(self) -> str:
-        return f"<Blank of {self.total:,} bytes{', closed' if self._fd < 0 else ''}>"
 
     def writing(self, view: memoryview, offset: int) -> Iterator[int]:
         """Write these bytes there; yields how many are, every `PIECE` bytes."""

@@ -7,9 +7,9 @@ nothing but these answers, since users' code runs there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from nbdist.topology import Seats
 from nbdist.wire.frames import BadFrame, object_from
@@ -19,16 +19,14 @@ TYPES = "_jupyter_types_experimental"
 """Where a reply to a front end says of what kind each completion is, and its signature."""
 
 
-@dataclass(frozen=True, slots=True)
-class Complete:
+class Complete(NamedTuple):
     """What can stand at the cursor?  `cursor` counts characters of the code."""
 
     code: str
     cursor: int
 
 
-@dataclass(frozen=True, slots=True)
-class Inspect:
+class Inspect(NamedTuple):
     """What is at the cursor?  `detail` 1 asks for the source too, as `x??` does."""
 
     code: str
@@ -40,8 +38,7 @@ Question = Complete | Inspect
 """What a front end asks of a worker's variables while the user types."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """What could stand there, and of what kind that is: `function`, `instance`, ..."""
 
     text: str
@@ -84,7 +81,8 @@ class Completions:
         """Write the content of a kernel's reply to a front end."""
         place = {"start": self.start, "end": self.end}
         typed = [
-            {**place, **asdict(each), "type": each.type or "<unknown>"} for each in self.candidates
+            {**place, **each._asdict(), "type": each.type or "<unknown>"}
+            for each in self.candidates
         ]
         return {
             "matches": [each.text for each in self.candidates],
@@ -113,8 +111,7 @@ REQUEST, REPLY = "nbdist_request", "nbdist_reply"
 """The kinds of these messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class Locate:
+class Locate(NamedTuple):
     """Where is the main thread?  Answered by `Place`, `briefly` with what people read of it."""
 
     briefly: bool = False
@@ -140,15 +137,13 @@ class Check:
     """What do torch and IPython lack?  Answered by a sentence for each thing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bind:
+class Bind(NamedTuple):
     """End with this process from now on: the agent, which has become the worker's parent."""
 
     parent: int
 
 
-@dataclass(frozen=True, slots=True)
-class LetGo:
+class LetGo(NamedTuple):
     """Keep no longer what this task brought back: it has been read."""
 
     task_id: str
@@ -159,8 +154,7 @@ class Abort:
     """Abort whatever collective the main thread waits in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Regroup:
+class Regroup(NamedTuple):
     """Connect the world's group and these anew, as this generation; all sit where `seats` say."""
 
     generation: int
@@ -169,8 +163,7 @@ class Regroup:
     environ: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Resize:
+class Resize(NamedTuple):
     """Join a group of another size as this rank, with these newcomers; `environ` follows."""
 
     generation: int

@@ -16,6 +16,9 @@ _MISSING = object()
 
 Check = Callable[[Any], bool]
 
+NOTHING: Mapping[str, Any] = {}
+"""What a field is by default; nothing is ever put in."""
+
 
 class BadFrame(Exception):
     """Bytes that are not what they should be; the message says in what."""
@@ -32,7 +35,7 @@ def unpack(frame: bytes | memoryview) -> Any:
 
 
 def object_from(frame: bytes, kind: Any, *parts: type) -> Any:
-    """Return what was pickled, if it is of this kind: a dataclass, or a union; raises BadFrame.
+    """Return what was pickled, if it is of this kind: a record, or a union; raises BadFrame.
 
     Nothing runs, and no class but those in the annotations of `kind`, and `parts`, is made;
     every field has the type that its annotation says.
@@ -60,13 +63,18 @@ class _Unpickler(pickle.Unpickler):
 _hints = cache(get_type_hints)
 
 
+def _is_record(kind: Any) -> bool:
+    """Return True for a dataclass or a named tuple."""
+    return isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields"))
+
+
 @cache
 def _classes_by_name(*kinds: Any) -> Mapping[tuple[str, str], type]:
     found: set[type] = set()
     waiting = [*kinds]
     while waiting:
         each = waiting.pop()
-        if isinstance(each, type) and is_dataclass(each) and each not in found:
+        if _is_record(each) and each not in found:
             found.add(each)
             waiting += _hints(each).values()
         waiting += get_args(each)
@@ -93,7 +101,7 @@ def _check_of(kind: Any) -> Check:
     if origin in (Union, types.UnionType):
         checks = [*map(_check_of, inner)]
         return lambda value: any(check(value) for check in checks)
-    if isinstance(kind, type) and is_dataclass(kind):
+    if _is_record(kind):
         return lambda value: (
             isinstance(value, kind)
             and all(check(getattr(value, name, _MISSING)) for name, check in _field_checks(kind))
@@ -107,8 +115,8 @@ def _check_of(kind: Any) -> Check:
 @cache
 def _field_checks(kind: Any) -> tuple[tuple[str, Check], ...]:
     """Work them out when a value is checked: a field can be of the class that has it."""
-    hints = _hints(kind)
-    return tuple((each.name, _check_of(hints[each.name])) for each in fields(kind))
+    names = (each.name for each in fields(kind)) if is_dataclass(kind) else kind._fields
+    return tuple((name, _check_of(_hints(kind)[name])) for name in names)
 
 
 def _parts_check(origin: type, inner: tuple[Any, ...]) -> Check:
@@ -153,9 +161,6 @@ class FrameCutter:
     def __init__(self, most: int | None = None) -> None:
         self._data = bytearray()
         self._most = most
-
-    def __repr__(self) -> str:
-        return f"<FrameCutter {len(self._data)} bytes of the next>"
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the frames that are complete by now."""

@@ -5,35 +5,99 @@ Both run the same version of nbdist, so these are pickles, on a socket that only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.output.events import Died, Output
+from nbdist.system.folders import MARKER
 from nbdist.topology import Seats
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import Question
-from nbdist.wire.files import CodeFile, GetLogs
+from nbdist.wire.frames import NOTHING
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.views import Place, Usage
+from nbdist.wire.views import GetLogs, Place, Usage
 from nbdist.wire.work import InputReply, Task
 
 if TYPE_CHECKING:
     from nbdist.config import WorldConfig
 
+# --- the notebook's code, by what is in its files ---------------------------------------------
+
+PART = 4 << 20
+"""Bytes of files after which a message has enough: other messages need not wait for more."""
+
+MANIFEST, NEW_FILE = ".nbdist-files", ".nbdist-new"
+"""Names all files that a node was sent, so that nothing else is removed; is being written there."""
+
+OWN_NAMES = (MARKER, MANIFEST, NEW_FILE)
+
+
+class CodeFile(NamedTuple):
+    """What is in a file, by its digest; a program or not."""
+
+    digest: bytes
+    is_program: bool = False
+
+    @classmethod
+    def read(cls, path: str) -> tuple[CodeFile, bytes]:
+        """Read a file; raises OSError."""
+        with open(path, "rb") as file:
+            content, mode = file.read(), os.fstat(file.fileno()).st_mode
+        return cls(digest_of(content), bool(mode & stat.S_IXUSR)), content
+
+
+def digest_of(content: bytes) -> bytes:
+    """Return what two files with the same in them have in common."""
+    return blake2b(content, digest_size=16).digest()
+
+
+def landmark(path: str) -> tuple[int, int] | None:
+    """Return by which machines know the very same file, inode and ctime; None for no file."""
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_ino, found.st_ctime_ns
+    return None
+
+
+def part_of(
+    lacks: Iterable[CodeFile], read: Callable[[CodeFile], bytes | None]
+) -> dict[CodeFile, bytes]:
+    """Return what is in the first of these files, for one message; {} if none can be read."""
+    part: dict[CodeFile, bytes] = {}
+    size = 0
+    for file in lacks:
+        if size < PART and (content := read(file)) is not None:
+            part[file] = content
+            size += len(content)
+    return part
+
+
+def refusal_of(path: str) -> str:
+    """Return why a node must not write to a path below its folder of code; "" where it may."""
+    steps = path.split("/")
+    if not path or path.startswith("/") or "\0" in path:
+        return "it is no path below a folder"
+    if any(step in ("", ".", "..") for step in steps):
+        return "it leads out of the folder"
+    return "the name is nbdist's own" if steps[0] in OWN_NAMES else ""
+
+
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StartWorld:
+class StartWorld(NamedTuple):
     """Start all workers and form their group; answered by `WorldStarted`.  A head has `wanted`."""
 
     spec: WorldSpec
     wanted: WorldConfig | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StopWorld:
+class StopWorld(NamedTuple):
     """End all workers, politely for `grace` seconds, then by force."""
 
     grace: float
@@ -49,15 +113,13 @@ class GetRefused:
     """Notebook to head: how many connections it refused; answered by a number."""
 
 
-@dataclass(frozen=True, slots=True)
-class GetStacks:
+class GetStacks(NamedTuple):
     """Answered by a tuple of `Stack`."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Consult:
+class Consult(NamedTuple):
     """Ask one of these ranks, an idle one if there is any; None where none answers in time."""
 
     ranks: tuple[int, ...]
@@ -69,32 +131,28 @@ class Heal:
     """Replace dead workers and form the group anew in all; answered by `Healed`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(NamedTuple):
     """Change the number of workers; answered by `Healed`.  The ranks of `keep` become the first."""
 
     spec: WorldSpec
     keep: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+class Kill(NamedTuple):
     """End these ranks' processes now; `Died` follows for each, and says `why`."""
 
     ranks: tuple[int, ...]
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class GetCode:
+class GetCode(NamedTuple):
     """Hold these files, unless the `landmarks` are in the same folder; answered by `CodeHeld`."""
 
     landmarks: Mapping[str, tuple[int, int]]
     files: Mapping[str, CodeFile]
 
 
-@dataclass(frozen=True, slots=True)
-class PutCode:
+class PutCode(NamedTuple):
     """Take in some of what was missing; answered by `CodeHeld`."""
 
     contents: Mapping[CodeFile, bytes]
@@ -171,16 +229,14 @@ Reply = Any
 # --- what goes over the link ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """Notebook to agent: do this and answer under the same id."""
 
     id: int
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Notebook to agent: pass the packed task, which refers to `segments`, on to its ranks."""
 
     id: str
@@ -189,52 +245,45 @@ class Run:
     segments: tuple[SegmentRef, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Locate:
+class Locate(NamedTuple):
     """Notebook to agent: say where these ranks are; answered by `Located`."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(NamedTuple):
     """Notebook to agent: abort whatever collectives these ranks wait in."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupt:
+class Interrupt(NamedTuple):
     """Notebook to agent: have these ranks leave what they run (`nbdist.agent.stopping`)."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Spare:
+class Spare(NamedTuple):
     """Notebook to agent: end none of these for Stop unless that is pressed again."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LetGo:
+class LetGo(NamedTuple):
     """Notebook to agent: what these ranks sent back of a task has been read."""
 
     task_id: str
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Enter:
+class Enter(NamedTuple):
     """Notebook to agent: pass on to this rank what was typed for it."""
 
     rank: int
     reply: InputReply
 
 
-@dataclass(frozen=True, slots=True)
-class Remember:
+class Remember(NamedTuple):
     """Notebook to agent: what the next notebook needs that takes the world over.
 
     `options` are fields of `WorldConfig`, `patience` is that of the next task, `setup` are the
@@ -242,7 +291,7 @@ class Remember:
     """
 
     options: Mapping[str, Any]
-    patience: Mapping[str, Any] = field(default_factory=dict)
+    patience: Mapping[str, Any] = NOTHING
     setup: tuple[tuple[str, Task], ...] = ()
 
 
@@ -256,8 +305,7 @@ class Leave:
     """Notebook to agent: end everything and go."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(NamedTuple):
     """Agent to notebook, once, first."""
 
     version: str
@@ -296,8 +344,7 @@ class Attached:
     since: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """Agent to notebook: the reply to the `Ask` of this id."""
 
     id: int
@@ -348,8 +395,7 @@ class Aborted:
     places: Mapping[int, Place]
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
+class Outputs(NamedTuple):
     """Agent to notebook: rank, task ("" for none) and output, since the last batch, in order."""
 
     items: tuple[tuple[int, str, Output], ...]

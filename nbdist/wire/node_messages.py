@@ -8,8 +8,8 @@ in one process where all workers are on one machine, else over a link.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from nbdist.topology import Seats
 from nbdist.wire.control import HeldGroups
@@ -31,15 +31,13 @@ Processes = Mapping[int, tuple[int, int]]
 """By rank: the number of its node, and of its process there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """Which ranks of a part live, and the groups that each holds; None where it did not say."""
 
     ranks: Mapping[int, HeldGroups | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Formed:
+class Formed(NamedTuple):
     """What a part has after a `Form`: process, log folder and life of each of its ranks.
 
     `problem` says what kept them from forming the group, "" for nothing.
@@ -59,8 +57,7 @@ def processes(pids: Mapping[int, int], seats: Seats) -> Processes:
 # --- who comes ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeFacts(NamedTuple):
     """A machine that has come into a world, as its agent sees it.
 
     `number` orders the nodes where what has started the agent knows one, else -1; `address` is
@@ -83,8 +80,7 @@ class NodeFacts:
         return self.versions.get("torch", "")
 
 
-@dataclass(frozen=True, slots=True)
-class NodeHello:
+class NodeHello(NamedTuple):
     """Agent to head, once, first."""
 
     version: str
@@ -118,8 +114,7 @@ class GetClock(PartRequest[int]):
     """Answered by the time there, in nanoseconds since 1970."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A port of another machine, on which nothing listens, but which answers all the same."""
 
     name: str
@@ -232,16 +227,14 @@ class Renumber(PartRequest[None]):
 NodeReply = WorldStarted | StartFailure | Held | Formed | Mapping[int, Place] | str | int | None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeAsk:
+class NodeAsk(NamedTuple):
     """Head to agent: do this and answer under the same id."""
 
     id: int
     request: PartRequest[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class NodeAnswer:
+class NodeAnswer(NamedTuple):
     """Agent to head: the reply to the `NodeAsk` of this id."""
 
     id: int
@@ -251,16 +244,14 @@ class NodeAnswer:
 # --- the store in which ranks of all nodes meet, which the head has ------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StoreAsk:
+class StoreAsk(NamedTuple):
     """Agent to head: a rank asks the store; answered under the same id."""
 
     id: int
     operation: Operation
 
 
-@dataclass(frozen=True, slots=True)
-class StoreAnswer:
+class StoreAnswer(NamedTuple):
     """Head to agent: what the rank that asks is to be told."""
 
     id: int
@@ -275,11 +266,11 @@ AnyReply = Reply | NodeReply
 def node_frames(message: NodeDown | NodeUp) -> list[bytes | memoryview]:
     """Pack the message; the bytes of a `Piece` are a frame of their own, which is not copied."""
     if isinstance(message, Piece):
-        return [pack(replace(message, data=b"")), message.data]
+        return [pack(message._replace(data=b"")), message.data]
     return [pack(message)]
 
 
 def node_message_from(frame: bytes, data: memoryview | None = None) -> Any:
     """Unpack what `node_frames` has packed."""
     message = unpack(frame)
-    return message if data is None else replace(message, data=data)
+    return message if data is None else message._replace(data=data)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from nbdist.system.limits import MemoryLimit
 from nbdist.values.payload import Payload
+from nbdist.wire.frames import NOTHING
 from nbdist.words import count
 
 
-@dataclass(frozen=True, slots=True)
-class Cleaned:
+class Cleaned(NamedTuple):
     """A worker's bytes before and after it released what is not needed; `memory` is PSS.
 
     `on_gpu` is what tensors take of its GPU, `held_on_gpu` also what torch keeps; 0 without one.
@@ -42,16 +42,14 @@ class Held:
         return " ".join(filter(None, [several, str(self.shape or ""), self.dtype]))
 
 
-@dataclass(frozen=True, slots=True)
-class Peak:
+class Peak(NamedTuple):
     """The most bytes used at a time; `is_bound` where it may have been before the last cell."""
 
     size: int
     is_bound: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
+class GpuMemory(NamedTuple):
     """Bytes of the rank's GPU: of all processes, then of this rank's tensors, and its peak."""
 
     device: str
@@ -61,8 +59,7 @@ class GpuMemory:
     peak: Peak
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """What a rank's memory is used for, in bytes; not `is_whole` where there was no time for all.
 
     `limit` is what leaves least: the machine's, its control group's or `ulimit -v`.  `held` are
@@ -81,8 +78,7 @@ class Memory:
     is_whole: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
+class Met(NamedTuple):
     """A collective that a rank began: that of this `number` of its `group`; `size` is bytes."""
 
     group: str
@@ -92,8 +88,7 @@ class Met:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class RankTimes:
+class RankTimes(NamedTuple):
     """A rank's last cell in nanoseconds of the clock: its waits for others, and what it began.
 
     `waits` are those of Python code, `waited_ns` in all; what C++ code waits for (a DDP module's
@@ -120,16 +115,14 @@ class TracePart:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """A part of a value that is spread over these ranks, and what it is: shape and placements."""
 
     ranks: tuple[int, ...]
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Brought:
+class Brought(NamedTuple):
     """A rank's values of some expressions; with parts `spread` over ranks nothing is packed yet.
 
     The expression `of` has no value: the name `missing` is, or there is another `problem`.
@@ -156,17 +149,15 @@ class Part:
     count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Looked:
+class Looked(NamedTuple):
     """A rank's value in parts, by their paths; or the name that it lacks, or another problem."""
 
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, Part] = NOTHING
     missing: str = ""
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Distance:
+class Distance(NamedTuple):
     """How far two tensors are apart, in `differing` elements; of `odd` ones one has NaN or inf."""
 
     most: float
@@ -206,8 +197,7 @@ class Mesh:
         return f"a mesh of {' x '.join(map(str, self.shape))} ranks"
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """A rank's file of a snapshot, or a `problem`; restoring it needs the `meshes`.
 
     It has `names` and what goes along (`also`); what was `left_out`, and why; who wrote it.
@@ -216,15 +206,14 @@ class Written:
     problem: str = ""
     names: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = NOTHING
     size: int = 0
     digest: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = NOTHING
     meshes: tuple[Mesh, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A rank has read its file, unless there is one of these, for the user.
 
     `distrust` is because another user could have written it.

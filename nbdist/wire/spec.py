@@ -56,8 +56,7 @@ LAST_LINE_SAYS = 78
 """The exit code of a worker that cannot start, for a reason that its last line says in full."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchStore:
+class TorchStore(NamedTuple):
     """A store of torch's own rendezvous, `--rdzv-backend` and `--rdzv-endpoint`.
 
     Ranks of one world have a `name` there that no other has.
@@ -202,6 +201,13 @@ class WorkerStart:
 def over_file(path: str | Path, generation: int) -> Path:
     """Name the file that is there once forming this generation has been called off."""
     return Path(f"{path}.over{generation}")
+
+
+def moved_path(path: str, here: str, there: str) -> str:
+    """Return the path below `there` where it lies below `here`; else the path itself."""
+    if path == here or path.startswith(f"{here}/"):
+        return there + path[len(here) :]
+    return path
 
 
 LINK_TIMEOUT = 10.0

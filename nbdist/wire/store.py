@@ -9,52 +9,46 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nbdist.wire.frames import BadFrame, framed, object_from, pack
 
 SOCKET = "store.sock"
 """Its name in the runtime folder."""
 
-MOST_BYTES = 64 << 20
-"""Of one operation or answer: addresses and names take some kilobytes, user code may keep more."""
-
-LONGEST_WAIT = 20.0
-"""Seconds that one operation may wait; who waits longer asks again."""
+MOST_BYTES, LONGEST_WAIT = 64 << 20, 20.0
+"""Of one operation or answer (addresses take some kilobytes, user code may keep more), and seconds
+that one operation may wait: for longer ones a rank asks again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Set:
+class Set(NamedTuple):
     """Have these values under these keys; answered by None."""
 
     values: Mapping[str, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Get:
+class Get(NamedTuple):
     """Answered by the values, once all are there; by None where they do not come in time."""
 
     keys: tuple[str, ...]
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Answered by whether all keys are there, at the latest after so many seconds."""
 
     keys: tuple[str, ...]
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
+class Add(NamedTuple):
     """Add to the number, 0 where there is none; answered by the sum."""
 
     key: str
     amount: int
 
 
-@dataclass(frozen=True, slots=True)
-class CompareSet:
+class CompareSet(NamedTuple):
     """Have the value `desired` where it is `expected`, or where none is there and none expected.
 
     Answered by the value then, where there is none by `expected`, as in torch.
@@ -65,16 +59,14 @@ class CompareSet:
     desired: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Append:
+class Append(NamedTuple):
     """Have more bytes at the end of the value; answered by None."""
 
     key: str
     value: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Delete:
+class Delete(NamedTuple):
     """Answered by whether it was there."""
 
     key: str

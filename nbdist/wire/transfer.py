@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from nbdist.errors import NotEnoughMemory
 from nbdist.values.shared_memory import Blank, Segment, SegmentRef, length_of, open_file
@@ -100,19 +101,12 @@ class Numbered:
 
 # --- segments of shared memory ----------------------------------------------------------------
 
-PIECE = 1 << 20
-"""Bytes in a message: other messages wait no longer than for some of them."""
-
-FIRST_WINDOW = 4
-MOST_WINDOW = 16
-"""Pieces that may be under way, unacknowledged."""
-
-MOST_DELAY = 0.25
-"""Seconds that a piece may wait for others on the link; beyond it fewer are sent at a time."""
+PIECE, FIRST_WINDOW, MOST_WINDOW, MOST_DELAY = 1 << 20, 4, 16, 0.25
+"""Bytes in a message, for some of which others wait at most; pieces that may be under way; seconds
+that a piece may wait for others on the link: beyond it fewer are sent at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Some bytes of the segment that the sender knows by this reference, from `offset` on."""
 
     ref: SegmentRef
@@ -120,8 +114,7 @@ class Piece:
     data: bytes | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """The answer to a piece: the receiver has the segment up to `end`, nothing with a `problem`."""
 
     path: str
@@ -129,8 +122,7 @@ class Taken:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(NamedTuple):
     """Sender to receiver: what has come of these segments, or all of them, is used no more."""
 
     paths: tuple[str, ...]

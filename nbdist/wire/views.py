@@ -1,4 +1,4 @@
-"""What can be seen of a world from outside while its ranks run anything: place, stack, status.
+"""What can be seen of a world from outside while ranks run anything: place, stack, status, logs.
 
 And what other processes of the user ask of a world, at one socket in the runtime folder: one
 question a connection, one answer, each a line of JSON that other versions of nbdist can read, too.
@@ -11,10 +11,12 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
+from itertools import accumulate, chain, product
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from nbdist.wire.frames import BadFrame, built, fits
 from nbdist.wire.spec import Versions
@@ -170,6 +172,121 @@ class WorkerStatus:
     last_line: str = ""
 
 
+# --- the ends of ranks' logs ------------------------------------------------------------------
+
+# Agents read them for notebooks on other machines; a notebook reads those of its own machine, which
+# outlive the agent.
+
+MOVED, ATTEMPT = "[nbdist: what stood before this line was moved to ", "attempt_"
+"""Begin the first line of a file whose earlier lines are in another, and the name of a folder with
+the files of one start of the workers."""
+
+BLOCK, PAGE, LONGEST = 1 << 16, 1 << 20, 1 << 14
+"""Bytes that are read at once, that are enough for one answer, and of a line that are shown."""
+
+
+class GetLogs(NamedTuple):
+    """Read the last `most` lines of these ranks' logs, fewer long ones; a tuple of `LogTail`.
+
+    `attempt` is None for the present one; `end` is where an earlier answer began, or None.
+    """
+
+    ranks: tuple[int, ...]
+    streams: tuple[str, ...]
+    most: int
+    attempt: int | None = None
+    end: int | None = None
+
+
+class LogTail(NamedTuple):
+    """Lines of a rank's log, the first of which begins at `start`; without files `file` is "".
+
+    Bytes count from where the file with the earlier lines begins.  `attempts` are the starts of
+    the workers that there are files of.
+    """
+
+    rank: int
+    stream: str
+    file: str = ""
+    lines: tuple[str, ...] = ()
+    start: int = 0
+    attempts: tuple[int, ...] = ()
+
+
+def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogTail, ...]:
+    """Read what is asked for of ranks with these folders."""
+    found = []
+    for rank, stream in product([rank for rank in get.ranks if rank in folders_of], get.streams):
+        if (folder := folders_of[rank]) is None:
+            found.append(LogTail(rank, stream))
+            continue
+        run = folder.parent.parent  # with a folder for each attempt
+        names = (each.name for each in run.glob(f"{ATTEMPT}*"))
+        attempts = tuple(sorted(int(name.removeprefix(ATTEMPT)) for name in names))
+        if get.attempt is not None:
+            folder = run / f"{ATTEMPT}{get.attempt}" / folder.name
+        file = folder / f"{stream}.log"
+        lines, start = last_lines(file, get.most, get.end)
+        found.append(LogTail(rank, stream, str(file), tuple(lines), start, attempts))
+    return tuple(found)
+
+
+def last_lines(file: Path, most: int, end: int | None = None) -> tuple[list[str], int]:
+    """Read the last lines of a log before `end`, and say where the first of them begins."""
+    earlier = earlier_file(file)
+    moved = earlier.stat().st_size if earlier.exists() else 0
+    own = _backwards(file, None if end is None else end - moved)
+    found: list[str] = []
+    start = size = 0
+    for at, line in chain(((moved + at, line) for at, line in own), _backwards(earlier, end)):
+        start = at
+        if moved and at >= moved and line.startswith(MOVED.encode()):
+            continue
+        found.append(line.decode("utf-8", "replace"))
+        size += len(line)
+        if len(found) == most or size > PAGE:
+            break
+    return found[::-1], start
+
+
+def _backwards(file: Path, end: int | None) -> Iterator[tuple[int, bytes]]:
+    """Read lines from the last to the first, long ones cut at their beginning; and their places."""
+    with suppress(FileNotFoundError), file.open("rb") as opened:
+        position = opened.seek(0, os.SEEK_END)
+        position = position if end is None else max(0, min(position, end))
+        rest, is_last = b"", True
+        while position > 0:
+            size = min(BLOCK, position)
+            position -= size
+            opened.seek(position)
+            lines = (opened.read(size) + rest).split(b"\n")
+            starts = accumulate((len(each) + 1 for each in lines), initial=position)
+            found = [*zip(starts, lines, strict=False)]
+            if is_last and len(found) > 1 and not lines[-1]:
+                found.pop()  # the file ends with a newline
+            is_last = False
+            yield from reversed(found[1:])
+            rest = lines[0][-LONGEST:]
+        if rest or not is_last:
+            yield 0, rest
+
+
+def moved_line(earlier: Path, limit: int) -> str:
+    """Write the first line of a file that was begun because the one before was full."""
+    allowed = f"NBDIST_LOG_LIMIT allows {limit >> 20} MiB"
+    return f"{MOVED}{earlier.name}, in the place of what had been moved there: {allowed}]\n"
+
+
+def renumbered_line(earlier: Path, rank: int) -> str:
+    """Write the first line of a file of what was another rank before."""
+    return f"[nbdist: this was rank {rank} until now, and wrote to {earlier}]\n"
+
+
+def earlier_file(file: Path) -> Path:
+    """Name the file that has what was said before a log file begins."""
+    return file.with_name(f"{file.name}.1")
+
+
 # --- calls in a worker's memory ---------------------------------------------------------------
 
 LARGEST = 4096
@@ -225,10 +342,8 @@ DOOR = "world.sock"
 SOCKET = re.compile(r"notebook-[0-9]{1,10}\.sock")
 """What the socket of a notebook may be called that takes a world over."""
 
-LONGEST_QUESTION = 1 << 16
-
-MOST_BYTES = 16 << 20
-"""Of an answer: 1,024 ranks have about one."""
+LONGEST_QUESTION, MOST_BYTES = 1 << 16, 16 << 20
+"""Of an answer: 1,024 ranks have about one MB."""
 
 _CREDENTIALS = struct.Struct("3i")
 

@@ -14,11 +14,11 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 from nbdist.output.events import Done, Failure, InputRequest
 from nbdist.values.payload import Payload, Places, SegmentRef, moved, refs_in
-from nbdist.wire.frames import BadFrame, fits, object_from, unpack
+from nbdist.wire.frames import NOTHING, BadFrame, fits, object_from, unpack
 
 Kind = Literal["file", "module", "executable"]
 
@@ -54,19 +54,17 @@ class Script:
         return {"program": self}
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """Call `snapshot.write` or another op; `arguments` are plain data, the user's a `Payload`."""
 
     op: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = NOTHING
 
 
 Work = Source | Script | Call
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
+class Surroundings(NamedTuple):
     """What has changed around the notebook since the start: its `folder`, which was `first`.
 
     `sys_path` is None where it is the same; `environ` has None for variables that were removed.
@@ -75,7 +73,7 @@ class Surroundings:
     folder: str
     first: str
     sys_path: tuple[str, ...] | None = None
-    environ: Mapping[str, str | None] = field(default_factory=dict)
+    environ: Mapping[str, str | None] = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +143,7 @@ class Task:
         """Return it for workers for whom that memory is in these places."""
         work = self.work
         if isinstance(work, Call):
-            work = replace(work, arguments=moved(work.arguments, places))
+            work = work._replace(arguments=moved(work.arguments, places))
         return replace(self, names=moved(self.names, places), work=work)
 
 
@@ -155,8 +153,7 @@ def task_from(frame: bytes) -> Task:
     return task
 
 
-@dataclass(frozen=True, slots=True)
-class InputReply:
+class InputReply(NamedTuple):
     """What was typed for this `InputRequest`, None for the end of input; or why nobody can type."""
 
     number: int
@@ -182,8 +179,7 @@ MOST_BYTES = 64 << 20
 """Of what a worker says of a task; what it brings back goes through shared memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """Worker to agent: the end of a task, and its number among the messages with marks."""
 
     number: int
@@ -191,8 +187,7 @@ class Finished:
     done: Done
 
 
-@dataclass(frozen=True, slots=True)
-class CatchUp:
+class CatchUp(NamedTuple):
     """Worker to agent: an `InputReply` is wanted once all has been taken in that came before."""
 
     number: int

@@ -21,8 +21,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from nbdist.wire.files import moved_path
-from nbdist.wire.spec import WorkerStart, sharing_variables
+from nbdist.wire.spec import WorkerStart, moved_path, sharing_variables
 from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Surroundings
 from nbdist.worker.compat import accelerator

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from operator import attrgetter
@@ -202,7 +202,7 @@ class Namespace:
             return None
         inner = tuple((each.ref.path, each.ref) for each in self._lent.get(task_id, ()))
         try:
-            return replace(self.lend(value, task_id, Homeward()), within=inner)
+            return self.lend(value, task_id, Homeward())._replace(within=inner)
         except Exception as error:  # a user's __reduce__ can raise anything
             path, kind, why = self.blame("result", value, error)
             what = f"what {title} returned"

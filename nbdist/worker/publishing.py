@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +279,7 @@ class Records:
 
     def _pass_on(self, record: logging.LogRecord) -> None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self._send(asdict(plain(record, self._host, local_rank)))
+        self._send(plain(record, self._host, local_rank)._asdict())
 
 
 def plain(record: logging.LogRecord, host: str, local_rank: int) -> Record:

@@ -31,8 +31,7 @@ from nbdist.wire.frames import BadFrame
 from nbdist.wire.spec import difference, versions_here
 from nbdist.wire.views import DOOR, WorldInfo
 
-NEEDED = 20
-"""What a link opens in the notebook's process, 16, and what is read now and then."""
+NEEDED = 20  # what a link opens in the notebook's process, 16, and what is read now and then
 
 
 def require_open_files() -> None:
@@ -71,18 +70,10 @@ def module_of(launcher: str) -> str:
     return HEAD
 
 
-ANSWER_TIMEOUT = 15.0
-"""Seconds; a world that is only slow, on a busy machine, is not to be missing from the list."""
-
-ADMIT_TIMEOUT = 30.0
-"""Seconds; longer than an agent has a notebook wait while its workers start or heal."""
-
-AGENTS = (AGENT.encode(), HEAD.encode())
-"""In the command line of whatever serves a notebook, before its runtime folder."""
-
-MOST_LISTED = 6
-"""Worlds that an error names."""
-
+ANSWER_TIMEOUT = 15.0  # seconds; what is only slow, on a busy machine, is not to be missing
+ADMIT_TIMEOUT = 30.0  # seconds; longer than a notebook has to wait while workers start or heal
+AGENTS = (AGENT.encode(), HEAD.encode())  # in their command lines, before the runtime folder
+MOST_LISTED = 6  # worlds that an error names
 READ_SIZE = 1 << 18
 
 
@@ -158,10 +149,7 @@ class Worlds:
         return f"<Worlds, silent {[*map(str, self._asked)]}>"
 
     def found(self) -> list[Found]:
-        """Ask all of them, and wait `timeout` seconds at most for all answers.
-
-        A world whose agent is stopped is waited for once, and listed again once it answers.
-        """
+        """Ask all, and wait `timeout` seconds for all answers; for a stopped one only once."""
         folders = runtime_folders()
         for folder in self._asked.keys() - {*folders}:
             self._asked.pop(folder).close()
@@ -318,15 +306,11 @@ class AttachedAgent:
         return last_lines_of(self._log)
 
     def end(self, timeout: float) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self._ends_in(timeout):
+        for number in (signal.SIGTERM, signal.SIGKILL, 0):
+            if select.select([self._guard], [], [], timeout)[0]:
                 return
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._agent, number)
-        self._ends_in(timeout)
-
-    def _ends_in(self, timeout: float) -> bool:
-        return bool(select.select([self._guard], [], [], timeout)[0])
 
     def close(self) -> None:
         self._asking.close()
@@ -336,10 +320,7 @@ class AttachedAgent:
 
 
 class AgentProcess(Child):
-    """A process that connects to `runtime / "notebook.sock"`, and ends with its stdin, our pipe.
-
-    `module`, what it runs, is `AGENT` or `HEAD`.
-    """
+    """A process, `AGENT` or `HEAD`, that connects to our socket, and ends with its stdin."""
 
     def __init__(self, runtime: Path, module: str = AGENT, *, fork_server: bool = True) -> None:
         command = [sys.executable, *MODULE, module, str(runtime), str(os.getpid())]

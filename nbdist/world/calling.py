@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, nullcontext, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from itertools import accumulate
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from nbdist.errors import UsageError, VariableNotSent, WorkerError
 from nbdist.output.ansi import strip
@@ -31,6 +31,7 @@ from nbdist.world.names import WORKERS_OWN
 from nbdist.world.result import CellResult, raised
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session
+from nbdist.world.workers import MovingLine
 
 
 def find_script(
@@ -136,10 +137,7 @@ def _find_executable(name: str) -> tuple[str, str]:
 
 
 def ask(session: Session, running: RunningTask, rank: int) -> None:
-    """Ask the user what this rank asks for, and send it; blocks as long as that takes.
-
-    Where nobody can type, the rank gets an error.  KeyboardInterrupt is Stop: nothing is sent.
-    """
+    """Ask the user what this rank asks for, and send it; an error where nobody can type."""
     request, prompt = running.prompts[rank], running.prompts.prompt(rank)
     while True:
         try:
@@ -156,51 +154,6 @@ def ask(session: Session, running: RunningTask, rank: int) -> None:
         else:
             session.reply(running, answers)
         return
-
-
-def next_to_ask(running: RunningTask) -> int | None:
-    """Return the rank that is to be answered now, if any."""
-    return running.prompts.next(time.monotonic(), running.unfinished)
-
-
-REDRAW_SECONDS = 0.25
-
-
-class MovingLine:
-    """Shows one line at a time, in a terminal only; `clear` it before other lines are written."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        # What people put in the place of stdout need not know what it is.
-        self._is_terminal = bool(getattr(stream, "isatty", bool)())
-        self._shown = ""
-        self._draw_at = 0.0
-
-    def is_due(self, now: float) -> bool:
-        """Return True if it may be drawn: four times a second, and after `clear`."""
-        return self._is_terminal and now >= self._draw_at
-
-    def show(self, text: str, now: float) -> None:
-        """Draw this in place of the last, where it `is_due`; `now` is monotonic seconds."""
-        if not self.is_due(now):
-            return
-        self._draw_at = now + REDRAW_SECONDS
-        # In the last column a terminal may go on to the next line.
-        text = text[: max(1, shutil.get_terminal_size().columns - 1)]
-        if text or self._shown:
-            self._draw(text)
-
-    def clear(self) -> None:
-        """Erase it, so that what is written next begins at the line's start."""
-        if self._shown:
-            self._draw("")
-            self._draw_at = 0.0
-
-    def _draw(self, text: str) -> None:
-        # Spaces, since not every terminal erases a line when told to.
-        self._stream.write(f"\r{text.ljust(len(self._shown))}" + ("" if text else "\r"))
-        self._stream.flush()
-        self._shown = text
 
 
 SCRIPT_NAMES = frozenset({"__file__"})
@@ -220,16 +173,22 @@ def run_call(
     payload, segment = pack_frames(pickled.frames)
     with closing(segment) if segment else nullcontext():
         arguments = {"title": title_of(function), "packed": payload}
-        return outcome(session, session.submit(session.task(Call("call", arguments))))
+        return run(session, session.task(Call("call", arguments)))
 
 
-def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
-    """Wait for a task; raises its error, with the traceback of the rank that failed first.
+def run(session: Session, task: Task, most: int = 0) -> CellResult[Any]:
+    """Run a task, again at most `most` times where it fails; raises as `outcome`."""
+    return outcome(session, map(session.submit, session.attempts(task, most)))
+
+
+def outcome(session: Session, attempts: Iterable[RunningTask]) -> CellResult[Any]:
+    """Wait for each attempt; raises the last one's error, with the first traceback of it.
 
     With the config's `show` output goes to stdout line by line: `[0-1] epoch 3`.  Raises
     KeyboardInterrupt after Stop.
     """
-    _follow(session, running)
+    for running in attempts:
+        _follow(session, running)
     try:
         session.check(running)
     except WorkerError as error:
@@ -238,18 +197,6 @@ def outcome(session: Session, running: RunningTask) -> CellResult[Any]:
     result = running.result()
     session.let_go(running)
     return result
-
-
-def run_attempts(session: Session, task: Task, most: int) -> CellResult[Any]:
-    """Run a task, again at most `most` times where it fails; raises as `outcome`."""
-    for attempt in session.attempts(task, most):
-        running = session.submit(attempt)
-        _follow(session, running)
-    try:
-        session.check(running)
-    except WorkerError as error:
-        raise raised(error) from None
-    return running.result()
 
 
 def _follow(session: Session, running: RunningTask) -> None:
@@ -264,7 +211,7 @@ def _follow(session: Session, running: RunningTask) -> None:
             _write(lines.due(now), bars)
             if session.config.show and bars.is_due(now):
                 bars.show(merged_line(running.transcript), now)
-            if (asks := next_to_ask(running)) is not None:
+            if (asks := running.next_to_ask) is not None:
                 _write(lines.flush(), bars)
                 bars.clear()
                 ask(session, running, asks)

@@ -13,46 +13,37 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from fnmatch import translate
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from nbdist.errors import CodeNotSent
-from nbdist.wire.files import OWN_NAMES, CodeFile, landmark, part_of
-from nbdist.wire.messages import CodeHeld, GetCode, PutCode, Reply, Request, Starting
+from nbdist.wire import messages
+from nbdist.wire.messages import OWN_NAMES, CodeFile, Starting
 from nbdist.wire.views import PACKAGES
 from nbdist.words import count, size_text
 
 IGNORE_FILE = ".nbdistignore"
+LARGEST = 1 << 20  # bytes of a file that is sent without being asked for
+MOST_BYTES, MOST_FILES = 64 << 20, 5000  # of all of these
+MOST_LOOKED_AT = 50_000  # files and folders below the notebook's: with more it is hardly of code
+FULL_FOLDER = 500  # files in one folder, apart from Python's, from which on they are taken for data
+FRESH = 2 * 10**9  # nanoseconds after a change in which a second one may not show in a file's times
+NAMED = 3  # how many files are named of those that stay here
+TRIES = 3  # as many times as files may change while they are being sent
+LANDMARKS, LANDMARKS_LOOKED_AT = 3, 100  # files by which a node tells whether it shares the folder
+GIT_TIMEOUT = 5.0  # seconds for git; without an answer all is sent that is small
+
+# Git runs no program that the folder's own configuration names, and fetches nothing: the folder
+# may be a clone or an unpacked archive that another person made.
+GIT = ("git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+GIT_ENVIRON = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
 
 
 def _any_of(patterns: str) -> re.Pattern[str]:
     return re.compile("|".join(map(translate, patterns.split())))
 
-
-LARGEST = 1 << 20
-"""Bytes of a file that is sent without being asked for."""
-MOST_BYTES = 64 << 20
-"""Of all of these."""
-MOST_FILES = 5000
-MOST_LOOKED_AT = 50_000
-"""Files and folders below the notebook's: with more it is hardly a folder of code."""
-FULL_FOLDER = 500
-"""Files in one folder, apart from Python's, from which on they are taken for data."""
-
-GIT_TIMEOUT = 5.0
-"""Seconds for git to say what it ignores; without an answer all is sent that is small."""
-GIT = ("git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
-GIT_ENVIRON = {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none"}
-"""Git runs no program that the folder's own configuration names, and fetches nothing: the folder
-may be a clone or an unpacked archive that another person made."""
-
-FRESH = 2 * 10**9
-"""Nanoseconds after a change in which a second one may not show in a file's times."""
-
-NAMED = 3
-"""How many files are named of those that stay here."""
 
 QUIET = _any_of(
     ".git/ .hg/ .svn/ __pycache__/ .ipynb_checkpoints/ .*_cache/ node_modules/ .venv/ .tox/ .nox/ "
@@ -64,21 +55,15 @@ HEAVY = _any_of(
     "checkpoints/ lightning_logs/ wandb/ mlruns/ *.pt *.pth *.ckpt *.safetensors *.gguf"
 )
 """Files that stay here, which is said."""
-ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
-"""What a folder has that venv, virtualenv or conda has made."""
+ENVIRONMENT = ("pyvenv.cfg", "conda-meta")  # in a folder that venv, virtualenv or conda has made
 
-Stamp = tuple[int, int, int, int]
-"""What differs of a file or a folder once it has changed."""
-
-_Found = tuple[str, os.stat_result, bool]
-"""A file by its path, what there is of it, and whether it is asked for."""
+Stamp = tuple[int, int, int, int]  # what differs of a file or a folder once it has changed
+_Found = tuple[str, os.stat_result, bool]  # a file's path, what there is of it, is it asked for
+Asks = Callable[[messages.Request], Generator[Starting, None, messages.Reply]]  # `Link.calling`
 
 
 class Rule:
-    """A line of `.nbdistignore`: what it matches stays here, or, after `!`, is sent.
-
-    Lines are as .gitignore has them; `*` is any number of any signs.
-    """
+    """A line of `.nbdistignore`, as in .gitignore: what it matches stays or, after `!`, is sent."""
 
     def __init__(self, line: str) -> None:
         self.sends = line.startswith("!")
@@ -153,8 +138,6 @@ class CodeListing:
         return False
 
     def _list(self) -> None:
-        """Look for what there is, choose, and read what has changed."""
-
         def by_use(item: _Found) -> tuple[bool, bool, int, str]:
             path, found, is_asked_for = item
             return not is_asked_for, not path.endswith(".py"), found.st_size, path
@@ -181,9 +164,10 @@ class CodeListing:
         rules, ignored = _rules_in(self.folder), _ignored_by_git(self.folder)
         waiting, looked_at = deque([("", os.stat(self._root))]), 0
         while waiting:
-            folder, found = waiting.popleft()
+            (folder, found), entries = waiting.popleft(), list[os.DirEntry[str]]()
             stamps[folder] = _lasting_stamp(found)
-            entries = self._entries(folder)
+            with suppress(OSError) if folder else nullcontext():  # one may not be to be read
+                entries = [*os.scandir(self._root + folder)]
             looked_at += len(entries)
             self._is_cut_short = looked_at > MOST_LOOKED_AT
             if self._is_cut_short:
@@ -193,7 +177,7 @@ class CodeListing:
                 self.left_out[folder or "./"] = 0
             for each in entries:
                 is_folder = each.is_dir(follow_symlinks=False)
-                path = f"{folder}{each.name}/" if is_folder else f"{folder}{each.name}"
+                path = f"{folder}{each.name}{'/' if is_folder else ''}"
                 is_data = data > FULL_FOLDER and not path.endswith(("/", ".py"))
                 is_wanted = _asks_for(rules, path)
                 with suppress(OSError):  # of a link that leads nowhere
@@ -207,16 +191,6 @@ class CodeListing:
                             waiting.append((path, found))
                         elif stat.S_ISREG(found.st_mode):
                             yield path, found, bool(is_wanted)
-
-    def _entries(self, folder: str) -> list[os.DirEntry[str]]:
-        """List what is in a folder; one that cannot be read has nothing."""
-        try:
-            with os.scandir(self._root + folder) as found:
-                return [*found]
-        except OSError:
-            if not folder:
-                raise
-            return []
 
     def _stays(self, path: str, entry: os.DirEntry[str]) -> bool:
         """Return True for what no machine needs elsewhere; what may be missed is noted."""
@@ -273,16 +247,6 @@ def _ignored_by_git(root: Path) -> frozenset[str]:
     return frozenset(map(os.fsdecode, git.stdout.split(b"\0")))
 
 
-TRIES = 3
-"""As many times as files may change while they are being sent."""
-
-LANDMARKS, LANDMARKS_LOOKED_AT = 3, 100
-"""Files by which a node tells whether it shares the folder, and how many these are taken from."""
-
-Asks = Callable[[Request], Generator[Starting, None, Reply]]
-"""What calls a node, `Link.calling`: it comes round now and then, and returns the reply."""
-
-
 class CodeSync:
     """The code in a folder, as the nodes of a world have it; `is_shared` if all see this folder."""
 
@@ -299,10 +263,7 @@ class CodeSync:
         return said if said != before else ""
 
     def bringing(self, asks: Asks, *, anew: bool = False) -> Generator[Starting, None, None]:
-        """Send what has changed to all nodes; with `anew` they are asked what they have.
-
-        Raises CodeNotSent, and what the link raises.
-        """
+        """Send what has changed to all nodes, or with `anew` what they lack; raises CodeNotSent."""
         for _ in range(TRIES):
             try:
                 self.listing.look()
@@ -317,8 +278,8 @@ class CodeSync:
     def _bring(self, asks: Asks) -> Generator[Starting, None, bool]:
         """Send the files as they were at the last look; return whether they still were."""
         files, self._sent = self.listing.files, None
-        held = yield from asks(GetCode(self._landmarks(), files))
-        assert isinstance(held, CodeHeld)
+        held = yield from asks(messages.GetCode(self._landmarks(), files))
+        assert isinstance(held, messages.CodeHeld)
         paths = {file: f"{self.listing.folder}/{path}" for path, file in files.items()}
 
         def read(file: CodeFile) -> bytes | None:
@@ -327,9 +288,9 @@ class CodeSync:
                 return content if found == file else None
             return None
 
-        while part := part_of(held.lacks, read):
-            held = yield from asks(PutCode(part))
-            assert isinstance(held, CodeHeld)
+        while part := messages.part_of(held.lacks, read):
+            held = yield from asks(messages.PutCode(part))
+            assert isinstance(held, messages.CodeHeld)
         if held.problem:
             raise CodeNotSent(held.host, held.problem)
         if held.lacks:
@@ -340,7 +301,7 @@ class CodeSync:
     def _landmarks(self) -> dict[str, tuple[int, int]]:
         """Choose files that have not changed for long: other machines may be slow to see that."""
         paths = [f"{self.listing.folder}/{path}" for path in self.listing.files]
-        found = {p: mark for p in paths[:LANDMARKS_LOOKED_AT] if (mark := landmark(p))}
+        found = {p: mark for p in paths[:LANDMARKS_LOOKED_AT] if (mark := messages.landmark(p))}
         oldest = sorted(found, key=lambda path: found[path][1])[:LANDMARKS]
         return {path: found[path] for path in oldest}
 

@@ -51,11 +51,10 @@ def gather(
     how: Joining | None = None,
     dim: int = 0,
 ) -> list[Any]:
-    """Return the values of names or expressions on these ranks, by default all; as `World.gather`.
+    """Return the values of checked expressions on these ranks, by default all; as `World.gather`.
 
     `bring` runs a task and returns what each rank has brought.
     """
-    check_expressions(expressions)
     arguments: dict[str, Any] = {"expressions": tuple(expressions)}
     task = session.task(Call("values.gather", arguments), ranks=ranks)
     brought = bring(task)
@@ -72,30 +71,23 @@ def gather(
 
 
 def _check_spread(found: Mapping[int, Brought], asked: Sequence[int]) -> None:
-    """Raise UsageError unless all ranks that a value is spread over are asked and have it.
-
-    They put it together, in the same order.
-    """
+    """Raise UsageError unless all ranks of a value that is spread are asked, and have it alike."""
     for brought in found.values():
         for number, part in enumerate(brought.spread):
             there = {rank: found[rank].spread for rank in part.ranks if rank in found}
             same = [rank for rank in there if there[rank][number : number + 1] == (part,)]
-            if lacking := [rank for rank in part.ranks if rank not in same]:
-                raise UsageError(_spread_text(brought.of, part.ranks, lacking, asked))
-
-
-def _spread_text(
-    of: str, ranks: Sequence[int], lacking: Sequence[int], asked: Sequence[int]
-) -> str:
-    over = f"`{of}` is spread over {name_ranks(ranks)} (DTensor, FSDP2)"
-    if set(lacking) <= {*asked}:
-        do_not = "does not" if len(lacking) == 1 else "do not"
-        return f"{over}, and {name_ranks(lacking)} {do_not} have the same of it there."
-    return (
-        f"{over}: gather it from all of them, without `-r`. Or run in a cell of all of "
-        "them `whole = x.full_tensor()`, for a model `whole = get_model_state_dict(model, "
-        "options=StateDictOptions(full_state_dict=True))`."
-    )
+            lacking = [rank for rank in part.ranks if rank not in same]
+            over = f"`{brought.of}` is spread over {name_ranks(part.ranks)} (DTensor, FSDP2)"
+            if {*lacking} - {*asked}:
+                raise UsageError(
+                    f"{over}: gather it from all of them, without `-r`. Or run in a cell of all of "
+                    "them `whole = x.full_tensor()`, for a model `whole = get_model_state_dict("
+                    "model, options=StateDictOptions(full_state_dict=True))`."
+                )
+            if lacking:
+                do_not = "does not" if len(lacking) == 1 else "do not"
+                who = f"{name_ranks(lacking)} {do_not}"
+                raise UsageError(f"{over}, and {who} have the same of it there.")
 
 
 def _read(session: Session, task: Task, found: Mapping[int, Brought]) -> list[dict[int, Any]]:
@@ -120,8 +112,7 @@ def refusal(session: Session, found: Mapping[int, Brought]) -> UsageError | None
     lacking = {rank: each for rank, each in found.items() if each.packed is None}
     if not lacking:
         return None
-    missing = next((each.missing for each in lacking.values() if each.missing), "")
-    if missing:
+    if missing := next((each.missing for each in lacking.values() if each.missing), ""):
         return UsageError(_missing_text(session, missing, found))
     problems = fold_ranks({rank: (each.of, each.problem) for rank, each in lacking.items()})
     (of, problem), ranks = next(iter(problems.items()))
@@ -136,9 +127,8 @@ def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> 
     have = {rank for rank, each in found.items() if each.packed is not None}
     have |= {rank for rank in had if rank not in found}
     if have:
-        options = f"`-r {format_ranks(have)}`"
         verb = "has" if len(have) == 1 else "have"
-        return f"{lacking} `{name}`; {name_ranks(have)} {verb} it: {options}."
+        return f"{lacking} `{name}`; {name_ranks(have)} {verb} it: `-r {format_ranks(have)}`."
     lacking = "no rank has" if len(lack) == session.size else lacking
     if name in session.namespace and name not in WORKERS_OWN:
         return f"{lacking} `{name}`; the notebook has it: `%dist_push {name}`."
@@ -278,10 +268,8 @@ def sync(
         raise UsageError(f"`%dist_sync {bad[0]}`: a name is copied, not an expression.")
     check_are_free(names, "`%dist_sync`")
     if not session.has_group and session.state.has_workers:
-        raise UsageError(
-            "`%dist_sync` copies through the process group, and these workers have none "
-            "(`--backend none`)."
-        )
+        why = "copies through the process group, and these workers have none (`--backend none`)"
+        raise UsageError(f"`%dist_sync` {why}.")
     for rank in (source, *(ranks or ())):
         if not 0 <= rank < session.size:
             raise BadRanks(str(rank), session.size, f"there is no rank {rank}")
@@ -313,54 +301,6 @@ class Restored:
     snapshot: Snapshot
     names: tuple[str, ...]
     ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which variables, None for all, of which snapshot; `hint` says how it is written today."""
-
-    names: tuple[str, ...] | None
-    name: str | None
-    hint: str = ""
-
-
-def wanted_to_save(words: Sequence[str], name: str | None) -> Wanted:
-    """Tell variables from a name that comes first, which can be no variable."""
-    if name is not None or not words or all(map(str.isidentifier, words[0].split("."))):
-        return Wanted(tuple(words) or None, name)
-    return _name_first("%dist_snapshot", words)
-
-
-def wanted_to_restore(store: SnapshotStore, words: Sequence[str], name: str | None) -> Wanted:
-    """Do the same where there is a snapshot of that name; UsageError where it may be either."""
-    if name is not None or not words or not store.of(words[0].partition("@")[0]):
-        return Wanted(tuple(words) or None, name)
-    if any(words[0] in each.names for each in store.mine()[:1]):
-        of_mine = f"{' '.join(words)} --name {store.find(None).key}"
-        raise UsageError(
-            f"`{words[0]}` is a variable and a snapshot: `%dist_restore --name {words[0]}` "
-            f"restores the snapshot, `%dist_restore {of_mine}` the variable."
-        )
-    return _name_first("%dist_restore", words)
-
-
-def snapshot_arguments(
-    given: Sequence[str | Sequence[str] | None], names: Sequence[str] | None, name: str | None
-) -> tuple[list[str], str | None]:
-    """Return variables and name as Python gives them, also by position with the name first."""
-    if name is None and names is None and len(given) == 2 and not isinstance(given[1], str):
-        given, names = given[:1], given[1] or ()
-    first = given[0] if given else None
-    if name is None and names is not None and isinstance(first, str):
-        given, name = given[1:], first
-    words = ([each] if isinstance(each, str) else each or () for each in (*given, names))
-    return [word for some in words for word in some], name
-
-
-def _name_first(magic: str, words: Sequence[str]) -> Wanted:
-    name, *names = words
-    today = " ".join([magic, *names, "--name", name])
-    return Wanted(tuple(names) or None, name, f"a snapshot's name comes after `--name`: `{today}`")
 
 
 def save(
@@ -409,8 +349,10 @@ def restore(
     if snapshot.problem:
         raise store.damaged(snapshot, snapshot.problem)
     if missing := [name for name in names or () if name not in snapshot.names]:
-        has = ", ".join(snapshot.names)
-        raise UsageError(f"`{snapshot.key}` has no {', '.join(missing)}; it has {has}.")
+        said = f"`{snapshot.key}` has no {', '.join(missing)}; it has {', '.join(snapshot.names)}."
+        if store.of(missing[0].partition("@")[0]):
+            said += f" `%dist_restore --name {missing[0]}` restores the snapshot of this name."
+        raise UsageError(said)
     on = session.everyone if ranks is None else tuple(ranks)
     sources = _sources(session, snapshot, on, from_rank, are_chosen=ranks is not None)
     if meshes := _meshes(snapshot, session.size, from_rank):
@@ -432,23 +374,18 @@ def restore(
             problem += f" (written with {differs.what} {differs.there}, here is {differs.here})"
         raise UsageError(f"The snapshot `{snapshot.key}` cannot be restored: {problem}.")
     wanted = {"names": names and [*names], "with_random": from_rank is None}
-    running = commit(session, Call("snapshot.bind", wanted))
-    session.wait(running)
-    session.check(running)
-    bound = running.result().values()
+    bound = session.finish(commit(session, Call("snapshot.bind", wanted))).values()
     return Restored(snapshot, tuple(sorted(set().union(*bound))), on)
 
 
 def _on_ranks(
     session: Session, function: str, ranks: Sequence[int] | None, **arguments: Any
 ) -> Any:
-    """Return what a function of `nbdist.worker.ops.snapshot` returns on each of the ranks."""
     task = session.task(Call(f"snapshot.{function}", arguments), ranks=ranks)
     return dict(session.run(task).by_rank)
 
 
 def _problem(parts: Mapping[int, Written | Loaded]) -> str:
-    """Say what a rank could not do; "" where all could."""
     problems = {rank: part.problem for rank, part in parts.items() if part.problem}
     same = [rank for rank, said in problems.items() if said == next(iter(problems.values()))]
     return f"{name_ranks(same)}: {problems[same[0]]}" if problems else ""
@@ -470,17 +407,16 @@ def _sources(
         return dict.fromkeys(on, from_rank)
     missing = [rank for rank in on if rank not in snapshot.parts]
     if missing or (size != session.size and not are_chosen):
-        first = f"`-r {format_ranks(range(min(size, session.size)))}` restores these alone, "
         raise UsageError(
             f"`{snapshot.key}` is of {_of(size)}, and this world has {session.size}. "
-            f"{first}`--from 0` gives every rank the variables of rank 0 and its part of sharded "
-            f"values, `%dist_restart -n {size}` starts that many."
+            f"`-r {format_ranks(range(min(size, session.size)))}` restores these alone, `--from 0` "
+            "gives every rank the variables of rank 0 and its part of sharded values, "
+            f"`%dist_restart -n {size}` starts that many."
         )
     return {rank: rank for rank in on}
 
 
 def _meshes(snapshot: Snapshot, size: int, from_rank: int | None) -> dict[Mesh, Mesh]:
-    """Return which meshes there are to be, for those in the snapshot."""
     before = len(snapshot.parts)
     instead = {}
     for mesh in snapshot.meshes:

@@ -28,17 +28,11 @@ from nbdist.words import name_ranks, one_line
 from nbdist.world.states import Machines
 
 FIRST_LOOK = LOOK_EVERY = 1.0
-SOON, HURRY_SECONDS = 0.1, 2.0
-"""The same once a rank has finished, and for how long: a rank may go on for hours."""
-
+SOON, HURRY_SECONDS = 0.1, 2.0  # once a rank has finished, and so long: others may go on for hours
 ANSWER_TIMEOUT = 1.0
 LONGEST_CODE = 60
-
-UNCHANGED = 3.0
-"""Seconds after which nothing moves, though some thread has something to do."""
-
-ALL_UNCHANGED = 1.0
-"""Seconds after which nothing moves where all wait, and no thread has anything to do."""
+UNCHANGED = 3.0  # seconds after which nothing moves, though some thread has something to do
+ALL_UNCHANGED = 1.0  # the same where all wait, and no thread has anything to do
 
 ABORTS = 3
 """Times that gloo's collectives were aborted, after which a rank that waits in the same one still
@@ -46,9 +40,7 @@ is never woken.  Gloo forgets a message that it could not write as the other end
 own thread has yet to notice that (torch 2.13; its Pair::signalException passes over such messages).
 """
 
-ABORTED = "Released"
-"""`Failure.name` of a rank whose collective was aborted."""
-
+ABORTED = "Released"  # `Failure.name` of a rank whose collective was aborted
 CELL_LINE = re.compile(r"Cell In\[\d+\], line (\d+)")
 
 DTYPES = {
@@ -57,9 +49,6 @@ DTYPES = {
     **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
 }
 """Those whose names in C++ are others; of the rest capitals are the difference."""
-
-
-# --- whether they can go on -------------------------------------------------------------------
 
 
 class Watch:
@@ -149,12 +138,12 @@ class Watch:
 
     def aborted_in_vain(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return those that wait where they did when collectives were aborted `ABORTS` times."""
-        found = []
-        for rank in ranks:
+
+        def is_one(rank: int) -> bool:
             place, (before, times) = self.places.get(rank), self._aborts.get(rank, (None, 0))
-            if times >= ABORTS and place and place.is_calm and _is_same(place, before):
-                found.append(rank)
-        return tuple(found)
+            return bool(times >= ABORTS and place and place.is_calm and _is_same(place, before))
+
+        return tuple(filter(is_one, ranks))
 
     def start_over(self, now: float) -> None:
         """Begin again while collectives are aborted: look in a while which ranks still wait."""
@@ -167,7 +156,6 @@ class Watch:
 
 
 def _is_same(place: Place, before: Place | None) -> bool:
-    """Return True if a rank has not moved on."""
     facts = attrgetter("operation", "line", "counts", "moved")
     return before is not None and facts(place) == facts(before)
 

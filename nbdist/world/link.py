@@ -34,18 +34,14 @@ from nbdist.world.agents import AGENT, AgentProcess, AttachedAgent, require_open
 log = logging.getLogger("nbdist.world")
 
 HELLO_TIMEOUT = 30.0
-CALL_TIMEOUT = 240.0
-"""Longer than an agent takes for its slowest answer, a start; `AgentLost` comes at once."""
-LEAVE_TIMEOUT = 12.0
-"""Seconds; longer than a head takes whose Slurm does not answer."""
+CALL_TIMEOUT = 240.0  # longer than an agent takes for its slowest answer, a start
+LEAVE_TIMEOUT = 12.0  # seconds; longer than a head takes whose Slurm does not answer
 THREAD_TIMEOUT = 60.0
 CLOSED = -1
-DETACH_LINGER = 500
-"""Milliseconds that the last messages may take to reach an agent that stays."""
+DETACH_LINGER = 500  # milliseconds that the last messages may take to reach an agent that stays
 
 TICK = 0.25
-SHORTEST_WAIT = 0.001
-"""A queue's `get` with some microseconds can find them negative, and waits for ever."""
+SHORTEST_WAIT = 0.001  # a queue's `get` can find microseconds negative, and waits for ever
 
 Agent = AgentProcess | AttachedAgent
 """What serves the world: this machine's agent, or the head of agents on several."""
@@ -133,10 +129,7 @@ class Link:
     def call(
         self, request: Request, timeout: float = CALL_TIMEOUT, patience: float = float("inf")
     ) -> Reply:
-        """Return the agent's reply.  Raises AgentLost, or StartError where it does not start.
-
-        Raises KeyboardInterrupt on Stop, and where there is no reply after `patience` seconds.
-        """
+        """Return the reply; AgentLost, StartError, KeyboardInterrupt after `patience` seconds."""
         calling = self.calling(request, timeout, tick=min(timeout, patience))
         end = time.monotonic() + patience
         while time.monotonic() < end:
@@ -311,7 +304,6 @@ class Link:
             self._fail(agent)
 
     def _serve(self, agent: Agent) -> None:
-        """Pass messages on, both ways, until the agent has ended."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -380,12 +372,11 @@ class Link:
             _write_to(self._asides_end)
 
     def _fail(self, agent: Agent) -> None:
-        """Fail all calls that wait."""
         lost = _lost(agent)
         log.debug("agent ended: %s", lost)
         self._lost = lost
-        waited_for: tuple[Future[Any], ...] = (self._hello, self._attached, *self._answers.values())
-        for each in waited_for:
+        calls: tuple[Future[Any], ...] = (self._hello, self._attached, *self._answers.values())
+        for each in calls:
             if not each.done():
                 each.set_exception(lost)
         self._arrive(lost)

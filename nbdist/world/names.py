@@ -8,6 +8,7 @@ Nothing here keeps a big value alive.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -21,14 +22,10 @@ WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 WORKERS_MODULES = {"torch": "torch", "dist": "torch.distributed"}
 """Modules that every worker has imported from its start, by the names that it has them under."""
 
-MOST_NAMES = 6
-"""Names that a message lists before it only counts the others."""
+MOST_NAMES = 6  # names that a message lists before it only counts the others
 
-_NOTHING = type("_Nothing", (), {})
-"""Stands for the value of a name that the notebook lacks."""
-
-_OF_ANOTHER = "of another notebook"
-"""The version of what that has sent."""
+_NOTHING = type("_Nothing", (), {})  # stands for the value of a name that the notebook lacks
+_OF_ANOTHER = "of another notebook"  # the version of what that has sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +83,8 @@ class NameTable:
 
     def copy(self) -> NameTable:
         """Copy it as it is now; a notice that is given by one is given by both."""
-        copied = NameTable(self.namespace)
+        copied = copy(self)
         copied._ranks = {rank: dict(has) for rank, has in self._ranks.items()}
-        copied._noticed = self._noticed
-        copied._is_found, copied._bound_since = self._is_found, self._bound_since
         return copied
 
     def found(
@@ -219,8 +214,7 @@ class NameTable:
 
     def changed_names(self) -> list[str]:
         """List the names of the notebook whose objects ranks have changed since they were sent."""
-        names = dict.fromkeys(name for has in self._ranks.values() for name in has)
-        return [name for name in names if self.changed_since(name)[0]]
+        return [name for name in self._all() if self.changed_since(name)[0]]
 
     def ranks_with(self, name: str) -> tuple[int, ...]:
         """Find the ranks that have something under this name, whosever it is."""
@@ -251,19 +245,15 @@ class NameTable:
 
     def holding_objects(self) -> list[str]:
         """List shipped names of the notebook that may share an object with another name."""
-        return [
-            name
-            for name, (owner, ranks) in self.owners().items()
-            if owner == "notebook"
-            and (ranks and name in self.namespace)
-            and (record := self.record(name))
-            and record.holds_objects
-        ]
+        owners = self.owners().items()
+        here = [n for n, (owner, ranks) in owners if owner == "notebook" and ranks]
+        records = {name: self.record(name) for name in here if name in self.namespace}
+        return [name for name, record in records.items() if record and record.holds_objects]
 
     def owners(self) -> dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]]:
         """List the names that were shipped or bound on workers: whose each is, and its ranks."""
         found: dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]] = {}
-        for name in dict.fromkeys(name for has in self._ranks.values() for name in has):
+        for name in self._all():
             if ranks := self.ranks_that_own(name):
                 found[name] = ("workers", ranks)
             elif self.record(name) is not None:
@@ -294,6 +284,9 @@ class NameTable:
         is_first = name not in self._noticed
         self._noticed.add(name)
         return is_first
+
+    def _all(self) -> Iterable[str]:
+        return dict.fromkeys(name for has in self._ranks.values() for name in has)
 
     def _value(self, name: str) -> Any:
         return self.namespace.get(name, _NOTHING)

@@ -1,6 +1,6 @@
 """What the workers of a world have run: cells to run again, and all of them for `%dist_export`.
 
-`recovery.end` adds to the one `Past` of `Workers`, which is bounded and keeps no values.
+`recovery.follow` adds to the one `Past` of `Workers`, which is bounded and keeps no values.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from nbdist.world.states import Renumbering
 
 
 class Setup:
-    """The `--setup` cells of a world, in the order in which they first ran, for new workers.
-
-    `problem` says what went wrong when they were run again, "" where nothing did.
-    """
+    """The `--setup` cells in their order; `problem` says what went wrong in new workers, or ""."""
 
     def __init__(self) -> None:
         self.problem = ""
@@ -100,10 +97,7 @@ class Sent:
 
 
 class Past:
-    """The tasks that made what is on the workers, a cell of the notebook once.
-
-    `forgotten` counts those that are no longer kept; `gathered` are names that went home.
-    """
+    """The tasks that made what is there; `forgotten` counts others, `gathered` names went home."""
 
     def __init__(self) -> None:
         self.forgotten = 0

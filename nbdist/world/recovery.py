@@ -31,34 +31,18 @@ from nbdist.world.spec import scaled
 from nbdist.world.states import Event, State, size_text
 from nbdist.world.workers import Workers
 
-TICK = 0.25
-"""Seconds between two yields when nothing is said: enough for a clock that people read."""
-
-EAGER_SECONDS, EAGER_TICK = 0.2, 0.05
-"""The same for the first moments, so that the first drawing comes when it is due."""
-
-LEAVE_SECONDS = 0.3
-"""In which a Stop turns out to be the begin of a restart of the kernel: Jupyter sends both."""
-
-SPARE_SECONDS = 0.6
-"""In which it turns out, before control is given back, which ranks are not ended any more."""
-
-LEFTOVERS_GRACE = 1.5
-"""Seconds for GPUs to end collectives that all have joined, and for nccl2 to notice that."""
+TICK = 0.25  # seconds between two yields when nothing is said: enough for a clock that people read
+EAGER_SECONDS, EAGER_TICK = 0.2, 0.05  # the same at first, for a first drawing when it is due
+LEAVE_SECONDS = 0.3  # until Stop is known to begin a restart of the kernel: Jupyter sends both
+SPARE_SECONDS = 0.6  # until it is known, before control is given back, which ranks are not ended
+LEFTOVERS_GRACE = 1.5  # for GPUs to end collectives that all have joined, and nccl2 to notice that
+HEAL_TIMEOUT = 150.0  # longer than an agent takes when ranks do not meet, one after the other
+HEAL_AFTER_STOP = 8.0  # the same after Stop: control is given back, and the next cell tries again
+SCALE_TIMEOUT = 200.0  # longer than an agent takes that tries it, then goes back to what there was
+KILL_TIMEOUT = 5.0
 
 Following: TypeAlias = Generator[News, float | None, None]
 """What is sent to it is how long it may take to come round again, in seconds; None for `TICK`."""
-
-HEAL_TIMEOUT = 150.0
-"""Seconds; longer than an agent takes when ranks do not meet, one after the other."""
-
-HEAL_AFTER_STOP = 8.0
-"""The same once Stop was pressed: then control is given back, and the next cell tries again."""
-
-SCALE_TIMEOUT = 200.0
-"""Seconds; longer than an agent takes that tries it, then goes back to what there was."""
-
-KILL_TIMEOUT = 5.0
 
 LASTING = {events.NAME_PROBLEM, events.LEFT_DEBUGGER, "KeyboardInterrupt", "SyntaxError"}
 LASTING |= {"IndentationError", "TabError"}
@@ -67,12 +51,12 @@ LASTING |= {"IndentationError", "TabError"}
 # --- one task, to its end ---------------------------------------------------------------------
 
 
-def follow(workers: Workers, running: RunningTask) -> Following:
-    """Yield what ranks have shown since the last time, until all of them have finished.
+def follow(workers: Workers, running: RunningTask, *, answers: bool = False) -> Following:
+    """Yield what ranks have shown since the last time, until all have finished: `Session.follow`.
 
-    Every `TICK` seconds at least, so that a clock can move on.  The first Stop interrupts the
-    ranks and goes on for `Patience.control_timeout` seconds at most; the second ends it at once,
-    with ranks unfinished.  So does the end of this process, where the workers outlive it.
+    Every `TICK` seconds at least, so that a clock can move on.  After the first Stop it goes on for
+    `Patience.control_timeout` seconds at most.  The end of this process ends it at once, where the
+    workers outlive that.
     """
     before, longest = running.stops_met, TICK
     while running.unfinished:
@@ -106,6 +90,12 @@ def follow(workers: Workers, running: RunningTask) -> Following:
                 _take(workers, running, step)
         sent = yield running.take_news()
         longest = TICK if sent is None else sent
+        if not answers:
+            workers.refuse(running)
+    while not (running.is_over or running.wants_control(before)):
+        with running.counting_stops(raises=True):
+            _end(workers, running)
+        yield running.take_news()
 
 
 def interrupt(workers: Workers, running: RunningTask) -> None:
@@ -155,7 +145,6 @@ def _take(workers: Workers, running: RunningTask, step: Step) -> None:
 
 
 def _locate(workers: Workers, running: RunningTask) -> dict[int, Place]:
-    """Return where all ranks of the world are."""
     running.places = {}
     workers.link.send(Locate(workers.everyone))
     deadline = time.monotonic() + ANSWER_TIMEOUT
@@ -164,7 +153,7 @@ def _locate(workers: Workers, running: RunningTask) -> dict[int, Place]:
     return running.places
 
 
-def end(workers: Workers, running: RunningTask) -> None:
+def _end(workers: Workers, running: RunningTask) -> None:
     """Do what is left to do once all ranks have finished a task, and keep with it what it was."""
     _abort_leftovers(workers, running)
     if running.crew.heals and running.explains_death({}):
@@ -186,10 +175,7 @@ def end(workers: Workers, running: RunningTask) -> None:
 
 
 def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
-    """End collectives that a failed task began and that no rank will complete.
-
-    The next task's would meet them, and give wrong results.
-    """
+    """End collectives of a failed task that no rank completes: the next task's would meet them."""
     if not running.transcript.errors or workers.state is not State.READY or not workers.has_group:
         return
     runs_ahead = running.crew.runs_ahead
@@ -250,7 +236,7 @@ def heal(workers: Workers) -> tuple[int, ...]:
         return ()
     if not workers.dead or workers.on_failure == "heal":
         # Workers in the place of the dead, and a group of all.
-        return _renew(workers, Heal())
+        return _regroup(workers, Heal())[0]
     if workers.on_failure == "stop":
         workers.shutdown()
         return ()
@@ -272,7 +258,7 @@ def grow(workers: Workers) -> None:
     if not workers.have_come or workers.state is not State.READY:
         return
     workers.have_come = {}
-    _renew(workers, Grow())
+    _regroup(workers, Grow())
 
 
 def replace(workers: Workers, ranks: Iterable[int]) -> None:
@@ -283,46 +269,34 @@ def replace(workers: Workers, ranks: Iterable[int]) -> None:
     while not workers.dead.keys() >= ending and time.monotonic() < deadline:
         workers.receive(max(0.0, deadline - time.monotonic()))
     if workers.state is State.BROKEN:
-        _renew(workers, Heal())
+        _regroup(workers, Heal())
 
 
 def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
-    """Change the number of workers to `size`; those in `keep` stay, and come first in this order.
-
-    Raises ScaleError where there are as many as before, and WorldBroken where they do not meet.
-    """
+    """Have `size` workers, first those in `keep`; raises ScaleError, or WorldBroken."""
     before = workers.size
     spec, workers.warning = scaled(workers.spec, workers.config, size, keep=keep)
-    replaced, why = _regroup(workers, Scale(spec, tuple(keep)))
+    _, why = _regroup(workers, Scale(spec, tuple(keep)))
     if workers.lost is not None:
         raise workers.lost
     if workers.is_elsewhere:  # where machines come and go, the size changes without being asked for
         workers.config = workers.config.of_size(workers.size)
-    workers.told(workers.renumbering.new)  # as new ones: those that died were none yet
-    replay(workers, {*replaced, *workers.renumbering.new})
     if workers.state is State.BROKEN:
         raise WorldBroken(workers.problem)
     if why:
         raise errors.ScaleError(before, size, why)
 
 
-def _renew(workers: Workers, request: Heal | Grow) -> tuple[int, ...]:
-    """Form another group, and run the set-up cells in it; return the ranks replaced."""
-    replaced, _ = _regroup(workers, request)
-    replay(workers, {*replaced, *workers.renumbering.new})
-    return replaced
-
-
 def _regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, ...], str]:
-    """Have the agent form another group; return the ranks replaced, and why not more."""
+    """Form another group, set up its new ranks; return those replaced, and why not more."""
+    running, replaced, why = workers.running, tuple[int, ...](), ""
     heals = isinstance(request, Heal)
     timeout = HEAL_TIMEOUT if heals else SCALE_TIMEOUT
-    made = workers.running.made if workers.running and workers.running.died else frozenset()
+    made = running.made if running and running.deaths else frozenset()
     workers.advance(Event.HEAL if heals else Event.SCALE)
     outcome, workers.problem = Event.HEAL_FAILED, "it was interrupted"
     try:
-        is_stopped = workers.running is not None and workers.running.ends_after_stop
-        patience = HEAL_AFTER_STOP if is_stopped else timeout
+        patience = HEAL_AFTER_STOP if running and running.ends_after_stop else timeout
         healed = workers.link.call(request, timeout, patience)
         assert isinstance(healed, Healed)
         # Ranks that have died meanwhile were replaced, too.
@@ -330,16 +304,18 @@ def _regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int,
         workers.take_healed(healed)
         if again := {r for r, died in workers.dead.items() if died.pid == healed.pids[r]}:
             workers.problem = f"{name_ranks(again)} died again"
-        if workers.problem:
-            return (), healed.not_scaled
-        outcome = Event.HEALED
-        return workers.replace_dead(made), healed.not_scaled
+        why = healed.not_scaled
+        if not workers.problem:
+            outcome, replaced = Event.HEALED, workers.replace_dead(made)
     except AgentLost as lost:
         outcome, workers.problem = Event.AGENT_LOST, ""
         workers.take_loss(lost)
-        return (), ""
     finally:
         workers.advance(outcome)
+    if isinstance(request, Scale):
+        workers.told(workers.renumbering.new)  # as new ones: those that died were none yet
+    replay(workers, {*replaced, *workers.renumbering.new})
+    return replaced, why
 
 
 # --- set-up cells -----------------------------------------------------------------------------
@@ -369,8 +345,6 @@ def _run(workers: Workers, task: Task) -> NbdistError | None:
     running = workers.send(task)
     for _ in follow(workers, running):
         pass
-    if not running.unfinished:
-        end(workers, running)
     if running.stops:
         raise KeyboardInterrupt
     return running.error()
@@ -393,7 +367,7 @@ def refusal(workers: Workers) -> NbdistError | None:
             return running.not_stopped
         return errors.WorldBusy(running.unfinished, running.age)
     # Why they share no group is said again for every task until a restart.
-    if running is not None and running.died:
+    if running is not None and running.deaths:
         running.fate = healing_text(workers, running.deaths)
         if error := running.error():
             return error
@@ -449,15 +423,10 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
         said = f"No other machine can take {name_ranks(ranks)}: {size}"
         back = f" {workers.way_back}" if workers.way_back else ""
         return f"{said}; the other ranks keep their variables.{back}{workers.setup.problem}"
-    said = replaced_text(ranks, workers.names.lacking(ranks))
+    did = "was restarted and its" if len(ranks) == 1 else "were restarted and their"
+    lacking = f" ({lost})" if (lost := workers.names.lacking(ranks)) else ""
+    said = f"{name_ranks(ranks)} {did} variables{lacking} are gone"
     return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
-
-
-def replaced_text(ranks: Iterable[int], lacking: str) -> str:
-    """Write `rank 2 was restarted and its variables (model, x) are gone`."""
-    who = name_ranks(ranks)
-    did = "were restarted and their" if who.startswith("ranks") else "was restarted and its"
-    return f"{who} {did} variables{f' ({lacking})' if lacking else ''} are gone"
 
 
 def stop_text(workers: Workers, killed: Iterable[int]) -> str:

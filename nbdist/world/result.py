@@ -33,9 +33,7 @@ from nbdist.world.hangs import doing_of
 if TYPE_CHECKING:
     from IPython.lib.pretty import RepresentationPrinter
 
-
-Names = dict[str, Any]
-"""The `__main__` in which what ranks send back finds its classes."""
+Names = dict[str, Any]  # the `__main__` in which what ranks send back finds its classes
 
 
 @dataclass(frozen=True)
@@ -166,8 +164,7 @@ def _fill(made: BaseException, contents: Contents, ours: Mapping[str, Any]) -> N
     own |= ours
 
 
-LONGEST_REPR = 2000
-"""Characters of the values in a `repr`."""
+LONGEST_REPR = 2000  # characters of the values in a `repr`
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -208,8 +205,8 @@ class CellResult(Generic[R_co]):
     @property
     def _has_values(self) -> bool:
         task = self.task
-        were_asked_for = task.keeps or bool(task.fetch) or not isinstance(task.work, Source)
-        return bool(self.by_rank) and were_asked_for
+        were_asked_for = task.keeps or task.fetch or not isinstance(task.work, Source)
+        return bool(self.by_rank and were_asked_for)
 
     @property
     def ok(self) -> bool:
@@ -265,7 +262,6 @@ class CellResult(Generic[R_co]):
 
 # --- what workers do and use, in a line and as a table ----------------------------------------
 
-
 GIB = 2**30
 
 
@@ -301,10 +297,7 @@ def rows(
     cpu: Mapping[int, float] | None = None,
     lines: Mapping[int, str] | None = None,
 ) -> list[tuple[str, ...]]:
-    """Lay out headings, and a row per rank, if there are any; hosts where there are several.
-
-    By rank, `cpu` is in per cent of a core, `lines` are the last that it has written.
-    """
+    """Lay out headings and a row per rank; `cpu` is in per cent of a core, `lines` are the last."""
     if not workers:
         return []
     table = [
@@ -352,17 +345,12 @@ def _row(worker: WorkerStatus, cpu: float | None, line: str | None) -> tuple[str
 def wanted_level(*, is_shown: bool) -> int | None:
     """Return the level from which on records are handled here; None where there is no handler."""
     # Without a handler logging itself would print them, which the worker's has done.
-    known = logging.Logger.manager.loggerDict
-    loggers = [
-        logger
-        for name, logger in [*known.items()]
-        if name.startswith("nbdist.") and isinstance(logger, logging.Logger)
-    ]
+    known = [*logging.Logger.manager.loggerDict.items()]
+    below = [logger for name, logger in known if name.startswith("nbdist.")]
     # A logger that has neither a level nor handlers is as the one above it.
-    own = [logger for logger in loggers if logger.handlers or logger.level]
-    listening = [
-        each for each in (logging.getLogger("nbdist"), *own) if any(_handlers(each, is_shown))
-    ]
+    own = [each for each in below if isinstance(each, logging.Logger)]
+    loggers = [logging.getLogger("nbdist"), *(each for each in own if each.handlers or each.level)]
+    listening = (each for each in loggers if any(_handlers(each, is_shown)))
     return min((each.getEffectiveLevel() for each in listening), default=None)
 
 

@@ -60,11 +60,7 @@ News = list[tuple[int, Output]]
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """The workers at the time when the task was sent: how many, where, and what they share.
-
-    `heals` says whether the policy for deaths is to replace the dead, `namespace` is where
-    what they send back finds its classes.
-    """
+    """The workers when the task was sent; `heals`: the dead are to be replaced."""
 
     size: int
     backend: str
@@ -164,6 +160,11 @@ class RunningTask:
         return sum(each.done for each in moved), sum(each.total for each in moved)
 
     @property
+    def next_to_ask(self) -> int | None:
+        """The rank that is to be answered now, if any."""
+        return self.prompts.next(time.monotonic(), self.unfinished)
+
+    @property
     def age(self) -> float:
         """Seconds since it was sent, without those in which a rank waited for somebody to type."""
         now = time.monotonic()
@@ -177,11 +178,6 @@ class RunningTask:
     def deaths(self) -> dict[int, Died]:
         """The ranks whose processes have ended, and how."""
         return {each.rank: each.died for each in self.transcript if each.died is not None}
-
-    @property
-    def died(self) -> bool:
-        """Whether the process of any rank ended."""
-        return bool(self.deaths)
 
     @property
     def killed_by_stop(self) -> tuple[int, ...]:
@@ -244,7 +240,7 @@ class RunningTask:
         if self._seconds_left(now) <= 0:
             yield Step.TIME_OUT
         # Survivors may wait for one another without a connection to the dead.
-        if self.died and not self._has_met_death:
+        if self.deaths and not self._has_met_death:
             self._has_met_death = True
             if not self.crew.heals:
                 yield Step.END_SURVIVORS
@@ -275,25 +271,20 @@ class RunningTask:
         return max(0.0, min(self._watch.wait(now), self._seconds_left(now)))
 
     def _seconds_left(self, now: float) -> float:
-        """Say how long it may still run by itself."""
         if self.patience.timeout is None or self.is_stopping:
             return float("inf")
         # What somebody types takes as long as it takes.
         return self._started + self.patience.timeout + self.prompts.seconds(now) - now
 
     def _can_never_go_on(self, unfinished: tuple[int, ...], now: float) -> bool:
+        ahead, has_failed = self.crew.runs_ahead, bool(self.transcript.errors)
         if len(unfinished) == self.crew.size:
             # With gloo ranks whose sizes differ meet, and get what is wrong.
-            runs_ahead = self.crew.runs_ahead
-            is_known = hangs.never_meet(self.places) or (
-                runs_ahead and bool(hangs.differing(self.places))
-            )
-            return self._watch.is_dead_end(
-                unfinished, now, is_known=is_known, runs_ahead=runs_ahead
-            )
-        has_failed = bool(self.transcript.errors)
+            differ = ahead and bool(hangs.differing(self.places))
+            known = differ or hangs.never_meet(self.places)
+            return self._watch.is_dead_end(unfinished, now, is_known=known, runs_ahead=ahead)
         # The sooner the better where the task has failed anyway.
-        unchanged = GPU_UNCHANGED if has_failed and self.crew.runs_ahead else hangs.UNCHANGED
+        unchanged = GPU_UNCHANGED if has_failed and ahead else hangs.UNCHANGED
         if not self._watch.never(unfinished, now, unchanged):
             return False
         finished = (place for rank, place in self.places.items() if rank not in unfinished)
@@ -361,13 +352,11 @@ class RunningTask:
 
     def abort(self, now: float) -> None:
         """Note that its ranks can never go on, and that their collectives are being aborted."""
-        unfinished = self.unfinished
+        unfinished, places = self.unfinished, self.places
         self.take_aborted({rank: self._watch.places[rank] for rank in unfinished}, now)
-        ran, failed = self.task.ranks, {*self.transcript.errors, *unfinished}
-        self.differing = hangs.differing(self.places)
-        self._why_aborted = hangs.why_aborted(
-            self.aborted, self.places, ran, failed, self.crew.size
-        )
+        ran, failed, size = self.task.ranks, {*self.transcript.errors, *unfinished}, self.crew.size
+        self.differing = hangs.differing(places)
+        self._why_aborted = hangs.why_aborted(self.aborted, places, ran, failed, size)
 
     def explains_death(self, places: Mapping[int, Place]) -> str:
         """Say why gloo has ended a rank, by where the others were; "" for other deaths."""
@@ -384,10 +373,8 @@ class RunningTask:
         """Take in an output of the task."""
         # An abort leads to it: gloo raises, with nccl a worker interrupts itself.
         was_interrupted = rank in self.aborted and not self.is_stopping
-        if isinstance(output, Failure) and (
-            output.connections == "ended"
-            or (was_interrupted and output.name == "KeyboardInterrupt")
-        ):
+        leads = {"KeyboardInterrupt"} if was_interrupted else ()
+        if isinstance(output, Failure) and (output.connections == "ended" or output.name in leads):
             output = hangs.in_one_line(output, self.aborted.get(rank), self.task.script)
         now = time.monotonic()
         if isinstance(output, Done | Died):
@@ -435,19 +422,12 @@ class RunningTask:
         return frozenset().union(*(done.made for done in self._done().values()))
 
     def result(self) -> CellResult[Any]:
-        """Return what has become of it so far, also for failed ranks.
-
-        Last values, which this process may be unable to read, are for `value` one by one.
-        """
-        values = {
-            rank: None if self.task.keeps else self.value(done)
-            for rank, done in self._done().items()
-            if done.status == "ok"
-        }
+        """Return what has become of it so far; last values are read one by one, by `value`."""
+        done = {rank: each for rank, each in self._done().items() if each.status == "ok"}
+        values = {r: None if self.task.keeps else self.value(each) for r, each in done.items()}
         told, hosts = self.transcript, self.crew.machines.by_rank
-        return CellResult(
-            self.task, told, told.elapsed(time.monotonic()), told.errors, values, hosts
-        )
+        seconds = told.elapsed(time.monotonic())
+        return CellResult(self.task, told, seconds, told.errors, values, hosts)
 
     def error(self) -> NbdistError | None:
         """Return the one error that a failed or unfinished task raises; None when all went well."""

@@ -11,14 +11,13 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from nbdist import topology
-from nbdist.config import Patience
+from nbdist.config import Patience, read_restarts
 from nbdist.errors import AgentLost, BadRanks, Interrupted, StartError, UsageError, WorldNotStarted
-from nbdist.readers import read_restarts
 from nbdist.values.payload import open_payload, pack_frames
 from nbdist.values.shared_memory import Segment
 from nbdist.wire.control import Question
@@ -31,15 +30,13 @@ from nbdist.world.agents import module_of
 from nbdist.world.names import Shipped
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
-from nbdist.world.states import NOBODY, Renumbering, State
+from nbdist.world.states import Renumbering, State
 from nbdist.world.workers import Workers
 
 LOOK_TIMEOUT = 10.0
-LATE_TIMEOUT = 30.0
-"""Seconds that the next task waits for ranks that have not left a stopped one."""
+LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped one
 
-Kept = dict[int, list[bytes]]
-"""By rank, the frames of a pickle of what outlives its worker; not opened here."""
+Kept = dict[int, list[bytes]]  # by rank, the frames of a pickle of what outlives its worker
 
 
 class Session(Workers):
@@ -52,16 +49,12 @@ class Session(Workers):
     def task(
         self, work: Work | str = "", *, ranks: Sequence[int] | None = None, **fields: Any
     ) -> Task:
-        """Make a task for this world, on all of its ranks by default; a text is a cell's source.
-
-        `fields` are those of `Task`: `names`, `fetch`, `execution_count`, `key`.
-        """
+        """Make a task with such `fields`, on all ranks by default; a text is a cell's source."""
         on = self.everyone if ranks is None else self._checked(ranks)
         work = Source(work) if isinstance(work, str) else work
         return Task(uuid.uuid4().hex, on, work, **fields)
 
     def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return ranks that were asked for; BadRanks for what is none."""
         # Before the start it is not known yet how many there will be.
         size = self.size if self.state.has_workers else None
         for rank in ranks:
@@ -90,9 +83,9 @@ class Session(Workers):
         if self.code is not None:
             for _ in self.code.bringing(self.link.calling):
                 pass
-        return self.send(self._of_those_there(task, before), patience, shipped)
+        return self.send(self.of_those_there(task, before), patience, shipped)
 
-    def _of_those_there(self, task: Task, before: Sequence[int]) -> Task:
+    def of_those_there(self, task: Task, before: Sequence[int]) -> Task:
         """Return a task that was for all ranks for those that there are now, more or fewer."""
         if task.ranks == before:
             return replace(task, ranks=self.everyone)
@@ -114,23 +107,10 @@ class Session(Workers):
         With `answers` the caller has to `reply` to prompts; otherwise ranks get an error.  Send the
         generator the longest time in seconds that it may block; 0.0 polls.
         """
-        before = running.stops_met
-        steps, longest = recovery.follow(self, running), None
-        with suppress(StopIteration):
-            while True:
-                longest = yield steps.send(longest)
-                if not answers:
-                    self.refuse(running)
-        while not (running.unfinished or running.is_over or running.wants_control(before)):
-            with running.counting_stops(raises=True):
-                recovery.end(self, running)
-            yield running.take_news()
+        return recovery.follow(self, running, answers=answers)
 
     def meet_stop(self, task: Task) -> bool:
-        """Count a Stop for `follow`; False before the task is sent: then it is to be raised.
-
-        For a handler of signals.
-        """
+        """Count a Stop for `follow`, for a handler of signals; False where it is to be raised."""
         running = self.running
         if running is None or running.task.id != task.id or running.raises_stops:
             return False
@@ -144,13 +124,6 @@ class Session(Workers):
             self.link.send(Enter(rank, InputReply(running.prompts[rank].number, text)))
             running.prompts.answered(rank, time.monotonic())
 
-    def refuse(self, running: RunningTask) -> None:
-        """Tell all ranks that want something typed that nobody can."""
-        for rank in running.prompts.ranks:
-            number = running.prompts[rank].number
-            self.link.send(Enter(rank, InputReply(number, problem=NOBODY)))
-            running.prompts.drop(rank, time.monotonic())
-
     def attempts(self, task: Task, most: int) -> Iterator[Task]:
         """Yield the task to submit and follow, at most `most` times more where `restart` is set."""
         for number in range(read_restarts(most) + 1):
@@ -160,7 +133,10 @@ class Session(Workers):
 
     def run(self, task: Task) -> CellResult[Any]:
         """Send a task and wait for it.  Raises its error, or KeyboardInterrupt after Stop."""
-        running = self.submit(task)
+        return self.finish(self.submit(task))
+
+    def finish(self, running: RunningTask) -> CellResult[Any]:
+        """Wait for a task that has been sent; raises as `run`."""
         self.wait(running)
         self.check(running)
         return running.result()
@@ -268,9 +244,8 @@ class Session(Workers):
             size = topology.parse_size(n, self.size)
             keep = self.everyone[:size]
         else:
-            raise UsageError(
-                "`%dist_scale` takes a number of workers (4, +2) or the ranks to keep (`-r 0,2-3`)."
-            )
+            forms = "a number of workers (4, +2) or the ranks to keep (`-r 0,2-3`)"
+            raise UsageError(f"`%dist_scale` takes {forms}.")
         if size != self.size:
             recovery.scale(self, size, keep)
 
@@ -328,13 +303,10 @@ class Session(Workers):
 
     def _named(self, reply: Reply) -> Any:
         """Name machines in the rows of a status as elsewhere."""
-        if not isinstance(reply, tuple):
+        if not (isinstance(reply, tuple) and reply and isinstance(reply[0], WorkerStatus)):
             return reply
         name = self.machines.name
-        return tuple(
-            replace(row, host=name(row.rank) or row.host) if isinstance(row, WorkerStatus) else row
-            for row in reply
-        )
+        return tuple(replace(row, host=name(row.rank) or row.host) for row in reply)
 
     def _asked(self, request: Request) -> Future[Reply] | None:
         if not self.state.has_workers or (link := self._link) is None or not link.is_up:

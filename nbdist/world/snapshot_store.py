@@ -28,13 +28,9 @@ from nbdist.errors import NbdistError, UsageError
 from nbdist.system import folders
 from nbdist.wire.ops import Mesh, Written
 
-KEPT = 3
-"""Snapshots of one name; older ones are removed when another has been written."""
-
+KEPT = 3  # snapshots of one name; older ones are removed when another has been written
 MANIFEST = "manifest.json"
-FORMAT = 2
-"""Of the manifest and the ranks' files."""
-
+FORMAT = 2  # of the manifest and the ranks' files
 UNFINISHED = ".part-"
 NAME = re.compile(r"[\w][\w.-]*", re.ASCII)
 STAMP = re.compile(r"[0-9]{8}-[0-9]{6}(\.[0-9]+)?", re.ASCII)
@@ -152,10 +148,7 @@ class SnapshotStore:
         ]
 
     def find(self, key: str | None) -> Snapshot:
-        """Return this notebook's newest, that of a name, if need be another's, or `NAME@STAMP`.
-
-        UsageError for none.
-        """
+        """Return this notebook's newest, that of a name, or `NAME@STAMP`; UsageError for none."""
         name, _, stamp = (key or "").partition("@")
         found = self.of(name) if _is_name(name) else [] if key else self.mine()
         found = [each for each in found if not stamp or each.stamp == stamp]
@@ -165,9 +158,8 @@ class SnapshotStore:
         newest = [snapshot.name for snapshot in self.all()]
         there = sorted({*newest})
         if not there:
-            raise UsageError(
-                f"There are no snapshots in {self.root}. `%dist_snapshot model step` saves one."
-            )
+            remedy = "`%dist_snapshot model step` saves one"
+            raise UsageError(f"There are no snapshots in {self.root}. {remedy}.")
         listed = ", ".join(f"`{name}`" for name in there[:6]) + (" …" if len(there) > 6 else "")
         if key:
             raise UsageError(f"There is no snapshot `{key}` in {self.root}. Available: {listed}.")
@@ -179,9 +171,8 @@ class SnapshotStore:
     def damaged(self, snapshot: Snapshot, problem: str) -> UsageError:
         """Return the error that names the next older one that looks intact."""
         older = (each for each in self.of(snapshot.name) if each.stamp < snapshot.stamp)
-        intact = next((each for each in older if not (each.problem or each.distrust)), None)
         remedy = "There is no older one."
-        if intact is not None:
+        if intact := next((each for each in older if not (each.problem or each.distrust)), None):
             remedy = f"`%dist_restore --name {intact.key}` takes the one of {intact.clock}."
         return UsageError(f"The snapshot `{snapshot.key}` is damaged: {problem}. {remedy}")
 
@@ -200,10 +191,8 @@ class SnapshotStore:
         Folders of killed writers are removed first.  UsageError while another writes this name.
         """
         if not _is_name(name):
-            raise UsageError(
-                f"`{name}` is not a name for a snapshot: letters, digits and `_.-`, such as "
-                f"`epoch-3`."
-            )
+            forms = "letters, digits and `_.-`, such as `epoch-3`"
+            raise UsageError(f"`{name}` is not a name for a snapshot: {forms}.")
         try:
             folders.make_private(self.root)
             for other in _folders(self.root):
@@ -301,10 +290,9 @@ def _is_name(name: str) -> bool:
 
 
 def _folders(folder: Path) -> list[Path]:
-    try:
+    with suppress(OSError):
         return [each for each in folder.iterdir() if each.is_dir() and _is_name(each.name)]
-    except OSError:
-        return []
+    return []
 
 
 def _stamped(folder: Path) -> list[Path]:

@@ -35,10 +35,7 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 
 
 def read_env_file(path: str) -> dict[str, str]:
-    """Read what a `.env` file sets; nothing in it is run or expanded.
-
-    Raises UsageError, with file and line, for what cannot be read.
-    """
+    """Read what a `.env` file sets, with nothing run or expanded; UsageError with file and line."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -100,10 +97,7 @@ READ_AT_START = re.compile(
 """What an interpreter, or a library on import, reads once: too late for a fork of either."""
 
 DEFAULT_LOG_LIMIT = "200M"
-
-LEAST_MEMORY = 20 << 20
-"""Bytes of its own that a worker has at least, of some 45 MB."""
-
+LEAST_MEMORY = 20 << 20  # bytes of its own that a worker has at least, of some 45 MB
 HOME_STATE = "~/.local/state"
 
 _SIZE = re.compile(r"([0-9]{1,9})\s*([MG])(?:i?B)?", re.IGNORECASE)
@@ -130,10 +124,7 @@ class Here:
 def make_spec(
     config: WorldConfig, run: str = "", here: Here | None = None
 ) -> tuple[WorldSpec, str]:
-    """Return the spec, and a warning or ""; `run` is the name of a world without one.
-
-    Raises UsageError for what cannot be.
-    """
+    """Return the spec, by default named `run`, and a warning; UsageError for what cannot be."""
     here = here or Here()
     topology.check_class(config.backend or "", versions_here()["torch"])
     given = given_environ(config)
@@ -178,7 +169,6 @@ def _backend(name: str) -> str | None:
 
 
 def _on_this_machine(spec: WorldSpec, config: WorldConfig, here: Here) -> tuple[WorldSpec, str]:
-    """Add what its GPUs and cores decide; the rest as `make_spec`."""
     visible = topology.visible_gpus(spec.environ)
     gpus = visible if config.gpus is None else topology.parse_gpus(config.gpus, visible)
     layout = config.shape
@@ -252,10 +242,8 @@ def given_environ(config: WorldConfig) -> dict[str, str]:
     for option, environ in ((f"--env-file {file}", in_file), ("--env", config.env)):
         for name, value in environ.items():
             if name in NBDIST_DECIDES:
-                raise UsageError(
-                    f"`{option}`: {name} is set by nbdist and cannot be changed. Use `-n`, `-j`, "
-                    f"`--pool` or `--name`."
-                )
+                why = f"{name} is set by nbdist and cannot be changed"
+                raise UsageError(f"`{option}`: {why}. Use `-n`, `-j`, `--pool` or `--name`.")
             if not _VARIABLE.fullmatch(name) or "\0" in value:
                 raise UsageError(f"`{option}`: {name!r} and its value cannot be in an environment.")
     return {**(DEBUG_VARIABLES if config.debug else {}), **in_file, **config.env}
@@ -329,20 +317,17 @@ def path_for(here: Here, given: str, *, is_foreign: bool) -> tuple[str, ...]:
     if not is_foreign:
         return (*first, *here.sys_path)
     roots = tuple(f"{os.path.realpath(root)}/" for root in here.prefixes)
-    added = (
-        entry
-        for entry in here.sys_path
-        if not entry or not f"{os.path.realpath(entry)}/".startswith(roots)
-    )
-    return (*first, *added)
+
+    def is_added(entry: str) -> bool:
+        return not entry or not f"{os.path.realpath(entry)}/".startswith(roots)
+
+    return (*first, *filter(is_added, here.sys_path))
 
 
 def _argv(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the notebook's command line; of a kernel, whose arguments are Jupyter's, its name."""
-    is_kernel = any(
-        _CONNECTION_FILE.fullmatch(" ".join(argv[at : at + 2])) for at in range(1, len(argv))
-    )
-    return (*argv[:1],) if is_kernel else (*argv,)
+    pairs = (" ".join(argv[at : at + 2]) for at in range(1, len(argv)))
+    return (*argv[:1],) if any(map(_CONNECTION_FILE.fullmatch, pairs)) else (*argv,)
 
 
 # --- what has changed since the workers were described --------------------------------------
@@ -354,8 +339,7 @@ SET_ON_IMPORT = re.compile(
 )
 """Variables that sklearn, torch, Lightning, polars and others set: they are not mentioned."""
 
-MOST_NAMES = 6
-"""Variables that one line names."""
+MOST_NAMES = 6  # variables that one line names
 
 
 class NotebookSurroundings:
@@ -411,16 +395,11 @@ class NotebookSurroundings:
         new = [name for name in names if said.get(name, absent) != changes.get(name, absent)]
         restart = [name for name in new if name not in followed or READ_AT_START.fullmatch(name)]
         too = [name for name in new if name not in restart]
-        texts = []
-        if too:
-            texts.append(f"{_list(too)} changed in the notebook, and on the ranks too")
+        texts = [f"{_list(too)} changed in the notebook, and on the ranks too"] if too else []
         if restart:
-            is_here = self._config.launched_by == LOCAL
-            option = "" if is_here else f" --env {min(restart)}=..."
-            texts.append(
-                f"{_list(restart)} changed in the notebook after the workers started: "
-                f"`%dist_restart{option}` gives it to them"
-            )
+            option = "" if self._config.launched_by == LOCAL else f" --env {min(restart)}=..."
+            said_of = f"{_list(restart)} changed in the notebook after the workers started"
+            texts.append(f"{said_of}: `%dist_restart{option}` gives it to them")
         return " · ".join(texts)
 
 

@@ -142,8 +142,7 @@ class Machines:
         return ", ".join([first, *others[:-1]]) + (f" and {others[-1]}" if others else "")
 
 
-MOST_NAMED = 3
-"""Machines besides the first that a line has room for."""
+MOST_NAMED = 3  # machines besides the first that a line has room for
 
 
 @dataclass(frozen=True)
@@ -202,11 +201,9 @@ def moved_text(moved: Mapping[int, int]) -> str:
     return f"{name_ranks(old)} are now {name_ranks(new)}"
 
 
-SETTLE_SECONDS = 0.1
-"""Seconds that a rank is given to ask before one that comes after it."""
+SETTLE_SECONDS = 0.1  # seconds that a rank is given to ask before one that comes after it
 
-STAY_SECONDS = 0.3
-"""Seconds that the one who was answered last is given to ask again before others."""
+STAY_SECONDS = 0.3  # seconds that the one who was answered last is given to ask again before others
 
 NOBODY = (
     "input() and breakpoint() need JupyterLab or a terminal; this run has neither (nbclient, "

@@ -6,6 +6,7 @@ In the notebook's process, on the thread that made the world.
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from nbdist import topology
 from nbdist.config import LOCAL, OnFailure, Patience, WorldConfig
@@ -38,34 +39,18 @@ from nbdist.world.states import NOBODY, Event, Machines, Renumbering, State, com
 
 log = logging.getLogger("nbdist.world")
 
-COMING_TIMEOUT = 86_400.0
-"""Seconds for other machines to come, on whose queues it depends; their head waits less long."""
-
-STOP_GRACE, RESTART_GRACE = 2.0, 0.3
-"""Seconds that idle workers have to run their exit handlers."""
-
-STOP_TIMEOUT = 20.0
-"""Seconds for an agent to have ended them; one that hangs is ended with them."""
-
-QUIET_SECONDS = 2.0
-"""Of a start, before anything is said of it."""
-
-LATE_KEPT = 1000
-"""Outputs of threads that outlived their task; all text is in the log files too."""
+COMING_TIMEOUT = 86_400.0  # seconds for machines to come out of queues; their head waits less long
+STOP_GRACE, RESTART_GRACE = 2.0, 0.3  # seconds that idle workers have to run their exit handlers
+STOP_TIMEOUT = 20.0  # seconds for an agent to have ended them; one that hangs is ended with them
+QUIET_SECONDS = 2.0  # of a start, before anything is said of it
+LATE_KEPT = 1000  # outputs of threads that outlived their task; all text is in the log files too
 
 
 class Workers:
     """The workers of a world; the loop over a task and what heals their group act on them.
 
-    `state` changes through `advance` alone.  `late` has what ranks have shown outside of
-    tasks, `problem` why they share no group, `lacks` what is missing in their libraries,
-    `way_back` what has machines come that are missing.  `names` says who has which, `past` what
-    has run since the start, `dead` which ranks have died, `replaced` where others are now,
-    `have_come` which machines have come that could be taken in, `renumbering` what the last
-    forming of the group has made of them, `code` what keeps the notebook's folder in step,
-    `surroundings` what of the notebook's has changed since.  `is_elsewhere`: they are not, or
-    not all, on the notebook's machine.  `leaving` is set, in any thread, when this process is
-    about to end.
+    `state` changes through `advance` alone.  `leaving` is set, in any thread, when this process
+    is about to end.
     """
 
     def __init__(self, config: WorldConfig, there: Attached | None = None) -> None:
@@ -74,19 +59,18 @@ class Workers:
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.pids: Mapping[int, int] = {}
         self.logs: Mapping[int, str] = {}
-        self.lacks: tuple[str, ...] = ()
-        self.problem = self.way_back = self.warning = ""
+        self.lacks: tuple[str, ...] = ()  # what is missing in their libraries
+        self.problem = self.way_back = self.warning = ""  # why no group, how machines come back
         self.machines = Machines()
-        self.is_elsewhere = False
-        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)
+        self.is_elsewhere = False  # not, or not all, on the notebook's machine
+        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)  # shown outside of tasks
         self.names = NameTable(self.namespace)
         self.dead: dict[int, Died] = {}
-        self.replaced: dict[int, Died] = {}
-        self.setup = Setup()
-        self.past = Past()
-        self.renumbering = Renumbering(0, 0, {})
+        self.replaced: dict[int, Died] = {}  # those that died, and where others are now
+        self.setup, self.past = Setup(), Past()
+        self.renumbering = Renumbering(0, 0, {})  # by the last forming of the group
         self._renumbered: Renumbering | None = None  # since `take_moved`
-        self.have_come: dict[str, None] = {}
+        self.have_come: dict[str, None] = {}  # machines that could be taken in
         self.lost: AgentLost | None = None
         self.running: RunningTask | None = None
         self.leaving = threading.Event()
@@ -297,14 +281,15 @@ class Workers:
             request = messages.StartWorld(self.spec, wanted_elsewhere(self.config, self.spec))
             timeout = CALL_TIMEOUT if request.wanted is None else COMING_TIMEOUT
             started = yield from self._link.calling(request, timeout)
+            if isinstance(started, messages.StartFailure):
+                raise StartError(
+                    started.rank, started.host, started.command, started.reason, started.last_lines
+                )
         except BaseException:  # Stop too: whatever has been started is ended
-            self._call_off_start()
+            self.advance(Event.START_FAILED)
+            if left := self.close_link():
+                log.warning("%s", left)
             raise
-        if isinstance(started, messages.StartFailure):
-            self._call_off_start()
-            raise StartError(
-                started.rank, started.host, started.command, started.reason, started.last_lines
-            )
         assert isinstance(started, messages.WorldStarted)
         self.pids, self.logs, self.lacks = started.pids, started.logs, started.lacks
         self.spec = started.spec or self.spec  # what other machines decide
@@ -312,11 +297,6 @@ class Workers:
         if self.code is not None and self.is_elsewhere:  # now that it is known who shares it
             yield from self.code.bringing(self._link.calling, anew=True)
         self.advance(Event.STARTED)
-
-    def _call_off_start(self) -> None:
-        self.advance(Event.START_FAILED)
-        if left := self.close_link():
-            log.warning("%s", left)
 
     def starting_texts(self) -> Iterator[str]:
         """Start them; yield `starting 4 workers: 2 ready` when that changes, else ""."""
@@ -333,7 +313,12 @@ class Workers:
 
     def start(self) -> None:
         """Start them, unless they are there; where it takes long a terminal's stderr says so."""
-        show_on_terminal(self.starting_texts())
+        line, said = MovingLine(sys.stderr), ""
+        try:
+            for text in self.starting_texts():
+                line.show(said := text or said, time.monotonic())
+        finally:
+            line.clear()
 
     def start_anew(self, *, agent_too: bool = False) -> None:
         """End them all, with their agent if so wanted, and start as many; no set-up tasks."""
@@ -408,6 +393,13 @@ class Workers:
         link = self.detach_link()
         return link.close() if link is not None else ""
 
+    def refuse(self, running: RunningTask) -> None:
+        """Tell all ranks that want something typed that nobody can."""
+        for rank in running.prompts.ranks:
+            number = running.prompts[rank].number
+            self.link.send(messages.Enter(rank, InputReply(number, problem=NOBODY)))
+            running.prompts.drop(rank, time.monotonic())
+
     # --- what comes up --------------------------------------------------------------------
 
     def receive(self, timeout: float) -> None:
@@ -459,7 +451,7 @@ class Workers:
     def _take(self, rank: int, task_id: str, output: Any) -> None:
         if isinstance(output, Record):
             host = self.machines.name(rank) or output.host
-            hand_over(replace(output, host=host), is_shown=self.config.show)
+            hand_over(output._replace(host=host), is_shown=self.config.show)
             return
         if isinstance(output, Died):
             self.dead[rank] = output
@@ -490,17 +482,41 @@ class Workers:
                 self.advance(Event.TASK_DONE)
 
 
-def show_on_terminal(texts: Iterable[str]) -> None:
-    """Show the last of these in one line of stderr, which is gone at the end."""
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    shown = False
-    try:
-        for text in filter(None, texts):
-            if is_terminal:
-                shown = True
-                sys.stderr.write(f"\r\x1b[K{text}")
-                sys.stderr.flush()
-    finally:
-        if shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+REDRAW_SECONDS = 0.25
+
+
+class MovingLine:
+    """Shows one line at a time, in a terminal only; `clear` it before other lines are written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        # What people put in the place of stdout need not know what it is.
+        self._is_terminal = bool(getattr(stream, "isatty", bool)())
+        self._shown = ""
+        self._draw_at = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Return True if it may be drawn: four times a second, and after `clear`."""
+        return self._is_terminal and now >= self._draw_at
+
+    def show(self, text: str, now: float) -> None:
+        """Draw this in place of the last, where it `is_due`; `now` is monotonic seconds."""
+        if not self.is_due(now):
+            return
+        self._draw_at = now + REDRAW_SECONDS
+        # In the last column a terminal may go on to the next line.
+        text = text[: max(1, shutil.get_terminal_size().columns - 1)]
+        if text or self._shown:
+            self._draw(text)
+
+    def clear(self) -> None:
+        """Erase it, so that what is written next begins at the line's start."""
+        if self._shown:
+            self._draw("")
+            self._draw_at = 0.0
+
+    def _draw(self, text: str) -> None:
+        # Spaces, since not every terminal erases a line when told to.
+        self._stream.write(f"\r{text.ljust(len(self._shown))}" + ("" if text else "\r"))
+        self._stream.flush()
+        self._shown = text

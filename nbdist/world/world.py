@@ -163,7 +163,7 @@ class World:
         with ExitStack() as memory:
             if segment is not None:
                 memory.callback(segment.close)
-            result = self._outcome(task)
+            result = calling.run(session, task)
             if setup:
                 session.keep_setup(source, task, segment)
                 memory.pop_all()
@@ -200,7 +200,7 @@ class World:
         """
         script = find_script("module" if module else "file", program, args)
         task = self._started.task(script, ranks=ranks)
-        return calling.run_attempts(self.session, task, max_restarts)
+        return calling.run(self.session, task, max_restarts)
 
     def call(
         self, op: str, ranks: Sequence[int] | None = None, **arguments: Any
@@ -209,10 +209,7 @@ class World:
 
         `.rank(i)` is what it returned there.  Raises as `execute` does.
         """
-        return self._outcome(self._started.task(Call(op, arguments), ranks=ranks))
-
-    def _outcome(self, task: Task) -> CellResult[Any]:
-        return calling.outcome(self.session, self.session.submit(task))
+        return calling.run(self._started, self.session.task(Call(op, arguments), ranks=ranks))
 
     def gather(
         self,
@@ -237,8 +234,10 @@ class World:
             UsageError: a rank has no such name, with who has it; or they do not fit together.
         """
         names = (name,) if isinstance(name, str) else tuple(name)
-        asked, bring = ranks if rank is None else (rank,), lambda task: self._outcome(task).by_rank
-        values = exchange.gather(self._started, names, asked, bring, rank=rank, how=join, dim=dim)
+        exchange.check_expressions(names)  # before workers are started for it
+        session, asked = self._started, ranks if rank is None else (rank,)
+        bring = lambda task: calling.run(session, task).by_rank  # noqa: E731
+        values = exchange.gather(session, names, asked, bring, rank=rank, how=join, dim=dim)
         return values[0] if isinstance(name, str) else tuple(values)
 
     def scatter(
@@ -287,7 +286,8 @@ class World:
 
         `patience` is for this task alone, the world's own by default.  Raises as `Session.submit`.
         """
-        return self._started.submit(task, patience)
+        before, session = self.session.everyone, self._started
+        return session.submit(session.of_those_there(task, before), patience)
 
     def follow(self, running: RunningTask, *, answers: bool = False) -> Following:
         """Yield output until the task has ended, as `Session.follow`; then ask for `error()`."""
@@ -299,7 +299,7 @@ class World:
         if running is None or running.is_over:
             return None
         try:
-            return calling.outcome(self.session, running)
+            return calling.outcome(self.session, [running])
         finally:
             self.session.let_go(running)
 
@@ -366,9 +366,8 @@ class World:
         states, for `restore` in this world or a later one.  The 3 newest of a name are kept.
         Raises UsageError where it cannot be written, with nothing changed.
         """
-        words, name = exchange.snapshot_arguments(variables, names, name)
-        wanted = exchange.wanted_to_save(words, name)
-        return exchange.save(self.session, self.snapshot_store, wanted.names, wanted.name)
+        wanted = _variables(variables, names)
+        return exchange.save(self.session, self.snapshot_store, wanted, name)
 
     def restore(
         self,
@@ -384,17 +383,22 @@ class World:
         rank gets the variables of that one.  Raises UsageError for a snapshot that is damaged
         or of another size, with nothing bound.
         """
-        store = self.snapshot_store
-        words, name = exchange.snapshot_arguments(variables, names, name)
-        wanted = exchange.wanted_to_restore(store, words, name)
-        found = store.find(wanted.name)  # before workers are started for it
-        return exchange.restore(self._started, store, found, wanted.names, ranks, from_rank)
+        store, wanted = self.snapshot_store, _variables(variables, names)
+        found = store.find(name)  # before workers are started for it
+        return exchange.restore(self._started, store, found, wanted, ranks, from_rank)
 
     @property
     def snapshot_store(self) -> SnapshotStore:
         """Where its snapshots lie."""
         config = self.session.config
         return SnapshotStore(root_folder(self.session.spec.log_dir), owner_of(config.pool))
+
+
+def _variables(
+    given: Sequence[str | Sequence[str] | None], names: Sequence[str] | None
+) -> list[str] | None:
+    words = ([each] if isinstance(each, str) else each or () for each in (*given, names))
+    return [word for some in words for word in some] or None
 
 
 # --- `nbdist.run`, `nbdist.distributed`, `nbdist.attach` ---------------------------------------

@@ -7,20 +7,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nbdist.wire import node_messages as asks
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import StartFailure, WorldStarted
-from nbdist.wire.node_messages import (
-    CallOff,
-    EndRanks,
-    Form,
-    Formed,
-    GetHeld,
-    Held,
-    PartRequest,
-    Prepare,
-    Renumber,
-    StartPart,
-)
 from nbdist.wire.spec import WorldSpec
 
 KILLED = "it was killed by SIGKILL"
@@ -46,27 +35,27 @@ class FakePart:
         self._generation = 0
         self._off = asyncio.Event()
 
-    async def do(self, request: PartRequest[Any]) -> Any:
+    async def do(self, request: asks.PartRequest[Any]) -> Any:
         """Answer as a part does, and note what is asked."""
         match request:
-            case StartPart(spec, ranks):
+            case asks.StartPart(spec, ranks):
                 return await self._start(spec, ranks)
-            case GetHeld():
-                return Held(dict(self.alive))
-            case Prepare(_, ranks):
+            case asks.GetHeld():
+                return asks.Held(dict(self.alive))
+            case asks.Prepare(_, ranks):
                 self.asked.append(f"prepare {[*ranks]}")
                 return self.lack
-            case Form():
+            case asks.Form():
                 return await self._form(request)
-            case CallOff(generation):
+            case asks.CallOff(generation):
                 self.asked.append(f"call off {generation}")
                 if generation == self._generation:
                     self._off.set()
-            case EndRanks(ranks):
+            case asks.EndRanks(ranks):
                 self.asked.append(f"end {[*ranks]}")
                 for rank in ranks:
                     self.die(rank)
-            case Renumber(became):
+            case asks.Renumber(became):
                 self.asked.append(f"renumber {dict(became)}")
                 self.alive = {became[rank]: held for rank, held in self.alive.items()}
                 self._pids = {became[rank]: pid for rank, pid in self._pids.items()}
@@ -81,7 +70,7 @@ class FakePart:
         self._have(spec, ranks, ranks, {})
         return WorldStarted({**self._pids}, dict.fromkeys(ranks, ""), ("no nccl",))
 
-    async def _form(self, plan: Form) -> Formed:
+    async def _form(self, plan: asks.Form) -> asks.Formed:
         """Form it, or have a problem; at once or when it is called off."""
         ranks, kept = plan.ranks, None if plan.groups is None else sorted(plan.groups)
         self.asked.append(f"form {plan.generation} of {[*ranks]} with {kept}")
@@ -91,7 +80,9 @@ class FakePart:
             problem = self.problems.pop(0)
             if not self.stays:
                 self.die(ranks[-1])
-        return Formed({**self._pids}, dict.fromkeys(self.alive, ""), tuple(self.alive), problem)
+        return asks.Formed(
+            {**self._pids}, dict.fromkeys(self.alive, ""), tuple(self.alive), problem
+        )
 
     def die(self, rank: int) -> None:
         """Have this rank live no more."""

@@ -18,21 +18,8 @@ import zmq
 
 from nbdist import __version__
 from nbdist.output.events import Died, Done
+from nbdist.wire import messages
 from nbdist.wire.frames import pack, unpack
-from nbdist.wire.messages import (
-    Answer,
-    Ask,
-    Down,
-    Hello,
-    Leave,
-    Outputs,
-    Received,
-    Request,
-    Run,
-    StartWorld,
-    Up,
-    WorldStarted,
-)
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import Source, Task
 from tests.waiting import SOON, wait_until
@@ -69,56 +56,56 @@ class Notebook:
         )
         self._identity, first = self.receive()
         (agent,) = psutil.Process(self.agent.pid).children()  # the other one is its guard
-        assert first == Hello(__version__, agent.pid, os.uname().nodename)
+        assert first == messages.Hello(__version__, agent.pid, os.uname().nodename)
         self.outputs: list[tuple[int, str, Any]] = []
         self._calls = 0
 
-    def send(self, message: Down) -> None:
+    def send(self, message: messages.Down) -> None:
         self._socket.send_multipart([self._identity, pack(message)])
 
     def bind(self, name: str) -> None:
         """Wait for an agent at another socket too."""
         self._socket.bind(f"ipc://{self.runtime}/{name}")
 
-    def receive_anew(self) -> Up:
+    def receive_anew(self) -> messages.Up:
         """The hello of an agent that has connected anew, after what nobody has read before."""
-        while not isinstance((said := self.receive())[1], Hello):
+        while not isinstance((said := self.receive())[1], messages.Hello):
             pass
         self._identity, message = said
         return message
 
-    def receive(self) -> tuple[bytes, Up]:
+    def receive(self) -> tuple[bytes, messages.Up]:
         assert self._socket.poll(SOON * 1000), "the agent says nothing"
         identity, frame = self._socket.recv_multipart()
         return identity, unpack(frame)
 
-    def receive_next(self) -> Up:
+    def receive_next(self) -> messages.Up:
         """The next message of the connection that is there now; others may have something left."""
         while (said := self.receive())[0] != self._identity:
             pass
         return said[1]
 
-    def take_one(self) -> Answer | None:
+    def take_one(self) -> messages.Answer | None:
         """The next message; outputs are kept and acknowledged."""
         _, message = self.receive()
         match message:
-            case Outputs(items):
+            case messages.Outputs(items):
                 self.outputs.extend(items)
-                self.send(Received())
-            case Answer():
+                self.send(messages.Received())
+            case messages.Answer():
                 return message
         return None
 
-    def call(self, request: Request) -> Any:
+    def call(self, request: messages.Request) -> Any:
         """The reply to a call."""
         self._calls += 1
-        self.send(Ask(self._calls, request))
+        self.send(messages.Ask(self._calls, request))
         while (answer := self.take_one()) is None or answer.id != self._calls:
             pass
         return answer.reply
 
     def start(self) -> Any:
-        return self.call(StartWorld(self.spec(None)))
+        return self.call(messages.StartWorld(self.spec(None)))
 
     def spec(self, backend: str | None) -> WorldSpec:
         environ, path = {**os.environ}, tuple(sys.path)
@@ -126,7 +113,7 @@ class Notebook:
 
     def send_task(self, name: str, source: str) -> None:
         """Have both ranks run the source."""
-        self.send(Run(name, (0, 1), pack(Task(name, (0, 1), Source(source)))))
+        self.send(messages.Run(name, (0, 1), pack(Task(name, (0, 1), Source(source)))))
 
     def run(self, source: str) -> None:
         """Run a cell on both ranks, until both are done."""
@@ -170,7 +157,7 @@ def end_notebook(notebook: Notebook) -> None:
 
 
 def leave(notebook: Notebook) -> None:
-    notebook.send(Leave())
+    notebook.send(messages.Leave())
 
 
 BUSY = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint(1)\nwhile 1: 0"
@@ -190,7 +177,7 @@ def test_end(
     Also where they run a cell that ignores signals.  SIGINT ends no agent.
     """
     notebook = make(fork=fork)
-    assert isinstance(notebook.start(), WorldStarted)
+    assert isinstance(notebook.start(), messages.WorldStarted)
     notebook.agent.send_signal(signal.SIGINT)
     notebook.run(
         "import subprocess, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -220,7 +207,7 @@ def test_end(
 def test_end_while_starting(make: Callable[..., Notebook]) -> None:
     """An agent that is told to end while its fork server still imports ends at once."""
     notebook = make()
-    notebook.send(Ask(1, StartWorld(notebook.spec("gloo"))))
+    notebook.send(messages.Ask(1, messages.StartWorld(notebook.spec("gloo"))))
     notebook.agent.terminate()
     assert notebook.agent.wait(SOON) == 0
     assert not notebook.runtime.exists()

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.code_folder import PREFIX, CodeFolder, drop_dead
-from nbdist.wire.files import CodeFile, digest_of, landmark
-from nbdist.wire.messages import CodeHeld, GetCode, PutCode
+from nbdist.wire.messages import CodeFile, CodeHeld, GetCode, PutCode, digest_of, landmark
 from nbdist.wire.spec import WorldSpec
 
 
@@ -75,25 +74,17 @@ def test_files_are_as_the_notebook_has_them(code: CodeFolder, parent: Path) -> N
 
 
 def test_what_user_code_has_changed_is_sent_again(code: CodeFolder) -> None:
-    """Before the next start; and Python's own copy of a changed module goes."""
+    """Before the next start; Python's own copy of a changed module goes, an open file stays."""
     bring(code, {"a.py": "1"})
     assert code.path is not None
     (code.path / "__pycache__").mkdir()
     compiled = code.path / "__pycache__" / "a.cpython-311.pyc"
     compiled.write_text("")
     (code.path / "a.py").write_text("mine")
-    bring(code, {"a.py": "1"})
-    assert found(code) == {"a.py": "1"}
-
-
-def test_a_file_in_use_is_left_as_it_is(code: CodeFolder) -> None:
-    """What a worker has open, or mapped, is not written to."""
-    bring(code, {"a.py": "1"})
-    assert code.path is not None
     with (code.path / "a.py").open() as in_use:
-        bring(code, {"a.py": "2"})
-        assert in_use.read() == "1"
-    assert found(code) == {"a.py": "2"}
+        bring(code, {"a.py": "1"})
+        assert in_use.read() == "mine"
+    assert found(code) == {"a.py": "1"}
 
 
 def test_a_file_that_cells_have_written_stays(code: CodeFolder) -> None:

@@ -14,13 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nbdist.agent.fork_server import (
-    Fork,
-    Forked,
-    Imported,
-    WorkerExited,
-    start_fork_server,
-)
+from nbdist.agent import fork_server
 from nbdist.wire.frames import FrameCutter, framed, pack
 from tests.agent.sources import worker_start
 from tests.waiting import SOON
@@ -33,7 +27,7 @@ class Agent:
 
     def __init__(self, runtime: Path) -> None:
         self.runtime = runtime
-        self._server = start_fork_server(runtime)
+        self._server = fork_server.start_fork_server(runtime)
         self._server.socket.settimeout(SOON)
         self._cutter = FrameCutter()
         self._messages: deque[Any] = deque()
@@ -50,7 +44,7 @@ class Agent:
     def ask(self, number: int) -> int:
         """Ask for a worker; the read end of its stdout."""
         read, write = os.pipe()
-        frame = framed(pack(Fork(number, worker_start(self.runtime, number))))
+        frame = framed(pack(fork_server.Fork(number, worker_start(self.runtime, number))))
         sent = socket.send_fds(self._server.socket, [frame], [write, write])
         self._server.socket.sendall(frame[sent:])
         os.close(write)
@@ -82,16 +76,16 @@ def test_requests_and_the_end(agent: Agent) -> None:
     the folder is gone.
     """
     assert os.getsid(agent.process.pid) == agent.process.pid
-    assert agent.receive() == Imported()
+    assert agent.receive() == fork_server.Imported()
     agent.process.suspend()  # so that all of them are there when it reads
     outputs = [agent.ask(number) for number in range(3)]
     agent.process.resume()
     *forked, last = sorted((agent.receive() for _ in outputs), key=lambda each: each.number)
-    assert {*map(type, forked)} == {Forked}
+    assert {*map(type, forked)} == {fork_server.Forked}
     for each in forked:
         assert os.getsid(each.pid) == each.pid
         os.kill(each.pid, signal.SIGKILL)
-        assert agent.receive() == WorkerExited(each.number, each.pid, -signal.SIGKILL)
+        assert agent.receive() == fork_server.WorkerExited(each.number, each.pid, -signal.SIGKILL)
         while os.read(outputs[each.number], 1 << 16):
             pass  # its end is here: no other worker has that pipe
     worker = psutil.Process(last.pid)

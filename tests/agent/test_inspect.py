@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.agent.inspect import UsageWatch, status_of
+from nbdist.agent.inspect import GpuGauge, UsageWatch, status_of
 from nbdist.system.processes import thread_state
-from nbdist.wire.views import Place, Stack, WorkerStatus
+from nbdist.wire.views import Gpu, Place, Stack, WorkerStatus
+from nbdist.world.result import usage_text
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
 from tests.waiting import SOON
@@ -326,3 +328,99 @@ def test_a_rank_that_is_replaced_meanwhile() -> None:
     usage = UsageWatch(lambda used: None)
     rows = asyncio.run(status_of([Replaced()], usage))  # type: ignore[list-item]
     assert [(row.pid, row.memory) for row in rows] == [(os.getpid(), 0)]
+
+
+# --- what they use ------------------------------------------------------------------------
+
+STAND_IN = """
+from types import SimpleNamespace
+opened = 0
+class NVMLError(Exception): pass
+NAMES = NAMES_HERE
+def nvmlInit():
+    global opened
+    opened += 1
+    if not NAMES: raise NVMLError("no driver")
+def nvmlShutdown():
+    global opened
+    opened -= 1
+def nvmlDeviceGetCount(): return len(NAMES)
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetHandleByUUID(uuid): return 1
+def nvmlDeviceGetName(index): return NAMES[index].encode()
+def nvmlDeviceGetUUID(index): return f"GPU-{index}f00-1"
+def nvmlDeviceGetMemoryInfo(index): return SimpleNamespace(used=10 + index, total=80)
+def nvmlDeviceGetUtilizationRates(index):
+    if index == 1: raise NVMLError("not supported")
+    return SimpleNamespace(gpu=97)
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes one that has found GPUs of these names."""
+
+    def make(*names: str):
+        (tmp_path / "pynvml.py").write_text(STAND_IN.replace("NAMES_HERE", repr(names)))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+        import pynvml
+
+        return pynvml
+
+    yield make
+    sys.modules.pop("pynvml", None)
+
+
+def test_by_their_names(library):
+    """A number, the beginning of an UUID, a slice; memory, and time where it is counted."""
+    nvml = library("H200", "H200", "H200")
+    gauge = GpuGauge()
+    found = gauge.read(["0", "1", "GPU-2f", "MIG-x", "GPU-7", "5"], {})
+    assert found["0"] == Gpu(10, 80, 97)
+    assert found["1"] == found["MIG-x"] == Gpu(11, 80, None)
+    assert found["GPU-2f"] == Gpu(12, 80, 97)
+    assert len(found) == 4
+    assert nvml.opened == 1
+    gauge.close()
+    assert nvml.opened == 0
+    assert gauge.read(["0"], {}) == {}
+
+
+def test_where_cuda_counts_otherwise(library):
+    """Of GPUs that differ a number says nothing, unless both count by their places."""
+    library("H200", "T4")
+    assert GpuGauge().read(["0"], {}) == {}
+    assert [*GpuGauge().read(["0", "GPU-1"], {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})] == ["0", "GPU-1"]
+
+
+def test_without_a_driver(library, monkeypatch: pytest.MonkeyPatch):
+    """Nothing is known, and nothing is to be closed; nor is the library missed."""
+    nvml = library()
+    for _ in range(2):
+        gauge = GpuGauge()
+        assert gauge.read([], {}) == gauge.read(["0"], {}) == {}
+        gauge.close()
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.opened == 1
+
+
+def test_while_a_cell_runs(world: World, tmp_path: Path) -> None:
+    """Each rank's memory comes by itself, and is less on the rank that has less."""
+    gate = tmp_path / "gate"
+    running = world.submit(
+        world.task(
+            "import os, time\nbig = torch.ones((1 + 200 * rank) * 2**20, dtype=torch.uint8)\n"
+            f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)"
+        )
+    )
+    deadline, more = time.monotonic() + SOON, 0
+    for _ in world.follow(running):
+        if len(running.usage) == world.size:
+            more = running.usage[1].memory - running.usage[0].memory
+        if more > 150 << 20 or time.monotonic() > deadline:  # it may be counted as it is filled
+            gate.touch()
+    assert not running.error()
+    assert 150 << 20 < more < 250 << 20
+    assert usage_text(running.usage.values()).startswith("cpu ")
+    world.execute("del big")

@@ -47,8 +47,7 @@ def test_our_own_frames_are_not_shown(function: Any) -> None:
 def test_exit_says_what_it_does() -> None:
     """IPython's own words are for a terminal."""
     shown = as_shown(Failure("SystemExit", "3", ("long", "words"), 5))
-    assert shown.message == "3"
-    assert shown.traceback[0].startswith("sys.exit(3) ended the cell on this rank")
+    assert (shown.message, shown.traceback[0][:21]) == ("3", "sys.exit(3) ended the")
 
 
 @pytest.mark.parametrize(

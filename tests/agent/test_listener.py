@@ -14,24 +14,12 @@ import pytest
 
 from nbdist.agent import listener
 from nbdist.agent.listener import FRESH, MOST_CALLING, Listener
-from nbdist.wire.views import (
-    DOOR,
-    Accepted,
-    Attach,
-    Describe,
-    Look,
-    Refused,
-    Said,
-    WorkerStatus,
-    WorldInfo,
-    from_line,
-    to_line,
-)
+from nbdist.wire import views
 from tests.waiting import SOON, until
 
-INFO = WorldInfo("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, guard=7)
-ATTACH = Attach("1.0", 5, "notebook-5.sock")
-RANK = WorkerStatus(0, 1, "here", "idle", 0.0, 0, "cpu")
+INFO = views.WorldInfo("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, guard=7)
+ATTACH = views.Attach("1.0", 5, "notebook-5.sock")
+RANK = views.WorkerStatus(0, 1, "here", "idle", 0.0, 0, "cpu")
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -40,45 +28,45 @@ class Lab:
     """A listener, what it was asked, and the connections to it."""
 
     def __init__(self, runtime: Path) -> None:
-        self.path = runtime / DOOR
+        self.path = runtime / views.DOOR
         self.looks = 0
         self.gone: list[int] = []
         self.is_open = asyncio.Event()
         self.is_open.set()
-        self.ranks: tuple[WorkerStatus, ...] = ()
+        self.ranks: tuple[views.WorkerStatus, ...] = ()
         self.listener = Listener(runtime, self._look, self)
         self._ends: list[asyncio.StreamWriter] = []
 
-    def describe(self) -> WorldInfo:
+    def describe(self) -> views.WorldInfo:
         return INFO
 
-    async def admit(self, wanted: Attach) -> Accepted | Refused:
+    async def admit(self, wanted: views.Attach) -> views.Accepted | views.Refused:
         if wanted.pid == 17:
             raise KeyError(17)
-        return Accepted(1, 2) if wanted.version == "1.0" else Refused("no")
+        return views.Accepted(1, 2) if wanted.version == "1.0" else views.Refused("no")
 
     def let_go_by(self, pid: int) -> None:
         self.gone.append(pid)
 
-    async def _look(self, info: WorldInfo) -> WorldInfo:
+    async def _look(self, info: views.WorldInfo) -> views.WorldInfo:
         self.looks += 1
         await self.is_open.wait()
         return replace(info, at=float(self.looks), ranks=self.ranks)
 
-    async def connect(self, said: Said | bytes = b"") -> Streams:
+    async def connect(self, said: views.Said | bytes = b"") -> Streams:
         """One more, that asks this."""
         reader, writer = await asyncio.open_unix_connection(self.path, limit=1 << 24)
         self._ends.append(writer)
-        writer.write(said if isinstance(said, bytes) else to_line(said))
+        writer.write(said if isinstance(said, bytes) else views.to_line(said))
         return reader, writer
 
-    async def ask(self, said: Said | bytes) -> Said | None:
+    async def ask(self, said: views.Said | bytes) -> views.Said | None:
         """The answer, None where there is none."""
         reader, _ = await self.connect(said)
         line = b""
         with suppress(ConnectionResetError):
             line = await reader.readline()
-        return from_line(line) if line else None
+        return views.from_line(line) if line else None
 
     def run(self, test: Callable[[], Awaitable[None]]) -> None:
         async def whole() -> None:
@@ -106,11 +94,11 @@ def test_all_who_look_see_the_same(lab: Lab) -> None:
     """However many do at a time, the ranks are asked once; and again later; never for the rest."""
 
     async def test() -> None:
-        seen = await asyncio.gather(*(lab.ask(Look()) for _ in range(5)))
+        seen = await asyncio.gather(*(lab.ask(views.Look()) for _ in range(5)))
         assert seen == [replace(INFO, at=1.0)] * 5
         await asyncio.sleep(FRESH + 0.1)
-        assert await lab.ask(Look()) == replace(INFO, at=2.0)
-        assert await lab.ask(Describe()) == INFO
+        assert await lab.ask(views.Look()) == replace(INFO, at=2.0)
+        assert await lab.ask(views.Describe()) == INFO
         assert lab.looks == 2
 
     lab.run(test)
@@ -122,8 +110,8 @@ def test_a_notebook_that_is_accepted(lab: Lab) -> None:
 
     async def test() -> None:
         reader, writer = await lab.connect(ATTACH)
-        assert from_line(await reader.readline()) == Accepted(1, 2)
-        assert await lab.ask(replace(ATTACH, version="2.0", pid=6)) == Refused("no")
+        assert views.from_line(await reader.readline()) == views.Accepted(1, 2)
+        assert await lab.ask(replace(ATTACH, version="2.0", pid=6)) == views.Refused("no")
         await until(lambda: "1 call" in repr(lab.listener))
         assert lab.gone == []
         writer.close()
@@ -136,16 +124,16 @@ def test_a_notebook_that_is_accepted(lab: Lab) -> None:
     "said",
     [
         *(b"\n", b"hello\n", b"\x80\x04N.\n", b"[" * 50_000 + b"\n", b"x" * (1 << 17) + b"\n"),
-        *(Refused("me"), replace(ATTACH, pid=17)),
+        *(views.Refused("me"), replace(ATTACH, pid=17)),
     ],
     ids=["nothing", "text", "pickle", "deep", "long", "an answer", "a fault of ours"],
 )
-def test_what_is_no_question(lab: Lab, said: Said | bytes) -> None:
+def test_what_is_no_question(lab: Lab, said: views.Said | bytes) -> None:
     """Ends the connection, and nothing else: the loop learns of nothing, the next is answered."""
 
     async def test() -> None:
         assert await lab.ask(said) is None
-        assert await lab.ask(Describe()) == INFO
+        assert await lab.ask(views.Describe()) == INFO
         assert "0 call" in repr(lab.listener)
 
     lab.run(test)
@@ -157,18 +145,18 @@ def test_no_kind_takes_the_place_of_another(lab: Lab, monkeypatch: pytest.Monkey
 
     async def test() -> None:
         lab.is_open.clear()
-        looking = [asyncio.create_task(lab.ask(Look())) for _ in range(MOST_CALLING)]
+        looking = [asyncio.create_task(lab.ask(views.Look())) for _ in range(MOST_CALLING)]
         await until(lambda: f"{MOST_CALLING} call" in repr(lab.listener))
         silent = [await lab.connect() for _ in range(20 * MOST_CALLING)]
         assert await silent[0][0].read() == b""
         assert f"{2 * MOST_CALLING} call" in repr(lab.listener)
-        assert await lab.ask(Look()) is None
-        assert await lab.ask(Describe()) == INFO
-        assert await lab.ask(ATTACH) == Accepted(1, 2)
+        assert await lab.ask(views.Look()) is None
+        assert await lab.ask(views.Describe()) == INFO
+        assert await lab.ask(ATTACH) == views.Accepted(1, 2)
         lab.is_open.set()
         assert await asyncio.gather(*looking) == [replace(INFO, at=1.0)] * MOST_CALLING
-        silent[-1][1].write(to_line(Describe()))
-        assert from_line(await silent[-1][0].readline()) == INFO
+        silent[-1][1].write(views.to_line(views.Describe()))
+        assert views.from_line(await silent[-1][0].readline()) == INFO
 
     lab.run(test)
 
@@ -180,13 +168,13 @@ def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         for length in range(200_000, 800_000, 12_000):
             lab.ranks = (replace(RANK, last_line="x" * length),)
-            info = await lab.ask(Look())
-            assert isinstance(info, WorldInfo)
+            info = await lab.ask(views.Look())
+            assert isinstance(info, views.WorldInfo)
             assert info.ranks == lab.ranks
         monkeypatch.setattr(listener, "LINE_TIMEOUT", 0.2)
         with socket.socket(socket.AF_UNIX) as deaf:
             deaf.connect(str(lab.path))
-            deaf.sendall(to_line(Look()))
+            deaf.sendall(views.to_line(views.Look()))
             await until(lambda: "1 call" in repr(lab.listener))
             await until(lambda: "0 call" in repr(lab.listener))
 
@@ -199,9 +187,9 @@ def test_a_part_of_a_world(runtime: Path) -> None:
     lab.listener = Listener(runtime, lab._look, None)
 
     async def test() -> None:
-        for question in (Describe(), Look()):
+        for question in (views.Describe(), views.Look()):
             info = await lab.ask(question)
-            assert isinstance(info, WorldInfo)
+            assert isinstance(info, views.WorldInfo)
             assert (info.name, info.workers) == ("", 0)
         assert await lab.ask(ATTACH) is None
 
@@ -224,7 +212,7 @@ def test_another_user_sees_nothing(lab: Lab) -> None:
             "except OSError: print(b'')\n"
         )
         process = await asyncio.create_subprocess_exec(
-            *("python3", "-S", "-c", script, str(lab.path), to_line(Look()).decode()),
+            *("python3", "-S", "-c", script, str(lab.path), views.to_line(views.Look()).decode()),
             stdout=asyncio.subprocess.PIPE,
         )
         said, _ = await process.communicate()

@@ -1,76 +1,26 @@
 """Tests of `nbdist.agent.notebook_link`: an agent whose notebook goes, and the next one that comes.
 
-Messages go both ways; calls one at a time, other things beside, until it leaves.
+Calls are answered one at a time, other things beside, until it leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-import zmq
 
 from nbdist import __version__
-from nbdist.agent.notebook_link import NotebookEnd, Serving
+from nbdist.agent.notebook_link import Serving
 from nbdist.output.events import Text
-from nbdist.system import folders
-from nbdist.wire.frames import pack, unpack
-from nbdist.wire.messages import (
-    Answer,
-    Ask,
-    Attached,
-    Down,
-    GetStatus,
-    Hello,
-    Kill,
-    Outputs,
-    Received,
-    Remember,
-    Reply,
-    Request,
-    StopWorld,
-    WorldStarted,
-)
+from nbdist.wire import messages
+from nbdist.wire.messages import Answer, Ask, GetStatus, Kill
 from nbdist.wire.views import Accepted, Attach, Describe, Refused, Said, WorldInfo
 from nbdist.world.agents import Asking
 from tests.agent.test_agent import Notebook, close_stdin, end_notebook
-from tests.waiting import SOON, until, wait_until
-
-
-@pytest.fixture
-def far_end(runtime: Path) -> Iterator[zmq.Socket[bytes]]:
-    """Where a notebook listens."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as far_end:
-        far_end.rcvtimeo = SOON * 1000
-        far_end.bind(f"ipc://{runtime}/{folders.SOCKET}")
-        yield far_end
-
-
-async def test_messages_go_both_ways(runtime: Path, far_end: zmq.Socket[bytes]) -> None:
-    """The hello is first; what the notebook sends is handed on, in its order."""
-    came: list[Down] = []
-    sent: list[Down] = [Ask(1, GetStatus()), Received()]
-    end = NotebookEnd(runtime, came.append)
-    try:
-        end.say_hello()
-        identity, frame = await asyncio.to_thread(far_end.recv_multipart)
-        assert unpack(frame) == Hello(__version__, os.getpid(), socket.gethostname())
-        for message in sent:
-            far_end.send_multipart([identity, pack(message)])
-        await until(lambda: len(came) == 2)
-        end.send(Answer(1, None))
-        _, frame = await asyncio.to_thread(far_end.recv_multipart)
-        assert unpack(frame) == Answer(1, None)
-    finally:
-        end.close()
-    assert came == sent
-
+from tests.waiting import SOON, wait_until
 
 NAME = "notebook-1.sock"
 NEXT = Attach(__version__, 1, NAME)
@@ -93,8 +43,8 @@ def state_of(notebook: Notebook) -> tuple[str, int]:
 def notebook() -> Iterator[Notebook]:
     """One whose world is to outlive it, without a group."""
     made = Notebook(fork=True, grace=0.2)
-    made.send(Remember({"detach": True}))
-    assert isinstance(made.start(), WorldStarted)
+    made.send(messages.Remember({"detach": True}))
+    assert isinstance(made.start(), messages.WorldStarted)
     yield made
     made.close()
 
@@ -125,30 +75,28 @@ def test_the_next_notebook_gets_all(notebook: Notebook) -> None:
         assert isinstance(asking.answer(SOON), Accepted)
         refused = ask(notebook, Attach(__version__, 2, NAME))
         assert refused == Refused("the notebook of process 1 uses it")
-        assert isinstance(notebook.receive_anew(), Hello)
+        assert isinstance(notebook.receive_anew(), messages.Hello)
         there = notebook.receive_next()
-        assert isinstance(there, Attached)
+        assert isinstance(there, messages.Attached)
         assert there.run is not None
         assert there.run.id == "slow"
         assert there.bound[0].keys() >= {"stop"}
         again = notebook.receive_next()
-        assert isinstance(again, Outputs)
+        assert isinstance(again, messages.Outputs)
         for rank in (0, 1):
             said = [o.text for on, _, o in again.items if on == rank and isinstance(o, Text)]
             assert "".join(said) == f"before {rank}\n"
-        notebook.send(Received())
-        notebook.call(StopWorld(0.0))
+        notebook.send(messages.Received())
+        notebook.call(messages.StopWorld(0.0))
     # Nothing is kept that nobody can want: a world without workers.
     assert notebook.agent.wait(SOON) == 0
 
 
 async def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
     """Each is answered under its number; what is under way when it leaves is cancelled."""
-    answers: list[Answer] = []
-    said: list[str] = []
-    released = asyncio.Event()
+    answers, said, released = list[Answer](), list[str](), asyncio.Event()
 
-    async def answer(request: Request) -> Reply:
+    async def answer(request: messages.Request) -> messages.Reply:
         if isinstance(request, Kill):
             await released.wait()
         return ()
@@ -179,18 +127,22 @@ async def test_calls_wait_for_one_another_and_other_things_do_not() -> None:
     assert said == ["beside", "cancelled"]
 
 
+async def _raise() -> None:
+    raise KeyError(17)
+
+
 @pytest.mark.parametrize(
     "fail",
     [
         lambda serving: serving.do(_raise()),
-        lambda serving: asyncio.get_running_loop().call_soon(_raise_now),
+        lambda serving: asyncio.get_running_loop().call_soon({}.__getitem__, 17),
     ],
     ids=["a task", "a callback"],
 )
 async def test_a_fault_of_ours(fail: Callable[[Serving], object]) -> None:
     """It ends all, and is raised: the process exits with its line as the last of the log."""
 
-    async def answer(_: Request) -> Reply:
+    async def answer(_: messages.Request) -> messages.Reply:
         return ()
 
     serving = Serving(answer, lambda _: None)
@@ -200,11 +152,3 @@ async def test_a_fault_of_ours(fail: Callable[[Serving], object]) -> None:
     fail(serving)
     with pytest.raises(KeyError, match="17"):
         await working
-
-
-async def _raise() -> None:
-    _raise_now()
-
-
-def _raise_now() -> None:
-    raise KeyError(17)

@@ -1,30 +1,24 @@
-"""Tests of `nbdist.agent.outbox`: batches on a real event loop, bounded when nobody reads.
-
-What is kept in order, and what makes room.
-"""
+"""Tests of `nbdist.agent.outbox`: what makes room, what leaves when, what a next notebook gets."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from nbdist.agent.outbox import BATCH_SECONDS, BATCHES_UNDER_WAY, Backlog, Outbox
-from nbdist.output.events import (
-    Clear,
-    Display,
-    Done,
-    Failure,
-    InputRequest,
-    Moved,
-    Output,
-    Skipped,
-    Text,
-    Update,
-)
+from nbdist.agent.outbox import BATCH_SECONDS, BATCHES_UNDER_WAY, Backlog, Outbox, WorldRecord
+from nbdist.output import events
+from nbdist.output.events import Clear, Display, Done, Failure, Output, Skipped, Text, Update
+from nbdist.values.payload import Payload, SegmentRef
+from nbdist.wire import messages
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Outputs
+from nbdist.wire.spec import WorldSpec
+from nbdist.wire.work import InputReply
 from tests.waiting import until
+
+# --- what is kept -------------------------------------------------------------------------
 
 
 def filled(backlog: Backlog, *outputs: Output, rank: int = 0) -> list[Output]:
@@ -39,20 +33,29 @@ def figure(text: str, name: str | None = None) -> Display:
 
 
 def test_text_is_joined() -> None:
-    """What a rank writes to one stream is one piece; other streams and ranks part it."""
-    backlog = Backlog()
-    said = [Text("stdout", "a"), Text("stdout", "b"), Text("stderr", "c"), Text("stdout", "d")]
-    joined = [Text("stdout", "ab"), Text("stderr", "c"), Text("stdout", "d")]
-    assert filled(backlog, *said) == joined
+    """What a rank writes to one stream is one piece; other streams part it, other ranks do not."""
+    backlog = Backlog(text=1000)
+    said = [Text("stdout", "a"), Text("stderr", "c"), Text("stdout", "d")]
+    assert filled(backlog, said[0], *said) == [Text("stdout", "aa"), *said[1:]]
     assert len(backlog) == 3
+    backlog = Backlog(text=1000)
+    for _ in range(50):
+        for rank in (0, 1):
+            backlog.add(rank, "cell", Text("stdout", "step\n"))
+    assert [rank for rank, _, _ in backlog.items] == [0, 1]
+    filled(backlog, figure("x"), Text("stdout", "after"), Text("stdout", "x" * 900))
+    kept = [output for rank, _, output in backlog.items if rank == 0]
+    assert [type(each) for each in kept] == [Skipped, Display, Skipped, Text]
 
 
 def test_older_text_makes_room() -> None:
-    """It is said how much is missing, once, and the end is there."""
+    """It is said how much is missing, once, and the end is there; each rank has its own room."""
     backlog = Backlog(text=1000)
+    filled(backlog, Text("stdout", "quiet"), rank=1)
     lines = [f"line {number}\n" for number in range(1000)]
-    found = filled(backlog, *(Text("stdout", line) for line in lines))
-    skipped, *rest = found
+    filled(backlog, *(Text("stdout", line) for line in lines))
+    assert (1, "cell", Text("stdout", "quiet")) in backlog.items
+    skipped, *rest = [output for rank, _, output in backlog.items if rank == 0]
     assert isinstance(skipped, Skipped)
     kept = "".join(each.text for each in rest if isinstance(each, Text))
     assert "".join(lines).endswith(kept)
@@ -61,8 +64,8 @@ def test_older_text_makes_room() -> None:
     assert skipped.lines + kept.count("\n") == 1000
 
 
-def test_small_displays_in_batches() -> None:
-    """A batch has not so many that a reader is long about it; what is left keeps its limits."""
+def test_taking_some() -> None:
+    """The oldest go first, not more than a reader is quick about; what is left has its limits."""
     backlog = Backlog(text=1000, shown=100_000)
     for number in range(200):
         filled(backlog, Text("stdout", f"{number}\n"), figure("f"), Update({}, {}, "id"))
@@ -77,29 +80,12 @@ def test_small_displays_in_batches() -> None:
     assert sum(len(each[2].text) for each in backlog.items if isinstance(each[2], Text)) <= 1000
 
 
-def test_one_rank_makes_no_room_for_another() -> None:
-    """The text of each has its own limit."""
-    backlog = Backlog(text=100)
-    filled(backlog, Text("stdout", "quiet"), rank=1)
-    filled(backlog, *[Text("stdout", "x" * 50)] * 10)
-    assert (1, "cell", Text("stdout", "quiet")) in backlog.items
-
-
-def test_text_of_hours_is_joined() -> None:
-    """What other ranks say meanwhile parts it not, where it is for a notebook that comes later."""
-    backlog = Backlog(text=1000, is_long=True)
-    for step in range(50):
-        for rank in (0, 1):
-            backlog.add(rank, "cell", Text("stdout", f"step {step}\n"))
-    assert [rank for rank, _, _ in backlog.items] == [0, 1]
-    backlog.add(0, "cell", figure("x"))
-    backlog.add(0, "cell", Text("stdout", "after"))
-    assert [rank for rank, _, _ in backlog.items] == [0, 1, 0, 0]
-    filled(backlog, Text("stdout", "x" * 900))
-    kept = [output for rank, _, output in backlog.items if rank == 0]
-    assert [type(each) for each in kept] == [Skipped, Display, Skipped, Text]
-    backlog.add(1, "cell", Text("stdout", "end"))
-    assert [rank for rank, _, _ in backlog.items].count(1) == 1
+def test_all_ranks_have_their_turn() -> None:
+    """However much the first of them says."""
+    backlog = Backlog()
+    for rank in (0, 1):
+        filled(backlog, *(figure("x" * 100) for _ in range(5)), rank=rank)
+    assert [{rank for rank, _, _ in backlog.take(2000)} for _ in range(3)] == [{0}, {1}, {0}]
 
 
 def test_figures_make_room() -> None:
@@ -107,10 +93,15 @@ def test_figures_make_room() -> None:
     backlog = Backlog(shown=1000)
     done = Done("ok", 1.0)
     found = filled(backlog, figure("a" * 600), done, figure("b" * 300), figure("c" * 300))
-    note, *rest = found
-    assert note == Skipped(0, 0, displays=1)
-    assert rest[0] == done
-    assert rest[-1] == figure("c" * 300)
+    assert found[:2] == [Skipped(0, 0, displays=1), done]
+    assert found[-1] == figure("c" * 300)
+    backlog = Backlog(shown=1000)  # what was taken makes room for what waits still
+    figures = [figure(f"{number}" * 300) for number in range(5)]
+    filled(backlog, *figures[:2])
+    assert len(backlog.take(1)) == 1
+    assert filled(backlog, figures[2]) == figures[1:3]
+    assert backlog.take(10_000)
+    assert filled(backlog, *figures[3:]) == figures[3:]
 
 
 def test_figures_of_plotly_make_room() -> None:
@@ -126,12 +117,13 @@ FAILED = Failure("ValueError", "x" * 500, (), 1)
 
 
 def test_a_flood_of_anything_is_bounded() -> None:
-    """Of ranks that take turns: small figures among text, clearing, errors that are shown."""
+    """Of ranks that take turns: small figures among text, clearing, errors; a last error stays."""
     small, line = figure("x" * 50), Text("stdout", f"{'x' * 80}\n")
     backlog = Backlog(text=1000, shown=10_000)
+    backlog.add(2, "cell", FAILED)  # which may be why the cell failed
     for _ in range(1000):
         for rank in (0, 1):
-            filled(backlog, small, line, Clear(wait=True), Moved(1, 2), FAILED, rank=rank)
+            filled(backlog, small, line, Clear(wait=True), events.Moved(1, 2), FAILED, rank=rank)
     assert len(backlog) < 300
     for rank in (0, 1):
         own = [output for of, _, output in backlog.items if of == rank]
@@ -139,47 +131,26 @@ def test_a_flood_of_anything_is_bounded() -> None:
         left = sum(isinstance(output, Display | Failure) for output in own)
         assert sum(each.displays for each in skipped) + left == 2000
         assert own[-1] == FAILED
-
-
-def test_a_first_error_stays() -> None:
-    """However much others show afterwards: it may be why the cell failed."""
-    backlog = Backlog(shown=1000)
-    backlog.add(1, "cell", FAILED)
-    assert filled(backlog, *[figure("x" * 100)] * 100)[0] == FAILED
+    assert (2, "cell", FAILED) in backlog.items
 
 
 def test_updates_replace_one_another() -> None:
-    """Of one display only the last is kept."""
-    first, second = (Update({"text/plain": text}, {}, "d") for text in "ab")
-    assert filled(Backlog(), figure("", "d"), first, second) == [figure("", "d"), second]
+    """Of one display only the last is kept, before it is shown again and after."""
+    a, b, c = (Update({"text/plain": text}, {}, "d") for text in "abc")
+    assert filled(Backlog(), figure("", "d"), a, b) == [figure("", "d"), b]
+    assert filled(Backlog(), a, figure("", "d"), b, c) == [a, figure("", "d"), c]
 
 
 def test_what_was_typed_is_asked_for_no_more() -> None:
     """By its rank and number."""
     backlog = Backlog()
-    filled(backlog, InputRequest(1, "name? "), InputRequest(2, "age? "))
-    filled(backlog, InputRequest(1, "name? "), rank=1)
+    for rank in (0, 1):
+        filled(backlog, *(events.InputRequest(number, "? ") for number in (1, 2)), rank=rank)
     backlog.answered(0, 1)
-    assert [(rank, output.number) for rank, _, output in backlog.items] == [(0, 2), (1, 1)]
+    assert [(rank, output.number) for rank, _, output in backlog.items] == [(0, 2), (1, 1), (1, 2)]
 
 
-def test_taking_some() -> None:
-    """The oldest go first; what is left has its limit still."""
-    backlog = Backlog(text=100)
-    filled(backlog, Text("stdout", "x" * 60), Text("stderr", "y" * 30))
-    assert backlog.take(10) == [(0, "cell", Text("stdout", "x" * 60))]
-    assert filled(backlog, Text("stderr", "z" * 60)) == [Text("stderr", "y" * 30 + "z" * 60)]
-
-
-def test_what_was_taken_makes_room() -> None:
-    """Figures are left out for those that wait still, not for those that were taken."""
-    backlog = Backlog(shown=1000)
-    figures = [figure(f"{number}" * 300) for number in range(5)]
-    filled(backlog, *figures[:2])
-    assert len(backlog.take(1)) == 1
-    assert filled(backlog, figures[2]) == figures[1:3]
-    assert backlog.take(10_000)
-    assert filled(backlog, *figures[3:]) == figures[3:]
+# --- what is sent -------------------------------------------------------------------------
 
 
 class Reader:
@@ -205,35 +176,27 @@ class Reader:
         await until(lambda: len(self.batches) >= number)
 
 
-def another(text: str) -> str:
-    """Give an equal text that is another object, as each rank's messages have their own."""
-    return text.encode().decode()
-
-
 @pytest.fixture
 def notebook() -> Reader:
     return Reader()
 
 
-async def test_outputs_are_batched(notebook: Reader) -> None:
-    """What is said within a moment leaves together, text of one rank as one piece."""
-    for number in range(100):
-        notebook.say(f"{number}\n")
-    assert notebook.batches == []
-    await notebook.wait_for(1)
-    assert notebook.items() == [
-        (0, "cell", Text("stdout", "".join(f"{number}\n" for number in range(100))))
-    ]
+async def few_turns() -> None:
+    """Turns of the loop, no time."""
+    for _ in range(3):
+        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("last", [Done("ok", 0.1), Failure("ValueError", "", (), 1)])
 async def test_ends_and_failures_do_not_wait(last: Output, notebook: Reader) -> None:
-    """The end of a cell leaves at once, with what came before it."""
-    notebook.say("last words")
+    """What is said within a moment leaves together, and at once with the end of a cell."""
+    for number in range(100):
+        notebook.say(f"{number}\n")
+    assert notebook.batches == []
     notebook.outbox.add(0, "cell", last)
-    for _ in range(3):  # turns of the loop, no time
-        await asyncio.sleep(0)
-    assert [output for _, _, output in notebook.items()] == [Text("stdout", "last words"), last]
+    await few_turns()
+    said = Text("stdout", "".join(f"{number}\n" for number in range(100)))
+    assert [output for _, _, output in notebook.items()] == [said, last]
 
 
 async def test_ends_of_all_ranks_leave_together(notebook: Reader) -> None:
@@ -242,8 +205,7 @@ async def test_ends_of_all_ranks_leave_together(notebook: Reader) -> None:
     for rank in range(3):
         assert notebook.batches == []
         notebook.outbox.add(rank, "cell", Done("ok", 0.1))
-        for _ in range(3):  # turns of the loop, no time
-            await asyncio.sleep(0)
+        await few_turns()
     (batch,) = notebook.batches
     assert [rank for rank, _, _ in batch.items] == [0, 1, 2]
 
@@ -256,7 +218,6 @@ async def test_slow_notebook_gets_no_more_than_it_takes(notebook: Reader) -> Non
     notebook.say("waits")
     notebook.outbox.add(0, "cell", Done("ok", 0.1))
     await asyncio.sleep(3 * BATCH_SECONDS)  # that nothing happens has no other proof
-    assert len(notebook.batches) == BATCHES_UNDER_WAY
     assert repr(notebook.outbox) == f"<Outbox 2 items, {BATCHES_UNDER_WAY} batches under way>"
     notebook.outbox.acknowledge()
     await notebook.wait_for(BATCHES_UNDER_WAY + 1)
@@ -266,16 +227,182 @@ async def test_slow_notebook_gets_no_more_than_it_takes(notebook: Reader) -> Non
 
 async def test_what_ranks_show_alike_is_sent_once(notebook: Reader) -> None:
     """Equal lines and figures of eight ranks take the room of one rank's; others take theirs."""
-    lines, figure, own = "loss 0.1\n" * 1000, "iVBORw0K" * 10000, "0123456789" * 1000
-    for rank in range(8):
-        notebook.say(another(lines), rank)
-        notebook.outbox.add(rank, "cell", Display({"image/png": another(figure)}, {}))
+    lines, shown, own = "loss 0.1\n" * 1000, "iVBORw0K" * 10000, "0123456789" * 1000
+    for rank in range(8):  # each rank's messages have texts of their own
+        notebook.say(lines.encode().decode(), rank)
+        notebook.outbox.add(rank, "cell", figure(shown.encode().decode()))
         notebook.say(f"{rank}{own}", rank, "stderr")
     await notebook.wait_for(1)
     (batch,) = notebook.batches
     frame = pack(batch)
-    once = len(lines) + len(figure)
+    once = len(lines) + len(shown)
     assert once + 8 * len(own) < len(frame) < 1.1 * (once + 8 * len(own))
     assert unpack(frame) == batch
     assert [rank for rank, _, _ in batch.items] == [rank for rank in range(8) for _ in range(3)]
     assert notebook.text(3) == f"{lines}3{own}"
+
+
+# --- for the next notebook ----------------------------------------------------------------
+
+
+def spec(size: int = 2) -> WorldSpec:
+    return WorldSpec(size, "gloo", {}, "/", (), 1, "python", name="exp")
+
+
+STARTED = messages.WorldStarted({0: 10, 1: 11}, {0: "", 1: ""})
+DONE = Done("ok", 1.0, frozenset({"x"}))
+
+
+class Lab:
+    """A record, and the messages that it is fed with."""
+
+    def __init__(self, *, detach: bool = True) -> None:
+        self.record = WorldRecord()
+        self._calls = 0
+        self.record.take_down(messages.Remember({"detach": detach}))
+        self.ask(messages.StartWorld(spec()), STARTED)
+
+    def ask(self, request: Any, reply: Any = None) -> None:
+        self._calls += 1
+        self.record.take_down(messages.Ask(self._calls, request))
+        if reply is not None or isinstance(request, messages.StopWorld):
+            self.record.take_up(messages.Answer(self._calls, reply))
+
+    def run(self, name: str = "task") -> None:
+        self.record.take_down(messages.Run(name, (0, 1), b""))
+
+    def say(self, rank: int, output: Output, name: str = "task") -> None:
+        self.record.take_up(Outputs(((rank, name, output),)))
+
+    @property
+    def said(self) -> list[Any]:
+        return [(rank, o) for batch in self.record.again() for rank, _, o in batch.items]
+
+    @property
+    def there(self) -> messages.Attached:
+        return self.record.attached(0.0)
+
+
+@pytest.fixture
+def lab() -> Lab:
+    return Lab()
+
+
+def test_a_world_that_is_ready(lab: Lab) -> None:
+    """Its processes, and the number of the next call: answers to old ones are for nobody."""
+    lab.record.take_down(messages.Ask(7, messages.GetStatus()))
+    there = lab.there
+    assert (there.pids, there.spec, there.run, there.next_call) == (STARTED.pids, spec(), None, 8)
+    assert (there.is_whole, there.dead, lab.said, lab.record.state) == (True, {}, [], "ready")
+
+
+def test_a_cell_that_nobody_saw_end(lab: Lab) -> None:
+    """All that it has shown so far, also what the notebook before has seen; and its end."""
+    lab.run()
+    lab.say(0, Text("stdout", "one"))
+    lab.record.seen()
+    lab.say(1, Text("stdout", "two"))
+    assert lab.said == [(0, Text("stdout", "one")), (1, Text("stdout", "two"))]
+    assert lab.there.run == messages.Run("task", (0, 1), b"")
+    assert lab.there.started > 0
+    assert lab.record.state == "busy"
+    for rank in (0, 1):
+        lab.say(rank, DONE)
+    assert lab.there.run is not None
+    assert lab.there.ended.keys() == {0, 1}
+    assert lab.there.bound == {0: {"x": None}, 1: {"x": None}}
+    assert lab.there.forgotten == 0
+
+
+def test_a_cell_that_was_seen_to_its_end(lab: Lab) -> None:
+    """Is none that anybody has missed; what it has bound is there."""
+    lab.run()
+    for rank in (0, 1):
+        lab.say(rank, Done("ok", 1.0, frozenset({"np"}), {"np": "numpy"}))
+    lab.record.seen()
+    assert (lab.there.run, lab.said, lab.there.forgotten) == (None, [], 1)
+    assert lab.there.bound[0] == {"np": "numpy"}
+    lab.run("next")
+    lab.say(0, Done("ok", 1.0, gone=frozenset({"np"})), "next")
+    assert lab.there.bound[0] == {}
+
+
+def test_ranks_that_died(lab: Lab) -> None:
+    """Are dead until they are replaced, and their names gone with them."""
+    lab.run()
+    lab.say(0, DONE)
+    lab.say(1, events.Died(-9, 1, pid=11))
+    lab.record.seen()
+    assert lab.record.state == "broken"
+    assert lab.there.dead.keys() == {1}
+    lab.ask(messages.Heal(), messages.Healed({0: 10, 1: 12}, {0: "", 1: ""}))
+    assert (lab.there.dead, lab.there.pids) == ({}, {0: 10, 1: 12})
+    assert lab.there.bound == {0: {"x": None}}
+
+
+@pytest.mark.parametrize(
+    "news", [messages.Aborted({}), Outputs(((0, "t", Failure("E", "", (), 1, (), "ended")),))]
+)
+def test_collectives_that_were_aborted(lab: Lab, news: Any) -> None:
+    """The group is to be formed anew, until it has been."""
+    lab.record.take_up(news)
+    assert not lab.there.is_whole
+    lab.ask(messages.Heal(), messages.Healed(STARTED.pids, STARTED.logs))
+    assert lab.there.is_whole
+
+
+def test_more_workers(lab: Lab) -> None:
+    """The spec is that of those there are; a machine that has come is told until it is taken in."""
+    three = {0: 10, 1: 11, 2: 12}
+    lab.ask(messages.Scale(spec(4), (0, 1)), messages.Healed(STARTED.pids, {}, not_scaled="no"))
+    assert lab.there.spec == spec()
+    lab.ask(messages.Scale(spec(3), (0, 1)), messages.Healed(three, {}))
+    assert lab.there.spec == spec(3)
+    lab.record.take_up(messages.Came("node3"))
+    assert lab.there.came == ("node3",)
+    lab.ask(messages.Grow(), messages.Healed({**three, 3: 13}, {}, spec=spec(4)))
+    assert (lab.there.came, lab.there.spec) == ((), spec(4))
+
+
+def test_what_workers_become(lab: Lab) -> None:
+    """While they start there is a world; once they were stopped, or could not, there is none."""
+    lab.ask(messages.StopWorld(1.0))
+    assert not lab.record.has_world
+    lab.ask(messages.StartWorld(spec()))
+    assert (lab.record.has_world, lab.record.changes) == (True, True)
+    lab.record.take_up(messages.Answer(3, messages.StartFailure(0, "", "", "", ())))
+    assert (lab.record.has_world, lab.record.changes) == (False, False)
+
+
+def test_what_is_over(lab: Lab) -> None:
+    """Prompts that were answered are not asked again; values that nobody will read are let go of.
+
+    But for those of a task that the next notebook sees to its end.
+    """
+    lab.run("gather")
+    lab.say(0, events.InputRequest(1, "? "), "gather")
+    lab.record.take_down(messages.Enter(0, InputReply(1, "yes")))
+    assert lab.said == []
+    lent = Payload(segment=SegmentRef("/proc/1/fd/2#3", (1,)))
+    lab.say(0, Done("ok", 1.0, values=lent), "gather")
+    assert lab.record.unread() == []
+    lab.run("next")
+    assert lab.record.unread() == [messages.LetGo("gather", (0,))]
+    assert lab.record.unread() == []
+
+
+def test_a_world_that_ends_with_its_notebook() -> None:
+    """Keeps nothing of what was shown."""
+    lab = Lab(detach=False)
+    lab.run()
+    lab.say(0, Text("stdout", "one"))
+    assert lab.said == []
+
+
+def test_batches_are_bounded(lab: Lab) -> None:
+    """Many outputs come in several."""
+    lab.run()
+    for rank in (0, 1, 0, 1):
+        lab.say(rank, figure("x" * (5 << 20)))
+    assert len(lab.record.again()) == 2
+    assert len(lab.said) == 4

@@ -82,28 +82,36 @@ async def test_a_worker_that_lived_dies(runtime: Path, source: Source) -> None:
 
 READY = f"""#!{sys.executable}
 print({mark(TOKEN, "ready").decode()!r}, flush=True)
+import time; time.sleep(1000)
 """
+
+
+def worker_of(runtime: Path, program: str) -> Worker:
+    """A worker that runs this program, or that at this path."""
+    path = Path(program)
+    if program.startswith("#!"):
+        path = runtime / "program"
+        path.write_text(program)
+        path.chmod(0o700)
+    start = worker_start(runtime)
+    start = replace(start, world=replace(start.world, python=str(path)))
+    return Worker(start, None, lambda *_: None)
 
 
 @pytest.mark.world
 @pytest.mark.parametrize(
-    ("python", "timeout", "why"),
+    ("program", "timeout", "why"),
     [
         ("/bin/false", SOON, "rank 0 could not start: it exited with code 1"),
         (sys.executable, 0.0, "rank 0 could not start: not in time"),
-        ("./ready", SOON, "rank 0 could not start: it cannot be reached: "),
+        (READY, SOON, "rank 0 could not start: it cannot be reached: "),
     ],
 )
 async def test_a_worker_that_cannot_start(
-    runtime: Path, python: str, timeout: float, why: str, source: Source
+    runtime: Path, program: str, timeout: float, why: str, source: Source
 ) -> None:
     """It is killed where it has a process, it is said why, and the others are told."""
-    (runtime / "ready").write_text(READY + "import time; time.sleep(1000)")
-    (runtime / "ready").chmod(0o700)
-    start = worker_start(runtime)
-    command = str(runtime / python)
-    start = replace(start, world=replace(start.world, python=command))
-    worker = Worker(start, None, lambda *_: None)
+    worker = worker_of(runtime, program)
     with CallOff(runtime / "over", []) as call_off:
         found = await call_off.start(worker, Spawner(source.children), timeout)
     assert found.startswith(why)
@@ -115,11 +123,7 @@ async def test_a_worker_that_cannot_start(
 @pytest.mark.world
 async def test_a_start_that_is_called_off(runtime: Path, source: Source) -> None:
     """It says nothing: what called it off does."""
-    (runtime / "waits").write_text(f"#!{sys.executable}\nimport time; time.sleep(1000)")
-    (runtime / "waits").chmod(0o700)
-    start = worker_start(runtime)
-    start = replace(start, world=replace(start.world, python=str(runtime / "waits")))
-    worker = Worker(start, None, lambda *_: None)
+    worker = worker_of(runtime, f"#!{sys.executable}\nimport time; time.sleep(1000)")
     dies = asyncio.get_running_loop().create_future()
     with CallOff(runtime / "over", [dies]) as call_off:
         dies.set_result(-9)

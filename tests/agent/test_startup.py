@@ -86,14 +86,19 @@ def processes(runtime: Path) -> Iterator[Processes]:
         processes.close()
 
 
+def leaves_nothing(processes: Processes, runtime: Path, number: signal.Signals) -> None:
+    """The guard ends by this signal, as its agent; what that started, and its folder, are gone."""
+    assert processes.guard.wait(SOON) == -number
+    assert not processes.orphan.is_running()
+    assert not runtime.exists()
+    runtime.mkdir()
+
+
 @pytest.mark.world
 def test_the_agent_is_killed(processes: Processes, runtime: Path) -> None:
     """All that it started ends, its folder is removed, and the guard ends as it did."""
     processes.agent.send_signal(signal.SIGSEGV)
-    assert processes.guard.wait(SOON) == -signal.SIGSEGV
-    assert not processes.orphan.is_running()
-    assert not runtime.exists()
-    runtime.mkdir()
+    leaves_nothing(processes, runtime, signal.SIGSEGV)
 
 
 @pytest.mark.world
@@ -101,10 +106,7 @@ def test_the_agent_hangs(processes: Processes, runtime: Path) -> None:
     """One that has not ended some seconds after its notebook is killed; nothing is left."""
     processes.agent.suspend()
     processes.end_notebook()
-    assert processes.guard.wait(SOON) == -signal.SIGKILL
-    assert not processes.orphan.is_running()
-    assert not runtime.exists()
-    runtime.mkdir()
+    leaves_nothing(processes, runtime, signal.SIGKILL)
 
 
 @pytest.mark.world
@@ -135,10 +137,7 @@ def test_the_agent_stays(processes: Processes, runtime: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         processes.guard.wait(1.0)
     processes.agent.kill()
-    assert processes.guard.wait(SOON) == -signal.SIGKILL
-    assert not processes.orphan.is_running()
-    assert not runtime.exists()
-    runtime.mkdir()
+    leaves_nothing(processes, runtime, signal.SIGKILL)
 
 
 @pytest.mark.world
@@ -186,30 +185,22 @@ print(heavy, guard.pid == above == os.getppid(), soft == hard, fork_server)
 """
 
 
-def begun(runtime: Path, files: int) -> subprocess.CompletedProcess[str]:
-    """A process that begins with so many open files at most, 0 for as many as there may be."""
-    return subprocess.run(
-        [sys.executable, "-P", "-c", BEGIN, str(runtime), str(files)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-    )
+NO_ROOM = "nbdist: no further process can be started: Too many open files\n"
 
 
 @pytest.mark.own_agent
-def test_below_a_guard(runtime: Path) -> None:
-    """With all open files that there may be, and nothing imported that takes long."""
-    ended = begun(runtime, 0)
-    assert (ended.stdout, ended.stderr) == ("set() True True None\n", "")
+@pytest.mark.parametrize(
+    ("files", "ended"), [(0, (0, "set() True True None\n", "")), (4, (1, "", NO_ROOM))]
+)
+def test_below_a_guard(runtime: Path, files: int, ended: tuple[int, str, str]) -> None:
+    """With all open files that there may be, and nothing imported that takes long.
 
-
-@pytest.mark.own_agent
-def test_no_room_for_it(runtime: Path) -> None:
-    """One line says why."""
-    ended = begun(runtime, 4)
-    assert ended.returncode == 1
-    assert ended.stderr == "nbdist: no further process can be started: Too many open files\n"
+    Where there is no room for it one line says why.
+    """
+    command = [sys.executable, "-P", "-c", BEGIN, str(runtime), str(files)]
+    nothing = subprocess.DEVNULL
+    found = subprocess.run(command, stdin=nothing, capture_output=True, text=True, timeout=SOON)
+    assert (found.returncode, found.stdout, found.stderr) == ended
 
 
 NOWHERE = Ticket(("127.0.0.1",), 1, KeyPair.new().public, KeyPair.new(), fork=False)

@@ -24,6 +24,7 @@ from nbdist.system import folders
 from nbdist.topology import Position, usable_cores
 from nbdist.wire.control import Answer, Failed, Ok
 from nbdist.wire.messages import StartFailure
+from nbdist.wire.node_messages import Renumber, StartPart
 from nbdist.wire.spec import WorldSpec
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -45,7 +46,7 @@ async def started_with(
     group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
     spec = replace(worker_start(runtime).world, world_size=size, python=str(program))
     try:
-        failure = await group.start_part(spec, range(size), 1)
+        failure = await group.do(StartPart(spec, tuple(range(size)), 1))
     finally:
         group.close()
     assert isinstance(failure, StartFailure)
@@ -116,8 +117,8 @@ async def test_other_numbers(source: Source, runtime: Path, tmp_path: Path) -> N
     """What ranks write from then on is apart from what others wrote under these numbers."""
     spec = replace(worker_start(runtime).world, python="/bin/false", log_dir=str(tmp_path))
     group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
-    await group.start_part(spec, [0], 1)
-    await group.renumber({})
+    await group.do(StartPart(spec, (0,), 1))
+    await group.do(Renumber({}))
     group.close()
     found = {folder.rpartition("/")[2] for folder, *_ in os.walk(tmp_path)}
     assert {"attempt_0", "attempt_1"} <= found
@@ -126,28 +127,26 @@ async def test_other_numbers(source: Source, runtime: Path, tmp_path: Path) -> N
 # --- what is decided --------------------------------------------------------------------------
 
 
+START = "rank 1 could not start: x"
+
+
 @pytest.mark.parametrize(
     ("starts", "answers", "problem"),
     [
         ([""], [Ok()], ""),
-        (["", "rank 1 could not start: x"], [None], "rank 1 could not start: x"),
+        (["", START], [None], START),
         ([], [Ok(), None], "a rank did not answer"),
         ([], [Failed("broken", unfit=True), None], "broken"),
+        ([START], [Failed("can't start new thread", unfit=False)], "no further process or thread"),
     ],
 )
 def test_the_first_problem_counts(
     starts: list[str], answers: list[Answer | None], problem: str
 ) -> None:
-    """That of a new worker before a survivor's."""
-    assert problem_in(starts, answers) == problem
-
-
-def test_a_lack_of_threads_comes_first() -> None:
-    """It is why the others failed."""
-    said = problem_in(
-        ["rank 1 could not start: x"], [Failed("can't start new thread", unfit=False)]
-    )
-    assert said.startswith("no further process or thread can be started: ")
+    """That of a new worker before a survivor's; a lack of threads is why the others failed."""
+    said = problem_in(starts, answers)
+    assert said.startswith(problem)
+    assert bool(said) == bool(problem)
 
 
 # --- deaths while a group is formed -----------------------------------------------------------

@@ -1,15 +1,21 @@
-"""Tests of `nbdist.agent.worker_output`: one order for text on real pipes and numbered messages."""
+"""Tests of `nbdist.agent.worker_output`: one order for text on real pipes and numbered messages.
+
+And the files of a rank, also on a full disk.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from nbdist.agent.worker_output import LOST_AFTER, Merger, OutputPipe, WorkerLog, WorkerOutput
+from nbdist.agent import worker_output
+from nbdist.agent.worker_output import LOST_AFTER, Merger, OutputPipe, RunFolder, WorkerLog
 from nbdist.output.events import Clear, Done, Output, Text
+from nbdist.wire.views import last_lines
 from nbdist.wire.work import Finished, mark
 from tests.waiting import until
 
@@ -75,115 +81,84 @@ def test_reads_end_anywhere():
         assert fed(STREAM[:cut], STREAM[cut:], messages=(1, 2, 3)) == EXPECTED, cut
 
 
-def test_text_is_not_held_back():
-    """Text that ends like the start of another escape sequence comes out at once."""
+def test_what_began_like_a_mark_and_is_none_comes_out():
+    """A torn mark of some child process is text, after at most one more read; others at once."""
     assert fed(b"prompt> ") == [Text("stdout", "prompt> ")]
     assert fed(b"\x1b[3") == [Text("stdout", "\x1b[3")]
-
-
-def test_what_began_like_a_mark_and_is_none_comes_out():
-    """A torn mark of some child process is text, after at most one more read."""
     torn = b"\x1b_" + TOKEN.encode() + b";" + b"7" * 100
     assert fed(torn, b" text") == [Text("stdout", torn.decode() + " text")]
-    merger: Merger[str] = Merger(TOKEN)
-    merger.receive_stdout(mark(TOKEN, 1)[:-1], now=0.0)
-    assert merger.take(now=0.0) == []
-    assert merger.take_all() == [Text("stdout", mark(TOKEN, 1)[:-1].decode())]
 
 
-def test_message_that_comes_later_holds_back_what_follows():
-    """Text after a mark waits for the mark's message."""
-    merger: Merger[str] = Merger(TOKEN)
+@pytest.fixture
+def merger() -> Merger[str]:
+    return Merger(TOKEN)
+
+
+def test_message_that_comes_later_holds_back_what_follows(merger: Merger[str]):
+    """But for stderr of its own pipe, which is there before what may be the end of the cell."""
     merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b", now=0.0)
     assert merger.take(now=0.0) == [Text("stdout", "a")]
     assert merger.is_waiting
+    merger.receive_stderr(b"e")
     merger.receive_message(1, "<1>", now=0.0)
-    assert merger.take(now=0.1) == ["<1>", Text("stdout", "b")]
+    assert merger.take(now=0.1) == [Text("stderr", "e"), "<1>", Text("stdout", "b")]
     assert not merger.is_waiting
 
 
-def test_stderr_of_its_own_pipe_waits_for_no_message():
-    """What came by that pipe is there before the message, which may be the end of the cell."""
-    merger: Merger[str] = Merger(TOKEN)
-    merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b", now=0.0)
-    merger.receive_stderr(b"e")
-    merger.receive_message(1, "<1>", now=0.0)
-    text = [Text("stdout", "a"), Text("stderr", "e")]
-    assert merger.take(now=0.1) == [*text, "<1>", Text("stdout", "b")]
-
-
-def test_message_without_a_mark_waits_for_it():
+def test_message_without_a_mark_waits_for_it(merger: Merger[str]):
     """A message never comes out before the text that was printed before it."""
-    merger: Merger[str] = Merger(TOKEN)
     merger.receive_message(1, "<1>", now=0.0)
     assert merger.take(now=0.0) == []
     merger.receive_stdout(b"a" + mark(TOKEN, 1), now=0.0)
     assert merger.take(now=0.0) == [Text("stdout", "a"), "<1>"]
 
 
-def test_lost_message_is_waited_for_some_seconds():
-    """What follows a message that never comes is shown after a while."""
-    merger: Merger[str] = Merger(TOKEN)
-    merger.receive_stdout(mark(TOKEN, 1) + b"after", now=10.0)
-    assert merger.take(now=10.0 + LOST_AFTER - 0.1) == []
-    assert merger.is_waiting
-    assert merger.take(now=10.0 + LOST_AFTER) == [Text("stdout", "after")]
-
-
-def test_slow_messages_are_not_lost():
-    """As long as messages come in their turn the next one is waited for, however many there are."""
-    merger: Merger[str] = Merger(TOKEN)
-    merger.receive_stdout(mark(TOKEN, 1) + mark(TOKEN, 2) + mark(TOKEN, 3), now=0.0)
+def test_lost_message_is_waited_for_some_seconds(merger: Merger[str]):
+    """As long as others come in their turn the next one is waited for, however many there are."""
+    merger.receive_stdout(mark(TOKEN, 1) + mark(TOKEN, 2) + b"2" + mark(TOKEN, 3) + b"3", now=0.0)
     merger.receive_message(1, "<1>", now=0.0)
     assert merger.take(now=LOST_AFTER - 1) == ["<1>"]
     merger.receive_message(3, "<3>", now=0.0)
     assert merger.take(now=LOST_AFTER + 1) == []
     merger.receive_message(2, "<2>", now=0.0)
-    assert merger.take(now=LOST_AFTER + 2) == ["<2>", "<3>"]
-    assert not merger.is_waiting
-
-
-def test_end_of_the_worker():
-    """When a worker has died, all that is there comes out, messages without marks last."""
-    merger: Merger[str] = Merger(TOKEN)
-    merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b\xe2", now=0.0)
-    merger.receive_message(9, "<9>", now=0.0)
-    merger.receive_message(8, "<8>", now=0.0)
-    assert merger.take_all() == [
-        Text("stdout", "a"),
-        Text("stdout", "b"),
-        Text("stdout", "\ufffd"),
-        "<8>",
-        "<9>",
+    assert merger.take(now=LOST_AFTER + 2) == [
+        "<2>",
+        Text("stdout", "2"),
+        "<3>",
+        Text("stdout", "3"),
     ]
+    merger.receive_stdout(mark(TOKEN, 4) + b"after", now=20.0)
+    assert merger.take(now=20.0 + LOST_AFTER - 0.1) == []
+    assert merger.is_waiting
+    assert merger.take(now=20.0 + LOST_AFTER) == [Text("stdout", "after")]
 
 
-def test_stderr_by_its_own_pipe():
+def test_end_of_the_worker(merger: Merger[str]):
+    """When a worker has died, all that is there comes out, messages without marks last."""
+    torn = mark(TOKEN, 2)[:-1]
+    merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b" + torn, now=0.0)
+    merger.receive_stderr(b"\xe2")
+    for number in (9, 8):
+        merger.receive_message(number, f"<{number}>", now=0.0)
+    text = [Text("stdout", f"ab{torn.decode()}"), Text("stderr", "\ufffd")]
+    assert joined(merger.take_all()) == [*text, "<8>", "<9>"]
+
+
+def test_stderr_by_its_own_pipe(merger: Merger[str]):
     """What C code writes to descriptor 2 is stderr, wherever stdout is just then."""
-    merger: Merger[str] = Merger(TOKEN)
     merger.receive_stdout(b"out", now=0.0)
     merger.receive_stderr(b"err \xf0\x9f")
     merger.receive_stderr(b"\x98\x80")
     assert joined(merger.take(now=0.0)) == [Text("stdout", "out"), Text("stderr", "err 😀")]
 
 
-def test_invalid_utf8():
-    """Bytes that are no UTF-8 become replacement characters, also at the end of a read."""
+def test_half_characters(merger: Merger[str]):
+    """Each stream has its own, bytes that are no UTF-8 are replaced; they end with their cell."""
     assert fed(b"a\xff", b"\xfeb") == [Text("stdout", "a\ufffd\ufffdb")]
     assert fed(b"\xe2\x82", b"x") == [Text("stdout", "\ufffdx")]
-
-
-def test_character_torn_by_another_stream():
-    """Each stream has its own half characters."""
     read = b"\xe2" + mark(TOKEN, "stderr") + b"\xc3" + mark(TOKEN, "stdout") + b"\x82\xac"
-    assert fed(read) == [Text("stdout", "€")]
     read += mark(TOKEN, "stderr") + b"\xa9"
     assert fed(read) == [Text("stdout", "€"), Text("stderr", "é")]
-
-
-def test_cut_off_characters_end_with_their_cell():
-    """Half a character at the end of a cell does not change what the next cell says."""
-    merger: Merger[str] = Merger(TOKEN)
     merger.receive_stdout(b"a\xe2\x82", now=0.0)
     merger.receive_stderr(b"\xe2")
     assert merger.take(now=0.0) == [Text("stdout", "a")]
@@ -228,7 +203,7 @@ async def test_what_a_worker_says_is_handed_on_in_order(tmp_path: Path) -> None:
     """Its text is in the log file by then; half a character ends with its cell."""
     found: list[Output | Finished] = []
     end = Finished(2, "task", Done("ok", 0.1))
-    output = WorkerOutput(TOKEN, WorkerLog(tmp_path), found.append)
+    output = worker_output.WorkerOutput(TOKEN, WorkerLog(tmp_path), found.append)
     stdout, stderr = output.write_ends
     output.receive(1, Clear(wait=False))
     os.write(stdout, mark(TOKEN, "up") + b"a" + mark(TOKEN, 1) + b"b\xe2" + mark(TOKEN, 2))
@@ -247,7 +222,7 @@ async def test_what_a_worker_says_is_handed_on_in_order(tmp_path: Path) -> None:
 async def test_the_last_line(tmp_path: Path) -> None:
     """Whole, however it was read; of a bar its last state; nothing of empty lines."""
     bar, long = ("\r10%|#", "\r20%|##"), "x" * 100_000
-    output = WorkerOutput(TOKEN, WorkerLog(tmp_path), lambda item: None)
+    output = worker_output.WorkerOutput(TOKEN, WorkerLog(tmp_path), lambda item: None)
     seen = [output.last_line]
     for texts in (("first\n", "lo", "ss", " 0.5\n", "\n \n"), bar, ("\n", long)):
         for text in texts:
@@ -258,3 +233,137 @@ async def test_the_last_line(tmp_path: Path) -> None:
     *seen, last = seen
     assert seen == ["", "loss 0.5", "20%|##"]
     assert 0 < len(last) < len(long)
+
+
+# --- log files ----------------------------------------------------------------------------
+
+
+def test_streams_have_files_of_their_own(tmp_path: Path):
+    """Any text is readable at once, each stream in its file, and appended to what was there."""
+    file = tmp_path / "a/0/stdout.log"
+    for part in ("first\n", "é\udc80\x1b[31m\n"):
+        log = WorkerLog(tmp_path / "a" / "0")
+        log.write("stdout", part)
+        log.write("stderr", "err\n")
+        assert (
+            (tmp_path / "a/0/stdout.log").read_bytes().endswith(part.encode(errors="surrogatepass"))
+        )
+        log.close()
+    assert file.read_bytes() == b"first\n\xc3\xa9\xed\xb2\x80\x1b[31m\n"
+    assert (tmp_path / "a/0/stderr.log").read_text() == "err\nerr\n"
+    none = WorkerLog(None)
+    none.write("stdout", "x")
+    none.close()
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_full_disk_ends_the_log_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int
+):
+    """A full disk gives one warning; what follows is dropped in silence."""
+    log = WorkerLog(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        for _ in range(3):
+            log.write("stdout", "x" * size)
+            log.write("stderr", "y")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.close()
+    assert len(caplog.records) == 1
+    assert "File too large" in caplog.text
+    assert str(tmp_path) in caplog.text
+    assert log.folder is None
+
+
+def test_where_no_file_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A folder that cannot be made is one warning; a link in place of a file is not followed."""
+    (tmp_path / "mine").write_text("mine")
+    log = WorkerLog(tmp_path / "mine" / "0")
+    log.write("stdout", "x")
+    log.close()
+    assert log.folder is None
+    assert len(caplog.records) == 1
+    (tmp_path / "stdout.log").symlink_to(tmp_path / "mine")
+    WorkerLog(tmp_path).write("stdout", "x")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_the_newest_lines_are_kept(tmp_path: Path):
+    """A stream has about the limit in two files; lines are whole, and can be read over both."""
+    log = WorkerLog(tmp_path, 100_000)
+    lines = [f"line {number} " + "x" * (number % 97) for number in range(9000)]
+    text = "\n".join(lines) + "\n"
+    for start in range(0, len(text), 1000):
+        log.write("stdout", text[start : start + 1000])
+    log.close()
+    files = [tmp_path / "stdout.log", tmp_path / "stdout.log.1"]
+    assert all(file.stat().st_size < 51_500 for file in files)
+    assert (tmp_path / "stderr.log").stat().st_size == 0
+    *kept, first = last_lines(files[0], 9999)[0][::-1]
+    assert kept == lines[::-1][: len(kept)]
+    assert sum(map(len, kept)) > 50_000
+    assert first == (
+        "[nbdist: what stood before this line was moved to stdout.log.1, in the place of what "
+        "had been moved there: NBDIST_LOG_LIMIT allows 0 MiB]"
+    )
+
+
+def test_no_limit_and_endless_lines(tmp_path: Path):
+    """With 0 all stays in one file; a line without an end is cut some day."""
+    for limit in (0, 1 << 20):
+        log = WorkerLog(tmp_path / str(limit), limit)
+        for _ in range(40):
+            log.write("stdout", "\r" * 100_000)
+        log.close()
+    assert sorted(os.listdir(tmp_path / "0")) == ["stderr.log", "stdout.log"]
+    assert all(file.stat().st_size < 1.8 * (1 << 20) for file in (tmp_path / "1048576").iterdir())
+
+
+# --- old runs -----------------------------------------------------------------------------
+
+
+def run_of(root: Path, name: str, age: int = 0) -> RunFolder:
+    """A run with a line of one rank in it; the higher its `age`, the older."""
+    run = RunFolder(root, name)
+    log = WorkerLog(run.new_attempt(0) / "0", 1)
+    log.write("stdout", "x\nx\nx\n")
+    log.close()
+    os.utime(run.path, (10**9 - age, 10**9 - age))
+    return run
+
+
+def test_old_runs_are_dropped(tmp_path: Path):
+    """The newest runs are kept, and one that is in use, whatever its age."""
+    in_use = run_of(tmp_path, "in use", age=10_000)
+    for number in range(worker_output.RUNS_KEPT + 5):
+        name = f"exp{number}/run" if number % 2 else f"run{number}"
+        run_of(tmp_path, name, age=100 - number).close()
+    worker_output.drop_old_runs(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == {
+        "in use",
+        *(f"exp{n}" if n % 2 else f"run{n}" for n in range(5, worker_output.RUNS_KEPT + 5)),
+    }
+    in_use.close()
+    worker_output.drop_old_runs(tmp_path)
+    assert not in_use.path.exists()
+
+
+def test_nothing_else_is_dropped(tmp_path: Path):
+    """The user's folders stay, and runs in which the user keeps something."""
+    for name in ("notes", "attempt_0", "run", "data/run"):
+        (tmp_path / name / "attempt_0" / "0").mkdir(parents=True)
+        (tmp_path / name / "attempt_0" / "0" / "stdout.log").write_text("mine")
+    run_of(tmp_path, "run", age=1000).close()  # the user's folder has this name
+    used = run_of(tmp_path, "used", age=1000)
+    (used.path / "attempt_0" / "model.pt").write_text("mine")
+    used.close()
+    for name in tmp_path.iterdir():
+        os.utime(name, (1, 1))
+    for number in range(worker_output.RUNS_KEPT + 1):
+        run_of(tmp_path, f"new{number}", age=number).close()
+    before = {*tmp_path.rglob("*")}
+    worker_output.drop_old_runs(tmp_path)
+    gone = {path.relative_to(tmp_path).parts[0] for path in before - {*tmp_path.rglob("*")}}
+    assert gone == {f"new{worker_output.RUNS_KEPT}"}

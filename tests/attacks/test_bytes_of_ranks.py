@@ -76,18 +76,13 @@ def test_output_that_goes_elsewhere(
     world.execute("dist.barrier()")
 
 
-def test_closed_stdout_is_there_again(world: World) -> None:
-    """In the next cell at the latest, so that no other file takes its place."""
-    ran(world, "import os, sys\nif rank == 1:\n    os.close(1); os.close(2); sys.stdout.close()")
-    running = ran(world, "print('said'); print('too', file=sys.stderr); os.system('echo child')")
-    for rank in range(2):
-        assert set(said(running, rank).split()) == {"said", "too", "child"}
-
-
 def test_redirected_text_is_as_written(
     world: World, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A log to which a rank has redirected a descriptor holds nothing of nbdist's."""
+    """A log to which a rank has redirected a descriptor holds nothing of nbdist's.
+
+    A closed one is there again in the next cell, so that no other file takes its place.
+    """
     log = tmp_path_factory.mktemp("log") / "fd.log"
     ran(
         world,
@@ -96,6 +91,10 @@ def test_redirected_text_is_as_written(
         "    display(1)\n    os.dup2(log, 2)\n    print('err too', file=sys.stderr)",
     )
     assert log.read_text() == "out\nerr too\n"
+    ran(world, "if rank == 1:\n    os.close(1); os.close(2); sys.stdout.close()")
+    running = ran(world, "print('said'); print('too', file=sys.stderr); os.system('echo child')")
+    for rank in range(2):
+        assert set(said(running, rank).split()) == {"said", "too", "child"}
 
 
 FORGED = {

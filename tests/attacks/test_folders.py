@@ -22,7 +22,7 @@ import pytest
 from nbdist.agent.worker_output import RUN, RUNS_KEPT
 from nbdist.errors import NoRuntimeFolder, ScaleError, UsageError, WorkerDied
 from nbdist.system.folders import MARKER, RuntimeFolder
-from nbdist.wire.files import last_lines
+from nbdist.wire.views import last_lines
 from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World
 from tests.waiting import wait_until

@@ -5,51 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from tests.bench.cells import (
-    barrier,
-    calls,
-    collectives,
-    firstline,
-    lines,
-    pass_cell,
-    ratio,
-    timeline,
-)
-from tests.bench.drawing import draw, flood
-from tests.bench.faults import faults, look
-from tests.bench.harness import Figure, header, line, marked_busy, to_json
+from tests.bench import cells, drawing, faults, many, shipping, starting
+from tests.bench.harness import Figure, header, line, to_json
 from tests.bench.lab import CellFailed, Lab
-from tests.bench.many import carry, hosts, many
-from tests.bench.shipping import differ, giants, ship
-from tests.bench.starting import load, memory, ranks32, restart, start, training
 
 ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
-    "load": load,
-    "start": start,
-    "restart": restart,
-    "training": training,
-    "pass": pass_cell,
-    "ratio": ratio,
-    "calls": calls,
-    "barrier": barrier,
-    "memory": memory,
-    "lines": lines,
-    "firstline": firstline,
-    "ranks32": ranks32,
-    "ship": ship,
-    "differ": differ,
-    "draw": draw,
-    "giants": giants,
-    "faults": faults,
-    "collect": collectives,
-    "timeline": timeline,
-    "look": look,
-    "page": flood,
-    "many": many,
-    "hosts": hosts,
-    "carry": carry,
+    row.__name__.removesuffix("_cell"): row
+    for row in (
+        *(starting.load, starting.start, starting.restart, starting.training, cells.pass_cell),
+        *(cells.ratio, cells.calls, cells.barrier, starting.memory, cells.lines, cells.firstline),
+        *(shipping.ship, shipping.differ, shipping.giants, faults.faults),
+        *(cells.collect, faults.look, drawing.page, many.many, many.hosts),
+        many.carry,
+    )
 }
 
 
@@ -76,10 +47,9 @@ def main() -> None:
 
 
 def _measure(lab: Lab, name: str) -> Iterator[Figure]:
-    """The figures of a row; a row whose cells fail is told of, and the next one goes on."""
     try:
         for figure in ROWS[name](lab):
-            yield marked_busy(figure, busy=lab.was_busy())
+            yield replace(figure, busy=lab.was_busy())
     except CellFailed as error:
         sys.stderr.write(f"{name}: {error}\n")
 
@@ -87,7 +57,7 @@ def _measure(lab: Lab, name: str) -> Iterator[Figure]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.bench", description=__doc__)
     parser.add_argument("--only", type=_row_names, default=list(ROWS), help="rows: start,pass")
-    parser.add_argument("--runs", type=_positive, default=5, help="runs of each (default 5)")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each (default 5)")
     parser.add_argument("--json", nargs="?", const="-", help="to this file, or to stdout")
     parser.add_argument(
         "--wait", type=float, default=20.0, help="seconds to wait for a quiet machine (default 20)"
@@ -102,13 +72,6 @@ def _row_names(text: str) -> list[str]:
     if unknown or not names:
         raise argparse.ArgumentTypeError(f"no row {', '.join(unknown)}; rows: {', '.join(ROWS)}")
     return names
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return number
 
 
 main()

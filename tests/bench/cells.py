@@ -127,7 +127,6 @@ def _first_line_once(notebook: Notebook) -> float:
 
 
 def _pass_at_once(kernels: list[Notebook]) -> float:
-    """One `pass` to each kernel, until all have replied."""
     sent = [(kernel, kernel.send("pass")) for kernel in kernels]
     for kernel, each in sent:
         kernel.wait(each, REPLIED)
@@ -142,7 +141,6 @@ def _cells(lab: Lab, notebook: Notebook, source: str) -> list[list[float]]:
 
 
 def _rounds(lab: Lab, once: Callable[[], float]) -> list[list[float]]:
-    """For each run the times of its cells, in milliseconds."""
     for _ in range(WARM_UP):
         once()
     return [[1000 * once() for _ in range(CELLS)] for _ in range(lab.runs)]
@@ -225,7 +223,7 @@ if __name__ == "__main__":
 """
 
 
-def collectives(lab: Lab) -> Iterator[Figure]:
+def collect(lab: Lab) -> Iterator[Figure]:
     """Microseconds of an all_reduce over gloo, n=2; the budget is a group of torch's own."""
     plain = {
         size: sorted(_plain(*numbers) for _ in range(lab.runs)) for size, numbers in TENSORS.items()
@@ -242,44 +240,6 @@ def collectives(lab: Lab) -> Iterator[Figure]:
                 yield Figure("collect", f"all_reduce of {size}{state}", "µs", values, limit)
 
 
-NOTED = """
-import statistics
-from nbdist.worker.group import gloo
-def without(self, *args, **options):
-    own = gloo._Wait(self)
-    gloo._waits.append(own)
-    try:
-        is_done = gloo._wait_for_work(self, *args, **options)
-    finally:
-        gloo._waits.remove(own)
-    if own.is_over and not is_done:
-        raise ConnectionResetError(gloo.ABORTED)
-    return is_done
-def of(wait, times, tensor=torch.zeros(256)):
-    dist.Work.wait = wait
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(times):
-        dist.all_reduce(tensor)
-    return time.perf_counter() - start
-def noted(rounds, times):
-    try:
-        found = [of(gloo.wait, times) / of(without, times) for _ in range(rounds)]
-    finally:
-        dist.Work.wait = gloo.wait
-    return statistics.median(found)
-"""
-
-
-def timeline(lab: Lab) -> Iterator[Figure]:
-    """An all_reduce of 1 KB whose wait is noted for `%dist_timeline`, beside one that is not."""
-    with World(REDUCING, log_dir="") as world:
-        world.execute(f"import time\n{NOTED}")
-        measure = _in(world, "noted(40, 50)")
-        values = tuple(measure() for _ in range(lab.runs))
-        yield Figure("timeline", "all_reduce of 1 KB: waits noted / not", "x", values, 1.05)
-
-
 def _in(world: World, expression: str) -> Callable[[], float]:
     return lambda: float(world.execute("", fetch=(expression,)).rank(0))
 
@@ -294,7 +254,6 @@ def _heal(world: World) -> None:
 
 
 def _plain(elements: int, times: int) -> float:
-    """The same between two processes that nbdist has not touched."""
     with tempfile.TemporaryDirectory() as folder:
         script = f"{folder}/plain.py"
         with open(script, "w", encoding="utf-8") as file:

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 WIDTHS = (9, 48, 9, 9, 9, 5, 8, 6)
 TITLES = ("row", "what", "median", "min", "max", "unit", "budget", "ratio")
@@ -26,17 +26,14 @@ class Figure:
 
     @property
     def median(self) -> float:
-        """What is compared with the budget."""
         return statistics.median(self.values)
 
     @property
     def ratio(self) -> float | None:
-        """The median as a multiple of the budget; above 1 it is missed."""
         return None if self.budget is None else self.median / self.budget
 
     @property
     def remark(self) -> str:
-        """What the last column says."""
         missed = self.ratio is not None and self.ratio > 1
         return " ".join(filter(None, ["miss" if missed else "", "busy" if self.busy else ""]))
 
@@ -74,18 +71,11 @@ def to_json(figures: Iterable[Figure], runs: int) -> str:
     return json.dumps({**machine, "load": os.getloadavg(), "runs": runs, "figures": rows}, indent=1)
 
 
-def marked_busy(figure: Figure, *, busy: bool) -> Figure:
-    """The figure, with whether others used the machine meanwhile."""
-    return replace(figure, busy=busy)
-
-
 def _short(value: float) -> str:
-    """Three digits or so, which is more than such figures are good for."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _columns(cells: Iterable[str]) -> str:
-    """Words to the left, numbers to the right."""
     padded = [
         cell.ljust(width) if index in (0, 1, 5) else cell.rjust(width)
         for index, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))

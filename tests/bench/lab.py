@@ -22,7 +22,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import zmq
@@ -34,6 +33,7 @@ UP_TIMEOUT = 60.0
 CELL_TIMEOUT = 120.0
 ASK_AGAIN_SECONDS = 0.5
 
+REQUEST = {"silent": False, "store_history": True, "allow_stdin": False, "stop_on_error": False}
 DISPLAYS = ("display_data", "update_display_data", "execute_result")
 
 
@@ -65,22 +65,18 @@ class Sent:
 
     @property
     def replied(self) -> bool:
-        """Whether all have been answered."""
         return self.replies == len(self.ids)
 
     @property
     def done(self) -> bool:
-        """Whether all outputs are here too."""
         return self.replied and self.idle == len(self.ids)
 
     @property
     def printed(self) -> str:
-        """What the notebook kernel itself printed."""
         return "".join(output.text for output in self.outputs if output.kind == "stream")
 
     @property
     def displays(self) -> list[Shown]:
-        """Displays and their updates, in order."""
         return [output for output in self.outputs if output.kind in DISPLAYS]
 
 
@@ -106,12 +102,8 @@ class Notebook:
             socket.linger = socket.rcvhwm = 0
             self._poller.register(socket, zmq.POLLIN)
 
-    def __repr__(self) -> str:
-        return f"<Notebook {self.pid}>"
-
     @property
     def pid(self) -> int:
-        """The kernel's process."""
         return int(getattr(self._manager.provisioner, "pid", 0))
 
     def wait_until_up(self) -> None:
@@ -132,7 +124,7 @@ class Notebook:
 
     def send(self, *sources: str) -> Sent:
         """Send cells; `wait` for them."""
-        return self._send("execute_request", [_request(source) for source in sources])
+        return self._send("execute_request", [{**REQUEST, "code": source} for source in sources])
 
     def wait(self, sent: Sent, is_enough: Callable[[Sent], bool]) -> None:
         """Take in what comes, until it is enough."""
@@ -146,8 +138,6 @@ class Notebook:
         self._manager.shutdown_kernel()
         self._manager.context.term()
 
-    # --- inside ---------------------------------------------------------------------------
-
     def _send(self, kind: str, contents: list[dict[str, Any]]) -> Sent:
         session = self._manager.session
         messages = [session.msg(kind, content) for content in contents]
@@ -158,7 +148,6 @@ class Notebook:
         return sent
 
     def _read(self, sent: Sent, is_enough: Callable[[Sent], bool], timeout: float) -> bool:
-        """Whether it was enough in time."""
         deadline = time.monotonic() + timeout
         while not is_enough(sent):
             left = deadline - time.monotonic()
@@ -188,19 +177,7 @@ class Notebook:
             sent.outputs.append(Shown(after, kind, _text(content), size))
 
 
-def _request(source: str) -> dict[str, Any]:
-    return {
-        "code": source,
-        "silent": False,
-        "store_history": True,
-        "user_expressions": {},
-        "allow_stdin": False,
-        "stop_on_error": False,
-    }
-
-
 def _text(content: Mapping[str, Any]) -> str:
-    """An output's text, in whatever form it has."""
     return str(content.get("text") or content.get("data", {}).get("text/plain", ""))
 
 
@@ -226,43 +203,22 @@ class Lab:
         # As an installed package is, also where Python writes no bytecode by itself.
         compileall.compile_dir(str(Path(nbdist.__file__).parent), quiet=2)
 
-    def __repr__(self) -> str:
-        return f"<Lab {self.folder} {self.runs} runs>"
-
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end_leftovers()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager
     def notebook(self) -> Iterator[Notebook]:
         """A fresh notebook kernel that is up, on a quiet machine; nothing of it is left after."""
-        self._wait_until_quiet()
-        notebook = Notebook(self.folder, self._environ)
-        try:
-            notebook.wait_until_up()
+        with self.notebooks(1) as (notebook,):
             yield notebook
-        finally:
-            notebook.close()
-            self._end_leftovers()
-
-    @contextmanager
-    def new_folder(self) -> Iterator[Path]:
-        """A new folder for what a measurement writes, on a quiet machine."""
-        self._wait_until_quiet()
-        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            yield Path(folder)
 
     @contextmanager
     def notebooks(self, count: int) -> Iterator[list[Notebook]]:
-        """Several plain kernels that are up at once: a peer."""
+        """Several of them at once: a peer."""
         self._wait_until_quiet()
         kernels = [Notebook(self.folder, self._environ) for _ in range(count)]
         try:
@@ -273,6 +229,13 @@ class Lab:
             for kernel in kernels:
                 kernel.close()
             self._end_leftovers()
+
+    @contextmanager
+    def new_folder(self) -> Iterator[Path]:
+        """A new folder for what a measurement writes, on a quiet machine."""
+        self._wait_until_quiet()
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            yield Path(folder)
 
     def was_busy(self) -> bool:
         """Whether others used the machine during the last measurements, since it was last said.
@@ -286,8 +249,6 @@ class Lab:
         """The ids of all processes that measurements started and that are still there."""
         pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
         return [pid for pid in pids if pid != os.getpid() and self._is_ours(pid)]
-
-    # --- inside ---------------------------------------------------------------------------
 
     def _make_environ(self) -> dict[str, str]:
         environ = {
@@ -321,7 +282,6 @@ class Lab:
                 return
 
     def _end_leftovers(self) -> None:
-        """Wait for what is ending; then tell and kill what is not."""
         deadline = time.monotonic() + END_TIMEOUT
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)  # there is no event for the end of somebody else's child

@@ -78,7 +78,6 @@ def _simulated(lab: Lab, notebook: Notebook, ranks: int) -> Iterator[Figure]:
 def _round(
     notebook: Notebook, processes: tuple[psutil.Process, ...], source: str
 ) -> tuple[float, ...]:
-    """The time of a cell, and the processor's of each process for it; milliseconds."""
     before = [*map(_cpu, processes)]
     walls = [1000 * notebook.run(f"%%distributed\n{source}").seconds for _ in range(CELLS)]
     used = [_cpu(each) - was for each, was in zip(processes, before, strict=True)]
@@ -107,7 +106,6 @@ GIGABIT = 1000
 
 @contextmanager
 def _two_hosts() -> Iterator[list[Host]]:
-    """Hosts with sshd, and the ssh that knows them first in PATH; [] where there can be none."""
     if reason := networks.missing() or sshds.missing():
         sys.stderr.write(f"no hosts: {reason}\n")
         yield []
@@ -150,7 +148,6 @@ def _beside(notebook: Notebook, one: str, other: str) -> tuple[float, float]:
 
 
 def _round_trip(host: Host) -> float:
-    """Seconds for a connection to its sshd to be there, the median of some."""
     return percentile([_connecting(host) for _ in range(PAIRS)], 50)
 
 
@@ -194,7 +191,6 @@ def _carried(lab: Lab, found: list[Host], cable: str) -> Iterator[Figure]:
 
 
 def _iperf(host: Host) -> float:
-    """Seconds that iperf3 takes for as many bytes."""
     server = host.popen(["iperf3", "-s", "-1"], stdout=subprocess.DEVNULL)
     wait_until(lambda: 5201 in host.listening(), "iperf3 listens")
     command = ["iperf3", "-c", host.address, "-J", "-n", str(SIZE)]

@@ -23,7 +23,6 @@ from nbdist.cluster.launcher import AgentCommand, Launched
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
 from nbdist.output.events import Done, Failure, Output, Text
-from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import (
     Answer,
     Ask,
@@ -31,7 +30,6 @@ from nbdist.wire.messages import (
     Leave,
     Received,
     Run,
-    Up,
     WorldStarted,
 )
 from nbdist.wire.node_messages import (
@@ -84,43 +82,7 @@ def _command(first: int, end: int) -> list[str]:
     return [sys.executable, "-m", "tests.bench.simulated", str(first), str(end - first)]
 
 
-class SimulatedWorkers:
-    """Ranks that do what a task's source says, one after the other, as soon as it comes."""
-
-    def __init__(self, send: Callable[[Up], None]) -> None:
-        self.ranks: tuple[int, ...] = ()
-        self._outbox = Outbox(send)
-
-    def __repr__(self) -> str:
-        return f"<SimulatedWorkers {self.ranks} {self._outbox}>"
-
-    @property
-    def pids(self) -> Mapping[int, int]:
-        """A process for each rank, which there is not."""
-        return {rank: FIRST_PID + rank for rank in self.ranks}
-
-    def run(self, run: Run) -> None:
-        """Do the task on each rank."""
-        self._outbox.begin(run.ranks)
-        task = task_from(run.task)
-        for rank in run.ranks:
-            for output in _outputs_of(task, rank):
-                self._outbox.add(rank, run.id, output)
-
-    def received(self) -> None:
-        """Note that the notebook has taken in one batch."""
-        self._outbox.acknowledge()
-
-    def status(self) -> tuple[WorkerStatus, ...]:
-        """A row for each rank."""
-        return tuple(
-            WorkerStatus(rank, pid, "simulated", "idle", 0.0, 0, "cpu", 0.0, "")
-            for rank, pid in self.pids.items()
-        )
-
-
 def _outputs_of(task: Task, rank: int) -> Iterable[Output]:
-    """What a worker would have its agent pass on."""
     began = time.perf_counter()
     said: list[str] = []
 
@@ -145,21 +107,36 @@ def _outputs_of(task: Task, rank: int) -> Iterable[Output]:
 
 
 class SimulatedAgent:
-    """The agent of one machine, with its own link to the head."""
+    """The agent of one machine, with its own link to the head.
+
+    Its ranks do what a task's source says, one after the other, as soon as it comes.
+    """
 
     def __init__(self, way: Way, leave: Callable[[], None]) -> None:
         self._leave = leave
         self.end = HeadEnd(way, 1, self._receive, leave)
-        self._workers = SimulatedWorkers(self.end.send)
+        self._ranks: tuple[int, ...] = ()
+        self._outbox = Outbox(self.end.send)
+
+    @property
+    def _pids(self) -> Mapping[int, int]:
+        return {rank: FIRST_PID + rank for rank in self._ranks}
 
     def _receive(self, message: NodeDown) -> None:
         match message:
-            case Run() as run:
-                self._workers.run(run)
+            case Run(task_id, ranks, packed):
+                self._outbox.begin(ranks)
+                task = task_from(packed)
+                for rank in ranks:
+                    for output in _outputs_of(task, rank):
+                        self._outbox.add(rank, task_id, output)
             case Received():
-                self._workers.received()
+                self._outbox.acknowledge()
             case Ask(number, request):
-                rows = self._workers.status() if isinstance(request, GetStatus) else None
+                rows = None
+                if isinstance(request, GetStatus):
+                    row = ("simulated", "idle", 0.0, 0, "cpu")
+                    rows = tuple(WorkerStatus(rank, pid, *row) for rank, pid in self._pids.items())
                 self.end.send(Answer(number, rows))
             case NodeAsk(number, part_request):
                 self.end.send(NodeAnswer(number, self._reply(part_request)))
@@ -167,26 +144,24 @@ class SimulatedAgent:
                 self._leave()
 
     def _reply(self, request: object) -> NodeReply:
-        workers = self._workers
         match request:
             case GetClock():
                 return time.time_ns()
             case StartPart(_, ranks):
-                workers.ranks = ranks
-                return WorldStarted(workers.pids, dict.fromkeys(ranks, ""))
+                self._ranks = ranks
+                return WorldStarted(self._pids, dict.fromkeys(ranks, ""))
             case LocateRanks(ranks):
                 return {rank: Place() for rank in ranks}
             case GetHeld():
-                return Held(dict.fromkeys(workers.ranks, HeldGroups()))
+                return Held(dict.fromkeys(self._ranks))
             case Form(_, ranks):
-                workers.ranks = ranks
-                return Formed(workers.pids, dict.fromkeys(ranks, ""), ranks)
+                self._ranks = ranks
+                return Formed(self._pids, dict.fromkeys(ranks, ""), ranks)
         return None
 
 
-async def _serve(ticket: Ticket, numbers: Sequence[int]) -> None:
+async def _serve(way: Way, numbers: Sequence[int]) -> None:
     gone = asyncio.Event()
-    way = find_way(ticket)
     agents = [SimulatedAgent(replace(way, number=number), gone.set) for number in numbers]
     for agent in agents:
         await agent.end.open()
@@ -197,4 +172,4 @@ async def _serve(ticket: Ticket, numbers: Sequence[int]) -> None:
 
 if __name__ == "__main__":
     FIRST, COUNT = map(int, sys.argv[1:])
-    asyncio.run(_serve(read_ticket(), range(FIRST, FIRST + COUNT)))
+    asyncio.run(_serve(find_way(read_ticket()), range(FIRST, FIRST + COUNT)))

@@ -38,7 +38,7 @@ from accelerate import notebook_launcher
 notebook_launcher(work, num_processes={ranks})
 """
 
-START_BUDGETS = {4: 2.4, 8: 2.8}
+START_BUDGETS = {4: 2.4, 8: 2.8, 32: 6}
 WARM_BUDGETS = {4: 0.5, 8: 0.8}
 HEAD_START = 5.0
 RESTART_BUDGETS = {8: 0.7}
@@ -60,7 +60,7 @@ def start(lab: Lab) -> Iterator[Figure]:
     yield Figure("start", "limit: import torch", "s", tuple(map(_import_torch, range(lab.runs))))
     values = tuple(_notebook_launcher_once(lab, 4) for _ in range(lab.runs))
     yield Figure("start", "peer: accelerate's notebook_launcher, n=4", "s", values)
-    for ranks in (1, 2, 4, 8, 16):
+    for ranks in (1, 2, 4, 8, 16, 32):
         values = tuple(_start_once(lab, ranks) for _ in range(lab.runs))
         yield Figure("start", f"first all_reduce, n={ranks}", "s", values, START_BUDGETS.get(ranks))
     for ranks, budget in WARM_BUDGETS.items():
@@ -76,7 +76,6 @@ def _import_torch(_run: int) -> float:
 
 
 def _notebook_launcher_once(lab: Lab, ranks: int) -> float:
-    """The function raises where the sum is wrong."""
     with lab.notebook() as notebook:
         return notebook.run(NOTEBOOK_LAUNCHER.format(ranks=ranks)).seconds
 
@@ -94,7 +93,6 @@ def _warm_start_once(lab: Lab, ranks: int) -> float:
 
 
 def _checked(sent: Sent, ranks: int) -> float:
-    """How long it took, if the sum was right."""
     if not any(f"sum {ranks}.0" in shown.text for shown in sent.displays):
         raise CellFailed(f"no sum of {ranks} ranks among {[each.text for each in sent.displays]}")
     return sent.seconds
@@ -116,12 +114,6 @@ def restart(lab: Lab) -> Iterator[Figure]:
         yield Figure("restart", what, "s", values, RESTART_BUDGETS.get(ranks))
 
 
-def ranks32(lab: Lab) -> Iterator[Figure]:
-    """The start of 32 ranks; their `pass` cell is in the row of that name."""
-    values = tuple(_start_once(lab, 32) for _ in range(lab.runs))
-    yield Figure("ranks32", "first all_reduce, n=32", "s", values, 6)
-
-
 def memory(lab: Lab) -> Iterator[Figure]:
     """What each worker takes, shared pages divided among those who share them."""
     ours = [_memory_once(lab) for _ in range(lab.runs)]
@@ -137,14 +129,16 @@ def memory(lab: Lab) -> Iterator[Figure]:
 
 
 def _memory_once(lab: Lab) -> tuple[float, float]:
-    """The mean of a fresh world's workers, and all that nbdist started."""
     with lab.notebook() as notebook:
         start_world(notebook, MEMORY_RANKS)
-        notebook.run("%%distributed\nimport os\npid = os.getpid()", "%dist_gather pid --as pids")
-        pids = [int(pid) for pid in re.findall(r"\d+", notebook.run("print(pids)").printed)]
-        workers = sum(map(megabytes, pids)) / len(pids)
-        everything = sum(megabytes(pid) for pid in lab.processes() if pid != notebook.pid)
-        return workers, everything
+        others = (pid for pid in lab.processes() if pid != notebook.pid)
+        return _of_workers(notebook), sum(map(megabytes, others))
+
+
+def _of_workers(notebook: Notebook) -> float:
+    notebook.run("%%distributed\nimport os\npid = os.getpid()", "%dist_gather pid --as pids")
+    pids = [int(pid) for pid in re.findall(r"\d+", notebook.run("print(pids)").printed)]
+    return sum(map(megabytes, pids)) / len(pids)
 
 
 def megabytes(pid: int) -> float:
@@ -219,7 +213,6 @@ def training(lab: Lab) -> Iterator[Figure]:
 
 
 def _step_once(lab: Lab, wrap: str) -> float:
-    """The cell of the first step, in a world that has done nothing else."""
     with lab.notebook() as notebook:
         notebook.run(LOAD)
         time.sleep(HEAD_START)  # this is what is measured: a user who types
@@ -232,13 +225,10 @@ def _model_memory_once(lab: Lab) -> float:
         notebook.run(LOAD)
         time.sleep(HEAD_START)
         notebook.run(f"%%distributed -n {MODEL_RANKS}\n{MODEL}\n{DDP}\nmodel = step(wrap)")
-        notebook.run("%%distributed\nimport os\npid = os.getpid()", "%dist_gather pid --as pids")
-        pids = [int(pid) for pid in re.findall(r"\d+", notebook.run("print(pids)").printed)]
-        return sum(map(megabytes, pids)) / len(pids)
+        return _of_workers(notebook)
 
 
 def _notebook_launcher(lab: Lab, wrap: str) -> float:
-    """The slowest rank's step, in processes that accelerate forked from the notebook."""
     with lab.notebook() as notebook, lab.new_folder() as said:
         notebook.run(MODEL + _script(said, wrap) + LAUNCH.format(ranks=TRAINING_RANKS))
         return _slowest(said)

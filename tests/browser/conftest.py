@@ -217,10 +217,6 @@ class Notebook:
         self.page.wait_for_function(SAYS, arg=[number, text])
         return self.cells()[number].shown
 
-    def interrupt(self) -> None:
-        """Press the Stop button."""
-        self.page.locator("jp-button[data-command='notebook:interrupt-kernel']").click()
-
     def cells(self) -> list[ShownCell]:
         """What every code cell shows now."""
         return [ShownCell(**cell) for cell in self.page.evaluate(CELLS)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.browser.conftest import Lab, Notebook, ShownCell
 
 
-QUICKSTART, WRONG, _ = NOTEBOOKS
+QUICKSTART, WRONG, *_ = NOTEBOOKS
 
 
 def run_all(lab: Lab, source: Path) -> tuple[Notebook, list[ShownCell], str]:

@@ -8,12 +8,12 @@ from pathlib import Path
 MANUAL = Path(__file__).parents[2] / "docs" / "machines.md"
 
 
-def example() -> str:
-    """The launcher that the manual shows."""
-    text = MANUAL.read_text()
-    found = re.search(r"```python\n(# my_launcher\.py\n.*?)```", text, re.DOTALL)
+def example(kind: str = "python", begin: str = "# my_launcher.py") -> str:
+    """The launcher that the manual shows, or its entry point."""
+    begin = re.escape(f"```{kind}\n{begin}")
+    found = re.search(rf"(?<=\n){begin}.*?(?=```)", MANUAL.read_text(), re.DOTALL)
     assert found, "the manual shows no launcher"
-    return found[1]
+    return found[0].partition("\n")[2]
 
 
 def install(folder: Path) -> None:
@@ -22,6 +22,5 @@ def install(folder: Path) -> None:
     metadata = folder / "my_launcher-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my_launcher\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(
-        "[nbdist.launchers]\nhere = my_launcher:HereLauncher\n"
-    )
+    points = example("toml", "[project.entry-points.").replace("project.entry-points.", "")
+    (metadata / "entry_points.txt").write_text(points.replace('"', ""))

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import psutil
 import pytest
@@ -45,29 +45,21 @@ def ticket(*addresses: str, port: int = 1) -> Ticket:
 
 
 def test_the_ticket_is_the_first_line_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows stays, since the end of stdin is what ends the agent."""
+    """What follows stays, since the end of stdin is what ends the agent; one too early is told."""
     mine = ticket("a")
     with stdin_with(mine.to_line() + b"rest", monkeypatch) as read:
         assert read_ticket() == mine
         assert os.read(read, 9) == b"rest"
-
-
-@pytest.mark.parametrize("data", [b"", b"half a tick"])
-def test_no_ticket(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is said, where it ends before there is one."""
-    with stdin_with(data, monkeypatch), pytest.raises(BadTicket, match="stdin has ended"):
-        read_ticket()
+    for data in (b"", b"half a tick"):
+        with stdin_with(data, monkeypatch), pytest.raises(BadTicket, match="stdin has ended"):
+            read_ticket()
 
 
 def test_the_first_address_that_answers() -> None:
-    """Others do no harm; the own address is the one by which it was reached."""
+    """Others do no harm, however quick; the own address is the one by which it was reached."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         way = find_way(ticket("127.0.0.99", "127.0.0.1", port=server.getsockname()[1]))
     assert (way.address, way.own) == ("127.0.0.1", "127.0.0.1")
-
-
-def test_an_earlier_address_is_taken_where_several_answer() -> None:
-    """However quick the others are."""
     with socket.create_server(("", 0)) as server:
         way = find_way(ticket("127.0.0.2", "127.0.0.1", port=server.getsockname()[1]))
     assert way.address == "127.0.0.2"
@@ -126,32 +118,23 @@ def cut(port: int) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_port_on_which_nothing_listens_is_reached() -> None:
-    """And one on which something does."""
-    with socket.socket() as silent, socket.create_server(("127.0.0.1", 0)) as heard:
+def test_the_way_to_others() -> None:
+    """A port on which nothing listens is reached; else which machine is told, where, and why."""
+    with (
+        socket.socket() as silent,
+        socket.create_server(("127.0.0.1", 0)) as heard,
+        socket.create_server(("127.0.0.1", 0), backlog=0) as full,
+        ExitStack() as waiting,
+    ):
         silent.bind(("127.0.0.1", 0))
-        found = [Target("a", *each.getsockname()) for each in (silent, heard)]
-        assert asyncio.run(first_unreached(found)) == ""
+        here = [Target("a", *each.getsockname()) for each in (silent, heard)]
+        assert asyncio.run(first_unreached(here)) == ""
         assert asyncio.run(first_unreached([])) == ""
-
-
-def test_no_way() -> None:
-    """Which machine, where, and why; of several the first."""
-    here = Target("a", "127.0.0.1", 1)
-    nowhere = Target("b", "255.255.255.255", 9)
-    said = asyncio.run(first_unreached([here, nowhere]))
-    assert said.startswith("b at 255.255.255.255:9: ")
-
-
-def test_no_answer() -> None:
-    """After some seconds it is said."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-        place = full.getsockname()
-        waiting = [socket.socket() for _ in range(4)]
-        for each in waiting:
+        said = asyncio.run(first_unreached([*here, Target("b", "255.255.255.255", 9)]))
+        assert said.startswith("b at 255.255.255.255:9: ")
+        for each in [waiting.enter_context(socket.socket()) for _ in range(4)]:
             each.settimeout(0)
-            each.connect_ex(place)
-        said = asyncio.run(first_unreached([Target("b", *place)], 0.2))
-        for each in waiting:
-            each.close()
-    assert said == f"b at 127.0.0.1:{place[1]}: no answer within 0 s"
+            each.connect_ex(full.getsockname())
+        port = full.getsockname()[1]
+        said = asyncio.run(first_unreached([Target("b", "127.0.0.1", port)], 0.2))
+    assert said == f"b at 127.0.0.1:{port}: no answer within 0 s"

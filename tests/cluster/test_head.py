@@ -1,56 +1,331 @@
-"""Tests of `nbdist.cluster.head`: questions to all nodes at once."""
+"""Tests of `nbdist.cluster.head`: ranks over nodes, the code there, and what several nodes say."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from nbdist.cluster.head import first_answer, rows_of
-from nbdist.cluster.node import Node
+import psutil
+import pytest
+import torch
+
+from nbdist.agent.code_folder import CodeFolder
+from nbdist.agent.forming import shares
+from nbdist.cluster.head import first_answer, in_time_of_head, last_words, rows_of
+from nbdist.cluster.kept_code import KeptCode
+from nbdist.cluster.node import NodeLost
+from nbdist.config import Patience
+from nbdist.errors import RanksReleased, ScaleError, WorkerDied, WorkerError
+from nbdist.output.events import Died, Done, Failure, Text
 from nbdist.wire.control import Candidate, Complete, Completions
-from nbdist.wire.messages import Ask, Consult, GetStatus
-from nbdist.wire.node_messages import NodeDown, NodeFacts, NodeHello
+from nbdist.wire.messages import (
+    Ask,
+    CodeFile,
+    CodeHeld,
+    Consult,
+    GetCode,
+    GetStatus,
+    Outputs,
+    PutCode,
+    Received,
+    Request,
+    digest_of,
+    landmark,
+)
+from nbdist.wire.node_messages import NodeDown
+from nbdist.wire.store import SOCKET
 from nbdist.wire.views import WorkerStatus
+from nbdist.world.world import World
+from tests.cluster.test_node import node as node_that
+from tests.waiting import until
+
+pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
+
+DIES = """
+import os, torch.distributed as dist
+if rank == 1: os.kill(os.getpid(), 9)
+dist.barrier()
+"""
+
+SUM = """
+import os, torch, torch.distributed as dist
+total = torch.tensor([float(rank)])
+dist.all_reduce(total)
+seat = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+"""
+
+MEMORY = """
+import os, re
+def memory_of(tensor):
+    at = tensor.data_ptr()
+    for line in open("/proc/self/maps"):
+        first, last = (int(each, 16) for each in line.split()[0].split("-"))
+        if first <= at < last:
+            return line.split()[4], line.split()[5]
+"""
 
 
-def row(rank: int) -> WorkerStatus:
-    """What a node says of one of its ranks."""
-    return WorkerStatus(rank, 7, "a", "idle", 0.0, 0, "cpu")
+def test_one_cell_on_two_nodes(world: World) -> None:
+    """Ranks of both reduce together, each in its own seat; what one raises frees the others."""
+    world.execute(SUM)
+    assert [float(each) for each in world.gather("total")] == [6.0] * 4
+    assert world.gather("seat") == [[str(r % 2), "2", str(r // 2)] for r in range(4)]
+    with pytest.raises(WorkerError, match=r"rank 1.*ValueError: bad shard"):
+        world.execute("if rank == 1: raise ValueError('bad shard')\ndist.all_reduce(total)")
+    world.execute("again = torch.ones(1)\ndist.all_reduce(again)")
+    assert [float(each) for each in world.gather("again")] == [4.0] * 4
 
 
-async def until_sent(sent: list[tuple[int, NodeDown]], number: int) -> None:
-    """Give what is under way the time to ask."""
-    async with asyncio.timeout(20):
-        while len(sent) < number:  # noqa: ASYNC110 (a list has no event)
-            await asyncio.sleep(0)
+def test_big_values_on_two_nodes(world: World) -> None:
+    """A name comes once to each node; values are gathered, scattered, compared, copied."""
+    big = torch.arange(1 << 20)
+    world.execute(MEMORY + "where, total = memory_of(big), int(big.sum())", names={"big": big})
+    assert world.gather("total") == [int(big.sum())] * 4
+    inodes = [inode for inode, name in world.gather("where")]
+    assert inodes[0] == inodes[1] != inodes[2] == inodes[3]
+    world.execute("import torch; mine = torch.full((1 << 18,), float(rank)); mine[7] = 0.5")
+    for rank, value in enumerate(world.gather("mine")):
+        assert value.shape == (1 << 18,)
+        assert (value[7], value[8]) == (0.5, rank)
+    world.scatter("part", torch.arange(1 << 20))
+    world.execute("ends = int(part[0]), int(part[-1])")
+    quarter = 1 << 18
+    assert world.gather("ends") == [(r * quarter, (r + 1) * quarter - 1) for r in range(4)]
+    given = torch.ones(1 << 18)
+    result = world.run(lambda x: x * 3, given)
+    assert all(torch.equal(result.rank(r), given * 3) for r in range(4))
+    (lent,) = world.call("diff.lend", [3], expression="mine", paths=("",)).values()
+    found = world.call("diff.compare", [0], expression="mine", packed=lent.packed)
+    assert found.rank(0)[""].most == 3.0
+    world.sync(["mine"], source=3, ranks=range(3))
+    world.execute("same = bool((mine[8:] == 3).all())")
+    assert world.gather("same") == [True] * 4
 
 
-def nodes() -> tuple[list[Node], list[tuple[int, NodeDown]]]:
-    """Two nodes, and what is sent to each."""
-    sent: list[tuple[int, NodeDown]] = []
+def test_c_code_that_is_not_done_when_control_is_back(world: World) -> None:
+    """It was said that nothing is lost: the agent of its machine is told, and does not end it."""
+    world.execute("kept = rank")
+    source = "print('runs')\nif rank == 3: sum(range(2 * 10 ** 8))"
+    running = world.submit(world.task(source), Patience(control_timeout=1.0))
+    for _ in world.follow(running):
+        if all(track.line_count for track in running.transcript):
+            break
+    world.interrupt()
+    world.session.wait(running)
+    assert running.unfinished == (3,)
+    assert "no variables were lost" in str(running.error())
+    while running.unfinished:
+        world.session.wait_for_stop()
+    assert world.gather("kept") == [0, 1, 2, 3]
 
-    def node(number: int) -> Node:
-        facts = NodeFacts(f"n{number}", number, "10.0.0.1", 1, 2, (), "", {})
-        hello = NodeHello("0.1.0", 7, facts)
-        return Node(number, f"n{number}", hello, lambda message: sent.append((number, message)))
 
-    return [node(0), node(1)], sent
+class StopsOnce(deque[Any]):
+    """Has Stop come just after a batch was acknowledged."""
+
+    has_stopped = False
+
+    def popleft(self) -> Any:
+        if isinstance(self[0], Received) and not self.has_stopped:
+            self.has_stopped = True
+            raise KeyboardInterrupt
+        return super().popleft()
+
+
+def test_stop_as_a_batch_is_acknowledged(world: World) -> None:
+    """It is not acknowledged twice, and nobody loses anything."""
+    world.execute("kept = rank")
+    link = world.session.link
+    link.arrived = arrived = StopsOnce(link.arrived)
+    with pytest.raises(KeyboardInterrupt):
+        world.execute("print('shown')")
+    assert arrived.has_stopped
+    for _ in range(3):  # each takes the acknowledgement along that waits for a message
+        assert world.gather("kept") == [0, 1, 2, 3]
+    assert link.agent.last_lines() == []
+
+
+def test_other_sizes(world: World) -> None:
+    """Who stays keeps its variables and its host; what has died is replaced where it was.
+
+    The layout holds for a restart: as many as it is for sit as they did.
+    """
+    world.execute("kept = rank")
+    with pytest.raises(ScaleError, match="4 workers have room on these machines"):
+        world.scale(6)
+    world.scale(ranks=[0, 2])
+    assert [row.host for row in world.status()] == ["node0", "node1"]
+    world.scale(4)
+    assert world.gather("globals().get('kept')") == [0, 2, None, None]
+    with pytest.raises(WorkerDied, match="rank 1 on node1 "):
+        world.execute(DIES)
+    assert world.gather("globals().get('kept')") == [0, None, None, None]
+    world.scale(1)
+    forks_here = psutil.Process(world.pids[0]).ppid()
+    world.restart()
+    assert [row.host for row in world.status()] == ["node0"]
+    assert psutil.Process(world.pids[0]).ppid() == forks_here  # the machines' agents stay
+    world.scale(4)
+    world.restart()
+    assert [row.host for row in world.status()] == ["node0", "node0", "node1", "node1"]
+
+
+def test_the_store(world: World) -> None:
+    """It works for as long as torch alone has it; a rank that waits in it for others is released.
+
+    Where a cleaner has taken the sockets, a rank that is new finds it all the same.
+    """
+    world.execute(
+        "import gc\n"
+        "from torch._C._distributed_c10d import PrefixStore\n"
+        "kept = PrefixStore('a', get_ipython().kernel.group._store_of(0, 'b'))\n"
+        "gc.collect()\n"
+        "kept.set(str(rank), 'x')\n"
+        "value = kept.get(str(rank))"
+    )
+    assert world.gather("value") == [b"x"] * 4
+    with pytest.raises(RanksReleased, match="new_group"):
+        world.execute("if rank == 0: dist.new_group([0, 1])")
+    sockets = [*Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"nbdist-*/{SOCKET}")]
+    assert len(sockets) == 2
+    for file in sockets:
+        file.unlink()
+    with pytest.raises(WorkerDied):
+        world.execute(DIES)
+    world.execute(SUM)
+
+
+class Direct:
+    """A node without a link: what it is asked it does at once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.code = CodeFolder()
+        self.sent: list[bytes] = []
+        self.is_lost = False
+
+    async def ask(self, request: Request, timeout: float) -> CodeHeld:
+        if self.is_lost:
+            raise NodeLost(f"{self.name} is lost")
+        if isinstance(request, PutCode):
+            self.sent += request.contents.values()
+        return self.code.take(request)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """What is there."""
+        path = self.code.path
+        assert path is not None
+        return {each.name: each.read_text() for each in path.glob("*.py")}
+
+
+@pytest.fixture(autouse=True)
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where folders are unpacked."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def bring(
+    kept: KeptCode, nodes: list[Direct], marks: Mapping[str, object] = {}, **texts: bytes
+) -> CodeHeld:
+    """What the notebook does with `a=b"1"` in `a.py`."""
+    contents = {CodeFile(digest_of(text)): text for text in texts.values()}
+    files = {f"{name}.py": file for name, file in zip(texts, contents, strict=True)}
+
+    async def both() -> CodeHeld:
+        kept.take(GetCode(marks, files))
+        held = await kept.bring(nodes)
+        if held.lacks:
+            kept.take(PutCode({file: contents[file] for file in held.lacks}))
+        return await kept.bring(nodes)
+
+    return asyncio.run(both())
+
+
+def test_each_node_gets_what_it_lacks() -> None:
+    """Those that are there at once, others when they come; what is known is not asked for again."""
+    kept, first, late = KeptCode(), Direct("a"), Direct("b")
+    assert bring(kept, [], a=b"1", b=b"2") == CodeHeld("")
+    assert asyncio.run(kept.bring([first])) == CodeHeld("")
+    assert first.files == {"a.py": "1", "b.py": "2"}
+    bring(kept, [first], a=b"1", c=b"3")
+    assert asyncio.run(kept.bring([first, late])) == CodeHeld("")
+    assert late.files == first.files == {"a.py": "1", "c.py": "3"}
+    assert (sorted(first.sent), sorted(late.sent)) == ([b"1", b"2", b"3"], [b"1", b"3"])
+    for node in (first, late):
+        node.code.close()
+
+
+def test_nodes_that_share_the_folder_are_sent_nothing(parent: Path) -> None:
+    """Where all do, that is said."""
+    path = str(parent / "a.py")
+    Path(path).write_text("1")
+    kept, nodes = KeptCode(), [Direct("a"), Direct("b")]
+    assert bring(kept, nodes, {path: landmark(path)}, a=b"1").is_shared
+    assert [node.sent for node in nodes] == [[], []]
+
+
+def test_problems_are_told_with_the_host(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a node without room, and of one that is lost; it is tried again the next time."""
+    kept, node = KeptCode(), Direct("b")
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(parent / "gone"))
+        held = bring(kept, [node], a=b"1")
+    assert held.host == "b"
+    assert held.problem.startswith(str(parent / "gone"))
+    node.is_lost = True
+    assert asyncio.run(kept.bring([node])).problem == "b is lost"
+    node.is_lost = False
+    assert asyncio.run(kept.bring([node])) == CodeHeld("")
+    assert node.files == {"a.py": "1"}
+    node.code.close()
+
+
+HOUR = 3600 * 10**9
+
+
+def test_failures_of_a_node_whose_clock_is_wrong() -> None:
+    """They have the time of the head's clock, as all others; nothing else is changed."""
+    failure, died = Failure("ValueError", "no", (), HOUR + 5), Died(-9, HOUR + 7)
+    outputs = Outputs(((0, "t", Text("stdout", "x")), (0, "t", failure), (1, "t", died)))
+    text, first, second = in_time_of_head(outputs, HOUR).items
+    assert text == (0, "t", Text("stdout", "x"))
+    assert isinstance(first[2], Failure)
+    assert isinstance(second[2], Died)
+    assert (first[2].time_ns, second[2].time_ns) == (5, 7)
+    assert first[2].message == "no"
+
+
+def test_the_last_words_of_a_machine() -> None:
+    """What was shown is kept; what failed and ended there is not, as its ranks are dead by then."""
+    text, failure = Text("stdout", "step 9"), Failure("RuntimeError", "closed", (), 5)
+    ended = Done("error", 0.0, received=False)
+    items = ((1, "t", text), (1, "t", failure), (1, "t", ended))
+    assert last_words(Outputs(items)) == Outputs(((1, "t", text),))
 
 
 async def test_rows_and_answers() -> None:
     """Rows come in the ranks' order, those of lost nodes are missing; one answer is enough."""
-    (first, second), sent = nodes()
+    sent: list[tuple[int, NodeDown]] = []
+    first, second = (node_that(n, lambda it, n=n: sent.append((n, it))) for n in (0, 1))
     rows = asyncio.create_task(rows_of([first, second], GetStatus()))
-    await until_sent(sent, 2)
+    await until(lambda: len(sent) == 2)
     for number, message in sent:
         assert isinstance(message, Ask)
-        node, rank = (first, 5) if number == 0 else (second, 2)
-        node.answered(message.id, (row(rank),))
-    assert await rows == (row(2), row(5))
+        there, rank = (first, 5) if number == 0 else (second, 2)
+        there.answered(message.id, (WorkerStatus(rank, 7, "a", "idle", 0.0, 0, "cpu"),))
+    assert [each.rank for each in await rows] == [2, 5]
+    assert shares([3, 0, 1, 9], {0: 0, 1: 0, 3: 2}) == {2: (3,), 0: (0, 1)}  # 9 is on none
     second.lose("gone")
     known = Completions((Candidate("x"),), 0, 0)
     question = Consult((0, 1), Complete("x", 1))
     answer = asyncio.create_task(first_answer({first: (0,), second: (1,)}, question))
-    await until_sent(sent, 3)
+    await until(lambda: len(sent) == 3)
     message = sent[-1][1]
     assert isinstance(message, Ask)
     first.answered(message.id, known)

@@ -1,14 +1,30 @@
-"""Tests of `nbdist.cluster.node`: what is asked of a machine, and its loss."""
+"""Tests of `nbdist.cluster.node`: where ranks sit, and what is checked and asked of machines."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
-from nbdist.cluster.node import Node, NodeLost
-from nbdist.topology import Position
+from nbdist.cluster.node import (
+    REACHED,
+    Node,
+    NodeLost,
+    NoSeats,
+    full_size,
+    mismatch,
+    resized,
+    room_of,
+    seated,
+    targets,
+    without,
+)
+from nbdist.config import WorldConfig
+from nbdist.topology import GPU_BACKEND, Position
 from nbdist.wire.messages import Ask, GetStatus, StartFailure
 from nbdist.wire.node_messages import (
     CallOff,
@@ -26,22 +42,202 @@ from nbdist.wire.node_messages import (
     Prepare,
     StartPart,
 )
-from nbdist.wire.spec import WorldSpec
+from nbdist.wire.spec import WorldSpec, versions_here
 
-FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 2, (), "/python", {})
-SPEC = WorldSpec(1, "gloo", {}, "/", (), 1, "", seats=(Position(1, 0),))
+
+@dataclass
+class Machine:
+    number: int
+    facts: NodeFacts
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+
+def machine(number: int, gpus: int = 0, cores: int = 2) -> Machine:
+    """A node with so many of both."""
+    names = tuple(map(str, range(gpus)))
+    address, port = f"10.0.0.{number + 1}", 4000 + number
+    facts = NodeFacts(f"n{number}", number, address, port, cores, names, "", {})
+    return Machine(number, facts)
+
+
+SPEC = WorldSpec(1, "gloo", {"SECRET": "x"}, "/", (), 1, "")
+
+
+def wanted(**fields: Any) -> WorldConfig:
+    """What is wanted of them."""
+    return WorldConfig(launcher="ssh" if "hosts" in fields else "join", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes", "seats"),
+    [
+        ({"layout": "2x2"}, [machine(0), machine(1)], [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        ({"hosts": "a:1,b:2"}, [machine(0), machine(1)], [(0, 0), (1, 0), (1, 1)]),
+        ({}, [machine(0, gpus=1), machine(1, cores=1)], [(0, 0), (1, 0)]),
+        ({"layout": "2x2", "n": 3}, [machine(0), machine(1)], [(0, 0), (0, 1), (1, 0)]),
+        ({"layout": "2x1"}, [machine(2), machine(0)], [(0, 0), (2, 0)]),
+        # A host more than nodes, and room for more than there are to be, are in reserve.
+        ({"layout": "2x1", "hosts": "a:2,b,c"}, [*map(machine, range(3))], [(0, 0), (1, 0)]),
+        ({"gpus": "1,3"}, [machine(0, gpus=4)], [(0, 0), (0, 1)]),
+    ],
+)
+def test_who_sits_where(
+    fields: Mapping[str, Any], nodes: list[Machine], seats: list[tuple[int, int]]
+) -> None:
+    """As was asked, or one for each GPU, or core; one node after the other."""
+    spec = seated(SPEC, wanted(**fields), nodes)
+    assert [tuple(seat) for seat in spec.seats] == seats
+    assert spec.world_size == len(seats)
+    assert spec.master_addr == "10.0.0.1"
+
+
+def test_the_backend_is_that_of_all_nodes() -> None:
+    """nccl needs GPUs everywhere; what was asked for is not changed."""
+    mixed, all_have = [machine(0, gpus=1), machine(1)], [machine(0, gpus=1), machine(1, gpus=1)]
+    assert seated(SPEC, wanted(), mixed).backend == "gloo"
+    assert seated(SPEC, wanted(), all_have).backend == GPU_BACKEND
+    assert seated(SPEC, wanted(backend="gloo"), all_have).backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "torch", "told"),
+    [
+        (0, "2.13.0", "n0 has 0 GPUs for 2 ranks, and nccl needs one for each: `--backend gloo`"),
+        (2, "2.13.0+cpu", "torch 2.13.0+cpu on n0 has no nccl: `--backend gloo`"),
+        (1, "2.13.0", "n0 has 1 GPU for 2 ranks, and nccl needs one for each: `--backend gloo`"),
+    ],
+)
+def test_nccl_where_it_cannot_be(gpus: int, torch: str, told: str) -> None:
+    """It is said before a rank tries; unless it was asked for, a torch for CPUs alone has gloo."""
+    there = machine(0, gpus)
+    there.facts = there.facts._replace(versions={"torch": torch})
+    with pytest.raises(NoSeats) as found:
+        seated(replace(SPEC, backend="nccl"), wanted(layout="1x2", backend="nccl"), [there])
+    assert str(found.value) == told
+    if gpus != 1:
+        assert seated(SPEC, wanted(layout="1x2"), [there]).backend == "gloo"
+    if gpus == 1:
+        shared = replace(SPEC, backend="nccl", share_gpus=True)
+        assert seated(shared, wanted(layout="1x2", backend="nccl"), [there]).world_size == 2
+
+
+def test_more_and_fewer() -> None:
+    """New ranks take free seats, the others keep theirs."""
+    nodes = [machine(0), machine(1)]
+    asked = wanted(layout="2x2", n=3)
+    spec = seated(SPEC, asked, nodes)
+    room = room_of(asked, nodes)
+    assert resized(spec, 4, (0, 1, 2), room).seats == (*spec.seats, (1, 1))
+    assert resized(spec, 1, (2,), room).seats == spec.seats[2:]
+    assert resized(spec, 3, (0, 2), room).seats == (spec.seats[0], spec.seats[2], (0, 1))
+    with pytest.raises(NoSeats, match="4 workers have room"):
+        resized(spec, 5, (0, 1, 2), room)
+
+
+def test_what_there_is_no_room_for() -> None:
+    """It is named, with what there is, node by node."""
+    with pytest.raises(NoSeats, match="5 workers asked for, but room for 4: n0 has 2, n1 has 2"):
+        seated(SPEC, wanted(n=5), [machine(0), machine(1)])
+    nodes = [machine(0, gpus=4), machine(1, gpus=2)]
+    with pytest.raises(NoSeats, match="n1: `--gpus 1,3`: there is no GPU 3, 0-1 are visible"):
+        seated(SPEC, wanted(gpus="1,3"), nodes)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "there", "keep", "seats"),
+    [
+        ("a:2,b:2", (0, 1), (0, 1, 2, 3), [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        # No room for all of them: they leave, and who stays keeps node and LOCAL_RANK.
+        ("a:2,b:2", (0,), (0, 1), [(0, 0), (0, 1)]),
+        ("a:2,b:3", (1,), (2, 3), [(1, 0), (1, 1)]),
+        ("a:2,b:2", (), (), [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        # A host in reserve takes them, or one that has room.
+        ("a:2,b:2,c:2", (1, 2), (0, 1, 2, 3), [(2, 0), (2, 1), (1, 0), (1, 1)]),
+        ("a:4,b:2", (0,), (0, 1, 2, 3), [(0, 0), (0, 1), (0, 2), (0, 3)]),
+    ],
+)
+def test_who_stays_where_machines_are_lost(
+    hosts: str, there: tuple[int, ...], keep: tuple[int, ...], seats: list[tuple[int, int]]
+) -> None:
+    """All ranks where there is room; MASTER_ADDR is the machine of rank 0, whichever that is."""
+    asked = wanted(hosts=hosts, layout="2x2")
+    nodes = [machine(number) for number in range(len(asked.named_hosts))]
+    spec = seated(SPEC, asked, nodes)
+    spec, stay = without(spec, asked, [nodes[number] for number in there])
+    assert stay == keep
+    assert [*spec.seats] == seats
+    assert spec.world_size == len(seats)
+    assert spec.master_addr == f"10.0.0.{seats[0][0] + 1}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "there", "size"),
+    [
+        *(({"layout": "2x2"}, 1, 2), ({"layout": "2x2"}, 3, 4), ({"hosts": "a:1,b:2"}, 2, 3)),
+        *(({"layout": "2x2", "n": 3}, 2, 3), ({"layout": "2x2", "n": 3}, 1, 2)),
+    ],
+)
+def test_how_many_there_are_to_be(fields: Mapping[str, Any], there: int, size: int) -> None:
+    """As many as was asked for, as far as there is room for them."""
+    assert full_size(wanted(**fields), [machine(number) for number in range(there)]) == size
+
+
+HERE = {"Python": "3.11.7", "torch": "2.13.0+cpu", "cloudpickle": "3.1.2"}
+THERE = {"Python": "3.11.2", "torch": "2.13.1", "cloudpickle": "3.1.0"}
+FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 4, (), "/usr/bin/python", THERE)
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "said"),
+    [
+        ("0.1.0", {}, ""),
+        ("0.2.0", {}, "b has nbdist 0.2.0, the notebook 0.1.0: `pip install nbdist==0.1.0` for"),
+        ("0.1.0", {"Python": "3.12.1"}, "/usr/bin/python on b is Python 3.12.1, the notebook's is"),
+        ("0.1.0", {"torch": ""}, "/usr/bin/python on b has no torch: `--python` names the"),
+        ("0.1.0", {"torch": "2.8.0"}, "b has torch 2.8.0, the notebook 2.13.0+cpu: `pip install t"),
+        ("0.1.0", {"cloudpickle": "3.0.0"}, "b has cloudpickle 3.0.0, the notebook 3.1.2: `pip in"),
+    ],
+)
+def test_versions(version: str, changes: dict[str, str], said: str) -> None:
+    """Both are named, with what makes them the same."""
+    found = mismatch("b", NodeHello(version, 1, FACTS._replace(versions=THERE | changes)), HERE)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+    # Any torch will do for a notebook without.
+    assert mismatch("b", NodeHello("0.1.0", 1, FACTS), HERE | {"torch": ""}) == ""
+    assert all(versions_here().values())
+
+
+def test_all_ways_are_tried() -> None:
+    """From each to each, but of many not more than a share, which are others for each."""
+    few = targets([machine(number) for number in range(3)])
+    names = [" ".join(each.name for each in few[n]) for n in range(3)]
+    assert names == ["n1 n2", "n2 n0", "n0 n1"]
+    assert (few[0][0].address, few[0][0].port) == ("10.0.0.2", 4001)
+    many = targets([machine(number) for number in range(40)])
+    assert {len(each) for each in many.values()} == {REACHED}
+    assert {each.name for tried in many.values() for each in tried} == {f"n{n}" for n in range(40)}
+    assert targets([machine(0)]) == {0: ()}
+
+
+# --- what is asked of a machine, and its loss -----------------------------------------------------
+
 HOUR = 3600 * 10**9
+SEATED = replace(SPEC, seats=(Position(1, 0),))
 
 
-def node() -> tuple[Node, list[NodeDown]]:
-    """One, and what is sent to it."""
-    sent: list[NodeDown] = []
-    return Node(1, "b", NodeHello("0.1.0", 7, FACTS), sent.append), sent
+def node(number: int, send: Callable[[NodeDown], None]) -> Node:
+    """One that is not there; it sends so."""
+    return Node(number, "b", NodeHello("0.1.0", 7, FACTS), send)
 
 
 async def test_answers_by_their_numbers() -> None:
     """What a notebook asks and what only a head asks have numbers of their own."""
-    there, sent = node()
+    sent: list[NodeDown] = []
+    there = node(1, sent.append)
     both = asyncio.gather(there.ask(GetStatus(), 5), there.ask(CallOff(1), 5))
     await asyncio.sleep(0)
     assert [type(each) for each in sent] == [Ask, NodeAsk]
@@ -55,7 +251,8 @@ async def test_answers_by_their_numbers() -> None:
 
 async def test_a_clock_that_is_wrong() -> None:
     """How far it is ahead is known to some milliseconds."""
-    there, sent = node()
+    sent: list[NodeDown] = []
+    there = node(1, sent.append)
     reading = asyncio.create_task(there.set_clock())
     while not reading.done():
         await asyncio.sleep(0)
@@ -69,8 +266,9 @@ async def test_a_clock_that_is_wrong() -> None:
 
 async def test_one_that_is_lost() -> None:
     """What waits for it ends, and as a part of the world it has a problem, and no ranks."""
-    there, sent = node()
-    waiting = asyncio.create_task(there.do(StartPart(SPEC, (0,), 1)))
+    sent: list[NodeDown] = []
+    there = node(1, sent.append)
+    waiting = asyncio.create_task(there.do(StartPart(SEATED, (0,), 1)))
     await asyncio.sleep(0)
     there.lose("the connection to b was lost")
     there.lose("again")
@@ -79,9 +277,9 @@ async def test_one_that_is_lost() -> None:
     assert (failed.host, failed.reason) == ("b", "the connection to b was lost")
     before = len(sent)
     assert await there.do(GetHeld()) == Held({})
-    assert await there.do(Form(SPEC, (0,), 1, 2, 1, (), {})) == Formed({}, {}, (), there.lost)
+    assert await there.do(Form(SEATED, (0,), 1, 2, 1, (), {})) == Formed({}, {}, (), there.lost)
     assert await there.do(LocateRanks((0,))) == {}
-    assert await there.do(Prepare(SPEC, (0,))) == there.lost
+    assert await there.do(Prepare(SEATED, (0,))) == there.lost
     await there.do(CallOff(2))
     await there.do(EndRanks((0,), 0.0))
     assert len(sent) == before

@@ -1,17 +1,20 @@
-"""Tests of `nbdist.cluster.ray`: where there is no Ray, or no cluster; with one: tests/hosts."""
+"""Tests of `nbdist.cluster.ray` and its driver without a cluster; with one: `tests/hosts`."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
+from nbdist.cluster import ray_driver
 from nbdist.cluster.launcher import find_launcher
 from nbdist.cluster.ray import (
     NoRoom,
-    Order,
     RayLauncher,
     RayNode,
     bundles_of,
@@ -19,8 +22,10 @@ from nbdist.cluster.ray import (
     in_order,
     word_bundle,
 )
+from nbdist.cluster.ray_driver import Agent, current, probe, word_busy
 from nbdist.cluster.ticket import KeyPair, Ticket
 from nbdist.config import WorldConfig
+from tests.waiting import wait_until
 
 TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new())
 WANTED = WorldConfig(launcher="ray", layout="2x1", env={"KEY": "secret"})
@@ -51,13 +56,6 @@ def test_without_a_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert {child.pid for child in psutil.Process().children()} <= before
 
 
-def test_secrets_are_in_no_text() -> None:
-    """An order has the ticket, and the world's environment."""
-    text = repr(Order(WANTED, TICKET.to_line()))
-    assert TICKET.keys.secret not in text
-    assert "secret" not in text
-
-
 GIB = 1 << 30
 SMALL = RayNode("small", {"CPU": 2, "memory": 4 * GIB, "node:10.0.0.1": 1})
 BIG = RayNode("big", {"CPU": 16, "memory": 64 * GIB})
@@ -76,11 +74,7 @@ ONE, TWO, FOUR = {"CPU": 1}, {"CPU": 2}, {"CPU": 4}
     [
         # A CPU for each worker, or as many as it is to have, and its memory.
         ({"layout": "2x2"}, [SMALL, BIG], [TWO, TWO]),
-        (
-            {"layout": "1x2", "cpus": 4, "memory": "3G"},
-            [SMALL, BIG],
-            [{"CPU": 8, "memory": 6 * GIB}],
-        ),
+        ({"layout": "1x2", "cpus": 4, "memory": "3G"}, [BIG], [{"CPU": 8, "memory": 6 * GIB}]),
         # A GPU each where there are some, unless the backend has no use for them.
         ({"layout": "1x4"}, [BIG, CARDS], [{**FOUR, "GPU": 4}]),
         ({"layout": "1x4", "backend": "gloo"}, [BIG, CARDS], [FOUR]),
@@ -119,14 +113,10 @@ def test_what_is_reserved(
     ],
 )
 def test_too_little(asked: dict[str, object], said: str) -> None:
-    """What was asked for, and what each node has."""
+    """What was asked for, and what each node has; of many nodes, some."""
     with pytest.raises(NoRoom) as caught:
         bundles_of(wanted(**asked), [SMALL, BIG])
     assert said in str(caught.value)
-
-
-def test_too_little_of_many_nodes() -> None:
-    """Not all are told."""
     with pytest.raises(NoRoom, match=r"the cluster has 50 nodes: .*; and 44 more$"):
         bundles_of(wanted(layout="51x1"), [SMALL] * 50)
     assert word_bundle({}) == "no CPU"
@@ -138,3 +128,81 @@ def test_names_of_nodes() -> None:
     assert distinct(["a", "a", "b"], ["1", "2", "3"]) == ["a-1", "a-2", "b"]
     assert distinct(["a", "a"], ["1", "1"]) == ["a-1-0", "a-1-1"]
     assert in_order(["node10", "node2", "a", "1b"]) == [3, 2, 1, 0]
+
+
+# --- the driver ---------------------------------------------------------------------------------
+
+NOTHING = "/nowhere/python"
+
+
+@pytest.mark.world
+def test_an_actor_runs_the_agent_and_hands_it_the_ticket() -> None:
+    """On its stdin; how it has ended comes back, with what it wrote last."""
+    program = "import sys; print(sys.stdin.readline(), 'x' * 9); sys.exit(3)"
+    command = [sys.executable, "-c", program]
+    assert Agent().run(command, "", b"a ticket\n") == (3, ["a ticket", " xxxxxxxxx"])
+    # The interpreter of the actor is for a notebook's that the node has not, and for no other.
+    command = [NOTHING, "-c", "print(1)"]
+    assert Agent().run(command, NOTHING, b"") == (0, ["1"])
+    code, lines = Agent().run(command, "", b"")
+    assert (code, NOTHING in lines[0]) == (127, True)
+
+
+@pytest.mark.world
+def test_the_agent_outlives_what_ray_kills(tmp_path: Path) -> None:
+    """The actor's own child, so that the agent can end in order, as its stdin does."""
+    agent, ended = Agent(), tmp_path / "ended"
+    program = f"import sys; print('up', flush=True); sys.stdin.read(); open({str(ended)!r}, 'x')"
+    command = [sys.executable, "-c", program]
+    run = threading.Thread(target=lambda: agent.run(command, "", b""))
+    run.start()
+    wait_until(lambda: agent._child and psutil.Process(agent._child.pid).children(), "it runs")
+    agent._child.kill()
+    agent.end()
+    wait_until(ended.exists, "it has ended in order")
+    run.join()
+
+
+@pytest.mark.world
+def test_the_agent_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray blocks SIGINT, which is not to reach workers so; nor what it sets for its own code."""
+    monkeypatch.setenv("PYTHONBREAKPOINT", "ray.util.rpdb.set_trace")
+    monkeypatch.setenv("RAY_JOB_ID", "01")
+    monkeypatch.setenv("RAY_ADDRESS", "here:1")
+    names = ["PYTHONBREAKPOINT", "RAY_JOB_ID", "RAY_ADDRESS"]
+    program = (
+        f"import os, signal; print([os.environ.get(name) for name in {names}],"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        code, lines = Agent().run([sys.executable, "-c", program], "", b"")
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert (code, lines) == (0, ["[None, None, 'here:1'] set()"])
+
+
+def test_the_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As `ray start` has noted it."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert current() == ""
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / ray_driver.CURRENT).write_text("10.0.0.1:6379\n")
+    assert current() == "10.0.0.1:6379"
+
+
+def test_an_address_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is not asked for long; one in another form is Ray's to read."""
+    monkeypatch.setattr(ray_driver, "REACH_TIMEOUT", 0.2)
+    with pytest.raises(OSError, match=r"no Ray cluster answers at ray://192\.0\.2\.77:10001: "):
+        probe("ray://192.0.2.77:10001")
+    probe("anyscale://mine")
+
+
+def test_what_others_use() -> None:
+    """Which of it is free."""
+    said = word_busy([{"CPU": 2}] * 2, {"CPU": 1}, {"CPU": 4})
+    assert said.startswith("2 nodes with 2 CPU each: the cluster has that, but it was not free")
+    assert said.endswith("of 4 CPU there is 1 CPU free")
+    assert os.linesep not in said

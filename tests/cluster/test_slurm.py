@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from nbdist.cluster.launcher import LaunchError
 from nbdist.cluster.slurm import (
     NUMBERED,
     Job,
+    SlurmLauncher,
     find_job,
-    nodes_asked,
     nodes_of,
     read_job,
     salloc_command,
@@ -20,6 +21,7 @@ from nbdist.cluster.slurm import (
     word_complaint,
     word_queue,
 )
+from nbdist.cluster.ticket import KeyPair, Ticket
 from nbdist.config import WorldConfig
 
 AGENT = f"sh -c {NUMBERED} sh {{wrap}}/venv/python -P -m nbdist.agent --ticket"
@@ -68,11 +70,7 @@ def test_what_salloc_is_asked_for(options: dict[str, Any], asked: list[str]) -> 
     assert command[:2] == ["salloc", "--job-name=run"]
     assert command[2 : command.index("env")] == asked
     assert " ".join(command).endswith(AGENT.format(wrap=""))
-
-
-def test_the_step_of_an_allocation_asks_for_nothing_of_it() -> None:
-    """What salloc tells of its own tasks does not reach the srun."""
-    command = salloc_command(wanted(layout="1x4"))
+    # What salloc tells of its own tasks does not reach the srun.
     unset = command[command.index("env") : command.index("sh")]
     assert {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_MEM_PER_CPU"} < {*unset[2::2]}
     assert {*unset[1::2]} == {"-u"}
@@ -102,12 +100,6 @@ def test_what_salloc_cannot_be_asked(options: dict[str, Any], told: str) -> None
     assert str(found.value).startswith(told)
 
 
-def test_as_many_nodes_are_waited_for_as_are_sure_to_come() -> None:
-    """The rest may come later."""
-    assert nodes_asked(wanted(salloc="-p gpu --nodes 2-4")) == (2, 4)
-    assert nodes_asked(wanted(salloc="-p gpu", layout="3x1")) == (3, 3)
-
-
 def test_what_goes_to_the_nodes() -> None:
     """Neither secrets nor anything that changes what a nested srun does.
 
@@ -126,33 +118,32 @@ def test_what_goes_to_the_nodes() -> None:
     assert salloc_environ(environ | defaults | {"SALLOC_NO_SHELL": "1"}) == kept | defaults
 
 
-def test_a_job_is_read() -> None:
-    """What of it matters here."""
-    text = "JobId=17 JobName=x JobState=RUNNING NodeList=node[1-2] NumNodes=2 NumCPUs=4\n"
-    assert read_job("17", text) == Job("17", "RUNNING", 2, "node[1-2]")
+JOB = "JobId=17 JobName=x JobState=RUNNING NodeList=node[1-3] NumNodes=3 NumCPUs=4\n"
 
 
 @pytest.mark.parametrize(
-    ("layout", "nodes"), [(None, 3), ("2x1", 2), ("1:2x1", 2), ("1:8x1", 3), ("3x1", 3)]
+    ("layout", "nodes"), [(None, 3), ("2x1", 2), ("1:2x1", 2), ("1:8x1", 3), ("3x1", 3), ("4x1", 0)]
 )
 def test_nodes_of_an_allocation(layout: str | None, nodes: int) -> None:
-    """All that are wanted, of those that there are."""
-    asked = wanted(layout=layout)
-    assert nodes_of(Job("17", "RUNNING", 3, "node[1-3]"), asked) == nodes
-
-
-def test_too_few_nodes() -> None:
-    """Both numbers are told."""
+    """All that are wanted, of those that there are; where these are too few both are told."""
+    job, asked = read_job("17", JOB), wanted(layout=layout)
+    assert job == Job("17", "RUNNING", 3, "node[1-3]")
+    if nodes:
+        assert nodes_of(job, asked) == nodes
+        return
     with pytest.raises(LaunchError) as found:
-        nodes_of(Job("17", "RUNNING", 2, "node[1-2]"), wanted(layout="4x1"))
-    told = "allocation 17 has 2 nodes (node[1-2]), and 4 are asked for"
-    assert str(found.value) == told
+        nodes_of(job, asked)
+    assert str(found.value) == "allocation 17 has 3 nodes (node[1-3]), and 4 are asked for"
 
 
-def test_no_allocation() -> None:
-    """What to do about it is told."""
+def test_no_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What to do about it is told; also where there is no Slurm."""
     with pytest.raises(LaunchError, match="in no allocation of Slurm's"):
         find_job({})
+    monkeypatch.setenv("PATH", "/nowhere")
+    ticket = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new())
+    with pytest.raises(LaunchError, match="there is no `scontrol` on this machine"):
+        SlurmLauncher().launch(wanted(), ticket, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +186,8 @@ def test_what_slurm_says(lines: list[str], told: str) -> None:
     said = word_complaint("allocation 17", lines)
     assert told in said
     assert bool(said) == bool(told)
+    said = word_complaint("`--salloc -p gpu`", ["salloc: Job allocation 3 has been revoked."])
+    assert said == "the allocation of `--salloc -p gpu` has ended"
 
 
 def test_a_wait_in_the_queue_is_told() -> None:
@@ -203,9 +196,3 @@ def test_a_wait_in_the_queue_is_told() -> None:
     assert word_queue(lines) == "job 3 waits in Slurm's queue"
     assert word_queue([*lines, "salloc: Granted job allocation 3"]) == ""
     assert word_queue([]) == ""
-
-
-def test_the_end_of_an_allocation_of_ones_own() -> None:
-    """Is named by what was asked for."""
-    said = word_complaint("`--salloc -p gpu`", ["salloc: Job allocation 3 has been revoked."])
-    assert said == "the allocation of `--salloc -p gpu` has ended"

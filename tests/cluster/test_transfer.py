@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
 
-from nbdist.cluster.transfer import Downloads, Returned, Uploads
+from nbdist.cluster.transfer import BulkTransfers, Uploads
 from nbdist.output.events import Done, Failure, Moved, Output, Text
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.shared_memory import Segment, open_segment, to_end
@@ -31,34 +32,55 @@ def segment(memory: ExitStack) -> Segment:
     return memory.enter_context(to_end(Segment.filling([b"s" * (3 * PIECE // 2)])))
 
 
+class Side:
+    """A node that is not there: it keeps what is sent to it, and takes pieces when it is told."""
+
+    def __init__(self, number: int) -> None:
+        self.name, self.ranks = f"node{number}", (2 * number, 2 * number + 1)
+        self.receiving = Receiving()
+        self.sent: list[Piece | Dropped | Taken] = []
+        self.send = self.sent.append
+
+
+class Head:
+    """What is tested, the way down to two nodes: the tasks that were sent, and what was shown."""
+
+    def __init__(self) -> None:
+        self.nodes = [Side(0), Side(1)]
+        self.ran: list[Run] = []
+        self.shown: list[tuple[int, str, Output]] = []
+        show = lambda outputs: self.shown.extend(outputs.items)  # noqa: E731
+        self.transfers = BulkTransfers(self.nodes.__getitem__, self.ran.append, show)  # type: ignore[arg-type]
+
+    def take(self, number: int) -> list[int]:
+        """Have a node take what there is for it: the offsets of its pieces."""
+        node, offsets = self.nodes[number], []
+        while node.sent and isinstance(piece := node.sent[0], Piece):
+            del node.sent[0]
+            offsets.append(piece.offset)
+            if taken := node.receiving.take(piece):
+                self.transfers.take(number, taken)
+        return offsets
+
+    def dropped(self) -> list[list[Piece | Dropped | Taken]]:
+        """What nodes are told to drop once the head has looked."""
+        for node in self.nodes:
+            node.sent.clear()
+        self.transfers.stop(())
+        return [node.sent for node in self.nodes]
+
+    def said(self) -> list[tuple[int, str]]:
+        """The errors that the notebook is told of."""
+        return [(r, each.name) for r, _, each in self.shown if isinstance(each, Failure)]
+
+
 @pytest.fixture
-def downloads(memory: ExitStack) -> Downloads:
-    """What is tested: the way down."""
-    return memory.enter_context(closing(Downloads()))
-
-
-class Nodes:
-    """The receiving ends, and all that was sent."""
-
-    def __init__(self, memory: ExitStack, downloads: Downloads) -> None:
-        self.all = {n: memory.enter_context(closing(Receiving())) for n in (0, 1)}
-        self.sent: list[tuple[int, int]] = []
-        self._downloads = downloads
-
-    def take_all(self, *numbers: int) -> None:
-        """Have these nodes take what there is for them."""
-        for number in numbers:
-            while piece := self._downloads.next(number, 0.0):
-                self.sent.append((number, piece.offset))
-                taken = self.all[number].take(piece)
-                assert taken is not None
-                self._downloads.taken(number, taken, 0.0)
-
-
-@pytest.fixture
-def nodes(memory: ExitStack, downloads: Downloads) -> Nodes:
-    """Two of them."""
-    return Nodes(memory, downloads)
+def head(memory: ExitStack, runner: asyncio.Runner) -> Iterator[Head]:
+    head = Head()
+    for node in head.nodes:
+        memory.enter_context(closing(node.receiving))
+    yield head
+    head.transfers.close()
 
 
 def run(name: str, *segments: Segment) -> Run:
@@ -66,111 +88,67 @@ def run(name: str, *segments: Segment) -> Run:
     return Run(name, (0, 1, 2, 3), b"", tuple(segment.ref for segment in segments))
 
 
-def test_all_get_it_at_the_same_time(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
-    """Once each node has its memory, which is sent once to each."""
-    task = run("a", segment)
-    assert downloads.add(task, (0, 1))
-    nodes.take_all(0)
-    assert downloads.ready() == []
-    nodes.take_all(1)
-    assert downloads.ready() == [task]
-    assert downloads.ready() == []
-    assert nodes.sent == [(node, at) for node in (0, 1) for at in (0, PIECE)]
-    assert not downloads.add(run("b", segment), (0, 1))
-    assert not downloads.add(run("c"), (0, 1))
+async def test_all_get_it_at_the_same_time(head: Head, segment: Segment) -> None:
+    """Once each node has its memory, which is sent once to each; how far it is is told."""
+    head.transfers.run(task := run("a", segment), (0, 1))
+    assert head.take(0) == [0, PIECE]
+    assert head.ran == []
+    assert head.take(1) == [0, PIECE]
+    assert head.ran == [task]
+    both, size = (0, "a"), 3 * PIECE // 2
+    assert head.shown[0] == (*both, Moved(PIECE, 2 * size))
+    assert head.shown[-1] == (*both, Moved(2 * size, 2 * size))
+    for other in (run("b", segment), run("c")):
+        head.transfers.run(other, (0, 1))
+        assert head.ran[-1] == other
+    assert [node.sent for node in head.nodes] == [[], []]
 
 
-def test_how_far_it_is(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
-    """Counted over all nodes that lacked it."""
-    task, size = run("a", segment), 3 * PIECE // 2
-    downloads.add(task, (0, 1))
-    assert [*downloads.progress()] == [(task, Moved(0, 2 * size))]
-    nodes.take_all(0)
-    assert [*downloads.progress()] == [(task, Moved(size, 2 * size))]
-    nodes.take_all(1)
-    downloads.ready()
-    assert [*downloads.progress()] == []
-
-
-def test_it_is_kept_as_long_as_the_notebook_has_it(
-    downloads: Downloads, nodes: Nodes, segment: Segment
-) -> None:
-    """Closed there it is closed on the nodes, and not before."""
-    downloads.add(run("a", segment), (0, 1))
-    nodes.take_all(0, 1)
-    assert [*downloads.drop()] == []
+async def test_it_is_kept_as_long_as_the_notebook_has_it(head: Head, segment: Segment) -> None:
+    """Closed there it is closed on the nodes, and not before; nor while it is on its way."""
+    head.transfers.run(task := run("a", segment), (0, 1))
+    head.take(0)
     segment.close()
+    assert head.dropped() == [[], []]
+    head.transfers.take(1, Taken(segment.ref.path, 3 * PIECE // 2))
+    assert head.ran == [task]
     dropped = Dropped((segment.ref.path,))
-    assert [*downloads.drop()] == [(0, dropped), (1, dropped)]
-    assert [*downloads.drop()] == []
+    assert head.dropped() == [[dropped], [dropped]]
+    assert head.dropped() == [[], []]
+    head.transfers.run(gone := run("b", segment), (0, 1))  # the ranks say that it is not there
+    assert head.ran == [task, gone]
 
 
-def test_closed_while_it_is_sent(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
-    """It arrives, for those who wait for it."""
-    task = run("a", segment)
-    downloads.add(task, (0, 1))
-    segment.close()
-    assert [*downloads.drop()] == []
-    nodes.take_all(0, 1)
-    assert downloads.ready() == [task]
-
-
-def test_closed_before_it_was_sent(downloads: Downloads, segment: Segment) -> None:
-    """The ranks are to say that it is not there."""
-    segment.close()
-    assert not downloads.add(run("a", segment), (0, 1))
-
-
-def test_stop_in_the_middle(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
+async def test_stop_in_the_middle(head: Head, segment: Segment) -> None:
     """The task is not sent, and what has come of its memory is dropped."""
-    task = run("a", segment)
-    downloads.add(task, (0, 1))
-    nodes.take_all(0)
-    downloads.next(1, 0.0)
-    assert downloads.stop([9]) == []
-    assert downloads.stop([3]) == [task]
-    assert [*downloads.drop()] == [(1, Dropped((segment.ref.path,)))]
-    assert downloads.next(1, 0.0) is None
-    assert downloads.ready() == []
+    head.transfers.run(run("a", segment), (0, 1))
+    head.take(0)
+    assert head.transfers.stop([9]) == (9,)
+    head.nodes[1].sent.clear()
+    assert head.transfers.stop([3, 9]) == (9,)
+    assert head.nodes[1].sent == [Dropped((segment.ref.path,))]
+    assert head.said() == [(rank, "KeyboardInterrupt") for rank in range(4)]
+    assert head.ran == []
 
 
-def test_no_room_on_a_node(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
-    """No rank gets the task."""
-    task = run("a", segment)
-    downloads.add(task, (0, 1))
-    nodes.take_all(0)
-    downloads.next(1, 0.0)
-    assert downloads.taken(1, Taken(segment.ref.path, 0, "2 MB are free"), 0.0) == [task]
-    assert downloads.ready() == []
+async def test_no_room_on_a_node(head: Head, segment: Segment) -> None:
+    """No rank gets the task; those of that node have failed."""
+    head.transfers.run(run("a", segment), (0, 1))
+    head.take(0)
+    head.transfers.take(1, Taken(segment.ref.path, 0, "2 MB are free"))
+    assert head.ran == []
+    assert head.said() == [(2, "NotEnoughMemory"), (3, "NotEnoughMemory")]
 
 
-def test_a_node_is_lost(downloads: Downloads, nodes: Nodes, segment: Segment) -> None:
+async def test_a_node_is_lost(head: Head, segment: Segment) -> None:
     """The others get the task: what they do without it is another matter."""
-    task = run("a", segment)
-    downloads.add(task, (0, 1))
-    nodes.take_all(0)
-    downloads.lose(1)
-    assert downloads.ready() == [task]
-    assert downloads.nodes == (0,)
+    head.transfers.run(task := run("a", segment), (0, 1))
+    head.take(0)
+    head.transfers.lose(1)
+    assert head.ran == [task]
 
 
 # --- the way up -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def returned(memory: ExitStack) -> Returned:
-    """What is tested."""
-    return memory.enter_context(closing(Returned()))
-
-
-def come(returned: Returned, node: int, segment: Segment) -> None:
-    """All of it comes from this node."""
-    with closing(Sending()) as sending:
-        sending.add(segment.ref)
-        while piece := sending.next(0.0):
-            taken = returned.take(node, piece)
-            assert taken is not None
-            sending.taken(taken, 0.0)
 
 
 def outputs(segment: Segment) -> Outputs:
@@ -179,34 +157,40 @@ def outputs(segment: Segment) -> Outputs:
     return Outputs(((2, "a", text), (2, "a", done)))
 
 
-def test_values_where_the_notebook_finds_them(returned: Returned, segment: Segment) -> None:
+def test_values_where_the_notebook_finds_them(head: Head, segment: Segment) -> None:
     """Until it has read them."""
-    assert returned.moved(1, outputs(segment)) == outputs(segment)
-    come(returned, 1, segment)
-    assert returned.moved(0, outputs(segment)) == outputs(segment)
-    text, (rank, task, done) = returned.moved(1, outputs(segment)).items
+    transfers = head.transfers
+    assert transfers.moved(1, outputs(segment)) == outputs(segment)
+    with closing(Sending()) as sending:
+        sending.add(segment.ref)
+        while piece := sending.next(0.0):
+            transfers.take(1, piece)
+            taken = head.nodes[1].sent.pop()
+            assert isinstance(taken, Taken)
+            sending.taken(taken, 0.0)
+    assert transfers.moved(0, outputs(segment)) == outputs(segment)
+    text, (rank, task, done) = transfers.moved(1, outputs(segment)).items
     assert (text, rank, task) == (outputs(segment).items[0], 2, "a")
     assert isinstance(done, Done)
     assert isinstance(done.values, Payload)
     here = done.values.segment
     assert here is not None
     assert open_segment(here)[0] == open_segment(segment.ref)[0]
-    returned.let_go([2], "b")
-    returned.let_go([1])
+    transfers.let_go([2], "b")
+    transfers.let_go([1])
     assert os.path.exists(here.path.partition("#")[0])
-    returned.let_go([2], "a")
+    transfers.let_go([2], "a")
     assert not os.path.exists(here.path.partition("#")[0])
 
 
-def test_what_comes_no_more(returned: Returned, segment: Segment) -> None:
+async def test_what_comes_no_more(head: Head, segment: Segment) -> None:
     """The node has dropped it, or is lost."""
     before = len(os.listdir("/proc/self/fd"))
-    first = Piece(segment.ref, 0, b"s" * PIECE)
     for end in (
-        lambda: returned.dropped(1, Dropped((segment.ref.path,))),
-        lambda: returned.lose(1),
+        lambda: head.transfers.take(1, Dropped((segment.ref.path,))),
+        lambda: head.transfers.lose(1),
     ):
-        returned.take(1, first)
+        head.transfers.take(1, Piece(segment.ref, 0, b"s" * PIECE))
         assert len(os.listdir("/proc/self/fd")) == before + 1
         end()
         assert len(os.listdir("/proc/self/fd")) == before
@@ -275,14 +259,6 @@ def test_the_end_waits_for_its_values(up: Up, brought: Segment) -> None:
     assert repr(up.returns) == "<Uploads of ranks [], <Sending 0 bytes, 0 of 7 under way>>"
 
 
-def test_values_within_what_an_op_returned(up: Up, brought: Segment) -> None:
-    """They are found without a look at what it returned."""
-    inner = (brought.ref.path, brought.ref)
-    up.returns.add(0, "a", Done("ok", 0.1, values=Payload((b"pickle",), within=(inner,))))
-    assert isinstance(up.sent[0], Piece)
-    assert up.sent[0].ref == brought.ref
-
-
 def test_stop(up: Up, brought: Segment) -> None:
     """The rank has ended its task then, but brings nothing back."""
     up.returns.add(0, "a", ended(brought))
@@ -299,8 +275,10 @@ def test_stop(up: Up, brought: Segment) -> None:
 
 
 def test_no_room_for_it(up: Up, brought: Segment) -> None:
-    """The rank has failed, and what it has bound stays known."""
-    up.returns.add(0, "a", Done("ok", 0.1, frozenset("x"), values=Payload(segment=brought.ref)))
+    """The rank has failed, and what it has bound stays known; also for values within others."""
+    inner = Payload((b"pickle",), within=((brought.ref.path, brought.ref),))
+    up.returns.add(0, "a", Done("ok", 0.1, frozenset("x"), values=inner))
+    assert next(each.ref for each in up.sent if isinstance(each, Piece)) == brought.ref
     up.returns.taken(Taken(brought.ref.path, 0, "2 MB are free."))
     _, (_, _, failure), (_, _, done) = up.said
     assert isinstance(failure, Failure)

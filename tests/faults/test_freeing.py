@@ -114,29 +114,15 @@ def test_one_rank_raises(world: World, source: str, length: int) -> None:
     goes_on(world)
 
 
-def test_a_subgroups_collective(world: World) -> None:
-    """A rank that waits for one of its subgroup's that has failed is freed."""
-    _, error = fails(
-        world,
-        "if rank == 2: raise ValueError('bad')\n"
-        "if rank == 0: dist.all_reduce(torch.ones(1), group=evens)",
-    )
-    assert "Rank 0 was waiting in all_reduce (line 2) and was released" in str(error)
-    goes_on(world)
+SKIPS = "if rank != 1:\n    dist.barrier()"
+SKIPPED = "ranks 0,2-3 wait in barrier, line 2; rank 1 finished the cell without"
 
 
-def test_a_skipped_collective(world: World) -> None:
-    """Ranks that wait for one that has finished the cell are freed, and the cell says so."""
-    _, error = fails(world, "if rank != 1:\n    dist.barrier()")
-    assert isinstance(error, RanksReleased)
-    assert str(error).startswith(
-        "ranks 0,2-3 wait in barrier, line 2; rank 1 finished the cell without"
-    )
-    goes_on(world)
-
-
-def test_a_cell_for_some_ranks(world: World) -> None:
-    """A cell for one rank with a collective of all cannot hang, and says why."""
+def test_ranks_that_do_not_come(world: World) -> None:
+    """Ranks that wait for one of their subgroup's, or for some that run no cell, are freed."""
+    source = "if rank == 2: raise ValueError('bad')\nif rank == 0: dist.barrier(group=evens)"
+    _, error = fails(world, source)
+    assert "Rank 0 was waiting in barrier (line 2) and was released" in str(error)
     running = world.submit(world.task("x = 1\ndist.barrier()", ranks=[0]))
     world.session.wait(running)
     assert str(running.error()) == (
@@ -206,15 +192,21 @@ def test_stop(world: World, waits: str) -> None:
     goes_on(world)
 
 
-def test_what_failed_before_is_over(world: World) -> None:
-    """Collectives of a group that was formed anew since are no sign of a wait."""
+def test_a_skipped_collective(world: World) -> None:
+    """Ranks that wait for one that has finished the cell are freed, and the cell says so.
+
+    Collectives of a group that was formed anew since are no sign of a wait.
+    """
     fails(
         world,
         "if rank == 1: raise ValueError('bad')\n"
         "works = [dist.all_reduce(torch.ones(3_000_000), async_op=True) for _ in range(20)]\n"
         "works[-1].wait()",
     )
-    test_a_skipped_collective(world)
+    _, error = fails(world, SKIPS)
+    assert isinstance(error, RanksReleased)
+    assert str(error).startswith(SKIPPED)
+    goes_on(world)
 
 
 def test_long_transfers_are_not_stuck(world: World) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import time
 from ipaddress import ip_address
 
@@ -38,6 +41,18 @@ def test_what_nccl_is(world: World, kind: str, fact: Fact) -> None:
     (about,) = {*world.gather("about")}
     fact(f"{kind}: class, name, can be connected anew", ", ".join(map(str, about)))
     assert lab.DEVICE == "cpu" or kind in about[1]
+
+
+def test_what_the_doctor_finds(gpu: str, fact: Fact) -> None:
+    """`nbdist doctor` names GPUs, driver and nccl; torch can use them, in another process."""
+    command = [sys.executable, "-m", "nbdist.terminal", "doctor"]
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    fact("doctor", " | ".join(line for line in lines if "torch " in line or " GPU" in line))
+    assert not [line for line in lines if line.startswith("problem: ") and "torch" in line]
+    if gpu == "cuda":
+        (torch,) = (line for line in lines if line.startswith("ok: torch "))
+        assert re.search(r" for (CUDA|ROCm) [\d.]+ · nccl [\d.]+ \(ProcessGroupNCCL2?\) ", torch)
+        assert any(line.startswith(f"ok: {lab.gpus()} GPU") for line in lines)
 
 
 def test_what_listens(world: World, kind: str, fact: Fact) -> None:

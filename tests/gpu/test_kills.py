@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +10,7 @@ from nbdist.world.world import World
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
 
-pytestmark = [lab.NCCL, pytest.mark.shared_world, pytest.mark.timeout(150)]
+pytestmark = [lab.NCCL, pytest.mark.shared_world(2), pytest.mark.timeout(150)]
 
 TIMES = 50
 
@@ -27,13 +26,6 @@ held = (
     psutil.Process().memory_full_info().uss >> 20,
 )
 """
-
-
-@pytest.fixture(scope="module")
-def started(kind: str) -> Iterator[World]:
-    """Two, so that each time takes less."""
-    with lab.make_world(kind, 2) as world:
-        yield world
 
 
 @pytest.mark.parametrize("end", LONGEST)

@@ -7,8 +7,6 @@ a step with what it left: the weights are taken from who knows them, or from a c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from nbdist.world.states import State
@@ -17,7 +15,8 @@ from tests.faults import test_training as faults
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
 
-pytestmark = [lab.NCCL, pytest.mark.shared_world, pytest.mark.timeout(75)]
+# Two workers: a sum of two is the same in any order.
+pytestmark = [lab.NCCL, pytest.mark.shared_world(2), pytest.mark.timeout(75)]
 
 KEEP = """
 saved = [p.detach().clone() for p in net.parameters()]
@@ -32,13 +31,6 @@ with torch.no_grad():
         for t, kept in zip(slots.values(), state[p]):
             t.copy_(kept)
 """
-
-
-@pytest.fixture(scope="module")
-def started(kind: str) -> Iterator[World]:
-    """Two workers: a sum of two is the same in any order."""
-    with lab.make_world(kind, 2) as world:
-        yield world
 
 
 @pytest.fixture

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from nbdist.errors import NbdistError
 from nbdist.world.world import World
 from tests.gpu import lab
 
-pytestmark = [lab.NCCL, pytest.mark.shared_world, pytest.mark.timeout(75)]
+BRIEF = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2"}
+
+pytestmark = [lab.NCCL, pytest.mark.shared_world(4, env=BRIEF), pytest.mark.timeout(75)]
 
 SECONDS = 8 if lab.DEVICE == "cuda" else 3
 """Longer than any watchdog waits that is told to wait for a second or two."""
@@ -24,13 +24,6 @@ CASES = {
     "dist.all_reduce(t); t.sum().item()",
     "a rank that never comes": "if rank != 1:\n    dist.all_reduce(t, group=brief); t.sum().item()",
 }
-
-
-@pytest.fixture(scope="module")
-def started(kind: str) -> Iterator[World]:
-    environ = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2"}
-    with lab.make_world(kind, 4, env=environ) as world:
-        yield world
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,36 +3,10 @@
 Everything is started when a test first asks for it, and ends with the run.  Where this is not root,
 or something is not installed, the tests that ask for it are skipped and say why.
 
-What a test can ask for:
-
-- `hosts`: a list of three `tests.hosts.network.Host`s: node1, node2, node3.  After the test all
-  trouble is undone (`Host.mend`), and what is left on any host is an error of the test:
-  processes, TCP ports that listen, `nbdist-*` folders, shared memory.  A module marked
-  `shared_world` is looked at after its last test only.
-- `network`: the same with the switch.  `network.address` and `network.address6` are those of this
-  machine, where the tests run: it is the notebook's.  `network.folder` is a folder of all hosts.
-- `sshd`: real ones, and aliases: `sshd.ssh("node1", "hostname")`; `sshd.environ` for a program that
-  calls `ssh`.  See `tests.hosts.sshd` for aliases that are refused, over IPv6, and so on.
-- `slurm`: `slurm.environ`, `slurm.run("srun", ...)`, `slurm.allocate("-N2")`, `slurm.cancel(job)`.
-- `etcd`: `etcd.address`.
-- `cluster`: a Ray, with its token; `cluster.address`, `cluster.actors(host)`
-- `path`: this process calls the `ssh` of `sshd`
-- `launch(hosts="node1:2,node2:2", ...)` -> a started `World`, ended after the test
-
-A host:
-
-- `name address address6 environ folder`
-- `run("line of sh")` or `run(["command", "word"])` -> CompletedProcess with text; `popen(...)`,
-  ended by `network.end(process)`; `argv(...)`, the command line that does it; `path("/tmp")`, how a
-  file of the host's is reached from here
-- `processes()` -> pid: command line; `listening()` -> ports; `left()` -> what a test has left
-- `link_down() link_up() slow(delay=0.05, loss=0.01) fast() limit(100) block_port(80) block_port()
-  block_port_of(address, 80) set_clock(3600) set_names({}) mend()`
-- `kill_all()`: what a reset of its power does to processes
-
-A host shares programs, this repository, `/run` and the processor with all others, and nothing else:
-its `/tmp`, `/dev/shm`, `/etc` and home folder are its own.  `hosts[0].run("python ...")` is the
-Python that runs the tests.
+After a test all trouble is undone (`Host.mend`), and what is left on any host is an error of the
+test: processes, ports that listen, `nbdist-*` folders, shared memory.  A module marked
+`shared_world` is looked at after its last test only.  A host shares programs, this repository,
+`/run` and the processor with all others, and nothing else.
 """
 
 from __future__ import annotations
@@ -44,15 +18,9 @@ from typing import Any
 import pytest
 
 from nbdist.world.world import World
-from tests.hosts import etcd as etcds
 from tests.hosts import network as networks
-from tests.hosts import ray_cluster as rays
-from tests.hosts import slurm as slurms
 from tests.hosts import sshd as sshds
-from tests.hosts.etcd import Etcd
 from tests.hosts.network import Host, Network
-from tests.hosts.ray_cluster import RayCluster
-from tests.hosts.slurm import Slurm
 from tests.hosts.sshd import Sshd
 from tests.hosts.worlds import new_world
 
@@ -89,49 +57,6 @@ def path(sshd: Sshd) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", sshd.environ["PATH"])
         yield
-
-
-@pytest.fixture(scope="session")
-def slurm(network: Network) -> Iterator[Slurm]:
-    """A real Slurm over the hosts."""
-    if reason := slurms.missing():
-        pytest.skip(reason)
-    slurm = Slurm(network)
-    yield slurm
-    slurm.close()
-
-
-@pytest.fixture(scope="session")
-def etcd(network: Network) -> Iterator[Etcd]:
-    """A real etcd on the first host."""
-    if reason := etcds.missing():
-        pytest.skip(reason)
-    etcd = Etcd(network, network.hosts[0])
-    yield etcd
-    etcd.close()
-
-
-@pytest.fixture(scope="session")
-def ray(network: Network) -> Iterator[RayCluster]:
-    """A real Ray, with a node on each of the first two hosts."""
-    if reason := rays.missing():
-        pytest.skip(reason)
-    cluster = RayCluster(network)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.close()
-
-
-@pytest.fixture(scope="module")
-def cluster(ray: RayCluster) -> Iterator[RayCluster]:
-    """It, which this process knows, and whose token it has."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", ray.address)
-        for name, value in ray.environ.items():
-            patch.setenv(name, value)
-        yield ray
 
 
 @pytest.fixture(scope="module")

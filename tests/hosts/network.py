@@ -24,8 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.hosts import slow_link
-
 ROOT = Path(__file__).parents[2]
 HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc")
@@ -40,8 +38,6 @@ OF_RUN = re.compile(r"/nbh-([0-9]+)-")
 
 # The kernel's number for a TCP socket that listens, in /proc/net/tcp.
 LISTENS = "0A"
-
-CLOCK = Path(__file__).with_name("clock.c")
 
 
 def missing() -> str | None:
@@ -108,7 +104,6 @@ class Host:
         self._port = f"{network.prefix}p{number}"  # the switch's end of its cable
         self._lasting: set[int] = set()
         self._lasting_ports: set[int] = set()
-        self._delayed: subprocess.Popen[bytes] | None = None
         self._holder = self._hold()
         self._plug_in()
 
@@ -269,38 +264,6 @@ class Host:
         # With the carrier the kernel takes its IPv6 routes away.
         self._give_addresses()
 
-    def slow(self, *, delay: float = 0.05, loss: float = 0.01) -> None:
-        """Have each frame of its cable take so many seconds, in both directions, or get lost.
-
-        By a program of ours between the host and the switch: this works where the kernel has no
-        netem.  `loss` is a fraction.
-        """
-        self.fast()
-        near, far = f"{self._port}a", f"{self._port}b"
-        sh("ip", "link", "add", near, "type", "veth", "peer", "name", far)
-        sh("ip", "link", "set", near, "up")
-        sh("ip", "link", "set", self._port, "nomaster")
-        sh("ip", "link", "set", far, "master", self._network.prefix, "up")
-        self._delayed = subprocess.Popen(
-            [
-                *("setpriv", "--pdeathsig", "KILL", sys.executable, slow_link.__file__),
-                *(self._port, near, str(delay), str(loss)),
-            ],
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        hurry(self._delayed.pid)  # A cable does not wait for a processor.
-        assert self._delayed.stdout is not None
-        assert self._delayed.stdout.readline() == b"ready\n", "the slow link did not come up"
-
-    def fast(self) -> None:
-        """Undo `slow`."""
-        if self._delayed is not None:
-            end(self._delayed)
-            self._delayed = None
-            sh("ip", "link", "delete", f"{self._port}a")
-            sh("ip", "link", "set", self._port, "master", self._network.prefix)
-
     def limit(self, megabits: int) -> None:
         """Have its cable carry so many million bits a second, in each direction."""
         self.no_limit()
@@ -313,38 +276,19 @@ class Host:
         self.run("tc qdisc del dev eth0 root", check=False)
         subprocess.run(["tc", "qdisc", "del", "dev", self._port, "root"], capture_output=True)
 
-    def block_port(self, port: int | None = None) -> None:
-        """Drop what others send to a TCP port of this host, or to any, as a silent firewall."""
-        what = f"tcp dport {port}" if port else "meta l4proto tcp tcp flags syn / syn,ack"
+    def block(self, rule: str, hook: str = "input") -> None:
+        """Drop what this rule of nft's says, as a silent firewall does, until `mend`."""
         self.run(["nft", "add table inet nbt"])
-        self.run(["nft", "add chain inet nbt in { type filter hook input priority 0 ; }"])
-        self.run(["nft", f"add rule inet nbt in iifname eth0 {what} drop"])
+        self.run(["nft", f"add chain inet nbt {hook} {{ type filter hook {hook} priority 0 ; }}"])
+        self.run(["nft", f"add rule inet nbt {hook} {rule} drop"])
 
     def block_from(self, address: str) -> None:
-        """Drop what comes from another host, until `mend`; that host goes on sending it."""
-        family = "ip6" if ":" in address else "ip"
-        self.run(["nft", "add table inet nbt"])
-        self.run(["nft", "add chain inet nbt in { type filter hook input priority 0 ; }"])
-        self.run(["nft", f"add rule inet nbt in {family} saddr {address} drop"])
+        """Drop what comes from another host, which goes on sending it."""
+        self.block(f"{_family(address)} saddr {address}")
 
-    def block_port_of(self, address: str, port: int) -> None:
-        """Drop what this host sends to a TCP port of another machine."""
-        family = "ip6" if ":" in address else "ip"
-        self.run(["nft", "add table inet nbt"])
-        self.run(["nft", "add chain inet nbt out { type filter hook output priority 0 ; }"])
-        self.run(["nft", f"add rule inet nbt out {family} daddr {address} tcp dport {port} drop"])
-
-    def set_clock(self, ahead: float) -> None:
-        """Have what is started on the host from now on see another time: so many seconds later.
-
-        The kernel has one clock for all namespaces; a library that the loader puts into every
-        program adds the seconds.  Needs gcc.
-        """
-        library = self.folder / "etc" / "clock.so"
-        if not library.exists():
-            sh("gcc", "-O1", "-shared", "-fPIC", "-o", str(library), str(CLOCK))
-        (self.folder / "etc" / "clock.ahead").write_text(repr(ahead))
-        (self.folder / "etc" / "ld.so.preload").write_text("/etc/clock.so\n")
+    def block_to(self, address: str, what: str = "tcp flags syn / syn,ack") -> None:
+        """Drop what this host sends to another machine: by default what makes connections."""
+        self.block(f"{_family(address)} daddr {address} {what}", "output")
 
     def set_names(self, names: Mapping[str, str]) -> None:
         """Have the host know these names, and localhost: name -> address."""
@@ -354,25 +298,22 @@ class Host:
 
     def mend(self) -> None:
         """Undo all of the above."""
-        self.fast()
         self.no_limit()
-        (self.folder / "etc" / "ld.so.preload").unlink(missing_ok=True)
         self.link_up()
         self.run(["nft", "flush ruleset"])
         self.set_names({host.name: host.address for host in self._network.everything})
 
     # --- ending -------------------------------------------------------------------------
 
-    def kill_all(self, but: Sequence[int] = ()) -> None:
+    def kill_all(self) -> None:
         """Kill every process of the host that is no daemon, as a reset of its power does."""
         for pid in self.processes():
-            if pid not in but and not self._is_lasting(pid):
+            if not self._is_lasting(pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End all that is on it, and the host."""
-        self.fast()
         for pid in self.processes():
             if pid != self._holder.pid:
                 with suppress(ProcessLookupError):
@@ -460,6 +401,10 @@ def _covering(folder: Path, ours: Path) -> Iterator[str]:
             yield f"mkdir -p '{place}'"
             yield f"mount --bind '{path}' '{place}'"
     yield f"mount --rbind '{ours}' '{folder}'"
+
+
+def _family(address: str) -> str:
+    return "ip6" if ":" in address else "ip"
 
 
 def _command(pid: int) -> str:

@@ -95,19 +95,10 @@ def wrapped(host: Host, file: str = "", text: str = "", temporary: str = "/tmp")
 # --- the way from host to host ----------------------------------------------------------------
 
 
-def drop_new(host: Host, address: str) -> None:
-    """Have the host connect to another machine no more, as a firewall that says nothing."""
-    host.run(["nft", "add table inet nbt"])
-    host.run(["nft", "add chain inet nbt out { type filter hook output priority 0 ; }"])
-    family = "ip6" if ":" in address else "ip"
-    rule = f"{family} daddr {address} tcp flags syn / syn,ack drop"
-    host.run(["nft", f"add rule inet nbt out {rule}"])
-
-
 def test_a_host_that_does_not_reach_the_notebook(hosts: list[Host], network: Network) -> None:
     """Each address of the notebook's is named, with the port."""
     for address in (network.address, network.address6):
-        drop_new(hosts[1], address)
+        hosts[1].block_to(address)
     said = refused("node1:1,node2:1", address=network.address)
     where = f"node2 cannot reach the notebook's machine at {network.address}:"
     assert said.startswith(f"the agent on node2 could not start: {where}")
@@ -116,7 +107,7 @@ def test_a_host_that_does_not_reach_the_notebook(hosts: list[Host], network: Net
 
 def test_hosts_that_do_not_reach_one_another(hosts: list[Host]) -> None:
     """Which one, the other's address and port, before a rank waits for the group."""
-    drop_new(hosts[0], hosts[1].address)
+    hosts[0].block_to(hosts[1].address)
     said = refused("node1:1,node2:1")
     where = f"node1 cannot reach node2 at {hosts[1].address}:"
     assert said.startswith(f"the workers could not start: {where}")
@@ -125,13 +116,16 @@ def test_hosts_that_do_not_reach_one_another(hosts: list[Host]) -> None:
 
 # --- what differs from host to host -----------------------------------------------------------
 
+AHEAD = "import time\nof_kernel = time.time_ns\ntime.time_ns = lambda: of_kernel() + 3600 * 10**9\n"
+
 
 def test_a_clock_that_is_an_hour_ahead(hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rank failed first is right all the same, and after how long; with a full disk there."""
     monkeypatch.setenv("NBDIST_LOG_DIR", "/tmp/logs")
-    hosts[0].set_clock(3600)
+    python = wrapped(hosts[0], "sitecustomize.py", AHEAD)
+    wrapped(hosts[1])
     hosts[0].run("mkdir /tmp/logs && mount -t tmpfs -o size=16k tmpfs /tmp/logs")
-    with World(hosts="node1:1,node2:1", show=False) as world:
+    with World(hosts="node1:1,node2:1", show=False, python=python) as world:
         world.execute("print('x' * 100_000)")
         source = f"{SUM}\nimport time\nif rank == 0: time.sleep(1)\nassert False, rank"
         with pytest.raises(WorkerError) as found:

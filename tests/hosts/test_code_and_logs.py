@@ -14,7 +14,7 @@ import pytest
 
 from nbdist.errors import WorkerError
 from nbdist.notebook.commands.inspect import last_lines
-from nbdist.wire.files import GetLogs
+from nbdist.wire.views import GetLogs
 from nbdist.world.world import World
 from tests.hosts.network import Host
 from tests.hosts.sshd import Sshd
@@ -117,3 +117,56 @@ def test_logs_of_all_hosts_are_read(world: World) -> None:
     assert ["/node1/" in tails[0].file, "/node2/" in tails[1].file] == [True, True]
     found = last_lines(tails[1], get, world.session.ask, re.compile("line [0-4] of"))
     assert found == tuple(f"line {number} of 1" for number in range(5))
+
+
+# --- what listens ------------------------------------------------------------------------------
+
+
+def test_where_gloo_listens(world: World, hosts: list[Host]) -> None:
+    """On the one address by which the agent has reached the head, and nothing else does."""
+    world.execute(
+        "import psutil\n"
+        "found = [each.laddr.ip for each in psutil.Process().net_connections('tcp')\n"
+        "         if each.status == psutil.CONN_LISTEN]"
+    )
+    assert world.gather("found") == [[hosts[0].address], [hosts[1].address]]
+
+
+LOCAL = """
+import sys
+from nbdist import World
+with World(2, log_dir="") as world:
+    world.execute("import torch.distributed as dist; dist.barrier()")
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+SCAN = """
+import socket, sys
+for port in range(1, 65536):
+    with socket.socket() as stranger:
+        if stranger.connect_ex((sys.argv[1], port)) == 0:
+            print(port)
+"""
+
+
+def test_a_scan_of_a_local_world(world: World, hosts: list[Host]) -> None:
+    """From another host no port is open that was not before; what listens does so on loopback."""
+    host, stranger = hosts[0], hosts[1]
+
+    def listening() -> set[str]:
+        return {line.split()[3] for line in host.run("ss -Hltn").stdout.splitlines()}
+
+    before = listening()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with host.popen([sys.executable, "-c", LOCAL], **pipes) as notebook:
+        assert notebook.stdout is not None
+        assert notebook.stdout.readline() == b"ready\n"
+        new = listening() - before
+        scan = stranger.run([sys.executable, "-c", SCAN, host.address], timeout=SOON)
+        notebook.communicate()
+    found = set(scan.stdout.split())
+    assert found
+    assert found <= {each.rpartition(":")[2] for each in before}
+    assert len(new) == 2  # gloo's, one for each rank
+    assert all(each.startswith("127.0.0.1:") for each in new)

@@ -2,14 +2,70 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from nbdist.cluster.ticket import KeyPair, Ticket, write_join_key
-from tests.hosts.launched import JOIN, Joined, bring_key, lives
-from tests.hosts.network import Host, Network
+from nbdist.cluster.ticket import KeyPair, Ticket, read_key_file, write_join_key
+from nbdist.world.world import World
+from tests.hosts.launched import Launched, lives
+from tests.hosts.network import Host, Network, end
+from tests.hosts.worlds import has_come
+from tests.traces import shows
+from tests.waiting import SOON, wait_until
+
+JOIN = f"{sys.executable} -m nbdist.terminal join"
+INVITATION = re.compile(r"`nbdist join (\S+)`")
+
+
+class Joined(Launched):
+    """Hosts on which somebody runs what the notebook shows; they share no home folder."""
+
+    def __init__(self, network: Network, offers: Path) -> None:
+        super().__init__(
+            "join",
+            {"launcher": "join", "layout": "2x2", "address": network.address},
+            "`nbdist join .*` on a machine has it come",
+        )
+        self._hosts, self._offers, self._place = network.hosts[:2], offers, ""
+        self.commands: list[subprocess.Popen[bytes]] = []
+
+    def hear(self, said: str) -> None:
+        found = INVITATION.search(said)
+        if found and found[1] != self._place:
+            self._place = found[1]
+            for host in self._hosts:
+                bring_key(self._offers, host)
+                self._join(host)
+
+    def _join(self, host: Host) -> None:
+        """With the key from a file, or from stdin; the first is to have the first ranks."""
+        number = self._hosts.index(host)
+        key = ("/tmp/key", "- </tmp/key")[number]
+        command = f"{JOIN} {self._place} --index {number} --key-file {key}"
+        self.commands.append(host.popen(f"exec {command}", stderr=subprocess.DEVNULL))
+
+    def come_back(self, world: World, host: Host) -> None:
+        """Run the command there again; meanwhile the key is in no argument or environment."""
+        secret = read_key_file(next(self._offers.iterdir())).keys.secret
+        for each in self._hosts:
+            found = [shows(pid, secret) for pid in each.processes()]
+            assert "" in found
+            assert not any(found)
+        self._join(host)
+        wait_until(lambda: has_come(world), f"{host} to come again")
+
+
+def bring_key(offers: Path, host: Host) -> None:
+    """Copy the key to the host, as a user does, as /tmp/key."""
+    (file,) = offers.iterdir()
+    key = host.path("/tmp/key")
+    key.touch(mode=0o600)
+    key.write_bytes(file.read_bytes())
 
 
 @pytest.fixture
@@ -20,10 +76,17 @@ def offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_world(network: Network, hosts: list[Host], offers: Path) -> None:
-    """It lives as over ssh."""
+    """It lives as over ssh; the commands end with it, the first with 0, and the key is gone."""
     joined = Joined(network, offers)
-    lives(joined, network)
-    joined.close()
+    try:
+        lives(joined, network)
+        assert joined.commands[0].wait(SOON) == 0
+        for command in joined.commands:
+            command.wait(SOON)
+        assert not [*offers.iterdir()]
+    finally:
+        for command in joined.commands:
+            end(command) if command.poll() is None else None
 
 
 def test_who_cannot_come_is_told_in_a_line(
@@ -36,7 +99,7 @@ def test_who_cannot_come_is_told_in_a_line(
         write_join_key(Ticket((network.address,), port, KeyPair.new().public, KeyPair.new()))
         bring_key(offers, hosts[0])
         assert "has no key for it. Where the home folder is not" in refused(hosts[1], place)
-        hosts[0].block_port_of(network.address, port)
+        hosts[0].block_to(network.address, f"tcp dport {port}")
         told = refused(hosts[0], f"{place} --key-file /tmp/key")
         assert "no world waits there (no answer)" in told
         hosts[0].mend()

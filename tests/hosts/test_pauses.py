@@ -1,8 +1,9 @@
-"""Heads, agents, cables and networks that stand still for a while: what is kept, and said."""
+"""Cables that are out and networks that stand still for a while: what is kept, and said."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
 from tests.hosts.network import Host
-from tests.hosts.pauses import PARTS, kept
 from tests.hosts.worlds import check_whole, new_world
 
 pytestmark = pytest.mark.shared_world
@@ -19,8 +19,6 @@ PAUSE = 4.0
 """Seconds in which TCP sends what was lost again, and libzmq's signs of life are missed."""
 
 RETRIES = "/proc/sys/net/ipv4/tcp_retries2"
-
-REDUCE = "dist.all_reduce(torch.ones(1))"
 
 
 @pytest.fixture(scope="module")
@@ -31,27 +29,35 @@ def started(path: None, hosts_of_module: list[Host]) -> Iterator[World]:
 
 
 @pytest.fixture
-def world(started: World, hosts: list[Host]) -> World:
-    """It, with a group whose connections are made."""
+def world(started: World, hosts: list[Host]) -> Iterator[World]:
+    """It, with a group whose connections are made; no test may lose a rank."""
     check_whole(started)
-    return started
+    pids = dict(started.pids)
+    yield started
+    hosts[1].mend()
+    check_whole(started)
+    assert started.pids == pids
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_short_pause(part: str, world: World, hosts: list[Host]) -> None:
-    """No rank loses anything."""
-    pids = dict(world.pids)
-    assert kept(world, hosts[1], PARTS[part], PAUSE) == [0, 1, 2, 3]
-    assert world.pids == pids
-
-
-def until_stalled(world: World, source: str, ends: str) -> RunningTask:
+def until_stalled(
+    world: World, source: str = "dist.all_reduce(torch.ones(1))", ends: str = "node1 and node2"
+) -> RunningTask:
     """Run a cell until it says that the network between these is."""
     running = world.session.submit(world.session.task(source))
     for _ in world.session.follow(running):
         if re.search(f"the network between {ends} is stalled", running.waits):
             return running
     pytest.fail(f"the cell has ended: {running.error()}")
+
+
+def test_a_cable_that_is_out_for_a_while(world: World, hosts: list[Host]) -> None:
+    """No rank loses anything; `tests/cluster/test_pauses.py` has heads and agents that stop."""
+    world.execute("kept = rank")
+    hosts[1].link_down()
+    time.sleep(PAUSE)
+    hosts[1].link_up()
+    check_whole(world)
+    assert world.gather("kept") == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("sender", [0, 2])
@@ -69,16 +75,12 @@ def test_a_network_that_is_stalled(sender: int, world: World, hosts: list[Host])
 
 
 def test_stop_where_the_network_is_stalled(world: World, hosts: list[Host]) -> None:
-    """Both hosts are named; control is given back, and nothing is lost."""
+    """Control is given back, and nothing is lost."""
     hosts[1].block_from(hosts[0].address)
-    running = until_stalled(world, REDUCE, "node1 and node2")
-    pids = dict(world.pids)
+    running = until_stalled(world)
     world.session.interrupt()
     world.session.wait(running)
     assert not running.unfinished
-    hosts[1].mend()
-    check_whole(world)
-    assert world.pids == pids
 
 
 def test_a_network_that_does_not_come_back(world: World, hosts: list[Host]) -> None:
@@ -87,8 +89,7 @@ def test_a_network_that_does_not_come_back(world: World, hosts: list[Host]) -> N
         host.run(f"echo 4 >{RETRIES}")
     try:
         hosts[1].block_from(hosts[0].address)
-        pids = dict(world.pids)
-        running = until_stalled(world, REDUCE, "node1 and node2")
+        running = until_stalled(world)
         for _ in world.session.follow(running):
             if running.transcript.errors:
                 hosts[1].mend()
@@ -96,5 +97,3 @@ def test_a_network_that_does_not_come_back(world: World, hosts: list[Host]) -> N
     finally:
         for host in hosts[:2]:
             host.run(f"echo 15 >{RETRIES}")
-    check_whole(world)
-    assert world.pids == pids

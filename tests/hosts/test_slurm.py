@@ -1,16 +1,24 @@
 """Worlds in a real Slurm: in an allocation, in one of their own, and when Slurm says no.
 
 The tests' machine is one from which jobs are submitted, and is itself in no allocation's nodes.
+
+A real Slurm over the hosts: munged, slurmctld on a host of its own, slurmd on each other.
+
+Each node has 8 CPUs, 16,000 MB and 2 GPUs, none of which it has.  On the hosts Slurm's commands
+need nothing; on this machine they need `Slurm.environ`.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,11 +27,201 @@ from nbdist.errors import AgentLost, StartError, WorkerDied
 from nbdist.system.processes import children_of
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.hosts.launched import Allocated, lives
-from tests.hosts.network import Host, Network
-from tests.hosts.slurm import GPUS, Slurm
+from tests.hosts.launched import allocated, lives
+from tests.hosts.network import Host, Network, end, of_tests
 from tests.hosts.worlds import check_whole
-from tests.waiting import once, press_stop, wait_until
+from tests.waiting import SOON, once, press_stop, wait_until
+
+DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scancel")
+CONTROLLER_PORT, NODE_PORT = 6817, 6818
+CPUS, GPUS = 8, 2
+
+CONFIG = """\
+ClusterName=nbdist
+SlurmctldHost={control}({address})
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+SlurmdParameters=config_overrides
+GresTypes=gpu
+ReturnToService=2
+KillWait=2
+TaskProlog={folder}/prolog
+DefMemPerCPU=100
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no Slurm here, or None."""
+    if absent := [name for name in DAEMONS if not shutil.which(name)]:
+        return f"no {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client munge)"
+    return None
+
+
+class Slurm:
+    """A cluster of one partition whose nodes are the hosts of a network."""
+
+    def __init__(self, network: Network) -> None:
+        self.folder = network.folder / "slurm"
+        self.folder.mkdir(mode=0o755)
+        (self.folder / "state").mkdir()
+        self.nodes = network.hosts
+        self.control = network.add("control")
+        self.config = self.folder / "slurm.conf"
+        self._write_config()
+        self._processes = [self._start_munged()]
+        self._start(self.control, "slurmctld", CONTROLLER_PORT)
+        for node in self.nodes:
+            self._start(node, "slurmd", NODE_PORT)
+        wait_until(self._is_up, f"Slurm's nodes are not idle; see {self.folder}")
+        for child in self.control.processes():  # slurmctld has one to run scripts
+            self.control.lasts(child)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """For Slurm's commands on this machine."""
+        return {"SLURM_CONF": str(self.config)}
+
+    def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """What one of Slurm's commands does on this machine, outside of any allocation."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        done = subprocess.run(
+            words, env=kept | self.environ, capture_output=True, text=True, timeout=SOON
+        )
+        assert not check or done.returncode == 0, f"{words}: {done.stderr}{done.stdout}"
+        return done
+
+    def allocate(self, *options: str) -> int:
+        """The number of a new allocation that lasts until it is cancelled."""
+        done = self.run("salloc", "--no-shell", "--immediate=10", *options)
+        return int(done.stderr.split("Granted job allocation ")[1].split()[0])
+
+    def cancel(self, job: int) -> None:
+        """End an allocation, and wait until Slurm has forgotten what ran in it."""
+        self.run("scancel", str(job), check=False)
+        wait_until(lambda: job not in self.jobs(), f"job {job} is still there")
+
+    @contextmanager
+    def inside(self, *options: str) -> Iterator[int]:
+        """Have this process be in a new allocation, as in the shell of a `salloc`."""
+        job = self.allocate(*options)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in {**self.environ, "SLURM_JOB_ID": str(job)}.items():
+                patch.setenv(name, value)
+            yield job
+        self.cancel(job)
+
+    def jobs(self) -> list[int]:
+        """The numbers of all that Slurm has not done with."""
+        done = self.run("squeue", "--noheader", "--format=%A")
+        return [int(line) for line in done.stdout.split()]
+
+    def close(self) -> None:
+        for process in reversed(self._processes):
+            end(process, signal.SIGKILL)  # what they would write down is not read again
+
+    def _is_up(self) -> bool:
+        done = self.run("sinfo", "--noheader", "--format=%T %D", check=False)
+        return done.stdout.split() == ["idle", str(len(self.nodes))]
+
+    def _write_config(self) -> None:
+        names = ",".join(node.name for node in self.nodes)
+        has = f"CPUs={CPUS} RealMemory=16000 Gres=gpu:{GPUS} State=UNKNOWN"
+        lines = [
+            CONFIG.format(
+                control=self.control.name,
+                address=self.control.address,
+                folder=self.folder,
+                controller_port=CONTROLLER_PORT,
+                node_port=NODE_PORT,
+            ),
+            *(f"NodeName={node.name} NodeAddr={node.address} {has}\n" for node in self.nodes),
+            f"PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP\n",
+        ]
+        self.config.write_text("".join(lines))
+        prolog = self.folder / "prolog"
+        prolog.write_text(
+            "#!/bin/sh\n"
+            + "".join(f"echo export {name}={value}\n" for name, value in of_tests().items())
+        )
+        prolog.chmod(0o755)
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        # Any two device files will do: nothing opens them.
+        (self.folder / "gres.conf").write_text(
+            f"NodeName={names} Name=gpu File=/dev/zero\nNodeName={names} Name=gpu File=/dev/null\n"
+        )
+        for host in [self.control, *self.nodes]:
+            host.run("rm -rf /etc/slurm")
+            host.run(["ln", "-s", str(self.folder), "/etc/slurm"])
+
+    def _start_munged(self) -> subprocess.Popen[bytes]:
+        """One for all: they share a clock and a key."""
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        files = {
+            "key-file": key,
+            "socket": self.folder / "munge.socket",
+            "log-file": self.folder / "munge.log",
+            "pid-file": self.folder / "munge.pid",
+            "seed-file": self.folder / "munge.seed",
+        }
+        options = [f"--{name}={path}" for name, path in files.items()]
+        process = _popen(["munged", "--foreground", "--force", *options])
+        wait_until((self.folder / "munge.socket").exists, "munged did not start")
+        return process
+
+    def _start(self, host: Host, daemon: str, port: int) -> None:
+        process = host.popen(
+            [str(shutil.which(daemon)), "-D"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._processes.append(process)
+        host.lasts(process.pid, port)
+
+
+def _popen(command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["setpriv", "--pdeathsig", "KILL", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def slurm(network: Network) -> Iterator[Slurm]:
+    """A real Slurm over the hosts."""
+    if reason := missing():
+        pytest.skip(reason)
+    slurm = Slurm(network)
+    yield slurm
+    slurm.close()
+
+
+@pytest.fixture(scope="module")
+def slurm_here(slurm: Slurm) -> Iterator[Slurm]:
+    """Its commands work on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in slurm.environ.items():
+            patch.setenv(name, value)
+        yield slurm
 
 
 def make_world(layout: str = "2x1", **options: object) -> World:
@@ -47,15 +245,6 @@ def start_killed_in_queue(world: World) -> None:
                 each.kill()
 
 
-@pytest.fixture(scope="module")
-def slurm_here(slurm: Slurm) -> Iterator[Slurm]:
-    """Its commands work on this machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in slurm.environ.items():
-            patch.setenv(name, value)
-        yield slurm
-
-
 @pytest.fixture
 def job(slurm_here: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """This process is in an allocation of two nodes."""
@@ -76,7 +265,8 @@ def world(job: int, hosts: list[Host]) -> Iterator[World]:
 def test_a_world(slurm_here: Slurm, hosts: list[Host], network: Network) -> None:
     """In an allocation it lives as over ssh."""
     with slurm_here.inside("-N2") as job:
-        lives(Allocated(slurm_here, job), network)
+        steps = ("squeue", "--steps", "--noheader", "--format=%i", f"--jobs={job}")
+        lives(allocated("slurm", lambda: slurm_here.run(*steps).stdout.split()), network)
 
 
 def test_a_world_in_an_allocation(world: World, job: int, slurm_here: Slurm) -> None:
@@ -145,24 +335,15 @@ def test_a_salloc_that_is_killed(slurm_here: Slurm, hosts: list[Host]) -> None:
     slurm_here.cancel(job)
 
 
-@pytest.mark.parametrize(("taken", "nodes"), [("", 2), ("-N2", 1)])
-def test_a_range_of_nodes(slurm_here: Slurm, hosts: list[Host], taken: str, nodes: int) -> None:
-    """As many as are free: who comes after the first is taken in before the next cell."""
-    others = [slurm_here.allocate(taken, "--exclusive")] if taken else []
+def test_a_range_of_nodes(slurm_here: Slurm, hosts: list[Host]) -> None:
+    """As many as are free: here one of two."""
+    other = slurm_here.allocate("-N2", "--exclusive")
     with make_world("1:2x1", salloc="-p main", name="range") as world:
         shown = slurm_here.run("squeue", "--noheader", "--name=range", "--format=%D").stdout
-        assert shown.split() == [str(nodes)]
-        wait_until(lambda: has_ranks(world, nodes), "all are there")
-        check_whole(world, nodes)
-    for job in others:
-        slurm_here.cancel(job)
+        assert shown.split() == ["1"]
+        check_whole(world, 1)
+    slurm_here.cancel(other)
     wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
-
-
-def has_ranks(world: World, number: int) -> bool:
-    """Whether there are so many, once who has come is taken in."""
-    world.execute("pass")
-    return world.size == number
 
 
 @pytest.mark.parametrize(
@@ -179,7 +360,6 @@ def has_ranks(world: World, number: int) -> bool:
             "`--salloc --gpus-per-node=9`: Slurm says: Job submit/allocate failed: Requested node "
             "configuration is not available.",
         ),
-        ({"launcher": "slurm"}, "`--launcher slurm`: the notebook is in no allocation of Slurm's."),
     ],
 )
 def test_what_slurm_refuses(
@@ -190,14 +370,6 @@ def test_what_slurm_refuses(
         make_world(**options).start()
     assert str(found.value).startswith(f"the workers could not start: {told}")
     assert "\n" not in str(found.value)
-
-
-def test_no_srun(job: int, hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line."""
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", "/nowhere")
-        with pytest.raises(StartError, match="there is no `scontrol` on this machine"):
-            make_world().start()
 
 
 @pytest.fixture

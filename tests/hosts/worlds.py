@@ -84,3 +84,14 @@ def lose(world: World, network: Network, do: Callable[[], object]) -> str:
     with pytest.raises(WorkerDied) as caught:
         session.check(running)
     return str(caught.value)
+
+
+def has_come(world: World) -> bool:
+    """Whether a machine has come that could be taken in."""
+    world.session.receive(0.1)
+    return bool(world.session.have_come)
+
+
+def ours_on(host: Host) -> list[str]:
+    """What is there of a world; daemons take their time to find that nobody is there any more."""
+    return [line for line in host.left() if "nbdist" in line and "sshd: " not in line]

@@ -338,7 +338,7 @@ for epoch in tqdm(range(3), desc="epoch", mininterval=0):
 
 def test_datasets(world: World, tmp_path: Path) -> None:
     """So is that of `Dataset.map`."""
-    pytest.importorskip("datasets", reason="datasets is not installed")
+    needs("datasets")
     found = drawn(
         world,
         tmp_path,

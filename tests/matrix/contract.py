@@ -136,38 +136,40 @@ NEEDS = (
     Needs("ProcessGroupNCCL2", f"{HEALING} abort get_error name", since=(2, 14), nccl=True),
 )
 
-ARGUMENTS: Mapping[str, tuple[tuple[int, int], Callable[[], Any], str]] = {
-    "_dump_fr_trace_json": (
+OF_NCCL = (2, 7) if HAS_NCCL else (9, 0)
+ARGUMENTS: tuple[tuple[str, tuple[int, int], Callable[[], Any], str], ...] = (
+    (
+        "_dump_fr_trace_json",
         (2, 15),
         lambda: c10d._dump_fr_trace_json,
         "includeCollectives onlyActive backend",
     ),
-    "ProcessGroupNCCL.__init__": (
-        (2, 7) if HAS_NCCL else (9, 0),
-        lambda: c10d.ProcessGroupNCCL.__init__,
-        "store rank size options",
-    ),
-    "_dump_nccl_trace_json": (
-        (2, 7) if HAS_NCCL else (9, 0),
+    (
+        "_dump_nccl_trace_json",
+        OF_NCCL,
         lambda: c10d._dump_nccl_trace_json,
         "includeCollectives onlyActive",
     ),
-    "_process_group_name": (
+    (
+        "ProcessGroupNCCL",
+        OF_NCCL,
+        lambda: c10d.ProcessGroupNCCL.__init__,
+        "store rank size options",
+    ),
+    ("ProcessGroupGloo", (2, 7), lambda: ProcessGroupGloo.__init__, "store rank size options"),
+    (
+        "_process_group_name",
         (2, 7),
         lambda: distributed_c10d._process_group_name,
         "ranks use_hashed_name",
     ),
-    "ProcessGroup._register_backend": (
+    (
+        "ProcessGroup._register_backend",
         (2, 7),
         lambda: ProcessGroup._register_backend,
         "device backend_type backend",
     ),
-    "ProcessGroupGloo.__init__": (
-        (2, 7),
-        lambda: ProcessGroupGloo.__init__,
-        "store rank size options",
-    ),
-}
+)
 
 
 def names() -> Iterator[str]:
@@ -179,7 +181,7 @@ def names() -> Iterator[str]:
             yield f"{needs.of}: {error}"
             continue
         yield from (f"{needs.of}.{n}" for n in needs.names.split() if not hasattr(holder, n))
-    for name, (since, find, wanted) in ARGUMENTS.items():
+    for name, since, find, wanted in ARGUMENTS:
         if since <= VERSION:
             yield from _arguments(name, find, wanted)
     yield from (f"ProcessGroup.{name}" for name in OPERATIONS if not hasattr(ProcessGroup, name))
@@ -315,26 +317,28 @@ def models() -> Iterator[str]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model: Any = DistributedDataParallel(nn.Linear(2, 2))
     _steps(model)
-    for name in (
-        *("_update_process_group", "process_group", "device_ids", "output_device", "reducer"),
-        *("logger", "static_graph", "_comm_hooks"),
-        *("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper"),
-        *("_get_ddp_logging_data", "bucket_bytes_cap"),
-    ):
-        if not hasattr(model, name):
-            yield f"DistributedDataParallel.{name}"
+    yield from _lacks("DistributedDataParallel", model, DDP)
     for of in ("reducer", "logger"):
-        if not hasattr(getattr(model, of), "_set_static_graph"):
-            yield f"DistributedDataParallel.{of}._set_static_graph"
+        yield from _lacks(f"DistributedDataParallel.{of}", getattr(model, of), "_set_static_graph")
     logged = model._get_ddp_logging_data()
     for name in ("has_rebuilt_buckets", "rebuilt_per_bucket_param_indices"):
         if name not in logged:
             yield f"_get_ddp_logging_data()[{name}]"
     static: Any = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
     _steps(static)
-    if not hasattr(static, "_static_graph_delay_allreduce_enqueued"):
-        yield "DistributedDataParallel._static_graph_delay_allreduce_enqueued"
+    yield from _lacks("DistributedDataParallel", static, "_static_graph_delay_allreduce_enqueued")
     yield from _fsdp()
+
+
+DDP = (
+    "_update_process_group process_group device_ids output_device reducer logger static_graph "
+    "_comm_hooks _build_params_for_reducer _build_debug_param_to_name_mapping _ddp_init_helper "
+    "_get_ddp_logging_data bucket_bytes_cap"
+)
+
+
+def _lacks(of: str, holder: object, names: str) -> Iterator[str]:
+    yield from (f"{of}.{name}" for name in names.split() if not hasattr(holder, name))
 
 
 def _fsdp() -> Iterator[str]:
@@ -346,32 +350,26 @@ def _fsdp() -> Iterator[str]:
     _steps(model)
     state = model._get_fsdp_state()
     groups = "_fsdp_param_groups" if VERSION >= (2, 12) else "_fsdp_param_group"
-    for name in ("_is_root", "_mp_policy", "_state_ctx", "_auto_reshard_after_forward", groups):
-        if not hasattr(state, name) and (name != "_auto_reshard_after_forward" or VERSION > (2, 9)):
-            yield f"FSDPState.{name}"
+    yield from _lacks("FSDPState", state, f"_is_root _mp_policy _state_ctx {groups}")
     found = getattr(state, groups, None)
     [group] = found if isinstance(found, list | tuple) else [found]
-    for name in ("offload_policy", "post_forward_mesh_info", "mesh_info", "fsdp_params"):
-        if not hasattr(group, name):
-            yield f"FSDPParamGroup.{name}"
-    for name in ("mesh", "shard_mesh_size"):
-        if not hasattr(group.mesh_info, name):
-            yield f"FSDPParamGroup.mesh_info.{name}"
-    for name in ("_all_reduce_hook", "_all_gather_comm", "_reduce_scatter_comm"):
-        if not hasattr(group, name) and VERSION >= (2, 9):
-            yield f"FSDPParamGroup.{name}"
-    parameter = group.fsdp_params[0]
-    for name in ("is_dtensor", "mp_policy", "unsharded_accumulated_grad", "_unsharded_param"):
-        if not hasattr(parameter, name):
-            yield f"FSDPParam.{name}"
+    wanted = "offload_policy post_forward_mesh_info mesh_info fsdp_params"
+    if VERSION >= (2, 9):
+        wanted += " _all_reduce_hook _all_gather_comm _reduce_scatter_comm"
+    if VERSION > (2, 9):
+        yield from _lacks("FSDPState", state, "_auto_reshard_after_forward")
+    yield from _lacks("FSDPParamGroup", group, wanted)
+    yield from _lacks("FSDPParamGroup.mesh_info", group.mesh_info, "mesh shard_mesh_size")
+    names = "is_dtensor mp_policy unsharded_accumulated_grad _unsharded_param"
+    yield from _lacks("FSDPParam", group.fsdp_params[0], names)
     if "_is_fsdp_managed_module" not in vars(model):
         yield "_is_fsdp_managed_module of a module's"
     if not any(name.startswith("__composable_api_state_key") for name in vars(model)):
         yield "__composable_api_state_key of a module's"
     if "fully_shard" not in (_get_registry(model) or {}):
         yield "_get_registry(module)[fully_shard]"
-    if VERSION >= (2, 13) and not hasattr(model, "reset_iter_state"):
-        yield "FSDPModule.reset_iter_state"
+    if VERSION >= (2, 13):
+        yield from _lacks("FSDPModule", model, "reset_iter_state")
 
 
 def _steps(model: Any) -> None:

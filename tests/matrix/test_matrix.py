@@ -71,17 +71,12 @@ def test_what_the_suite_said(tmp_path: Path) -> None:
 
 def test_the_table(tmp_path: Path) -> None:
     """It has the rows of the folder in their order, and below what is to be said of them."""
-    versions = {"python": "3.13.0", "torch": "2.11.0", "ipykernel": "6.17.1"}
-    well = dict.fromkeys(COLUMNS, Verdict.PASSED)
-    rest = {**well, "skip": Verdict.DEGRADED, "kill": Verdict.FAILED}
-    Result("torch-2.8", "2026-11-22", versions, rest, ["kill fails: x"]).save(tmp_path)
-    Result("newest", "2026-11-21", versions, well, went_well=True).save(tmp_path)
-    head, _, first, second, *below = table(load(tmp_path)).splitlines()
-    assert head.startswith(
-        "| row | Python | torch | ipykernel | IPython | jupyter_client | start |"
-    )
-    assert first == f"| newest | 3.13.0 | 2.11.0 | 6.17.1 | - | - |{' ok |' * len(COLUMNS)}"
-    assert " ok | (ok) | **fails** | ok |" in second
+    verdicts = {**dict.fromkeys(COLUMNS, Verdict.PASSED), "kill": Verdict.FAILED}
+    Result("torch-2.8", "2026-11-22", {}, verdicts, ["kill fails: x"]).save(tmp_path)
+    Result("newest", "2026-11-21", {"python": "3.13.0"}).save(tmp_path)
+    _, _, first, second, *below = table(load(tmp_path)).splitlines()
+    assert first.startswith("| newest | 3.13.0 | - |")
+    assert " ok | **fails** | ok |" in second
     assert below == ["", "Run 2026-11-21 to 2026-11-22.", "", "- torch-2.8: kill fails: x"]
 
 

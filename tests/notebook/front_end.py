@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import Empty
 from typing import Any
 
@@ -144,6 +145,8 @@ KERNELS = SharedKernels()
 
 class Notebook:
     """A notebook kernel, one that is shared where it may be, and its front end."""
+
+    folder: Path
 
     def __init__(self, *first: str, env: dict[str, str] | None = None) -> None:
         taken = KERNELS.take()
@@ -291,12 +294,19 @@ class Notebook:
             self.manager.shutdown_kernel(now=True)
 
 
-def lasting(*first: str) -> Any:
-    """A fixture: one notebook for all tests of the module, in which these cells have run."""
+def lasting(*first: str, **env: str) -> Any:
+    """A fixture: one notebook for all tests of the module, in which these cells have run.
+
+    `{folder}` in them, and in its variables, is its `folder`, which is the module's own.
+    """
 
     @pytest.fixture(scope="module")
-    def notebook() -> Iterator[Notebook]:
-        with closing(Notebook(*first)) as made:
+    def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+        folder = tmp_path_factory.mktemp("notebook")
+        cells, texts = ([text.replace("{folder}", str(folder)) for text in each]
+                        for each in (first, env.values()))  # fmt: skip
+        with closing(Notebook(*cells, env=dict(zip(env, texts, strict=True)))) as made:
+            made.folder = folder
             yield made
 
     return notebook

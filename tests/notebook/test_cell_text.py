@@ -118,12 +118,8 @@ def test_a_cell_begins_with_its_magic(cell: str, becomes: str) -> None:
     lines = transform_first_lines(cell.splitlines(keepends=True))
     assert "".join(lines) == becomes
     assert transform_first_lines(lines) == lines
-
-
-def test_in_a_terminal() -> None:
-    """`%%local` stays a magic there, so that its cell is not complete before it is."""
-    lines = ["# a\n", "%%local\n", "x\n"]
-    assert transform_first_lines(lines, local_is_plain=False) == ["%%local\n", "# a\n", "x\n"]
+    # In a terminal, so that such a cell is not complete before it is.
+    assert transform_first_lines(["%%local\n", "x\n"], local_is_plain=False)[0] == "%%local\n"
 
 
 @pytest.mark.parametrize(
@@ -178,10 +174,15 @@ def _has_themes() -> bool:
     return "theme_name" in SyntaxTB.__init__.__code__.co_varnames
 
 
-def test_magics_are_python_afterwards(shell: Any):
-    """What is planned by is what will run."""
+def test_what_is_python_is_sent(shell: Any):
+    """Magics are transformed, indentation is taken off; ranks give the warnings."""
     python = check_source(shell, "%%distributed", "!ls\nawait x")
     assert python.splitlines() == ["# %%distributed", "get_ipython().system('ls')", "await x"]
+    python = check_source(shell, "%%rank 0", "    a = 1\n    if a:\n        b = 2\n")
+    assert python.splitlines() == ["# %%rank 0", "a = 1", "if a:", "    b = 2"]
+    assert check_source(shell, "%%distributed", "1 is 1\n'\\d'")
+    for cell in ("%load_ext autoreload", "%time x", "s = '%dist_gather x'", "%rankings"):
+        assert check_source(shell, "%%distributed", cell)
 
 
 def test_a_syntax_error_is_found_first(shell: Any):
@@ -215,17 +216,6 @@ def test_what_only_a_compiler_or_tokenizer_finds(shell: Any, cell: str, said: st
     assert cell.splitlines()[-1].strip() in "\n".join(shown)
 
 
-def test_an_indented_cell(shell: Any):
-    """Lines that were cut out of a function are moved to the left, as in any cell."""
-    python = check_source(shell, "%%rank 0", "    a = 1\n    if a:\n        b = 2\n")
-    assert python.splitlines() == ["# %%rank 0", "a = 1", "if a:", "    b = 2"]
-
-
-def test_warnings_are_the_workers(shell: Any):
-    """What Python warns of as it compiles is said by the ranks, and by nobody else."""
-    assert check_source(shell, "%%distributed", "1 is 1\n'\\d'")
-
-
 @pytest.mark.parametrize(
     ("cell", "said"),
     [
@@ -242,9 +232,3 @@ def test_magics_of_the_notebook(shell: Any, cell: str, said: str):
     with pytest.raises(UsageError) as found:
         check_source(shell, "%%distributed", cell)
     assert str(found.value).startswith(said)
-
-
-def test_magics_of_the_ranks(shell: Any):
-    """All others are theirs, and what looks like one of the notebook's in a text."""
-    for cell in ("%load_ext autoreload", "%time x", "s = '%dist_gather x'", "%rankings"):
-        assert check_source(shell, "%%distributed", cell)

@@ -64,7 +64,7 @@ time.sleep(600)
 def test_stop_at_any_line_that_follows_it(fresh: Callable[..., Notebook]) -> None:
     """All ranks stop, what they have shown is there, and all of them can go on."""
     notebook = fresh("%load_ext nbdist", "%%distributed -n 2\nimport time", PRESS)
-    for number in range(0, 140, 7):
+    for number in range(0, 140, 14):
         stopped = notebook.run(f"stop_at({number})")
         assert stopped.error.endswith("Stopped on ranks 0-1. No variables were lost."), number
         text = stopped.panel["text/plain"]
@@ -107,7 +107,7 @@ def edit(file: Path, text: str, seconds: float) -> None:
 
 
 def test_who_runs_the_old_one_is_told(two: Notebook, folder: Path) -> None:
-    """Once, with the ranks that have imported it and what to do; also of a cell that fails."""
+    """Once, with the ranks that imported it, also of a cell that fails; not with autoreload."""
     edit(folder / "my_train.py", "def steps():\n    return 'second, longer'\n", seconds=-30)
     edit(folder / "my_data.py", "kind = 'the second'\n", seconds=-30)
     shown = two.run("%%distributed\nmy_train.steps()").text
@@ -118,10 +118,6 @@ def test_who_runs_the_old_one_is_told(two: Notebook, folder: Path) -> None:
     edit(folder / "my_data.py", "kind = 'another'\n", seconds=-20)
     failed = two.run("%%rank 1\n1 / 0").panel["text/plain"]
     assert f"my_data.py changed after rank 1 imported it: {TOLD}" in failed
-
-
-def test_autoreload_on_the_workers(two: Notebook, folder: Path) -> None:
-    """It is there without `%load_ext`, and then nothing need be said."""
     assert two.run("%%distributed\n%autoreload 2").errors == []
     shown = two.run("%%distributed\nmy_train.steps()").text
     assert "second, longer" in shown

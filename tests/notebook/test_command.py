@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from nbdist.errors import UsageError, WorldNotStarted
+from nbdist.errors import NbdistError, UsageError, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.command import find_commands, is_used
 from nbdist.notebook.options import GROUPS
@@ -50,16 +51,12 @@ def test_the_manual_has_a_row_for_each_magic():
 
 
 def test_each_magic_is_documented():
-    """The help of each begins with a sentence that says what it does; its usage comes below."""
+    """Its first line says what it does; cells have examples and their own options."""
     for each in find_commands():
         said, _, rest = (each.run.__doc__ or "").partition("\n\n::\n\n")
         assert re.fullmatch(r"[A-Z].*[.:]", said.partition("\n")[0]), each
         assert each.summary == said.partition("\n")[0]
         assert rest.lstrip().startswith(f"{each.shown_name} ")
-
-
-def test_the_help_of_cells_begins_with_examples():
-    """Two of them; the options that describe workers are in groups, in the help of `%dist_init`."""
     shown = {each.name: each.run.__doc__ or "" for each in find_commands()}
     said, _, _ = shown["distributed"].partition("\n\n::\n\n")
     assert len(re.findall(r"^    %%distributed", said, re.MULTILINE)) == 2
@@ -67,6 +64,13 @@ def test_the_help_of_cells_begins_with_examples():
     places = [options.index(f"\n{title}:\n") for title in ("options", *GROUPS.values())]
     assert places == sorted(places)
     assert places[0] < options.index("\n  --pool NAME") < places[1] < options.index("\n  -n N ")
+    usual = ("-n N", "-r RANKS", "-o NAME", "--no-wait", "--timeout", "--setup", "--here-too")
+    assert [option for option in usual if option not in shown["distributed"]] == []
+    assert "--auto" not in shown["distributed"]
+    for name in ("distributed", "dist_run", "dist_restart"):
+        assert "`%dist_init?`" in shown[name]
+        assert "--hosts HOSTS" not in shown[name]
+    assert "--hosts HOSTS" in shown["dist_init"]
 
 
 def test_a_feature_is_one_file(
@@ -88,18 +92,6 @@ def test_a_feature_is_one_file(
         found["dist_mute"]("")
     found["dist_why"]("")
     assert capsys.readouterr().out == "nothing has failed yet\n"
-
-
-def test_help_of_a_cell_has_the_options_of_the_cell() -> None:
-    """Those that describe workers are in `%dist_init?`, which is named; both are understood."""
-    shown = {each.name: each.run.__doc__ or "" for each in find_commands()}
-    usual = ("-n N", "-r RANKS", "-o NAME", "--no-wait", "--timeout", "--setup", "--here-too")
-    assert [option for option in usual if option not in shown["distributed"]] == []
-    assert "--auto" not in shown["distributed"]
-    for name in ("distributed", "dist_run", "dist_restart"):
-        assert "`%dist_init?`" in shown[name]
-        assert "--hosts HOSTS" not in shown[name]
-    assert "--hosts HOSTS" in shown["dist_init"]
 
 
 @pytest.mark.parametrize(
@@ -125,3 +117,55 @@ def test_what_becomes_of_a_value(code: str, used: bool, mode: str) -> None:  # n
     tree = ast.Interactive(body) if mode == "single" else ast.Module(body, [])
     exec(compile(tree, "cell", mode), {"__name__": "__main__", "f": ours["f"], "print": repr})
     assert seen == [used]
+
+
+@pytest.mark.parametrize(
+    ("typed_in", "said"),
+    [
+        ("%%rank\n1", r"needs ranks: `%%rank 0`"),
+        ("%%rank 0\n1", r"The cell needs workers, and none are running. A `%%distributed -n 4`"),
+        ("%%distributed --gpus 0,9\n1", r"--gpus"),
+        ("%%distributed --launcher nowhere\n1", r"launcher.*local"),
+        ("%%distributed --timeout 0\nx", r"`--timeout 0`: a number of seconds, such as 30 or 0.5."),
+        ("%%distributed --num-gpus 4\nx", r"`--num-gpus`: did you mean `-n`\?"),
+        ("%%distributed --nnodes 2\nx", r"`-j"),
+        ("%%distributed --standalone\nx", r"`--standalone`: leave it out"),
+        ("%%distributed -o 1x\nx", r"`-o 1x`: give a name for the result, such as `-o result`."),
+        ("%%distributed\n# later", r"no code, so nothing has run. `%dist_init -n 4` starts"),
+        ("%dist_init --hosts", r"`--hosts` needs a value"),
+        ("%dist_restart -n x", r"`-n x`"),
+        ("%dist_restart --keep 1a", r"names separated by commas, such as `step,history`"),
+        ("%dist_restart --keep a,b.c", r"names separated by commas"),
+        ("%dist_restart -r 1 --debug", r"of workers can only be changed for all of them"),
+        ("%dist_status 3", r"`%dist_status\?`"),
+        ("%dist_memory x", r"`%dist_memory`: unexpected `x`."),
+        ("%dist_auto maybe", r"`%dist_auto on` or `%dist_auto off`."),
+        ("%dist_output", r"No distributed cell has run yet"),
+        ("%dist_output -r 0 --all", r"No distributed cell has run yet"),
+        ("%dist_log", r"There are no workers whose log to show"),
+        ("%dist_log --grep (", r"`--grep \(` is not a regular expression: "),
+        ("%dist_log --tail x", r"`--tail x`: a number, such as `--tail 1`."),
+        ("%dist_gather", r"`%dist_gather`: it needs names."),
+        ("%dist_gather loss.item()", r"give the result a name: `%dist_gather loss.item\(\) --as v"),
+        ("%dist_gather n t --as z", r"2 values but 1 name after `--as`"),
+        ("%dist_gather n n", r"two results would have the same name"),
+        ("%dist_gather n --dim 1", r"`--dim 1` needs `--stack` or `--cat`."),
+        ("%dist_gather n --stack --cat", r"use either `--stack` or `--cat`."),
+        ("%dist_push", r"`%dist_push`: it needs names."),
+        ("%dist_sync --from 1", r"`%dist_sync`: .*names.* `%dist_sync\?` shows"),
+        ("%dist_run", r"`%dist_run train.py --lr 0.1`"),
+        ("%dist_run -m", r"give either a script or `-m module`"),
+        ("%dist_run -m wrong.py", r"give either a script or `-m module`"),
+        ("%dist_run --no-python -m pkg", r"a module needs python"),
+        ("%dist_run --wrong wrong.py", r"unknown option `--wrong`. `%dist_run\?` shows"),
+        ("%dist_run nosuch.py", r"there is no script `nosuch.py` in "),
+        ("%dist_run -m nosuch.mod", r"there is no module of this name"),
+        ("%dist_run --no-python nosuch", r"there is no such executable on PATH."),
+        ('%dist_run "a b.py', r"`%dist_run`: no closing quotation."),
+    ],
+)
+def test_a_mistake(typed: Callable[[str], str], typed_in: str, said: str) -> None:
+    """One line shows what is wrong and what is right, before anything is started."""
+    with pytest.raises(NbdistError, match=said) as raised:
+        typed(typed_in)
+    assert "\n" not in str(raised.value)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
+import ipykernel
 import pytest
 
 from nbdist.notebook.command import find_commands
@@ -15,8 +18,8 @@ from nbdist.output.ansi import strip
 from nbdist.output.events import Done
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.notebook.front_end import Notebook
-from tests.waiting import wait_until
+from tests.notebook.front_end import Notebook, Outcome, lasting
+from tests.waiting import SOON, wait_until
 
 ON_WORKERS = """%%distributed -n 2
 import torch.nn as nn
@@ -25,23 +28,22 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.encoder = nn.Linear(3, 4)
-net, batch = Net(), {"images": 1}
+net, batch, mine = Net(), {"images": 1}, 1
 def train_for(net, steps=3):
     '''Train it for so many steps.'''
 """
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook with two workers; `net` is something else here."""
-    first = ("%load_ext nbdist", "here_only = net_here = 'text'", ON_WORKERS)
-    env = {"NBDIST_SNAPSHOT_DIR": str(tmp_path_factory.mktemp("snapshots"))}
-    notebook = Notebook(*first, env=env)
-    notebook.run("%%rank 1\nnet_of_one = 1")
-    notebook.run("net = 3j")
-    notebook.run("%%distributed\nnet = Net()")
-    yield notebook
-    notebook.close()
+two = lasting(
+    "%load_ext nbdist",
+    "here_only = net_here = 'text'",
+    ON_WORKERS,
+    "%%rank 1\nnet_of_one = 1",
+    "net = 3j",
+    "%%distributed\nnet = Net()",
+    NBDIST_SNAPSHOT_DIR="{folder}",
+)
+"""A notebook with two workers; `net` is something else here."""
 
 
 def complete(notebook: Notebook, code: str) -> list[str]:
@@ -102,19 +104,128 @@ def test_signatures_and_help(two: Notebook) -> None:
 
 
 def test_the_lines_of_magics(two: Notebook) -> None:
-    """Options, their values, names that the workers have, snapshots."""
+    """Options, names that the workers have, snapshots; and the help of a magic."""
     assert complete(two, "%%distributed --back") == ["--backend"]
-    assert "gloo" in complete(two, "%%distributed -n 2 --backend ")
     assert complete(two, "x = 1\n%dist_gather net_of") == ["net_of_one"]
     two.run("%dist_snapshot batch --name before")
     assert complete(two, "%dist_restore --name be") == ["before"]
     assert complete(two, "%dist_restore ba") == ["batch"]
-    two.run("%dist_snapshot --remove before")
-    assert complete(two, "%dist_restore --name be") == []
     assert "--max-restarts N" in inspect(two, "%%distributed -n 2")
-    assert "Copy variables from all ranks" in inspect(two, "x = 1\n%dist_gather")
-    (found,) = two.client.complete("%%rank 1\nx", 8, reply=True, timeout=20)["content"]["matches"]
-    assert found == "1"
+
+
+needs_threads = pytest.mark.skipif(
+    int(ipykernel.__version__.split(".")[0]) < 7, reason="ipykernel 6 has one thread for requests"
+)
+
+
+class Gate:
+    """A file for which a cell waits."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.wait = f"import pathlib, time\nwhile not pathlib.Path({str(path)!r}).exists(): " \
+                    "time.sleep(0.01)"  # fmt: skip
+
+    def open(self) -> None:
+        self.path.touch()
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.open()
+
+
+def ask_meanwhile(notebook: Notebook, cell: str, gate: Gate, ask: Callable[[], str]) -> Any:
+    """The reply to what is asked while a cell runs, which waits for the gate."""
+    asked: list[dict[str, Any]] = []
+
+    def meanwhile(outcome: Outcome) -> None:
+        # That the kernel is busy it says before the cell begins; what is asked then has its turn.
+        if (outcome.displays or outcome.streams) and not asked:
+            asked.append(notebook.reply_to(ask()))
+            gate.open()
+
+    ran = notebook.run(cell, meanwhile)
+    assert ran.errors == []
+    return asked[0]
+
+
+def begun(notebook: Notebook, gate: Gate) -> str:
+    """A cell that runs, and waits for the gate."""
+    request: str = notebook.client.execute("print('begun', flush=True)\n" + gate.wait)
+    deadline = time.monotonic() + SOON
+    while time.monotonic() < deadline:
+        said = notebook.client.get_iopub_msg(timeout=SOON)
+        if said["parent_header"].get("msg_id") == request and said["msg_type"] == "stream":
+            return request
+    raise AssertionError(f"not begun within {SOON} s")
+
+
+@needs_threads
+def test_the_workers_answer(two: Notebook, gate: Gate, tmp_path: Path) -> None:
+    """Before the cell has ended: names, what they are, options, nothing."""
+    cell = "print('begun', flush=True)\n" + gate.wait
+    client = two.client
+    reply = ask_meanwhile(two, cell, gate, lambda: client.complete("%%distributed\nmin"))
+    assert "mine" in reply["matches"]
+    assert (reply["cursor_start"], reply["cursor_end"]) == (14, 17)
+
+    def ask_again(name: str, ask: Callable[[], str]) -> Any:
+        again = Gate(tmp_path / name)
+        cell = "%%distributed\nprint('begun')\n" + again.wait
+        try:
+            return ask_meanwhile(two, cell, again, ask)
+        finally:
+            again.open()
+
+    reply = ask_again("d", lambda: client.inspect("%%distributed\nmine"))
+    assert "int" in reply["data"]["text/plain"]
+    reply = ask_again("a", lambda: client.complete("%%distributed --back"))
+    assert reply["matches"] == ["--backend"]
+    assert ask_again("b", lambda: client.complete("%%distributed\nnope."))["matches"] == []
+    reply = ask_again("c", lambda: client.inspect("%%distributed\nnope"))
+    assert (reply["found"], reply["status"]) == (False, "ok")
+
+
+@needs_threads
+def test_the_state_that_front_ends_show(two: Notebook, gate: Gate) -> None:
+    """A reply is complete for them when an idle state has come; the cell goes on, busy."""
+    client: Any = two.client
+    cell = begun(two, gate)
+    request = client.complete("%%distributed\nmin")
+    states, deadline = [], time.monotonic() + SOON
+    while states != ["idle", "busy"] and time.monotonic() < deadline:
+        said = client.get_iopub_msg(timeout=SOON)
+        if said["parent_header"].get("msg_id") == request and said["msg_type"] == "status":
+            states.append(said["content"]["execution_state"])
+    assert states == ["idle", "busy"]
+    gate.open()
+    assert two.reply_to(cell)["status"] == "ok"
+
+
+@needs_threads
+def test_everything_else_waits_for_the_cell(two: Notebook, gate: Gate) -> None:
+    """Also what nobody has signed; and afterwards the notebook's kernel answers again."""
+    client: Any = two.client
+    cell = begun(two, gate)
+    plain = client.complete("prin")
+    forged = client.session.msg(
+        "complete_request", {"code": "%%distributed\nmin", "cursor_pos": 17}
+    )
+    key, client.session.key = client.session.key, b"wrong"
+    client.shell_channel.send(forged)
+    client.session.key = key
+    gate.open()
+    assert two.reply_to(cell)["status"] == "ok"
+    assert "print" in two.reply_to(plain)["matches"]
+    with pytest.raises(Empty):
+        client.get_shell_msg(timeout=0.3)
+    assert (
+        "mine"
+        in client.complete("%%distributed\nmin", reply=True, timeout=SOON)["content"]["matches"]
+    )
 
 
 def test_without_workers_and_without_nbdist(two: Notebook) -> None:
@@ -188,8 +299,8 @@ def test_what_can_stand_there(with_two: Pools, line: str, wanted: list[str]) -> 
     assert texts(with_two, line) == wanted
 
 
-def test_all_options(with_two: Pools) -> None:
-    """With their help, those that have been given left out; also where nothing has been typed."""
+def test_all_options(with_two: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their help, but those that were given; without workers no variables of theirs."""
     found, _ = choices(with_two, COMMANDS["distributed"], " -n 2 --", None)
     flags = {each.text: each for each in found}
     assert next(iter(flags)) == "--ranks"  # as in the help
@@ -197,11 +308,9 @@ def test_all_options(with_two: Pools) -> None:
     assert flags["--backend"].type == "option"
     assert "gloo" in flags["--backend"].signature
     assert {"--backend", "--ranks", "-n"} <= {*texts(with_two, "distributed ")}
-
-
-def test_without_workers(pools: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are no variables of theirs; nor snapshots, also where they cannot be read."""
     monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path / "there"))
+    pools = with_two
+    pools.default.world = None
     assert texts(pools, "dist_gather ") == []
     assert texts(pools, "distributed -r ") == ["all"]
     assert texts(pools, "dist_restore --name ") == []

@@ -21,7 +21,7 @@ def pair(kernel: Notebook) -> Notebook:
 
 
 def test_each_rank_is_asked_in_turn(pair: Notebook) -> None:
-    """Below what it printed; one panel stays, which has what was typed, but no password."""
+    """Below what it has printed; one panel stays, with what was typed."""
     said = pair.run("%%distributed\nprint('hi')\nname = input('name? ')", typed=["ada", "bob"])
     assert said.prompts == ["[rank 0] name? ", "[rank 1] name? "]
     assert body(said) == ["── rank 0 ──", "hi", "name? ada", "── rank 1 ──", "hi", "name? bob"]
@@ -29,10 +29,6 @@ def test_each_rank_is_asked_in_turn(pair: Notebook) -> None:
     said = pair.run(asked, typed=["secret"])
     assert said.prompts == ["[rank 1] word: "]
     assert body(said) == ["── rank 1 ──", "word: ", "terces"]
-
-
-def test_what_was_said_stands_above_the_box(pair: Notebook) -> None:
-    """Also the last moment's, and in the head who is waited for."""
     before: list[str] = []
 
     def look(outcome: Outcome) -> None:
@@ -75,7 +71,7 @@ def test_nobody_is_freed_meanwhile(pair: Notebook) -> None:
 
 
 def test_stop_at_a_prompt(pair: Notebook) -> None:
-    """It ends the cell as anywhere; no variable and no group is lost, nothing is asked again."""
+    """It ends the cell, also in a long step; nothing is lost or asked again."""
     asks = "def asks():\n try: input('a')\n except KeyboardInterrupt: input('again')\n"
     for waits in ("breakpoint()", "input()", "asks()"):
         begin = f"%%distributed\n{asks}kept = rank\n"
@@ -85,10 +81,6 @@ def test_stop_at_a_prompt(pair: Notebook) -> None:
         assert body(pair.run("%%distributed\ndist.barrier(); kept")) == [
             "── rank 0 ──", "0", "── rank 1 ──", "1"
         ]  # fmt: skip
-
-
-def test_stop_while_a_step_takes_long(pair: Notebook) -> None:
-    """It ends the cell too, and does not lead into the debugger again."""
     cell = "%%rank 0\nimport time\ndef long():\n    print('be' + 'gun')\n    time.sleep(600)\n"
     said = pair.run(f"{cell}breakpoint()\nlong()", meanwhile=pair.stop_at("begun"), typed=["n"])
     assert said.error == "KeyboardInterrupt: Stopped on rank 0. No variables were lost."
@@ -97,7 +89,7 @@ def test_stop_while_a_step_takes_long(pair: Notebook) -> None:
 
 
 def test_post_mortem(pair: Notebook) -> None:
-    """`%dist_debug`, `%debug` and `%pdb` lead to the frames of the rank that failed, no others."""
+    """`%dist_debug`, `%debug` and `%pdb` lead to the frames of what failed, on ranks or here."""
     assert "rank 1 after" in pair.run(FAILED).error
     for magic in ("%debug", "%dist_debug", "%dist_debug -r 1"):
         said = pair.run(magic, typed=["p x", "up", "up", "q"])
@@ -123,10 +115,6 @@ def test_post_mortem(pair: Notebook) -> None:
     assert "no exception:" in "".join(said.errors[0]["evalue"] for said in [
         pair.run("%debug")
     ])  # fmt: skip
-
-
-def test_the_notebooks_own_errors(pair: Notebook) -> None:
-    """`%debug` is IPython's there, as before."""
     pair.run("def mine(y):\n    1 / y\nmine(0)")
     said = pair.run("%debug", typed=["p y", "q"])
     assert said.prompts == ["ipdb> "] * 2

@@ -15,7 +15,6 @@ from nbdist.notebook.display import (
     PanelDisplay,
     PlainDisplay,
     is_of_magic,
-    missed,
     table,
 )
 from nbdist.notebook.figures import NOTHING
@@ -48,7 +47,7 @@ def displayed(said: str) -> list[dict[str, str]]:
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines are printed as they come, and the ranks that wait once."""
+    """They are printed as they come, and the ranks that wait once; again, as the panel would be."""
     display = PlainDisplay()
     transcript, news = took(Text("stdout", "a\nb"))
     display.note("a note")
@@ -61,6 +60,11 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "a note"
     assert sorted(lines[1:4]) == ["[0] a", "[0] b", "rank 0 waits"]
     assert lines[4:] == ["2 ranks · 1.0 s · ✓ 2"]
+    for kind in (PlainDisplay, PanelDisplay):
+        kind().again(transcript, {})
+    *lines, drawn = capsys.readouterr().out.splitlines()
+    assert lines == ["2 ranks · 1.0 s · ✓ 2", "── rank 0 ──", "a", "b", "── rank 1 (no output) ──"]
+    assert ast.literal_eval(drawn)["text/plain"].splitlines() == ["2 ranks · ✓ 2", *lines[1:]]
 
 
 def test_plain_failures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,16 +90,6 @@ def test_plain_failures(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b[31m-----" in capsys.readouterr().out
 
 
-def test_plain_lines_again(capsys: pytest.CaptureFixture[str]) -> None:
-    """All that the panel would show, as text; a page gets the panel."""
-    transcript, _ = took(Text("stdout", "a\nb"))
-    for kind in (PlainDisplay, PanelDisplay):
-        kind().again(transcript, {})
-    *lines, drawn = capsys.readouterr().out.splitlines()
-    assert lines == ["2 ranks · 1.0 s · ✓ 2", "── rank 0 ──", "a", "b", "── rank 1 (no output) ──"]
-    assert ast.literal_eval(drawn)["text/plain"].splitlines() == ["2 ranks · ✓ 2", *lines[1:]]
-
-
 @pytest.mark.parametrize(
     ("seconds", "in_text", "in_html"), [("page", 0, 1), ("all", 1, 1), ("none", 0, 0)]
 )
@@ -116,7 +110,7 @@ def test_where_seconds_are_shown(
 
 
 def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is drawn at its end alone, in both forms, with the notes that were made."""
+    """It is drawn at its end alone, with the notes that stay."""
     display = PanelDisplay()
     transcript, news = took(Text("stdout", "a\n"))
     display.show(transcript, news)
@@ -127,6 +121,12 @@ def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
     assert last["text/plain"].startswith("2 ranks · ✓ 2\n── rank 0 ──\na")
     assert last["text/plain"].endswith("\nrestarted")
     assert last["text/html"].startswith("<div")
+    display = PanelDisplay()
+    display.note("4 workers on 2 CPU cores", stays=False)
+    display.note("restarted")
+    assert shown(capsys)[-1]["text/plain"] == "restarted · 4 workers on 2 CPU cores"
+    display.end(transcript, {})
+    assert shown(capsys)[-1]["text/plain"].endswith("\na\n── rank 1 (no output) ──\nrestarted")
 
 
 def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,17 +171,6 @@ def test_figures_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert figure["text/plain"] == "figure of rank 0, shown above"
 
 
-def test_notes_that_do_not_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    """They are seen while the cell runs, and are in no saved notebook."""
-    display = PanelDisplay()
-    transcript, _ = took(Text("stdout", "a\n"))
-    display.note("4 workers on 2 CPU cores", stays=False)
-    display.note("restarted")
-    assert shown(capsys)[-1]["text/plain"] == "restarted · 4 workers on 2 CPU cores"
-    display.end(transcript, {})
-    assert shown(capsys)[-1]["text/plain"].endswith("\na\n── rank 1 (no output) ──\nrestarted")
-
-
 ROWS = [("rank", "state"), ("0", "busy 3 s"), ("11", "<idle>")]
 
 
@@ -210,25 +199,14 @@ def cell(seconds: float) -> Any:
     transcript = Transcript([0])
     transcript.start(0.0)
     transcript[0].finished = seconds
-    return SimpleNamespace(transcript=transcript, task=SimpleNamespace(execution_count=7))
+    return SimpleNamespace(transcript=transcript)
 
 
 def test_another_page_after_a_long_cell():
-    """Is told once; the same page, a short cell and a first cell are not."""
+    """It is told once; not the same page, nor after a short cell or as the first one."""
     page, first, second = Page(), shell_of("a"), shell_of("b")
     assert not page.has_missed(first, None)
     assert not page.has_missed(first, cell(60.0))
     assert page.has_missed(second, cell(60.0))
     assert not page.has_missed(second, cell(60.0))
     assert not page.has_missed(first, cell(0.1))
-
-
-def test_what_was_missed():
-    """The whole output of that cell, behind a line that says why it is here."""
-    last = cell(60.0)
-    last.transcript.receive(0, Text("stdout", "epoch 9\n"), 1.0)
-    shown = missed(last, {})
-    assert "The page was reloaded while cell [7] ran" in shown.text
-    assert shown.text.endswith("epoch 9")
-    assert shown.html.count("<details") == 2
-    assert "epoch 9" in shown.html

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator
 
 import pytest
 
-from tests.notebook.front_end import Notebook
+from tests.notebook.front_end import Notebook, lasting
 from tests.notebook.mistakes import AHEAD, MISTAKES, Mistake
 
 pytestmark = pytest.mark.shared_world
 
-
-@pytest.fixture(scope="module")
-def beginner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook with two workers, in a folder of its own."""
-    folder = tmp_path_factory.mktemp("beginner")
-    notebook = Notebook(f"import os; os.chdir({str(folder)!r}); os.environ['NBDIST_SNAPSHOT_DIR']="
-                        f"{str(folder / 'snapshots')!r}", *AHEAD)  # fmt: skip
-    yield notebook
-    notebook.close()
+beginner = lasting(
+    "import os; os.chdir('{folder}'); os.environ['NBDIST_SNAPSHOT_DIR'] = '{folder}/snapshots'",
+    *AHEAD,
+)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=str)

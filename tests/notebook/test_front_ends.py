@@ -54,8 +54,7 @@ class Terminal:
             self.child.expect_exact(f"In [{self.prompts}]:")
         except pexpect.TIMEOUT:
             self.child.kill(signal.SIGABRT)  # faulthandler writes where all threads are
-            said, stacks = self.child.before, self.child.read()
-            raise AssertionError(f"no prompt after {SOON} s, only {said!r}\n{stacks}") from None
+            pytest.fail(f"no prompt, only {self.child.before!r}\n{self.child.read()}")
         before = str(self.child.before)
         # In a dumb terminal the prompt is there before it reads keys as they are typed.
         assert self.child.waitnoecho(SOON)
@@ -156,32 +155,17 @@ def test_terminal_shows_lines_at_once(terminal: Terminal, tmp_path: Path) -> Non
 
 
 def test_terminal_ctrl_c(terminal: Terminal) -> None:
-    """Ctrl-C ends the cell within seconds, and the workers live on."""
+    """It ends the cell within seconds, and the workers live on; equal figures are one file."""
     terminal.begin("%%distributed", "kept = rank; print('runs'); import time; time.sleep(600)")
     terminal.child.expect_exact("[0-1] runs")
     terminal.child.sendintr()
     lines = terminal.finish()
     assert "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost." in lines
     assert "[1] 1" in terminal.enter("%%distributed", "print(kept)")
-
-
-def test_terminal_of_a_cell_that_nobody_waits_for(terminal: Terminal) -> None:
-    """Its lines come with those of the next cells; Ctrl-C ends a wait for it, and no more."""
-    source = ("import time", "print('early')", "time.sleep(600)")
-    sent = terminal.enter("%%distributed -n 2 --no-wait -o job", *source)
-    assert (
-        "running on 2 ranks in the background · `job.wait()` waits for it, `%dist_interrupt` "
-        "stops it"
-    ) in sent
-    while "[0-1] early" not in sent:
-        sent += terminal.enter("None")
-    terminal.begin("%%distributed", "print('late')")
-    terminal.child.expect_exact("Waiting for `job` (")
-    terminal.child.sendintr()
-    said = " ".join(terminal.finish())
-    assert "This cell has not run; `job` keeps running: `%dist_interrupt`" in said
-    assert "Stopped on ranks 0-1. No variables were lost." in terminal.enter("%dist_interrupt")
-    assert "[0-1] late" in terminal.enter("%%distributed", "print('late')")
+    plot = "import matplotlib.pyplot as plt; _ = plt.plot([1, 2])"
+    lines = terminal.enter("%%distributed -n 2", plot)
+    (path,) = [line for line in lines if line.startswith("figure of ranks 0-1: ")]
+    assert Path(path.removeprefix("figure of ranks 0-1: ")).read_bytes().startswith(b"\x89PNG")
 
 
 def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
@@ -202,14 +186,6 @@ def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
         terminal.child.expect_exact("rank 1 was restarted and its variables")
     finally:
         terminal.child.close(force=True)
-
-
-def test_terminal_figures(terminal: Terminal) -> None:
-    """Each is in a file that is named; equal ones of several ranks once."""
-    plot = "import matplotlib.pyplot as plt; _ = plt.plot([1, 2])"
-    lines = terminal.enter("%%distributed -n 2", plot)
-    (path,) = [line for line in lines if line.startswith("figure of ranks 0-1: ")]
-    assert Path(path.removeprefix("figure of ranks 0-1: ")).read_bytes().startswith(b"\x89PNG")
 
 
 def test_terminal_asks(terminal: Terminal) -> None:
@@ -327,16 +303,8 @@ def test_nbval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nbformat.write(notebook, saved)
     gate.touch()
     differs.touch()
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--nbval",
-        str(saved),
-    ]
+    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval", str(saved))
+    command = [sys.executable, *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "1 failed, 4 passed" in done.stdout, done.stdout
     assert "saved.ipynb::Cell 3" in done.stdout
@@ -357,8 +325,8 @@ def test_papermill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "scaled 20" in last.outputs[0].data["text/plain"]
 
 
-def test_terminal_completes_workers_names(terminal: Terminal) -> None:
-    """Tab offers what only they have; a plain cell says where a name is."""
+def test_terminal_names(terminal: Terminal) -> None:
+    """Tab offers what only workers have; auto mode runs plain cells there."""
     terminal.enter("%%distributed -n 2", "import types", "net = types.SimpleNamespace(layer=5)")
     lines = terminal.enter("net")
     hint = "`net` is on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
@@ -367,10 +335,6 @@ def test_terminal_completes_workers_names(terminal: Terminal) -> None:
     terminal.child.expect(r"lay\w*r")  # a dumb terminal draws not all of it
     terminal.begin(" * 7)")
     assert {"[0-1] 35", "[0] 35"} & {*terminal.finish()}
-
-
-def test_terminal_in_auto_mode(terminal: Terminal) -> None:
-    """Plain cells run on the workers, those of `%%local` here."""
     terminal.enter("%dist_auto on")
     lines = terminal.enter("print('there', rank)")
     assert "[1] there 1" in lines

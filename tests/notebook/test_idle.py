@@ -5,22 +5,16 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from queue import Empty
 from typing import Any
 
-import ipykernel
 import pytest
 
 from nbdist.notebook.display import PanelDisplay, PlainDisplay
 from nbdist.notebook.idle import MOST_CHARACTERS, PAUSE, Ended, IdleWatch, late_texts
 from nbdist.output.events import Display, Done, Failure, Skipped, Text, Update
 from nbdist.output.transcript import Transcript
-from tests.notebook.front_end import Notebook
-from tests.waiting import SOON
 
 
 @dataclass
@@ -47,40 +41,27 @@ def close_end(link: Any) -> None:
 
 
 def test_many_bytes_are_one_notice(link: Any):
-    """A rank may talk without end: the second notice waits."""
+    """A rank may talk without end: the second notice waits.  The end is noticed once."""
     noticed: list[float] = []
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        watch = IdleWatch(lambda: noticed.append(loop.time()))
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def notice() -> None:
+            noticed.append(loop.time())
+            if repr(watch) == "<IdleWatch of None>":
+                ended.set()
+
+        watch = IdleWatch(notice)
         watch.follow(link)
         while len(noticed) < 2:
             os.write(link.end, b"x")
             await asyncio.sleep(0.01)
-        watch.stop()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
-    assert noticed[1] - noticed[0] >= PAUSE
-
-
-def test_the_end_is_noticed_once(link: Any):
-    """When the link is closed, it is watched no more."""
-    noticed: list[str] = []
-
-    async def main() -> None:
-        ended = asyncio.Event()
-
-        def notice() -> None:
-            noticed.append(repr(watch))
-            ended.set()
-
-        watch = IdleWatch(notice)
-        watch.follow(link)
         close_end(link)
         await ended.wait()
 
     asyncio.run(asyncio.wait_for(main(), 20))
-    assert noticed == ["<IdleWatch of None>"]
+    assert noticed[1] - noticed[0] >= PAUSE
 
 
 def test_what_is_watched_no_more(link: Any):
@@ -158,7 +139,7 @@ def cells() -> Ended:
 
 
 def test_below_the_last_cell(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a rank says stands in the last cell that it ran; each changed cell is drawn once."""
+    """What a rank says stands in its last cell, a display in the cell that has it."""
     cells.receive([(0, out("a\n")), (0, out("b\n")), (1, out("c\n")), (1, Done("ok", 1.0))])
     assert shown(capsys) == []
     cells.show({})
@@ -168,10 +149,6 @@ def test_below_the_last_cell(cells: Ended, capsys: pytest.CaptureFixture[str]) -
     cells.show({})
     assert shown(capsys) == []
     assert cells.take_texts() == []
-
-
-def test_updates(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
-    """A display is changed in the cell that has it."""
     transcript = ended(1)
     transcript.receive(1, Display({"text/plain": "old"}, {}, "other"), 1.0)
     cells.add(transcript, PanelDisplay())
@@ -193,25 +170,21 @@ def test_not_too_often(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_what_belongs_to_no_cell(cells: Ended) -> None:
-    """It is said with the next one, once."""
+    """It is said with the next one, once; so is what lines that are printed cannot take in."""
     cells.receive([(2, out("bye\n")), (3, out("bye\n"))])
     assert cells.take_texts() == ["ranks 2-3 printed after their last cell: bye"]
     assert cells.take_texts() == []
     cells.receive([(2, out("bye\n"))])
     cells.forget()
     assert cells.take_texts() == []
-
-
-def test_what_cannot_change() -> None:
-    """Under lines that are printed nothing can be added."""
     cells = Ended()
     cells.add(ended(0), PlainDisplay())
     cells.receive([(0, out("bye\n"))])
     assert cells.take_texts() == ["rank 0 printed after its last cell: bye"]
 
 
-def test_texts() -> None:
-    """One line for all that said the same, without colours, and not too long."""
+def test_texts(cells: Ended) -> None:
+    """One line for all that said the same, not too long; cells before are known."""
     failure = Failure("E", "bad", ("\x1b[31mE\x1b[0m: bad",), 1)
     late = [
         (0, out("a\n\n  b")),
@@ -227,91 +200,9 @@ def test_texts() -> None:
         "rank 2 printed after its last cell: E: bad",
     ]
     assert long.endswith("x … 1,000 more characters")
-
-
-def test_cells_before_the_last(cells: Ended) -> None:
-    """They are known also when the workers have been restarted; the last may still run."""
     last = ended(0)
     before = cells.past(last)
     assert len(before) == 3
     assert before[-1] is last
     cells.forget()
     assert cells.past(before[1]) == before[:2]
-
-
-pytestmark = pytest.mark.shared_world
-
-HAS_SUBSHELLS = int(ipykernel.__version__.partition(".")[0]) >= 7
-
-
-class Subshell:
-    """A console of JupyterLab's that was opened as a subshell."""
-
-    def __init__(self, notebook: Notebook) -> None:
-        self._client = notebook.client
-        request = self._client.session.msg("create_subshell_request", {})
-        self._client.control_channel.send(request)
-        reply = self._client.get_control_msg(timeout=SOON)
-        self._id = reply["content"]["subshell_id"]
-
-    def run(self, code: str) -> str:
-        """What it shows, or the error that it raises."""
-        content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
-        request = self._client.session.msg("execute_request", {**content, "user_expressions": {}})
-        request["header"]["subshell_id"] = self._id
-        self._client.shell_channel.send(request)
-        shown, deadline = [], time.monotonic() + SOON
-        while time.monotonic() < deadline:
-            try:
-                message = self._client.get_iopub_msg(timeout=0.2)
-            except Empty:
-                continue
-            if message["parent_header"].get("msg_id") != request["header"]["msg_id"]:
-                continue
-            match message["content"]:
-                case {"data": {"text/plain": text}}:
-                    shown.append(text)
-                case {"evalue": text}:
-                    shown.append(text)
-                case {"execution_state": "idle"}:
-                    return "\n".join(shown)
-        raise AssertionError(f"not done after {SOON} s: {code}")
-
-
-def matches(notebook: Notebook, code: str) -> list[str]:
-    """What a front end offers to complete it with."""
-    return list(notebook.reply_to(notebook.client.complete(code))["matches"])
-
-
-@pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")
-def test_beside_a_cell(kernel: Notebook, tmp_path: Path) -> None:
-    """Status and stacks answer, others are refused; the cell's own output is whole."""
-    gate = tmp_path / "gate"
-    assert kernel.run("%dist_init -n 2").errors == []
-    subshell = Subshell(kernel)
-    lines = "".join(f"{number}\n" for number in range(300))
-    cell = (
-        "%%distributed\nimport os, time\nnumber = 0\n"
-        f"while number < 300 or not os.path.exists({str(gate)!r}):\n"
-        "    if number < 300: print(number)\n"
-        "    number += 1; time.sleep(0.002)"
-    )
-    kernel.client.execute(cell)
-    said = ""
-    while "busy" not in said or "line " not in said:
-        said = subshell.run("%dist_status")
-    assert said.startswith("2 workers on ")
-    assert " · running a cell" in said.splitlines()[0]
-    for _ in range(30):
-        assert "running a cell\n── rank" in subshell.run("%dist_stack")
-    assert "no lines" in subshell.run("%dist_log") or "files: " in subshell.run("%dist_log")
-    refused = subshell.run("%dist_memory")
-    assert refused.startswith("`%dist_memory` cannot run in a subshell")
-    assert "`%dist_stack`, `%dist_status`" in refused
-    assert subshell.run("%%distributed\n1").startswith("`%%distributed` cannot run")
-    # That cells have ended beside it does not make who types wait for it.
-    assert "number" in matches(kernel, "%%distributed\nnumb")
-    gate.touch()
-    again = kernel.run("%dist_output --all")
-    # All that arrived while the others looked is the cell's.
-    assert lines in again.text

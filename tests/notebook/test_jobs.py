@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.jobs`: cells that run while the notebook goes on, in a real kernel."""
+"""Tests of `nbdist.notebook.jobs`, and of how cells are sent: `--no-wait`, `-o`, `--timeout`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,62 @@ import os
 import signal
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import ipykernel
+import psutil
 import pytest
 
 from nbdist.notebook.jobs import CellPlace
-from tests.notebook.front_end import Notebook
-from tests.notebook.test_idle import HAS_SUBSHELLS, Subshell
+from tests.notebook.front_end import Notebook, body
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
+
+HAS_SUBSHELLS = int(ipykernel.__version__.partition(".")[0]) >= 7
+
+
+class Subshell:
+    """A console of JupyterLab's that was opened as a subshell."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._client = notebook.client
+        request = self._client.session.msg("create_subshell_request", {})
+        self._client.control_channel.send(request)
+        reply = self._client.get_control_msg(timeout=SOON)
+        self._id = reply["content"]["subshell_id"]
+
+    def run(self, code: str) -> str:
+        """What it shows, or the error that it raises."""
+        content = {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
+        request = self._client.session.msg("execute_request", {**content, "user_expressions": {}})
+        request["header"]["subshell_id"] = self._id
+        self._client.shell_channel.send(request)
+        shown, deadline = [], time.monotonic() + SOON
+        while time.monotonic() < deadline:
+            try:
+                message = self._client.get_iopub_msg(timeout=0.2)
+            except Empty:
+                continue
+            if message["parent_header"].get("msg_id") != request["header"]["msg_id"]:
+                continue
+            match message["content"]:
+                case {"data": {"text/plain": text}}:
+                    shown.append(text)
+                case {"evalue": text}:
+                    shown.append(text)
+                case {"execution_state": "idle"}:
+                    return "\n".join(shown)
+        raise AssertionError(f"not done after {SOON} s: {code}")
+
+
+def matches(notebook: Notebook, code: str) -> list[str]:
+    """What a front end offers to complete it with."""
+    return list(notebook.reply_to(notebook.client.complete(code))["matches"])
+
 
 PRESS = """
 import os, signal, sys, threading, time
@@ -118,17 +161,8 @@ def test_it_is_live_while_the_notebook_is_idle(notebook: Notebook, tmp_path: Pat
     assert notebook.value("job.result().rank(1), [*job.result()]") == (1, [0, 1])
 
 
-def test_stop_while_a_cell_asks_for_it(notebook: Notebook) -> None:
-    """It stops that cell, whatever it is about, and not the one that nobody waits for."""
-    begin(notebook, "import time; time.sleep(600)")
-    (stopped,) = notebook.run(PRESS.format(name="Job.done") + "while not job.done(): pass").errors
-    assert stopped["ename"] == "KeyboardInterrupt"
-    assert notebook.value("job.done(), job.running.stops") == (False, 0)
-    assert notebook.run("%dist_interrupt").errors == []
-
-
 def test_what_it_raises(notebook: Notebook) -> None:
-    """`wait` and `result` raise it, its panel and `%dist_why` show it."""
+    """`wait` and `result` raise it, or else the next cell says it, once."""
     display_id = begin(notebook, "if rank: raise ValueError('bad shard')")
     said = "1 of 2 ranks failed (1); first: rank 1 after "
     (text, _) = idle_until(notebook, display_id, said)[-1]
@@ -139,10 +173,6 @@ def test_what_it_raises(notebook: Notebook) -> None:
     assert "ValueError: bad shard" in notebook.run("%dist_why").text
     assert "<Job failed · 2 ranks · " in notebook.run("job").results[0]["text/plain"]
     assert "failed" not in notebook.run("%%distributed\npass").text  # it is known
-
-
-def test_a_failure_that_nobody_waited_for(notebook: Notebook) -> None:
-    """The next distributed cell says so, once."""
     display_id = begin(notebook, "1 / (1 - rank)")
     idle_until(notebook, display_id, "1 of 2 ranks failed (1)")
     notebook.value("1 + 1")
@@ -165,14 +195,19 @@ def test_stop_while_idle(notebook: Notebook) -> None:
 
 
 def test_stop_ends_the_waiting(notebook: Notebook) -> None:
-    """`wait` raises, and the cell runs on until it is stopped itself; also in a plain cell."""
+    """`wait`, `await` or a plain cell ends, and the job runs on until it is stopped itself."""
     display_id = begin(notebook, SLEEPS)
     idle_until(notebook, display_id, "begun")
     said = "KeyboardInterrupt: Stopped. `job` keeps running: "
     assert notebook.run(PRESS.format(name="Job.wait") + "job.wait()").error.startswith(said)
-    rest = "def rest(): time.sleep(60)\nrest()"
-    (plain,) = notebook.run(PRESS.format(name="rest") + rest).errors
-    assert plain["ename"] == "KeyboardInterrupt"
+    for name, cell in (
+        ("rest", "def rest(): time.sleep(60)\nrest()"),
+        ("Job.done", "while not job.done(): pass"),
+        ("EpollSelector.select", "await job"),
+    ):
+        (plain,) = notebook.run(PRESS.format(name=name) + cell).errors
+        assert plain["ename"] in ("CancelledError", "KeyboardInterrupt", "Interrupted")
+    assert notebook.value("job.done(), job.running.stops") == (False, 0)
     said = "JobTimeout: `job` is still running after 1.1 s: "
     said += "ranks 0-1 are in line 5: time.sleep(600)."
     assert notebook.run("job.wait(1.1)").error == said
@@ -226,17 +261,6 @@ def test_workers_that_are_started_anew(notebook: Notebook) -> None:
     assert notebook.run("%%distributed\npass").errors == []
 
 
-def test_it_runs_again_where_it_fails(notebook: Notebook) -> None:
-    """A rank that dies is replaced, and `--max-restarts` counts, with nobody waiting."""
-    source = "import os\nif rank and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(3)"
-    begin(
-        notebook,
-        f"import time; time.sleep(0.2)\n{source}\ndist.barrier(); 'whole'",
-        "--max-restarts 1",
-    )
-    assert notebook.value("job.result(30).rank(1)") == "whole"
-
-
 def test_what_a_rank_wants_typed(notebook: Notebook) -> None:
     """Its panel says that it waits; who waits for the cell is asked, and Stop then stops it."""
     display_id = begin(notebook, "name = input('name? ') if rank else 'nobody'; name")
@@ -267,20 +291,6 @@ def test_beside_the_notebooks_cells(notebook: Notebook) -> None:
     begin(notebook, SLEEPS)
     said = subshell.run("job.interrupt(); job.wait()")
     assert said == "Stopped on ranks 0-1. No variables were lost."
-
-
-def test_nothing_is_left_by_the_end(fresh: Callable[..., Notebook]) -> None:
-    """Of the extension: the cell ends with its workers, and Stop is as before."""
-    other = fresh("%load_ext nbdist")
-    before = {*other.process.children(recursive=True)}
-    display_id = begin(other, SLEEPS, "-n 2")
-    idle_until(other, display_id, "begun")
-    workers = {*other.process.children(recursive=True)} - before
-    assert other.run("%unload_ext nbdist").errors == []
-    assert not any(each.is_running() for each in workers)
-    assert "JobLost" in other.run("job.wait()").errors[0]["ename"]
-    other.manager.interrupt_kernel()
-    assert other.value("1 + 1") == 2
 
 
 def test_done_is_right_at_the_first_call(notebook: Notebook) -> None:
@@ -323,11 +333,160 @@ def test_it_can_be_awaited(notebook: Notebook) -> None:
     assert notebook.value("job.done()") is False
 
 
-def test_stop_ends_an_await(notebook: Notebook) -> None:
-    """Of the wait alone; the job runs on."""
-    begin(notebook, SLEEPS)
-    begun = time.monotonic()
-    (stopped,) = notebook.run(PRESS.format(name="EpollSelector.select") + "await job").errors
-    assert time.monotonic() - begun < SOON
-    assert stopped["ename"] in ("CancelledError", "KeyboardInterrupt", "Interrupted")
-    assert notebook.value("job.done()") is False
+def test_a_name_for_the_result(two: Notebook) -> None:
+    """It maps ranks to their last values, also of `x;`, and has what failed."""
+    assert two.run("%%distributed -o result\nprint('said')\ntorch.ones(2) * rank").errors == []
+    assert two.value("result[1].tolist(), result.rank(0).tolist()") == ([1.0, 1.0], [0.0, 0.0])
+    assert two.value("[*result.keys()], len(result), len(result.items())") == ([0, 1], 2, 2)
+    assert two.value("[each.tolist() for each in result]") == [[0.0, 0.0], [1.0, 1.0]]
+    assert two.value("result.stdout[1], result.stderr") == ("said\n", {0: "", 1: ""})
+    (shown,) = two.run("result").results
+    head, *values = shown["text/plain"].splitlines()
+    assert head.startswith("<CellResult of ranks 0-1, ")
+    assert values == ["{0: tensor([0., 0.]), 1: tensor([1., 1.])}>"]
+    assert two.run("%%distributed -o nothing\nif rank: 5").errors == []
+    assert two.value("[*nothing]") == [None, None]
+    assert body(two.run("%%distributed -o quiet\nrank + 5;")) == []
+    assert two.value("dict(quiet)") == {0: 5, 1: 6}
+    assert two.run("%%distributed -o failed\n1 / (1 - rank)").errors != []
+    assert two.value("failed.ok, [*failed.errors], failed.rank(0)") == (False, [1], 1.0)
+
+
+def test_each_run_has_a_result_of_its_own(two: Notebook) -> None:
+    """As it was at its end, big or small; what cannot be had is said once somebody asks."""
+    cell = """
+    results = []
+    for lr in (0.1, 0.2, 0.3):
+        for n in (1, 20_000):
+            get_ipython().run_cell_magic("distributed", "-o out", "torch.full((n,), lr + rank)")
+            results.append(out)
+    """
+    assert two.run(cell).errors == []
+    assert "<78.3 KiB, still on the rank>" in two.value("repr(results[1])")
+    for rank in (1, 0):
+        found = two.value(f"[round(each[{rank}][-1].item(), 1) for each in results]")
+        assert found == [round(lr + rank, 1) for lr in (0.1, 0.1, 0.2, 0.2, 0.3, 0.3)]
+    two.run("%%distributed -o small\nx = torch.zeros(2); x")
+    two.run("%%distributed -o big\ny = torch.zeros(20_000); y")
+    two.run("%%distributed\nx += 5; y += 5")
+    assert two.value("[each.tolist() for each in small]") == [[0.0, 0.0]] * 2
+    assert two.value("big[0].sum().item()") == 0.0
+    two.run("%dist_restart -r 1")
+    assert two.value("small[1].tolist(), big[0].sum().item()") == ([0.0, 0.0], 0.0)
+    said = two.run("big[1]").error
+    assert said.startswith("ValueLost: the last value of that cell on rank 1 is gone with its work")
+    two.run("%%distributed -o old\ntorch.ones(20_000)")
+    two.run("%dist_clean")
+    said = two.run("old.rank(0)").error
+    assert said == (
+        "ValueLost: the last value of that cell on rank 0 is gone: `%dist_memory --free` "
+        "released it. What "
+        "a cell binds to a variable stays, and `%dist_gather variable` brings it."
+    )
+    assert two.run("%%distributed -o odd\n[(n for n in 'ab')]").errors == []
+    said = two.run("odd[1]").error
+    assert "on rank 1 cannot be sent to the notebook (generator in `it[0]`): " in said
+
+
+def test_what_a_rank_raises_is_caught_with_what_it_has(two: Notebook) -> None:
+    """By its class, also of a job; our line is shown with it."""
+    two.run("class Final(Exception):\n    def __init_subclass__(cls): raise TypeError('never')")
+    two.run("%%distributed --no-wait -o job\nraise Final('a', 3)")
+    caught = "try: job.wait()\nexcept Final as error: print(error.args, sorted(error.errors))"
+    ran = two.run(f"{caught}\njob.wait()")
+    assert ran.streams == ["('a', 3) [0, 1]\n"]
+    (error,) = ran.errors
+    assert error["ename"] == "Final"
+    (line,) = error["traceback"]
+    assert "WorkerError\x1b[0m: 2 of 2 ranks failed (0-1); first: rank " in line
+
+
+def test_what_takes_too_long(two: Notebook, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A cell or script is stopped, and one line says where its ranks were; variables stay."""
+    cell = "import time\nkept = 7\nif rank: time.sleep(60)\ndist.barrier()"
+    said = two.run(f"%%distributed --timeout 1.2\n{cell}").error
+    assert said == (
+        "CellTimeout: the cell was stopped by `--timeout 1.2`: "
+        "rank 0 waits in barrier, line 5 · rank 1 is in line 4: if rank: time.sleep(60); no "
+        "variables were lost"
+        "."
+    )
+    assert body(two.run("%%distributed --timeout 60\nkept"))[-1] == "7"
+    script = tmp_path_factory.mktemp("script") / "sleeps.py"
+    script.write_text("import time\nbegun = 1\ntime.sleep(60)\n")
+    said = two.run(f"%dist_run --timeout 1 {script}").error
+    assert "by `--timeout 1`: ranks 0-1 are in sleeps.py line 3: time.sleep" in said
+    assert two.run(f"%dist_run --no-wait -o job {script}").errors == []
+    two.run("job.interrupt()")
+    assert "Stopped on ranks" in two.run("job.wait()").error
+
+
+def test_a_cell_that_runs_here_too(two: Notebook) -> None:
+    """What it binds it binds on both sides; what fails here fails the cell; `await` is refused."""
+    ran = two.run("%%distributed --here-too -o there\nx = sum(range(10))\nprint('said')\nx")
+    assert ran.errors == []
+    assert ran.streams == ["said\n"]
+    assert ran.results == [{"text/plain": "45"}]
+    assert ran.displays[-1]["data"]["text/plain"].endswith("said\n45")
+    assert two.value("x, there.rank(1)") == (45, 45)
+    two.run("%%distributed\nx = rank")
+    assert two.run("%%distributed --here-too\ny = x").errors == []
+    assert two.value("y") == 45
+    assert body(two.run("%%distributed\ny")) == ["── rank 0 ──", "0", "── rank 1 ──", "1"]
+    said = two.run(
+        "%%distributed --here-too\nimport asyncio\nawait asyncio.sleep(0); sent = 1"
+    ).error
+    assert said.startswith("UsageError: `--here-too`: the cell uses `await`")
+    assert body(two.run("%%distributed\n'sent' in globals()"))[-1] == "False"
+    ran = two.run("%%distributed --here-too\nworld_size")
+    here, last = ran.errors
+    assert here["ename"] == "NameError"
+    assert last["ename"] == "LocalCellError"
+    assert last["evalue"].startswith("the cell raised in the notebook: NameError: ")
+    assert last["evalue"].endswith(" 2 ranks ran it.")
+    assert ran.displays[-1]["data"]["text/plain"].endswith("── ranks 0-1 (same) ──\n2")
+
+
+@pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")
+def test_beside_a_cell(two: Notebook, tmp_path: Path) -> None:
+    """Status and stacks answer, others are refused; the cell's own output is whole."""
+    gate = tmp_path / "gate"
+    subshell = Subshell(two)
+    lines = "".join(f"{number}\n" for number in range(300))
+    cell = (
+        "%%distributed\nimport os, time\nnumber = 0\n"
+        f"while number < 300 or not os.path.exists({str(gate)!r}):\n"
+        "    if number < 300: print(number)\n"
+        "    number += 1; time.sleep(0.002)"
+    )
+    two.client.execute(cell)
+    said = ""
+    while "busy" not in said or "line " not in said:
+        said = subshell.run("%dist_status")
+    assert said.startswith("2 workers on ")
+    assert " · running a cell" in said.splitlines()[0]
+    for _ in range(30):
+        assert "running a cell\n── rank" in subshell.run("%dist_stack")
+    assert "no lines" in subshell.run("%dist_log") or "files: " in subshell.run("%dist_log")
+    refused = subshell.run("%dist_memory")
+    assert refused.startswith("`%dist_memory` cannot run in a subshell")
+    assert "`%dist_stack`, `%dist_status`" in refused
+    assert subshell.run("%%distributed\n1").startswith("`%%distributed` cannot run")
+    # That cells have ended beside it does not make who types wait for it.
+    assert "number" in matches(two, "%%distributed\nnumb")
+    gate.touch()
+    again = two.run("%dist_output --all")
+    # All that arrived while the others looked is the cell's.
+    assert lines in again.text
+
+
+def test_nothing_is_left_by_the_end(two: Notebook) -> None:
+    """Of the extension: the cell ends with its workers, and Stop is as before."""
+    status = two.run("%dist_status").text.splitlines()
+    display_id = begin(two, SLEEPS)
+    idle_until(two, display_id, "begun")
+    assert two.run("%unload_ext nbdist").errors == []
+    assert not any(psutil.pid_exists(int(line.split()[2])) for line in status[2:4])
+    assert "JobLost" in two.run("job.wait()").errors[0]["ename"]
+    two.manager.interrupt_kernel()
+    assert two.value("1 + 1") == 2

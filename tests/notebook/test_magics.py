@@ -7,11 +7,11 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from nbdist.errors import NbdistError
 from nbdist.notebook.command import find_commands
 from tests.notebook.front_end import Notebook, Outcome, body
 from tests.waiting import SOON
@@ -26,7 +26,7 @@ MAGICS = sorted(each.shown_name for each in find_commands())
 
 @pytest.mark.smoke
 def test_ranks_never_interleave(notebook: Notebook) -> None:
-    """Each rank's lines are together, in rank order, whatever the order they came in."""
+    """Each rank's lines are together, in rank order; the last ones, or all, are shown again."""
     lines = body(
         notebook.run(
             "%%distributed\nimport time\nfor i in range(3):\n"
@@ -35,6 +35,14 @@ def test_ranks_never_interleave(notebook: Notebook) -> None:
     )
     said = [line for line in lines if line.startswith("rank")]
     assert said == [f"rank {rank} line {i}" for rank in range(4) for i in range(3)]
+    notebook.run("%%distributed\nfor i in range(500): print(f'{rank}:{i}')")
+    again = notebook.run("%dist_output").text
+    assert "3:499" in again
+    assert "0:17\n" not in again
+    everything = notebook.run("%dist_output -r 1 --all").text
+    assert "1:0\n" in everything
+    assert "1:499" in everything
+    assert "0:499" not in everything
 
 
 def test_tutorials_that_make_the_group(notebook: Notebook) -> None:
@@ -84,7 +92,7 @@ def test_names_of_the_notebook_go_along(notebook: Notebook) -> None:
 
 
 def test_ranks_of_a_cell(notebook: Notebook) -> None:
-    """`%%rank` and `-r` run a cell on some ranks; forms with signs and colons are read."""
+    """`%%rank` and `-r` in all forms change no default; another `-n` runs nothing."""
     for magic, ranks in (
         ("%%rank 0, 2-3", [0, 2, 3]),
         ("%%distributed -r ::2", [0, 2]),
@@ -95,13 +103,11 @@ def test_ranks_of_a_cell(notebook: Notebook) -> None:
         outcome = notebook.run(f"{magic}\nprint('on', rank)")
         said = [line for line in body(outcome) if line.startswith("on")]
         assert said == [f"on {rank}" for rank in ranks], magic
-
-
-def test_one_off_selection_changes_no_default(notebook: Notebook) -> None:
-    """A cell on some ranks, also one that fails, leaves the next cell on all."""
     assert "ValueError" in notebook.run("%%distributed -r 1\nraise ValueError(1)").error
     assert notebook.run("%%distributed -r 9\npass").error.startswith("BadRanks: `9` selects no")
     assert notebook.run("%%distributed\npass").text.startswith("4 ranks")
+    assert "`-r 0-1` runs on some" in notebook.run("%%distributed -n 2\nran = True").error
+    assert "NameError" in notebook.run("%%distributed\nran").error
 
 
 @pytest.mark.smoke
@@ -160,6 +166,93 @@ def test_gather(notebook: Notebook) -> None:
     assert notebook.value("doubled") == 3.0
 
 
+# --- displays, and other forms of a cell ----------------------------------------------
+
+
+KINDS = """%%distributed
+from IPython.display import *
+display(Markdown("**done**"), Math("x^2"), JSON({"rank": rank}, expanded=True))
+display({"application/x-mine": {"a": [1, 2]}}, raw=True)
+import sympy
+sympy.Symbol("x") ** 2"""
+CHANGED = """%%distributed
+import plotly.graph_objects
+display(Markdown("gone"))
+clear_output()
+handle = display(Markdown("one"), display_id=True)
+handle.update(Markdown(f"**two** {rank}"))
+plotly.graph_objects.Figure(plotly.graph_objects.Scatter(y=[1, 2]))"""
+
+
+def below_of(outcome: Outcome) -> list[Any]:
+    """Captions, and of each display what a page renders."""
+    assert (outcome.errors, outcome.streams) == ([], [])
+    found = [each["data"] for each in outcome.displays[1:]]
+    return [
+        next((data[kind] for kind in data if kind not in {"text/plain", "text/html"}), None)
+        or data["text/plain"]
+        for data in found
+    ]
+
+
+def test_any_kind_reaches_the_page(notebook: Notebook) -> None:
+    """Each kind as its rank has sent it; the panel says in its place what it is."""
+    outcome = notebook.run(KINDS)
+    others = [part for rank in (1, 2, 3) for part in (f"rank {rank}", {"rank": rank})]
+    assert below_of(outcome) == [
+        "ranks 0-3", "**done**", "$\\displaystyle x^2$", "rank 0", {"rank": 0},
+        "ranks 0-3", {"a": [1, 2]}, "$\\displaystyle x^{2}$", *others,
+    ]  # fmt: skip
+    shown = next(each for each in outcome.displays if "application/json" in each["data"])
+    assert shown["metadata"]["application/json"]["expanded"] is True
+    panel = (outcome.updates or outcome.displays[:1])[-1]["data"]
+    for word in ("Markdown", "LaTeX", "JSON", "application/x-mine"):
+        assert f"{word}, shown below" in panel["text/html"]
+    assert "\n**done**\n$\\displaystyle x^2$\n" in panel["text/plain"]
+    assert "object>" not in panel["text/plain"]
+
+
+def test_updates_clear_output_and_plotly(notebook: Notebook) -> None:
+    """Below is what is there at the end, and what a later cell makes of it; a figure is small."""
+    outcome = notebook.run(CHANGED)
+    found = below_of(outcome)
+    plotly = found[3]
+    assert plotly["data"] == [{"y": [1, 2], "type": "scatter"}]
+    assert len(str(plotly)) < 20_000
+    others = [part for rank in (1, 2, 3) for part in (f"rank {rank}", f"**two** {rank}")]
+    assert found == ["rank 0", "**two** 0", "ranks 0-3", plotly, *others]
+    assert below_of(notebook.run("%dist_output -r 2")) == ["rank 2", "**two** 2", plotly]
+    later = notebook.run("%%distributed\nhandle.update(Markdown('three'))")
+    changed = [each["data"].get("text/markdown") for each in later.updates]
+    assert changed.count("three") == 1
+    before = notebook.run("%dist_output -2")
+    assert below_of(before)[:4] == ["ranks 0-3", "three", plotly]
+    said = notebook.run("%dist_output -99").error
+    assert re.search(r"`%dist_output -99`: the output of \d+ cells is kept", said)
+    said = notebook.run("%%rank 0\n%%markdown\n# Title")
+    assert below_of(said) == ["rank 0", "# Title\n"]
+
+
+def test_forms_of_a_cell(notebook: Notebook) -> None:
+    """A line without a cell, comments behind magics, and the notebook's own magics at the end."""
+    notebook.run("here = 5")
+    assert notebook.run("%distributed here, there = rank, world_size  # both").errors == []
+    shown = body(notebook.run("%distributed -r [0, 1] print(f'{here} of {there}')"))
+    assert shown == ["── rank 0 ──", "0 of 4", "── rank 1 ──", "1 of 4"]
+    assert "`%distributed x = 1`; `%%distributed` on the" in notebook.run("%distributed -n 4").error
+    assert notebook.run("%%distributed -n 4  # it's four\nd = {'#': rank}").errors == []
+    assert body(notebook.run("%%rank 0, 1 # some\nd"))[::2] == ["── rank 0 ──", "── rank 1 ──"]
+    for line in ("d  # a dict by rank", "d['#'] --as numbers  # by rank", "d['#']+0 --as more"):
+        assert notebook.run(f"%dist_gather {line}").errors == []
+    assert notebook.value("numbers, more, d[1]") == ([0, 1, 2, 3], [0, 1, 2, 3], {"#": 1})
+    assert "4 workers" in notebook.run("%dist_status # now").text
+    assert notebook.run("%%distributed\nlast = rank\n\n%dist_gather last  # here").errors == []
+    assert notebook.value("last") == [0, 1, 2, 3]
+    failed = notebook.run("%%rank 0\nlast = 7\n1 / 0\n%dist_gather last")
+    assert failed.errors[0]["evalue"].endswith("ZeroDivisionError: division by zero")
+    assert notebook.value("last") == [0, 1, 2, 3]
+
+
 # --- workers ----------------------------------------------------------------------------
 
 
@@ -186,66 +279,24 @@ def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
     assert not any(psutil.pid_exists(int(line.split()[2])) for line in lines[2:4])
     assert "no workers are running" in notebook.run("%dist_status").text
     assert "WorldNotStarted" in notebook.run("%dist_gather x").error
+    stopped: list[bool] = []
 
+    def stop(outcome: Outcome) -> None:
+        if len(outcome.updates) >= 2 and not stopped:
+            stopped.append(True)
+            notebook.manager.interrupt_kernel()
 
-def test_another_size_runs_nothing(notebook: Notebook) -> None:
-    """A `-n` that differs from the running world says how to change it, and runs nothing."""
-    outcome = notebook.run("%%distributed -n 8\nran = True")
-    assert outcome.error == (
-        "WorldSizeMismatch: 4 workers are running. `%dist_scale 8` keeps their variables, "
-        "`%dist_restart -n 8` clears them."
-    )
-    error = notebook.run("%%distributed -n 2\nran = True").error
-    assert "`-r 0-1` runs on some" in error
-    assert "NameError" in notebook.run("%%distributed\nran").error
-    assert "--backend" in notebook.run("%%distributed --backend none\nran = 1").error
-
-
-def test_output_again(notebook: Notebook) -> None:
-    """`%dist_output` shows the last lines once more; `-r 1 --all` all of that rank alone."""
-    notebook.run("%%distributed\nfor i in range(500): print(f'{rank}:{i}')")
-    again = notebook.run("%dist_output").text
-    assert "3:499" in again
-    assert "0:17\n" not in again
-    everything = notebook.run("%dist_output -r 1 --all").text
-    assert "1:0\n" in everything
-    assert "1:499" in everything
-    assert "0:499" not in everything
-
-
-# --- what people mistype ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("source", "parts"),
-    [
-        ("%%rank\n1", ["needs ranks", "`%%rank 0`"]),
-        ("%%rank 0\n1", ["The cell needs workers, and none are running. A `%%distributed -n 4`"]),
-        ("%%distributed --gpus 0,9\n1", ["--gpus"]),
-        ("%%distributed --launcher nowhere\n1", ["launcher", "local"]),
-        ("%dist_restart -n x", ["`-n x`"]),
-        ("%dist_status 3", ["`%dist_status?`"]),
-    ],
-)
-def test_bad_input(typed: Callable[[str], str], source: str, parts: list[str]) -> None:
-    """Each mistake gets one error of one line that shows what is right; nothing is started."""
-    with pytest.raises(NbdistError) as raised:
-        typed(source)
-    for part in parts:
-        assert part in str(raised.value)
-    assert "\n" not in str(raised.value)
+    # Again and again in its place, until Stop, which is no error.
+    assert notebook.run("%dist_status -f 0.1", stop).text.startswith("no workers are running")
+    assert stopped
 
 
 # --- help -------------------------------------------------------------------------------
 
 
-def test_completion_of_magics(notebook: Notebook) -> None:
-    """`%dist_<TAB>` lists all of them."""
+def test_help_of_magics(notebook: Notebook) -> None:
+    """`%dist_<TAB>` lists all of them; `%dist_gather?` shows what it does and its options."""
     reply = notebook.client.complete("%dist_", 6, reply=True, timeout=SOON)
     assert sorted(reply["content"]["matches"]) == [x for x in MAGICS if x.startswith("%dist_")]
-
-
-def test_help_of_magics(notebook: Notebook) -> None:
-    """`%dist_gather?` shows what it does and its options."""
     (payload,) = notebook.run("%dist_gather?").reply["payload"]
     assert "--stack" in payload["data"]["text/plain"]

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.pool`: worlds side by side, each with a group of its own."""
+"""Tests of `nbdist.notebook.pool`: worlds side by side, and the options that describe one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from traitlets.config import Config
 
 from nbdist.errors import ForkedProcess
 from nbdist.notebook.options import NbDist
-from nbdist.notebook.pool import Pools, Routine
-from nbdist.world.snapshot_store import Part, Snapshot
+from nbdist.notebook.pool import Pools
 from tests.notebook.front_end import Notebook, body, lasting
 
 pytestmark = pytest.mark.shared_world
@@ -26,6 +25,15 @@ pools = lasting(
     "%dist_init --pool ps -n 1",
     "%%distributed --pool trainer -n 2\nmine = 'trainer'",
 )
+
+
+given = lasting(
+    "%load_ext nbdist",
+    "%dist_init -j 2x1 --name exp/run --env A=\"1 2\" --env 'B=3'",
+    HF_TOKEN="hf_verysecret",
+    NBDIST_LOG_DIR="{folder}",
+)
+"""Two workers on two simulated nodes, with a name and variables."""
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +61,8 @@ def test_in_a_forked_child(shell: InteractiveShell, monkeypatch: pytest.MonkeyPa
         pools.at(None)
 
 
-def test_each_has_a_group_of_its_own(pools: Notebook) -> None:
-    """A collective of one pool has its ranks alone, and roles stand in the environment."""
+def test_each_has_its_own(pools: Notebook) -> None:
+    """A group, variables and roles; the notebook's variables go to both."""
     total = "t = torch.ones(1); dist.all_reduce(t); print(t.item(), world_size)"
     assert body(pools.run(f"%%distributed --pool trainer\n{total}"))[-1] == "2.0 2"
     assert body(pools.run(f"%%distributed --pool ps\n{total}"))[-1] == "1.0 1"
@@ -64,10 +72,6 @@ def test_each_has_a_group_of_its_own(pools: Notebook) -> None:
         "trainer 1 2",
     ]
     assert body(pools.run(f"%%rank 0 --pool ps\n{ROLE}"))[-1] == "ps 0 1"
-
-
-def test_each_has_variables_of_its_own(pools: Notebook) -> None:
-    """What one binds the other does not have; what the notebook has goes to both."""
     pools.run("step = 7")
     for pool in ("trainer", "ps"):
         assert body(pools.run(f"%%distributed --pool {pool}\nprint(step)"))[-1] == "7"
@@ -100,25 +104,17 @@ def test_a_failure_in_one_is_no_matter_to_the_other(pools: Notebook) -> None:
     assert pools.run("%%distributed --pool ps\nos.getpid()").text.split()[-1] == pids.split()[-1]
 
 
-def test_status_shows_all(pools: Notebook) -> None:
-    """One table for each pool, or that of one."""
+def test_one_is_ended_the_other_stays(pools: Notebook) -> None:
+    """Status has a table for each; the remedy names the pool; one is ended, or all are."""
     displays = pools.run("%dist_status").displays
     assert [display["data"]["text/plain"].split(" · ")[0] for display in displays] == [
         "pool ps",
         "pool trainer",
     ]
     assert pools.run("%dist_status --pool ps").text.startswith("pool ps · 1 worker on ")
-
-
-def test_what_is_asked_wrongly(pools: Notebook) -> None:
-    """One line, with the pool in the remedy."""
     assert "`%dist_restart --pool ps -n 3`" in pools.run("%dist_init --pool ps -n 3").error
     assert "--pool 1/2" in pools.run("%%distributed --pool 1/2\npass").error
     assert "none are running" in pools.run("%dist_gather x --pool other").error
-
-
-def test_one_is_ended_the_other_stays(pools: Notebook) -> None:
-    """`%dist_shutdown --pool` ends one, without it all are ended."""
     pools.run("%dist_shutdown --pool ps")
     assert pools.run("%dist_status --pool ps").text.startswith("no workers are running")
     assert pools.run("%%distributed --pool trainer\ndist.barrier()").errors == []
@@ -126,19 +122,32 @@ def test_one_is_ended_the_other_stays(pools: Notebook) -> None:
     assert pools.run("%dist_status").text.startswith("no workers are running")
 
 
-def test_every_third_cell():
-    """Counted from the one that set it up; never where nothing did."""
-    assert [Routine().is_due() for _ in range(3)] == [False] * 3
-    routine = Routine(every=3)
-    assert [routine.is_due() for _ in range(7)] == [False, False, True, False, False, True, False]
+def environ(notebook: Notebook, *names: str) -> list[list[str]]:
+    """What the ranks have of these variables, by rank."""
+    notebook.run(f"%%distributed\nimport os; values = [os.environ.get(n, '') for n in {names}]")
+    notebook.run("%dist_gather values")
+    return notebook.value("values")  # type: ignore[no-any-return]
 
 
-def test_a_hint_while_the_snapshot_is_there(tmp_path: Path):
-    """How what was lost is brought back; nothing once the folder is gone."""
-    routine = Routine()
-    assert routine.hint == ""
-    part = Part(("model", "x"), (), 10, "")
-    routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path, 0.0, {0: part})
-    assert routine.hint.startswith("`%dist_restore --name epoch-3` restores model and x of 19")
-    routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path / "gone", 0.0, {0: part})
-    assert routine.hint == ""
+def test_the_options_of_workers(given: Notebook, tmp_path: Path) -> None:
+    """The head says what they are; ranks have what is set; a restart takes others."""
+    head = given.run("%dist_status").text.splitlines()[0]
+    assert head.startswith("2 workers as 2x1 on ")
+    assert head.endswith(" · gloo · ready · exp/run")
+    names = ("A", "B", "RANK", "LOCAL_RANK", "NBDIST_WORLD", "HF_TOKEN")
+    of_all = ["exp/run", "hf_verysecret"]
+    assert environ(given, *names) == [["1 2", "3", str(r), "0", *of_all] for r in range(2)]
+    assert "`%%distributed` shows them: `import os; os.environ`" in "".join(
+        given.run("%dist_env").streams
+    )
+    file = tmp_path / ".env"
+    file.write_text("C=4\n")
+    error = given.run("%dist_restart --wrap no-such-wrapper").error
+    assert error.startswith("StartError: rank ")
+    assert "could not start: no-such-wrapper: No such file or directory." in error
+    assert body(given.run("%%distributed\nimport os; os.environ['A']"))[1] == "'1 2'"
+    ready = given.run(f"%dist_restart -n 2 --env A=5 --env-file {file} --name again").text
+    assert ready.startswith("2 workers ready · gloo · worker variables cleared")
+    names = ("A", "B", "C", "LOCAL_RANK", "NBDIST_WORLD")
+    assert environ(given, *names) == [["5", "3", "4", str(rank), "again"] for rank in range(2)]
+    assert given.run("%dist_status").text.splitlines()[0].endswith(" · again")

@@ -1,13 +1,9 @@
-"""Tests of `nbdist.notebook.extension`, and of the README's examples, pasted as they are."""
+"""Tests of `nbdist.notebook.extension`: cells that load nbdist and go on with a cell magic."""
 
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Callable
 from contextlib import redirect_stdout
-from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -16,13 +12,9 @@ from traitlets.config import Config
 
 from nbdist.notebook.cell_text import transform_first_lines
 from nbdist.notebook.extension import RestOfCell
-from tests.notebook.front_end import Notebook, Outcome
+from tests.notebook.front_end import Notebook
 
 pytestmark = pytest.mark.shared_world
-
-README = Path(__file__).parent.parent.parent / "README.md"
-
-Fresh = Callable[..., Notebook]
 
 
 @pytest.fixture
@@ -61,16 +53,12 @@ def run(shell: Any, cell: str) -> BaseException | None:
 
 
 def test_the_rest_is_the_cell_magics(shell: Any) -> None:
-    """Nothing of it runs here; the next cell is one like any other."""
+    """Nothing of it runs here; where it fails, the cell that loaded nbdist has."""
     assert run(shell, "# a\n%load_ext nbdist\n%%distributed -n 4\nhere = 1\nx\n") is None
     assert shell.user_ns["ran"] == [("-n 4", "# a\n# %load_ext nbdist\nhere = 1\nx\n"), "nested"]
     assert run(shell, "after = 1") is None
     assert "after" in shell.user_ns
     assert "here" not in shell.user_ns
-
-
-def test_the_rest_fails(shell: Any) -> None:
-    """The cell that has loaded nbdist has failed then."""
     error = run(shell, "%load_ext nbdist\n%%distributed\nwrong = 1\nx\n")
     assert repr(error) == "ValueError('wrong')"
     assert "wrong" not in shell.user_ns
@@ -83,44 +71,8 @@ def test_a_magic_that_is_not_first(shell: Any) -> None:
     assert {"before", "x", "here"} & shell.user_ns.keys() == {"before"}
 
 
-def blocks() -> list[tuple[str, list[str]]]:
-    """The README's blocks of code, each with the lines that it says are shown."""
-    text = README.read_text().partition("\n## First steps\n")[2].partition("\n## ")[0]
-    found = re.findall(r"(?m)((?:^    .*\n(?:\n(?=    ))?)+)(?:\n```text\n([^`]+)```)?", text)
-    assert len(found) == 5
-    return [(dedent(code), shown.splitlines()) for code, shown in found]
-
-
-def example() -> str:
-    """The first of them."""
-    return blocks()[0][0]
-
-
-def trained(outcomes: list[Outcome]) -> list[str]:
-    """What the ranks of the one distributed cell have printed."""
-    assert [each.errors for each in outcomes] == [[]] * len(outcomes)
-    shown = [(each.updates or each.displays)[-1:] for each in outcomes]
-    text = "".join(each["data"]["text/plain"] for last in shown for each in last)
-    return re.findall(r"^rank \d loss \d\.\d{3}$", text, re.MULTILINE)
-
-
-def check(notebook: Notebook, cells: list[str]) -> None:
-    printed = trained([notebook.run(cell) for cell in cells])
-    losses = notebook.value("loss")
-    assert printed == [f"rank {rank} loss {loss:.3f}" for rank, loss in enumerate(losses)]
-    assert len(losses) == 4
-
-
-def test_the_readmes_example_in_one_cell(fresh: Fresh) -> None:
-    """In a new notebook, and again where nbdist is loaded; its line numbers are the cell's."""
-    notebook = fresh()
-    check(notebook, [example()])
-    notebook.run("del loss")
-    for code, lines in blocks():
-        outcome = notebook.run(code)
-        assert [each["ename"] for each in outcome.errors] == ["WorkerError"] * ("raise" in code)
-        for line in lines:
-            assert re.search(re.sub(r"\d+", r"\\d+", re.escape(line)), outcome.seen), outcome.seen
+def test_line_numbers_are_the_cells(notebook: Notebook) -> None:
+    """Also in a cell that loads nbdist again; the magics at its end do not run once it failed."""
     wrong = notebook.run("%load_ext nbdist\n\n# a\n%%distributed\nx = 1\n1 / 0\n%dist_gather x")
     (error,) = wrong.errors
     assert "line 6" in (wrong.updates or wrong.displays)[-1]["data"]["text/plain"]

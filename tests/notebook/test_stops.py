@@ -39,13 +39,16 @@ def press() -> None:
 
 
 def test_stops_are_counted():
-    """And raised again afterwards."""
+    """And raised again afterwards; of a command's, who counts them goes on counting."""
     with counted_stops() as stops:
         press()
         press()
     assert stops.count == 2
     with pytest.raises(KeyboardInterrupt):
         press()
+    with counted_stops() as stops, command_stops(), met_stops(fail):
+        press()
+    assert stops.count == 1
 
 
 def test_a_stop_comes_later():
@@ -140,55 +143,34 @@ def test_stops_of_a_command():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_command_where_stop_is_somebody_elses():
-    """Who counts them goes on counting."""
-    with counted_stops() as stops, command_stops(), met_stops(fail):
-        press()
-    assert stops.count == 1
+def idle_stop(pressed: list[str], wanted: list[str]) -> IdleStop:
+    return IdleStop(lambda: pressed.append("once"), lambda: bool(wanted))
 
 
 def test_a_kernel_that_ignores_it_between_cells():
-    """Each is called as long as it is wanted; then it is ignored again."""
+    """It is called as long as that is wanted; once no cell runs, Stop is ignored again."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pressed: list[int] = []
-    calls = {number: partial(pressed.append, number) for number in (1, 2)}
+    pressed, wanted = [], ["a job"]
 
     async def main() -> None:
-        stop = IdleStop()
-        for number in (1, 2, 1):
-            stop.watch(asyncio.get_running_loop(), calls[number])
+        stop = idle_stop(pressed, wanted)
+        for _ in range(2):
+            stop.update(asyncio.get_running_loop())
         press()
         await asyncio.sleep(0.01)
-        assert pressed == [1, 2]
-        stop.clear(calls[1])
-        press()
-        await asyncio.sleep(0.01)
-        assert pressed == [1, 2, 2]
-        stop.clear(calls[2])
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        press()
-        await asyncio.sleep(0.01)
-        assert pressed == [1, 2, 2]
-
-    asyncio.run(asyncio.wait_for(main(), 20))
-
-
-def test_it_is_put_back_after_a_cell():
-    """While one runs ipykernel has a handler of its own, and puts back after it what it found."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    async def main() -> None:
-        stop = IdleStop()
-        stop.watch(asyncio.get_running_loop(), fail)
+        assert pressed == ["once"]
+        # While a cell runs ipykernel has a handler of its own, and puts back what it found.
         found = signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop.clear(fail)
+        wanted.clear()
+        stop.update()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, found)
         for _ in range(1000):
-            if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-                return
-            await asyncio.sleep(0.01)
-        pytest.fail("it is still there")
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                await asyncio.sleep(0.01)
+        press()
+        await asyncio.sleep(0.01)
+        assert pressed == ["once"]
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
@@ -200,9 +182,7 @@ def test_what_somebody_else_has_set_stays():
 
     signal.signal(signal.SIGINT, mine)
     loop = asyncio.new_event_loop()
-    stop = IdleStop()
-    stop.watch(loop, fail)
-    assert signal.getsignal(signal.SIGINT) is mine
-    stop.clear(fail)
-    assert signal.getsignal(signal.SIGINT) is mine
+    for wanted in (["a job"], []):
+        idle_stop([], wanted).update(loop)
+        assert signal.getsignal(signal.SIGINT) is mine
     loop.close()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbformat import NotebookNode
 
 from tests.worlds import IDLE_IMPORTS
@@ -19,6 +20,7 @@ MANY_MACHINES = FOLDER / "05-many-machines.ipynb"
 """It has hosts of its own: `tests/hosts`."""
 
 NOTEBOOKS = sorted({*FOLDER.glob("*.ipynb")} - {MANY_MACHINES})
+FINE_TUNING, REINFORCEMENT = NOTEBOOKS[3:]
 CELL_TIMEOUT = 120
 RUN_TIMEOUT = 280
 EXECUTE = "from nbclient.cli import main; main()"
@@ -126,3 +128,23 @@ def test_training_goes_on_after_all_that_went_wrong() -> None:
     same = re.findall(r"same weights: (\w+)", text(notebook))
     assert len(same) >= 5
     assert set(same) == {"True"}
+
+
+@pytest.mark.parametrize(
+    ("notebook", "numbers", "sign", "times"),
+    [
+        (FINE_TUNING, r"test loss (\d\.\d\d) -> (\d\.\d\d)", -1, 6),
+        (REINFORCEMENT, r"(\d+) -> (\d+) steps", 1, 1),
+    ],
+)
+def test_what_is_trained_gets_better(
+    notebook: Path, numbers: str, sign: int, times: int, tmp_path: Path
+) -> None:
+    """In cells, under torchrun as a script that is made of them, and when that comes back."""
+    saved = nbformat.read(notebook, as_version=4)
+    fresh = run(saved, tmp_path)
+    check_run(saved, fresh)
+    for shown in (text(saved), text(fresh)):
+        found = re.findall(numbers, shown)
+        assert len(found) == times
+        assert all(sign * (float(after) - float(before)) > 0 for before, after in found)

@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tqdm.std import tqdm
 
@@ -54,10 +54,7 @@ def test_the_last_line() -> None:
         found = bars_of(said)
         assert found is not None
         assert (found.name, found.bar.amount, found.around) == ("train", "30/100", ())
-
-
-def test_lines_below_a_bar() -> None:
-    """An unfinished bar is still the rank's when it prints something; not for ever."""
+    # An unfinished bar is still the rank's when it prints something; not for ever.
     for lines, is_there in ((3, True), (40, False)):
         printed = out("\n" + "loss 0.5\n" * lines)
         (said,) = make(1, lambda rank, printed=printed: [bar(30), printed], finished=False)
@@ -164,6 +161,7 @@ def test_only_one_rank_has_a_bar() -> None:
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10)), min_size=8, max_size=40)
 
 
+@settings(max_examples=30)
 @given(STEPS)
 def test_ranks_keep_their_rows(steps: list[tuple[int, int]]) -> None:
     """Whatever bars say, and in whatever order, each rank has its own row, always the same."""

@@ -18,10 +18,7 @@ def test_values() -> None:
     first = Row((0, 1), Line("0", stderr=False), "same")
     assert panel.rows == (first, Row((2, 3), Line("1", stderr=False), "same"))
     assert panel.blocks == panel.rest == ()
-
-
-def test_no_values() -> None:
-    """A longer line, a second one or too many different ones have blocks."""
+    # A longer line, a second one or too many different ones have blocks.
     for transcript in (
         make(2, lambda rank: [out("x" * 101 + "\n")]),
         make(2, lambda rank: [out("x\n" * (rank + 1))]),
@@ -32,27 +29,6 @@ def test_no_values() -> None:
         assert panel.blocks
 
 
-def test_bars_among_lines() -> None:
-    """Ranks that differ in their bars only are one group, in which each bar has a row."""
-    bar = "train: 100%|██████████| 5/5 [00:1{}<00:00, {}.5it/s]\n"
-
-    def said(rank: int) -> list[Output]:
-        return [out("loading\n"), Text("stderr", bar.format(rank, 9 - rank)), out("done\n")]
-
-    (block,) = final_layout(make(3, said)).blocks
-    assert (block.group.ranks, block.group.likeness) == ((0, 1, 2), "bars")
-    assert block.words == ("same except for bars", "3 lines")
-    (lines_,) = block.items
-    assert isinstance(lines_, list)
-    bars = [f"rank {rank}  {bar.format(rank, 9 - rank).strip()}" for rank in range(3)]
-    assert [line.text for line in lines_] == ["loading", *bars, "done"]
-    (block,) = final_layout(make(20, lambda rank: said(rank % 3))).blocks
-    (lines_,) = block.items
-    assert isinstance(lines_, list)
-    assert len(lines_) == 3
-    assert lines_[1].text.startswith("train: 100%|██████████| 5/5 [00:{10-12,10-12,")
-
-
 def test_what_is_open() -> None:
     """The first, the failed, and others as long as 60 lines are open together."""
     said = {3: [lines(70, "d"), failure()], 4: []}
@@ -60,10 +36,7 @@ def test_what_is_open() -> None:
     blocks = final_layout(transcript).blocks
     assert ranks_of(blocks) == [(3,), (0,), (1,), (2,)]
     assert [block.is_open for block in blocks] == [True, True, False, False]
-
-
-def test_few_lines_are_open() -> None:
-    """However much is open, a rank that has said little may be the one that is odd."""
+    # However much is open, a rank that has said little may be the one that is odd.
     said = {3: [lines(8, "odd")]}
     blocks = final_layout(make(4, lambda rank: said.get(rank, [lines(70, "abcd"[rank])]))).blocks
     assert ranks_of(blocks) == [(0,), (1,), (2,), (3,)]
@@ -76,10 +49,7 @@ def test_what_stands_back() -> None:
     panel = final_layout(make(64, lambda rank: said.get(rank, [lines(2, f"{rank} ")])))
     assert ranks_of(panel.blocks) == [(40,), (0,), (50, 51)]
     assert len(panel.rest) == 60
-
-
-def test_who_is_odd_does_not_stand_back() -> None:
-    """Of many short outputs those in other words have blocks of their own."""
+    # Of many short outputs those in other words have blocks of their own.
     said = {17: [out("shard 17\nno data left\n")], 33: [out("shard 33\n")]}
     usual = [f"shard {rank}\nloss {2 + rank / 100}\n" for rank in range(64)]
     panel = final_layout(make(64, lambda rank: said.get(rank, [out(usual[rank])])))
@@ -96,10 +66,7 @@ def test_a_failed_rank_beside_values() -> None:
     panel = final_layout(make(4, lambda rank: said.get(rank, [value(f"{rank % 2}")])))
     assert ranks_of(panel.blocks) == [(3,)]
     assert [row.ranks for row in panel.rows] == [(0, 2), (1,)]
-
-
-def test_who_says_nothing() -> None:
-    """Ranks without output have no block that would be empty; they are named."""
+    # Ranks without output have no block that would be empty; they are named.
     panel = final_layout(make(4, lambda rank: [] if rank else [out("loss 0.5\n")]))
     assert [row.ranks for row in panel.rows] == [(0,)]
     assert (panel.blocks, panel.silent) == ((), (1, 2, 3))

@@ -28,7 +28,6 @@ from tests.output.lab import (
     live_text,
     make,
     out,
-    value,
 )
 
 
@@ -53,34 +52,6 @@ def bar(done: int) -> Text:
 
 
 # --- final ------------------------------------------------------------------------------
-
-
-def test_values() -> None:
-    """Short values are a table of two columns, equal ones once."""
-    html = final_html(make(8, lambda rank: [value(f"tensor({rank // 4}.5)")]))
-    assert Panel(html).lines == [
-        "8 ranks · 1.2 s · ✓ 8",
-        "ranks 0-3tensor(0.5)",
-        "ranks 4-7tensor(1.5)",
-    ]
-    assert html.count("<tr") == 2
-
-
-def test_groups() -> None:
-    """Equal ranks have one block; each is named by its ranks and how much it holds."""
-    said = {5: [out("a\nb\n"), Text("stderr", "careful\n")]}
-    panel = Panel(final_html(make(8, lambda rank: said.get(rank, [out("a\nb\n")]))))
-    assert panel.lines == [
-        "8 ranks · 1.2 s · ✓ 8",
-        "ranks 0-4,6-7 ✓ same · 2 lines",
-        "a",
-        "b",
-        "rank 5 ✓ 3 lines",
-        "a",
-        "b",
-        "careful",
-    ]
-    assert panel.opened == [True, True]
 
 
 def test_failed_rank() -> None:
@@ -263,14 +234,6 @@ def test_what_is_small(said: object, *, is_there: bool) -> None:
     assert max(len(run) for run in tiled(blocks)) == (4 if is_there else 1)
 
 
-def test_neighbours() -> None:
-    """Only neighbours stand side by side, so that ranks stay in order."""
-    wide: list[Output] = [out("x" * 60 + "\ny\n")]
-    transcript = make(5, lambda rank: wide if rank == 2 else [out(f"{rank}\ny\n")])
-    runs = [*tiled(final_layout(transcript).blocks)]
-    assert [[block.group.ranks[0] for block in run] for run in runs] == [[0, 1], [2], [3, 4]]
-
-
 def test_tiles_as_html() -> None:
     """They are in one row that wraps; figures share its width."""
     for ranks, share in ((2, 45), (3, 30), (4, 45), (5, 30)):
@@ -281,6 +244,11 @@ def test_tiles_as_html() -> None:
     html = final_html(make(3, lambda rank: [table(rank)]))
     assert html.count("flex:0 1 auto") == 3
     assert "flex" not in final_html(make(3, lambda rank: [figure("same")]))
+    # Only neighbours stand side by side, so that ranks stay in order.
+    wide: list[Output] = [out("x" * 60 + "\ny\n")]
+    transcript = make(5, lambda rank: wide if rank == 2 else [out(f"{rank}\ny\n")])
+    runs = [*tiled(final_layout(transcript).blocks)]
+    assert [[block.group.ranks[0] for block in run] for run in runs] == [[0, 1], [2], [3, 4]]
 
 
 def test_live() -> None:

@@ -13,7 +13,6 @@ from nbdist.output.html import panel_html
 from nbdist.output.layout import (
     Hidden,
     Item,
-    Row,
     final_layout,
     live_layout,
     merged,
@@ -52,19 +51,11 @@ def test_live_blocks() -> None:
     assert ranks_of(panel.blocks) == [(1,), (0, 2)]
     assert [kinds(block.items) for block in panel.blocks] == [[12], [12]]
     assert [block.words for block in panel.blocks] == [("… 28 earlier",), ("same", "… 18 earlier")]
-
-
-def test_live_rows() -> None:
-    """Many ranks that differ have a row for each distinct last line, 16 at most."""
-    said = {60: [out("d\n"), failure()]}
-    transcript = make(
-        64, lambda rank: said.get(rank, [out(f"{rank}\nlast {rank // 3}\n")]), finished=False
-    )
+    # The failed ranks that have no block are named.
+    transcript = make(20, lambda rank: [out(f"{rank}\n"), failure(f"x{rank}")], finished=False)
     panel = live_layout(transcript, 1.0)
-    assert ranks_of(panel.blocks) == [(60,)]
-    assert panel.rows[0] == Row((0, 1, 2), Line("last 0", stderr=False))
-    assert len(panel.rows) == 16
-    assert panel.more == (*range(48, 60), 61, 62, 63)
+    assert len(panel.blocks) == 16
+    assert panel.more == (16, 17, 18, 19)
 
 
 def test_live_blocks_of_those_who_ask() -> None:
@@ -78,14 +69,6 @@ def test_live_blocks_of_those_who_ask() -> None:
     assert ranks_of(live_layout(all_ask, 1.0, turn=0).blocks) == [(1,), (2,), (0,)]
     many = make(20, lambda rank: asked if rank == 5 else [out(f"{rank}\n")], finished=False)
     assert ranks_of(live_layout(many, 1.0).blocks) == [(5,)]
-
-
-def test_live_blocks_are_bounded() -> None:
-    """The failed ranks that have no block are named."""
-    transcript = make(20, lambda rank: [out(f"{rank}\n"), failure(f"x{rank}")], finished=False)
-    panel = live_layout(transcript, 1.0)
-    assert len(panel.blocks) == 16
-    assert panel.more == (16, 17, 18, 19)
 
 
 def test_what_a_running_cell_says_of_itself() -> None:

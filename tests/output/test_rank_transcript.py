@@ -132,10 +132,7 @@ def test_update_in_place() -> None:
     assert texts(transcript) == ["<new>", "between", "<new>", "<other>"]
     assert transcript.has_display("y")
     assert not transcript.has_display("z")
-
-
-def test_clear() -> None:
-    """`clear_output()` forgets at once, with wait=True only when the next output comes."""
+    # `clear_output()` forgets at once, with wait=True only when the next output comes.
     assert texts(said(out("a\n"), Clear(wait=False))) == []
     transcript = said(out("a\n"), Clear(wait=True))
     assert texts(transcript) == ["a"]
@@ -159,18 +156,17 @@ def test_limit_of_lines() -> None:
 
 
 def test_silent() -> None:
-    """A rank that has shown nothing, or wiped what it has shown, is silent; one that failed not."""
+    """A rank that has shown nothing, or wiped what it has shown, is silent; one that failed not.
+
+    Of a rank that raised and then died the earlier of both is the error.
+    """
+    transcript = said(failure(5), Died(1, 9))
+    assert transcript.state == "died"
+    assert isinstance(transcript.error, Failure)
     assert said(Done("ok", 1.0)).is_silent
     assert said(out("50%\r   \r")).is_silent
     assert not said(failure()).is_silent
     assert not said(figure("f")).is_silent
-
-
-def test_error_of_a_dead_rank() -> None:
-    """Of a rank that raised and then died the earlier of both is the error."""
-    transcript = said(failure(5), Died(1, 9))
-    assert transcript.state == "died"
-    assert isinstance(transcript.error, Failure)
 
 
 def test_an_error_that_did_not_end_the_cell() -> None:

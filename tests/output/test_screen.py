@@ -80,15 +80,11 @@ def test_nested_bars(chunk: int) -> None:
 
 
 def test_colours_kept() -> None:
-    """Colour codes stay, and each line has all that it needs by itself."""
-    lines = shown(screen_of(f"{RED}red\nstill{RESET} plain\n\x1b[1mx\x1b[22my\n"))
-    assert lines == [f"{RED}red{RESET}", f"{RED}still{RESET} plain", "\x1b[1mx\x1b[22my"]
-
-
-def test_colours_overwritten() -> None:
-    """A character takes its colour with it when it is written over."""
+    """Colour codes stay, each line has all that it needs, and a character takes its own with it."""
     assert shown(screen_of(f"{RED}abc{RESET}\rX")) == [f"X{RED}bc{RESET}"]
     assert shown(screen_of(f"abc\r{RED}X{RESET}")) == [f"{RED}X{RESET}bc"]
+    lines = shown(screen_of(f"{RED}red\nstill{RESET} plain\n\x1b[1mx\x1b[22my\n"))
+    assert lines == [f"{RED}red{RESET}", f"{RED}still{RESET} plain", "\x1b[1mx\x1b[22my"]
 
 
 def test_stderr() -> None:
@@ -116,10 +112,7 @@ def test_keeps_the_last_lines() -> None:
     assert screen.end == 1000
     assert [line.text for line in screen.tail(2)] == ["998", "999"]
     assert [line.text for line in screen.lines(0, 992)] == ["990", "991"]
-
-
-def test_lines_without_end() -> None:
-    """A line that never ends is cut, so that memory has a bound."""
+    # A line that never ends is cut, so that memory has a bound.
     screen = Screen()
     for _ in range(LONGEST_LINE // 1_000_000 + 1):
         screen.write("stdout", "." * 1_000_000)
@@ -155,18 +148,12 @@ def test_key() -> None:
     assert screen_of("rank 0: loss\n").key.alike != screen_of("rank 1: loss\n").key.alike
     assert screen_of(f"{RED}x{RESET}\n").key == screen_of("x\n").key
     assert screen_of("x\n").key != screen_of("x\n", stream="stderr").key
-
-
-def test_key_of_dropped_lines() -> None:
-    """A line that is no longer kept still tells two ranks apart."""
+    # A line that is no longer kept still tells two ranks apart.
     rest = "".join(f"{number}\n" for number in range(500))
     settings = {"chunk": 64, "keep_lines": 20}
     assert screen_of("a\n" + rest, **settings).key == screen_of("a\n" + rest).key
     assert screen_of("a\n" + rest, **settings).key != screen_of("b\n" + rest, **settings).key
-
-
-def test_key_while_it_grows() -> None:
-    """Asking for the key in between changes nothing, not even before lines are rewritten."""
+    # Asking for the key in between changes nothing, not even before lines are rewritten.
     text = "".join(f"{number}\n" for number in range(300)) + "\x1b[200Aabove\n" + "\x1b[250B"
     asked = Screen()
     for start in range(0, len(text), 40):

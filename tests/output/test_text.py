@@ -30,35 +30,6 @@ def failure(message: str, time_ns: int = 1) -> Failure:
     return Failure("E", message, traceback, time_ns)
 
 
-def owners(text: str) -> dict[str, list[str]]:
-    """Each line under the header that it follows."""
-    found: dict[str, list[str]] = {}
-    header = ""
-    for line in text.split("\n")[1:]:
-        if line.startswith("── "):
-            header = line
-            assert header not in found
-            found[header] = []
-        else:
-            found[header].append(line)
-    return found
-
-
-def test_every_line_has_a_header() -> None:
-    """Each line stands below the header of its ranks, without colours."""
-    said: dict[int, list[Output]] = {
-        3: [out("\x1b[32mgreen\x1b[0m\n"), Display({"text/plain": "Figure(1)"}, {})],
-        5: [out("shape (3, 4)\n"), failure("bad shard")],
-    }
-    text = final_text(make(8, lambda rank: said.get(rank, [out("shape (3, 4)\n")])))
-    assert text.startswith("8 ranks · 1.2 s · ✓ 7 · ✗ 1\n")
-    assert owners(text) == {
-        "── ranks 0-2,4,6-7 (same) ──": ["shape (3, 4)"],
-        "── rank 3 ──": ["green", "Figure(1)"],
-        "── rank 5 ✗ ──": ["shape (3, 4)", "-----", "Cell In[1], line 2", "E: bad shard"],
-    }
-
-
 def test_failures_alone() -> None:
     """What ended the cell, and nothing else: in colours where they can be shown."""
     said: dict[int, list[Output]] = {0: [out("a\n")], 1: [out("b\n"), failure("bad")]}
@@ -109,16 +80,11 @@ def test_live_of_many_ranks() -> None:
     assert lines[-2:] == ["last 15", "── and ranks 48-63 ──"]
 
 
-def test_same_line_of_all_ranks() -> None:
-    """A line that every rank has said comes at once, and once."""
-    lines = PlainLines(range(3))
-    assert list(lines.receive(0, out("a\n"), 0.0)) == []
-    assert list(lines.receive(2, out("a\n"), 0.01)) == []
-    assert list(lines.receive(1, out("a\n"), 0.02)) == ["[0-2] a"]
-
-
 def test_waits_for_a_moment() -> None:
-    """A line of some ranks waits 100 ms for the others, no longer."""
+    """A line of some ranks waits 100 ms for the others, no longer; that of all comes at once."""
+    lines = PlainLines(range(2))
+    assert list(lines.receive(0, out("a\n"), 0.0)) == []
+    assert list(lines.receive(1, out("a\n"), 0.02)) == ["[0-1] a"]
     lines = PlainLines(range(4))
     assert list(lines.receive(0, out("a\n"), 0.0)) == []
     assert list(lines.receive(2, out("a\n"), 0.05)) == []
@@ -148,10 +114,7 @@ def test_incomplete_lines() -> None:
     lines = PlainLines(range(2))
     list(lines.receive(0, out("a\nb"), 8.0))
     assert [list(lines.finish(8.01)) for _ in range(2)] == [["[0] a", "[0] b"], []]
-
-
-def test_colours_stay() -> None:
-    """Colours of a line are kept, and end with it."""
+    # Colours of a line are kept, and end with it.
     lines = PlainLines([0])
     said = list(lines.receive(0, out("\x1b[31mred\nmore\x1b[0m\n"), 0.0))
     assert said == ["[0] \x1b[31mred\x1b[0m", "[0] \x1b[31mmore\x1b[0m"]

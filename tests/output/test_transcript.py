@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -61,10 +60,7 @@ def test_states() -> None:
     assert transcript.is_finished
     assert [track.state for track in transcript] == ["ok", "failed", "died", "aborted", "ok"]
     assert transcript.failed == (1, 2)
-
-
-def test_times() -> None:
-    """Time runs until the last rank has finished; each rank's seconds are its own."""
+    # Time runs until the last rank has finished; each rank's seconds are its own.
     transcript = Transcript([0, 1])
     assert transcript.elapsed(5.0) == 0.0
     transcript.start(10.0)
@@ -76,12 +72,6 @@ def test_times() -> None:
 
 
 # --- equal ranks ------------------------------------------------------------------------
-
-
-def test_equal_ranks() -> None:
-    """Ranks with the same output are one group; the order is that of their first ranks."""
-    said = {1: "b\n", 3: "b\n", 4: "c\n"}
-    assert groups(ran(6, lambda rank: [out(said.get(rank, "a\n"))])) == [(0, 2, 5), (1, 3), (4,)]
 
 
 def test_addresses_devices_processes() -> None:
@@ -133,12 +123,12 @@ def test_equal_errors(message: str) -> None:
 def test_root_cause() -> None:
     """The earliest failure is the cause, to the nanosecond, whichever arrived first."""
     lost = failure("Connection closed by peer [127.0.0.1]:9", 1_000_000_002, "RuntimeError")
-    lost = replace(lost, connections="ended")
+    lost = lost._replace(connections="ended")
     transcript = Transcript(range(5))
     assert transcript.root_cause() is None
     transcript.receive(0, lost, 1.0)
     transcript.receive(3, failure("bad", 1_000_000_001), 1.0)
-    transcript.receive(1, replace(lost, time_ns=1_000_000_003), 1.0)
+    transcript.receive(1, lost._replace(time_ns=1_000_000_003), 1.0)
     transcript.receive(4, Died(-9, 1_000_000_009), 1.0)
     cause = transcript.root_cause()
     assert cause is not None
@@ -147,10 +137,7 @@ def test_root_cause() -> None:
     assert transcript.alike_error(0) == (0, 1)
     parts = {group.ranks: group.part for group in transcript.groups()}
     assert parts == {(0, 1): "other", (2,): "none", (3,): "first", (4,): "other"}
-
-
-def test_connections_of_the_user() -> None:
-    """That one of the user's own connections has ended follows from nothing."""
+    # That one of the user's own connections has ended follows from nothing.
     transcript = Transcript(range(2))
     transcript.receive(0, failure("Connection reset by peer", 5, "ConnectionResetError"), 1.0)
     transcript.receive(1, failure("bad", 9), 1.0)
@@ -229,9 +216,7 @@ NUMBERS = st.lists(st.integers(0, 12), min_size=2, max_size=6)
 
 
 @given(TEMPLATES, WORDS, NUMBERS)
-def test_what_is_alike_can_be_folded(
-    template: list[tuple[str, str]], end: str, numbers: list[int]
-) -> None:
+def test_what_is_alike_can_be_folded(template, end, numbers):
     """Whatever counts as alike is one text, from which each rank's can be had again."""
     texts = ["".join(f"{w} {p.format(n)} " for w, p in template) + end for n in numbers]
     if len({normal(text) for text in texts}) == 1:

@@ -197,6 +197,7 @@ def test_bars_among_lines(numbers: list[tuple[int, int, int, int]]) -> None:
     """Where ranks are one group but for their bars, each of these can be had from it."""
     said = [["loading", BAR.format(*each), f"done {last // 5}"] for *each, last in numbers]
     text = final_text(transcript_of(said, ended=True))
+    assert len({line[2] for line in said}) > 1 or len(said) == 1 or " (same" in text
     shown = in_text(text, len(said))
     for rank, lines in enumerate(said):
         own = re.compile(rf"rank {rank} +train")

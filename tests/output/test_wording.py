@@ -1,25 +1,32 @@
-"""Tests of `nbdist.output.wording`: what is said in one line."""
+"""Tests of `nbdist.output.wording`: what is said in one line, figures and HTML, tracebacks."""
 
 from __future__ import annotations
 
+import base64
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.output.ansi import strip
-from nbdist.output.events import IGNORES_STOP, Died, Failure
+from nbdist.output.events import IGNORES_STOP, Died, Display, Failure, plain_of
+from nbdist.output.html import leftovers
 from nbdist.output.screen import Line
 from nbdist.output.wording import (
     clip,
     error_text,
     fold_ranks,
     lines_html,
+    parted,
     seconds_text,
+    shortened,
+    traceback_html,
+    traceback_rows,
     traceback_text,
 )
-from tests.output.lab import Panel
+from tests.output.lab import Panel, figure, final_html, make, out
 
 
 @pytest.mark.parametrize(
@@ -90,3 +97,208 @@ def test_long_lines_open(*, length: int, is_coloured: bool) -> None:
         assert len(start) <= len("a\n") + 230
         seen = start + rest
     assert seen == f"a\n{text}" + "\n" * (not is_long)
+
+
+def test_figures() -> None:
+    """Figures stand in their rank's block with their size, whether there are 0, 1 or 2."""
+    figures = [figure("one"), figure("two")]
+    panel = Panel(final_html(make(3, lambda rank: [out("x\n"), *figures[:rank]])))
+    assert [image["width"] for image in panel.images] == ["300"] * 3
+    for image in panel.images:
+        kind, _, encoded = str(image["src"]).partition(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(encoded, validate=True).startswith(b"\x89PNG")
+    assert "rank 2 ✓ 1 line, 2 displays" in panel.lines
+    # An SVG cannot be inline; what is no base64 is shown as its text.
+    svg = "<svg xmlns='http://www.w3.org/2000/svg'><script>x</script></svg>"
+    panel = Panel(final_html(make(1, lambda rank: [Display({"image/svg+xml": svg}, {})])))
+    assert str(panel.images[0]["src"]).startswith("data:image/svg+xml;base64,")
+    broken = Display({"image/png": "not base64!", "text/plain": "<Figure>"}, {})
+    assert Panel(final_html(make(2, lambda rank: [out("x\n"), broken]))).lines[-1] == "<Figure>"
+
+
+def test_data_table() -> None:
+    """A pandas table is embedded as it is; equal tables once."""
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"loss": [1.5, 2.5], "name": ["<a>", "b"]})
+    shown = Display({"text/html": table._repr_html_(), "text/plain": repr(table)}, {})
+    html = final_html(make(4, lambda rank: [shown]))
+    assert html.count(table._repr_html_()) == 1
+    assert leftovers(make(4, lambda rank: [shown])) == []
+
+
+def test_text_of_other_kinds() -> None:
+    """Where text/plain is the name of a class, there is the source, or what there is."""
+    plain = "<IPython.core.display.Markdown object>"
+    for data, text in [
+        ({"text/plain": ["a\n", "b"]}, "a\nb"),
+        ({"image/png": "x"}, "<image/png>"),
+        ({"text/plain": ""}, ""),
+        ({}, ""),
+        ({"text/markdown": "**b**", "text/plain": plain}, "**b**"),
+        ({"text/latex": ["$x", "$"], "text/plain": "x"}, "x"),
+        ({"application/json": {"a": [1]}, "text/plain": plain}, '{"a": [1]}'),
+        ({"application/json": [0] * 1000, "text/plain": plain}, f"{str([0] * 1000)[:2000]}…"),
+        ({"application/geo+json": {}, "text/plain": "<IPython.display.GeoJSON object>"}, "{}"),
+        ({"application/x-mine": 1}, "<application/x-mine>"),
+        ({"text/html": "<b>", "text/plain": "<IPython.core.display.HTML object>"}, None),
+    ]:
+        assert plain_of(data) == (data["text/plain"] if text is None else text)
+
+
+@pytest.mark.parametrize("kind", ["text/latex", "text/markdown"])
+def test_what_stands_beside_a_picture(kind: str) -> None:
+    """HTML and images are in the panel, whatever else says the same."""
+    for picture in ({"text/html": "<b>x</b>"}, {"image/png": "aGk="}):
+        shown = Display({kind: "x", "text/plain": "x", **picture}, {})
+        assert leftovers(make(1, lambda rank, shown=shown: [shown])) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        ({"application/vnd.plotly.v1+json": {}, "text/html": "<div>x</div>"}, "plotly figure"),
+        ({"application/vnd.vega.v5+json": {}, "image/png": "aGk="}, "application/vnd.vega.v5+json"),
+        ({"application/javascript": "alert(1)"}, "application/javascript"),
+        ({"text/markdown": "**b**"}, "Markdown"),
+        ({"text/latex": "$x$"}, "LaTeX"),
+        ({"application/json": {}, "text/html": "<b>x</b>"}, "JSON"),
+        ({"text/html": "<script>alert(1)</script>"}, "HTML"),
+        ({"text/html": "<div><b>never closed"}, "HTML"),
+        ({"text/html": "</div></details>closed too often", "text/latex": "$x$"}, "HTML"),
+        ({"text/html": "x" * 300_000}, "HTML"),
+    ],
+)
+def test_leftovers(data: dict[str, Any], kind: str) -> None:
+    """What would not survive or would break the panel comes after it, with its ranks, once."""
+    shown = Display({**data, "text/plain": "Figure"}, {})
+    transcript = make(4, lambda rank: [out("x\n"), shown] if rank else [out("x\n")])
+    assert leftovers(transcript) == [((1, 2, 3), shown)]
+    assert Panel(final_html(transcript)).lines[-1] == f"{kind}, shown below"
+
+
+class Large(str):
+    """A text that takes too long to be copied, for each display of a flood."""
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+    encode = __repr__  # type: ignore[assignment]
+
+
+def test_large_contents_are_not_copied() -> None:
+    """They are compared at the cell's end all the same: control is to be back soon after Stop."""
+    texts = [Large("x" * 300_000), Large("y" * 300_000)]
+    shown = [Display({"text/html": text, "text/plain": "Figure"}, {}) for text in texts]
+    transcript = make(2, lambda rank: shown[rank:])
+    assert leftovers(transcript) == [((0,), shown[0]), ((0, 1), shown[1])]
+
+
+def test_json_is_compared_by_its_values() -> None:
+    """Whether or not parts of it are one object; 1 is neither 1.0 nor true."""
+    one, same = {"a": ["a", "a"], "b": [1, None]}, {"a": [*"aa"], "b": [1, None]}
+    others = [{"a": ["a", "a"], "b": [other, None]} for other in (1.0, True, "1")]
+    values = [one, same, *others]
+    transcript = make(5, lambda rank: [Display({"application/x": values[rank]}, {})])
+    assert [ranks for ranks, _ in leftovers(transcript)] == [(0, 1), (2,), (3,), (4,)]
+
+
+def test_addresses_in_texts() -> None:
+    """They do not make two of what is otherwise equal."""
+    bundle = {"application/x-mine": {"a": 1}}
+    transcript = make(
+        2, lambda rank: [Display({**bundle, "text/plain": f"<Mine at 0x{rank:08x}>"}, {})]
+    )
+    assert [ranks for ranks, _ in leftovers(transcript)] == [(0, 1)]
+
+
+# --- tracebacks -------------------------------------------------------------------------
+
+
+HEAD = "---------\nRuntimeError        Traceback (most recent call last)"
+END = "\nRuntimeError: mat1 and mat2"
+PLACES = {
+    "cell": "\x1b[36mCell \x1b[32mIn[4], line 3\x1b[0m",
+    "own": "File ~/work/model.py:7, in forward(x)",
+    "torch": "File /usr/lib/python3.11/site-packages/torch/nn/module.py:1773, in call(x)",
+    "json": "File /usr/lib/python3.11/json/decoder.py:337, in decode(x)",
+    "old": "/usr/lib/python3.8/site-packages/torch/nn/module.py in call(x)",
+    "older": "<ipython-input-3-a0b1> in <module>",
+}
+
+
+def traceback_of(*places: str) -> str:
+    frames = [
+        f"{PLACES[place]}\n      1 x = 1\n----> 3 {place}_{number}(x)\n"
+        for number, place in enumerate(places)
+    ]
+    return "\n".join([HEAD, *frames, END])
+
+
+def test_deep() -> None:
+    """Of calls in libraries only the last, which raised it, is seen; all that is one's own is."""
+    text = traceback_of("cell", *["torch"] * 5, "own", "torch", "json", "torch", "torch")
+    rows = traceback_rows(text, 100)
+    seen = [strip(row).removeprefix("----> 3 ") for row in rows if "---> " in row or "…" in row]
+    folded = ["… 5 calls in torch", "… 3 calls in torch, json"]
+    assert seen == ["cell_0(x)", folded[0], "own_6(x)", folded[1], "torch_10(x)"]
+    assert rows[-1] == "RuntimeError: mat1 and mat2"
+
+
+def test_html_has_all() -> None:
+    """On a page what is folded opens."""
+    text = traceback_of("cell", *["torch"] * 5, "own")
+    html = traceback_html(text, 100, 1000)
+    panel = Panel(html)
+    assert panel.opened == [False]
+    rows = [row for row in strip(text).split("\n") if row.strip()]
+    assert [line for line in panel.lines if line in rows] == rows
+    assert "… 5 calls in torch" in panel.lines
+
+
+def test_flat() -> None:
+    """A short traceback is as it was, whichever IPython wrote it."""
+    for places in (["cell", "torch", "torch", "own"], ["older", "own", "old"], []):
+        text = traceback_of(*places)
+        assert traceback_rows(text, 100) == text.split("\n")
+    assert traceback_rows(traceback_of("older", "old", "old", "old", "old"), 100)[5:7] == [
+        "",
+        "… 3 calls in torch",
+    ]
+
+
+def test_errors_that_led_to_others() -> None:
+    """Each of them keeps the call that raised it."""
+    one = traceback_of("cell", *["torch"] * 4)
+    middle = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    rows = traceback_rows(one + middle + traceback_of("cell", *["json"] * 4), 100)
+    assert [row for row in rows if row.startswith("…")] == [
+        "… 3 calls in torch",
+        "… 3 calls in json",
+    ]
+    assert sum("_4(x)" in row for row in rows) == 2
+
+
+def test_too_long() -> None:
+    """The cell's own line is seen however few rows there are, and the last rows are."""
+    text = traceback_of("cell", *["own"] * 200)
+    rows = [strip(row) for row in traceback_rows(text, 6)]
+    assert rows[:3] == ["---------", "Cell In[4], line 3", "----> 3 cell_0(x)"]
+    assert rows[3].startswith("… ")
+    assert rows[-1] == "RuntimeError: mat1 and mat2"
+    assert len(rows) == 10
+
+
+def test_long_tracebacks() -> None:
+    """The first line and the last ones are shown, and how many are missing."""
+    html = traceback_html("\n".join(f"frame {number}" for number in range(100)), 3, 100)
+    assert Panel(html).lines == ["frame 0", "… 96 lines …", "frame 97", "frame 98", "frame 99"]
+
+
+@given(st.lists(st.sampled_from([*PLACES])), st.integers(1, 200))
+def test_nothing_is_lost(places: list[str], most: int) -> None:
+    """Put together, the parts are the traceback; fewer rows than asked for are never seen."""
+    text = traceback_of(*places)
+    assert "\n".join(row for part in parted(text) for row in part.rows) == text
+    seen = sum(len(part.seen) for part in shortened(text, most))
+    assert seen <= most + 5

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -113,7 +114,7 @@ def test_before_it_is_connected(own: Rank) -> None:
     """It has its name, says what it can, and begins no collective."""
     backend = own.backend_of(world())
     assert (backend.name(), backend.supports_reconfigure) == ("nccl2", True)
-    with raises(RuntimeError, "has not been initialized"):
+    with pytest.raises(RuntimeError, match="has not been initialized"):
         dist.all_reduce(own.ones())
     own.connect(world())
     assert backend.get_error() == c10d.ErrorType.SUCCESS
@@ -193,7 +194,7 @@ def test_an_abort_ends_what_waits(own: Rank) -> None:
     own.abort(world())
     backend = own.backend_of(world())
     assert backend.get_error() == c10d.ErrorType.COMM_ERROR
-    with raises(dist.DistBackendError):
+    with pytest.raises(dist.DistBackendError):
         dist.all_reduce(own.ones())
     assert own.rank or own.pending()
     own.meet("aborted")
@@ -208,7 +209,7 @@ def test_connects_while_something_waits(own: Rank) -> None:
     own.connect(world())
     own.synchronize()
     if work is not None:
-        with raises(dist.DistBackendError):
+        with pytest.raises(dist.DistBackendError):
             work.wait()
     own.works()
 
@@ -219,7 +220,7 @@ def test_one_does_not_come(own: Rank) -> None:
     options = own.options(backend, SHORT)
     if own.rank == 0:
         began = time.monotonic()
-        with raises(RuntimeError):
+        with pytest.raises(RuntimeError):
             backend.reconfigure(options).wait()
         assert time.monotonic() - began < LONG.total_seconds() / 2
     own.meet("failed")
@@ -234,7 +235,7 @@ def test_a_number_that_was_used(own: Rank) -> None:
     backend.reconfigure(options).wait()
     again = own.options(backend, SHORT)
     again.uuid = options.uuid
-    with raises(RuntimeError):
+    with pytest.raises(RuntimeError):
         backend.reconfigure(again).wait()
     own.meet("refused")
     own.connect(world())
@@ -302,20 +303,6 @@ def wait_until(is_so: Callable[[], object]) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-class raises:
-    """As pytest's."""
-
-    def __init__(self, kind: type[Exception], said: str = "") -> None:
-        self._kind, self._said = kind, said
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, _: Any) -> bool:
-        assert error is not None, f"no {self._kind.__name__}"
-        return isinstance(error, self._kind) and self._said in str(error)
 
 
 def run(own: Rank, checks: Iterable[Check] = CHECKS) -> None:

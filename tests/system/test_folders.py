@@ -232,9 +232,7 @@ def test_only_this_user_can_open_it(parent: Path, umask: int) -> None:
 
 @pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
 @pytest.mark.parametrize("name", ["x" * 150, "長" * 40, "長" * 25, "run", "line\nbreak", "\udcff"])
-def test_places_that_cannot_hold_sockets(
-    parent: Path, monkeypatch: pytest.MonkeyPatch, variable: str, name: str
-) -> None:
+def test_places_that_cannot_hold_sockets(parent, monkeypatch, variable, name):
     """A path that is too long, in bytes, or relative, or of other signs: there is another place."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.delenv("TMPDIR", raising=False)

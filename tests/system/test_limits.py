@@ -126,6 +126,11 @@ def test_more_than_this_machine_has() -> None:
     with pytest.raises(NotEnoughMemory, match=r"sending 1125899\.91 GB needs"):
         require_memory(1 << 50)
     require_memory(1)
+    # It is found on any machine; a count that has not gone up, or another end, is nothing.
+    kills = OomKills(os.getpid())
+    assert "oom_kill" in Path(repr(kills).split()[1]).read_text()
+    assert kills.text(-signal.SIGKILL) == ""
+    assert OomKills(2**22 + 1).text(-signal.SIGKILL) == ""
 
 
 def test_groups_of_a_controller(machine: Machine) -> None:
@@ -150,22 +155,11 @@ def test_groups_of_another_process() -> None:
     assert list(control_groups("memory", process.pid)) == []
 
 
-def test_count_of_oom_kills() -> None:
-    """It is found on any machine; a count that has not gone up, or another end, is nothing."""
-    kills = OomKills(os.getpid())
-    assert "oom_kill" in Path(repr(kills).split()[1]).read_text()
-    assert kills.text(-signal.SIGKILL) == ""
-    assert OomKills(2**22 + 1).text(-signal.SIGKILL) == ""
-
-
 def test_a_program_that_cannot_be_run() -> None:
     """It is no limit that is in the way."""
     assert word_lack(errno.ENOENT) == "No such file or directory"
     assert word_lack(errno.ENOMEM) == "no further process can be started: Cannot allocate memory"
-
-
-def test_no_further_process() -> None:
-    """The limit is named with its figures, where it can be found, and what to do."""
+    # The limit is named with its figures, where it can be found, and what to do.
     found = re.fullmatch(
         r"no further process or thread can be started: (.* is \d+, and \d+ processes and threads "
         r"are there|`ulimit -u` or pids.max of a control group is reached)\. "
@@ -173,12 +167,9 @@ def test_no_further_process() -> None:
         word_lack(errno.EAGAIN),
     )
     assert found
-
-
-@pytest.mark.parametrize("line", ["RuntimeError: can't start new thread", "fork: pthread_create"])
-def test_last_lines_that_tell_of_a_limit(line: str) -> None:
-    """They are worded as the limit; others are not."""
-    assert lack_in(["hello", line]) == word_lack(errno.EAGAIN)
+    # As it is where the last lines of a process tell of it.
+    for line in ("RuntimeError: can't start new thread", "fork: pthread_create"):
+        assert lack_in(["hello", line]) == word_lack(errno.EAGAIN)
     assert lack_in(["hello"]) == ""
 
 

@@ -1,20 +1,42 @@
-"""Tests of `nbdist.system.processes`: interpreters of ours, and a process with a log.
+"""Tests of `nbdist.system.processes`: our interpreters, their parents, the kernel's view.
 
 No interpreter looks for modules in the notebook's folder; the end of its stdin ends a process.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
-from nbdist.system.processes import MODULE, Child, agent_command, safe_environ, safe_path
-from tests.waiting import SOON
+from nbdist.agent.inspect import MemoryGauge
+from nbdist.system import processes
+from nbdist.system.processes import (
+    MODULE,
+    Child,
+    OwnTime,
+    ignores,
+    is_exiting,
+    is_stopped,
+    safe_environ,
+    safe_path,
+    schedule,
+    thread_state,
+)
+from tests.faults.stops import spinning
+from tests.waiting import SOON, wait_until
+
+pytestmark = pytest.mark.world
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -32,17 +54,10 @@ ROOT = str(Path(__file__).parents[2])
 def test_entries_of_pythonpath(path: str, safe: str) -> None:
     """Empty and relative ones go, and the folder itself however it is written."""
     assert safe_path({"PYTHONPATH": path}, "/work") == safe
-
-
-def test_the_folder_that_nbdist_is_in_stays() -> None:
-    """Also where the notebook is there: else there would be no nbdist."""
+    environ = {"A": "1", "PYTHONPATH": path}
+    assert safe_environ(environ, "/work") == {"A": "1", **({"PYTHONPATH": safe} if safe else {})}
+    # Also where the notebook is there: else there would be no nbdist.
     assert safe_path({"PYTHONPATH": ROOT}, ROOT) == ROOT
-
-
-def test_environment_without_a_safe_entry() -> None:
-    """An empty PYTHONPATH would be the working directory."""
-    assert safe_environ({"A": "1", "PYTHONPATH": ":."}, "/work") == {"A": "1"}
-    assert safe_environ({"PYTHONPATH": "/lib"}, "/work") == {"PYTHONPATH": "/lib"}
 
 
 @pytest.mark.world
@@ -64,17 +79,12 @@ def test_a_module_in_the_folder_is_not_imported(tmp_path: Path) -> None:
     assert not done.stdout.startswith(str(tmp_path))
 
 
-def test_the_command_of_an_agent() -> None:
-    """With the number of its node where that is known."""
-    assert agent_command("/venv/python", 3)[-2:] == ["--node", "3"]
-    assert agent_command("") == [sys.executable, "-P", "-m", "nbdist.agent", "--ticket"]
-
-
 @pytest.mark.world
 def test_its_session_its_end_and_its_log(tmp_path: Path) -> None:
     """It is in nobody's process group, and says when it has ended, how, and what it wrote."""
     program = "import sys; print('x' * 5000); sys.stderr.write('last\\n'); sys.exit(3)"
     child = Child("a", [sys.executable, "-c", program], tmp_path / "log", None)
+    assert os.getsid(child.pid) == child.pid  # out of reach of Stop
     assert select.select([child], [], [], 20)[0] == [child]
     assert (child.exit_code(), child.host) == (3, "a")
     assert child.last_lines()[0] in ("last", "x" * 4090)
@@ -83,11 +93,177 @@ def test_its_session_its_end_and_its_log(tmp_path: Path) -> None:
     child.close()
 
 
-@pytest.mark.world
-def test_it_is_out_of_reach_of_stop(tmp_path: Path) -> None:
-    """Stop signals a whole process group."""
-    child = Child("a", [sys.executable, "-c", "input()"], tmp_path / "log", None)
-    assert os.getsid(child.pid) == child.pid
-    child._end_stdin()
-    assert child._ends_in(20)
-    child.close()
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+print(child.pid, child.stdout.readline().decode(), flush=True)
+input()
+"""
+
+ASKS = """
+import os, signal, sys
+from nbdist.system.processes import signal_on_parents_end
+print(signal_on_parents_end(signal.SIGKILL, os.getppid() + int(sys.argv[1])), flush=True)
+input()
+"""
+
+
+def child_of(parent: subprocess.Popen[str]) -> tuple[psutil.Process, str]:
+    """The child, and the first line that it has written."""
+    assert parent.stdout is not None
+    pid, line = parent.stdout.readline().split(maxsplit=1)
+    return psutil.Process(int(pid)), line.strip()
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    """A parent that has started this command."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PARENT, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_child_ends_with_its_parent() -> None:
+    """The kernel sends the signal as soon as the parent ends."""
+    with start(sys.executable, "-c", ASKS, "0") as parent:
+        child, said = child_of(parent)
+        assert said == "True"
+        parent.kill()
+    child.wait(SOON)
+
+
+def test_a_parent_that_has_ended_already() -> None:
+    """Whoever asks too late hears so: another process is its parent by then."""
+    with start(sys.executable, "-c", ASKS, "1") as parent:
+        assert child_of(parent)[1] == "False"
+
+
+def test_a_wrapper_ends_with_its_parent_and_ignores_stop() -> None:
+    """The command itself knows of neither: both settings survive exec."""
+    code = "import sys; print('there', flush=True); sys.stdin.read()"
+    wrapper = (sys.executable, "-IS", processes.__file__, sys.executable, "-c", code)
+    with start(*wrapper) as parent:
+        child, said = child_of(parent)
+        assert said == "there"
+        status = Path(f"/proc/{child.pid}/status").read_text()
+        ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+        assert ignored >> (signal.SIGINT - 1) & 1
+        parent.kill()
+    child.wait(SOON)
+
+
+def test_orphans_are_adopted() -> None:
+    """A process whose parent ends becomes a child of the one that adopts."""
+    processes.adopt_orphans()
+    try:
+        with start("sleep", "1000") as parent:
+            assert parent.stdin is not None
+            wait_until(psutil.Process(parent.pid).children)
+            (orphan,) = psutil.Process(parent.pid).children()
+            parent.kill()
+        assert orphan.ppid() == os.getpid()
+        assert orphan.pid in processes.children_of(os.getpid())
+        orphan.kill()
+        assert os.waitpid(orphan.pid, 0)[1] == signal.SIGKILL
+    finally:
+        processes.adopt_orphans(adopts=False)
+
+
+SPINS = "while True: sum(range(100_000))"
+BIG = 200 << 20
+
+
+@contextmanager
+def python(code: str) -> Iterator[int]:
+    """A process that has run the code and waits."""
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{code}; print('ready', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield process.pid
+        process.kill()
+
+
+def test_signals() -> None:
+    """What a process does with a signal is known without asking it."""
+    code = "import signal; signal.signal(signal.SIGUSR1, print)"
+    with python(f"{code}; signal.signal(signal.SIGUSR2, signal.SIG_IGN)") as pid:
+        assert not ignores(pid, signal.SIGUSR1)
+        assert ignores(pid, signal.SIGUSR2)
+    assert not ignores(pid, signal.SIGUSR2)
+
+
+def test_exiting() -> None:
+    """A process that was killed is exiting as soon as its files are closed, and once it is gone."""
+    with python("0") as pid:
+        assert not is_exiting(pid)
+    assert is_exiting(pid)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.kill()
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+        assert is_exiting(process.pid)  # nothing has waited for it yet
+
+
+def test_states() -> None:
+    """One that waits sleeps; SIGSTOP stops it; then it ends."""
+    with python("0") as pid:
+        wait_until(lambda: thread_state(pid) == "S")
+        assert not is_stopped(pid)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: is_stopped(pid))
+    assert thread_state(pid) == "X"
+
+
+def test_time_without_a_processor_is_not_its_own() -> None:
+    """A process that shares the cores with many has had its share of the time, no more."""
+    cores = len(os.sched_getaffinity(0))
+    with spinning(3 * cores):
+        started = time.monotonic()
+        process = subprocess.Popen([sys.executable, "-c", SPINS])
+        try:
+            own = OwnTime(process.pid)
+            while (ran := schedule(process.pid, process.pid).ran) < 0.2:
+                time.sleep(0.05)
+            seconds, passed = own.seconds(), time.monotonic() - started
+        finally:
+            process.kill()
+            process.wait()
+    sys.stdout.write(f"{ran:.2f} s run, {seconds:.2f} s its own of {passed:.2f} s\n")
+    assert ran / 2 < seconds < passed / 2
+
+
+@pytest.fixture
+def big() -> Iterator[int]:
+    """A process that uses 200 MiB of its own."""
+    with python(f"x = b'x' * {BIG}") as pid:
+        yield pid
+
+
+def test_memory_of_processes(big: int) -> None:
+    """Bytes in use; nothing of a process that has ended."""
+    found = asyncio.run(MemoryGauge().read([os.getpid(), big, 2**22 + 1], 10.0))
+    assert found[big] > BIG
+    assert found[os.getpid()] > 1 << 20
+    assert found[2**22 + 1] == 0
+
+
+def test_no_time(big: int) -> None:
+    """Without time to count pages it is what is known without counting, or was found before."""
+
+    async def twice() -> tuple[int, int, int]:
+        gauge = MemoryGauge()
+        at_once = await gauge.read([big], -1.0)
+        counted = await gauge.read([big], 10.0)
+        again = await gauge.read([big], -1.0)
+        return at_once[big], counted[big], again[big]
+
+    at_once, counted, again = asyncio.run(twice())
+    assert at_once > BIG
+    assert counted > at_once  # a share of libraries' pages too
+    assert again == counted

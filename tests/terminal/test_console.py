@@ -20,17 +20,12 @@ from tests.waiting import SOON
 pytestmark = pytest.mark.shared_world(1)
 
 
-def nbdist(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run it as a command of its own."""
-    command = [sys.executable, "-m", "nbdist.terminal", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SOON)
-
-
-def test_status(world: World) -> None:
+def test_status_and_top(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """A table of each world, with processor time, while a cell runs."""
     running = world.submit(world.task("while True: pass"))
     try:
-        shown = nbdist("status")
+        command = [sys.executable, "-m", "nbdist.terminal", "status"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=SOON)
     finally:
         world.interrupt()
         for _ in world.follow(running):
@@ -46,13 +41,7 @@ def test_status(world: World) -> None:
     assert "busy " in row
     assert " % " in row
     assert "line 1: while True: pass" in row
-
-
-def test_top_ends_by_itself_where_it_is_told_to(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """After so many looks, which stand in a file one below the other, without codes."""
-    assert main(["top", "-n", "2", "-d", "0.5"]) == 0
+    assert main(["top", "-n", "2", "-d", "0.5"]) == 0  # so many looks, one below the other
     text = capsys.readouterr().out
     assert text.count(f" {world.pids[0]} ") == 2
     assert "\x1b" not in text
@@ -165,11 +154,7 @@ def test_what_would_be_lost(
     assert why in answer
     assert [each.name for each in profile.iterdir()] == [name]
     assert (profile / name).read_text() == text
-
-
-def test_a_comment_sets_nothing(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in the file that IPython writes for people to change."""
-    profile.mkdir()
-    (profile / "ipython_config.py").write_text("#  c.MagicsManager.lazy_magics = {}\n")
+    (profile / name).unlink()
+    (profile / "ipython_config.py").write_text(f"#  {text}\n")
     assert said("enable", "-y", capsys=capsys)[0] == 0
     assert said("enable", "--profile", "../x", capsys=capsys)[0] == 2

@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from nbdist.cluster.ticket import Place
-from nbdist.errors import UsageError
 from nbdist.terminal.__main__ import main
-from nbdist.terminal.kubernetes import Mount, Pods, manifest, mount_asked
+from nbdist.terminal.kubernetes import Mount, Pods, manifest
 
 PODS = Pods(
     Place("10.0.0.1", 4321),
@@ -26,15 +25,6 @@ IN_IPV6 = Pods(Place("fd00::1", 4321), 1, "no", "on", secret="my-key")
 
 def parsed(pods: Pods) -> list[dict[str, Any]]:
     return [*yaml.safe_load_all(manifest(pods))]
-
-
-def test_names_are_texts() -> None:
-    """Also those that would be truth values, and an address with colons."""
-    service, job = parsed(IN_IPV6)
-    pod = job["spec"]["template"]["spec"]
-    assert service["metadata"]["name"] == job["metadata"]["name"] == pod["subdomain"] == "on"
-    assert pod["containers"][0]["image"] == "no"
-    assert pod["containers"][0]["command"][2] == "[fd00::1]:4321"
 
 
 @pytest.mark.parametrize("pods", [PODS, IN_IPV6])
@@ -69,9 +59,17 @@ def test_pods_are_numbered_and_get_the_key_as_a_file() -> None:
     }
     assert claims == {"/data": "datasets", "/home/me": "runs.2026"}
     assert [each["readOnly"] for each in container["volumeMounts"][2:]] == [True, False]
+    service, other = parsed(IN_IPV6)  # texts, also those that would be truth values
+    pod = other["spec"]["template"]["spec"]
+    assert service["metadata"]["name"] == other["metadata"]["name"] == pod["subdomain"] == "on"
+    assert pod["containers"][0]["image"] == "no"
+    assert pod["containers"][0]["command"][2] == "[fd00::1]:4321"
     first = manifest(PODS).splitlines()[1]
     assert first.startswith("#   kubectl create secret generic nbdist-key --from-file=key=/")
     assert first.endswith("/nbdist/joins/10.0.0.1-4321.key")
+
+
+BAD = ("datasets", "datasets:data", "Data:/data", "data:/a:rw", ":/a")
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,13 +83,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         ([*words, "--name", "My World"], "`--name My World`: small letters, digits and `-`, such"),
         (["somewhere", *words[1:]], "`nbdist k8s somewhere`: it is HOST:PORT, as shown by the not"),
         ([*words, "--mount", "a:/x", "--mount", "b:/x"], "`--mount b:/x`: something is already"),
+        *(([*words, "--mount", bad], f"`--mount {bad}`: CLAIM:/PATH, such as") for bad in BAD),
     ):
         assert main(["k8s", *wrong]) == 2
         assert capsys.readouterr().err.startswith(f"nbdist: {said}")
-
-
-@pytest.mark.parametrize("text", ["datasets", "datasets:data", "Data:/data", "data:/a:rw", ":/a"])
-def test_bad_mounts(text: str) -> None:
-    """Are told in one line, with how they are said."""
-    with pytest.raises(UsageError, match=rf"^`--mount {text}`: CLAIM:/PATH, such as `datasets:/"):
-        mount_asked(text)

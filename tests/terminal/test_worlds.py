@@ -24,9 +24,9 @@ from nbdist.terminal.worlds import (
     OFF,
     Before,
     as_lines,
+    coloured,
     cpu_since,
     printable,
-    rich_picture,
     row_of,
     table,
     title,
@@ -87,21 +87,8 @@ def test_while_a_cell_runs(world: World, worlds: Worlds, tmp_path: Path) -> None
     assert later.at >= seen.at
 
 
-def test_found_without_the_notebooks_environment(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the agent's process, where folders lie elsewhere."""
-    assert world.pids
-    here = Path(os.environ["XDG_RUNTIME_DIR"])
-    known = [folder for folder in runtime_folders() if folder.parent == here]
-    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
-        monkeypatch.setenv(name, "/nonexistent")
-    assert known
-    assert [folder for folder in runtime_folders() if folder.parent == here] == known
-
-
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Path:
+def place() -> Iterator[Path]:
     """Where a folder of a world's could be."""
     folder = Path(os.environ["XDG_RUNTIME_DIR"]) / "nbdist-other"
     folder.mkdir(mode=0o700)
@@ -110,14 +97,23 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.rmdir()
 
 
-def test_folders_that_others_can_open(place: Path) -> None:
-    """Are not looked at: anybody could have put a socket there."""
+def test_folders(place: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that others can open are not looked at: anybody could have put a socket there.
+
+    Where folders lie elsewhere for this process, a world's is found by its agent.
+    """
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(place / DOOR))
         assert place in runtime_folders()
         place.chmod(0o755)
         assert place not in runtime_folders()
     place.chmod(0o700)
+    assert world.pids
+    here = [folder for folder in runtime_folders() if folder.parent == place.parent]
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(name, "/nonexistent")
+    assert (known := {*here} - {place})
+    assert known <= {*runtime_folders()}
 
 
 @pytest.mark.parametrize("said", [b"", b"garbage", b"{}\n", b'{"Refused": {"why": ""}}\n'])
@@ -154,14 +150,6 @@ def test_a_world_that_is_silent(place: Path, world: World, worlds: Worlds) -> No
         wait_until(lambda: ours(worlds) and str(place) not in repr(worlds))
 
 
-@pytest.mark.world
-def test_a_world_that_has_ended(worlds: Worlds) -> None:
-    """Is not there any more, and its connection is closed."""
-    with World(1, log_dir="", backend="none"):
-        assert "none" in [each.backend for each in ours(worlds)]
-    assert "none" not in [each.backend for each in ours(worlds)]
-
-
 def test_a_row() -> None:
     """Of a world that no notebook has, and of one that has begun on another day."""
     cell = "for step in range(10_000_000): train(model, step)"
@@ -170,11 +158,8 @@ def test_a_row() -> None:
     row = dict(zip(HEADINGS, row_of(Found(Path("/x"), 6, info)), strict=True))
     clock = time.strftime("%H:%M", time.localtime(now))
     assert row["cell"] == cell[:40]
-    assert (row["since"], row["notebook"], row["process"]) == (
-        clock,
-        f"detached since {clock}",
-        "6",
-    )
+    shown = row["since"], row["notebook"], row["process"]
+    assert shown == (clock, f"detached since {clock}", "6")
     old = replace(info, cell="", began=0.0, notebook=7)
     row = dict(zip(HEADINGS, row_of(Found(Path("/x"), 6, old)), strict=True))
     assert row["notebook"] == "7"
@@ -183,11 +168,12 @@ def test_a_row() -> None:
 
 @pytest.mark.world
 @pytest.mark.own_agent
-def test_a_world_is_listed_and_ended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_world_is_listed_and_ended(worlds: Worlds, capsys: pytest.CaptureFixture[str]) -> None:
     """By its name; its notebook learns of it as of any lost agent."""
     victim = f"victim-{os.getpid()}"
     with World(1, log_dir="", backend="none", name=victim) as world:
         pids = [*world.pids.values()]
+        assert victim in [each.name for each in ours(worlds)]
         assert main(["ps"]) == 0
         lines = capsys.readouterr().out.splitlines()
         (line,) = (line for line in lines if line.startswith(f"{victim} "))
@@ -197,6 +183,7 @@ def test_a_world_is_listed_and_ended(capsys: pytest.CaptureFixture[str]) -> None
         assert main(["kill", victim]) == 0
         assert capsys.readouterr().out == f"`{victim}` ended\n"
         assert not any(map(psutil.pid_exists, pids))
+    assert victim not in [each.name for each in ours(worlds)]
     assert main(["kill", victim]) == 2
     assert "none of your worlds on this machine has this name" in capsys.readouterr().err
 
@@ -221,37 +208,43 @@ SEEN = WorldInfo(
 
 def test_title():
     """Which notebook, which cell, and what all use; names that say nothing are left out."""
-    said = "2 workers · gloo · exp · train.ipynb (pid 42) · cell 7 · cpu 100-200 MiB"
-    assert title(SEEN) == said
+    assert title(SEEN) == "2 workers · gloo · exp · train.ipynb (pid 42) · cell 7 · cpu 100-200 MiB"
     other = replace(SEEN, pool="eval", name="20261122-095518-5413", notebook_name="", ranks=())
     assert title(other) == "pool eval · no workers yet · gloo · notebook pid 42"
+    assert title(replace(other, notebook=0)).endswith("gloo · notebook detached")
 
 
 def test_table():
     """What each does, its processor time, and its last line."""
     headings, first, second = table(SEEN, {0: 99.5})
     assert headings == ("rank", "state", "pid", "device", "memory", "cpu", "where", "last line")
-    assert first[1:2] + first[4:] == (
-        *("busy 12 s", "200 MiB", "100 %", "waits in barrier, line 2"),
-        *(first[-1],),
-    )
+    assert first[4:-1] == ("200 MiB", "100 %", "waits in barrier, line 2")
+    assert first[1] == "busy 12 s"
     assert first[-1].startswith("loss 0.5")
     assert second == ("1", "idle", "101", "cpu", "100 MiB", "", "", "")
 
 
-def test_nothing_that_a_terminal_obeys():
-    """Is left of what a worker has written."""
-    assert all(sign.isprintable() for line in as_lines([(SEEN, {})], 200) for sign in line)
-    assert "\x1b" not in printable("\x1b[2J\x1b]52;c;aGk=\x07 a\rb\u202e")
-
-
 def test_lines_fit():
-    """And say so where they are cut; a world after the other."""
-    lines = [*as_lines([(SEEN, {}), (SEEN, {})], 30)]
+    """Texts are cut first, numbers stay whole; nothing that a terminal obeys is in a line."""
+    lines = [*as_lines([(SEEN, {0: 99.0}), (SEEN, {})], 30)]
     assert len(lines) == 9
     assert lines[4] == ""
     assert {len(line) for line in lines if line.endswith("…")} == {30}
+    lines = [*as_lines([(SEEN, {0: 99.0})], 64)]
+    assert "busy 12 s  100  cpu     200 MiB  99 %  waits i…  loss 0.5…" in lines[2]
+    assert max(map(len, lines)) == 64
+    assert all(sign.isprintable() for line in as_lines([(SEEN, {})], 200) for sign in line)
+    assert "\x1b" not in printable("\x1b[2J\x1b]52;c;aGk=\x07 a\rb\u202e")
     assert [*as_lines([], 20)] == [NONE[:20]]
+
+
+def test_states_have_colours(monkeypatch: pytest.MonkeyPatch):
+    """Unless the user wants none."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    row = "0     busy 12 s  100  cpu  idle"
+    assert coloured(row) == "0     \x1b[34mbusy 12 s\x1b[0m  100  cpu  idle"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert coloured(row) == row
 
 
 def test_processor_time():
@@ -268,48 +261,25 @@ def test_processor_time():
 # --- drawn over and over in a terminal --------------------------------------------------
 
 
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_in_a_terminal(world: World, has_rich: bool) -> None:  # noqa: FBT001
+@pytest.mark.parametrize("ends", ["xq", "\x03"])
+def test_in_a_terminal(world: World, ends: str) -> None:
     """Another screen, drawn again; `q` and Ctrl-C end it, and the terminal is as it was."""
-    hide = "" if has_rich else "import sys; sys.modules['rich.live'] = None; "
-    command = f"{hide}from nbdist.terminal.worlds import show_top; show_top(0.5)"
+    command = "from nbdist.terminal.worlds import show_top; show_top(0.5)"
     # pytest loads readline, which has LINES and COLUMNS in the environment of what is started
     # from then on; they count for more than the terminal's size.
     environ = {
         name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")
     }
-    shown = pexpect.spawn(
-        sys.executable,
-        ["-c", command],
-        env=environ,
-        dimensions=(300, 120),
-        encoding="utf-8",
-        timeout=SOON,
-    )
+    size = {"dimensions": (300, 120), "encoding": "utf-8", "timeout": SOON}
+    shown = pexpect.spawn(sys.executable, ["-c", command], env=environ, **size)
     try:
         shown.expect_exact("\x1b[?1049h")
         for _ in range(2):
             shown.expect("rank.*state")
             shown.expect_exact(str(world.pids[0]))
-        if has_rich:
-            shown.sendintr()
-        else:
-            shown.send("xq")
+        shown.send(ends)
         shown.expect_exact(OFF[-8:])
         shown.expect(pexpect.EOF)
     finally:
         shown.close()
     assert shown.exitstatus == 0
-
-
-def test_a_narrow_window():
-    """Cuts what is long, and keeps numbers whole."""
-    console = pytest.importorskip("rich.console")
-    narrow = console.Console(width=72, force_terminal=False)
-    with narrow.capture() as captured:
-        narrow.print(rich_picture([(SEEN, {0: 99.0})]))
-    lines = captured.get().splitlines()
-    assert max(map(len, lines)) <= 72
-    assert "200 MiB" in captured.get()
-    assert "busy 12 s " in captured.get()
-    assert "none of your worlds" in str(rich_picture([]))

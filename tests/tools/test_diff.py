@@ -78,7 +78,7 @@ def test_one_weight_changed(three: Notebook):
 
 
 def test_agreement_and_plain_values(three: Notebook):
-    """Zeros agree whatever their sign; a learning rate is shown itself."""
+    """Zeros agree whatever their sign, numbers are shown themselves; else a line says why not."""
     assert three.run("%dist_diff zeros").text == "zeros: 1 part, 16 B · ranks 0-2 agree"
     lines = three.run("%dist_diff opt").text.splitlines()
     assert lines[2].split(maxsplit=2) == [
@@ -91,20 +91,13 @@ def test_agreement_and_plain_values(three: Notebook):
         three.run("%dist_diff only").text == "only: 1 part · one rank alone · ranks 0-1 have none"
     )
     assert three.run("%dist_diff empty").text == "empty: 0 parts · ranks 0-2 agree"
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("nope", "UsageError: no rank has `nope`."),
-        ("only -r 1", "UsageError: rank 1 has no `only`; rank 2 has it: `-r 2`."),
-        ("model.x", "UsageError: `model.x` on ranks 0-2: AttributeError: "),
-        ("model[", "UsageError: `model[` is no expression: "),
-    ],
-)
-def test_what_cannot_be_compared(three: Notebook, line: str, said: str):
-    """One line says why."""
-    assert three.run(f"%dist_diff {line}").error.startswith(said)
+    for expression, said in (
+        ("nope", "no rank has `nope`."),
+        ("only -r 1", "rank 1 has no `only`; rank 2 has it: `-r 2`."),
+        ("model.x", "`model.x` on ranks 0-2: AttributeError: "),
+        ("model[", "`model[` is no expression: "),
+    ):
+        assert three.run(f"%dist_diff {expression}").error.startswith(f"UsageError: {said}")
 
 
 def test_sharded_tensors(three: Notebook):
@@ -147,15 +140,6 @@ def test_one_differs():
     assert found.head(1) == "model: 1 part, 64 B · 1 of 1 differs"
 
 
-def test_each_rank_is_asked_once():
-    """In their order, whatever part they differ in."""
-    looked = {
-        rank: Looked({"a": part("a" if rank < 2 else "b"), "b": part("x" if rank != 1 else "y")})
-        for rank in range(3)
-    }
-    assert Comparison("x", looked).to_compare() == {0: ([1, 2], ["a", "b"])}
-
-
 def test_bits_alone():
     """Zeros' signs and kinds of NaN are no difference."""
     found = compared(part("a"), part("a"), part("b"))
@@ -189,8 +173,11 @@ def test_what_differs(parts: tuple[Part | None, ...], said: str):
     assert next(text for path, _, text in found.rows() if path == "w") == said
 
 
-def test_what_is_too_big_is_not_moved():
-    """Of the rest the numbers are compared."""
+def test_what_is_compared():
+    """Each rank is asked once, whatever parts it differs in; what is too big is not moved."""
+    rank = lambda n, a, b: (n, Looked({"a": part(a), "b": part(b)}))  # noqa: E731
+    looked = dict([rank(0, "a", "x"), rank(1, "a", "y"), rank(2, "b", "x")])
+    assert Comparison("x", looked).to_compare() == {0: ([1, 2], ["a", "b"])}
     big = [Part(W, digest, size=MOST_COMPARED, count=9) for digest in "ab"]
     looked = {r: Looked({"big": big[r], "small": part(str(r))}) for r in (0, 1)}
     assert Comparison("x", looked).to_compare() == {0: ([1], ["big"])}
@@ -220,9 +207,8 @@ NAN, INF = math.nan, math.inf
 def test_digests_of_bytes(one, other):
     """Both kinds are equal exactly where the bytes are."""
     tensors = [torch.tensor([*data], dtype=torch.uint8) for data in (one, other)]
-    assert (digest_of(tensors[0]) == digest_of(tensors[1])) == (one == other)
-    first, second = map(digest_on_device, tensors)
-    assert (first == second) == (one == other)
+    for make in (digest_of, digest_on_device):
+        assert (make(tensors[0]) == make(tensors[1])) == (one == other)
 
 
 @pytest.mark.parametrize("make", [digest_of, lambda t: digest_on_device(t.view(torch.uint8))])
@@ -314,8 +300,7 @@ class Config:
 
 class Plain:
     def __init__(self) -> None:
-        self.rate = 0.5
-        self._hidden = [1]
+        self.rate, self._hidden = 0.5, [1]
 
 
 class Empty:
@@ -334,18 +319,13 @@ def paths(value: object) -> list[str]:
 @pytest.mark.parametrize(
     ("value", "found"),
     [
-        (5, [""]),
-        ("text", [""]),
-        (torch.ones(2), [""]),
-        (np.ones(2), [""]),
-        ({1, 2}, [""]),
+        *((leaf, [""]) for leaf in (5, "text", torch.ones(2), np.ones(2), {1, 2}, Empty())),
         ([1, "a"], ["[0]", "[1]"]),
         ((), []),
         ({"a": {"b": [1]}, 2: 3}, ["['a']['b'][0]", "[2]"]),
         (deque([Pair(1, [2])]), ["[0].a", "[0].b[0]"]),
         (Config(0.1, (1, 2)), ["lr", "sizes[0]", "sizes[1]"]),
         ([Plain()], ["[0].rate", "[0]._hidden[0]"]),
-        (Empty(), [""]),
         (Scheduler(), ["last"]),
         ([0.5] * 31, [f"[{n}]" for n in range(31)]),
         ([0.5] * 32, [""]),
@@ -375,15 +355,11 @@ def test_modules_and_optimizers():
     assert {"state[0]['exp_avg']", "param_groups[0]['lr']"} <= {*paths(optimizer)}
 
 
-def test_what_holds_itself():
-    """It ends there."""
+def test_where_it_ends(monkeypatch: pytest.MonkeyPatch):
+    """At what holds itself, and before more than anybody would compare one by one."""
     loop: list[Any] = [1]
     loop.append(loop)
     assert isinstance(leaves(loop)["[1]"], Again)
-
-
-def test_too_many(monkeypatch: pytest.MonkeyPatch):
-    """Nobody would compare so many one by one."""
     monkeypatch.setattr(module, "MOST_LEAVES", 3)
     assert len(leaves([None] * 3)) == 3
     with pytest.raises(TooManyLeaves):

@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from nbdist.tools.export import Setting, setting_of
+from nbdist.tools.export import group_of
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 
@@ -155,12 +155,11 @@ def test_what_notebooks_do(kernel: Notebook) -> None:
 
 
 def test_what_a_script_is_for() -> None:
-    """Its ranks and their group, and what of the workers is told in words."""
-    path = Path("train.py")
-    assert setting_of(World(3, log_dir=""), path) == Setting(path, 3)
-    asked = setting_of(World(2, backend="gloo", env={"TOKEN": "secret"}), path)
-    assert asked == Setting(path, 2, "gloo", ("the environment of the workers: TOKEN",))
-    assert setting_of(World(2, backend="none"), path).backend == "none"
+    """Its group, and what of the workers is told in words."""
+    assert group_of(World(3, log_dir="")) == ("", ())
+    asked = group_of(World(2, backend="gloo", env={"TOKEN": "secret"}))
+    assert asked == ("gloo", ("the environment of the workers: TOKEN",))
+    assert group_of(World(2, backend="none")) == ("none", ())
 
 
 def test_what_cannot_be(kernel: Notebook, folder: Path) -> None:

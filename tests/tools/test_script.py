@@ -23,8 +23,8 @@ from nbdist.config import Patience
 from nbdist.notebook.free_names import names_used
 from nbdist.notebook.shipping import version_now
 from nbdist.output.events import Display, Done, Failure
-from nbdist.tools.cell_code import Statements, cell_code, guarded, indented, literal, needed_to_read
-from nbdist.tools.export import Composer, Script, Setting
+from nbdist.tools.cell_code import Statements, cell_code, guarded, literal, needed_to_read
+from nbdist.tools.export import Composer, Script
 from nbdist.values.payload import Identity
 from nbdist.wire.work import Call, Source, Task, Work
 from nbdist.wire.work import Script as ScriptFile
@@ -82,8 +82,7 @@ class Lab:
 
     def script(self, backend: str = "") -> Script:
         names, cells = NameTable(self.namespace), Statements(self.cells)
-        setting = Setting(Path("train.py"), 2, backend)
-        script = Composer(self.past, names, cells, TRANSFORM).compose(setting)
+        script = Composer(self.past, names, cells, TRANSFORM).compose(Path("train.py"), 2, backend)
         ast.parse(script.text)
         return script
 
@@ -143,14 +142,10 @@ dist.destroy_process_group()
 '''
     )
     assert (script.saved, script.cells, script.lost) == ((), 3, ())
-
-
-def test_backends() -> None:
-    """The one that was asked for, and none where there was no group; `display` prints."""
-    lab = Lab()
     lab.ran("display(1)")
-    assert 'dist.init_process_group("mpi")' in lab.script("mpi").text
-    assert "\ndisplay = print\n" in lab.script("mpi").text
+    other = lab.script("mpi").text
+    assert 'dist.init_process_group("mpi")' in other
+    assert "\ndisplay = print\n" in other
     assert "process_group" not in lab.script("none").text
 
 
@@ -312,10 +307,8 @@ def code(source: str, **options: Any) -> str:
 def test_our_line_goes_and_the_rest_stays_as_it_was_typed() -> None:
     """Comments, quotes and empty lines too."""
     body = "# why\nx = {'a':1}   # here\n\n\ny = 'ä' + '''\n  b'''"
-    assert code(f"# %%distributed -n 4 -r 0\n{body}") == body
-    assert code(f"%%rank 0\n%%time\n{body}") == body
-    assert code(f"%%capture out\n{body}") == body
-    assert "# it cannot be read as Python:\n# x = = 1" in code("x = = 1")
+    for line in ("# %%distributed -n 4 -r 0", "%%rank 0\n%%time", "%%capture out"):
+        assert code(f"{line}\n{body}") == body
 
 
 @pytest.mark.parametrize(
@@ -337,82 +330,51 @@ def test_the_last_value(source: str, told: str) -> None:
     ast.parse(told)
 
 
-def test_magics_in_their_places() -> None:
-    """Alone they are comments, inside of something `pass` keeps this whole."""
-    source = "%matplotlib inline\nif x:\n    %who\n    y = 1\nmatch y:\n    case 1:\n        !ls $x"
-    found, lost = cell_code(source, TRANSFORM, {"x"})
-    assert found.split("\n") == [
-        "import subprocess",
-        "# %matplotlib inline: has no counterpart in a script",
-        "if x:",
-        "    pass  # %who: has no counterpart in a script",
-        "    y = 1",
-        "match y:",
-        "    case 1:",
-        "        subprocess.run(f'ls {x}', shell=True, check=False)",
-    ]
-    assert len(lost) == 2
-
-
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("%time f(x)", "f(x)"),
-        ("%time x = f()", "x = f()"),
-        ("%cd data", "os.chdir(os.path.expanduser('data'))"),
-        ("%env KEY=some value", "os.environ['KEY'] = 'some value'"),
-        ("%set_env KEY 1", "os.environ['KEY'] = '1'"),
-        ("!ls", "import subprocess\nsubprocess.run('ls', shell=True, check=False)"),
-        ("x = 1; y = !echo {rank} $n $HOME", "x = 1; y = !echo {rank} $n $HOME"),
-        (
-            "y = !echo {rank} $n $HOME",
-            "import subprocess\ny = subprocess.run(f'echo {rank} {n} $HOME', shell=True, "
-            "check=False, capture_output=True, text=True).stdout.splitlines()",
-        ),
-        (
-            "%%bash\nls\npwd\n",
-            'import subprocess\nsubprocess.run(["bash", "-c", \'ls\\npwd\\n\'], check=True)',
-        ),
-        ("%%writefile a.txt\nx\n", "import pathlib\npathlib.Path('a.txt').write_text('x\\n')"),
-    ],
-)
-def test_magics_with_a_counterpart(source: str, text: str) -> None:
-    """They do the same, and are Python."""
-    found = cell_code(source, TRANSFORM, {"n"})
-    if text == source:
-        assert found[1] == ["it cannot be read as Python"]
-    else:
-        assert found == (text, [])
+NONE, ITSELF = "has no counterpart in a script", "the script calls it itself"
+RUN = "import subprocess\n"
 
 
 @pytest.mark.parametrize(
     ("source", "text", "lost"),
     [
-        ("x?", "# %pinfo x: has no counterpart in a script", "`%pinfo x`: has no counterpart"),
-        ("%mine 1", "# %mine 1: has no counterpart in a script", "`%mine 1`: has no counterpart"),
-        ("%%html\n<b>\n", "# %%html: has no counterpart in a script", "`%%html`: has no"),
-        ("!ls {a b} {c}", "# !ls {a b} {c}: what is filled in", "`!ls {a b} {c}`: what is"),
-        ("get_ipython().kernel", "get_ipython().kernel", ""),
-        ("get_ipython().ask(1)", "# get_ipython().ask(1): there is no IPython", "there is no"),
+        ("%time x = f()", "x = f()", []),
+        ("%cd data", "os.chdir(os.path.expanduser('data'))", []),
+        ("%env KEY=some value", "os.environ['KEY'] = 'some value'", []),
+        ("%set_env KEY 1", "os.environ['KEY'] = '1'", []),
+        ("!ls", f"{RUN}subprocess.run('ls', shell=True, check=False)", []),
+        ("y = !echo {rank} $n $HOME",
+         f"{RUN}y = subprocess.run(f'echo {{rank}} {{n}} $HOME', shell=True, check=False, "
+         "capture_output=True, text=True).stdout.splitlines()", []),
+        ("%%bash\nls\npwd\n",
+         f"{RUN}subprocess.run([\"bash\", \"-c\", 'ls\\npwd\\n'], check=True)", []),
+        ("%%writefile a.txt\nx\n", "import pathlib\npathlib.Path('a.txt').write_text('x\\n')", []),
+        ("get_ipython().kernel", "get_ipython().kernel", []),
+        # Alone they are comments, inside of something `pass` keeps this whole.
+        ("x?", f"# %pinfo x: {NONE}", [f"`%pinfo x`: {NONE}"]),
+        ("if x:\n    %who\n    y = 1", f"if x:\n    pass  # %who: {NONE}\n    y = 1",
+         [f"`%who`: {NONE}"]),
+        ("match y:\n    case 1:\n        !ls $n",
+         f"{RUN}match y:\n    case 1:\n        subprocess.run(f'ls {{n}}', "
+         "shell=True, check=False)",
+         []),
+        ("%%html\n<b>\n", f"# %%html: {NONE}; the code under it is left out",
+         [f"`%%html`: {NONE}; the code under it is left out"]),
+        ("!ls {a b} {c}", "# !ls {a b} {c}: what is filled in cannot be written in a script",
+         ["`!ls {a b} {c}`: what is filled in cannot be written in a script"]),
+        ("get_ipython().ask(1)", "# get_ipython().ask(1): there is no IPython in a script",
+         ["`get_ipython().ask(1)`: there is no IPython in a script"]),
+        ("x = = 1", "# it cannot be read as Python:\n# x = = 1", ["it cannot be read as Python"]),
+        # The group is the script's.
+        ("dist.init_process_group(); x = 1", "pass; x = 1",
+         [f"`dist.init_process_group()`: {ITSELF}"]),
+        ("def end():\n    dist.destroy_process_group()",
+         f"def end():\n    pass  # dist.destroy_process_group(): {ITSELF}",
+         [f"`dist.destroy_process_group()`: {ITSELF}"]),
     ],
-)
-def test_magics_without_one(source: str, text: str, lost: str) -> None:
-    """The reason is in the comment; what is worth a word is said."""
-    found, said = cell_code(source, TRANSFORM)
-    assert found.startswith(text)
-    assert lost in " ".join(said)
-    assert bool(lost) == bool(said)
-
-
-def test_the_group_is_the_script_s() -> None:
-    """What a tutorial does to it itself is left out, wherever it is."""
-    source = "dist.init_process_group('gloo')\ndef end():\n    dist.destroy_process_group()"
-    assert code(source).split("\n") == [
-        "# dist.init_process_group('gloo'): the script calls it itself",
-        "def end():",
-        "    pass  # dist.destroy_process_group(): the script calls it itself",
-    ]
-    assert code("dist.init_process_group(); x = 1") == "pass; x = 1"
+)  # fmt: skip
+def test_what_needs_ipython(source: str, text: str, lost: list[str]) -> None:
+    """It becomes Python that does the same, or a comment with the reason, which is told."""
+    assert cell_code(source, TRANSFORM, {"n"}) == (text, lost)
 
 
 def test_awaiting() -> None:
@@ -435,14 +397,6 @@ def test_awaiting() -> None:
     )
 
 
-def test_some_ranks() -> None:
-    """The texts in the code keep their lines."""
-    text = "x = '''a\n  b\nc'''\nif y:\n    pass"
-    assert guarded(text, [2]) == "if rank == 2:\n    x = '''a\n  b\nc'''\n    if y:\n        pass"
-    assert guarded("# nothing", [3, 0]).split("\n")[0] == "if rank in (0, 3):"
-    ast.parse(guarded("# nothing", [0, 3]))
-
-
 LINES = some.lists(
     some.sampled_from(
         ["x = '''a", "b'''", 'f"""{1', '}"""', "if 1:", "    y = 1", "(", ")", "# c", "", '"""a"""']
@@ -452,15 +406,16 @@ LINES = some.lists(
 
 
 @given(LINES)
-def test_indenting_changes_nothing(lines: list[str]) -> None:
+def test_some_ranks(lines: list[str]) -> None:
     """Whatever the code, under a condition it is the same code."""
+    assert guarded("# nothing", [3, 0]) == "if rank in (0, 3):\n    # nothing\n    pass"
     text = "\n".join(lines)
     try:
         plain = ast.parse(text)
     except SyntaxError:
         return
     if plain.body:
-        [found] = ast.parse(f"if True:\n{indented(text)}").body
+        [found] = ast.parse(guarded(text, [2])).body
         assert isinstance(found, ast.If)
         assert [ast.dump(each) for each in found.body] == [ast.dump(each) for each in plain.body]
 
@@ -477,14 +432,6 @@ def shell() -> Iterator[InteractiveShell]:
 
 
 Ask = Callable[..., str]
-
-
-@pytest.fixture
-def imports(shell: InteractiveShell) -> Ask:
-    """Runs cells, then says which imports give a name of theirs."""
-    return lambda name, *cells: "\n".join(
-        run(shell, *cells).importing(name, shell.user_ns.get(name))
-    )
 
 
 @pytest.fixture
@@ -515,9 +462,9 @@ def run(shell: InteractiveShell, *cells: str) -> Statements:
         ("def f(): pass", "f", ""),
     ],
 )
-def test_imports(imports: Ask, cell: str, name: str, found: str) -> None:
+def test_imports(shell: InteractiveShell, cell: str, name: str, found: str) -> None:
     """As a cell has imported them, or else by the module's own name."""
-    assert imports(name, cell) == found
+    assert "\n".join(run(shell, cell).importing(name, shell.user_ns.get(name))) == found
 
 
 def test_functions_and_classes(binding: Ask) -> None:

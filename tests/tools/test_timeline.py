@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import time
 import zlib
 from pathlib import Path
 
@@ -13,12 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nbdist.errors import UsageError
-from nbdist.tools import timeline as tool
-from nbdist.tools.timeline import Timeline, bar_of, headline, timeline_of
+from nbdist.tools.timeline import (
+    Timeline,
+    bar_of,
+    check_path,
+    headline,
+    timeline_of,
+    write_trace,
+)
 from nbdist.tools.timeline_op import trace_events
 from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.shared_world(2)
 
@@ -69,17 +77,13 @@ def test_a_profile(kernel: Notebook, tmp_path: Path) -> None:
     timed = [e for e in events if e["ph"] == "X"]
     assert {e["pid"] for e in timed} == {0, 1}
     linear = {e["pid"]: e["ts"] for e in timed if e["name"] == "aten::linear"}
-    reduces = [(e["pid"], e["ts"], e["dur"]) for e in timed if e["name"] == "c10d::allreduce_"]
-    begins = {pid: ts for pid, ts, _ in reduces}
-    assert begins[1] - begins[0] > 200_000  # µs: rank 0 came, and rank 1 slept
-    assert linear[0] > begins[1]
+    begins = {e["pid"]: e["ts"] for e in timed if e["name"] == "c10d::allreduce_"}
+    assert linear[0] > begins[1]  # which rank 0 has waited for
     arrows = [e["id"] for e in events if e["ph"] == "s"]
     assert len(arrows) == len(set(arrows)) > 0
     assert all(0 <= e["ts"] < 60e6 for e in timed)
 
-
-def test_a_profile_of_a_cell_that_fails(kernel: Notebook, tmp_path: Path) -> None:
-    """It is written too, compressed where its name says so, and over one of before."""
+    # It is written too where the cell fails, compressed where its name says so, over one of before.
     path = tmp_path / "trace.json.gz"
     for _ in range(2):
         shown = kernel.run(f"%%distributed -r 0 --profile {path}\ntorch.ones(1)\n1 / 0")
@@ -87,10 +91,7 @@ def test_a_profile_of_a_cell_that_fails(kernel: Notebook, tmp_path: Path) -> Non
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         assert {e["pid"] for e in events} == {0}
         assert "aten::ones" in {e["name"] for e in events}
-
-
-def test_profiles_that_cannot_be(kernel: Notebook) -> None:
-    """One line, and the cell does not run."""
+    # Where there can be none the cell does not run.
     kernel.run("%%distributed\nx = 0")
     for options, said in (
         ("--profile train.py", "needs a name that ends in .json"),
@@ -121,7 +122,7 @@ def found(**ranks: RankTimes) -> Timeline:
 
 
 def test_the_straggler() -> None:
-    """Whom the others waited for, and how long each of them did on average."""
+    """Whom the others waited for, and how long on average; some milliseconds are none."""
     timeline = found(
         r0=times(100, 400, waits=((100, 301), (400, 601))),
         r1=times(300, 600, waits=((300, 301), (600, 601))),
@@ -133,14 +134,9 @@ def test_the_straggler() -> None:
     assert late.awaited == pytest.approx(0.3)  # 400 ms of rank 0 and 200 ms of rank 2
     assert [row.waiting for row in timeline.rows] == pytest.approx([0.402, 0.002, 0.202])
     assert timeline.rows[0].computing == pytest.approx(0.598)
-
-
-def test_nobody_stands_out() -> None:
-    """Some milliseconds are no straggler."""
     waits = ((100, 103), (300, 301))
     timeline = found(r0=times(100, 300, waits=waits), r1=times(102, 300, waits=waits))
-    assert timeline.straggler is None
-    assert timeline.rows[1].came_last == 1
+    assert (timeline.straggler, timeline.rows[1].came_last) == (None, 1)
 
 
 def test_waits_of_c_code() -> None:
@@ -151,29 +147,17 @@ def test_waits_of_c_code() -> None:
     assert second.waiting == 0
     assert timeline.straggler is second
     assert second.awaited == pytest.approx(0.4)
-
-
-def test_what_is_begun_and_waited_for_later() -> None:
-    """A rank that computes meanwhile does not wait."""
-    early = times(100, waits=((600, 700),))
-    timeline = found(r0=early, r1=times(650, waits=((650, 700),)))
+    # A rank that computes meanwhile does not wait.
+    timeline = found(r0=times(100, waits=((600, 700),)), r1=times(650, waits=((650, 700),)))
     assert timeline.rows[0].waiting == pytest.approx(0.1)
     assert timeline.rows[1].awaited == pytest.approx(0.05)
-
-
-def test_ranks_that_begin_at_different_times() -> None:
-    """Times are counted from the first one's begin."""
-    late = RankTimes(START + 50 * MS, START + 250 * MS, (), 0, ())
-    timeline = found(r0=times(ends=100), r1=late)
-    assert (timeline.rows[1].begin, timeline.seconds) == (0.05, 0.25)
-    assert timeline_of({0: RankTimes(0, 0, (), 0, ())}) is None
 
 
 def test_operations_and_what_is_known() -> None:
     """By bytes; who cannot tell says so."""
     timeline = found(r0=times(1, 2, name="all_reduce"), r1=RankTimes(START, START, (), 0, (),
                      is_recorded=False, is_whole=False))  # fmt: skip
-    assert [*timeline.operations] == [("all_reduce", 2, 8)]
+    assert [*timeline.operations] == ["all_reduce x 2 (8 B)"]
     assert (timeline.is_recorded, timeline.is_whole, timeline.met) == (False, False, 0)
     assert "which rank came last is not recorded before torch 2.11" in headline(timeline)
     long = found(r0=RankTimes(1, 2, (), 0, (), is_whole=False))
@@ -181,10 +165,12 @@ def test_operations_and_what_is_known() -> None:
 
 
 def test_slices() -> None:
-    """Waiting, computing or both; nothing where the rank did not run."""
+    """Waiting, computing or both from the first one's begin; nothing where the rank did not run."""
     late = RankTimes(START + 500 * MS, START + 1000 * MS, (), 0, ())
     timeline = found(r0=times(ends=750, waits=((0, 250), (250, 350))), r1=late)
     assert [bar_of(row, timeline.seconds, 4) for row in timeline.rows] == ["░▓█", "  ██"]
+    assert (timeline.rows[1].begin, timeline.seconds) == (0.5, 1.0)
+    assert timeline_of({0: RankTimes(0, 0, (), 0, ())}) is None
 
 
 MOMENTS = some.lists(some.integers(0, 1000), max_size=6).map(sorted)
@@ -216,33 +202,23 @@ def part(text: str) -> TracePart:
 PARTS = {0: part('{"a": 1}'), 1: TracePart(problem="too large"), 2: part('{"b": 2}')}
 
 
-def test_one_trace_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JSON; compressed where it is large, and the next one may take its place."""
-    path = tmp_path / "t.json"
-    assert tool.write_trace(tool.check_path(str(path)), PARTS) == path
-    assert json.loads(path.read_text())["traceEvents"] == [{"a": 1}, {"b": 2}]
-    monkeypatch.setattr(tool, "LARGE", 10)
-    large = tool.write_trace(tool.check_path(str(path)), PARTS)
-    assert large.name == "t.json.gz"
-    assert json.loads(gzip.decompress(large.read_bytes()))["traceEvents"] == [{"a": 1}, {"b": 2}]
-    assert tool.check_path(str(large)) == large
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["t.json", "t.json.gz"]
-
-
-@pytest.mark.parametrize("name", ["x.json", "x.json.gz"])
-def test_other_files_stay(tmp_path: Path, name: str) -> None:
-    """What is no trace of ours is not written over."""
-    (tmp_path / name).write_text("{}")
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_one_trace_of_all(tmp_path: Path, name: str) -> None:
+    """JSON; the next one may take its place, but what is no trace of ours is not written over."""
+    path = tmp_path / name
+    for _ in range(2):
+        write_trace(check_path(str(path)), PARTS)
+        data = path.read_bytes()
+        events = json.loads(gzip.decompress(data) if name.endswith("gz") else data)["traceEvents"]
+        assert events == [{"a": 1}, {"b": 2}]
+    path.write_text("{}")
     with pytest.raises(UsageError, match="already exists"):
-        tool.check_path(str(tmp_path / "x.json"))
-
-
-def test_what_cannot_be_written(tmp_path: Path) -> None:
-    """One line, and nothing is left."""
-    (tmp_path / "x.json").mkdir()
+        check_path(str(path))
+    path.unlink()
+    path.mkdir()
     with pytest.raises(UsageError, match="--profile"):
-        tool.write_trace(tmp_path / "x.json", PARTS)
-    assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
+        write_trace(path, PARTS)
+    assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
 # --- the op, in real workers ------------------------------------------------------------------
@@ -252,38 +228,57 @@ def times_of(world: World) -> dict[int, RankTimes]:
     return dict(enumerate(world.call("timeline")))
 
 
-def test_waits_and_collectives(world: World) -> None:
+LATE = """
+import os, time
+if rank == 1:
+    while not os.path.exists({gate!r}): time.sleep(0.001)
+"""
+
+
+def waited_for(world: World, source: str, gate: Path) -> tuple[Timeline, float]:
+    """Run a cell to whose collectives rank 1 comes only once rank 0 has waited for some seconds."""
+    running = world.submit(world.task(f"{LATE.format(gate=str(gate))}{source}"))
+
+    def waits() -> bool:
+        rank = world.status()[0]
+        return bool(rank.state == "busy" and rank.collective and not rank.collective.is_done)
+
+    wait_until(waits, "rank 0 is in a collective")
+    seen = time.monotonic()
+    wait_until(lambda: time.monotonic() - seen > 0.1)
+    held = time.monotonic() - seen
+    gate.touch()
+    world.session.wait(running)
+    assert running.error() is None
+    timeline = timeline_of(times_of(world))
+    assert timeline is not None
+    return timeline, held
+
+
+def test_waits_and_collectives(world: World, tmp_path: Path) -> None:
     """Of the last cell: what it met in, on both ranks, and how long it waited for the late one."""
-    world.execute("dist.barrier()")
-    world.execute(
-        "import time\nx = torch.ones(8, dtype=torch.float64)\n"
-        "time.sleep(0.3 * rank)\ndist.all_reduce(x)\nwork = dist.all_reduce(x, async_op=True)\n"
-        "work.wait()"
-    )
+    world.execute("x = torch.ones(8, dtype=torch.float64)\ndist.barrier()")
+    source = "dist.all_reduce(x)\nwork = dist.all_reduce(x, async_op=True)\nwork.wait()"
+    timeline, held = waited_for(world, source, tmp_path / "gate")
     times = times_of(world)
     for each in times.values():
         assert [(met.name, met.size) for met in each.met] == [("all_reduce", 64)] * 2
         assert len(each.waits) == 2
         assert each.is_whole
-    timeline = timeline_of(times)
-    assert timeline is not None
-    assert timeline.straggler is timeline.rows[1]
-    assert timeline.rows[1].awaited > 0.2
-    assert timeline.rows[0].waiting > 0.2 > timeline.rows[1].waiting
+    assert timeline.rows[0].waiting >= held
+    assert timeline.rows[1].awaited >= held
     assert times_of(world) == times  # looking is no cell
 
 
-def test_ddp(world: World) -> None:
+def test_ddp(world: World, tmp_path: Path) -> None:
     """What C++ code waits for in a backward is seen too."""
     world.execute(
         "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
         "model(torch.ones(1, 4)).sum().backward()"
     )
-    world.execute("time.sleep(0.3 * rank)\nmodel(torch.ones(1, 4)).sum().backward()")
-    timeline = timeline_of(times_of(world))
-    assert timeline is not None
-    assert timeline.straggler is timeline.rows[1]
-    assert timeline.rows[0].waiting > 0.2
+    source = "model(torch.ones(1, 4)).sum().backward()"
+    timeline, held = waited_for(world, source, tmp_path / "gate")
+    assert timeline.rows[0].waiting >= held
 
 
 def test_a_rank_s_events() -> None:

@@ -79,10 +79,7 @@ def test_functions_use_the_receivers_names(notebook: Any, worker: Any, ship: Shi
     worker.run("model = 'new'")
     assert worker.run("f()") == "new"
     assert worker.run("f.__globals__ is __import__('sys').modules['__main__'].__dict__")
-
-
-def test_functions_assign_the_receivers_globals(notebook: Any, worker: Any, ship: Ship) -> None:
-    """`global` in a shipped function means the worker's namespace."""
+    # `global` in a shipped function means the worker's namespace.
     notebook.run("count = 5\ndef f():\n    global count\n    count += 1")
     ship("f")
     worker.run("count = 10\nf()")
@@ -203,24 +200,17 @@ def test_classes_work_there(case: str, notebook: Any, worker: Any, ship: Ship) -
 
 
 def test_a_class_arrives_once(notebook: Any, worker: Any, ship: Ship) -> None:
-    """Instances that come later are of the class that came before."""
-    notebook.run("class A: pass\na, b = A(), A()")
+    """Instances that come later are of the class that came before; it is not made again."""
+    notebook.run(
+        "made = []\nclass Base:\n    def __init_subclass__(cls): made.append(1)\n"
+        "class A(Base): pass\na, b = A(), A()"
+    )
+    worker.run("made = []")
+    ship("Base")
     ship("A")
     ship("a")
     ship("b")
     assert worker.run("type(a) is A and type(b) is A and isinstance(b, A)") is True
-
-
-def test_a_class_that_comes_again_is_not_made_again(notebook: Any, worker: Any, ship: Ship) -> None:
-    """`__init_subclass__` of its base runs there once."""
-    notebook.run(
-        "made = []\nclass Base:\n    def __init_subclass__(cls): made.append(1)\n"
-        "class A(Base): pass\na = A()"
-    )
-    worker.run("made = []")
-    ship("Base")
-    ship("a")
-    ship("A")
     assert worker.run("len(made)") == 1
 
 
@@ -243,10 +233,7 @@ def test_a_class_that_comes_home_stays_as_it_is(notebook: Any, worker: Any, ship
     assert type(back) is notebook.names["A"]
     assert notebook.names["A"].m is method
     assert not hasattr(back, "x")
-
-
-def test_a_class_of_the_workers_comes_to_the_notebook(notebook: Any, worker: Any) -> None:
-    """A value whose class was defined on a worker works here, with the notebook's names."""
+    # A value whose class was defined on a worker works here, with the notebook's names.
     worker.run("k = 1\nclass W:\n    def m(self): return k\nw = W()")
     notebook.names["k"] = 2
     back = unpickle(worker.fetch("w"), notebook.names)
@@ -339,11 +326,12 @@ def test_the_source_of_a_cell_comes_along(notebook: Any, worker: Any, ship: Ship
         "    text = traceback.format_exc()"
     )
     assert "return 1 / 0  # here" in worker.run("text")
+    # A function of a module on disk has its source there anyway.
+    pickled = pickle(functools.wraps(print)(lambda: None), notebook.names)
+    assert b"the_source_of_a_cell_comes_along(" not in bytes(pickled.frames[0])
 
 
-def test_the_number_of_a_cell_travels_with_its_functions(
-    notebook: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_a_cell_travels_with_its_functions(notebook, monkeypatch):
     """Where IPython runs on both sides, its tracebacks say `Cell In[7]` on both."""
     from IPython.core.compilerop import CachingCompiler
 
@@ -370,10 +358,3 @@ def test_the_number_of_a_cell_of_ipython_7(monkeypatch: pytest.MonkeyPatch) -> N
     name = "/tmp/ipykernel_1/2.py"
     monkeypatch.setitem(linecache.cache, name, (len(source), 1.0, [source], name))
     assert cell_source(name) == CellSource(source, 2)
-
-
-def test_files_on_disk_do_not_travel(notebook: Any) -> None:
-    """Only cells: a function of a module on disk has its source there anyway."""
-    inner = functools.wraps(print)(lambda: None)
-    pickled = pickle(inner, notebook.names)
-    assert b"files_on_disk_do_not_travel(notebook" not in bytes(pickled.frames[0])

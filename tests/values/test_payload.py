@@ -1,23 +1,26 @@
-"""Tests of `nbdist.values.payload`: frames inline or shared, and memory that is used again."""
+"""Tests of `nbdist.values.payload`: frames inline or shared, memory used again, and identity."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist.values import payload as module
 from nbdist.values.payload import (
     INLINE_LIMIT,
+    Identity,
     Kept,
     Payload,
     Shipped,
     as_read,
+    is_atomic,
     moved,
     open_payload,
     pack_frames,
@@ -28,23 +31,18 @@ from nbdist.values.shared_memory import Buffer, SegmentRef, to_end
 from nbdist.wire.ops import Brought
 
 
-def test_small_frames_travel_in_the_message() -> None:
-    """Below the limit no memory is shared."""
-    payload, segment = pack_frames([b"pickle", memoryview(b"buffer")])
-    assert segment is None
-    assert payload == Payload(frames=(b"pickle", b"buffer"))
-    assert open_payload(payload) == [b"pickle", b"buffer"]
-
-
-def test_big_frames_travel_in_one_segment() -> None:
-    """From the limit on, all frames of a payload are in one segment."""
+def test_where_frames_travel() -> None:
+    """Below the limit in the message, from it on all frames of a payload in one segment."""
     frames = [b"p", bytearray(INLINE_LIMIT - 1)]
     payload, segment = pack_frames(frames)
     assert segment is not None
     with segment:
-        assert payload.frames == ()
-        assert payload.segment == segment.ref
+        assert payload == Payload(segment=segment.ref)
         assert open_payload(payload) == frames
+    payload, segment = pack_frames([b"pickle", memoryview(b"buffer")])
+    assert segment is None
+    assert payload == Payload(frames=(b"pickle", b"buffer"))
+    assert open_payload(payload) == [b"pickle", b"buffer"]
 
 
 def test_segments_wherever_payloads_are() -> None:
@@ -57,7 +55,7 @@ def test_segments_wherever_payloads_are() -> None:
     assert refs_in(value) == (*refs,)
     found = moved(value, here)
     assert refs_in(found) == (refs[0], *here.values())
-    assert found["a"] == replace(one, others=(here[refs[1].path], here[refs[2].path]))
+    assert found["a"] == one._replace(others=(here[refs[1].path], here[refs[2].path]))
     assert found["b"][1:] == [7, "text"]
     assert found["b"][0].within == ((refs[3].path, here[refs[3].path]),)
     assert moved(value, {}) is value
@@ -114,17 +112,11 @@ def test_one_frame_has_changed():
     third = ship([*changed, frame(3)], again.kept)
     assert opened(third) == [*changed, frame(3)]
     assert third.copied == 7 + INLINE_LIMIT, "a frame lies there once"
+    frames = [b"b", frame(3), frame(9), frame(1)]
+    only_its_pickle = ship(frames, again.kept)  # goes in the message
+    assert opened(only_its_pickle) == frames
+    assert only_its_pickle.packed[0].segment is None
     close(first, again, third)
-
-
-def test_nothing_has_changed_but_the_pickle():
-    """It goes in the message."""
-    first = ship([b"a", frame(1), frame(2)])
-    assert first.kept is not None
-    again = ship([b"b", frame(2), frame(1)], first.kept)
-    assert opened(again) == [b"b", frame(2), frame(1)]
-    assert again.packed[0].segment is None
-    close(first)
 
 
 def test_memory_stays_as_long_as_it_is_kept():
@@ -184,3 +176,93 @@ def test_any_changes_in_a_row(rounds: list[list[int]]):
         known = [shipped.kept] if shipped.kept else []
         if not known:
             close(shipped)
+
+
+class Subclass(int):
+    pass
+
+
+@pytest.mark.parametrize("value", [1, 1.5, 1j, True, "x", b"x", None, ..., 2**4095])
+def test_small_plain_values_are_atomic(value: object) -> None:
+    """Their text stands for them."""
+    assert is_atomic(value)
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 4097, b"x" * 4097, 2**4096, Subclass(1), [1], (1,), {}, object()]
+)
+def test_others_are_not(value: object) -> None:
+    """Long ones, what has parts, and subclasses, which may have attributes."""
+    assert not is_atomic(value)
+
+
+def test_identity_of_an_object() -> None:
+    """The very same one, also after it has changed; not one that has come to its place."""
+
+    class Model:
+        pass
+
+    model = Model()
+    identity = Identity(model)
+    assert identity.is_still(model)
+    assert identity.is_unchanged(model)
+    assert not identity.is_still(Model())
+    del model
+    gc.collect()
+    assert not identity.is_still(Model())
+
+
+@pytest.mark.parametrize("make", [lambda: float("0.1"), lambda: [1], lambda: [], lambda: {1: "x"}])
+def test_what_comes_to_the_place_of_another(make: Callable[[], object]) -> None:
+    """It is not taken for that, which is kept where it is light."""
+    value = make()
+    identity = Identity(value)
+    for _ in range(10):
+        del value
+        value = make()
+        assert not identity.is_still(value)
+
+
+def test_contents_of_what_is_kept() -> None:
+    """A change is seen at a glance all the same; of what is heavy an outline is kept."""
+    for values in ([1, 2], [object(), 2]):
+        identity = Identity(values)
+        assert identity.is_unchanged(values)
+        values.append(3)
+        assert identity.is_still(values)
+        assert not identity.is_unchanged(values)
+    assert values not in gc.get_referents(identity)
+
+
+class Odd:
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise LookupError
+
+    __iter__ = __eq__ = __hash__ = __len__  # type: ignore[assignment]
+
+
+class OddList(list[Any]):
+    __slots__ = ()
+    __len__ = Odd.__len__  # type: ignore[assignment]
+    __iter__ = __len__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("value", [Odd(), OddList([1]), bytearray(5), range(9), (1,), {1: 2}])
+def test_nothing_is_asked_of_an_object(value: object) -> None:
+    """Its class may be a user's, and raise anything."""
+    assert Identity(value).is_still(value)
+    assert Identity(value).is_unchanged(value)
+    assert not Identity(value).is_still(Odd())
+
+
+def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules, optimizers, tensors, and all else; without torch there is nothing but that."""
+    linear = torch.nn.Linear(1, 1)
+    optimizer = object.__new__(torch.optim.SGD)  # to make it in earnest imports torch._dynamo
+    values = [[linear], torch.ones(1), optimizer, linear]
+    found = [module.OTHER, module.TENSOR, module.OPTIMIZER, module.MODULE]
+    assert [module.kind_of(value) for value in values] == found
+    monkeypatch.delitem(module.sys.modules, "torch")
+    assert module.kind_of(linear) == module.OTHER

@@ -32,15 +32,12 @@ def test_submodules_of_a_function_are_imported(notebook: Any, worker: Any, ship:
     assert worker.run("f()") == "&lt;"
 
 
-def test_a_module_made_by_hand_is_refused(notebook: Any) -> None:
+def test_a_module_made_by_hand_is_refused(notebook: Any, tmp_path: Path) -> None:
     """What cannot be imported there is an error here."""
     notebook.names["m"] = types.ModuleType("made_by_hand")
     with pytest.raises(plain_pickle.PicklingError, match="made_by_hand"):
         pickle(notebook.names["m"], notebook.names)
-
-
-def test_an_open_file_is_refused(notebook: Any, tmp_path: Path) -> None:
-    """cloudpickle would send the whole file as a `StringIO`."""
+    # cloudpickle would send the whole file as a `StringIO`.
     (tmp_path / "x").write_text("text")
     with (
         open(tmp_path / "x") as notebook.names["file"],
@@ -60,10 +57,7 @@ def test_arrays_are_not_copied(notebook: Any) -> None:
     back = unpickle([pickled.frames[0], memory])
     assert numpy.shares_memory(numpy.frombuffer(memory), back)
     assert back.flags.writeable
-
-
-def test_arrays_in_fortrans_order_and_read_only_arrays(notebook: Any) -> None:
-    """Order and read-only flag come back as they were."""
+    # Order and read-only flag come back as they were.
     numpy = pytest.importorskip("numpy")
     array = numpy.asfortranarray(numpy.arange(6.0).reshape(2, 3))
     frozen = numpy.arange(3)

@@ -144,17 +144,11 @@ def test_contents_are_not_copied() -> None:
     assert back[0] == 1
     frame[4:8] = frame[0:4]
     assert back[1] == 1
-
-
-def test_frames_keep_the_memory() -> None:
-    """A tensor that is gone by the time its frames are packed is still in them."""
+    # A tensor that is gone by the time its frames are packed is still in them.
     pickled = pickle(torch.full((100_000,), 7.0), {})
     torch.zeros(100_000)
     assert unpickle([bytearray(memoryview(f)) for f in pickled.frames]).eq(7).all()
-
-
-def test_read_only_frames_become_writable_tensors() -> None:
-    """Frames from a message are bytes: the tensor is a copy, without a warning."""
+    # Frames from a message are bytes: the tensor is a copy, without a warning.
     back = unpickle([bytes(frame) for frame in _frames(torch.zeros(3))])
     back += 1
     assert back.sum() == 3
@@ -219,7 +213,10 @@ def _memory(value: Any) -> Any:
 
 
 def test_a_small_part_of_a_big_tensor_goes_alone() -> None:
-    """`batch = data[:32]` does not take all of `data` along."""
+    """`batch = data[:32]` does not take all of `data` along; more than half does, unless exact."""
+    part = torch.zeros(1000)[:600]
+    assert unpickle(pickle(part, {}).frames).untyped_storage().nbytes() == 4000
+    assert unpickle(pickle(part, {}, exact=True).frames).untyped_storage().nbytes() == 2400
     data = torch.zeros(1_000_000)
     assert _size(pickle(data[:32], {})) < 1000
     assert _size(pickle([data[:32], data[100:132]], {})) < 2000
@@ -238,13 +235,6 @@ def test_a_model_and_its_optimizer() -> None:
     there(torch.ones(1, 4)).sum().backward()
     its_optimizer.step()
     assert not torch.equal(there.weight, model.weight)
-
-
-def test_how_much_goes_along() -> None:
-    """All of a memory that is shown by half; where it is to be exact, what is shown."""
-    part = torch.zeros(1000)[:600]
-    assert unpickle(pickle(part, {}).frames).untyped_storage().nbytes() == 4000
-    assert unpickle(pickle(part, {}, exact=True).frames).untyped_storage().nbytes() == 2400
 
 
 def test_shared_memory_is_reported() -> None:
@@ -330,6 +320,7 @@ def test_storages_and_dtypes() -> None:
     back = _there_and_back([storage, torch.float16, torch.device("cpu"), torch.Size([2])])
     assert bytes(back[0].tolist()) == b"\0\1\2"
     assert back[1:] == [torch.float16, torch.device("cpu"), torch.Size([2])]
+    assert torch.Tensor not in copyreg.dispatch_table  # other picklers are left alone
 
 
 @pytest.mark.world
@@ -345,11 +336,6 @@ def test_the_receiver_imports_torch_when_a_tensor_comes() -> None:
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=SOON, check=True
     )
     assert shown.stdout == "3.0\n"
-
-
-def test_other_picklers_are_left_alone() -> None:
-    """Nothing is registered for all of the process."""
-    assert torch.Tensor not in copyreg.dispatch_table
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,18 +10,10 @@ import pytest
 
 from nbdist.wire import control
 from nbdist.wire.control import Candidate, Completions
-from nbdist.wire.frames import BadFrame, pack, unpack
+from nbdist.wire.frames import BadFrame, pack
 from nbdist.wire.views import Begun, Collective, Place, StackFrame
 
 PLACE = Place(3, "all_reduce", {"0": 2}, begun=(Begun("0", 1, "all_reduce", "[2]"),))
-
-REQUESTS: list[control.Request] = [
-    control.Locate(briefly=True),
-    control.Trace(),
-    control.Abort(),
-    control.Regroup(2, {"a": (0, 1)}, (), {"LOCAL_WORLD_SIZE": "4"}),
-    control.Resize(3, 1, 4, (), 1, (2, 3), {"WORLD_SIZE": "4"}),
-]
 
 ANSWERS: list[control.Answer] = [
     PLACE,
@@ -41,12 +33,6 @@ HOSTILE: dict[str, Any] = {
     "something of no use there": Begun("0", 1, "all_reduce"),
     "no message": {"do": "locate"},
 }
-
-
-@pytest.mark.parametrize("request_", REQUESTS, ids=repr)
-def test_requests_arrive_equal(request_: control.Request) -> None:
-    """A worker gets what its agent has asked for."""
-    assert unpack(memoryview(pack(request_))) == request_
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=repr)

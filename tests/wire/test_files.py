@@ -1,4 +1,4 @@
-"""Tests of `nbdist.wire.files`: what of a folder has to travel, and where it may not go."""
+"""Tests of `nbdist.wire.messages`: what of a folder has to travel, and where it may not go."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdist.wire.files import PART, CodeFile, landmark, part_of, refusal_of
+from nbdist.wire.messages import PART, CodeFile, landmark, part_of, refusal_of
 
 
 def test_a_message_has_only_so_much() -> None:

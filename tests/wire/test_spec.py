@@ -36,14 +36,15 @@ START = WorkerStart(3, 1, 2, WRAPPED, "/run/3.json", "token", "/run/store", "/ru
 
 
 def test_command_of_a_spawned_worker() -> None:
-    """What wraps it stands before; the working directory is not on its path."""
+    """What wraps it stands before; the working directory is not on its path.
+
+    On one node its seats are all, on several so many each; its files are beside the first.
+    """
     assert " ".join(WRAPPED.command) == "nice -n 5 /venv/bin/python -P -m nbdist.worker"
-
-
-def test_seats_of_a_world() -> None:
-    """On one node all, on several so many each."""
     assert WRAPPED.seat(3) == Seat(3, 4, 0, 1)
     assert replace(WRAPPED, seats=seat_more((), (2, 2), 4)).seat(3) == Seat(1, 2, 1, 2)
+    assert START.stack_file == "/run/3.stack"
+    assert over_file(START.over_path, 2) == Path("/run/over.over2")
 
 
 @pytest.mark.parametrize(
@@ -54,12 +55,6 @@ def test_device_of_a_worker(gpus: tuple[str, ...], device: str) -> None:
     assert replace(START, gpus=gpus).device == device
     intels = replace(START, world=replace(START.world, backend="cpu:gloo,xpu:xccl"))
     assert intels.device == "xpu:1"
-
-
-def test_files_of_a_worker() -> None:
-    """Beside its connection file."""
-    assert START.stack_file == "/run/3.stack"
-    assert over_file(START.over_path, 2) == Path("/run/over.over2")
 
 
 def test_one_node_of_several() -> None:
@@ -107,10 +102,6 @@ def test_the_first_that_differs(there: Versions, found: Difference | None) -> No
     """In its minor version, and where both have it."""
     assert difference(there, HERE) == found
     assert difference(HERE, HERE | {"torch": ""}) is None
-
-
-def test_this_interpreter() -> None:
-    """It has all of them here."""
     assert versions_here()["Python"] == platform.python_version()
     assert all(versions_here().values())
 
@@ -139,10 +130,7 @@ def test_ranks_on_two_nodes() -> None:
     common = first.keys() - {*seats, "ROLE_RANK", "CUDA_VISIBLE_DEVICES"}
     assert all(first[name] == last[name] for name in common)
     assert (first["MASTER_PORT"], first["TORCHELASTIC_RUN_ID"]) == ("29500", "run")
-
-
-def test_what_the_user_has_set_stays() -> None:
-    """But for what a rank is told by."""
+    # But for what a rank is told by.
     assert torchrun_variables(SPEC, 0, 0)["MPLBACKEND"] == "agg"
     assert torchrun_variables(SPEC, 0, 0)["OMP_NUM_THREADS"] == "3"
     assert NBDIST_DECIDES < NBDIST_SETS
@@ -194,10 +182,7 @@ def test_nccl_that_takes_several_ranks_on_one_gpu() -> None:
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     }
-
-
-def test_nccl_that_refuses_several_ranks_on_one_gpu() -> None:
-    """Each rank is on a host of its own, and meets the others on the loopback interface."""
+    # Each rank is on a host of its own, and meets the others on the loopback interface.
     first, second = (sharing_variables(rank, (2, 28, 9), {}) for rank in (0, 1))
     assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"]
     assert {**first, "NCCL_HOSTID": ""} == {

@@ -93,10 +93,7 @@ def test_what_has_been_read_is_acknowledged_once() -> None:
     assert other.has_read
     other.message([b"2"])
     assert not other.has_read
-
-
-def test_who_has_been_given_up() -> None:
-    """It has read what a new conversation has not sent."""
+    # It has read what a new conversation has not sent.
     one, other = Numbered(), Numbered()
     other.take(bytes(one.message([b"1"])[0]))
     with pytest.raises(Mismatch):
@@ -188,9 +185,7 @@ frames = st.lists(st.integers(0, 2 * SMALL_PIECE + 1), max_size=4)
     st.integers(0, 1 << 16),
     st.data(),
 )
-def test_what_is_sent_is_what_arrives(
-    all_sizes: list[list[int]], most: int, seed: int, data: st.DataObject
-) -> None:
+def test_what_is_sent_is_what_arrives(all_sizes, most, seed, data):
     """Whatever sizes, frames without a byte too, and in whatever order the messages come."""
     segments = [holding(*sizes) for sizes in all_sizes]
     with closing(Line(most, seed)) as line:
@@ -212,9 +207,7 @@ def test_what_is_sent_is_what_arrives(
 
 @settings(deadline=None)
 @given(frames, frames, st.integers(0, 12), st.integers(0, 99))
-def test_what_is_dropped_leaves_nothing(
-    sizes: list[int], others: list[int], steps: int, seed: int
-) -> None:
+def test_what_is_dropped_leaves_nothing(sizes, others, steps, seed):
     """At any moment, whole or not; another one goes on, and the same can be sent again."""
     with (
         holding(*sizes) as segment,
@@ -304,6 +297,11 @@ def test_pieces_that_do_not_follow() -> None:
         assert refusal is not None
         assert refusal.problem.endswith("bytes 2,000-3,000 came after 1,000")
         assert line.receiving.take(second) is None
+    # Its owner may have closed it, as Stop makes it do.
+    segment = holding(5000)
+    segment.close()
+    with closing(Line()) as line, pytest.raises(SegmentGone):
+        line.sending.add(segment.ref)
 
 
 def test_a_slow_link_is_not_filled() -> None:
@@ -324,11 +322,3 @@ def test_a_slow_link_is_not_filled() -> None:
             line.clock += 0.0001
             line.step()
         assert line.sending.__repr__().endswith(f"of {MOST_WINDOW} under way>")
-
-
-def test_what_is_gone_cannot_be_sent() -> None:
-    """Its owner may have closed it, as Stop makes it do."""
-    segment = holding(5000)
-    segment.close()
-    with closing(Line()) as line, pytest.raises(SegmentGone):
-        line.sending.add(segment.ref)

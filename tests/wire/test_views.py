@@ -72,12 +72,6 @@ def test_whether_a_rank_is_in_what_it_runs(place: Place, *, is_in_code: bool) ->
 LAYOUT = CallLayout(1 << 46, 1 << 47, 1 << 45, *range(13))
 
 
-def test_a_line_is_read_as_it_was_written() -> None:
-    """All of it is in one line."""
-    assert CallLayout.read(LAYOUT.line()) == LAYOUT
-    assert LAYOUT.line().count(b"\n") == 1
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -89,6 +83,7 @@ def test_a_line_is_read_as_it_was_written() -> None:
 )
 def test_any_other_line_is_refused(line: bytes) -> None:
     """A cell can have written into the file, or Python is one that is not known."""
+    assert CallLayout.read(LAYOUT.line()) == LAYOUT
     with pytest.raises(ValueError, match=r"int\(\)|unpack|offsets|digits"):
         CallLayout.read(line)
 
@@ -118,10 +113,7 @@ def test_what_is_said_is_read_again(said: Said) -> None:
     assert line.endswith(b"\n")
     assert b"\n" not in line[:-1]
     assert from_line(line) == said
-
-
-def test_other_versions_may_say_more() -> None:
-    """What this one does not know is passed over."""
+    # What this version does not know is passed over.
     assert from_line(json.dumps({"Refused": {"why": "no", "until": 5}}).encode()) == Refused("no")
 
 
@@ -158,15 +150,12 @@ def test_names_of_sockets(name: str, is_one: bool) -> None:  # noqa: FBT001
     assert bool(SOCKET.fullmatch(name)) is is_one
 
 
-def test_who_is_there():
+def test_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As the kernel says, not the other side."""
     one, other = socket.socketpair()
     with one, other:
         assert user_at(one) == user_at(other) == os.geteuid()
-
-
-def test_a_socket_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is connected to; one that somebody else listens at is not, nor one that is not there."""
+    # It is connected to; one that somebody else listens at is not, nor one that is not there.
     path = tmp_path / "x.sock"
     with pytest.raises(FileNotFoundError):
         connect_to(path, 1.0)

@@ -1,14 +1,23 @@
-"""Tests of `nbdist.wire.work`: what is packed once comes out equal.
-
-And what a worker tells its agent in the middle of its output is found, and nothing else.
-"""
+"""Tests of `nbdist.wire.work`, `ops` and `node_messages`: tasks, marks, big values."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 
+from nbdist.topology import Position
 from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire.frames import pack
+from nbdist.wire.node_messages import (
+    NodeAnswer,
+    node_frames,
+    node_message_from,
+    processes,
+)
+from nbdist.wire.ops import Mesh
+from nbdist.wire.transfer import Piece
 from nbdist.wire.work import (
     LONGEST_MARK,
     Attempt,
@@ -21,7 +30,6 @@ from nbdist.wire.work import (
     mark,
     mark_pattern,
     mark_value,
-    task_from,
 )
 
 SOURCE = Task(
@@ -47,12 +55,6 @@ REST = Task(
     log_level=20,
     imports={0: {"np": "numpy"}},
 )
-
-
-@pytest.mark.parametrize("task", [SOURCE, SCRIPT, CALL, REST], ids=repr)
-def test_what_is_packed_comes_out_equal(task: Task) -> None:
-    """A worker gets what the notebook has packed."""
-    assert task_from(pack(task)) == task
 
 
 def test_what_people_see_of_the_work() -> None:
@@ -86,23 +88,13 @@ PIPE_BUF = 512  # POSIX's smallest: such a write is never torn.
 
 @pytest.mark.parametrize("value", VALUES)
 def test_what_is_marked_is_found(value: Mark):
-    """A mark in the middle of text is found, with its value, and the text is what is left."""
-    pieces = mark_pattern(TOKEN).split(b"before" + mark(TOKEN, value) + b"after")
+    """In the middle of text, with its value; terminals ignore it: it is one APC sequence."""
+    whole = mark(TOKEN, value)
+    assert len(whole) < PIPE_BUF
+    assert (whole[:2], whole[-2:], whole.count(b"\x1b")) == (b"\x1b_", b"\x1b\\", 2)
+    pieces = mark_pattern(TOKEN).split(b"before" + whole + b"after")
     assert pieces[::2] == [b"before", b"after"]
     assert mark_value(pieces[1]) == value
-
-
-@pytest.mark.parametrize("value", VALUES)
-def test_mark_is_written_in_one_piece(value: Mark):
-    """A mark is shorter than what the kernel writes to a pipe without a break."""
-    assert len(mark(TOKEN, value)) < PIPE_BUF
-
-
-def test_mark_is_invisible():
-    """Terminals ignore a mark, whatever its value: it is one APC sequence."""
-    assert mark(TOKEN, 5).startswith(b"\x1b_")
-    assert mark(TOKEN, 5).endswith(b"\x1b\\")
-    assert mark(TOKEN, 5).count(b"\x1b") == 2
 
 
 @pytest.mark.parametrize(
@@ -131,3 +123,35 @@ def test_a_mark_that_is_cut_off_is_found(value: Mark):
     assert len(whole) < LONGEST_MARK
     assert not cut_off_pattern(TOKEN).search(whole + b"after")
     assert not cut_off_pattern(TOKEN).search(b"\x1b_" + TOKEN.encode() + b";" + b"7" * 100)
+
+
+@pytest.mark.parametrize("names", [None, ("copies", "shards")])
+def test_a_mesh_in_a_manifest(names: tuple[str, ...] | None) -> None:
+    """It comes back from JSON as it was."""
+    mesh = Mesh("cpu", (2, 2), (0, 1, 2, 3), names)
+    assert Mesh.read(json.loads(json.dumps(asdict(mesh)))) == mesh
+
+
+def test_a_mesh_in_a_world_of_another_size() -> None:
+    """Its first dimension gets another length, if all ranks were in it and they divide."""
+    line, table = Mesh("cpu", (4,), (0, 1, 2, 3)), Mesh("cpu", (2, 2), (0, 1, 2, 3), ("a", "b"))
+    assert line.fitted(4, 3) == Mesh("cpu", (3,), (0, 1, 2))
+    assert table.fitted(4, 6) == Mesh("cpu", (3, 2), (0, 1, 2, 3, 4, 5), ("a", "b"))
+    assert table.fitted(4, 4) == table
+    some, turned = Mesh("cpu", (2,), (0, 1)), Mesh("cpu", (2, 2), (0, 2, 1, 3))
+    assert (table.fitted(4, 5), some.fitted(4, 3), turned.fitted(4, 6)) == (None, None, None)
+
+
+def test_bytes_of_a_big_value() -> None:
+    """They have a frame of their own, and arrive with what they are of."""
+    piece = Piece(SegmentRef("/proc/1/fd/2#3", (9,)), 4, b"bytes")
+    frame, data = node_frames(piece)
+    assert data is piece.data
+    assert node_message_from(bytes(frame), memoryview(data)) == piece
+    assert node_frames(NodeAnswer(1, "x")) == [pack(NodeAnswer(1, "x"))]
+
+
+def test_processes_by_rank() -> None:
+    """With the node of each; without seats all are on one."""
+    assert processes({0: 17, 1: 17}, (Position(0, 0), Position(1, 0))) == {0: (0, 17), 1: (1, 17)}
+    assert processes({3: 17}, ()) == {3: (0, 17)}

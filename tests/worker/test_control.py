@@ -15,12 +15,10 @@ import torch
 import zmq
 from jupyter_client.session import Session
 
-from nbdist.errors import WorkerError
 from nbdist.output.events import Failure
 from nbdist.wire import control
 from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
 from nbdist.wire.frames import pack
-from nbdist.wire.work import Call
 from nbdist.worker.control import attributes, complete, describe, look_up
 from nbdist.world.hangs import ABORTED
 from nbdist.world.world import World
@@ -203,15 +201,6 @@ def test_a_rank_that_holds_the_gil(world: World, tmp_path: Path) -> None:
     finally:
         fifo.write_bytes(b"x")
         world.session.wait(running)
-
-
-def test_code_of_a_front_ends_own(world: World) -> None:
-    """With the rank's variables and IPython's magics, in the notebook's place and shown nowhere."""
-    world.execute("x = rank")
-    task = world.task(Call("call.answer", {"source": "_names = %who_ls\nprint('x' in _names, x)"}))
-    assert [*world.session.run(task)] == ["True 0\n", "True 1\n"]
-    with pytest.raises(WorkerError, match="nowhere"):
-        world.session.run(world.task(Call("call.answer", {"source": "nowhere"})))
 
 
 def test_without_workers() -> None:

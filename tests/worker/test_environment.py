@@ -1,16 +1,27 @@
-"""Tests of `nbdist.worker.environment`: what user code and libraries find in a worker."""
+"""Tests of `nbdist.worker.environment`: what user code finds, and how it follows the notebook."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import process
 from os import environ
+from pathlib import Path
 
 import pytest
 import torch
 
+from nbdist.config import WorldConfig
+from nbdist.wire.spec import WorkerStart
+from nbdist.wire.work import Surroundings
 from nbdist.worker.compat import accelerator
 from nbdist.worker.control import change_environment, change_threads
-from nbdist.worker.environment import share_gpu
+from nbdist.worker.environment import Around, OwnModules, merged, share_gpu
+from nbdist.world.spec import make_spec
 from tests.wire.test_spec import START
 
 
@@ -60,3 +71,190 @@ def test_threads_that_a_user_has_set_stay() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Around:
+    """What a worker starts with in a folder of the test's own, in this process."""
+    for name in ("path", "argv"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    monkeypatch.setattr(process, "ORIGINAL_DIR", os.getcwd())
+    monkeypatch.chdir(tmp_path)
+    spec = make_spec(WorldConfig(n=1))[0]
+    return Around(WorkerStart(0, 0, 1, spec, "", "", "", "", 1, {}), [])
+
+
+def test_a_folder_in_another_place(
+    around: Around, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Below the notebook's first folder it is the one below this machine's; else itself."""
+    (tmp_path / "below").mkdir()
+    around.follow(Surroundings("/of/notebook/below", "/of/notebook", ("/of/notebook/lib", "/x")))
+    assert os.getcwd() == process.ORIGINAL_DIR == str(tmp_path / "below")  # type: ignore[attr-defined]
+    assert sys.path == [f"{tmp_path}/lib", "/x"]
+    around.follow(Surroundings("/usr", "/of/notebook"))
+    assert os.getcwd() == "/usr"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_folder_that_is_not_there(
+    around: Around, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says so, once, and where the rank is; it goes on from there."""
+    nowhere = Surroundings("/nowhere/at/all", "/nowhere")
+    around.follow(nowhere)
+    around.follow(nowhere)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith(f"has no folder /nowhere/at/all: this rank stays in {tmp_path}")
+    around.follow(None)
+    assert os.getcwd() == str(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def test_variables(around: Around) -> None:
+    """One that is in the notebook as at the start again is so here."""
+    here, before = os.getcwd(), dict(os.environ)
+    around.follow(Surroundings(here, here, environ={"HOME": "/odd", "NEW": "1", "PATH": None}))
+    assert (os.environ["HOME"], os.environ["NEW"], "PATH" in os.environ) == ("/odd", "1", False)
+    around.follow(None)
+    assert dict(os.environ) == before
+
+
+def test_a_folder_that_was_removed(around: Around, tmp_path: Path) -> None:
+    """A rank whose folder has gone follows to the next."""
+    (tmp_path / "gone").mkdir()
+    around.follow(Surroundings(f"{tmp_path}/gone", str(tmp_path)))
+    (tmp_path / "gone").rmdir()
+    around.follow(None)
+    assert os.getcwd() == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("own", "before", "after", "expected"),
+    [
+        ("abo", "ab", "xab", "xabo"),
+        ("oab", "ab", "abx", "oabx"),
+        ("oab", "ab", "b", "ob"),
+        ("oab", "ab", "axb", "oabx"),
+        ("a", "ab", "ab", "a"),
+        ("oxab", "ab", "xab", "oxab"),
+        ("o", "ab", "x", "xo"),
+    ],
+)
+def test_a_path_with_entries_of_its_own(own: str, before: str, after: str, expected: str) -> None:
+    """The notebook's changes come in, and what the rank has changed itself stays."""
+    assert "".join(merged(own, before, after)) == expected
+
+
+SECOND = 10**9
+
+
+class Edited:
+    """A module's file that is edited at will, on a clock of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.now = time.time_ns() - 100 * SECOND
+        self.write()
+
+    def write(self) -> int:
+        """Write something else, ten seconds after the last time; a moment a second later."""
+        self.now += 10 * SECOND
+        self.path.write_text(f"value = {self.now}\n")
+        os.utime(self.path, ns=(self.now, self.now))
+        return self.now + SECOND
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Edited]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield Edited(tmp_path / "edited_by_test.py")
+    sys.modules.pop("edited_by_test", None)
+
+
+@pytest.fixture
+def own() -> Iterator[OwnModules]:
+    own = OwnModules()
+    sys.meta_path.insert(0, own)
+    yield own
+    sys.meta_path.remove(own)
+
+
+def told(own: OwnModules, before: int) -> tuple[str, ...]:
+    return own.news(before, reloads=False)
+
+
+def test_an_edit_is_told_once(own: OwnModules, module: Edited) -> None:
+    """The next one again."""
+    importlib.import_module("edited_by_test")
+    assert told(own, module.now + SECOND) == ()
+    for _ in range(2):
+        after = module.write()
+        assert told(own, after - 2 * SECOND) == ()  # while the task runs that would tell it
+        assert told(own, after) == (str(module.path),)
+        assert told(own, after) == ()
+
+
+def test_what_is_imported_anew(own: OwnModules, module: Edited) -> None:
+    """It is as its file says, as after `%autoreload`."""
+    found = importlib.import_module("edited_by_test")
+    told(own, module.now)
+    after = module.write()
+    importlib.reload(found)
+    assert told(own, after) == ()
+
+
+def test_while_autoreload_is_on(
+    own: OwnModules, module: Edited, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was edited before is imported anew when it is turned on; nothing is told."""
+    found = importlib.import_module("edited_by_test")
+    told(own, module.now)
+    after = module.write()
+    assert own.news(after, reloads=True) == ()
+    assert found.value == module.now
+    edited = module.write()  # for `%autoreload` itself
+    assert own.news(edited, reloads=True) == ()
+    assert found.value != module.now
+    assert told(own, edited) == ()
+    module.path.write_text("value = = 1")
+    os.utime(module.path, ns=(edited + SECOND, edited + SECOND))
+    assert own.news(edited + 2 * SECOND, reloads=True) == ()
+    assert "[autoreload of edited_by_test failed: " in capsys.readouterr().err
+
+
+def test_an_edit_while_the_task_runs_that_imports(own: OwnModules, module: Edited) -> None:
+    """It is told with the next one."""
+    importlib.import_module("edited_by_test")
+    module.now = time.time_ns() + 50 * SECOND
+    after = module.write()
+    assert told(own, after - 20 * SECOND) == ()
+    assert told(own, after) == (str(module.path),)
+
+
+def test_what_is_not_the_users(own: OwnModules, module: Edited) -> None:
+    """Libraries, nbdist itself, and a file that is gone."""
+    importlib.import_module("edited_by_test")
+    sys.modules.pop("colorsys", None)
+    importlib.import_module("colorsys")
+    told(own, module.now)
+    assert [*own._sources] == ["edited_by_test"]
+    module.path.unlink()
+    assert told(own, time.time_ns()) == ()
+
+
+def test_what_is_kept_in_step_is_imported_anew(own: OwnModules, module: Edited) -> None:
+    """Before a task, once for each edit; without being told so, nothing is."""
+    edited = importlib.import_module("edited_by_test")
+    before = edited.value
+    assert told(own, module.now + SECOND) == ()
+    module.write()
+    own.keep_in_step()
+    assert edited.value == before
+    own._is_kept_in_step = True
+    own.keep_in_step()
+    assert edited.value == module.now
+    edited.value = "mine"
+    own.keep_in_step()
+    assert edited.value == "mine"
+    assert told(own, module.now + SECOND) == ()

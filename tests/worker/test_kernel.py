@@ -31,7 +31,7 @@ def world(new_world: NewWorld) -> Iterator[World]:
 
 
 def test_ipython_syntax(world: World) -> None:
-    """Top-level await, `!command`, its result, and line magics work in a cell."""
+    """Await, `!command`, its result, line magics, a cell magic as first line, and `x?` work."""
     ran = run_well(
         world,
         "import asyncio\nawait asyncio.sleep(0)\n!echo from a child\nlisting = !echo a b\n"
@@ -39,16 +39,8 @@ def test_ipython_syntax(world: World) -> None:
     )
     for rank in range(world.size):
         assert ran.lines(rank) == ["from a child", "['a b']", "env: NBDIST_TEST_X=3", "3"]
-
-
-def test_cell_magic_inside(world: World) -> None:
-    """Another cell magic as the cell's first line works."""
     assert run_well(world, "%%capture said\nprint('quiet')").lines() == []
     assert world.gather("said.stdout") == ["quiet\n"] * world.size
-
-
-def test_question_mark_shows_help(world: World) -> None:
-    """`x?` shows what it shows in a notebook."""
     ran = run_well(world, "def documented():\n    'Says hello.'\ndocumented?")
     assert "Says hello." in "\n".join(ran.lines())
 
@@ -63,20 +55,16 @@ def test_last_value_is_shown_and_kept(world: World) -> None:
     assert run_well(world, "x + 1;").lines() == []
 
 
-def test_main_is_main(world: World) -> None:
-    """`__name__` is `__main__`, and that module is the namespace of the cells."""
-    run_well(world, "y = 5\nimport sys\nhere = sys.modules['__main__'].y, __name__")
-    assert world.gather("here") == [(5, "__main__")] * world.size
-
-
-def test_source_of_cell_functions(world: World) -> None:
-    """`inspect.getsource` finds functions and methods of cells."""
+def test_main_and_its_source(world: World) -> None:
+    """The cells' namespace is `__main__`; `inspect` finds functions and methods of cells there."""
     run_well(
         world,
-        "import inspect\ndef f():\n    return 1  # here\n"
+        "import inspect, sys\ny = 5\nhere = sys.modules['__main__'].y, __name__\n"
+        "def f():\n    return 1  # here\n"
         "class C:\n    def m(self):\n        return 2  # there\n"
         "found = inspect.getsource(f), inspect.getsource(C.m)",
     )
+    assert world.gather("here") == [(5, "__main__")] * world.size
     f, m = world.gather("found")[0]
     assert f == "def f():\n    return 1  # here\n"
     assert m == "    def m(self):\n        return 2  # there\n"

@@ -61,18 +61,13 @@ def test_what_kinds_the_names_are(names: dict[str, Any], namespace: Namespace) -
 
 
 def test_names_that_come_along(names: dict[str, Any], namespace: Namespace) -> None:
-    """They take the place of what was there; the rest stays."""
+    """They take the place of what was there, but for those that are to stay; the rest stays."""
     namespace.start_with({"size": 4, "x": 1})
     namespace.receive(packed({"x": [2], "y": 3}))
     namespace.receive(None)
     assert names == {"rank": 0, "_": 5, "size": 4, "x": [2], "y": 3}
-
-
-def test_names_that_stay(names: dict[str, Any], namespace: Namespace) -> None:
-    """What the rank has under them is its own; those that it lacks come along."""
-    names["x"] = 1
-    namespace.receive(packed({"x": 2, "y": 3}), ["x", "y"])
-    assert (names["x"], names["y"]) == (1, 3)
+    namespace.receive(packed({"x": 5, "z": 3}), ["x", "z"])
+    assert (names["x"], names["z"]) == ([2], 3)
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,19 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from linecache import getline
 from pathlib import Path
 
 import pytest
 
+from nbdist.agent.stacks import Call, Torn, calls_in
 from nbdist.wire.views import CallLayout, StackFrame
-from nbdist.worker.probe import awaited, described, frames_of, handles_stop
+from nbdist.worker.probe import OFFSETS, awaited, call_layout, described, frames_of, handles_stop
+from tests.waiting import wait_until
 
 
 @contextmanager
@@ -150,3 +153,64 @@ def test_the_stack_of_a_crash(tmp_path: Path) -> None:
     assert found.startswith(head.decode())
     assert found.count("in stuck") == 1
     assert "Fatal Python error: Segmentation fault" in found
+
+
+WAITS = """
+def outer():
+    yield from inner(
+        1
+    )
+
+def inner(number):
+    sorted([number], key=lambda _: [wait() for _ in (1,)])
+    yield
+
+list(outer())
+"""
+"""Waits in what C code has called, in a generator."""
+
+
+@contextmanager
+def waiting(file: str) -> Iterator[tuple[CallLayout, int]]:
+    """A thread that runs the source under this file's name; where its calls are."""
+    over, found = threading.Lock(), []
+
+    def run() -> None:
+        found.append(call_layout())
+        exec(compile(WAITS, file, "exec"), {"wait": over.acquire})
+
+    thread = threading.Thread(target=run, daemon=True)
+    with over:
+        thread.start()
+        wait_until(lambda: bool(found), "it has begun")
+        (layout,) = found
+        assert layout is not None
+        yield layout, thread.ident or 0
+    thread.join()
+
+
+def known(ident: int) -> tuple[Call, ...]:
+    """The calls of a thread as Python itself tells them."""
+    calls = traceback.walk_stack(sys._current_frames()[ident])
+    return tuple((each.f_code.co_filename, line, each.f_code.co_name) for each, line in calls)
+
+
+def in_memory(layout: CallLayout) -> tuple[Call, ...]:
+    """The calls as they are read from this process's memory."""
+    with open("/proc/self/mem", "rb", 0) as memory, suppress(Torn, OSError):
+        return calls_in(memory.fileno(), layout)
+    return ()
+
+
+@pytest.mark.parametrize("file", ["cell.py", "é.py", "☃.py", "🙂.py", "\udc80.py", "x" * 1000])
+def test_a_threads_calls_are_where_it_says(file: str) -> None:
+    """They are those that Python itself knows, whatever letters their names have."""
+    with waiting(file) as (layout, ident):
+        wait_until(lambda: (file, 3, "outer") in in_memory(layout), "it waits")
+        assert in_memory(layout) == known(ident)
+
+
+def test_another_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is not known nothing is said."""
+    monkeypatch.delitem(OFFSETS, (sys.version_info[0], sys.version_info[1]))
+    assert call_layout() is None

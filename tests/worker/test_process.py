@@ -1,19 +1,23 @@
-"""Tests of `nbdist.worker.process`: a worker's parent, descriptors, signals and children."""
+"""Tests of `nbdist.worker.process`: a worker's parent, descriptors, signals, children, streams."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
 import pytest
 
+from nbdist.agent.worker_output import Merger
+from nbdist.output.events import Text
 from nbdist.worker import process
 from nbdist.worker.process import RESERVE, CellTimes, Interrupts
 from tests.waiting import SOON, wait_until
@@ -189,3 +193,113 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             times.waited(times.began_ns)
     assert (times.count, len(times.waits)) == (3, 2)
+
+
+TOKEN = "0123456789abcdef"
+
+PROLOGUE = f"""
+import os, sys, threading
+from nbdist.worker.process import RankStream, flush_c_streams, write_mark
+sys.stdout, sys.stderr = (RankStream(name, {TOKEN!r}) for name in ("stdout", "stderr"))
+"""
+
+
+@contextmanager
+def child_of(source: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs source with a worker's streams; it has to end well."""
+    command = [sys.executable, "-c", PROLOGUE + source]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        yield child
+        assert child.stderr is not None
+        said = child.stderr.read()
+        assert child.wait(SOON) == 0, said.decode()
+
+
+def wrote(source: str, pause: float = 0.0) -> list[Text]:
+    """All that came by its stdout, text of one stream put together."""
+    merger: Merger[Text] = Merger(TOKEN)
+    found: list[Text] = []
+    with child_of(source) as child:
+        assert child.stdout is not None
+        while data := os.read(child.stdout.fileno(), 4096 if pause else 1 << 20):
+            merger.receive_stdout(data, time.monotonic())
+            for item in merger.take(time.monotonic()):
+                if found and found[-1].stream == item.stream:
+                    found[-1] = Text(item.stream, found[-1].text + item.text)
+                else:
+                    found.append(item)
+            time.sleep(pause)
+    return found
+
+
+def test_both_streams_in_one_order() -> None:
+    """stdout, stderr, descriptors and children come in the order of writing."""
+    said = wrote(
+        "import subprocess\nfor i in range(2):\n    print('out', i)\n"
+        "    print('err', i, file=sys.stderr)\n    os.write(1, b'fd\\n')\n"
+        "    subprocess.run(['echo', 'child'])\n"
+    )
+    assert said == [
+        Text("stdout", "out 0\n"),
+        Text("stderr", "err 0\n"),
+        Text("stdout", "fd\nchild\nout 1\n"),
+        Text("stderr", "err 1\n"),
+        Text("stdout", "fd\nchild\n"),
+    ]
+
+
+def test_nothing_is_lost_to_a_slow_reader() -> None:
+    """A write that is larger than the pipe waits, and arrives whole."""
+    (said,) = wrote("print('é' * 200_000, end='')", pause=0.001)
+    assert said == Text("stdout", "é" * 200_000)
+
+
+def test_threads_do_not_tear_one_anothers_writes() -> None:
+    """Long writes of several threads, and marks, come one after the other."""
+    said = wrote(
+        "def say(letter, where):\n"
+        "    for _ in range(5): where.write(letter * 200_000 + '\\n')\n"
+        "def mark():\n"
+        "    for _ in range(200): write_mark(" + repr(TOKEN) + ", 'stdout')\n"
+        "pairs = [('€', sys.stdout), ('e', sys.stderr), ('o', sys.stdout)]\n"
+        "threads = [threading.Thread(target=say, args=pair) for pair in pairs]\n"
+        "threads.append(threading.Thread(target=mark))\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n",
+    )
+    for stream, letters in (("stdout", "€o"), ("stderr", "e")):
+        lines = "".join(item.text for item in said if item.stream == stream).splitlines()
+        assert sorted(lines) == sorted(letter * 200_000 for letter in letters for _ in range(5))
+
+
+def test_fork_while_another_thread_writes() -> None:
+    """A forked child and its threads can print, whatever the other threads were at."""
+    (said,) = wrote(
+        "def chatter():\n    while not stop.is_set(): sys.stdout.write('x' * 5000 + '\\n')\n"
+        "stop = threading.Event()\nthread = threading.Thread(target=chatter)\nthread.start()\n"
+        "for number in range(20):\n"
+        "    if (pid := os.fork()) == 0:\n"
+        "        said = threading.Thread(target=sys.stdout.write, args=(f'child {number}\\n',))\n"
+        "        said.start()\n        said.join()\n        os._exit(0)\n"
+        "    assert os.waitpid(pid, 0)[1] == 0\n"
+        "stop.set()\nthread.join()\n"
+    )
+    # A parent's long write may be in two pieces with a child's line between: no lock is shared.
+    for number in range(20):
+        assert f"child {number}\n" in said.text
+
+
+def test_a_stream_as_libraries_know_it() -> None:
+    """Any text, bytes, a name, an encoding, no terminal; one that a cell has closed is back."""
+    (said,) = wrote(
+        "from nbdist.worker import process\n"
+        "print('a\\udc80b')\nsys.stdout.buffer.write(b'\\xc3')\nos.write(1, b'\\xa9 ')\n"
+        "s = sys.stderr\n"
+        "sys.stdout.write(f'{s.name} {s.encoding} {s.writable()} {s.isatty()} {s.fileno()} ')\n"
+        "sys.stdout.write(f'{s.closed} ')\n"
+        "s.flush()\ns.writelines([])\n"
+        "try:\n    s.write(b'bytes')\nexcept TypeError: pass\nelse: raise SystemExit(1)\n"
+        f"process.install({TOKEN!r})\nos.close(1)\nprocess.flush_streams()\n"
+        "os.write(1, b'again')"
+    )
+    assert said.text == "a\\udc80b\né <stderr> utf-8 True False 2 False again"

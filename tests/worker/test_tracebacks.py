@@ -1,22 +1,34 @@
-"""Tests of `nbdist.worker.tracebacks`: what is said of an exception, however it is drawn."""
+"""Tests of `nbdist.worker.tracebacks`: what is said of an exception, and what to do about it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from nbdist.errors import WorkerError
 from nbdist.output.events import Failure
+from nbdist.values.payload import open_payload, size_of
+from nbdist.values.pickling import unpickle
+from nbdist.worker.compat import accelerator
 from nbdist.worker.tracebacks import (
+    MOST_BYTES,
     MOST_CHARACTERS,
+    contents_of,
     failure_of,
     in_few_words,
+    lasting_error,
     message_of,
     own_part,
+    remedies,
+    unfit_after,
+    why_not_started,
 )
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
+from tests.worker.test_memory import shell_with
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -45,16 +57,9 @@ DRAWN = {
 
 
 @pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
+def world(new_world: NewWorld) -> Iterator[World]:
     with new_world(2, show=False) as world:
         yield world
-
-
-@pytest.fixture
-def world(started: World) -> Iterator[World]:
-    """The world; rank 1 is a new one afterwards."""
-    yield started
-    started.replace([1])
 
 
 def ran(world: World, source: str) -> RunningTask:
@@ -79,6 +84,7 @@ def test_failed_cell_is_failed(world: World, drawn: str) -> None:
         assert isinstance(error, WorkerError)
         assert isinstance(error, LookupError)
         assert error.rank == 1
+    world.replace([1])
 
 
 def test_error_that_is_only_shown(world: World) -> None:
@@ -189,3 +195,171 @@ def test_a_falsy_exception(world: World) -> None:
     assert error.args == ("a", 2)
     assert "LookupError" not in str(error)
     assert "Empty: ('a', 2)" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("lss + 1", ["Did you mean `loss`?"]),
+        ("pritn(loss)", ["Did you mean `print`?"]),
+        ("xyz", []),
+        ("raise NameError('lss')", []),
+        ("loss.cpy()", []),
+        (
+            "loss.cuda()",
+            ["There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is cpu."],
+        ),
+    ],
+)
+def test_hints(source: str, said: list[str]) -> None:
+    """A name that is like one of the rank's, and the device that there is."""
+    if torch.cuda.is_available() and "cuda" in source:
+        pytest.skip("there is a GPU")
+    names = {"loss": torch.ones(1), "device": torch.device("cpu"), "torch": torch}
+    with pytest.raises(Exception) as raised:  # noqa: PT011 (this is what is asked)
+        exec(source, names)
+    assert remedies(shell_with(**names), 0, raised.value) == said
+
+
+COUNTING = (
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+    "NumCudaDevices() that might have already set an error? Error "
+)
+NCCL_SAYS = (
+    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run "
+    "with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\nncclUnhandledCudaError: Call to CUDA "
+    "function failed.\nLast error:\n"
+)
+OF_STARTS = {
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
+    "driver by downloading and installing a new version from the URL: "
+    "http://www.nvidia.com/Download/index.aspx": "its driver does not fit this torch",
+    f"{COUNTING}804: forward compatibility was attempted on non supported HW": "its driver does",
+    f"{COUNTING}803: system has unsupported display driver / cuda driver combination": "its driver",
+    f"{COUNTING}802: system not yet initialized": "the machine's NVSwitch is not up",
+    "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be "
+    "asynchronously reported": "another process has it to itself (",
+    "CUDA error: out of memory\nCUDA kernel errors might be": "its memory is full",
+    "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity": "its memory is",
+    f"{NCCL_SAYS}Cuda failure 2 'out of memory'": "its memory is full before anything has run",
+    "CUDA error: unknown error\nCUDA kernel errors might be": "it does not respond, or has gone",
+    "CUDA unknown error - this may be due to an incorrectly set up environment": "it does not",
+    "CUDA error: uncorrectable ECC error encountered": "it does not respond, or has gone",
+    "No CUDA GPUs are available": "it does not respond, or has gone",
+    "CUDA error: invalid device ordinal\nGPU device may be out of range": "CUDA has none of this",
+    "CUDA error: no kernel image is available for execution on the device": "this torch (",
+    "Found no NVIDIA driver on your system. Please check": "torch finds no driver of NVIDIA's",
+    "Cannot access accelerator device when none is available.": "this torch (",
+    f'{NCCL_SAYS}NCCL_NVLS_ENABLE has been set to "1" and communicator has': "another rank has it",
+    f"{NCCL_SAYS}Multiple Ranks are using the same GPU/Partition. Set": "another rank has it too",
+}
+
+
+@pytest.mark.parametrize(("text", "begins"), OF_STARTS.items())
+def test_a_gpu_that_keeps_a_worker_from_starting(text: str, begins: str) -> None:
+    """One line says which GPU of which machine, what is wrong with it, and what to do."""
+    said = why_not_started("MIG-8f6e", RuntimeError(text))
+    assert said.startswith(f"GPU MIG-8f6e of {socket.gethostname()}: {begins}")
+    assert "\n" not in said
+    assert "`" in said or "install" in said
+    assert "{" not in said
+
+
+def test_starts_that_no_gpu_keeps() -> None:
+    """An error of something else has no such line."""
+    assert why_not_started("0", RuntimeError("Connection closed by peer")) == ""
+    assert why_not_started("0", MemoryError("out of memory")) == ""
+
+
+def test_a_gpu_that_fails_in_a_cell() -> None:
+    """The first use of a GPU can be in a cell; full memory is accounted for there instead."""
+    busy = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+    (line,) = remedies(shell_with(), 0, busy)
+    assert line.startswith("The GPU cannot be used: another process has it to itself")
+    assert remedies(shell_with(), 0, RuntimeError("CUDA error: invalid argument")) == []
+
+
+ASSERT = "device-side assert triggered"
+SAID = f"CUDA error: {ASSERT}\nCUDA kernel errors might be asynchronously reported ..."
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        (f"raise Error({SAID!r})", ASSERT),
+        (f"raise RuntimeError('HIP error: {ASSERT}')", ASSERT),
+        ("raise RuntimeError('Triton Error [CUDA]: misaligned address')", "misaligned address"),
+        (f"try: raise Error({SAID!r})\nexcept RuntimeError: raise ValueError('bad')", ASSERT),
+        ("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')", ""),
+        ("raise Error('CUDA error: out of memory')", ""),
+        ("raise Error('CUDA error: invalid argument')", ""),
+        # Of another process: what a DataLoader raises, and what is only quoted.
+        (f"raise RuntimeError('Caught RuntimeError in DataLoader worker 0.\\n{SAID!r}')", ""),
+        (f"raise ValueError({SAID!r})", ""),
+        ("raise RuntimeError({'not': 'text'})", ""),
+    ],
+)
+def test_which_errors_last(source: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after which the process has to end, also where another one was raised from them."""
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    with pytest.raises(Exception) as raised:  # noqa: PT011 (this is what is asked)
+        exec(source, {"torch": torch, "Error": getattr(torch, "AcceleratorError", RuntimeError)})
+    assert lasting_error(raised.value) == found
+    assert bool(unfit_after(1, raised.value)) == bool(found)
+    if found:
+        (said,) = remedies(shell_with(), 1, raised.value)
+        assert "`%dist_restart --debug`" in said
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+        assert remedies(shell_with(), 1, raised.value) == []
+
+
+def test_the_gpu_has_failed_at_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked after any failed cell; what it answers of the moment alone means nothing."""
+
+    def fails(said: str) -> Callable[[], bool]:
+        def ask() -> bool:
+            raise RuntimeError(f"CUDA error: {said}")
+
+        return ask
+
+    unfit = f"A GPU error ({ASSERT}) made the process of rank 2 unusable"
+    for found in (lambda: fails(ASSERT), fails(ASSERT)):  # also as soon as its stream is asked for
+        monkeypatch.setattr(accelerator, "asks_context", found)
+        assert unfit_after(2, ValueError("bad")) == unfit
+    of_now = fails("operation not permitted when stream is capturing")
+    monkeypatch.setattr(accelerator, "asks_context", lambda: of_now)
+    assert unfit_after(2, ValueError("bad")) == ""
+
+
+class Model:
+    """Something large that lacks an attribute."""
+
+    def __init__(self) -> None:
+        self.weights = "x" * (1 << 20)
+
+    def __reduce__(self) -> str:
+        raise AssertionError("it must not be pickled")
+
+
+def test_the_object_that_lacks_an_attribute_stays_where_it_is() -> None:
+    """It may be a model of gigabytes; the attribute's name is sent."""
+    try:
+        Model().foward  # type: ignore[attr-defined]  # noqa: B018
+    except AttributeError as error:
+        packed = contents_of(error, {})
+    args, attributes, whole = unpickle(open_payload(packed), {})
+    assert unpickle(args[0]) == "'Model' object has no attribute 'foward'"
+    assert unpickle(attributes["name"]) == "foward"
+    assert (sorted(attributes), whole) == (["name"], None)
+
+
+def test_it_stays_small() -> None:
+    """Of an argument that is too large a text is sent; an attribute is left out."""
+    error = ValueError(b"x" * 100 * MOST_BYTES)
+    error.data = b"x" * 2 * MOST_BYTES  # type: ignore[attr-defined]
+    packed = contents_of(error, {})
+    assert packed.segment is None
+    assert size_of(packed.frames) < MOST_BYTES
+    args, attributes, _ = unpickle(open_payload(packed), {})
+    assert unpickle(args[0]).startswith("b'xxx")
+    assert attributes == {}

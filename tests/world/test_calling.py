@@ -1,8 +1,9 @@
-"""Tests of `nbdist.world.calling`: what goes along with a call, what comes back, what is left."""
+"""Tests of `nbdist.world.calling`: functions and scripts on all ranks, and what these ask for."""
 
 from __future__ import annotations
 
 import functools
+import io
 import os
 import socket
 import sys
@@ -13,19 +14,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from IPython.core.getipython import get_ipython
 
-from nbdist.errors import VariableNotSent, WorkerError
-from nbdist.world.calling import title_of
+import nbdist
+from nbdist.errors import RanksReleased, UsageError, VariableNotSent, WorkerError
+from nbdist.output.screen import Screen
+from nbdist.wire.work import Kind
+from nbdist.world.calling import find_script, title_of
+from nbdist.world.workers import REDRAW_SECONDS, MovingLine
 from nbdist.world.world import World
+from tests.cells import Write, said
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.shared_world(2)
 
-MEGABYTE = 2**20
+N = 2
 
 
 @pytest.fixture
@@ -56,9 +61,6 @@ def closure(amount: int) -> Callable[[int], int]:
     return lambda more: my_rank(amount, more)
 
 
-# --- results ----------------------------------------------------------------------------
-
-
 def test_calls_and_gathered_values_are_no_cells(world: World) -> None:
     """IPython counts, keeps and announces none of them; what a call plots is shown all the same."""
     world.execute(
@@ -75,24 +77,8 @@ def test_calls_and_gathered_values_are_no_cells(world: World) -> None:
 def test_results(world: World) -> None:
     """What each rank returned, by rank, by machine and local rank, and in rank order."""
     results = world.run(my_rank, 10, plus=5)
-    assert (results.rank(0), results.rank(1)) == (15, 16)
-    assert results.index(hostname="localhost", local_rank=1) == 16
+    assert (list(results), results.rank(1), results.errors) == ([15, 16], 16, {})
     assert results.index(socket.gethostname(), 0) == 15
-    assert (list(results), len(results), results.errors) == ([15, 16], 2, {})
-
-
-def fails_unseen(tensor: torch.Tensor) -> None:
-    """Where the user's own way to draw tracebacks fails too; once."""
-    shell = get_ipython()
-    before = shell.showtraceback
-
-    def draw(*args: object, **options: object) -> None:
-        shell.showtraceback = before
-        raise ZeroDivisionError
-
-    shell.showtraceback = draw
-    sys.seen = sys._getframe()  # type: ignore[attr-defined]
-    raise ValueError(f"of {len(tensor)}")
 
 
 @pytest.mark.parametrize(
@@ -117,15 +103,16 @@ def test_what_people_call_them() -> None:
     assert [*found] == ["my_rank", "Adder.add", "Adder"]
 
 
-def test_models_and_tensors(world: World) -> None:
-    """Models and big tensors go there and come back, on the CPU, equal to what they were."""
-    model, weight = torch.nn.Linear(3, 2), torch.randn(1000, 1000)
-    back = world.run(lambda m, w: (m, w * my_rank(1)), model, weight)
-    assert torch.equal(back.rank(1)[0].weight, model.weight)
-    assert torch.equal(back.rank(1)[1], weight * 2)
+def test_options_are_checked_where_they_are_written() -> None:
+    """Not at the first call, which may be hours later."""
+    with pytest.raises(UsageError, match="`--cpus 0`: a number of cores"):
+        nbdist.distributed(cpus=0)(my_rank)
+    with pytest.raises(TypeError, match="bogus"):
+        nbdist.distributed(bogus=1)(my_rank)
 
 
 # --- the names of __main__ --------------------------------------------------------------
+
 
 SCRIPT = """
 import os
@@ -169,28 +156,6 @@ def test_names_that_workers_bound(world: World, main: dict[str, Any]) -> None:
     world.execute("del counter")
 
 
-def test_names_bound_by_a_function(world: World, main: dict[str, Any]) -> None:
-    """What it binds by `global` stays, and works later; it finds what the next call brings."""
-    before = names_of(world)
-    exec(SCRIPT, main)
-    exec("def set_up():\n    global model\n    model = Model()", main)
-    exec("def step(): return model.forward(1)", main)
-    world.run(main["set_up"])
-    assert list(world.run(main["step"])) == [15, 15]
-    exec("def helper(x): return 100\ndef again(): return helper and model.forward(1)", main)
-    assert list(world.run(main["again"])) == [107, 107]
-    world.execute("del model")
-    names = {*names_of(world)} - {*before}
-    world.execute(f"del {', '.join(names)}")
-
-
-def test_torch_by_another_name(world: World, main: dict[str, Any]) -> None:
-    """`dist` of the script is the script's, for the time of the call."""
-    exec("dist = [1.5]\ndef f(): return dist", main)
-    assert list(world.run(main["f"])) == [[1.5]] * 2
-    world.execute("dist.barrier()")
-
-
 # --- what is not kept -------------------------------------------------------------------
 
 
@@ -220,12 +185,26 @@ def fails_watched(tensor: torch.Tensor) -> None:
     raise ValueError(f"of {len(tensor)}")
 
 
+def fails_unseen(tensor: torch.Tensor) -> None:
+    """Where the user's own way to draw tracebacks fails too; once."""
+    shell = get_ipython()
+    before = shell.showtraceback
+
+    def draw(*args: object, **options: object) -> None:
+        shell.showtraceback = before
+        raise ZeroDivisionError
+
+    shell.showtraceback = draw
+    sys.seen = sys._getframe()  # type: ignore[attr-defined]
+    raise ValueError(f"of {len(tensor)}")
+
+
 @pytest.mark.parametrize(
     "function", [lambda tensor: tensor + 1, fails_with, fails_watched, fails_unseen]
 )
 def test_nothing_is_kept(world: World, function: Callable[[torch.Tensor], Any]) -> None:
     """Neither arguments nor results stay in the workers, also where the function fails."""
-    tensor = torch.ones(MEGABYTE)
+    tensor = torch.ones(2**20)
     try:
         results = world.run(function, tensor)
     except ValueError:
@@ -233,23 +212,6 @@ def test_nothing_is_kept(world: World, function: Callable[[torch.Tensor], Any]) 
     wait_until(lambda: not maps_of_segments(world), "no shared memory is held")
     if results is not None:
         assert torch.equal(results.rank(1), tensor + 1)
-
-
-def allocate(size: int) -> int:
-    return int(torch.empty(size, dtype=torch.uint8).fill_(1)[-1])
-
-
-def memory_of(world: World) -> int:
-    return sum(psutil.Process(pid).memory_info().rss for pid in world.pids.values())
-
-
-def test_many_stages(world: World) -> None:
-    """Calls that take 200 MB on each rank leave memory where it was."""
-    world.run(allocate, 200 * MEGABYTE)
-    before = memory_of(world)
-    for _ in range(6):
-        world.run(allocate, 200 * MEGABYTE)
-    assert memory_of(world) - before < 20 * MEGABYTE
 
 
 # --- errors -----------------------------------------------------------------------------
@@ -261,7 +223,7 @@ def test_what_cannot_be_sent(world: World) -> None:
 
     def train(model: Any, steps: int = 1) -> None: ...
 
-    for call, said in (
+    for call, words in (
         (lambda: world.run(train, lock), "`model` (thread lock)"),
         (lambda: world.run(train, 1, steps={"a": lock}), "`steps`: `steps['a']` (thread lock)"),
         (lambda: world.run(lambda: lock), ".<closure>.lock` (thread lock)"),
@@ -270,7 +232,7 @@ def test_what_cannot_be_sent(world: World) -> None:
         with pytest.raises(VariableNotSent) as caught:
             call()
         message = str(caught.value)
-        assert said in message
+        assert words in message
         assert "nothing has run. Make it inside the function, or" in message
         assert "\n" not in message
     assert world.session.running is running
@@ -325,3 +287,216 @@ def test_collective_that_cannot_end(world: World) -> None:
     ):
         world.run(meet)
     assert list(world.run(my_rank)) == [0, 1]
+
+
+# --- what ranks ask for -----------------------------------------------------------------
+
+
+Enter = Callable[..., None]
+
+
+def test_each_rank_is_asked(world: World, enter: Enter, capsys: pytest.CaptureFixture[str]) -> None:
+    """One after the other, below what it has printed, with its number in the prompt."""
+    enter("ada", "bob", "cy", "dan")
+    world.execute("print('who?')\nname = input('name? '), input('next? ')")
+    assert world.gather("name") == [("ada", "bob"), ("cy", "dan")]
+    said = capsys.readouterr().out
+    prompts = "[rank 0] name? [rank 0] next? [rank 1] name? [rank 1] next? "
+    assert said == f"[0-1] who?\n{prompts}"
+
+
+def test_the_end_of_all_input(world: World, enter: Enter) -> None:
+    """It is EOFError in the rank, as it is anywhere."""
+    enter("only one")
+    world.execute("try:\n    said = input()\nexcept EOFError:\n    said = 'end'")
+    assert world.gather("said") == ["only one", "end"]
+
+
+def test_nobody_can_type(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank is told so, with the remedy, and nothing waits."""
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(WorkerError, match=r"need JupyterLab or a terminal.*variable"):
+        world.execute("input('name? ')")
+    with pytest.raises(WorkerError, match="need JupyterLab or a terminal"):
+        world.execute("breakpoint()\nx = 1")
+
+
+def test_a_forked_child_asks_nobody(world: World, enter: Enter) -> None:
+    """Its parent's connection is not its own."""
+    enter("for the rank")
+    world.execute(
+        "import os\n"
+        "r, w = os.pipe()\n"
+        "if (child := os.fork()) == 0:\n"
+        "    try:\n"
+        "        input()\n"
+        "    except BaseException as error:\n"
+        "        os.write(w, str(error).encode())\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "told, mine = os.read(r, 999).decode(), input()",
+        ranks=[0],
+    )
+    told = "a process forked by the rank cannot read input"
+    assert world.gather("told", ranks=[0])[0].startswith(told)
+    assert world.gather("mine", ranks=[0]) == ["for the rank"]
+
+
+# --- scripts ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        ("file", "nope.py", "there is no script `nope.py` in /.+`-m nope.py` runs a module"),
+        ("file", "folder", "`folder` is a directory"),
+        ("file", "wrong.py", "`wrong.py` is no Python: line 2: .+; nothing has run"),
+        ("module", "folder/x.py", "give either a script or `-m module`.+`-m folder.x`"),
+        ("module", "no.such", "there is no module of this name"),
+        ("module", "folder", "it is a package without a `__main__` module"),
+        ("executable", "no-such-thing", "there is no such executable on PATH"),
+        ("executable", "wrong.py", r"on PATH. `./wrong.py` runs the one in this folder"),
+        ("executable", "./wrong.py", "it is not executable. `!chmod"),
+        ("executable", "./folder", "it is a directory"),
+        ("executable", "./nope", "there is no such file"),
+    ],
+)
+def test_what_is_not_there(write: Write, kind: Kind, name: str, words: str) -> None:
+    """One line says what is wrong before anything runs."""
+    write("folder/__init__.py", "")
+    write("wrong.py", "x = 1\nx = = 2\n")
+    with pytest.raises(UsageError, match=words) as error:
+        find_script(kind, name)
+    assert "\n" not in str(error.value)
+
+
+def test_finding_a_module_imports_nothing(write: Write) -> None:
+    """Neither it nor the packages that it is in."""
+    for name in ("loud/__init__.py", "loud/deep/mod.py", "loud/__main__.py"):
+        write(name, "raise AssertionError")
+    for name, file in (("loud", "loud/__main__.py"), ("loud.deep.mod", "loud/deep/mod.py")):
+        assert find_script("module", name).file == str(Path(file).absolute())
+
+
+TRAINER = """
+import os, signal, sys, torch, torch.distributed as dist
+
+class Trainer:
+    def __init__(self, path):
+        self.path, self.model, self.epoch = path, torch.nn.Linear(4, 1), 0
+        if os.path.exists(path):
+            found = torch.load(path)
+            self.model.load_state_dict(found["model"])
+            self.epoch = found["epoch"]
+            print("resumes at", self.epoch)
+        for weight in self.model.parameters():  # DDP would import for seconds, in each new rank
+            dist.broadcast(weight.data, 0)
+
+    def save(self):
+        if dist.get_rank() == 0:
+            found = {"model": self.model.state_dict(), "epoch": self.epoch}
+            torch.save(found, self.path + ".new")
+            os.replace(self.path + ".new", self.path)
+        dist.barrier()
+
+    def train(self, epochs, every, dies_at):
+        while self.epoch < epochs:
+            for step in range(3):
+                if (self.epoch, step, dist.get_rank()) == (*dies_at, 1):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.model(torch.ones(2, 4)).sum().backward()
+                for weight in self.model.parameters():
+                    dist.all_reduce(weight.grad)
+                    weight.data -= 0.01 * weight.grad
+                    weight.grad = None
+            self.epoch += 1
+            if self.epoch % every == 0:
+                self.save()
+        print("done", self.epoch, count, os.environ["TORCHELASTIC_MAX_RESTARTS"])
+
+count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dies_at = [(4, 1), (7, 2), (8, 0), (-1, 0)][count]
+dist.init_process_group("gloo")
+trainer = Trainer(sys.argv[3])
+trainer.train(int(sys.argv[1]), int(sys.argv[2]), dies_at)
+dist.destroy_process_group()
+"""
+
+
+def test_trainer_with_snapshots_resumes_by_itself(world: World, write: Write) -> None:
+    """Killed three times in mid-epoch, it goes on from its last snapshot each time."""
+    path = write("trainer.py", TRAINER)
+    before = dict(world.pids)
+    result = world.run_script("trainer.py", 10, 2, path.with_suffix(".pt"), max_restarts=3)
+    assert [text.splitlines()[-2:] for text in said(result)] == [
+        ["resumes at 8", "done 10 3 3"]
+    ] * N
+    assert world.pids[0] == before[0]
+    assert world.pids[1] != before[1]
+    counts = "os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['TORCHELASTIC_MAX_RESTARTS']"
+    world.execute("import os")
+    assert world.gather(counts) == [("0", "0")] * N
+
+
+def test_wait_in_vain_is_not_retried(world: World, write: Write) -> None:
+    """It would wait in vain again."""
+    write(
+        "waits.py", "import os\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\ndist.barrier()\n"
+    )
+    with pytest.raises(RanksReleased, match=r"rank 1 waits in barrier, waits.py line 3"):
+        world.run_script("waits.py", ranks=[1], max_restarts=3)
+    assert world.session.running is not None
+    assert said(world.session.running) == ["0"]
+
+
+# --- a line that is written over --------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    """What was written, as a terminal shows it."""
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def shown(self) -> list[str]:
+        screen = Screen()
+        screen.write("stdout", self.getvalue())
+        return [line.text for line in screen.tail(9)]
+
+
+class Tee:
+    """What people put in the place of stdout: it can write, and nothing else."""
+
+    def write(self, text: str) -> int:
+        raise AssertionError(text)
+
+
+def test_a_line_in_a_terminal() -> None:
+    """It is one, drawn now and then, and gone without a trace where others come."""
+    terminal = Terminal()
+    line = MovingLine(terminal)
+    line.clear()
+    assert terminal.getvalue() == ""
+    line.show("[0-1] long 10%", 0.0)
+    line.show("[0-1] 15%", REDRAW_SECONDS / 2)
+    assert (terminal.shown, line.is_due(REDRAW_SECONDS / 2)) == (["[0-1] long 10%"], False)
+    line.show("[0-1] 20%", REDRAW_SECONDS)
+    assert terminal.shown == ["[0-1] 20%"]
+    line.clear()
+    terminal.write("a\n")
+    line.show("[0-1] 30%", REDRAW_SECONDS)  # one that was cleared is back at once
+    assert terminal.shown == ["a", "[0-1] 30%"]
+    line.show("", 2 * REDRAW_SECONDS)
+    assert terminal.shown == ["a"]
+
+
+def test_a_line_in_a_log() -> None:
+    """Nothing is written where nothing can be written over."""
+    log = io.StringIO()
+    for stream in (log, Tee()):
+        line = MovingLine(stream)  # type: ignore[arg-type]
+        assert not line.is_due(0.0)
+        line.show("10%", 0.0)
+        line.clear()
+    assert log.getvalue() == ""

@@ -12,14 +12,9 @@ from nbdist.world.names import NameTable, Shipped, list_names
 
 
 @pytest.fixture
-def notebook() -> dict[str, Any]:
-    return {"x": 1, "model": [1]}
-
-
-@pytest.fixture
-def table(notebook: dict[str, Any]) -> NameTable:
+def table() -> NameTable:
     """Of two ranks, who have run something."""
-    table = NameTable(notebook)
+    table = NameTable({"x": 1, "model": [1]})
     for rank in (0, 1):
         bind(table, rank)
     return table
@@ -31,27 +26,20 @@ def bind(table: NameTable, rank: int, *names: str, **imported: str) -> None:
 
 
 def ship(
-    table: NameTable,
-    *names: str,
-    version: int = 1,
-    ranks: tuple[int, ...] = (0, 1),
-    holds_objects: bool = False,
+    table: NameTable, *names: str, version: int = 1, ranks: tuple[int, ...] = (0, 1), **more: Any
 ) -> None:
     """A cell takes names of the notebook along."""
-    records = {
-        name: Shipped(version, Identity(table.namespace[name]), holds_objects=holds_objects)
-        for name in names
-    }
+    records = {name: Shipped(version, Identity(table.namespace[name]), **more) for name in names}
     table.sent(records)
     for rank in ranks:
         table.finished(rank, Done("ok", 0.0), records)
 
 
-# --- who has it ---------------------------------------------------------------------------------
-
-
 def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
     """On the ranks that it has reached; of an older version nobody has it."""
+    table.sent({"x": Shipped(1, Identity(1))})
+    table.finished(0, Done("error", 0.0), {})  # it could not be rebuilt there
+    assert table.owners() == {}
     ship(table, "x", "model")
     assert table.owners() == {name: ("notebook", {0, 1}) for name in ("x", "model")}
     ship(table, "x", version=2, ranks=(0,))
@@ -59,8 +47,7 @@ def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
     assert table.ranks_that_have("x", 1) == set()
     assert table.ranks_that_have("model", 1) == {0, 1}
     ship(table, "x", version=3, ranks=(1,))
-    last = table.record("x")
-    assert last is not None
+    assert (last := table.record("x")) is not None
     assert (last.version, table.record("y")) == (3, None)
 
 
@@ -77,13 +64,6 @@ def test_what_may_share_objects(table: NameTable) -> None:
     assert table.holding_objects() == ["model"]
 
 
-def test_what_did_not_reach_a_rank(table: NameTable) -> None:
-    """Where a name could not be rebuilt there is none."""
-    table.sent({"x": Shipped(1, Identity(1))})
-    table.finished(0, Done("error", 0.0), {})
-    assert table.owners() == {}
-
-
 def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
     """Not that of others which ran the same cell and did not come to it: `if rank == 0: ...`."""
     ship(table, "x")
@@ -98,14 +78,11 @@ def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
 def test_memory_of_what_was_shipped(table: NameTable) -> None:
     """It is kept while some rank has the name from the notebook, and there are workers."""
     memory = Kept(())
-    for rank in (0, 1):
-        record = Shipped("v1", Identity(table.namespace["model"]), kept=memory)
-        table.finished(rank, Done("ok", 0.0), {"model": record, "x": record})
+    ship(table, "model", "x", kept=memory)
     table.bound_in_notebook(["model", "x"])
-    assert table.kept("model") == [memory]
-    bind(table, 0, "model")
-    assert table.kept("model") == [memory]
-    bind(table, 1, "model")
+    for rank in (0, 1):
+        assert table.kept("model") == [memory]
+        bind(table, rank, "model")
     assert (table.kept("model"), table.kept("x")) == ([], [memory])
     table.let_go()
     assert table.kept("x") == []
@@ -141,11 +118,8 @@ def test_what_is_gathered_stays_the_workers(table: NameTable) -> None:
     table.namespace.update(x=[1, 1], model=[[1], [1]])
     table.gathered("x", (0,))
     table.gathered("model", (0,))
-    assert table.owners() == {
-        "model": ("workers", {0}),
-        "x": ("workers", {0, 1}),
-        "y": ("workers", {1}),
-    }
+    owners = {"model": {0}, "x": {0, 1}, "y": {1}}
+    assert table.owners() == {name: ("workers", ranks) for name, ranks in owners.items()}
 
 
 def test_modules_are_what_is_missed_first(table: NameTable) -> None:
@@ -229,22 +203,13 @@ def test_what_a_new_rank_lacks(table: NameTable) -> None:
     """All that cells bound on it, and what the cell in which it died bound on the others."""
     for rank in (0, 1):
         bind(table, rank, "model", "x")
-    bind(table, 0, "only0")
     table.replaced([1], {"late"})
-    assert table.lacking([1]) == "late, model and x"
-    assert table.lacking([0]) == ""
-    assert table.bound(1) == []
-    assert table.ranks_that_own("x") == {0}
-
-
-def test_what_is_bound_again_is_there(table: NameTable) -> None:
-    """Until the rank is lost once more."""
-    bind(table, 1, "model", "x")
-    table.replaced([1])
-    bind(table, 1, "x")
+    assert (table.lacking([1]), table.lacking([0])) == ("late, model and x", "")
+    assert (table.bound(1), table.ranks_that_own("x")) == ([], {0})
+    bind(table, 1, "x", "late")
     assert table.lacking([1]) == "model"
     table.replaced([1])
-    assert table.lacking([1]) == "model and x"
+    assert table.lacking([1]) == "late, model and x"
 
 
 def test_what_is_shipped_is_not_lost(table: NameTable) -> None:
@@ -287,18 +252,10 @@ def test_new_ranks_lack_what_any_other_has(table: NameTable) -> None:
     assert table.lacking([1, 2]) == ""
 
 
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        ("", ""),
-        ("ba", "a and b"),
-        ("cab", "a, b and c"),
-        ("abcdefghi", "a, b, c, d, e, f and 3 more"),
-    ],
-)
-def test_list_of_names(names: str, text: str) -> None:
+def test_list_of_names() -> None:
     """In alphabetical order; of many only some are named."""
-    assert list_names(names) == text
+    assert [*map(list_names, ("", "ba", "cab"))] == ["", "a and b", "a, b and c"]
+    assert list_names("abcdefghi") == "a, b, c, d, e, f and 3 more"
 
 
 def test_who_has_something_under_a_name(table: NameTable) -> None:

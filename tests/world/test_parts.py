@@ -83,18 +83,14 @@ def test_tables_of_others(parts):
         assert join("cat", "x", dict(enumerate(pieces))).equals(whole)
 
 
-def test_batches_of_arrow():
-    """Record batches make a table."""
+def test_batches_and_columns():
+    """Record batches make a table; along the other dimension tables stand side by side."""
+    import polars as pl
+
     batch = pa.record_batch({"a": range(5)})
     pieces = split("x", batch, 2)
     assert [piece.to_pydict() for piece in pieces] == [{"a": [0, 1, 2]}, {"a": [3, 4]}]
     assert join("cat", "x", dict(enumerate(pieces))).equals(pa.Table.from_batches([batch]))
-
-
-def test_columns_of_polars():
-    """Along the other dimension tables stand side by side."""
-    import polars as pl
-
     sides = {0: pl.DataFrame({"a": [1]}), 1: pl.DataFrame({"b": [2]})}
     assert join("cat", "x", sides, 1).equals(pl.DataFrame({"a": [1], "b": [2]}))
 
@@ -128,15 +124,11 @@ def test_sparse_arrays_of_scipy(kind, dim):
     assert np.array_equal(made.toarray(), dense)
 
 
-def test_masked_arrays():
-    """What is masked stays so, which numpy's own `concatenate` forgets."""
+def test_stacked():
+    """Tensors make a tensor, numbers an array, with a dimension for the ranks; masks stay."""
     masked = np.ma.array([1, 2], mask=[False, True])
     assert join("cat", "x", {0: masked, 1: masked}).tolist() == [1, None, 1, None]
     assert join("stack", "x", {0: masked, 1: masked}).tolist() == [[1, None]] * 2
-
-
-def test_stacked():
-    """Tensors make a tensor, numbers an array, with a dimension for the ranks."""
     assert join("stack", "x", {0: torch.ones(2), 2: torch.zeros(2)}).tolist() == [[1, 1], [0, 0]]
     assert join("stack", "x", {0: torch.ones(2), 2: torch.zeros(2)}, 1).tolist() == [[1, 0]] * 2
     assert join("stack", "x", {0: 1.5, 1: 2}).tolist() == [1.5, 2]

@@ -1,21 +1,28 @@
-"""Tests of `nbdist.world.past`: which tasks made what is on the workers."""
+"""Tests of `nbdist.world.past`: which tasks made what is there, and what new workers run first."""
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from nbdist.config import Patience
+from nbdist.errors import WorkerDied, WorkerError
 from nbdist.output.events import Display, Done, Failure
 from nbdist.values.payload import Identity
-from nbdist.wire.work import Call, Script, Source, Task, Work
+from nbdist.values.shared_memory import Segment, SegmentGone, to_end
+from nbdist.wire.work import Attempt, Call, Script, Source, Task, Work
 from nbdist.world import past as module
 from nbdist.world.names import Shipped
-from nbdist.world.past import Past
+from nbdist.world.past import Past, Setup
 from nbdist.world.running import Crew, RunningTask
-from nbdist.world.states import Machines
+from nbdist.world.states import Machines, Renumbering, State
+from nbdist.world.world import World
+from tests.faults.test_deaths import DIES, SUM, ends
+
+pytestmark = pytest.mark.shared_world(3)
 
 CREW = Crew(2, "gloo", Machines.one("here", 2), {0: 100, 1: 101}, {}, heals=True)
 LR = Shipped(("float", "0.1"), Identity(0.1))
@@ -26,7 +33,7 @@ def ended(
     *,
     key: str = "",
     status: str = "ok",
-    bound: frozenset[str] = frozenset(),
+    bound: str = "",
     ranks: tuple[int, ...] = (0, 1),
     shipped: dict[str, Shipped] | None = None,
 ) -> RunningTask:
@@ -36,14 +43,14 @@ def ended(
     for rank in ranks:
         if status == "error":
             running.receive(rank, Failure("ValueError", "bad", (), 1))
-        running.receive(rank, Done(status, 0.1, bound))  # type: ignore[arg-type]
+        running.receive(rank, Done(status, 0.1, frozenset(bound)))  # type: ignore[arg-type]
     return running
 
 
 def test_a_cell_is_kept_once() -> None:
     """In its last form, with where it first and last ran; a failed run beside what succeeded."""
     past = Past()
-    past.add(ended(Source("x = 1"), key="a", bound=frozenset({"x"})))
+    past.add(ended(Source("x = 1"), key="a", bound="x"))
     past.add(ended(Source("y = x"), key="b"))
     past.add(ended(Source("x = 2"), key="a"))
     past.add(ended(Source("x ="), key="a", status="error"))
@@ -56,14 +63,6 @@ def test_a_cell_is_kept_once() -> None:
     ]
     past.add(ended(Source("x = 3"), key="a"))
     assert [(each.text, each.status) for each in past.tasks] == [("x = 3", "ok"), ("y = x", "ok")]
-
-
-def test_cells_without_a_key_are_kept_each() -> None:
-    """As in a terminal, where the same line twice is done twice."""
-    past = Past()
-    for _ in range(2):
-        past.add(ended(Source("step()")))
-    assert [each.text for each in past.tasks] == ["step()", "step()"]
 
 
 @pytest.mark.parametrize(
@@ -79,43 +78,26 @@ def test_cells_without_a_key_are_kept_each() -> None:
 def test_what_leaves_nothing_is_not_kept(work: Work, bound: str, kind: str | None) -> None:
     """Questions are no part of how the workers came to what they have."""
     past = Past()
-    past.add(ended(work, bound=frozenset(bound)))
+    past.add(ended(work, bound=bound))
     assert [each.kind for each in past.tasks] == ([kind] if kind else [])
 
 
 def test_facts() -> None:
-    """Who ran it, what it bound, whether its last line's value and figures were shown."""
+    """Who ran it, what it bound, what was shown; a stopped cell is told from one that failed."""
     past = Past()
-    running = ended(Source("x"), ranks=(1,), bound=frozenset({"x"}))
+    running = ended(Source("x"), ranks=(1,), bound="x")
     running.receive(1, Display({"text/plain": "1"}, {}, is_result=True))
-    past.add(running)
     drawing = ended(Source("plot()"))
     drawing.receive(1, Display({"image/png": ""}, {}))
-    past.add(drawing)
-    first, second = past.tasks
+    stopped = ended(Source("x"), status="error")
+    stopped.stops = 1
+    for each in (running, drawing, stopped, ended(Source("y"), status="error")):
+        past.add(each)
+    first, second, *others = past.tasks
     assert (first.ranks, first.on_all, first.number, first.made) == ((1,), False, 5, {"x"})
     assert (first.shows_value, first.draws) == (True, False)
     assert (second.on_all, second.shows_value, second.draws) == (True, False, True)
-
-
-def test_set_up_cells() -> None:
-    """One that runs again in a new rank is known, one of the workers before is not."""
-    past, task = Past(), ended(Source("import os"), key="a").task
-    assert not past.knows(task)
-    past.add(ended(Source("import os"), key="a"))
-    assert past.knows(task)
-    assert past.knows(ended(Source("import os")).task)
-    assert not past.knows(ended(Source("import sys")).task)
-
-
-def test_a_stopped_cell() -> None:
-    """It is told from one that failed."""
-    past = Past()
-    running = ended(Source("x"), status="error")
-    running.stops = 1
-    past.add(running)
-    past.add(ended(Source("y"), status="error"))
-    told = [(each.text, each.status, each.error) for each in past.tasks]
+    told = [(each.text, each.status, each.error) for each in others]
     assert told == [("x", "interrupted", "ValueError"), ("y", "failed", "ValueError")]
 
 
@@ -135,13 +117,143 @@ def test_names_that_went_along() -> None:
 
 
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest are forgotten, and counted."""
+    """Cells without a key are kept each; the oldest are forgotten, and counted."""
     monkeypatch.setattr(module, "MOST_TASKS", 3)
     past = Past()
-    for number in range(5):
-        past.add(ended(Source(f"x = {number}")))
-    assert [each.text for each in past.tasks] == ["x = 2", "x = 3", "x = 4"]
+    for _ in range(5):
+        past.add(ended(Source("step()")))
+    assert [each.text for each in past.tasks] == ["step()"] * 3
     assert past.forgotten == 2
     monkeypatch.setattr(module, "MOST_CHARACTERS", 12)
     past.add(ended(Source("x = 1234567")))
     assert [each.text for each in past.tasks] == ["x = 1234567"]
+
+
+# --- set-up cells -----------------------------------------------------------------------------
+
+
+def test_set_up_cells_are_kept_in_order() -> None:
+    """One that runs again takes the place that it had, as a first attempt; new ranks know it."""
+    setup, past = Setup(), Past()
+    for number, key in enumerate("abca"):
+        setup.keep(key, Task(key, (0,), Source(f"{key}{number}"), attempt=Attempt(1, 3)), None)
+    assert [task.source for task in setup.tasks.values()] == ["a3", "b1", "c2"]
+    assert {task.attempt for task in setup.tasks.values()} == {Attempt()}
+    setup.forget()
+    assert setup.tasks == {}
+    task = ended(Source("import os"), key="a").task
+    assert not past.knows(task)
+    past.add(ended(Source("import os"), key="a"))
+    assert past.knows(task)
+    assert past.knows(ended(Source("import os")).task)
+    assert not past.knows(ended(Source("import sys")).task)
+
+
+def test_names_stay_for_as_long_as_their_cell() -> None:
+    """Memory that holds them is released when it is replaced, or forgotten."""
+    setup = Setup()
+    first, second, other = (to_end(Segment.filling([b"x"])) for _ in range(3))
+    for key, segment in (("a", first), ("b", other), ("b", None), ("a", second)):
+        setup.keep(key, Task(key, (0,)), segment)
+    assert [is_gone(each) for each in (first, second, other)] == [True, False, True]
+    setup.forget()
+    assert is_gone(second)
+
+
+def is_gone(segment: Segment) -> bool:
+    try:
+        Segment.of_another(segment.ref).close()
+    except SegmentGone:
+        return True
+    return False
+
+
+def test_another_number_of_ranks() -> None:
+    """A cell for all ranks is for all of them then; one for some is for these."""
+    for after in (2, 6):
+        setup = Setup()
+        for key, ranks in (("all", (0, 1, 2, 3)), ("some", (0, 1))):
+            setup.keep(key, Task(key, ranks), None)
+        setup.renumber(Renumbering(4, after, {}))
+        assert [task.ranks for task in setup.tasks.values()] == [tuple(range(after)), (0, 1)]
+
+
+@pytest.fixture
+def world(started: World) -> World:
+    """Three ready ranks with `kept`, and no set-up cells."""
+    started.session.setup.forget()
+    if started.state is not State.READY:
+        started.restart()
+    started.execute("kept = rank")
+    return started
+
+
+def test_setup_runs_in_every_new_worker(world: World) -> None:
+    """After a death, a replacement and a restart, with the names that came along."""
+    numbers = list(range(100_000))  # too many for a message: they stay in shared memory
+    world.execute("base = sum(numbers) + rank", names={"numbers": numbers}, setup=True)
+    expected = [sum(numbers) + rank for rank in range(3)]
+    error = ends(world, world.submit(world.task("base = 0\n" + DIES + "dist.barrier()")))
+    assert isinstance(error, WorkerDied)
+    assert world.gather("base") == [0, expected[1], 0]
+    assert "base" not in world.session.names.lacking([1])
+    world.replace([2])
+    assert world.gather("base") == [0, *expected[1:]]
+    world.restart()
+    assert world.gather("base") == expected
+
+
+def test_setup_runs_in_order_on_its_ranks(world: World) -> None:
+    """Once for each cell: the same cell again takes the place of what it was."""
+    world.execute("order = ['a']", setup=True)
+    world.execute("order.append('b')", ranks=[0, 2], setup=True)
+    world.execute("order = ['a']", setup=True)
+    world.restart()
+    assert world.gather("order") == [["a", "b"], ["a"], ["a", "b"]]
+
+
+def test_setup_with_collectives(world: World) -> None:
+    """They work where all workers are new; in one new worker they are freed, and it is told."""
+    world.execute(SUM, setup=True)
+    world.restart()
+    assert world.gather("t.item()") == [3.0] * 3
+    error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
+    said = "A `--setup` cell failed there: rank 1 waits in all_reduce, line 1; ranks 0,2"
+    assert said in str(error)
+    world.session.setup.forget()
+    world.execute(SUM)
+
+
+def test_setup_that_fails(world: World) -> None:
+    """A restart says so, and the workers are there; one that kills its worker runs only once."""
+    world.execute("dict(); assert kept >= 0", setup=True)
+    with pytest.raises(WorkerError, match="NameError: name 'kept' is not defined"):
+        world.restart()
+    world.session.setup.forget()
+    world.execute(f"{SUM}\nkept = rank")
+    world.execute("import os\nif 'kept' not in globals(): os._exit(7)", setup=True)
+    error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
+    assert isinstance(error, WorkerDied)
+    assert "A `--setup` cell failed there: rank 1 on" in str(error)
+    assert "exited with code 7" in str(error)
+    world.session.setup.forget()
+    world.execute(SUM)
+
+
+def test_stop_while_a_new_worker_is_set_up(world: World) -> None:
+    """Stop ends the set-up cell; the world takes cells."""
+    world.execute(
+        "import time\nif 'kept' not in globals(): print('set up'); time.sleep(600)", setup=True
+    )
+    running = world.submit(world.task(DIES + "dist.barrier()"))
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 4.0)
+    try:
+        world.session.wait(running)
+        with pytest.raises(KeyboardInterrupt):
+            world.session.check(running)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    world.session.setup.forget()
+    world.execute(SUM)

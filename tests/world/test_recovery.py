@@ -1,36 +1,32 @@
-"""Tests of `nbdist.world.recovery`: more workers and fewer while a model trains."""
+"""Tests of `nbdist.world.recovery`: Ctrl-C while a task runs, more workers and fewer."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from nbdist.config import WorldConfig
-from nbdist.errors import (
-    NotEnoughGpus,
-    ScaleError,
-    UsageError,
-    WorkerError,
-    WorldBusy,
-    WorldNotStarted,
-)
-from nbdist.world.code_sync import CodeSync, missing_text
-from nbdist.world.recovery import healing_text, replaced_text
-from nbdist.world.spec import scaled
+from nbdist.config import Patience, WorldConfig
+from nbdist.errors import ScaleError, UsageError, WorkerError, WorldBusy, WorldNotStarted
+from nbdist.output.events import Done
+from nbdist.world import recovery
+from nbdist.world.recovery import healing_text
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
+from tests.waiting import SOON, once, press_stop
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
+
 
 # Layers enough for several buckets of gradients, which DDP puts in another order after its
 # first step.
@@ -71,6 +67,7 @@ def train_alone(sizes):
     return weights(net)
 """
 
+
 MODEL = """
 net = torch.nn.parallel.DistributedDataParallel(make(), bucket_cap_mb=0.5)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -78,8 +75,8 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
 @pytest.fixture(scope="module")
-def started(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
+def started(new_world: NewWorld, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with new_world(2, log_dir=str(tmp_path_factory.mktemp("logs"))) as world:
         world.execute(TRAINING, setup=True)
         yield world
 
@@ -119,25 +116,6 @@ def test_a_model_trains_on_two_then_four_then_three_ranks(world: World) -> None:
     assert weights.allclose(alone, rtol=1e-4, atol=1e-6)  # type: ignore[attr-defined]
 
 
-SAYS_SIZE = (
-    "[os.environ[name] for name in ('WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'ROLE_WORLD_SIZE',"
-    " 'RANK')] + [world_size, rank, dist.get_world_size(), dist.get_rank(),"
-    " os.environ['OMP_NUM_THREADS'] == str(torch.get_num_threads())]"
-)
-
-
-def test_ranks_know_how_many_they_are(world: World) -> None:
-    """The environment, the ready names and torch say so, in the old ranks as in the new."""
-    world.execute("kept = rank")
-    for size in (4, 1, 3):
-        world.scale(size)
-        text = str(size)
-        assert world.gather(SAYS_SIZE) == [
-            [text, text, text, str(rank), size, rank, size, rank, True] for rank in range(size)
-        ]
-    assert world.gather("globals().get('kept')") == [0, None, None]
-
-
 OLD = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -151,6 +129,7 @@ on_pair = rank < 2 and torch.nn.parallel.DistributedDataParallel(
     torch.nn.Linear(4, 4), process_group=pair
 )
 """
+
 
 USES = {
     "default group": "dist.all_reduce(torch.ones(1), group=before)",
@@ -191,55 +170,27 @@ def test_it_can_be_made_anew(outlived: World) -> None:
 
 
 def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
-    """What they lack is known, until it is copied there."""
+    """What they lack is known, until it is copied there; what is copied is the workers' own."""
     world.execute("made = torch.nn.Linear(1, 1)")
-    world.scale(3)
-    assert "made" in world.session.names.lacking([2])
-    assert "train" not in world.session.names.lacking([2])
-    assert world.gather("train.__name__", ranks=[2]) == ["train"]
-    world.sync(["made"])
-    assert "made" not in world.session.names.lacking([2])
-
-
-def test_what_is_copied_is_the_workers_own(world: World) -> None:
-    """Also on the rank that it comes from, which had it from here."""
     world.execute("", names={"given": 1}, ranks=[0])
-    assert world.sync(["given"]) == (1,)
-    assert world.session.names.ranks_that_own("given") == {0, 1}
+    world.scale(3)
+    names = world.session.names
+    assert "made" in names.lacking([2])
+    assert "train" not in names.lacking([2])
+    assert world.gather("train.__name__", ranks=[2]) == ["train"]
+    assert world.sync(["made", "given"]) == (1, 2)
+    assert "made" not in names.lacking([2])
+    assert names.ranks_that_own("given") == {0, 1, 2}
 
 
-def test_all_ranks_of_another_number_run_the_set_up_cells(world: World) -> None:
-    """Also when all are started anew."""
-    world.restart(3)
-    assert world.gather("train.__name__") == ["train"] * 3
-
-
-def test_nccl_needs_a_gpu_for_each(world: World) -> None:
-    """More ranks than GPUs are refused before anything is done."""
-    spec = replace(world.session.spec, world_size=1, backend="nccl", gpus=("0",))
-    with pytest.raises(NotEnoughGpus):
-        scaled(spec, world.session.config, 2)
-
-
-@pytest.mark.world
-def test_new_ranks_have_log_files(tmp_path: Path) -> None:
+def test_new_ranks_have_log_files(world: World) -> None:
     """Beside those of the others; a rank that comes again goes on in its own."""
-    with World(1, log_dir=str(tmp_path)) as world:
-        for text in ("first", "second"):
-            world.scale(2)
-            world.execute(f"print({text!r})")
-            world.scale(1)
-        (log,) = tmp_path.glob("*/attempt_*/1/stdout.log")
-        assert log.read_text() == "first\nsecond\n"
-
-
-@pytest.mark.parametrize("n", [0, "-4", "", "x", "2x4", "++1"])
-def test_no_size(world: World, n: int | str) -> None:
-    """One line, and nothing changes."""
-    with pytest.raises(UsageError, match=r"%dist_scale .*(at least one|no|not a number)") as caught:
-        world.scale(n)
-    assert "\n" not in str(caught.value)
-    assert world.gather("rank") == [0, 1]
+    log = Path(world.logs[1]).parent / "4" / "stdout.log"
+    for text in ("first", "second"):
+        world.scale(5)
+        world.execute(f"print({text!r})", ranks=[4])
+        world.scale(2)
+    assert log.read_text() == "first\nsecond\n"
 
 
 def test_it_takes_workers_that_have_nothing_to_do(world: World) -> None:
@@ -250,6 +201,8 @@ def test_it_takes_workers_that_have_nothing_to_do(world: World) -> None:
     world.interrupt()
     world.session.wait(running)
     assert world.gather("dist.get_world_size()") == [2, 2]
+    with pytest.raises(UsageError, match=r"%dist_scale .*at least one"):
+        world.scale(0)
     with pytest.raises(WorldNotStarted, match="dist_scale"):
         World(2).scale(3)
 
@@ -345,98 +298,164 @@ def test_stop_while_it_is_scaled(world: World, tmp_path: Path) -> None:
     ]
 
 
-COUNT = """
-import gc, os
-gc.collect()
-left = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+def test_words() -> None:
+    """Of one rank and of several."""
+    two: Any = Workers(WorldConfig(2, log_dir=""))
+    said = "ranks 0-1 were restarted and their variables are gone."
+    assert healing_text(two, [1, 0]) == said
+    two.names.finished(1, Done("ok", 0.0, frozenset("x")), {})
+    two.names.replaced([1])
+    said = "rank 1 was restarted and its variables (x) are gone; other ranks are unaffected."
+    assert healing_text(two, [1]) == said
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------
+
+
+SLEEPS = """
+from pathlib import Path; import os, time
+Path(os.environ['RANK']).touch()
+time.sleep(600)
 """
 
 
-def test_nothing_piles_up(world: World) -> None:
-    """After ten times there are as many descriptors and threads as after the first two."""
-    counts = []
-    world.execute(MODEL)
-    for _ in range(5):
-        for size in (3, 2):
-            world.scale(size)
-            world.execute("dist.barrier(group=dist.new_group())")
-        world.execute(COUNT)
-        counts.append(world.gather("left"))
-    for first, last in zip(counts[0], counts[-1], strict=True):
-        assert last[0] < first[0] + 5
-        assert last[1] < first[1] + 5
+@pytest.fixture
+def ready(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Ready ranks with `kept`, in a folder where they say that they have begun."""
+    monkeypatch.chdir(tmp_path)
+    world.execute(f"import os; os.chdir({str(tmp_path)!r}); kept = rank")
+    return world
 
 
-def test_words() -> None:
-    """Of one rank and of several."""
-    assert replaced_text([2], "x") == "rank 2 was restarted and its variables (x) are gone"
-    assert replaced_text([2, 0], "") == "ranks 0,2 were restarted and their variables are gone"
-    two: Any = Workers(WorldConfig(2, log_dir=""))
-    assert healing_text(two, [1]).endswith(" are gone; other ranks are unaffected.")
-    assert healing_text(two, [0, 1]).endswith(" are gone.")
+def have_begun(folder: Path) -> bool:
+    return len([each for each in folder.iterdir() if each.name.isdigit()]) == 2
 
 
-def test_what_nobody_wants_run_again(world: World) -> None:
-    """Is not said to be."""
-    with pytest.raises(WorkerError):
-        world.execute("1 / 0")
-    assert world.session.running is not None
-    assert world.session.running.restart == ""
+def test_a_script_is_stopped(ready: World, tmp_path: Path) -> None:
+    """Ctrl-C ends it on all ranks, though it could be run again; the next cell runs."""
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    with once(lambda: have_begun(tmp_path), press_stop), pytest.raises(KeyboardInterrupt):
+        ready.run_script("sleeps.py", max_restarts=3)
+    assert ready.gather("kept") == [0, 1]
 
 
-MISSING = "No module named 'mine'"
-
-
-def test_a_module_of_the_folder(tmp_path: Path) -> None:
-    """A file, or a package, or what is in one: the option that sends it."""
-    (tmp_path / "mine.py").touch()
-    (tmp_path / "pkg").mkdir()
-    (tmp_path / "pkg" / "__init__.py").touch()
-    (tmp_path / "pkg" / "part.py").touch()
-    said = missing_text(MISSING, "b", tmp_path, [], None)
-    where = "is in the notebook's folder, which b does not have: `--sync-code` sends it."
-    assert said == f"`mine.py` {where}"
-    said = missing_text(
-        "No module named 'pkg.part'; 'pkg' is not a package", "b", tmp_path, [], None
+def test_what_brings_values_to_keep_is_stopped(ready: World, tmp_path: Path) -> None:
+    """Ctrl-C while values are fetched for `keep` leaves all workers as they were."""
+    ready.execute(
+        "class Slow:\n"
+        "    def __reduce__(self):\n"
+        "        from pathlib import Path; import time\n"
+        "        (Path(str(rank)).touch(), time.sleep(600))\n"
+        "slow = Slow()"
     )
-    assert said == f"`pkg/part.py` {where}"
-    assert missing_text("No module named 'pkg'", "b", tmp_path, [], None).startswith(
-        "`pkg/__init__.py`"
+    before = dict(ready.pids)
+    with once(lambda: have_begun(tmp_path), press_stop), pytest.raises(KeyboardInterrupt):
+        ready.restart(keep=["slow"])
+    assert ready.pids == before
+    assert ready.gather("kept") == [0, 1]
+
+
+def test_a_stop_while_news_is_drawn(ready: World, tmp_path: Path) -> None:
+    """It counts as one that comes while the ranks are waited for."""
+    running = ready.submit(ready.task(f"print('begun')\n{SLEEPS}"))
+    drawn = 0
+    for news in ready.follow(running):
+        with running.counting_stops():
+            drawn += bool(news)
+            if have_begun(tmp_path) and not running.stops:
+                raise KeyboardInterrupt
+    assert (running.stops, running.unfinished, bool(drawn)) == (1, (), True)
+    assert "KeyboardInterrupt" in str(running.error())
+    assert ready.gather("kept") == [0, 1]
+
+
+def test_a_second_stop_gives_control_back(
+    ready: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that catch the first one still run then; the next cell waits for them."""
+    monkeypatch.setattr("nbdist.world.running.CONTROL_TIMEOUT", 2 * SOON)  # after one Stop
+    leave = threading.Timer(SOON, (tmp_path / "open").touch)
+    running = ready.submit(
+        ready.task(
+            "import time\nfrom pathlib import Path\n"
+            "try:\n    Path(str(rank)).touch(); time.sleep(600)\n"
+            "except KeyboardInterrupt:\n"
+            "    while not Path('open').exists(): time.sleep(0.01)"
+        )
     )
+    pressed = 0.0
+    for _ in ready.follow(running):
+        with running.counting_stops():
+            if have_begun(tmp_path) and running.stops < 2 and time.monotonic() > pressed + 0.5:
+                if not pressed:
+                    leave.start()
+                pressed = time.monotonic()
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+    leave.cancel()
+    leave.join()
+    assert running.stops == 2
+    assert running.unfinished == (0, 1)
+    assert ready.state is State.STUCK
+    (tmp_path / "open").touch()
+    assert ready.gather("kept") == [0, 1]
+    assert not running.unfinished
 
 
-@pytest.mark.world
-def test_a_module_that_is_left_out(tmp_path: Path) -> None:
-    """Why, and how it goes along; nothing of one that does."""
-    (tmp_path / "mine.py").touch()
-    code = CodeSync(tmp_path)
-    code.listing.look()
-    assert missing_text(MISSING, "b", tmp_path, [], code) == ""
-    (tmp_path / ".nbdistignore").write_text("mine.py\n")
-    code.listing.look()
-    assert missing_text(MISSING, "b", tmp_path, [], code) == (
-        "`mine.py` is in the notebook's folder, but `--sync-code` leaves it out: git or nbdist "
-        "ignores it. `!mine.py` in .nbdistignore sends it."
+def test_a_stop_while_a_rank_is_silent(ready: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives control back though the group cannot be formed yet; the next cell does that."""
+    monkeypatch.setattr(recovery, "HEAL_AFTER_STOP", 0.2)
+    ready.execute(
+        "import nbdist.worker.group.group as group_module, time\n"
+        "if rank == 0: group_module.Group.regroup = lambda *_: time.sleep(600)"
     )
+    heals = once(lambda: ready.state is State.HEALING, press_stop)
+    with heals, pytest.raises(KeyboardInterrupt):
+        ready.execute("if rank == 1: raise ValueError\ntorch.distributed.barrier()")
+    assert ready.state is State.BROKEN
+    os.kill(ready.pids[0], signal.SIGKILL)  # else its agent does so after half a minute
+    ready.execute("torch.distributed.barrier()")
+    assert ready.gather("globals().get('kept')") == [None, 1]
 
 
-def test_modules_that_lie_elsewhere(tmp_path: Path) -> None:
-    """In another folder of the notebook's path, or installed."""
-    folder, other = tmp_path / "nb", tmp_path / "src"
-    installed = tmp_path / "lib" / "python3.11" / "site-packages"
-    for each in (folder, other, installed / "package"):
-        each.mkdir(parents=True)
-    (other / "mine.py").touch()
-    (installed / "package" / "__init__.py").touch()
-    path = ["", str(other), str(installed)]
-    assert missing_text(MISSING, "b", folder, path, None) == (
-        f"`mine` is in {other}, which b does not have: install it there."
-    )
-    said = missing_text("No module named 'package.sub'", "b", folder, path, None)
-    assert said == "`package` is installed on the notebook's machine, but not on b."
+def test_it_comes_round_at_once_for_who_cannot_wait(ready: World) -> None:
+    """Where nothing has come yet either: the notebook's event loop has more to do."""
+    running = ready.submit(ready.task("import time; time.sleep(1)"))
+    following = ready.follow(running)
+    next(following)
+    rounds = 0
+    with suppress(StopIteration):
+        while True:
+            following.send(0.0)
+            rounds += 1
+    assert rounds > 100  # at its own pace it would be five
+    assert (running.unfinished, running.error()) == ((), None)
 
 
-def test_other_errors(tmp_path: Path) -> None:
-    """Of modules that are nowhere, and of none."""
-    assert missing_text("No module named 'nowhere_at_all'", "b", tmp_path, [], None) == ""
-    assert missing_text("invalid literal", "b", tmp_path, [], None) == ""
+@pytest.mark.parametrize("stops", [1, 2])
+def test_a_task_that_holds_stop(ready: World, tmp_path: Path, stops: int) -> None:
+    """The first one waits for it to end, the second gives control back; neither interrupts."""
+    waits = "from pathlib import Path; import time\nPath(str(rank)).touch()\n"
+    waits += "while not Path('open').exists(): time.sleep(0.01)\nheld = True"
+    running = ready.submit(ready.task(waits), Patience(holds_stop=True))
+    for _ in ready.follow(running):
+        with running.counting_stops():
+            if have_begun(tmp_path) and running.stops < stops:
+                raise KeyboardInterrupt
+            if running.is_stopping and stops == 1:
+                (tmp_path / "open").touch()
+    assert running.unfinished == (() if stops == 1 else (0, 1))
+    (tmp_path / "open").touch()
+    assert ready.gather("held") == [True, True]
+
+
+def test_a_task_that_holds_stop_for_ever(ready: World, tmp_path: Path) -> None:
+    """It is interrupted when it is stopped again later."""
+    running = ready.submit(ready.task(SLEEPS), Patience(holds_stop=True, control_timeout=0.1))
+    for _ in ready.follow(running):
+        with running.counting_stops():
+            if have_begun(tmp_path) and not running.stops:
+                raise KeyboardInterrupt
+    assert (running.unfinished, ready.state) == ((0, 1), State.STUCK)
+    ready.interrupt()
+    assert ready.gather("kept") == [0, 1]

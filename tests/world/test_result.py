@@ -1,13 +1,16 @@
-"""Tests of `nbdist.world.result`: what each rank brought back, and how it is found."""
+"""Tests of `nbdist.world.result`: values, exceptions, the status and log records of ranks."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from decimal import DivisionByZero
 from typing import Any
@@ -19,22 +22,31 @@ from pydantic_core import SchemaValidator, ValidationError
 from nbdist.errors import Blame, UsageError, WorkerError
 from nbdist.output.events import Failure, Text
 from nbdist.output.transcript import Transcript
+from nbdist.wire.views import Collective, Gpu, Place, Usage, WorkerStatus
 from nbdist.wire.work import Call, Task
+from nbdist.worker.publishing import plain
 from nbdist.worker.tracebacks import contents_of
-from nbdist.world.result import CellResult, Contents, as_raised, raised
+from nbdist.world.result import CellResult, Contents, as_raised, hand_over, raised, rows, usage_text
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
 
 HOSTS = {0: (socket.gethostname(), 0), 1: ("far", 0), 2: ("far", 1)}
 RESULT = CellResult(
     Task("a", (0, 1, 2)), Transcript((0, 1, 2)), 0.5, {}, {0: "a", 1: "b", 2: None}, HOSTS
 )
+ERROR = WorkerError(Blame(1, "node1", 4711, {}), 4, 1.2, ("KeyError", "'x'"))
 
 
 def test_values_come_in_rank_order() -> None:
-    """By rank, and one after the other; None is a value like any other."""
+    """By rank, by machine, and one after the other; None is a value like any other."""
     assert (RESULT.rank(1), RESULT.rank(2)) == ("b", None)
     assert (list(RESULT), len(RESULT), RESULT.ok) == (["a", "b", None], 3, True)
     assert (RESULT[0], dict(RESULT)) == ("a", {0: "a", 1: "b", 2: None})
     assert ([*RESULT.keys()], [*RESULT.values()]) == ([0, 1, 2], ["a", "b", None])
+    assert (RESULT.index("far", 1), RESULT.index("far", local_rank=0)) == (None, "b")
+    assert RESULT.index("localhost", 0) == RESULT.index(socket.gethostname(), 0) == "a"
 
 
 def test_it_shows_its_values() -> None:
@@ -60,13 +72,6 @@ def test_what_ranks_have_written() -> None:
     assert result.stderr[1] == "bad\n"
 
 
-def test_a_rank_by_its_machine() -> None:
-    """`localhost` is the notebook's own machine, which has a name too."""
-    assert RESULT.index("far", 1) is None
-    assert RESULT.index("far", local_rank=0) == "b"
-    assert RESULT.index("localhost", 0) == RESULT.index(socket.gethostname(), 0) == "a"
-
-
 @pytest.mark.parametrize("asked", [("elsewhere", 0), ("far", 2), ("localhost", 1)])
 def test_a_rank_that_is_not_there(asked: tuple[str, int]) -> None:
     """One line says which there are."""
@@ -89,7 +94,7 @@ def test_a_rank_that_failed() -> None:
         failed.index("far", 0)
 
 
-ERROR = WorkerError(Blame(1, "node1", 4711, {}), 4, 1.2, ("KeyError", "'x'"))
+# --- exceptions -------------------------------------------------------------------------------
 
 
 class Demanding(ValueError):
@@ -229,3 +234,193 @@ def test_copies_are_ours_alone() -> None:
     for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(twin) is WorkerError
         assert (str(twin), twin.rank) == (str(ERROR), 1)
+
+
+# --- the status -------------------------------------------------------------------------------
+
+
+IDLE = WorkerStatus(0, 100, "here", "idle", 0.0, 45 * 2**20, "cuda:0")
+
+
+GIB = 2**30
+
+
+def test_columns_that_say_nothing_are_left_out():
+    """Where no rank is in a cell, there is no column for its line, nor for collectives."""
+    assert rows([]) == []
+    assert rows([IDLE]) == [
+        ("rank", "state", "pid", "device", "memory"),
+        ("0", "idle", "100", "cuda:0", "45 MiB"),
+    ]
+    headings, first, second = rows([IDLE, replace(IDLE, rank=1, host="there")])
+    assert headings[:3] == ("rank", "host", "state")  # hosts are named where there are several
+    assert (first[1], second[1]) == ("here", "there")
+
+
+def test_a_rank_in_a_cell() -> None:
+    """Since when, in which line, and its last collective."""
+    place, last = Place(line=7, operation="all_reduce"), Collective("all_reduce", 3, is_done=False)
+    busy = WorkerStatus(1, 101, "here", "busy", 2.6, 2**20, "cuda:1", place, "", last)
+    headings, idle, row = rows([IDLE, busy])
+    assert headings[5:] == ("where", "last collective")
+    assert idle[5:] == ("", "")
+    assert row[1] == "busy 3 s"
+    assert row[5:] == ("waits in all_reduce, line 7", "all_reduce #3, not done")
+
+
+def test_what_a_terminal_shows_besides():
+    """Processor time, the GPU, and the last line of text, of those of whom it is known."""
+    gpu = Gpu(61 * 2**30, 80 * 2**30, 97)
+    other = replace(IDLE, rank=1, gpu=gpu)
+    headings, first, second = rows([IDLE, other], {0: 98.6}, {1: "loss 0.5"})
+    assert headings[5:] == ("cpu", "gpu", "last line")
+    assert first[5:] == ("99 %", "", "")
+    assert second[5:] == ("", "61/80 GiB 97 %", "loss 0.5")
+    slice_of = replace(IDLE, gpu=Gpu(2**30, 10 * 2**30))
+    assert rows([slice_of])[1][5:] == ("1/10 GiB",)
+
+
+def test_what_ranks_use():
+    """One figure where they are equal, else from which to which; none of what is not known."""
+    assert usage_text([]) == usage_text([Usage(0)]) == ""
+    assert usage_text([Usage(2 * GIB), Usage(2 * GIB)]) == "cpu 2 GiB"
+    gpu = Gpu(61 * GIB, 80 * GIB, 97)
+    assert usage_text([Usage(2 * GIB, gpu)]) == "cpu 2 GiB · gpu 61/80 GiB · 97 %"
+    used = [
+        Usage(500 << 20, Gpu(3 * GIB, 16 * GIB, None)),
+        Usage(GIB, Gpu(12 * GIB, 16 * GIB, 5)),
+        Usage(2 * GIB, Gpu(GIB // 2, 16 * GIB, 0)),
+    ]
+    assert usage_text(used) == "cpu 500 MiB-2 GiB · gpu 0.5-12/16 GiB · 0-5 %"
+
+
+# --- log records ------------------------------------------------------------------------------
+
+
+class Kept(logging.Handler):
+    """A user's handler that keeps what comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def said(self) -> list[tuple[int, str]]:
+        """Rank and message of each, by rank."""
+        found = [(record.rank, record.getMessage()) for record in self.records]
+        return sorted(found, key=lambda each: each[0])
+
+
+@pytest.fixture(scope="module")
+def world(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2) as world:
+        world.execute("import logging\nlogger = logging.getLogger('train')\nlogger.setLevel(10)")
+        yield world
+
+
+@pytest.fixture
+def silent() -> Iterator[logging.Logger]:
+    """The logger `nbdist`, with no handlers, pytest's on the root logger included."""
+    logger = logging.getLogger("nbdist")
+    logger.propagate = False
+    yield logger
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def kept(silent: logging.Logger) -> Iterator[Kept]:
+    """A handler on it, from INFO on."""
+    handler = Kept()
+    silent.addHandler(handler)
+    silent.setLevel(logging.INFO)
+    yield handler
+    silent.removeHandler(handler)
+
+
+def test_records_reach_the_loggers(world: World, kept: Kept) -> None:
+    """A record comes with its message, place, time and exception, from the level on."""
+    before = time.time()
+    world.execute(
+        "logger.debug('too little')\n"
+        "logger.info('epoch %d on rank %s', 3, rank)\n"
+        "try: 1 / 0\nexcept ZeroDivisionError: logger.exception('bad')"
+    )
+    found = [(rank, f"epoch 3 on rank {rank}") for rank in range(2)]
+    assert kept.said() == sorted([*found, (0, "bad"), (1, "bad")], key=lambda each: each[0])
+    first, second = [record for record in kept.records if record.rank == 1]
+    assert (first.name, first.levelname, first.lineno) == ("train", "INFO", 2)
+    assert before <= first.created <= time.time()
+    assert first.host == socket.gethostname()
+    assert second.exc_text is not None
+    assert second.exc_text.endswith("ZeroDivisionError: division by zero")
+    assert second.exc_info is None
+
+
+def test_loggers_are_named_by_host_and_local_rank(world: World, silent: logging.Logger) -> None:
+    """A handler on the logger of one rank gets that rank's records alone, from its own level."""
+    logger, handler = logging.getLogger(f"nbdist.{socket.gethostname()}.1"), Kept()
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        world.execute("logger.debug('little')")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert handler.said() == [(1, "little")]
+
+
+def test_nothing_travels_where_nobody_listens(world: World, silent: logging.Logger) -> None:
+    """Without a handler in the notebook's process a worker sends none, and nobody prints any."""
+    silent.handlers.clear()  # pytest's
+    running = world.submit(world.task("logger.warning('to nobody')"))
+    world.session.wait(running)
+    assert running.task.log_level is None
+    told = world.gather("repr(get_ipython().kernel.records)")
+    assert told == ["<Records from level None, 0 sent, 0 dropped>"] * 2
+    # The worker's own handler of last resort has.
+    assert "to nobody" in running.transcript[0].tail(9)[0].text  # type: ignore[union-attr]
+
+
+def test_nothing_is_printed_where_the_handler_has_gone(
+    silent: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A record that was on its way is not for logging's handler of last resort."""
+    silent.handlers.clear()  # pytest's
+    logged = logging.makeLogRecord({"msg": "x", "levelno": logging.ERROR})
+    hand_over(plain(logged, "host", 0), is_shown=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_console_has_each_record_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`logging.basicConfig()` here adds nothing to what ranks show; a handler of ours does."""
+    logger, root = logging.getLogger("nbdist"), logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(logger, "handlers", [])
+    logging.basicConfig()
+    world.execute("logger.warning('hello %d', rank)", ranks=[1])
+    assert capsys.readouterr() == ("[1] hello 1\n", "")
+    logger.addHandler(handler := logging.StreamHandler())
+    handler.setFormatter(logging.Formatter("%(rank)d: %(message)s"))
+    world.execute("logger.warning('hello %d', rank)", ranks=[1])
+    assert capsys.readouterr() == ("[1] hello 1\n", "1: hello 1\n")
+    monkeypatch.setattr(world.session, "config", replace(world.session.config, show=False))
+    logger.removeHandler(handler)
+    world.execute("logger.warning('hello %d', rank)", ranks=[1])
+    assert capsys.readouterr() == ("", "WARNING:train:hello 1\n")
+
+
+def test_a_handler_that_raises_fails_no_cell(
+    world: World, silent: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its traceback is printed, as logging does, and the cell ends well."""
+    silent.addHandler(handler := logging.Handler())  # which leaves all to classes below it
+    try:
+        world.execute("logger.warning('x')", ranks=[0])
+    finally:
+        silent.removeHandler(handler)
+    assert capsys.readouterr().err.count("NotImplementedError: emit must") == 1

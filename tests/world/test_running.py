@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.running`: what is to be done next about a task."""
+"""Tests of `nbdist.world.running`: what is to be done next about a task, what became of it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,35 @@ from dataclasses import replace
 import pytest
 
 from nbdist.config import CONTROL_TIMEOUT, Patience
-from nbdist.errors import CellTimeout, RanksNotStopped, WorkerDied
-from nbdist.output.events import Died, Done, Failure, InputRequest, Text
+from nbdist.errors import AgentLost, CellTimeout, RanksNotStopped, RanksReleased, WorkerDied
+from nbdist.output.events import Died, Done, Failure, InputRequest, Moved, Text
+from nbdist.wire.messages import Silent
 from nbdist.wire.views import Place
 from nbdist.wire.work import Source, Task
 from nbdist.world.running import Crew, RunningTask, Step
 from nbdist.world.states import Machines
 
 WAITS = Place(line=1, operation="barrier", is_calm=True)
-DEATH = Died(-9, time.time_ns())
+STOPPED = Failure("KeyboardInterrupt", "", (), 2)
 
 
 def running(
     *, ranks: int = 2, backend: str = "gloo", heals: bool = True, patience: Patience | None = None
 ) -> RunningTask:
     """A task on all ranks of a world, with nothing shown so far."""
-    crew = Crew(
-        ranks,
-        backend,
-        Machines.one("here", ranks),
-        {rank: 100 + rank for rank in range(ranks)},
-        {},
-        heals,
-    )
+    pids = {rank: 100 + rank for rank in range(ranks)}
+    crew = Crew(ranks, backend, Machines.one("here", ranks), pids, {}, heals)
     task = Task("id", tuple(range(ranks)), Source("dist.barrier()"))
     return RunningTask(task, patience or Patience(), crew)
+
+
+def looks(task: RunningTask, now: float) -> list[Step]:
+    """What is to be done at three looks, at which rank 0 waits and the other does nothing."""
+    steps: list[Step] = []
+    for number in range(3):
+        steps += task.next_steps(now + 1.5 * (number + 1))
+        task.take_places({0: WAITS, 1: Place()}, now + 1.5 * (number + 1))
+    return steps
 
 
 def test_it_is_over_when_all_ranks_are_done() -> None:
@@ -61,7 +65,7 @@ def test_it_is_over_when_all_ranks_are_done() -> None:
 def test_a_death(backend: str, *, heals: bool, step: list[Step]) -> None:
     """The others are freed, or ended as the policy says; once."""
     task, now = running(backend=backend, heals=heals), time.monotonic()
-    task.receive(1, DEATH)
+    task.receive(1, Died(-9, time.time_ns()))
     assert [*task.next_steps(now)] == step
     assert [*task.next_steps(now)] == []
     assert isinstance(task.error(), RanksNotStopped)  # rank 0 still runs
@@ -73,17 +77,15 @@ def test_a_death(backend: str, *, heals: bool, step: list[Step]) -> None:
 
 
 def test_a_rank_that_finished_is_waited_for() -> None:
-    """Two looks that show the same are enough to free who waits for it."""
-    task, now = running(), time.monotonic()
-    task.receive(1, Done("ok", 0.1))
-    steps: list[Step] = []
-    for _ in range(3):
-        now += 1.5
-        steps += task.next_steps(now)
-        task.take_places({0: WAITS, 1: Place()}, now)
-    assert steps == [Step.LOCATE, Step.LOCATE, Step.ABORT]
-    task.abort(now)
+    """Two looks that show the same are enough to free who waits; after Stop its agent does."""
+    task, stopped, now = running(), running(), time.monotonic()
+    for each in (task, stopped):
+        each.receive(1, Done("ok", 0.1))
+    assert looks(task, now) == [Step.LOCATE, Step.LOCATE, Step.ABORT]
+    task.abort(now + 5)
     assert task.aborted == {0: WAITS}
+    stopped.stop(now)
+    assert looks(stopped, now) == [Step.LOCATE] * 3
 
 
 def test_a_gpu_has_just_ended_a_collective() -> None:
@@ -108,19 +110,6 @@ def test_nobody_waits_in_vain_for_one_that_is_debugged() -> None:
     assert [*task.next_steps(now + 60)] == [Step.LOCATE]
 
 
-def test_stop_leaves_the_freeing_to_the_agent() -> None:
-    """What waits is only looked at from then on."""
-    task, now = running(), time.monotonic()
-    task.receive(1, Done("ok", 0.1))
-    task.stop(now)
-    steps: list[Step] = []
-    for _ in range(3):
-        now += 1.5
-        steps += task.next_steps(now)
-        task.take_places({0: WAITS, 1: Place()}, now)
-    assert steps == [Step.LOCATE] * 3
-
-
 @pytest.mark.parametrize("backend", ["gloo", "none"])
 def test_it_takes_too_long(backend: str) -> None:
     """It is stopped once, and where its ranks were is the error; time to type is not counted."""
@@ -136,9 +125,8 @@ def test_it_takes_too_long(backend: str) -> None:
     task.timed_out = task.doing
     task.stop(now + 1101)
     assert Step.TIME_OUT not in task.next_steps(now + 1200)
-    stopped = Failure("KeyboardInterrupt", "", (), 1)
     for rank in (0, 1):
-        task.receive(rank, stopped)
+        task.receive(rank, STOPPED)
         task.receive(rank, Done("error", 0.1))
     assert isinstance(task.error(), CellTimeout)
     assert "by `--timeout 500`: rank 0 waits in barrier" in str(task.error())
@@ -180,3 +168,66 @@ def test_what_nothing_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> No
             assert task.unwakeable == (ended if len(steps) == 4 else ())
             task.abort(now)
     assert steps == [Step.ABORT] * 3 + [Step.END_UNWAKEABLE if ended else Step.ABORT]
+
+
+def test_who_waits_where() -> None:
+    """It is said once it may be in vain; who has finished is named."""
+    task = running(patience=Patience(hang_timeout=0.0))
+    task.take_places({0: WAITS, 1: Place(line=2)}, 1.0)
+    assert task.doing == task.waits == "rank 0 waits in barrier, line 1 · rank 1 is in line 2"
+    task.receive(1, Done("ok", 0.1))
+    assert task.waits.endswith("· rank 1 finished")
+
+
+def test_machines_and_networks_that_are_silent() -> None:
+    """They are named before anything else, whatever ranks do."""
+    task = running()
+    task.silent = Silent(("hosta",), 10.0)
+    assert task.waits == "hosta does not respond and counts as lost after 10 s"
+    task.silent = Silent(("hosta", "hostb"), 2.5)
+    assert task.waits == "hosta and hostb do not respond and count as lost after 2.5 s"
+    task.silent = Silent((), 2.5)
+    task.take_places({0: replace(WAITS, stalled=(("10.0.0.1", "10.0.0.2"),))}, 1.0)
+    assert task.waits == "the network between 10.0.0.2 and here is stalled"
+
+
+def test_what_it_has_bound_and_moved() -> None:
+    """Of all ranks together, as far as they have said."""
+    task = running()
+    task.moved = {0: Moved(1, 10), 1: Moved(2, 20)}
+    assert task.bytes_moved == (3, 30)
+    task.receive(0, Done("ok", 0.1, bound=frozenset({"x"})))
+    assert (task.made, task.result().by_rank) == ({"x"}, {0: None})
+    assert isinstance(task.error(), RanksNotStopped)  # the other has not ended it
+
+
+def test_ranks_that_were_freed() -> None:
+    """Where none has an error of its own, that is the error."""
+    task, now = running(), 1.0
+    task.take_places({0: WAITS, 1: Place()}, now)
+    task.receive(1, Done("ok", 0.1))
+    task.abort(now)
+    task.receive(0, Failure("RuntimeError", "Connection closed", (), 1, connections="ended"))
+    task.receive(0, Done("error", 0.1))
+    error = task.error()
+    assert isinstance(error, RanksReleased)
+    assert error.rank == 0
+
+
+def test_an_error_of_its_own_before_it_takes_too_long() -> None:
+    """It is the cause, not that the others were stopped."""
+    task = running(patience=Patience(timeout=1.0))
+    task.receive(0, Failure("ValueError", "bad shard", (), 1))
+    task.receive(0, Done("error", 0.1))
+    task.timed_out = task.doing
+    task.receive(1, STOPPED)
+    task.receive(1, Done("error", 0.1))
+    assert "ValueError: bad shard" in str(task.error())
+
+
+def test_the_agent_is_lost() -> None:
+    """All ranks have ended with it, and that is the error."""
+    task, lost = running(), AgentLost("here", -9)
+    task.take_loss(lost)
+    assert task.unfinished == ()
+    assert task.error() is lost

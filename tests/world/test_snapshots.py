@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.exchange`: what comes back on which ranks, and what a death leaves."""
+"""Tests of `nbdist.world.snapshot_store`, and of what snapshots bring back on which ranks."""
 
 from __future__ import annotations
 
@@ -6,22 +6,187 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from nbdist.errors import UsageError, WorkerDied, WorkerError, WorldNotStarted
+from nbdist.system import folders
+from nbdist.wire.ops import Written
 from nbdist.wire.spec import versions_here
-from nbdist.world.snapshot_store import Snapshot
+from nbdist.worker.ops.snapshot import write_frames
+from nbdist.world.snapshot_store import KEPT, MANIFEST, Snapshot, SnapshotStore, root_folder
 from nbdist.world.world import World
 from tests.waiting import SOON
 
 pytestmark = [pytest.mark.shared_world(2), pytest.mark.usefixtures("empty_snapshot_folder")]
 
 
+@pytest.fixture
+def store(tmp_path: Path) -> SnapshotStore:
+    return SnapshotStore(tmp_path)
+
+
+def take(store: SnapshotStore, name: str) -> Snapshot:
+    """One of two ranks that have `x` alike, and of which one has `lock` too."""
+    with store.writing(name) as folder:
+        parts = {}
+        for rank in range(2):
+            size, digest = write_frames(folder / f"rank{rank}.frames", [b"contents"])
+            left_out = {"lock": "TypeError"} if rank else {}
+            parts[rank] = Written("", ("x",), ("f",), left_out, size, digest, {"torch": "2.0"})
+        return store.publish(folder, name, parts)
+
+
 def entries(folder: Path) -> list[str]:
     """What lies in a folder; complete snapshots have no dot in front."""
     return sorted(each.name for each in folder.iterdir())
+
+
+def test_a_complete_one_is_found(store: SnapshotStore) -> None:
+    """By its name, by its stamp, or as the newest of all; it says what it holds."""
+    with store.writing("a"):
+        assert store.all() == []
+    taken = take(store, "a")
+    assert store.find("a") == store.find(f"a@{taken.stamp}") == store.find(None) == taken
+    key, size = f"a@{taken.stamp}", 2 * taken.parts[0].size
+    assert (taken.key, taken.names, taken.size) == (key, ["x"], size)
+    assert (taken.left_out, taken.versions) == ({"lock": "TypeError"}, {"torch": "2.0"})
+    assert (taken.parts[1].also, taken.problem, taken.distrust) == (("f",), "", "")
+
+
+def test_one_of_this_notebook_goes_before_anothers(tmp_path: Path) -> None:
+    """Of a name that both have used, also where the other's is newer."""
+    mine = SnapshotStore(tmp_path, "/mine.ipynb")
+    taken, other = take(mine, "a"), take(SnapshotStore(tmp_path, "/other.ipynb"), "a")
+    assert (mine.find("a"), mine.of("a")) == (taken, [other, taken])
+
+
+def test_what_was_not_completed_is_gone(store: SnapshotStore) -> None:
+    """Also where writing it fails."""
+    for there in (True, False):
+        with suppress(LookupError), store.writing("a") as folder:
+            if there:
+                write_frames(folder / "rank0.frames", [b"contents"])
+            raise LookupError
+    assert entries(store.root / "a") == [".lock"]
+
+
+def test_what_a_killed_writer_left_goes(store: SnapshotStore) -> None:
+    """With the next one, of whatever name; what has not been made here stays."""
+    take(store, "a")
+    for name in (".part-killed", ".part-mine"):
+        (store.root / "a" / name).mkdir()
+    os.close(folders.claim(store.root / "a" / ".part-killed", "snapshot a"))
+    take(store, "b")
+    assert [name for name in entries(store.root / "a") if "part" in name] == [".part-mine"]
+
+
+def test_the_newest_are_kept(store: SnapshotStore) -> None:
+    """Of each name so many, in the order in which they were taken, whatever the clock says."""
+    other = take(store, "b")
+    keys = [take(store, "a").key for _ in range(KEPT + 2)]
+    assert [each.key for each in store.of("a")] == keys[: -KEPT - 1 : -1]
+    assert store.of("b") == [other]
+    assert len(entries(store.root / "a")) == KEPT + 1  # and the lock
+    other.folder.rename(other.folder.with_name("29991231-235959"))
+    stamps = [f"29991231-235959.00{number}" for number in (1, 2)]
+    assert [take(store, "b").stamp for _ in stamps] == stamps
+    assert store.find("b").stamp == stamps[-1]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".a", "a/b", "a@b", "-a", "é", "a b", "a\n"])
+def test_what_is_no_name(store: SnapshotStore, name: str) -> None:
+    """It is refused before anything is written."""
+    with pytest.raises(UsageError, match="is not a name for a snapshot"), store.writing(name):
+        pytest.fail("it is written")
+    assert entries(store.root) == []
+
+
+def test_where_nothing_can_be_written(store: SnapshotStore, tmp_path: Path) -> None:
+    """The second writer of a name is refused; of a folder one line says how to name another."""
+    with (
+        store.writing("a") as folder,
+        store.writing("b"),
+        pytest.raises(UsageError, match="Another notebook is writing a snapshot `a`"),
+        store.writing("a"),
+    ):
+        pytest.fail("two write at once")
+    assert not folder.exists()
+    (tmp_path / "file").write_text("")
+    said = r"written: Not a directory \(.*NBDIST_SNAPSHOT_DIR"
+    with pytest.raises(UsageError, match=said), SnapshotStore(tmp_path / "file").writing("a"):
+        pytest.fail("it is written")
+
+
+def test_what_is_not_there(store: SnapshotStore) -> None:
+    """One line says where was looked, and what there is."""
+    for key in (None, "a"):
+        with pytest.raises(UsageError, match=f"There are no snapshots in {store.root}"):
+            store.find(key)
+    for name in "gfedcba":
+        take(store, name)
+    for key in ("x", "a@20200101-000000", "../a", ".part-a"):
+        with pytest.raises(UsageError) as caught:
+            store.find(key)
+        there = ", ".join(f"`{name}`" for name in "abcdef")
+        said = f"There is no snapshot `{key}` in {store.root}. Available: {there} …."
+        assert str(caught.value) == said
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: (folder / MANIFEST).unlink(), "manifest.json cannot be read"),
+    (lambda folder: os.truncate(folder / MANIFEST, 100), "manifest.json cannot be read"),
+    (lambda folder: (folder / MANIFEST).write_text("[]"), "manifest.json cannot be read"),
+    (lambda folder: (folder / MANIFEST).write_text('{"ranks": {"x": {}}}'), "manifest.json cannot"),
+    (lambda folder: (folder / "rank1.frames").unlink(), "rank1.frames is missing"),
+    (lambda folder: os.truncate(folder / "rank1.frames", 9), "rank1.frames has 9 of 35 bytes"),
+]
+
+
+@pytest.mark.parametrize(("damage", "problem"), DAMAGES)
+def test_damage_is_seen(
+    store: SnapshotStore, damage: Callable[[Path], object], problem: str
+) -> None:
+    """One that is damaged is there, and says what is wrong with it; others are as they were."""
+    older, taken = take(store, "a"), take(store, "a")
+    damage(taken.folder)
+    newest, other = store.of("a")
+    assert (newest.problem[: len(problem)], other.problem) == (problem, "")
+    assert store.find("a").key == taken.key
+    assert store.find(older.key) == older
+
+
+def test_another_format(store: SnapshotStore) -> None:
+    """One of another version of nbdist is not read, and says of which."""
+    taken = take(store, "a")
+    manifest = json.loads((taken.folder / MANIFEST).read_text())
+    (taken.folder / MANIFEST).write_text(json.dumps(manifest | {"format": 1, "nbdist": "0.0"}))
+    assert store.find("a").problem == "nbdist 0.0 wrote it in another format"
+
+
+def test_the_next_older_intact_one_is_named(store: SnapshotStore) -> None:
+    """By what brings it back; none where all older ones are damaged."""
+    oldest, older, newest = (take(store, "a") for _ in range(3))
+    (older.folder / "rank1.frames").unlink()
+    said = str(store.damaged(newest, "it is cut"))
+    assert said.startswith(f"The snapshot `{newest.key}` is damaged: it is cut. ")
+    assert said.endswith(f"`%dist_restore --name {oldest.key}` takes the one of {oldest.clock}.")
+    (oldest.folder / "rank1.frames").unlink()
+    assert str(store.damaged(newest, "it is cut")).endswith("There is no older one.")
+
+
+def test_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the log files; else in the state folder."""
+    monkeypatch.delenv("NBDIST_SNAPSHOT_DIR", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert root_folder("") == Path("/state/nbdist/snapshots")
+    assert root_folder(str(tmp_path)) == tmp_path / "snapshots"
+
+
+# --- of real ranks ------------------------------------------------------------------------
 
 
 def break_off(snapshot: Snapshot, rank: int) -> None:
@@ -46,18 +211,17 @@ def test_names_that_some_ranks_have(world: World) -> None:
         world.restore(name="b")
 
 
-def test_variables_come_first(world: World) -> None:
-    """By position they are variables; the name by keyword, or first as it once was."""
+def test_variables_and_names(world: World) -> None:
+    """By position they are variables; which snapshot is said by name, as a refusal recalls."""
     world.execute("x, y = 1, 2")
     assert world.snapshot("x", "y", name="a").names == ["x", "y"]
-    assert world.snapshot("b", ["x"]).key.startswith("b@")
     assert world.snapshot(name="c", names=["y"]).names == ["y"]
-    assert world.snapshot("d-1").name == "d-1"
     with pytest.raises(UsageError, match=r"no rank has `z`\. .*: `%dist_snapshot x --name z`"):
         world.snapshot("z", "x")
     assert world.restore("y", name="a").names == ("y",)
-    assert world.restore("b").snapshot.name == "b"
-    assert world.restore("a", ["x"]).names == ("x",)
+    said = r"has no a; it has y\. `%dist_restore --name a` restores the snapshot of this name"
+    with pytest.raises(UsageError, match=said):
+        world.restore("a", name="c")
 
 
 def test_another_size(world: World) -> None:
@@ -206,9 +370,8 @@ def test_the_notebook_killed_while_ranks_write(world: World, tmp_path: Path) -> 
     assert not [name for name in entries(tmp_path / "a") if name.startswith(".part-")]
 
 
-def test_without_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_workers() -> None:
     """One line, and nothing is left behind."""
-    monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(tmp_path))
     with pytest.raises(WorldNotStarted):
         World(2).snapshot(["x"], name="a")
     with pytest.raises(UsageError, match="There are no snapshots in"):

@@ -81,42 +81,6 @@ def test_a_restart_keeps_what_it_does_not_say(world: World) -> None:
     assert world.gather("torch.get_num_threads()") == [3] * 2
 
 
-def test_torchs_debug_level_reaches_a_fork(world: World) -> None:
-    """Its torch was imported without; the checks are there in renewed groups too."""
-    world.restart(env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-    world.execute("group = dist.new_group([0, 1])")
-    with pytest.raises(WorkerError, match="ZeroDivisionError"):
-        world.execute("1 / 0 if rank else dist.barrier()")
-    for group in ("None", "group"):
-        with pytest.raises(WorkerError, match="Detected mismatch between collectives"):
-            world.execute(f"dist.all_reduce(torch.ones(2 + rank), group={group})")
-    world.execute("dist.all_reduce(torch.ones(1), group=group)")
-
-
-@pytest.mark.world
-def test_wrapped_workers_in_another_interpreter(tmp_path: Path) -> None:
-    """A virtual environment with packages of its own; the wrapper's doings hold in the worker."""
-    venv = tmp_path / "venv"
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=SOON
-    )
-    (site,) = venv.glob("lib/python*/site-packages")
-    here = [entry for entry in sys.path if entry.endswith("site-packages")]
-    root = str(Path(nbdist.__file__).parent.parent)
-    (site / "packages.pth").write_text("\n".join([*here, root]))
-    (site / "only_there.py").write_text("x = 7\n")
-    python = str(venv / "bin" / "python")
-    with World(1, log_dir="", python=python, wrap="nice -n 5 env WRAPPED=yes") as world:
-        world.execute("import os, sys, only_there")
-        found = world.gather("(sys.executable, sys.prefix, only_there.x)")
-        assert found == [(python, str(venv), 7)]
-        mine = f"[{ENVIRON}[name] for name in ('PYTHON_EXEC', 'WRAPPED', 'RANK')]"
-        assert world.gather(mine) == [[python, "yes", "0"]]
-        assert world.gather("os.nice(0)") == [5 + os.nice(0)]
-        command = psutil.Process(world.pids[0]).cmdline()
-        assert command == [python, "-P", "-m", "nbdist.worker"]
-
-
 def test_other_versions_than_the_notebooks(world: World, tmp_path: Path) -> None:
     """They are found before torch is imported, and told in one line; no worker is left."""
     other = tmp_path / "torch-1.9.0.dist-info"
@@ -155,23 +119,54 @@ def test_a_wrapper_that_stays(tmp_path: Path) -> None:
         assert not any(process.is_running() for process in processes)
 
 
-@pytest.mark.world
-def test_debug_tells_which_collectives_differ() -> None:
-    """Before it runs, with C++ stacks; also after a rank was replaced and the group renewed."""
-    mismatch = "x = torch.ones(2 + rank)\ndist.all_reduce(x)"
-    with World(2, log_dir="", debug=True) as world:
-        environ = world.gather(f"{{**{ENVIRON}}}")[1]
-        assert environ["CUDA_LAUNCH_BLOCKING"] == "1"
-        # With it torch's watchdog would end a worker that waits.
-        assert "NCCL_DESYNC_DEBUG" not in environ
-        with pytest.raises(WorkerDied):
-            world.execute("import os\nif rank: os._exit(3)\ndist.barrier()")
-        with pytest.raises(WorkerError, match="Detected mismatch between collectives"):
-            world.execute(mismatch)
-        running = world.session.running
-        assert running is not None
-        failure = running.transcript[0].failure
-        assert failure is not None
-        assert "Tensor shapes: 2vs 3" in failure.message
-        assert "C++ CapturedTraceback" in failure.message or "frame #" in failure.message
-        world.execute("dist.barrier()")
+MISMATCH = "Detected mismatch between collectives"
+
+
+def test_debug_tells_which_collectives_differ(world: World) -> None:
+    """Before it runs, with C++ stacks."""
+    world.restart(debug=True)
+    environ = world.gather(f"{{**{ENVIRON}}}")[1]
+    assert environ["CUDA_LAUNCH_BLOCKING"] == "1"
+    # With it torch's watchdog would end a worker that waits.
+    assert "NCCL_DESYNC_DEBUG" not in environ
+    with pytest.raises(WorkerError, match=MISMATCH):
+        world.execute("x = torch.ones(2 + rank)\ndist.all_reduce(x)")
+    running = world.session.running
+    assert running is not None
+    failure = running.transcript[0].failure
+    assert failure is not None
+    assert "Tensor shapes: 2vs 3" in failure.message
+    assert "C++ CapturedTraceback" in failure.message or "frame #" in failure.message
+    world.execute("dist.barrier()")
+
+
+def test_torchs_debug_level_reaches_a_fork(world: World) -> None:
+    """Its torch was imported without; the checks are there in renewed groups too."""
+    world.restart(debug=False, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    world.execute("group = dist.new_group([0, 1])")
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        world.execute("1 / 0 if rank else dist.barrier()")
+    for group in ("None", "group"):
+        with pytest.raises(WorkerError, match=MISMATCH):
+            world.execute(f"dist.all_reduce(torch.ones(2 + rank), group={group})")
+    world.execute("dist.all_reduce(torch.ones(1), group=group)")
+
+
+def test_wrapped_workers_in_another_interpreter(world: World, tmp_path: Path) -> None:
+    """A virtual environment with packages of its own; the wrapper's doings hold in the worker."""
+    venv = tmp_path / "venv"
+    command = [sys.executable, "-m", "venv", "--without-pip", str(venv)]
+    subprocess.run(command, check=True, timeout=SOON)
+    (site,) = venv.glob("lib/python*/site-packages")
+    here = [entry for entry in sys.path if entry.endswith("site-packages")]
+    root = str(Path(nbdist.__file__).parent.parent)
+    (site / "packages.pth").write_text("\n".join([*here, root]))
+    (site / "only_there.py").write_text("x = 7\n")
+    python = str(venv / "bin" / "python")
+    world.restart(1, python=python, wrap="nice -n 5 env WRAPPED=yes")
+    world.execute("import os, sys, only_there")
+    assert world.gather("(sys.executable, sys.prefix, only_there.x)") == [(python, str(venv), 7)]
+    mine = f"[{ENVIRON}[name] for name in ('PYTHON_EXEC', 'WRAPPED', 'RANK')]"
+    assert world.gather(mine) == [[python, "yes", "0"]]
+    assert world.gather("os.nice(0)") == [5 + os.nice(0)]
+    assert psutil.Process(world.pids[0]).cmdline() == [python, "-P", "-m", "nbdist.worker"]

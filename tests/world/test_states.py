@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.states`: the table of what can happen to a world."""
+"""Tests of `nbdist.world.states`: what can happen to a world, who is which rank, whose turn."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import BadRanks, UsageError, WorkerDied, WorkerError
+from nbdist.output.events import InputRequest
 from nbdist.topology import Position
 from nbdist.wire.node_messages import Processes, processes
+from nbdist.wire.spec import WorldSpec
 from nbdist.world.recovery import scaled_text
 from nbdist.world.states import (
+    SETTLE_SECONDS,
+    STAY_SECONDS,
     TRANSITIONS,
     Event,
+    Machines,
+    Prompts,
     Renumbering,
     State,
     compare,
@@ -24,6 +30,8 @@ from nbdist.world.states import (
 )
 from nbdist.world.world import World
 from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
 
 
 def reachable(start: State) -> set[State]:
@@ -39,46 +47,25 @@ def reachable(start: State) -> set[State]:
 
 
 def test_every_state_is_reachable():
-    """A new world can come into every state, and out of each; any can lose its agent."""
+    """A new world can come into every state, and out of each; any can lose its agent, or stop."""
     assert reachable(State.STOPPED) == {*State}
     assert {next_state(state, Event.AGENT_LOST) for state in State} == {State.LOST}
+    assert {next_state(state, Event.STOP) for state in State} == {State.STOPPING}
+    assert next_state(State.STOPPING, Event.STOPPED) is State.STOPPED
     assert all(State.STOPPED in reachable(state) for state in State)
 
 
-@pytest.mark.parametrize("state", [state for state in State if state is not State.STOPPED])
-def test_stop_ends_every_state(state: State):
-    """A shutdown is possible in every state, and takes two events."""
-    stopping = next_state(state, Event.STOP)
-    assert stopping is State.STOPPING
-    assert next_state(stopping, Event.STOPPED) is State.STOPPED
-
-
-@pytest.mark.parametrize("state", [state for state in State if state.has_workers])
-def test_worker_can_die_whenever_there_are_workers(state: State):
-    """A death is known as such, whatever the world was doing."""
-    goal = next_state(state, Event.RANK_DIED)
-    assert goal is (State.HEALING if state is State.HEALING else State.BROKEN)
-
-
-@pytest.mark.parametrize("state", [State.RUNNING, State.INTERRUPTING, State.STUCK, State.BROKEN])
-def test_stop_button_is_legal_while_a_cell_may_run(state: State):
-    """Interrupting again and again never raises."""
-    goal = next_state(state, Event.INTERRUPT)
-    assert next_state(goal, Event.INTERRUPT) is goal
-
-
-def test_cells_run_only_in_a_ready_world():
-    """A cell starts from one state."""
+def test_what_can_happen_while_a_cell_may_run():
+    """A death is known as such, and Stop is legal again and again; a cell starts from one state."""
+    for state in (state for state in State if state.has_workers):
+        goal = next_state(state, Event.RANK_DIED)
+        assert goal is (State.HEALING if state is State.HEALING else State.BROKEN)
+    for state in (State.RUNNING, State.INTERRUPTING, State.STUCK, State.BROKEN):
+        goal = next_state(state, Event.INTERRUPT)
+        assert next_state(goal, Event.INTERRUPT) is goal
     assert {state for (state, event) in TRANSITIONS if event is Event.TASK} == {State.READY}
-
-
-def test_what_is_not_in_the_table_raises():
-    """An event that cannot happen is a fault of ours, told with both names."""
     with pytest.raises(RuntimeError, match=r"TASK cannot happen to a world that is .*STOPPED"):
         next_state(State.STOPPED, Event.TASK)
-
-
-pytestmark = pytest.mark.shared_world
 
 
 def ranks(*pids: int) -> Processes:
@@ -110,23 +97,15 @@ def test_processes_are_compared(
     assert found.moved == {old: now for old, now in became.items() if old != now}
 
 
-def test_processes_of_two_machines_can_have_one_number() -> None:
-    """They are told apart by the node."""
+def test_what_became_of_ranks() -> None:
+    """Processes of two machines can have one number; what follows is told by what came before."""
     seats = (Position(0, 0), Position(1, 0))
     before = processes({0: 17, 1: 17}, seats)
     assert compare(before, processes({0: 17}, seats[1:])).became == {1: 0}
-
-
-def test_one_after_the_other() -> None:
-    """What became of a rank is what became of what it became."""
     both = compare(ranks(10, 11, 12, 13), ranks(11, 13)).then(compare(ranks(11, 13), ranks(13, 14)))
     assert both == Renumbering(4, 2, {3: 0})
     assert size_text(2, both.moved) == "now 2 workers · rank 3 is now rank 0"
     assert size_text(3, {}) == "now 3 workers"
-
-
-def test_ranks_of_a_task() -> None:
-    """They are those that are left, by their new numbers."""
     assert compare(ranks(10, 11, 12, 13), ranks(13, 12)).of((0, 2, 3)) == (0, 1)
 
 
@@ -144,27 +123,107 @@ def test_words(moved: Mapping[int, int], text: str) -> None:
     assert moved_text(moved) == text
 
 
+def test_machines() -> None:
+    """They are named in the order of their ranks, many are counted, one is not said again."""
+    one = Machines.one("here", 3)
+    assert one.by_rank == {rank: ("here", rank) for rank in range(3)}
+    assert (one.who([2, 0, 1]), one.who([1]), str(one)) == ("ranks 0-2", "rank 1", "here")
+    three = Machines({0: ("a", 0), 1: ("a", 1), 2: ("b", 0), 3: ("c", 0), 4: ("a", 2)})
+    assert three.who(range(5)) == "ranks 0-1,4 on a, 2 on b, 3 on c"
+    assert (three.who([2]), three.names) == ("rank 2 on b", ("a", "b", "c"))
+    assert (str(three), three.name(3), three.name(9)) == ("a, b and c", "c", "")
+    many = Machines({rank: (f"n{rank}", 0) for rank in range(9)})
+    assert (str(many), str(Machines())) == ("n0 and 8 other machines", "")
+    seats = (Position(0, 0), Position(2, 1))
+    spec = WorldSpec(2, None, {}, "/", (), 1, "python", seats=seats)
+    assert Machines.of({0: "a", 1: "c"}, spec).by_rank == {0: ("a", 0), 1: ("c", 1)}
+
+
+# --- prompts ----------------------------------------------------------------------------------
+
+
+def asked(*ranks: int, by_debugger: bool = False) -> Prompts:
+    prompts = Prompts()
+    for rank in ranks:
+        prompts.receive(rank, InputRequest(rank + 1, "> ", by_debugger=by_debugger), 0.0)
+    return prompts
+
+
+def test_in_the_order_of_the_ranks():
+    """Also where a later one was faster: the others are given a moment."""
+    prompts = asked(2)
+    assert prompts.next(0.0, unfinished={0, 1, 2}) is None
+    prompts.receive(1, InputRequest(2, "> "), SETTLE_SECONDS / 2)
+    assert prompts.next(SETTLE_SECONDS, unfinished={0, 1, 2}) is None
+    assert prompts.next(SETTLE_SECONDS * 2, unfinished={0, 1, 2}) == 1
+    assert prompts.next(SETTLE_SECONDS / 2, unfinished={1, 2}) == 1  # nobody else is to come
+    assert prompts.ranks == (1, 2)
+
+
+def test_a_conversation_is_not_torn_apart():
+    """Who was answered comes again first, for as long as it may ask again soon."""
+    prompts = asked(0, 1)
+    prompts.answered(0, 1.0)
+    assert prompts.next(1.0, unfinished={0, 1}) is None
+    prompts.receive(0, InputRequest(9, "> "), 1.1)
+    assert prompts.next(1.1, unfinished={0, 1}) == 0
+    prompts.answered(0, 2.0)
+    assert prompts.next(2.0 + 2 * STAY_SECONDS, unfinished={0, 1}) == 1
+    assert prompts.next(2.0, unfinished={1}) == 1  # rank 0 has finished
+
+
+def test_seconds_are_counted_once():
+    """While any rank waits, however many do."""
+    prompts = asked(0, 1)
+    prompts.answered(0, 1.0)
+    prompts.drop(1, 3.0)
+    assert prompts.seconds(10.0) == 3.0
+    prompts.receive(1, InputRequest(5, "> "), 10.0)
+    assert prompts.seconds(12.0) == 5.0
+    assert prompts.next(12.0, unfinished=()) == 1
+
+
+def test_a_line_is_for_one_rank():
+    """As the prompt says; `-r` is the debugger's alone, any other program may be told that."""
+    prompts = asked(0, 1, 3)
+    assert prompts.prompt(3) == "[rank 3] > "
+    assert prompts.answers(3, "-r all c", size=4) == {3: "-r all c"}
+    assert prompts.text == "ranks 0-1,3 wait for your input, one at a time"
+
+
+def test_a_line_for_several_debuggers():
+    """Those that wait in one of the ranks that were said."""
+    prompts = asked(0, 1, 3, by_debugger=True)
+    assert prompts.answers(0, "-r all n", size=4) == {0: "n", 1: "n", 3: "n"}
+    assert prompts.answers(0, "-r 1:3 p x + 1", size=4) == {1: "p x + 1"}
+    assert prompts.answers(0, "p x", size=4) == {0: "p x"}
+    assert prompts.answers(0, "-r", size=4) == {0: "-r"}
+    with pytest.raises(UsageError, match="`-r 2 c`: none of these ranks is in the debugger"):
+        prompts.answers(0, "-r 2 c", size=4)
+    with pytest.raises(UsageError):
+        prompts.answers(0, "-r 9 c", size=4)
+    said = "ranks 0-1,3 are in the debugger, one at a time · `-r all c` goes to all of them"
+    assert prompts.text == said
+
+
+def test_nobody_asks():
+    """There is nothing to say then."""
+    prompts = asked(2, by_debugger=True)
+    assert prompts.text == "rank 2 is in the debugger"
+    prompts.drop(2, 1.0)
+    assert prompts.next(2.0, unfinished={2}) is None
+    assert prompts.text == ""
+
+
 # --- in a world -------------------------------------------------------------------------------
+
 
 WHO = """
 [rank, local_rank, world_size, dist.get_rank(), dist.get_world_size(),
- *(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")),
+ *(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                                       "ROLE_WORLD_SIZE")),
+ os.environ["OMP_NUM_THREADS"] == str(torch.get_num_threads()),
  Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.name]
-"""
-
-TRAIN = """
-for step in range(3):
-    torch.manual_seed(10 * step + rank)
-    optimizer.zero_grad()
-    net(torch.randn(4, 64)).square().mean().backward()
-    optimizer.step()
-"""
-
-MODEL = """
-torch.manual_seed(0)
-layers = [torch.nn.Linear(64, 64) for _ in range(6)]
-net = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.02)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 """
 
 
@@ -184,21 +243,16 @@ def world(started: World) -> World:
 
 
 def test_the_rank_in_the_middle_leaves(world: World) -> None:
-    """The others keep what they have; whatever says who they are follows, and their model."""
+    """The others keep what they have; whatever says who they are follows."""
     pids = dict(world.pids)
-    world.execute(MODEL + TRAIN)
     world.execute("pair = dist.new_group([0, 1])\nmine = rank", ranks=[0, 1, 2])
     world.execute("only = rank", ranks=[2])
     world.scale(ranks=[0, 2])
     assert scaled_text(world.session) == "now 2 workers · rank 2 is now rank 1"
     assert world.pids == {0: pids[0], 1: pids[2]}
     assert world.gather("was") == [0, 2]
-    assert world.gather(WHO) == [[r, r, 2, r, 2, r, r, 2, 2, str(r)] for r in range(2)]
+    assert world.gather(WHO) == [[r, r, 2, r, 2, r, r, 2, 2, 2, True, str(r)] for r in range(2)]
     assert world.session.names.ranks_that_own("only") == {1}
-    world.execute(TRAIN)
-    first, other = world.gather("torch.cat([p.detach().flatten() for p in net.parameters()])")
-    assert first.equal(other)
-    assert first.isfinite().all()
     with pytest.raises(WorkerError, match="this group ended when the world was scaled, 3 -> 2"):
         world.execute("dist.barrier(pair)")
 
@@ -210,7 +264,7 @@ def test_it_is_healed_by_its_new_number(world: World) -> None:
         world.execute("if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
     assert world.state is State.READY
     assert world.gather("globals().get('was')") == [1, None]
-    assert world.gather(WHO)[1] == [1, 1, 2, 1, 2, 1, 1, 2, 2, "1"]
+    assert world.gather(WHO)[1] == [1, 1, 2, 1, 2, 1, 1, 2, 2, 2, True, "1"]
     world.execute("dist.all_reduce(torch.ones(1))")
 
 
@@ -220,17 +274,7 @@ def test_new_ranks_after_that(world: World) -> None:
     world.scale(3)
     assert scaled_text(world.session).startswith("now 3 workers · new ranks 1-2 do not have ")
     assert world.gather("globals().get('was')") == [2, None, None]
-    assert world.gather(WHO) == [[r, r, 3, r, 3, r, r, 3, 3, str(r)] for r in range(3)]
-
-
-def test_what_users_have_bound_stays(world: World) -> None:
-    """A `rank` that a cell has bound is theirs; torchrun's variables that they set are, too."""
-    world.execute("rank, os.environ['ROLE_RANK'] = 'mine', 'mine'", ranks=[2])
-    world.scale(ranks=[0, 2])
-    assert world.gather("rank") == [0, "mine"]
-    assert world.gather("os.environ['ROLE_RANK']") == ["0", "mine"]
-    world.execute("del rank", ranks=[1])
-    world.scale(1)  # that rank, with what it has of its own, is not for others
+    assert world.gather(WHO) == [[r, r, 3, r, 3, r, r, 3, 3, 3, True, str(r)] for r in range(3)]
 
 
 def test_cells_that_follow_their_ranks(world: World) -> None:

@@ -1,11 +1,11 @@
-"""Tests of `nbdist.world.workers`: how worlds begin and end, what fails then, what is left."""
+"""Tests of `nbdist.world.workers`: how worlds begin and end, and what changes meanwhile."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,19 @@ import torch
 
 from nbdist import topology
 from nbdist.config import WorldConfig
-from nbdist.errors import StartError
+from nbdist.errors import StartError, WorldNotStarted
 from nbdist.output.events import Died, Done
+from nbdist.topology import Position
 from nbdist.wire.messages import Healed
+from nbdist.wire.work import Surroundings
+from nbdist.world.spec import NotebookSurroundings, make_spec
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
 from tests.waiting import once, press_stop
 from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world(2)
 
 
 @pytest.fixture
@@ -43,10 +48,8 @@ def test_worker_that_cannot_form_its_group(
     """A start that fails says which rank, where, why, how it was started, and its last lines."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     world = World(2, log_dir="")
-    began = time.monotonic()
     with pytest.raises(StartError) as caught:
         world.start()
-    sys.stdout.write(f"{time.monotonic() - began:.2f} s\n")
     assert caught.value.rank in (0, 1)
     assert caught.value.host == os.uname().nodename
     assert "-m nbdist.worker" in caught.value.command
@@ -74,7 +77,7 @@ def test_worker_whose_gpu_torch_cannot_use(
         pytest.skip("torch can use one here")
     monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for _ in range(5):  # the other rank may be about to be forked
+    for _ in range(3):  # the other rank may be about to be forked
         world = World(2, log_dir="", share_gpus=True)
         with pytest.raises(StartError) as caught:
             world.start()
@@ -93,10 +96,8 @@ def test_worker_whose_import_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     world = World(2, log_dir="")
-    began = time.monotonic()
     with pytest.raises(StartError) as caught:
         world.start()
-    sys.stdout.write(f"{time.monotonic() - began:.2f} s\n")
     assert "broken on purpose" in str(caught.value)
     assert world.state is State.STOPPED
     world.shutdown()
@@ -116,7 +117,7 @@ def test_start_interrupted(new_children: Callable[[], list[psutil.Process]]) -> 
     world.shutdown()
 
 
-@pytest.mark.own_agent
+@pytest.mark.world
 def test_restart_interrupted() -> None:
     """A restart that Stop has cut short is asked for again, and ends the old workers."""
     with World(1, log_dir="") as world:
@@ -132,10 +133,7 @@ def test_restart_interrupted() -> None:
 
 
 def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
-    """Without a group nothing listens on TCP; gloo's own sockets do, on the loopback device.
-
-    Nor is anything of the environment in a command line, which other users can read.
-    """
+    """Without a group nothing listens on TCP; gloo's own sockets do, on the loopback device."""
     for backend in ("none", "gloo"):
         with new_world(2, backend=backend) as world:
             agent = psutil.Process(world.session.link.agent.pid)
@@ -156,6 +154,9 @@ def connections_of(process: psutil.Process) -> list[Any]:
     return list(ask("inet"))
 
 
+# --- what is known of them ------------------------------------------------------------------
+
+
 def test_who_was_replaced_is_said_once() -> None:
     """With how they ended; ranks that there are no more do not count."""
     workers = Workers(WorldConfig(n=2, log_dir=""))
@@ -165,3 +166,152 @@ def test_who_was_replaced_is_said_once() -> None:
     assert workers.replace_dead({"late"}) == (1,)
     assert (workers.dead, workers.names.lacking([1])) == ({}, "late and x")
     assert [workers.take_replaced(), workers.take_replaced()] == [{1: Died(-9, 0)}, {}]
+
+
+def test_before_the_start() -> None:
+    """How many there will be, in what layout and group; nothing can be sent."""
+    there = Workers(WorldConfig(layout="2x2", log_dir=""))
+    assert (there.state, there.size, there.layout) == (State.STOPPED, 4, "2x2")
+    assert (there.everyone, there.has_group, there.is_idle) == ((0, 1, 2, 3), True, True)
+    assert there.resolve("3") == 3
+    with pytest.raises(WorldNotStarted):
+        _ = there.link
+    assert not Workers(WorldConfig(1, backend="none", log_dir="")).has_group
+
+
+def test_what_another_notebook_has_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which launcher the machines came, also where this process is in no allocation."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    there = Workers(WorldConfig(2, log_dir=""))
+    memory = there.memory(there.config.patience)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert WorldConfig(**memory.options).launched_by == "slurm"
+
+
+def test_ranks_that_have_other_numbers_now() -> None:
+    """By node and process it is known who became whom, once for whoever asks."""
+    there = Workers(WorldConfig(layout="2x1", log_dir=""))
+    there.pids = {0: 100, 1: 101}
+    there.take_healed(Healed({0: 101}, {0: ""}, (Position(1, 0),)))
+    assert (there.size, there.pids) == (1, {0: 101})
+    assert there.take_moved() == {1: 0}
+    assert there.take_moved() == {}
+    assert Workers(there.config).size == 1  # after a restart, too
+
+
+# --- the notebook's surroundings --------------------------------------------------------------
+
+
+FOLDER, PATH = "__import__('os').getcwd()", "__import__('sys').path"
+
+
+def value(name: str) -> str:
+    return f"__import__('os').environ.get({name!r})"
+
+
+@pytest.fixture
+def here(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """What a test changes is for it alone."""
+    monkeypatch.chdir(os.getcwd())
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("NBT_A", "NBT_B", "NBT_TOKEN", "CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED"):
+        monkeypatch.delenv(name, raising=False)
+    return world
+
+
+def note(world: World) -> str:
+    world.execute("pass")
+    return world.session.surroundings.take_note()
+
+
+def test_the_folder(here: World, tmp_path: Path) -> None:
+    """Ranks go where the notebook goes, also new ones; one that has gone elsewhere stays there."""
+    os.chdir(tmp_path)
+    assert here.gather(FOLDER) == [str(tmp_path)] * 2
+    here.session.surroundings.take_note()  # pytest has variables of its own for each test
+    here.execute("import os; os.chdir('/')", ranks=[1])
+    (tmp_path / "below").mkdir()
+    os.chdir("below")
+    assert here.gather(FOLDER) == [str(tmp_path / "below"), "/"]
+    here.replace([1])
+    assert here.gather(FOLDER) == [str(tmp_path / "below")] * 2
+    assert here.session.surroundings.take_note() == ""
+
+
+def test_the_folder_that_was_removed(here: World, tmp_path: Path) -> None:
+    """A notebook without a folder sends its cells all the same; ranks stay where they are."""
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    here.execute("pass")
+    os.rmdir(tmp_path / "gone")
+    assert here.gather("rank") == [0, 1]
+    os.chdir(tmp_path)
+    assert here.gather(FOLDER) == [str(tmp_path)] * 2
+
+
+def test_the_path(here: World, tmp_path: Path) -> None:
+    """What the notebook adds to `sys.path` is importable in the next cell; a rank's own stays."""
+    (tmp_path / "nbt_beside.py").write_text("x = 7")
+    sys.path.insert(0, str(tmp_path))
+    here.execute("import sys, nbt_beside; sys.path += ['/own']; x = nbt_beside.x")
+    assert here.gather("x") == [7, 7]
+    sys.path.remove(str(tmp_path))
+    sys.path.insert(0, "/first")
+    sys.path.append("/last")
+    (path, _) = here.gather(PATH)
+    assert (path[0], path[-2:]) == ("/first", ["/own", "/last"])
+    assert str(tmp_path) not in path
+
+
+def test_the_environment(here: World) -> None:
+    """Variables follow, named in a line once and without values; a rank's own stay."""
+    note(here)
+    os.environ["NBT_A"], os.environ["NBT_TOKEN"] = "1", "hidden"
+    changed = "environment variables `NBT_A`, `NBT_TOKEN` changed in the notebook"
+    assert note(here) == f"{changed}, and on the ranks too"
+    assert note(here) == ""
+    assert here.gather(value("NBT_A")) == ["1", "1"]
+    here.execute("import os; os.environ['NBT_A'] = 'own'", ranks=[1])
+    os.environ["NBT_A"] = "2"
+    assert here.gather(value("NBT_A")) == ["2", "own"]
+    del os.environ["NBT_A"]
+    assert note(here).startswith("environment variable `NBT_A` changed")
+    assert here.gather(value("NBT_A")) == [None, "own"]
+    del os.environ["NBT_TOKEN"]
+    assert here.gather(value("NBT_TOKEN")) == [None, None]
+
+
+def test_variables_for_which_it_is_too_late(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read at a start is for new workers; what libraries set is sent, and nobody told."""
+    note(here)
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["PYTHONHASHSEED"] = "7"
+    said = note(here)
+    assert "`CUDA_VISIBLE_DEVICES`, `PYTHONHASHSEED` changed in the notebook after the" in said
+    assert said.endswith("`%dist_restart` gives it to them")
+    assert here.gather(value("CUDA_VISIBLE_DEVICES")) == [None, None]
+    for name in ("KMP_INIT_AT_FORK", "_RJEM_MALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "FALSE")
+    assert note(here) == ""
+    assert here.gather(value("KMP_INIT_AT_FORK")) == ["FALSE", "FALSE"]
+
+
+def test_on_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only what `--copy-env` names is right there; of all else is said how to set it."""
+    monkeypatch.chdir(tmp_path)
+    config = WorldConfig(n=2, hosts="node1", copy_env="NBT_A*", env={"NBT_C": "1"})
+    spec, _ = make_spec(config)
+    found = NotebookSurroundings(config, spec)
+    assert found.now() is None
+    for name in "ABC":
+        monkeypatch.setenv(f"NBT_{name}", "2")
+    assert found.now() == Surroundings(str(tmp_path), str(tmp_path), None, {"NBT_A": "2"})
+    said = found.take_note()
+    assert "`NBT_A` changed in the notebook, and on the ranks too" in said
+    assert said.endswith("`%dist_restart --env NBT_B=...` gives it to them")
+
+
+def test_a_world_that_was_taken_over(tmp_path: Path) -> None:
+    """Its ranks go to the folder of the notebook that has it now."""
+    config = WorldConfig(n=2)
+    spec = replace(make_spec(config)[0], cwd=str(tmp_path))
+    assert NotebookSurroundings(config, spec).now() == Surroundings(os.getcwd(), str(tmp_path))

@@ -1,15 +1,10 @@
-"""Tests of `nbdist.world` with real workers: cells, output, failures, and ways out of each.
-
-On workers that the fork server forked; what can differ, also on workers that were spawned.
-"""
+"""Tests of `nbdist.world` with real workers: cells, output, failures, and ways out of each."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,24 +13,23 @@ import psutil
 import pytest
 
 from nbdist.agent.worker_output import LOST_AFTER
-from nbdist.errors import AgentLost, UsageError, WorkerDied, WorkerError, WorldNotStarted
+from nbdist.errors import AgentLost, BadRanks, UsageError, WorkerError, WorldNotStarted
 from nbdist.output.events import Clear, Display, Text, Update
+from nbdist.values.payload import Identity, pack_names
+from nbdist.world.names import Shipped
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.cells import begin, follow, run, run_well
-from tests.waiting import wait_until
+from tests.cluster.launchers import install
+from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world
 
 
-@pytest.fixture(scope="module", params=["fork"])
-def started(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[World]:
-    """A world for all tests of the module; one rank where it imports torch anew."""
-    fork = request.param == "fork"
-    logs = tmp_path_factory.mktemp("logs")
-    with World(4 if fork else 1, fork=fork, log_dir=str(logs), name="test") as world:
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A world for all tests of the module."""
+    with World(4, log_dir=str(tmp_path_factory.mktemp("logs")), name="test") as world:
         yield world
 
 
@@ -48,44 +42,7 @@ def world(started: World) -> World:
     return started
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-# --- where a cell runs ------------------------------------------------------------------
-
-
-def test_process_inherits_the_notebooks_folder_and_path(world: World) -> None:
-    """Workers import what the notebook imports and open files where it does."""
-    found = world.gather("(__import__('os').getcwd(), __import__('sys').path)")
-    for folder, path in found:
-        assert folder == os.getcwd()
-        # ipykernel adds the current folder, as it has done in a notebook, and IPython 7 the
-        # folder of its extensions.
-        path = [entry for entry in path if not entry.endswith("/IPython/extensions")]
-        assert [entry for entry in path if entry] == [entry for entry in sys.path if entry]
-
-
-def test_collectives(world: World) -> None:
-    """All ranks share a group: all_reduce, barrier and all_gather_object give right results."""
-    run_well(
-        world,
-        "t = torch.ones(3) * rank\ndist.all_reduce(t)\ndist.barrier()\n"
-        "all_of_them = [None] * world_size\ndist.all_gather_object(all_of_them, rank)",
-    )
-    total = float(sum(range(world.size)))
-    for rank, (t, ranks) in enumerate(world.gather("(t, all_of_them)")):
-        assert t.tolist() == [total] * 3, rank
-        assert ranks == [*range(world.size)]
-
-
-@pytest.mark.parametrize(
-    ("started", "method"), [("fork", "fork"), ("spawn", "spawn")], indirect=["started"]
-)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_data_loader_with_workers(world: World, method: str) -> None:
     """A data set class of a cell works in a DataLoader with worker processes."""
     ran = run_well(
@@ -99,6 +56,7 @@ def test_data_loader_with_workers(world: World, method: str) -> None:
         f"    multiprocessing_context='{method}')\n"
         "print([batch.tolist() for batch in loader])\n"
         "del loader",
+        ranks=(0,),
     )
     assert ran.lines() == ["[[100, 101, 104, 109], [116, 125, 136, 149]]"]
     assert ran.stderr() == []
@@ -130,35 +88,23 @@ def test_order_of_everything(world: World) -> None:
 
 
 def test_text_is_not_changed(world: World) -> None:
-    """Leading spaces, tabs, missing newlines, colours, unicode: as they were printed."""
+    """Leading spaces, tabs, missing newlines, colours, unicode: as printed, by C code too."""
     said = "  two spaces\ttab\n\n\x1b[31mred\x1b[0m é€😀 no newline"
     ran = run_well(world, f"print({said!r}, end='')")
     text = "".join(output.text for rank, output in ran.news if (rank, type(output)) == (0, Text))
     assert text == said
-
-
-def test_c_stdio_is_flushed_at_the_end(world: World) -> None:
-    """What C code printed and did not flush belongs to the cell that ran it."""
+    # What C code printed and did not flush belongs to the cell that ran it.
     ran = run_well(world, "import ctypes\n_ = ctypes.CDLL(None).printf(b'from C\\n')")
     assert ran.lines() == ["from C"]
 
 
-def test_ten_megabyte_line(world: World) -> None:
-    """A line of 10 MB is in the log file in full, and accounted for in the notebook."""
+def test_much_text(world: World) -> None:
+    """10 MB in a line are in the log in full; 1 MB to stderr with the GIL held blocks no rank."""
     ran = run_well(world, "print('x' * 10_000_000)\nprint('end')", ranks=(0,))
     assert ran.lines()[-1] == "end"
     assert f"{'x' * 10_000_000}\nend\n" in (Path(world.logs[0]) / "stdout.log").read_text()
-
-
-def test_one_megabyte_to_stderr_with_the_gil_held(world: World) -> None:
-    """C code that fills stderr while it holds the GIL does not block its rank."""
-    ran = run_well(
-        world,
-        "import ctypes\n"
-        "line = b'e' * 999 + b'\\n'\n"
-        "written = ctypes.PyDLL(None).write(2, line * 1000, 1_000_000)\n"
-        "print(written)",
-    )
+    line = "import ctypes\nline = b'e' * 999 + b'\\n'\n"
+    ran = run_well(world, f"{line}print(ctypes.PyDLL(None).write(2, line * 1000, 1_000_000))")
     for rank in range(world.size):
         assert "1000000" in ran.lines(rank)
         assert ran.running.transcript[rank].line_count == 1001
@@ -189,47 +135,40 @@ def test_display_in_a_forked_child(world: World) -> None:
     assert ran.running.transcript.elapsed() < LOST_AFTER
 
 
-def test_threads_print_and_display_at_once(world: World) -> None:
-    """Text and displays of several threads arrive whole."""
-    log = Path(world.logs[0]) / "stdout.log"
-    before, errors = log.stat().st_size, log.with_name("stderr.log").stat().st_size
-    ran = run_well(
-        world,
-        "import sys, threading\nfrom IPython.display import display\n"
-        "def say(what, where):\n"
-        "    for _ in range(10): print(what * 100_000, file=where)\n"
-        "def show():\n"
-        "    for number in range(50): display(number)\n"
-        "threads = [threading.Thread(target=say, args=('€', sys.stdout)),\n"
-        "           threading.Thread(target=say, args=('e', sys.stderr)),\n"
-        "           threading.Thread(target=show)]\n"
-        "for thread in threads: thread.start()\n"
-        "for thread in threads: thread.join()\n",
-        ranks=(0,),
-    )
-    text = log.read_bytes()[before:].decode()
-    assert text.count("€") == 10 * 100_000
-    assert "\ufffd" not in text
-    assert "\x1b_" not in text
-    shown = [output.data["text/plain"] for _, output in ran.news if isinstance(output, Display)]
-    assert shown == [str(number) for number in range(50)]
-    assert log.with_name("stderr.log").read_bytes()[errors:].count(b"e") == 10 * 100_000
-
-
 # --- values back ------------------------------------------------------------------------
 
 
-def test_fetch_of_expressions(world: World) -> None:
-    """`execute` brings back values of names and expressions after the source has run."""
+def test_names_and_values(world: World) -> None:
+    """`execute` binds names first, and brings back names and expressions afterwards."""
     result = world.execute("x = rank * 2", fetch=("x", "x + 1"))
     assert list(result) == [{"x": 2 * r, "x + 1": 2 * r + 1} for r in range(world.size)]
     assert list(world.execute("", fetch=("x",))) == [2 * rank for rank in range(world.size)]
-
-
-def test_names_go_along(world: World) -> None:
-    """`execute(names=...)` binds values on the ranks first."""
     result = world.execute("y = [a + rank, b.sum()]", names={"a": 1, "b": np.ones(5)}, fetch=("y",))
     assert list(result) == [[1 + rank, 5.0] for rank in range(world.size)]
+
+
+class Bad:
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("no number",)
+
+
+def test_names_that_come_along(world: World) -> None:
+    """The table says who has them, unless they could not be rebuilt there; new workers do not."""
+    session = world.session
+    for value, owners in ((1, {"given": ("notebook", {0, 1, 2, 3})}), (Bad(), {})):
+        session.restart()
+        assert session.names.owners() == {}
+        payload, _ = pack_names({"given": value}, session.namespace)
+        shipped = {"given": Shipped(type(value), Identity(value))}
+        session.wait(session.submit(session.task(names=payload), shipped=shipped))
+        assert session.names.owners() == owners
+
+
+@pytest.mark.parametrize("ranks", ["0", [7], [-1], ["0"]])
+def test_ranks_that_there_are_not(world: World, ranks: list[int]) -> None:
+    """They are refused in a line, and nothing is sent."""
+    with pytest.raises(BadRanks, match="selects no ranks"):
+        world.task("x = 1", ranks=ranks)
 
 
 # --- errors -----------------------------------------------------------------------------
@@ -241,36 +180,12 @@ def test_one_rank_raises(world: World) -> None:
     assert isinstance(ran.error, WorkerError)
     assert isinstance(ran.error, KeyError)
     assert (ran.error.rank, ran.error.pid, [*ran.error.errors]) == (1, world.pids[1], [1])
-    assert f"1 of {world.size} ranks failed (1); first: rank 1 after " in str(ran.error)
-    assert str(ran.error).endswith("KeyError: 'lost'")
-    traceback = ran.traceback(1)
-    assert "raise KeyError('lost')  # here" in traceback
-    assert "nbdist" not in traceback
+    assert re.match(
+        r"1 of 4 ranks failed \(1\); first: rank 1 after .*KeyError: 'lost'$", str(ran.error)
+    )
+    assert "raise KeyError('lost')  # here" in ran.traceback(1)
+    assert "nbdist" not in ran.traceback(1)
     assert world.gather("done") == [*range(world.size)]
-
-
-def test_all_raise_and_the_earliest_is_the_cause(world: World) -> None:
-    """The rank that failed first is named first, whatever its number."""
-    ran = run(world, "import time\ntime.sleep(0.4 * (world_size - 1 - rank))\nraise OSError(rank)")
-    assert isinstance(ran.error, WorkerError)
-    assert ran.error.rank == world.size - 1
-    assert len(ran.error.errors) == world.size
-
-
-REPLACED = r"was restarted and its variables \(.+\) are gone; other ranks are unaffected\."
-
-
-def test_os_exit(world: World) -> None:
-    """`os._exit(3)` on one rank is told with its code; what it said is kept; it is replaced."""
-    ran = run(world, "import os\nprint('last words')\nif rank == 1:\n    os._exit(3)")
-    assert isinstance(ran.error, WorkerDied)
-    assert ran.error.exit_code == 3
-    assert "rank 1" in str(ran.error)
-    assert "exited with code 3" in str(ran.error)
-    assert re.search(REPLACED, str(ran.error))
-    assert ran.lines(1) == ["last words"]
-    assert repr(world) == f"<World {world.size} ranks, ready>"
-    assert world.gather("rank") == [*range(world.size)]
 
 
 def test_a_gpu_error_that_lasts(world: World) -> None:
@@ -313,7 +228,7 @@ def test_killed_while_idle(world: World) -> None:
     assert world.gather("globals().get('kept')") == expected
 
 
-# --- stop -------------------------------------------------------------------------------
+# --- stop, and ends ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -330,82 +245,29 @@ def test_interrupt(world: World, source: str, name: str) -> None:
     """Stop raises KeyboardInterrupt in Python code, and everything is kept."""
     run_well(world, "kept = rank")
     running = begin(world, source)
-    asked = time.monotonic()
     world.interrupt()
     ran = follow(world, running)
-    sys.stdout.write(f"{time.monotonic() - asked:.2f} s\n")
     assert isinstance(ran.error, WorkerError)
     assert {failure.name for failure in ran.error.errors.values()} == {name}
     assert world.state is State.READY
     assert world.gather("kept") == [*range(world.size)]
 
 
-def test_interrupt_of_a_shell_command(world: World) -> None:
-    """Stop ends a `!command` as it does in a notebook, where the cell goes on after it."""
-    running = begin(world, "!echo started; sleep 600\nprint('after')")
-
-    def all_have_started() -> bool:
-        world.session.receive(0.05)
-        return all(track.line_count >= 2 for track in running.transcript)
-
-    wait_until(all_have_started, "the commands run")
-    world.interrupt()
-    ran = follow(world, running)
-    assert ran.error is None
-    for rank in range(world.size):
-        assert ran.lines(rank)[-1] == "after"
-
-
-SLOW_TO_LEAVE = """
-source = "def show(*_, **__): import time; print('leaves'); time.sleep(2.8)"
-exec(compile(source, "elsewhere.py", "exec"))
-get_ipython().set_custom_exc((KeyboardInterrupt,), show)
-"""
-
-NEVER_LEAVES = """
-import signal, time
-if rank == 1:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-while True: time.sleep(0.1)
-"""
-
-
-def test_rank_that_is_slow_to_leave(world: World) -> None:
-    """Who has left the cell when others are killed is waited for, and keeps its variables."""
-    run_well(world, f"kept = rank\n{SLOW_TO_LEAVE}")
-    running = begin(world, NEVER_LEAVES)
-    world.interrupt()
-    ran = follow(world, running)
-    assert isinstance(ran.error, WorkerDied)
-    kept = world.gather("globals().get('kept')")
-    assert kept == [rank if rank != 1 else None for rank in range(world.size)]
-    world.restart()
-
-
-def test_restart_while_a_cell_runs(world: World) -> None:
-    """A restart ends a running cell and all it started, and the world is ready."""
-    running = begin(world, "import subprocess\n_ = subprocess.run(['sleep', '600'])")
-    children = [
-        child.pid
-        for pid in world.pids.values()
-        for child in psutil.Process(pid).children(recursive=True)
-    ]
-    assert len(children) == world.size
-    world.restart()
-    assert running.unfinished == (*range(world.size),)
-    assert world.gather("rank") == [*range(world.size)]
-    wait_until(lambda: not any(map(is_running, children)), "the cell's children have ended")
-
-
 def test_restart(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """New workers: a working group, no variables, the environment and folder of now."""
+    """It ends a running cell and all it started; new workers have the environment of now."""
     run_well(world, "gone = 1")
     before = dict(world.pids)
+    running = begin(world, "import subprocess\n_ = subprocess.run(['sleep', '600'])")
+    workers = map(psutil.Process, before.values())
+    children = [child for worker in workers for child in worker.children(recursive=True)]
+    assert len(children) == world.size
     monkeypatch.setenv("NBDIST_TEST_NEW", "1")
     monkeypatch.chdir(tmp_path)
     world.restart()
-    assert set(before.values()).isdisjoint(world.pids.values())
+    assert running.unfinished == (*range(world.size),)
     assert not any(psutil.pid_exists(pid) for pid in before.values())
+    _, alive = psutil.wait_procs(children, timeout=SOON)
+    assert alive == []
     assert world.gather("'gone' in globals()") == [False] * world.size
     run_well(world, "dist.barrier()")
     found = world.gather("(os := __import__('os')).environ['NBDIST_TEST_NEW'], os.getcwd()")
@@ -442,6 +304,34 @@ def test_it_starts_by_itself() -> None:
         world.shutdown()
     with pytest.raises(WorldNotStarted):
         world.run(os.getpid)
+
+
+@pytest.mark.own_agent
+def test_another_launchers_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task for all is for all who come; another launcher is refused in a line, or has its own."""
+    install(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    world = World(launcher="here", log_dir="")
+    try:
+        task = world.task("x = 7")
+        assert task.ranks == (0,)  # how many there will be is not known yet
+        running = world.submit(task)
+        assert (running.task.ranks, world.size > 1) == (world.session.everyone, True)
+        world.session.finish(running)
+        before, agent = world.pids, world.session.link.agent
+        assert "nbdist.cluster" in agent.command
+        with pytest.raises(
+            UsageError, match=r"`--launcher nowhere`: available: here, .*local, .*ssh"
+        ):
+            world.restart(launcher="nowhere", n=2)
+        assert (world.pids, world.session.config.launched_by) == (before, "here")
+        world.restart(1, keep=["x"], launcher="local")
+        assert "nbdist.cluster" not in world.session.link.agent.command
+        assert not psutil.pid_exists(agent.pid)
+        assert world.gather("x") == [7]
+    finally:
+        world.shutdown()
 
 
 def test_shutdown_and_start_again(world: World) -> None:

@@ -12,6 +12,7 @@ from IPython.core.error import StdinNotImplementedError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic_arguments import argument
 
+from nbdist.config import number_of_seconds
 from nbdist.errors import LocalCellError, NbdistError, UsageError
 from nbdist.notebook.cell_text import LineMagic, as_magic, divide
 from nbdist.notebook.cells import result_of, source_steps, through
@@ -20,7 +21,6 @@ from nbdist.notebook.commands.values import take_due
 from nbdist.notebook.display import Shown, below, table
 from nbdist.notebook.jobs import CellPlace, Job, Steps
 from nbdist.notebook.options import POOL, Magic, ranks_option, restarts_option, world_options
-from nbdist.readers import number_of_seconds
 from nbdist.words import count
 from nbdist.world.running import RunningTask
 
@@ -109,8 +109,7 @@ ASKED = (
 CELL_OPTIONS = cell_options()
 
 _RESET = re.compile(r"\s*%reset\b([^\n]*)")
-_BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")
-"""Where ranks are divided by blanks alone."""
+_BETWEEN = re.compile(r"(?<=\d)\s+(?=[\d-])")  # where ranks are divided by blanks alone
 
 
 @command(

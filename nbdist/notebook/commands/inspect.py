@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from html import escape
 from pathlib import Path
 
 from IPython.core.magic_arguments import argument
 
+from nbdist.config import number_of_seconds, whole_number
 from nbdist.errors import UsageError
 from nbdist.notebook.command import Line, command
-from nbdist.notebook.display import CellDisplay, Shown, below, block, table
+from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.figures import Below
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.pool import Pool
@@ -37,11 +38,10 @@ from nbdist.output.wording import (
     line,
     panel,
 )
-from nbdist.readers import number_of_seconds, whole_number
+from nbdist.system.processes import MODULE, safe_environ
 from nbdist.topology import parse_ranks
-from nbdist.wire.files import GetLogs, LogTail, read_logs
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
-from nbdist.wire.views import Stack
+from nbdist.wire.views import GetLogs, LogTail, Stack, read_logs
 from nbdist.words import count, format_ranks, name_ranks
 from nbdist.world.hangs import doing_of
 from nbdist.world.result import rows
@@ -56,8 +56,7 @@ ATTEMPT = whole_number("--attempt", "a number, such as `--attempt 1`", least=0)
 
 STREAMS = ("stdout", "stderr")
 
-PAGE_LINES = 10_000
-"""Lines that are asked for at a time where more are needed."""
+PAGE_LINES = 10_000  # lines that are asked for at a time where more are needed
 
 Ask = Callable[[GetLogs], tuple[LogTail, ...]]
 
@@ -101,7 +100,7 @@ def log_of(line: Line) -> Shown:
     get = GetLogs(line.ranks, streams, options.tail, options.attempt)
     found = ask(get)
     files = [*_files(found, get, session)]
-    tails = [replace(each, lines=last_lines(each, get, ask, pattern)) for each in found]
+    tails = [each._replace(lines=last_lines(each, get, ask, pattern)) for each in found]
     same: dict[tuple[str, tuple[str, ...]], list[LogTail]] = {}
     for each in tails:
         if each.lines:
@@ -122,14 +121,14 @@ def last_lines(
 ) -> tuple[str, ...]:
     """Return the last lines, or the last that hold the pattern; `tail` is what `get` got."""
     found: list[str] = []
-    more = replace(get, ranks=(tail.rank,), streams=(tail.stream,), most=PAGE_LINES)
+    more = get._replace(ranks=(tail.rank,), streams=(tail.stream,), most=PAGE_LINES)
     while True:
         # Without colours; and what a progress bar has overwritten was never seen.
         lines = [strip(line).rstrip("\r").rpartition("\r")[2] for line in tail.lines]
         found = [line for line in lines if pattern is None or pattern.search(line)] + found
         if len(found) >= get.most or not tail.start:
             return tuple(found[-get.most :])
-        (tail,) = ask(replace(more, end=tail.start)) or (replace(tail, lines=(), start=0),)
+        (tail,) = ask(more._replace(end=tail.start)) or (tail._replace(lines=(), start=0),)
 
 
 def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator[str]:
@@ -154,8 +153,10 @@ def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator
 # --- states, stacks, the last cell's output and the last failure ------------------------------
 
 
-SHORTEST = 0.5
-"""Seconds between two looks: to ask often is not to cost the ranks their time."""
+SHORTEST = 0.5  # seconds between two looks: to ask often is not to cost the ranks their time
+
+DOCTOR_TIMEOUT = 180.0
+"""More than it gives torch's import."""
 
 STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "starting": "#b8860b"}
 
@@ -166,6 +167,8 @@ STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "start
     argument("-f", "--follow", metavar="SECONDS", type=number_of_seconds("--follow"),
              help="refresh every SECONDS, until Ctrl-C or Stop"),
     argument("--stack", action="store_true", help="show the Python stack of each rank instead"),
+    argument("--doctor", action="store_true",
+             help="show what will not work on this machine instead, and what to do"),
     ranks_option,
     looks=True,
 )  # fmt: skip
@@ -175,17 +178,36 @@ def dist_status(line: Line) -> None:
     Answers within 0.2 s, also while a cell runs.  `--stack` shows where ranks are and how they
     came there, while they compute, wait in a collective or hold the GIL in C code.
     """
+    if line.options.doctor:
+        examined().on(line.display)
+        return
     pools = [pool for pool in line.pools if pool.has_workers] or [line.pool]
     every = line.options.follow
     if every is None:
         for pool in pools:
             _shown_of(line, pool).on(pool.display())
         return
-    picture = MovingPicture(line.display)
+    clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not line.display.can_change else ""
     with suppress(KeyboardInterrupt):
         while True:
-            picture.show(below(_shown_of(line, pool) for pool in pools))
+            shown = below(_shown_of(line, pool) for pool in pools)
+            sys.stdout.write(clear)
+            shown.on(line.display)
             time.sleep(max(every, SHORTEST))
+
+
+def examined() -> Shown:
+    """Run `nbdist doctor`, which imports torch, with this process's environment and limits."""
+    done = subprocess.run(
+        [sys.executable, *MODULE, "nbdist.terminal", "doctor"],
+        env=safe_environ(os.environ, os.getcwd()),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DOCTOR_TIMEOUT,
+    )
+    return block(done.stdout.rstrip())
 
 
 def _shown_of(line: Line, pool: Pool) -> Shown:
@@ -211,8 +233,7 @@ def _shown_of(line: Line, pool: Pool) -> Shown:
 
 OPEN_LINES = 60
 
-Who = Callable[[Iterable[int]], str]
-"""Names ranks, and their machines where there are several."""
+Who = Callable[[Iterable[int]], str]  # names ranks, and their machines where there are several
 
 
 def stacks_of(line: Line, pool: Pool) -> Shown:
@@ -272,8 +293,7 @@ def _colour(stack: Stack) -> str:
     return BLUE if stack.state == "busy" else GREEN
 
 
-LINES_AGAIN = 1000
-"""Lines that `%dist_output -r 3` shows without `--all`."""
+LINES_AGAIN = 1000  # lines that `%dist_output -r 3` shows without `--all`
 
 
 @command(
@@ -325,25 +345,3 @@ def dist_output(line: Line) -> Shown | str | None:
 dist_stack = dist_status.short("dist_stack", "--stack")
 dist_log = dist_output.short("dist_log", "--log")
 dist_why = dist_output.short("dist_why", "--failed")
-
-
-class MovingPicture:
-    """Shows what is newest where the one before was; in a log one below the other."""
-
-    def __init__(self, display: CellDisplay) -> None:
-        self._display = display
-        self._lines = 0
-
-    def show(self, shown: Shown) -> None:
-        """Put this in its place."""
-        if self._display.can_change or not sys.stdout.isatty():
-            shown.on(self._display)
-            return
-        width, height = shutil.get_terminal_size()
-        # What has left the screen above cannot be drawn over.
-        lines = [line[: width - 1] for line in shown.text.splitlines()][: height - 1]
-        up = f"\x1b[{self._lines}F" if self._lines else ""
-        text = "".join(f"{line}\x1b[K\n" for line in lines)
-        sys.stdout.write(f"{up}{text}\x1b[J")
-        sys.stdout.flush()
-        self._lines = len(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from argparse import Action
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from nbdist.notebook.cells import (
     check_end,
     follow_steps,
     prepare,
-    run_options,
     through,
 )
 from nbdist.notebook.command import Line, command
@@ -24,7 +24,6 @@ from nbdist.notebook.commands.cells import send, sending_options
 from nbdist.notebook.display import Shown, below, table
 from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import (
-    Argument,
     Magic,
     flags_of,
     our_flag,
@@ -65,12 +64,12 @@ def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
     return shlex.join(words[:index]), rest[1:] if rest[:1] == ["--"] else rest
 
 
-def _takes_next(flags: Mapping[str, Argument], word: str) -> bool:
+def _takes_next(flags: Mapping[str, Action], word: str) -> bool:
     """Say whether an option's value is the next word; it may be cut short as argparse allows."""
     names = [word] if word in flags else [flag for flag in flags if flag.startswith(word)]
     if not names:
         return takes_value(word)
-    return word.strip("-") != "" and flags[names[0]].takes_value
+    return word.strip("-") != "" and flags[names[0]].nargs != 0
 
 
 @command(
@@ -105,8 +104,8 @@ def _steps(line: Line) -> Steps:
     program, *words = line.words
     script = find_script(kind, program, words, local_rank=options.pass_local_rank)
     task, world = prepare(line.pool, script, options.ranks, line.display, options)
-    how = run_options(world, options)
-    return (yield from attempt_steps(line.pool, world, task, lambda _: None, line.display, how))
+    steps = attempt_steps(line.pool, world, task, lambda _: None, line.display, options)
+    return (yield from steps)
 
 
 # --- a rank's exception in its own debugger; IPython's `%debug` and `%pdb` lead there ---------
@@ -267,8 +266,6 @@ def names(found: Mapping[int, Memory], held: Iterable[tuple[int, Held]]) -> list
 
 
 TITLES = ("memory", "GPU tensors", "GPU held by torch")
-NONE = "0 MiB"
-
 
 dist_clean = dist_memory.short("dist_clean", "--free")
 
@@ -284,16 +281,15 @@ def freed(line: Line) -> Shown:
 
 def freed_rows(found: Mapping[int, Cleaned]) -> list[tuple[str, ...]]:
     """Lay out headings, and a row for all ranks whose figures are the same."""
-    texts = {
-        rank: [tuple(map(rounded, pair)) for pair in (each.memory, each.on_gpu, each.held_on_gpu)]
-        for rank, each in found.items()
-    }
-    # Without GPUs there are no columns for them.
-    on_gpu = {i for each in texts.values() for i in (1, 2) if {*each[i]} != {NONE}}
-    used = [0, *sorted(on_gpu)]
-    headings = ("ranks", *(title for i in used for title in (f"{TITLES[i]} before", "after")))
-    rows = {rank: tuple(text for i in used for text in each[i]) for rank, each in texts.items()}
-    return [headings, *((format_ranks(on), *row) for row, on in fold_ranks(rows).items())]
+    same = fold_ranks({rank: tuple(_freed(each)) for rank, each in found.items()})
+    headings = ("ranks", *(text for title in TITLES for text in (f"{title} before", "after")))
+    return in_use([headings, *((format_ranks(on), *row) for row, on in same.items())])
+
+
+def _freed(cleaned: Cleaned) -> Iterator[str]:
+    yield from map(rounded, cleaned.memory)
+    for pair in (cleaned.on_gpu, cleaned.held_on_gpu):
+        yield from map(rounded, pair) if any(pair) else ("", "")
 
 
 def rounded(size: int) -> str:

@@ -10,6 +10,7 @@ from functools import partial
 
 from IPython.core.magic_arguments import argument
 
+from nbdist.config import whole_number
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.cells import bind, bring, settled
 from nbdist.notebook.command import Line, Value, command, is_used
@@ -18,11 +19,10 @@ from nbdist.notebook.options import names_in, ranks_option
 from nbdist.notebook.pool import Pool
 from nbdist.notebook.shipping import push
 from nbdist.notebook.transfer import moved, packed
-from nbdist.readers import whole_number
 from nbdist.wire.work import Call
 from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line, size_text
 from nbdist.world import exchange
-from nbdist.world.exchange import Scatter, Wanted, wanted_to_restore, wanted_to_save
+from nbdist.world.exchange import Scatter
 from nbdist.world.names import list_names
 from nbdist.world.parts import Joining
 from nbdist.world.snapshot_store import Snapshot
@@ -211,8 +211,7 @@ def dist_sync(line: Line) -> str:
 
 
 EVERY = whole_number("--every", "a number, such as `--every 1`, or 0", least=0)
-MOST_SAID = 20
-"""Variables that are said by name."""
+MOST_SAID = 20  # variables that are said by name
 
 FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", least=0)
 
@@ -235,11 +234,11 @@ def dist_snapshot(line: Line) -> str:
     if options.remove is not None:
         removed = line.pool.snapshot_store.remove(options.remove)
         return f"removed {', '.join(f'`{each.key}`' for each in removed)}"
-    wanted = wanted_to_save(names_in(options.variables), options.name)
-    if every == 0 and wanted == Wanted(None, None):
+    wanted = tuple(names_in(options.variables)) or None, options.name
+    if every == 0 and wanted == (None, None):
         routine.every = 0
         return "automatic snapshots are off"
-    taken = _take(line.pool, line.world, wanted)
+    taken = _take(line.pool, line.world, *wanted)
     if every is not None:
         routine.every, routine.wanted, routine.cells = every, wanted, 0
     ranks = count(len(taken.parts), "rank")
@@ -247,7 +246,7 @@ def dist_snapshot(line: Line) -> str:
     again = f"again after every {count(routine.every, 'cell')}" if every else ""
     left = "; ".join(f"{name} ({why})" for name, why in taken.left_out.items())
     left = left and f"left out: {left}"
-    parts = [saved, size_text(taken.size), left, again, wanted.hint, str(taken.folder)]
+    parts = [saved, size_text(taken.size), left, again, str(taken.folder)]
     return " · ".join(filter(None, parts))
 
 
@@ -257,9 +256,9 @@ def take_due(pool: Pool) -> None:
     if not routine.is_due() or pool.world is None:
         return
     try:
-        _take(pool, pool.world, routine.wanted)
+        _take(pool, pool.world, *routine.wanted)
     except NbdistError as error:
-        named = f" `{routine.wanted.name}`" if routine.wanted.name else ""
+        named = f" `{name}`" if (name := routine.wanted[1]) else ""
         text = f"no snapshot{named} after this cell: {one_line(str(error))}"
         pool.display().say(text)
 
@@ -293,18 +292,17 @@ def dist_restore(line: Line) -> Shown | str:
     source = options.from_rank
     line.display.wait_for("restoring …")
     store = world.snapshot_store
-    wanted = wanted_to_restore(store, names_in(options.variables), options.name)
-    done = world.restore(names=wanted.names, name=wanted.name, ranks=ranks, from_rank=source)
+    names = names_in(options.variables)
+    done = world.restore(names=names, name=options.name, ranks=ranks, from_rank=source)
     taken = done.snapshot
     of_rank = f" of rank {source}" if source is not None else ""
     said = f"restored {list_names(done.names, MOST_SAID)}{of_rank} on {name_ranks(done.ranks)} "
     of_other = "" if taken.owner == store.owner else ", which this notebook did not save"
-    said += f"from `{taken.key}` of {taken.clock}{of_other}"
-    return " · ".join(filter(None, [said, wanted.hint]))
+    return f"{said}from `{taken.key}` of {taken.clock}{of_other}"
 
 
-def _take(pool: Pool, world: World, wanted: Wanted) -> Snapshot:
-    pool.routine.newest = taken = world.snapshot(names=wanted.names, name=wanted.name)
+def _take(pool: Pool, world: World, names: tuple[str, ...] | None, name: str | None) -> Snapshot:
+    pool.routine.newest = taken = world.snapshot(names=names, name=name)
     return taken
 
 

@@ -38,6 +38,14 @@ def nccl_version() -> tuple[int, ...]:
     return torch.cuda.nccl.version()  # type: ignore[no-untyped-call, no-any-return]
 
 
+def names() -> list[str]:
+    """Name those that torch can use; warns, as torch words it, why it cannot, or not well."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        return []
+    return [_module().get_device_name(n) for n in range(torch.accelerator.device_count())]
+
+
 # --- memory, in bytes, of an accelerator in use -----------------------------------------------
 
 

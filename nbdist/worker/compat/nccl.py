@@ -216,17 +216,27 @@ def adapter_of(backend: Any) -> Adapter:
 
 def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None:
     """Have `make(create, options)` make each; `create(options)` makes one without connecting it."""
-    torchs: Any = distributed_c10d
-    backends = torchs.Backend
-    if not hasattr(c10d, "ReconfigureOptions"):  # before torch 2.14
-        return
     for name in ("nccl", "nccl2"):
-        backends._ensure_backend_registered(name)
-        plugin = backends._plugins.get(name.upper())
-        # Where it is the legacy one, "nccl" is not to be made otherwise.
-        if plugin and plugin.creator_fn is not torchs._create_nccl_process_group:
+        if plugin := _plugin_of_nccl2(name):
             creator = _creator(plugin.creator_fn, make)
-            backends._plugins[name.upper()] = plugin._replace(creator_fn=creator)
+            plugins: Any = distributed_c10d.Backend._plugins
+            plugins[name.upper()] = plugin._replace(creator_fn=creator)
+
+
+def plain_class() -> str:
+    """Name the class that "nccl" is here."""
+    return "ProcessGroupNCCL2" if _plugin_of_nccl2("nccl") else "ProcessGroupNCCL"
+
+
+def _plugin_of_nccl2(name: str) -> Any:
+    """Return torch's plugin of this name, None where that is the legacy class or nothing."""
+    torchs: Any = distributed_c10d
+    if not hasattr(c10d, "ReconfigureOptions"):  # before torch 2.14
+        return None
+    torchs.Backend._ensure_backend_registered(name)
+    plugin = torchs.Backend._plugins.get(name.upper())
+    is_legacy = plugin and plugin.creator_fn is torchs._create_nccl_process_group
+    return None if is_legacy else plugin
 
 
 def _creator(original: Callable[..., Any], make: Callable[..., Any]) -> Callable[..., Any]:

@@ -257,7 +257,6 @@ class Group:
         return seam.MOST_RENEWALS if most is None and not renews else most
 
     def _start_over(self) -> None:
-        """Allow waits again, after `abort`."""
         for store in self._waited_in:
             store.start_over()
 
@@ -280,10 +279,7 @@ class Group:
         backend = None if side.group is None else seam.gloo_of(side.group)
         if side.group is not None and backend is None:
             return  # nccl's alone
-        meeting, rank = (
-            self._meeting_of(side.name, generation),
-            self._rank_in(side),
-        )
+        meeting, rank = self._meeting_of(side.name, generation), self._rank_in(side)
         if backend is not None and self._gloo.renews and seam.is_renewable(backend):
             self._gloo.renew(backend, meeting, rank, len(side.members))
             return
@@ -306,11 +302,7 @@ class Group:
     # --- nccl ---------------------------------------------------------------------------------
 
     def _connect_own_nccl(self, generation: int) -> None:
-        """Connect the world's group, while all ranks are known to come.
-
-        Also make groups ready that connect with their first collective; `_connect_others` has the
-        rest.
-        """
+        """Connect the world's group, and make groups ready that connect with a first collective."""
         for name, group in {WORLD: self._default.group, **self._default.subgroups()}.items():
             is_own = name == WORLD or not nccl.connects_at_once(group)
             if is_own and nccl.nccl_of(group) is not None:
@@ -322,11 +314,8 @@ class Group:
         """Connect nccl's backend of one group in keys of this generation."""
         if self._nccl is None:
             return
-        meeting, position = (
-            self._meeting_of(side.name, generation),
-            self._rank_in(side),
-        )
-        seat = self._nccl.seat(meeting, side.members, position)
+        meeting = self._meeting_of(side.name, generation)
+        seat = self._nccl.seat(meeting, side.members, self._rank_in(side))
         if side.group is None:
             self._stand_ins.append(self._nccl.stand_in(meeting, seat, side.timeout))
         elif generation == 1:

@@ -41,9 +41,6 @@ class TorchRendezvous:
         # of etcd-v2, below the one that the handler gives, is the handler's.
         self._kept: list[Any] = []
 
-    def __repr__(self) -> str:
-        return f"<TorchRendezvous {self._where.backend} {self._where.endpoint}>"
-
     def meet(self, generation: int, size: int) -> Any:
         """Return the store of this generation once all ranks have come.  Raises NoStore."""
         # torch would open another port, for a store that is never used.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from bdb import BdbQuit
 from collections.abc import Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from typing import Any
 
 from nbdist.values.payload import Payload
@@ -73,15 +72,6 @@ class LentNames:
         if found is _MISSING or name in READY_MODULES:
             return True
         return name in _left and _left[name] is found
-
-
-def answer(context: Context, source: str) -> str:
-    """Run code beside the user's cells, and return what it prints."""
-    shell: Any = context.shell
-    said = io.StringIO()
-    with redirect_stdout(said):
-        exec(compile(shell.transform_cell(source), "<front end>", "exec"), shell.user_ns)
-    return said.getvalue()
 
 
 def debug(context: Context) -> bool:

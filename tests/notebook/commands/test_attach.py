@@ -123,18 +123,3 @@ def test_restarted_by_its_manager(
     assert kill_world(name) == 0
     assert "SIGTERM" not in notebook.run("%%distributed\npass").error
     assert named(name) == []
-
-
-def test_a_kernel_that_has_workers_already(fresh: Callable[..., Notebook], name: str) -> None:
-    """Is told so; `%unload_ext` lets go of a world, which a pool of its own takes in."""
-    line = f"%dist_init -n 1 --backend none --detach --pool trainer --name {name}"
-    notebook = fresh("%load_ext nbdist", line, "%unload_ext nbdist", "%load_ext nbdist")
-    wait_until(lambda: named(name)[0].is_detached, "it is let go of")
-    assert notebook.run("%dist_init -n 1 --backend none --pool trainer").errors == []
-    refused = notebook.run(f"%dist_attach {name}").error
-    assert "this notebook already has workers" in refused
-    assert "`%dist_shutdown --pool trainer`" in refused
-    assert notebook.run("%dist_shutdown --pool trainer").errors == []
-    assert "no cell has run meanwhile" in notebook.run(f"%dist_attach {name}").text
-    assert body(notebook.run("%%distributed --pool trainer\nprint('here')"))[-1] == "here"
-    assert "has this name" in notebook.run("%dist_attach nowhere").error

@@ -6,12 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from nbdist.errors import UsageError
 from nbdist.notebook.commands.inspect import shown_stacks
 from nbdist.notebook.outcome import Why
 from nbdist.notebook.pool import Pools
 from nbdist.wire.views import Place, Stack, StackFrame
-from tests.notebook.front_end import Notebook, Outcome
 
 CELL = StackFrame("Cell In[5]", 7, "<module>", "dist.all_reduce(t)")
 LIBRARY = "/home/me/.venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -24,7 +22,7 @@ def waiting(rank: int) -> Stack:
 
 
 def test_equal_stacks_are_shown_once() -> None:
-    """Ranks with the same calls are one block, in the order of the first of each."""
+    """Ranks with the same calls, but for addresses and pids, are one block."""
     sleep = StackFrame("Cell In[5]", 3, "<module>", "time.sleep(600)")
     stacks = [waiting(3), waiting(0), Stack(1, 101, "busy", Place(line=3), (sleep,)), waiting(2)]
     assert shown_stacks("4 workers", stacks).text.splitlines() == [
@@ -38,10 +36,6 @@ def test_equal_stacks_are_shown_once() -> None:
         "  Cell In[5], line 3",
         "    time.sleep(600)",
     ]
-
-
-def test_what_differs_by_address_is_equal() -> None:
-    """Addresses, and each process's own number, make no stacks differ."""
     stacks = [
         Stack(
             rank,
@@ -91,44 +85,26 @@ def test_html_is_safe() -> None:
     assert html.count("<details ") == 3
 
 
-def test_without_workers(typed: Callable[[str], str]):
-    """How some are started, and with `-v` that no name is anywhere."""
+def test_without_workers(typed: Callable[[str], str], pools: Pools):
+    """How some are started; no name is there, and no failure but in its pool."""
     shown = typed("%dist_status -v").splitlines()
     assert shown[0].startswith("no workers are running · `%%distributed -n 4`")
     assert shown[1:] == ["made on the workers: none", "sent by the notebook: none"]
     assert typed("%dist_stack").startswith("no workers are running")
-
-
-def test_again_and_again(fresh: Callable[..., Notebook]):
-    """`-f` draws the table anew in its place until Stop, which is no error."""
-    notebook = fresh("%load_ext nbdist", env={"NBDIST_PRESTART": "0"})
-    stopped: list[bool] = []
-
-    def stop(outcome: Outcome) -> None:
-        if len(outcome.updates) >= 2 and not stopped:
-            stopped.append(True)
-            notebook.manager.interrupt_kernel()
-
-    shown = notebook.run("%dist_status -f 0.1", stop)
-    assert shown.errors == []
-    assert shown.text.startswith("no workers are running")
-    assert len(shown.displays) == 1
-    assert len(shown.updates) >= 2
-    assert "`--follow x`: a number of seconds" in notebook.run("%dist_status -f x").error
-
-
-@pytest.mark.parametrize("line", ["%dist_output", "%dist_output -r 0 --all"])
-def test_no_cell_has_run(typed: Callable[[str], str], line: str):
-    """There is no output to show again."""
-    with pytest.raises(UsageError, match="No distributed cell has run yet"):
-        typed(line)
-
-
-def test_the_last_failure(typed: Callable[[str], str], pools: Pools):
-    """That of the pool; none has its line too."""
     assert typed("%dist_why") == "nothing has failed yet\n"
     pools.at("a").why = Why("12:00:00 · rank 1", "bad shard", ("rank 2: the same",), "/x.log")
     assert typed("%dist_why --pool a").splitlines() == [
         "12:00:00 · rank 1", "bad shard", "rank 2: the same", "all of its lines: /x.log"
     ]  # fmt: skip
     assert typed("%dist_why") == "nothing has failed yet\n"
+
+
+@pytest.mark.world
+def test_what_will_not_work_here(
+    typed: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--doctor` shows what `nbdist doctor` does, of this process's environment; 0.6 s."""
+    monkeypatch.setenv("PYTHON_EXEC", "/nowhere/python")
+    first, *others = typed("%dist_status --doctor").splitlines()
+    assert first.startswith("problem: /nowhere/python cannot be run")
+    assert others[-1].startswith("ok: sockets of workers are in ")

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.commands.lifecycle`: what is said where there are no workers."""
+"""Tests of `nbdist.notebook.commands.lifecycle`, and of `%dist_sync`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from nbdist.errors import UsageError
 from tests.notebook.front_end import Notebook
 
 
@@ -15,20 +14,6 @@ def test_nothing_to_interrupt_or_end(typed: Callable[[str], str]):
     assert typed("%dist_interrupt") == "no cell is running on the workers\n"
     assert typed("%dist_shutdown") == "no workers were running\n"
     assert typed("%dist_shutdown --pool a") == "no workers were running\n"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--keep 1a", "names separated by commas, such as `step,history`"),
-        ("--keep a,b.c", "names separated by commas"),
-        ("-r 1 --debug", "the options of workers can only be changed for all of them"),
-    ],
-)
-def test_what_cannot_be(typed: Callable[[str], str], options: str, said: str):
-    """It is told before anything is ended; some ranks share a group with the others."""
-    with pytest.raises(UsageError, match=said):
-        typed(f"%dist_restart {options}")
 
 
 def test_a_stopped_shutdown_is_completed(fresh: Callable[..., Notebook]):
@@ -63,3 +48,47 @@ def test_a_task_that_nothing_follows(notebook: Notebook):
     last = said.displays[-1]["data"]["text/plain"]
     assert (said.errors, last) == ([], "Stopped on ranks 0-3. No variables were lost.")
     assert notebook.run("%%distributed\nassert kept == rank").errors == []
+
+
+@pytest.fixture
+def pair(kernel: Notebook) -> Notebook:
+    """Two workers, who have just been told of."""
+    if kernel.run("%%distributed -n 2\npass").errors:
+        assert kernel.run("%dist_scale 2").errors == []
+        assert kernel.run("%%distributed\npass").errors == []
+    return kernel
+
+
+@pytest.mark.shared_world
+def test_the_size_changes(pair: Notebook) -> None:
+    """It is said once, with what new ranks lack and which ranks are others now."""
+    pair.run("%%distributed\nkept = made = 5")
+    said = pair.run("%dist_scale +1").text
+    assert said.startswith("now 3 workers · new rank 2 does not have kept and made"), said
+    assert "now 3 workers" not in pair.run("%%distributed\nprint(world_size)").text
+    assert pair.run("%dist_scale -1").text == "now 2 workers"
+    pair.run("number = 41\n%dist_scale 3")
+    pair.run("%%distributed\nwas = rank + number - 41")
+    moved = "ranks 1-2 are now ranks 0-1"
+    assert pair.run("%dist_scale -r 1-2").text == f"now 2 workers · {moved}"
+    said = pair.run("%%distributed\nprint(rank, was, number)").text
+    assert moved in said
+    assert "0 1 41" in said
+    assert "1 2 41" in said
+    assert "are now" not in pair.run("%%distributed\nprint(rank)").text
+    assert pair.run("%dist_scale -r 0,1").text == "already 2 workers"
+
+
+@pytest.mark.shared_world
+def test_names_of_the_workers_are_copied(pair: Notebook) -> None:
+    """To the ranks that lack them; or to those that are named."""
+    pair.run("%%distributed\nmine = [rank]\nother = mine")
+    pair.run("%dist_scale 4")
+    said = pair.run("%dist_sync mine other --from 1").text
+    assert said == "copied mine, other from rank 1 to ranks 2-3"
+    pair.run("%dist_gather (mine[0],mine is other) --as found")
+    assert pair.value("found") == [(0, True), (1, True), (1, True), (1, True)]
+    said = pair.run("%dist_sync mine").text
+    assert said == "all ranks have mine already; `-r all` copies to all of them"
+    said = pair.run("%dist_sync mine --from -1 -r 0").text
+    assert said == "copied mine from rank 3 to rank 0"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -11,31 +10,13 @@ import pytest
 
 from nbdist.agent.worker_output import WorkerLog
 from nbdist.notebook.commands.inspect import last_lines
-from nbdist.wire import files as logs
-from nbdist.wire.files import (
-    BLOCK,
-    LONGEST,
-    PAGE,
-    GetLogs,
-    LogTail,
-    read_logs,
-)
-from tests.notebook.front_end import Notebook
+from nbdist.wire import views as logs
+from nbdist.wire.views import BLOCK, LONGEST, PAGE, GetLogs, LogTail, read_logs
+from tests.notebook.front_end import Notebook, lasting
 
 pytestmark = pytest.mark.shared_world
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("logs")
-
-
-@pytest.fixture(scope="module")
-def kernel(folder: Path) -> Iterator[Notebook]:
-    """One notebook for all tests of the module, with log files."""
-    notebook = Notebook("%load_ext nbdist", env={"NBDIST_LOG_DIR": str(folder)})
-    yield notebook
-    notebook.close()
+kernel = lasting("%load_ext nbdist", NBDIST_LOG_DIR="{folder}")
 
 
 @pytest.fixture
@@ -45,7 +26,7 @@ def notebook(kernel: Notebook) -> Notebook:
     return kernel
 
 
-def test_lines_of_the_ranks(notebook: Notebook, folder: Path) -> None:
+def test_lines_of_the_ranks(notebook: Notebook) -> None:
     """Lines come with their ranks, equal ones once; options choose which; the files are named."""
     assert notebook.run("%dist_restart").errors == []
     notebook.run(
@@ -53,7 +34,7 @@ def test_lines_of_the_ranks(notebook: Notebook, folder: Path) -> None:
         "print('\\x1b[31mwarned\\x1b[0m', rank, file=sys.stderr)"
     )
     lines = notebook.run("%dist_log --tail 2").text.splitlines()
-    attempt = max((folder / "run").iterdir(), key=lambda each: each.stat().st_mtime)
+    attempt = max((notebook.folder / "run").iterdir(), key=lambda each: each.stat().st_mtime)
     assert lines == [
         "── ranks 0-1 (same) ──",
         "step 7",
@@ -71,39 +52,18 @@ def test_lines_of_the_ranks(notebook: Notebook, folder: Path) -> None:
     assert notebook.run("%dist_log --grep nowhere").text.startswith("no lines with nowhere\nfiles")
 
 
-def test_attempts(notebook: Notebook, folder: Path) -> None:
+def test_attempts(notebook: Notebook) -> None:
     """Each start has files of its own, also where another world takes the run's name."""
     for number, restart in enumerate(("%dist_restart", "%dist_restart --backend none --name run")):
         notebook.run(f"%%distributed\nprint('before {number}')")
-        before = {each.name for each in (folder / "run").glob("attempt_*")}
+        before = {each.name for each in (notebook.folder / "run").glob("attempt_*")}
         assert notebook.run(restart).errors == []
         assert notebook.run("%dist_log").text.startswith("no lines")
         last = max(int(name[8:]) for name in before)
         assert f"before {number}" in notebook.run(f"%dist_log --attempt {last}").text
-    there = sorted(int(each.name[8:]) for each in (folder / "run").glob("attempt_*"))
+    there = sorted(int(each.name[8:]) for each in (notebook.folder / "run").glob("attempt_*"))
     error = notebook.run("%dist_log --attempt 99").error
     assert f"`--attempt 99`: there are {there[0]}-{there[-1]}, the last is now." in error
-
-
-@pytest.mark.parametrize(
-    ("source", "part"),
-    [
-        ("%dist_log --grep (", "`--grep (` is not a regular expression: "),
-        ("%dist_log --tail 0", "`--tail 0`: a number"),
-        ("%dist_log -r 7", "there is no rank 7"),
-    ],
-)
-def test_bad_input(notebook: Notebook, source: str, part: str) -> None:
-    """Each mistake gets one error of one line."""
-    assert part in notebook.run(source).error
-
-
-def test_no_log_files(fresh: Callable[..., Notebook]) -> None:
-    """Without workers, or without files, one line says so."""
-    notebook = fresh("%load_ext nbdist")
-    assert "There are no workers whose log to show" in notebook.run("%dist_log").error
-    notebook.run("%%distributed -n 1\nprint(1)")
-    assert "have no log files: NBDIST_LOG_DIR is empty" in notebook.run("%dist_log").error
 
 
 @pytest.fixture(params=[PAGE, 1000])

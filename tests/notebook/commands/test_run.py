@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nbdist.notebook.commands.run import dist_run, split_line
+from nbdist.errors import UsageError
+from nbdist.notebook.commands.run import dist_run, failed_rank, split_line
+from nbdist.notebook.pool import Pools
 from nbdist.output.ansi import strip
-from tests.notebook.front_end import Notebook, Outcome, body
+from nbdist.output.events import Died, Failure
+from tests.notebook.front_end import Notebook, Outcome, body, lasting
 
 pytestmark = pytest.mark.shared_world
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("scripts")
+kernel = lasting("%load_ext nbdist", "import os; os.chdir('{folder}')")
 
 
-@pytest.fixture(scope="module")
-def kernel(folder: Path) -> Iterator[Notebook]:
-    """A notebook in the folder of the scripts, with workers to be started by the first test."""
-    notebook = Notebook("%load_ext nbdist", f"import os; os.chdir({str(folder)!r})")
-    yield notebook
-    notebook.close()
+@pytest.fixture
+def folder(kernel: Notebook) -> Path:
+    """That of the notebook, with the scripts."""
+    return kernel.folder
 
 
 @pytest.fixture
@@ -75,20 +72,6 @@ def test_executables_and_modules(notebook: Notebook, folder: Path) -> None:
     assert lines[-1] == "mod ['--local-rank=0', 'a']"
 
 
-def test_what_cannot_be(notebook: Notebook, folder: Path) -> None:
-    """One line says so, and nothing has run."""
-    (folder / "fine.py").write_text("")
-    for line, words in (
-        ("-m", "give either a script or `-m module`"),
-        ("-m wrong.py", "give either a script or `-m module`"),
-        ("--no-python -m pkg", "a module needs python"),
-        ("--wrong wrong.py", "unknown option `--wrong`. `%dist_run?` shows"),
-        ("-r 7 fine.py", "`7` selects no ranks"),
-        ("-n 3 fine.py", "2 workers are running"),
-    ):
-        assert words in notebook.run(f"%dist_run {line}").error
-
-
 @pytest.mark.parametrize(
     ("line", "ours", "program"),
     [
@@ -100,20 +83,16 @@ def test_what_cannot_be(notebook: Notebook, folder: Path) -> None:
         ("--no-python -- -x", "--no-python", ["-x"]),
         ("-n", "-n", []),
         ("x.py '' \"a 'b'\"", "", ["x.py", "", "a 'b'"]),
+        (
+            "--standalone --tee 3 --rdzv_id=7 --nproc_per_node 2 --master-port 9 x.py --tee 1",
+            "--standalone --tee 3 --rdzv_id=7 -n 2 --master-port 9",
+            ["x.py", "--tee", "1"],
+        ),
     ],
 )
 def test_whose_option_it_is(line: str, ours: str, program: list[str]) -> None:
-    """Ours end with the first word that is none."""
+    """Ours end with the first word that is none; torchrun's take their values with them."""
     assert split_line(dist_run.run, line) == (ours, program)
-
-
-def test_options_of_torchrun() -> None:
-    """Those that have no flag here take their values with them, so that all are answered."""
-    line = (
-        "--standalone --tee 3 --rdzv_id=7 --nproc_per_node 2 --master-port 29500 train.py --tee 1"
-    )
-    ours = "--standalone --tee 3 --rdzv_id=7 -n 2 --master-port 29500"
-    assert split_line(dist_run.run, line) == (ours, ["train.py", "--tee", "1"])
 
 
 def test_error_in_a_script(notebook: Notebook, folder: Path) -> None:
@@ -182,3 +161,19 @@ def test_cell_that_is_run_again(notebook: Notebook) -> None:
     counts = "os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['TORCHELASTIC_MAX_RESTARTS']"
     again = body(notebook.run(f"%%distributed\nprint(*({counts}), len(net))"))
     assert again == ["── ranks 0-1 (same) ──", "0 0 2"]
+
+
+def test_the_one_that_failed_first(pools: Pools) -> None:
+    """Unless its process has ended: then there is nothing to look at."""
+    pool = pools.default
+    with pytest.raises(UsageError, match=r"no rank has failed yet. `-r 2`"):
+        failed_rank(pool)
+    pool.failed = 3, Failure("ValueError", "bad", (), 0)
+    assert failed_rank(pool) == 3
+    pool.failed = 2, Died(-9, 0)
+    with pytest.raises(
+        UsageError,
+        match=r"rank 2 was killed by SIGKILL, so .* `%dist_output "
+        r"--failed`",
+    ):
+        failed_rank(pool)

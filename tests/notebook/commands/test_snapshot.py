@@ -5,29 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.notebook.front_end import Notebook, body
+from tests.notebook.front_end import Notebook, body, lasting
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.shared_world
 
+kernel = lasting("%load_ext nbdist", NBDIST_SNAPSHOT_DIR="{folder}")
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+
+@pytest.fixture
+def folder(kernel: Notebook) -> Path:
     """Where the module's snapshots lie."""
-    return tmp_path_factory.mktemp("snapshots")
-
-
-@pytest.fixture(scope="module")
-def kernel(folder: Path) -> Iterator[Notebook]:
-    """One notebook for all tests of the module, with two workers."""
-    notebook = Notebook("%load_ext nbdist", env={"NBDIST_SNAPSHOT_DIR": str(folder)})
-    yield notebook
-    notebook.close()
+    return kernel.folder
 
 
 @pytest.fixture
@@ -91,29 +85,6 @@ def test_every(notebook: Notebook, folder: Path) -> None:
     assert notebook.run("%dist_snapshot --every 0").text == "automatic snapshots are off"
 
 
-def test_variables_come_first(notebook: Notebook) -> None:
-    """All words are variables; a name that comes first, as it once did, is told and understood."""
-    notebook.run("%%distributed\nmodel, step, other = 1, 2, 3")
-    said = notebook.run("%dist_snapshot model step").text
-    assert said.startswith("saved model and step of 2 ranks · snapshot `snapshot` · ")
-    assert "--name" not in said
-    said = notebook.run("%dist_snapshot epoch-3 model").text
-    assert said.startswith("saved model of 2 ranks · snapshot `epoch-3` · ")
-    assert "comes after `--name`: `%dist_snapshot model --name epoch-3`" in said
-    notebook.run("%%distributed\nmodel, step, other = 4, 5, 6")
-    said = notebook.run("%dist_restore snapshot step").text
-    assert said.startswith("restored step on ranks 0-1 from `snapshot@")
-    assert "`%dist_restore step --name snapshot`" in said
-    assert "restored model on ranks 0-1 from `epoch-3@" in notebook.run("%dist_restore model").text
-    assert body(notebook.run("%%distributed\nmodel, step, other")) == [
-        "── ranks 0-1 (same) ──",
-        "(1, 2, 6)",
-    ]
-    notebook.run("%dist_snapshot model --name model")
-    assert "`model` is a variable and a snapshot" in notebook.run("%dist_restore model").error
-    assert "restored model" in notebook.run("%dist_restore --name model").text
-
-
 def test_this_notebooks_newest(
     notebook: Notebook, folder: Path, fresh: Callable[..., Notebook], tmp_path: Path
 ) -> None:
@@ -137,11 +108,11 @@ def test_this_notebooks_newest(
     assert notebook.run("%dist_restore --name My-train").text.endswith("this notebook did not save")
     assert "not save" not in notebook.run("%dist_restore --name first").text
     assert body(notebook.run("%%distributed\nx"))[-1] == "'first'"
-    other.close()
-    again = fresh(*start, env=env)
-    assert " from `first@" in again.run("%dist_restore").text
-    assert body(again.run("%%distributed\nx"))[-1] == "'second'"
-    assert "removed `first@" in again.run("%dist_snapshot --remove first").text
+    for cell in ("%unload_ext nbdist", *start):
+        assert other.run(cell).errors == []
+    assert " from `first@" in other.run("%dist_restore").text
+    assert body(other.run("%%distributed\nx"))[-1] == "'second'"
+    assert "removed `first@" in other.run("%dist_snapshot --remove first").text
     assert [each.name for each in folder.iterdir()] == ["My-train"]
 
 

@@ -72,21 +72,13 @@ def test_a_cell_finds_what_it_uses(case: str, house: Any) -> None:
 
 
 def test_nothing_goes_that_is_not_used(house: Any) -> None:
-    """Other names of the notebook stay at home, and a cell without names takes nothing."""
+    """Nor what is IPython's, as long as the user has not bound it."""
     house.cell("a, b, f = 1, 2, lambda: a")
     assert house.names("b + 1") == {"b"}
     assert plan("x = 1\nprint(x)", house.table, ALL) is None
-
-
-@pytest.mark.parametrize("name", ["In", "Out", "_", "__", "_i", "_i3", "_12", "__name__", "_dh"])
-def test_ipythons_names_stay_at_home(name: str, house: Any) -> None:
-    """Names that IPython keeps for itself are never shipped."""
-    house.notebook.names[name] = [1]
-    assert house.names(f"{name}[0]") == set()
-
-
-def test_hidden_names_stay_at_home_until_the_user_binds_them(house: Any) -> None:
-    """What IPython put into the namespace is hidden; the user's own value is not."""
+    for name in ("In", "Out", "_", "__", "_i", "_i3", "_12", "__name__", "_dh"):
+        house.notebook.names[name] = [1]
+        assert house.names(f"{name}[0]") == set()
     house.notebook.names["open"] = hidden = lambda: None
     assert plan("open('x')", house.table, ALL, {"open": hidden}) is None
     house.cell("open = 5")
@@ -98,25 +90,17 @@ def test_hidden_names_stay_at_home_until_the_user_binds_them(house: Any) -> None
 # --- what changed -----------------------------------------------------------------------
 
 
-def test_a_function_that_was_defined_again_goes_again(house: Any) -> None:
-    """Also when the cell uses it through another function only."""
+def test_what_was_defined_again_goes_again(house: Any) -> None:
+    """Also through another function only; class attributes; what a module's name leads to."""
     house.cell("def g(): return 1\ndef f(): return g()")
     assert house.distributed("f()") == 1
     house.cell("def g(): return 2")
     assert house.names("f()") == {"g"}
     assert house.distributed("f()") == 2
-
-
-def test_a_class_attribute_that_changed_goes_again(house: Any) -> None:
-    """Setting it here sets it there, for instances that exist already."""
     house.cell("class A:\n    x = 1\na = A()")
     assert house.distributed("a.x") == 1
     house.cell("A.x = 2")
     assert house.distributed("a.x") == 2
-
-
-def test_a_later_submodule_is_imported_too(house: Any) -> None:
-    """The name is there already; what it leads to has grown."""
     sys.modules.pop("xml.sax.saxutils", None)
     house.cell("import xml.dom.minidom")
     house.distributed("xml.dom.minidom.__name__")
@@ -130,33 +114,27 @@ def test_a_later_submodule_is_imported_too(house: Any) -> None:
 
 
 def test_a_shared_object_is_shipped_again_with_all_its_names(house: Any) -> None:
-    """When the optimizer changed, the model goes with it, also if the cell does not use it."""
+    """What shares objects with what changed goes along, but not what the workers have bound."""
     house.cell("params = [1]\nmodel, opt = {'p': params}, [params]")
     house.distributed("model, opt")
     house.cell("opt.append('state')")
     assert house.distributed("len(opt)") == 2
     assert house.distributed("opt[0] is model['p']") is True
     assert house.notices == ["sent `model` again: shares objects with `opt`"]
+    house.cell("opt = [model['p']]")  # made after `model` was sent
+    assert house.distributed("opt[0] is model['p']") is True
+    house.distributed("model = 'workers'")
+    house.cell("opt.append(3)")
+    house.distributed("opt")
+    assert house.distributed("model") == "workers"
 
 
 def test_names_between_others(house: Any) -> None:
-    """What shares an object with a name that goes along goes along too."""
+    """What is between goes along; nothing that workers made of others is lost."""
     house.cell("x, y = [1], [2]\na, b, c = [x], [x, y], [y]")
     house.distributed("a, b, c")
     house.cell("a.append(3)")
     assert house.names("a") == {"a", "b", "c"}
-
-
-def test_a_name_that_comes_later_brings_what_it_shares(house: Any) -> None:
-    """`opt` is made after `model` was shipped."""
-    house.cell("model = {'p': [1]}")
-    house.distributed("model")
-    house.cell("opt = [model['p']]")
-    assert house.distributed("opt[0] is model['p']") is True
-
-
-def test_unrelated_names_do_not_go_again(house: Any) -> None:
-    """A change of one thing does not overwrite what the workers made of another."""
     house.cell("class A:\n    limits: list = []\na, b, c = A(), A(), [1]\na.x = b.x = 1")
     house.distributed("b.x = 'trained'\na.x, c")
     house.cell("a.x = 2\nc.append(2)")
@@ -164,19 +142,11 @@ def test_unrelated_names_do_not_go_again(house: Any) -> None:
     assert house.distributed("a.x, b.x, c") == (2, "trained", [1, 2])
 
 
-def test_what_belongs_to_the_workers_is_not_brought_along(house: Any) -> None:
-    """Not even by an object that it shared here."""
-    house.cell("model = {'p': [1]}\nopt = [model['p']]")
-    house.distributed("model = 'workers'")
-    house.distributed("opt")
-    assert house.distributed("model") == "workers"
-
-
 # --- big values -------------------------------------------------------------------------
 
 
 def test_big_values_are_announced(house: Any) -> None:
-    """The user reads name, size and number of ranks before it is sent."""
+    """With size, ranks and the name that is to blame, before it is sent."""
     house.notebook.names["corpus"] = b"x" * 200_000_000
     shipment = plan("len(corpus)", house.table, (0, 1, 2, 3))
     assert shipment
@@ -186,10 +156,6 @@ def test_big_values_are_announced(house: Any) -> None:
     assert packing.segment
     assert packing.payload.segment == packing.segment.ref
     packing.segment.close()
-
-
-def test_a_function_that_drags_a_big_value_along_is_told_apart(house: Any) -> None:
-    """The notice names the captured variable."""
     house.cell(
         "def make():\n    corpus = bytes(70_000_000)\n"
         "    def batches(): return len(corpus)\n    return batches\nbatches = make()"
@@ -269,17 +235,13 @@ def test_the_table_keeps_nothing_big_alive(house: Any) -> None:
 
 
 def test_a_value_that_cannot_be_pickled_stops_the_cell(house: Any) -> None:
-    """Nothing is sent or recorded then, not even the names that could be."""
+    """Nothing is sent or recorded then, nor a function that needs it."""
     house.cell(
         "import threading\nn = 1\nclass L: pass\nloader = L()\nloader.lock = threading.Lock()"
     )
     with pytest.raises(VariableNotSent, match=r"`loader`: `loader\.lock` \(thread lock\)"):
         plan("n, loader", house.table, ALL)
     assert house.table.owners() == {}
-
-
-def test_what_a_function_needs_must_be_shippable_too(house: Any) -> None:
-    """A function that uses a lock of the notebook cannot go without it."""
     house.cell("import threading\nlock = threading.Lock()\ndef f():\n    with lock: return 1")
     with pytest.raises(VariableNotSent, match="`lock`"):
         plan("f()", house.table, ALL)

@@ -208,18 +208,14 @@ def test_one_entry_of_a_big_dict(house: Any, monkeypatch: pytest.MonkeyPatch):
     assert house.distributed(total) == (46e6 + 2, 10)
 
 
-def test_it_is_released_with_the_name(house: Any):
-    """When the workers bind or delete it, or the notebook's value is another."""
+def test_memory_that_stays_shared(house: Any):
+    """It is released with the name; what a set-up cell took along stands alone."""
     house.cell("import numpy as np\ndata = [np.ones(2_000_000), np.ones(2_000_000)]")
     house.distributed("len(data)")
     assert len(house.table.kept("data")) == 1
     house.distributed("data = 5")
     assert house.table.kept("data") == []
-
-
-def test_set_up_cells_stand_alone(house: Any):
-    """What they took along is there for workers that come much later."""
-    house.cell("import numpy as np\ndata = [np.ones(2_000_000), np.ones(2_000_000)]")
+    house.cell("data = [np.ones(2_000_000), np.ones(2_000_000)]")
     house.distributed("len(data)")
     house.cell("data.append(1)")
     shipment = plan("data", house.table, (0,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 
@@ -24,21 +23,15 @@ def copying(ended: list[str]) -> Generator[int, None, str]:
     return "made"
 
 
-def test_between_machines():
-    """A line as long as something is under way."""
+def test_what_is_said_of_a_transfer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing at first; then lines that cannot change take as long again; between machines too."""
     text = on_its_way_text(1 << 20, 3 << 20, 2.0)
     assert text == "big variables are being sent: 1 MiB of 3 MiB · 512 KiB/s"
     assert on_its_way_text(3 << 20, 3 << 20, 2.0) == on_its_way_text(0, 0, 2.0) == ""
-
-
-def test_nothing_is_said_at_first(capsys: pytest.CaptureFixture[str]):
-    """What is made comes back all the same."""
     assert moved(copying([]), 3072, PlainDisplay(), "shipping x") == "made"
     assert capsys.readouterr().out == ""
-
-
-def test_lines_of_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """They cannot take one another's place: after each it takes as long again."""
     monkeypatch.setattr(transfer, "FIRST_SHOWN", 0.0)
     moved(copying([]), 3072, PlainDisplay(), "shipping x")
     assert capsys.readouterr().out.startswith("shipping x: 1 KiB of 3 KiB · ")
@@ -136,15 +129,8 @@ def test_stop_in_the_middle(slow: Notebook, line: str, what: str):
         assert slow.value("[float(each.sum()) for each in new]") == [5e6, 5e6]
 
 
-def test_a_name_that_a_cell_has_deleted(slow: Notebook):
-    """The workers lack it: the next cell that uses it takes it along again."""
-    slow.run("limit = 7")
-    slow.run("%%distributed\nprint(limit)\ndel limit")
-    assert "7" in slow.run("%%distributed\nprint(limit)").text
-
-
-def test_a_big_array(slow: Notebook):
-    """It is announced with its size; one number of it, changed in place, arrives on all ranks."""
+def test_what_is_sent_again(slow: Notebook):
+    """A big array is announced with its size, and goes again after one number of it has changed."""
     slow.run("data = np.zeros(9_000_000)")
     outcome = slow.run("%%distributed\nprint(data.sum())")
     assert "sent data (68.7 MiB) to 2 ranks" in outcome.text
@@ -152,27 +138,3 @@ def test_a_big_array(slow: Notebook):
     assert any(each.startswith("sending data") for each in drawn)
     slow.run("data[7_777_777] = 5")
     assert "5.0" in slow.run("%%distributed\nprint(data.sum())\ndel data").text
-
-
-ARRIVES_SLOWLY = """
-class Slow:
-    value = 5
-    def __init__(self, flag): self.flag = flag
-    def __setstate__(self, state):
-        import os, time
-        self.__dict__.update(state)
-        time.sleep(0 if os.path.exists(self.flag) else 30)
-late = Slow({flag!r})
-"""
-
-
-def test_stop_while_it_arrives(slow: Notebook, tmp_path: Path):
-    """The ranks have not bound it, and the next cell takes it along again."""
-    flag = tmp_path / "flag"
-    slow.run(ARRIVES_SLOWLY.format(flag=str(flag)))
-    use = "%%distributed\nprint(late.value)"
-    stopped = slow.run(use, slow.stop_at("2 ranks · "))
-    assert "KeyboardInterrupt: Stopped on ranks 0-1" in stopped.error
-    assert "False" in slow.run("%%distributed\nprint('late' in globals())").text
-    flag.touch()
-    assert slow.run(use).text.splitlines()[1:] == ["── ranks 0-1 (same) ──", "5"]

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from nbdist.errors import UsageError
 from nbdist.notebook import shipping
 from nbdist.notebook.free_names import Gathered, assigned_in
-from nbdist.notebook.shipping import (
-    atomic_version,
-    content_version,
-    done_there,
-    is_compared_whole,
-    plan,
-    push,
-)
+from nbdist.notebook.shipping import atomic_version, content_version, is_compared_whole, plan, push
+from nbdist.notebook.transfer import Shipment
 from nbdist.values.pickling import pickle
 
 
-def test_equal_values_of_other_types_differ() -> None:
-    """`1 == True == 1.0`, and yet `n = True` is to be sent."""
+def test_contents_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also deep inside, in buffers, and of other types; what is too big is sampled."""
     assert len({atomic_version(value) for value in (1, True, 1.0, 1 + 0j, "1", b"1")}) == 6
-
-
-def _version(value: Any) -> bytes:
-    return content_version(pickle(value, {}))
-
-
-def test_contents_decide() -> None:
-    """Also deep inside, and in buffers."""
-    numpy = pytest.importorskip("numpy")
     assert _version([[1], "x" * 99]) == _version([[1], "x" * 99])
     assert _version([[1]]) != _version([[2]])
     big = numpy.zeros(1 << 20, dtype="uint8")
@@ -40,11 +26,6 @@ def test_contents_decide() -> None:
     assert _version(big.copy()) == before
     big[12345] = 1
     assert _version(big) != before
-
-
-def test_what_is_too_big_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its length, some of its pages, and how often torch has changed it."""
-    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     monkeypatch.setattr(shipping, "WHOLE_LIMIT", 1 << 20)
     big, tensor = numpy.zeros((1 << 20) + 1, dtype="uint8"), torch.zeros(1 << 19)
     assert not is_compared_whole(pickle(big, {}))
@@ -56,15 +37,18 @@ def test_what_is_too_big_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _version(tensor) != of_tensor
 
 
+def _version(value: Any) -> bytes:
+    return content_version(pickle(value, {}))
+
+
 ALL = (0, 1)
 
 
-def test_what_was_done() -> None:
-    """Models are trained, on the ranks or on some of them."""
-    model = torch.nn.Linear(1, 1)
-    said = ["model was trained on the ranks since it was sent"]
-    said.append("xs was changed on rank 1 since it was sent")
-    assert [done_there("model", model, ALL, ALL), done_there("xs", [], (1,), ALL)] == said
+def planned(house: Any, source: str) -> Shipment:
+    """What a cell would take along."""
+    sent = plan(source, house.table, ALL)
+    assert sent is not None
+    return sent
 
 
 def changed(house: Any, *names: str, ranks: tuple[int, ...] = ALL) -> None:
@@ -75,26 +59,23 @@ def changed(house: Any, *names: str, ranks: tuple[int, ...] = ALL) -> None:
 def test_ranks_are_asked_only_before_something_is_replaced(house: Any) -> None:
     """Not where it comes for the first time, is bound again, is a definition, or is pushed."""
     house.cell("xs = [1]\nn = 1\nclass Net: pass\ndef f(x=[]): return Net, xs")
-    first = plan("xs, n, f", house.table, ALL)
-    assert first is not None
+    first = planned(house, "xs, n, f")
     assert first.replaces == {}
     house.distributed("xs, n, f() and 0")
     house.cell("xs.append(2)\nn = 2\nNet.size = f.size = 3")
-    sent = plan("xs, n, f", house.table, ALL)
-    assert sent is not None
+    sent = planned(house, "xs, n, f")
     assert {*sent.names} >= {"xs", "n", "Net"}
     assert sent.replaces == {"xs": {0, 1}}
     pushed = push(["xs"], house.table, ALL)
     assert pushed is not None
     assert pushed.replaces == {}
     house.cell("xs = xs + [3]")
-    sent = plan("xs", house.table, ALL)
-    assert sent is not None
+    sent = planned(house, "xs")
     assert sent.replaces == {}
 
 
 def test_what_ranks_have_changed_stays_theirs(house: Any) -> None:
-    """It is said once, in the words of which push and gather do what, until it is bound again."""
+    """It is said once, with push and gather, where the notebook changed it too."""
     house.cell("xs = [1]")
     house.distributed("xs")
     house.cell("xs.append(2)")
@@ -110,30 +91,22 @@ def test_what_ranks_have_changed_stays_theirs(house: Any) -> None:
     ]
     house.cell("xs = [5]")
     assert house.distributed("xs") == [5]
-
-
-def test_without_a_change_here_nothing_is_said(house: Any) -> None:
-    """The ranks' is what cells use anyway."""
-    house.cell("xs = [1]")
-    house.distributed("xs")
     changed(house, "xs", ranks=(0,))
     house.distributed("xs")
-    assert house.notices == []
+    assert len(house.notices) == 1
     house.cell("xs.append(2)")
     house.distributed("xs")
-    assert house.notices[0].startswith("xs was changed on rank 0 since it was sent; the notebook's")
+    assert house.notices[1].startswith("xs was changed on rank 0 since it was sent; the notebook's")
 
 
 def test_a_rank_that_lacks_it(house: Any) -> None:
-    """Those that have it are asked, and keep it; it goes to the others where it is as it was."""
+    """Those that have it, or an older one, are asked, and keep it; else it goes to the others."""
     house.cell("xs = [1]")
     house.distributed("xs", ranks=(0,))
-    sent = plan("xs", house.table, ALL)
-    assert sent is not None
+    sent = planned(house, "xs")
     assert (sent.names, sent.replaces, sent.stays) == (("xs",), {"xs": {0}}, {0: {"xs"}})
     changed(house, "xs", ranks=(0,))
-    sent = plan("xs", house.table, ALL)
-    assert sent is not None
+    sent = planned(house, "xs")
     assert (sent.names, sent.notices) == (
         (),
         (
@@ -141,17 +114,12 @@ def test_a_rank_that_lacks_it(house: Any) -> None:
             "--from 0` copies it, `%dist_push xs` sends the notebook's",
         ),
     )
-
-
-def test_a_rank_that_has_an_older_version(house: Any) -> None:
-    """It may have changed that one: it is asked too."""
-    house.cell("xs = [1]")
-    house.distributed("xs")
-    house.cell("xs.append(2)")
-    house.distributed("xs", ranks=(0,))
-    sent = plan("xs", house.table, ALL)
-    assert sent is not None
-    assert (sent.replaces, sent.stays) == ({"xs": {0, 1}}, {0: {"xs"}})
+    house.cell("ys = [1]")
+    house.distributed("ys")
+    house.cell("ys.append(2)")
+    house.distributed("ys", ranks=(0,))
+    sent = planned(house, "ys")
+    assert (sent.replaces, sent.stays) == ({"ys": {0, 1}}, {0: {"ys"}})
 
 
 def test_what_shares_objects_with_it(house: Any) -> None:
@@ -159,8 +127,7 @@ def test_what_shares_objects_with_it(house: Any) -> None:
     house.cell("inner = [1]\nouter = [inner]")
     house.distributed("inner, outer")
     house.cell("outer.append(2)")
-    sent = plan("outer", house.table, ALL)
-    assert sent is not None
+    sent = planned(house, "outer")
     assert sent.replaces == {"outer": {0, 1}, "inner": {0, 1}}
     changed(house, "inner")
     house.cell("other = {'of': inner}")

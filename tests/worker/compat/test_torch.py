@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.compat.torch`: torch as it is here, and one that lacks something."""
+"""Tests of `nbdist.worker.compat.torch`: torch as it is here, or lacks something."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 from nbdist.errors import RanksReleased
 from nbdist.worker.compat import torch as seam
 from nbdist.world.world import World
+
+pytestmark = pytest.mark.shared_world(2)
 
 WITHOUT_RECORDER = f"""#!{sys.executable}
 import runpy, sys
@@ -62,3 +64,22 @@ def test_a_world_whose_torch_lacks_something(tmp_path: Path) -> None:
         with pytest.raises(RanksReleased, match="barrier"):
             world.execute(SKIP)
         assert world.run(sum, [1, 2]).rank(0) == 3
+
+
+ONLY_RECEIVES = """
+from nbdist.worker.compat.torch import end_receive
+reduced = dist.all_reduce(torch.ones(1), async_op=True)
+sent = dist.isend(torch.ones(1), (rank + 1) % world_size)
+assert not end_receive(reduced)
+assert not end_receive(sent)
+dist.recv(t := torch.zeros(1), (rank - 1) % world_size)
+reduced.wait(), sent.wait()
+never = dist.irecv(t, tag=5)
+assert end_receive(never)
+assert not never.wait()
+"""
+
+
+def test_only_receives_can_be_ended(world: World) -> None:
+    """What is no receive of gloo's is left alone, by its class in C++."""
+    world.execute(ONLY_RECEIVES)

@@ -176,27 +176,26 @@ def test_functional_collectives(world: World) -> None:
 # --- contradictions -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("first", ["", "dist.destroy_process_group()\n"])
+@pytest.mark.parametrize(
+    ("arguments", "said", "remedy"),
+    [
+        ("rank=(rank + 1) % 3", "this is rank ", "Pass rank=rank or leave it out."),
+        ("backend='nccl'", "the world's group has the backend gloo, not nccl.", 'Pass "gloo" or'),
+    ],
+)
+def test_what_contradicts(world: World, first: str, arguments: str, said: str, remedy: str) -> None:
+    """It is refused, also once the group is destroyed; ranks are not renumbered."""
+    found = error_of(world, f"{first}dist.init_process_group({arguments})")
+    assert f"init_process_group: {said}" in found
+    assert remedy in found
+    world.execute(WORKS)
+
+
 def test_another_size(world: World) -> None:
     """A group of another size is refused while the world's is there, with the remedy."""
     said = error_of(world, "dist.init_process_group('gloo', rank=0, world_size=1)")
     assert "init_process_group: the world has 3 ranks, not 1. Pass world_size=world_size" in said
-    world.execute(WORKS)
-
-
-@pytest.mark.parametrize("first", ["", "dist.destroy_process_group()\n"])
-def test_another_rank(world: World, first: str) -> None:
-    """Ranks are not renumbered."""
-    said = error_of(world, f"{first}dist.init_process_group('gloo', rank=(rank + 1) % 3)")
-    assert "init_process_group: this is rank " in said
-    assert "Pass rank=rank or leave it out." in said
-    world.execute(WORKS)
-
-
-@pytest.mark.parametrize("first", ["", "dist.destroy_process_group()\n"])
-def test_another_backend(world: World, first: str) -> None:
-    """What the world's backend cannot do is not promised."""
-    said = error_of(world, f"{first}dist.init_process_group(backend='nccl')")
-    assert 'the world\'s group has the backend gloo, not nccl. Pass "gloo" or leave' in said
     world.execute(WORKS)
 
 

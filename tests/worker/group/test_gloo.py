@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group.gloo`: what it says, and groups connected anew, again and again."""
+"""Tests of `nbdist.worker.group`, of gloo: groups aborted and connected anew, again and again."""
 
 from __future__ import annotations
 
@@ -126,6 +126,72 @@ def test_what_a_cell_catches(world: World) -> None:
 def test_what_is_said_of_connections(message: str, connections: str) -> None:
     """That those to other ranks have ended, or timed out; nothing of a user's own."""
     assert connections_after(message) == connections
+
+
+SETUP = """
+import threading, time
+ours = get_ipython().kernel.group
+
+def abort():
+    while not ours.waits_to_meet:
+        time.sleep(0.01)
+    ours.abort()
+"""
+
+
+@pytest.fixture(scope="module")
+def started(started: World) -> World:
+    started.execute(SETUP)
+    return started
+
+
+def test_groups_that_a_rank_holds(world: World) -> None:
+    """Those besides the world's own, by name, with their ranks; none while that is destroyed."""
+    world.execute(
+        "before = ours.held()  # by earlier tests\n"
+        "one, both = [dist.new_group(ranks) for ranks in ([1], [0, 1])]\n"
+        "held = {name: each for name, each in ours.held().items() if name not in before}\n"
+        "names = [each.group_name for each in (one, both) if each is not dist.GroupMember."
+        "NON_GROUP_MEMBER]\n"
+        "dist.destroy_process_group()\n"
+        "gone = ours.held()"
+    )
+    held, names, gone = zip(*world.gather("held, names, gone"), strict=True)
+    assert [sorted(each.values()) for each in held] == [[(0, 1)], [(0, 1), (1,)]]
+    assert [sorted(each) for each in held] == [sorted(each) for each in names]
+    assert gone == ({}, {})
+
+
+def test_an_aborted_new_group(world: World) -> None:
+    """A rank that waits in the store for the others is out too."""
+    world.execute(
+        "if rank == 0:\n"
+        "    thread = threading.Thread(target=abort); thread.start()\n"
+        "    try: dist.new_group([0, 1])\n"
+        "    except ConnectionResetError as error: said = str(error)\n"
+        "    thread.join()"
+    )
+    (said,) = world.gather("said", ranks=[0])
+    assert said.startswith("Connection closed by peer")
+    heal(world)
+    world.execute(
+        "dist.all_reduce(t := torch.ones(1), group=dist.new_group([0, 1]))\nassert t == 2"
+    )
+
+
+def test_groups_are_the_same_ones_afterwards(world: World) -> None:
+    """They are connected anew in place, also those that only some ranks still hold."""
+    world.execute(
+        "default, pair, lost = dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 1])\n"
+        "if rank == 1: dist.destroy_process_group(lost)"
+    )
+    heal(world)
+    world.execute(
+        "assert dist.group.WORLD is default\n"
+        "for each in (default, pair):\n"
+        "    dist.all_reduce(t := torch.ones(1), group=each)\n"
+        "    assert t.item() == 2"
+    )
 
 
 def test_what_healing_leaves(world: World) -> None:

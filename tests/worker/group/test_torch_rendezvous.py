@@ -88,7 +88,6 @@ def test_an_etcd_that_is_away(backend: str, endpoint: str, monkeypatch: pytest.M
 def test_what_there_is_not(backend: str, why: str) -> None:
     """One line that says which, and why."""
     rank = TorchRendezvous(TorchStore(backend, "127.0.0.1", "world"), 0)
-    assert repr(rank) == f"<TorchRendezvous {backend} 127.0.0.1>"
     with pytest.raises(NoStore, match=why) as found:
         rank.meet(1, 1)
     assert "\n" not in str(found.value)

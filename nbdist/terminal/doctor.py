@@ -1,0 +1,286 @@
+"""`nbdist doctor`: whether workers can run on this machine, and what to do where they cannot.
+
+Packages may be missing, so nothing is imported that needs one; and no torch: what it alone knows is
+asked of a process that ends at once, `nbdist.worker.about`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from platform import python_version
+from typing import Any, NamedTuple
+
+from nbdist import __version__
+from nbdist.errors import BadTopology, NoRuntimeFolder
+from nbdist.system.folders import places, problem_of
+from nbdist.system.limits import memory_limits, process_limits, word_lack_of_files
+from nbdist.system.processes import MODULE, safe_environ
+from nbdist.system.requirements import is_within, requirements
+from nbdist.topology import (
+    check_start,
+    default_backend,
+    driver_version,
+    installed_gpus,
+    is_slice,
+    parse_workers,
+    resolve,
+    usable_cores,
+    visible_gpus,
+)
+from nbdist.words import count, one_line, size_text
+
+IMPORT_TIMEOUT = 120.0
+"""Seconds for torch, which a slow shared file system and busy processors can delay as long."""
+
+CONNECT_TIMEOUT = 2.0
+
+SHARED, LEAST_SHARED = "/dev/shm", 256 << 20
+"""Bytes with which a DataLoader's processes and nccl work; Docker gives 64 MiB."""
+
+AGENT_THREADS, THREADS_OF_RANK = 20, 15
+AGENT_MEMORY, MEMORY_OF_RANK = 300 << 20, 80 << 20
+"""What an agent has with its guard and fork server, and each rank that has no variable yet: seen
+were 5 and 12 threads, 120 and 75 MB, and what a first training step imports is 200 MB."""
+
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+LEVELS = ("problem", "warning", "ok")
+
+
+class Finding(NamedTuple):
+    """What will not work or may not, and what to do; or what is there."""
+
+    level: str
+    text: str
+
+
+problem, warning, ok = (partial(Finding, level) for level in LEVELS)
+Findings = Iterator[Finding]
+
+
+def doctor(workers: str) -> int:
+    """Print what was found for as many workers as `-n` says; 1 where something will not work."""
+    found = sorted(_examine(workers), key=lambda each: LEVELS.index(each.level))
+    sys.stdout.write("".join(f"{level}: {text}\n" for level, text in found))
+    return int(found[0].level == "problem")
+
+
+def _examine(workers: str) -> Findings:
+    gpus, cores = visible_gpus(os.environ), usable_cores()
+    size = resolve(parse_workers(workers), len(gpus), cores)
+    yield ok(f"this is about {count(size, 'worker')} (`-n {workers}`)")
+    try:
+        chosen, backend = os.environ.get("CUDA_VISIBLE_DEVICES"), default_backend(len(gpus))
+        if slow := check_start(size, len(gpus), cores, backend, chosen):
+            yield warning(slow)
+    except BadTopology as error:
+        yield problem(str(error))
+    yield from _packages()
+    python = os.path.expanduser(os.environ.get("PYTHON_EXEC") or sys.executable)
+    try:
+        about = ask(python)
+    except LookupError as error:
+        yield problem(error.args[0])
+    else:
+        yield from _torch(python, about)
+        yield from _gpus(gpus, about)
+    yield from _kernel(size)
+    yield from _memory(size)
+    yield from _network()
+    yield from _folders()
+
+
+def _packages() -> Findings:
+    """Look at all but torch, which the workers' interpreter has to have."""
+    found = {each for each in requirements() if each.name != "torch"}
+    wrong = {each for each in found if not each.found}
+    if "packaging" not in (each.name for each in wrong):
+        wrong = {each for each in found if not each.is_within}
+    if wrong:
+        there = ", ".join(sorted(f"{each.name} {each.found or '(missing)'}" for each in wrong))
+        wanted = " ".join(sorted(f"'{each.name}{each.wanted}'" for each in wrong))
+        remedy = f"`{sys.executable} -m pip install {wanted}`"
+        yield problem(f"nbdist does not run with {there}: {remedy}")
+    listed = sorted(f"{each.name} {each.found}" for each in found - wrong)
+    python = f"Python {python_version()} ({sys.executable})"
+    yield ok(" · ".join([f"nbdist {__version__}", python, *listed]))
+
+
+def ask(python: str, timeout: float = IMPORT_TIMEOUT) -> Mapping[str, Any]:
+    """Return what `nbdist.worker.about` says there; LookupError says why it cannot."""
+    try:
+        done = subprocess.run(
+            [python, *MODULE, "nbdist.worker.about"], stdin=subprocess.DEVNULL,
+            env=safe_environ(os.environ, os.getcwd()), capture_output=True, text=True,
+            errors="replace", timeout=timeout,
+        )  # fmt: skip
+    except OSError as error:
+        why = f"{python} cannot be run ({error.strerror}): PYTHON_EXEC says which is the workers'"
+        raise LookupError(f"{why} Python") from None
+    except subprocess.TimeoutExpired:
+        raise LookupError(
+            f"torch was not imported within {timeout:g} s: `{python} -X importtime -c "
+            "'import torch'` shows what takes so long; often a slow shared file system"
+        ) from None
+    if done.returncode == 0:
+        about: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return about
+    last = one_line((done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1])
+    if last.endswith("No module named 'torch'"):
+        raise LookupError(f"torch is not installed: `{python} -m pip install torch`")
+    raise LookupError(f"{python} cannot import torch and nbdist: {last}")
+
+
+def _torch(python: str, about: Mapping[str, Any]) -> Findings:
+    version, wanted = about["torch"], ""
+    with suppress(ImportError, StopIteration):  # packaging is missing; nbdist is not installed
+        wanted = next(each.wanted for each in requirements() if each.name == "torch")
+        if not is_within(version, wanted):
+            remedy = f"`{python} -m pip install 'torch{wanted}'`"
+            yield problem(f"nbdist does not run with torch {version}: {remedy}")
+    if not about["gloo"]:
+        yield problem(f"torch {version} has no gloo, by which ranks meet: install another build")
+    yield from (warning(f"torch: {' '.join(text.split())}") for text in about["said"])
+    nccl = f" · nccl {about['nccl']}" if about["nccl"] else ""
+    yield ok(f"torch {version} for {about['device']}{nccl} ({python})")
+
+
+def _gpus(gpus: Sequence[str], about: Mapping[str, Any]) -> Findings:
+    installed, chosen = installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and installed + len(chosen) and len(gpus) <= chosen.count(","):
+        which = f"selects {len(gpus)} of {count(installed, 'GPU')}"
+        yield warning(f"CUDA_VISIBLE_DEVICES={chosen} {which}: unset it, or name others, for more")
+    if not gpus:
+        yield ok("no GPU is visible: ranks use gloo on the CPU")
+        return
+    driver, used = driver_version() or "not known", about["gpus"]
+    # Of several slices CUDA shows a process the first alone.
+    if len(used) < (1 if is_slice(gpus[0]) else len(gpus)):
+        remedy = "update the driver, or install a torch for an older CUDA"
+        if about["device"] == "CPU":
+            remedy = "install a torch for this driver (pytorch.org/get-started)"
+        yield problem(
+            f"torch for {about['device']} can use {len(used)} of {count(len(gpus), 'GPU')}, with "
+            f"driver {driver}: {remedy}, or use `--backend gloo`"
+        )
+    elif not about["nccl"]:
+        yield problem("this torch has no nccl: install another build, or use `--backend gloo`")
+    names = ", ".join(dict.fromkeys(used)) or "not known to torch"
+    yield ok(f"{count(len(gpus), 'GPU')} ({names}) · driver {driver}")
+
+
+def _kernel(size: int) -> Findings:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        yield problem(
+            "pidfd_open, by which ends of processes are noticed, is not possible here "
+            f"({error.strerror}): use Linux 5.3 or later (this is {os.uname().release}), or a "
+            "container whose seccomp profile allows it"
+        )
+    if why := _unreadable():
+        scope = ""
+        with suppress(OSError):
+            scope = f", ptrace_scope is {PTRACE_SCOPE.read_text().strip()}"
+        yield warning(
+            "`%dist_stack` will show no stack of a rank in C code: no process's memory can be read "
+            f"({why}{scope}). `sysctl kernel.yama.ptrace_scope=1`, or start the container with "
+            "`--cap-add SYS_PTRACE`"
+        )
+    if lack := word_lack_of_files(size):
+        yield problem(lack)
+    else:
+        yield ok("open files: `ulimit -Hn` is high enough")
+    needed = AGENT_THREADS + THREADS_OF_RANK * size
+    for name, most, there in process_limits()[:1]:
+        text = f"{name} is {most}, and {there} processes and threads are there"
+        if most - there >= needed:
+            yield ok(text)
+        else:
+            remedy = "Raise it before the notebook is started, or use fewer workers"
+            yield problem(f"{text}; workers need some {needed} more. {remedy}")
+
+
+def _unreadable() -> str:
+    """Return why the memory of a process of this user cannot be read, "" if it can."""
+    try:
+        process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    except OSError:  # none can be started
+        return ""
+    with process:  # which ends with its stdin
+        try:
+            os.close(os.open(f"/proc/{process.pid}/mem", os.O_RDONLY))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def _memory(size: int) -> Findings:
+    needed = AGENT_MEMORY + MEMORY_OF_RANK * size
+    for found in sorted(memory_limits(), key=lambda each: each.free)[:1]:
+        free, most = size_text(max(0, found.free)), size_text(found.limit)
+        text = f"{free} of the {most} of memory are free that {found.where} may use"
+        if found.free >= needed:
+            yield ok(text)
+        else:
+            remedy = "Raise the limit, end other processes, or use fewer workers"
+            yield problem(f"{text}; workers need some {size_text(needed)}. {remedy}")
+    try:
+        shared = shutil.disk_usage(SHARED)
+    except OSError as error:
+        yield problem(f"{SHARED} cannot be used ({error.strerror}): mount a tmpfs there")
+        return
+    text = f"{SHARED} has {size_text(shared.total)}, {size_text(shared.free)} of them free"
+    if shared.free >= LEAST_SHARED:
+        yield ok(text)
+    else:
+        yield warning(
+            f"{text}: too few for a DataLoader with num_workers, which ends with `Bus error` then, "
+            f"and for nccl. Start the container with `--shm-size 8g`, or `mount -o remount,size=8g "
+            f"{SHARED}`"
+        )
+
+
+def _network() -> Findings:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), CONNECT_TIMEOUT).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        yield problem(f"gloo cannot connect ranks over 127.0.0.1 ({why}): `ip link set lo up`")
+    asked = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    there = [name for _, name in socket.if_nameindex()]
+    if asked and asked not in there:
+        listed = f"This machine has {', '.join(there)}; without the variable workers use lo"
+        yield problem(f"GLOO_SOCKET_IFNAME={asked}: there is no such network interface. {listed}")
+    with suppress(ImportError):  # a package is missing
+        from nbdist.cluster.server import addresses
+
+        address = addresses(None)[0]
+        if address == "127.0.0.1":
+            yield warning("this machine has no address for others: workers can run here alone")
+        else:
+            yield ok(f"other machines reach this one at {address} (`--address` names another)")
+
+
+def _folders() -> Findings:
+    why = {str(place): problem_of(place) for place in places()}
+    good = next((place for place in why if not why[place]), "")
+    if not good:
+        yield problem(str(NoRuntimeFolder(why)))
+        return
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        place = os.environ.get(name) and str(Path(os.environ[name]))
+        if place and why[place]:
+            text = f"{name}={one_line(place, 50)} cannot hold sockets ({why[place]})"
+            yield warning(f"{text}: {good} is used instead, another folder would do")
+    yield ok(f"sockets of workers are in {good}")

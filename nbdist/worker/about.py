@@ -1,0 +1,52 @@
+"""What only torch knows of a machine: `python -m nbdist.worker.about` writes it as JSON.
+
+`nbdist doctor` runs it, in a process that ends at once: torch may load CUDA here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import TypedDict
+
+
+class About(TypedDict):
+    """Versions are "" where there is none; `said` is what torch has warned of."""
+
+    torch: str
+    device: str  # what this build is for: `CUDA 12.8`, `ROCm 6.4`, `CPU`
+    gpus: list[str]
+    gloo: bool
+    nccl: str
+    said: list[str]
+
+
+def about() -> About:
+    """Import torch, and look."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        import torch
+        import torch.distributed as dist
+
+        from nbdist.worker.compat import accelerator
+
+        gpus = accelerator.names()
+    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    has_groups, nccl = dist.is_available(), ""
+    if has_groups and dist.is_nccl_available():
+        from nbdist.worker.compat.nccl import plain_class
+
+        nccl = f"{'.'.join(map(str, accelerator.nccl_version()))} ({plain_class()})"
+    return {
+        "torch": torch.__version__,
+        "device": next((f"{kind} {each}" for kind, each in built.items() if each), "CPU"),
+        "gpus": gpus,
+        "gloo": has_groups and dist.is_gloo_available(),
+        "nccl": nccl,
+        "said": [str(each.message) for each in said if each.category is UserWarning],
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(about()))

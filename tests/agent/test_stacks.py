@@ -1,0 +1,220 @@
+"""Tests of `nbdist.agent.stacks`: the calls of real processes, which cannot tell them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, replace
+from pathlib import Path
+from types import CodeType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbdist.agent import stacks
+from nbdist.agent.stacks import Call, StackFile, Torn, calls_in
+from nbdist.wire.views import LARGEST, CallLayout, StackFrame
+from tests.waiting import SOON, wait_until
+
+PROGRAM = """
+import os, re, signal, sys, threading, time
+from nbdist.worker.probe import write_stacks_to
+
+def inner(end):
+    {deed}
+
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+write_stacks_to(sys.argv[1])
+inner(print("ready", flush=True))
+"""
+"""Handles no signal, in any thread: to look at it need not run anything there, and so cannot
+crash it."""
+
+HOLDS_THE_GIL = 're.match("(a+)+$", "a" * 60 + "b")'
+
+RUNS = """while True:
+        for rests in [False] * 300 + [True]:
+            one(30, rests)
+            other(30, rests)
+
+def one(n, rests): return one(n - 1, rests) if n else rests and time.sleep(0.02)
+def other(n, rests): return other(n - 1, rests) if n else rests and time.sleep(0.02)
+"""
+"""Two stacks in turn, in the same memory; no call of the one is in the other."""
+
+
+@contextmanager
+def program(folder: Path, deed: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A process that does this once it has said that it is ready, and the file of its stacks."""
+    (folder / "program.py").write_text(PROGRAM.format(deed=deed))
+    file = folder / "stacks"
+    with subprocess.Popen(
+        [sys.executable, "-m", "program", str(file)], cwd=folder, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        try:
+            yield process, file
+        finally:
+            process.kill()
+
+
+@contextmanager
+def memory_of(folder: Path, deed: str) -> Iterator[tuple[int, CallLayout]]:
+    """The memory of such a process, which has not ended by then, and what it says of its calls."""
+    with program(folder, deed) as (process, file):
+        layout = CallLayout.read(file.read_bytes().partition(b"\n")[0])
+        with open(f"/proc/{process.pid}/mem", "rb", 0) as memory:
+            yield memory.fileno(), layout
+        assert process.poll() is None
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("deed", ["time.sleep(1000)", HOLDS_THE_GIL])
+def test_sample(tmp_path: Path, deed: str) -> None:
+    """The main thread's calls, innermost first, also where C code holds the GIL."""
+    file = str(tmp_path / "program.py")
+
+    async def twice(stacks: StackFile, pid: int) -> list[tuple[Call, ...]]:
+        while (file, 6, "inner") not in await stacks.sample(pid, SOON):
+            pass  # it has said that it is ready, and not come to it yet
+        return [await stacks.sample(pid, SOON) for _ in range(2)]
+
+    with program(tmp_path, deed) as (process, stack_file):
+        for calls in asyncio.run(twice(StackFile(str(stack_file)), process.pid)):
+            found = [call for call in calls if call[0] == file]
+            assert found == [(file, 6, "inner"), (file, 11, "<module>")]
+            assert calls[-1][2] == "_run_module_as_main"
+
+
+@pytest.mark.world
+def test_a_process_without_python(tmp_path: Path) -> None:
+    """It has no calls there; and neither has one that is no more, or has written no file."""
+    file = tmp_path / "stacks"
+    found = StackFile(str(file))
+    assert asyncio.run(found.sample(1, SOON)) == ()
+    assert found.crash_text(-signal.SIGABRT, None) == ""
+    file.write_bytes(CallLayout(1 << 46, 1 << 45, 1 << 44, *range(13)).line())
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        assert asyncio.run(StackFile(str(file)).sample(process.pid, 0.1)) == ()
+        assert process.poll() is None
+        process.kill()
+    assert asyncio.run(StackFile(str(file)).sample(process.pid, SOON)) == ()
+
+
+@pytest.mark.world
+def test_crash(tmp_path: Path) -> None:
+    """What it was, and the calls with their code; nothing where it did not crash."""
+    with program(tmp_path, "os.abort()") as (process, file):
+        assert process.wait(SOON) == -signal.SIGABRT
+    found = StackFile(str(file))
+    assert found.crash_text(-signal.SIGKILL, None) == ""
+    first, *calls = found.crash_text(-signal.SIGABRT, None).splitlines()
+    assert first == "Fatal Python error: Aborted, in"
+    assert calls[-2:] == [f"  {tmp_path}/program.py, line 6, in inner", "    os.abort()"]
+    found.remove()
+    found.remove()
+    assert not file.exists()
+
+
+def test_crash_calls() -> None:
+    """Those that stand under the line for it; a line that cannot be known is 0."""
+    calls = '  File "a.py", line 1 in f\n  File "b.py", line ??? in g\n'
+    found = stacks.crash_calls(f"Aborted\n\nStack (most recent call first):\n{calls}")
+    assert found == (("a.py", 1, "f"), ("b.py", 0, "g"))
+    assert stacks.crash_calls(calls) == ()
+
+
+def test_frames_of_a_cell() -> None:
+    """From the cell in, outermost first, with the lines of the cell's own source."""
+    kernel = ("/site-packages/IPython/core/interactiveshell.py", 9, "run_code")
+    cell, other = "/tmp/ipykernel_7/1.py", "/tmp/ipykernel_7/2.py"
+    calls = ((__file__, 1, "g"), (other, 4, "h"), (cell, 2, "<module>"), kernel)
+    frames = stacks.own_frames(stacks.frames_of(calls, 5, "x = 1\n  f()"))
+    assert stacks.with_code(frames) == (
+        StackFrame("Cell In[5]", 2, "<module>", "f()"),
+        StackFrame("Cell In[?]", 4, "h"),
+        StackFrame(__file__, 1, "g", Path(__file__).read_text().splitlines()[0]),
+    )
+    frames = stacks.own_frames(stacks.frames_of((calls[0], kernel), None, ""))
+    assert frames == [StackFrame(__file__, 1, "g")]
+
+
+# --- what is read while it changes --------------------------------------------------------
+
+
+@pytest.mark.world
+def test_calls_that_change_are_not_mixed(tmp_path: Path) -> None:
+    """What is read of a process that runs is what it was at one time, or nothing."""
+    seen: list[set[str]] = []
+    with memory_of(tmp_path, RUNS) as (memory, layout):
+        end = time.monotonic() + 1
+        while time.monotonic() < end or {"one"} not in seen or {"other"} not in seen:
+            with suppress(Torn, OSError):
+                names = {name for _, _, name in calls_in(memory, layout)}
+                seen.append(names & {"one", "other"})
+    assert {"one", "other"} not in seen
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, stacks.READS - 1])
+def test_what_is_found_wrong_in_the_same_way(times: int) -> None:
+    """It is taken for nothing: calls may be mixed, and equally so, in some readings in a row."""
+    found = iter(["mixed"] * times + ["one"] * stacks.READS)
+    with pytest.raises(Torn):
+        stacks.settled(lambda: next(found))
+    assert stacks.settled(lambda: "one") == "one"
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """A code object and those in it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from codes(each)
+
+
+@pytest.mark.parametrize("module", ["asyncio.base_events", "dataclasses", "nbdist.agent.worker"])
+def test_lines(module: str) -> None:
+    """Each instruction's is the one that Python knows."""
+    __import__(module)
+    file = Path(sys.modules[module].__file__ or "")
+    for code in codes(compile(file.read_text(), file.name, "exec")):
+        for start, end, line in code.co_lines():
+            for at in {start // 2, end // 2 - 1}:
+                found = stacks.line_at(code.co_linetable, code.co_firstlineno, at)
+                assert found == (line or 0)
+
+
+@given(st.binary(max_size=50), st.integers(-9, 99))
+def test_any_bytes_are_lines(table: bytes, at: int) -> None:
+    """What is read while it changes can be anything."""
+    assert isinstance(stacks.line_at(table, 1, at), int)
+
+
+@pytest.mark.world
+def test_any_numbers_are_offsets(tmp_path: Path) -> None:
+    """Wrong ones lead nowhere, and nothing that is read does harm; nor of one that has ended."""
+
+    def waits() -> tuple[Call, ...]:
+        with suppress(Torn, OSError):
+            return tuple(each for each in calls_in(memory, layout) if each[1:] == (6, "inner"))
+        return ()
+
+    with memory_of(tmp_path, "time.sleep(1000)") as (memory, layout):
+        wait_until(waits, "it waits")
+        for index, name in enumerate(CallLayout.__slots__):
+            for wrong in (0, 8, 200, LARGEST - 1, astuple(layout)[index] + 8, 1 << 62, 1 << 80):
+                with suppress(Torn, OSError):
+                    calls_in(memory, replace(layout, **{name: wrong}))
+        assert waits()
+        kept = os.dup(memory)
+    with os.fdopen(kept, "rb", 0), pytest.raises(Torn):
+        calls_in(kept, layout)

@@ -1,0 +1,109 @@
+"""Tests of `nbdist.notebook.outcome`: the last failure, and values that are brought once."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from nbdist.config import Patience
+from nbdist.errors import WorkerDied
+from nbdist.notebook.outcome import LastValues, Routine, Why, idle_end, why_died, why_of
+from nbdist.output.events import IGNORES_STOP, Died, Text
+from nbdist.wire.work import Source, Task
+from nbdist.world.running import Crew, RunningTask
+from nbdist.world.snapshot_store import Part, Snapshot
+from nbdist.world.states import Machines
+from tests.output.lab import Panel
+
+
+def test_both_forms() -> None:
+    """HTML and text say the same, the text without colours."""
+    why = Why("12:00:00 · rank 1", "\x1b[31mKeyError\x1b[0m: 'x'", ("rank 0: Freed",), "1.log")
+    lines = ["12:00:00 · rank 1", "KeyError: 'x'", "rank 0: Freed", "all of its lines: 1.log"]
+    assert why.shown.text.split("\n") == lines
+    assert Panel(why.shown.html).lines == lines
+
+
+@pytest.mark.parametrize(
+    ("died", "end"),
+    [
+        (Died(-9, 1), "was killed by SIGKILL while no cell was running"),
+        (Died(3, 1, why="it left"), "exited with code 3 while no cell was running: it left"),
+        (Died(-9, 1, why=IGNORES_STOP), "ignored Stop and was killed"),
+    ],
+)
+def test_ends_of_idle_ranks(died: Died, end: str) -> None:
+    """How, and why where that is known; one that was stopped had a cell before."""
+    assert idle_end(died) == end
+
+
+def test_a_rank_whose_machine_is_lost() -> None:
+    """Of its end nobody has said anything: its last lines are those that were shown."""
+    crew = Crew(1, "gloo", Machines.one("node1", 1), {0: 4711}, {}, True)  # noqa: FBT003
+    running = RunningTask(Task("id", (0,), Source("print(1)")), Patience(), crew)
+    running.receive(0, Text("stdout", "loading shards\nepoch 7\n"))
+    running.receive(0, Died(None, time.time_ns(), why="its machine counts as lost"))
+    error = running.error()
+    assert isinstance(error, WorkerDied)
+    why = why_of(running, error, {})
+    assert why is not None
+    assert why.body == "its last lines:\nloading shards\nepoch 7"
+
+
+def test_a_rank_that_died() -> None:
+    """Who, where, how, and its last lines, or that there are none."""
+    why = why_died(2, "node1", Died(-11, 1, 4711, ("Fatal error", "stack")), "2.log")
+    assert "rank 2 on node1 (pid 4711)" in why.title
+    assert why.title.endswith("the process was killed by SIGSEGV while no cell was running")
+    assert why.shown.text.split("\n")[1:] == [
+        "its last lines:",
+        "Fatal error",
+        "stack",
+        "all of its lines: 2.log",
+    ]
+    assert why_died(2, "node1", Died(1, 1), "").body == "it had printed nothing"
+
+
+@pytest.fixture
+def asked() -> list[tuple[int, ...]]:
+    return []
+
+
+@pytest.fixture
+def values(asked: list[tuple[int, ...]]) -> LastValues:
+    def bring(ranks: tuple[int, ...]) -> Mapping[int, int]:
+        asked.append(ranks)
+        return {rank: 10 * rank for rank in ranks}
+
+    return LastValues({0: None}, dict.fromkeys((1, 3, 4), "<80 KiB>"), bring)
+
+
+def test_only_what_is_asked_for(values: LastValues, asked: list[tuple[int, ...]]):
+    """To show them brings nothing; what is missing is brought once, and at once."""
+    assert repr(values) == "{0: None, 1: <80 KiB>, 3: <80 KiB>, 4: <80 KiB>}"
+    assert (values[3], values[3], values[0]) == (30, 30, None)
+    assert (len(values), [*values]) == (4, [0, 1, 3, 4])
+    assert asked == [(3,)]
+    assert repr(values) == "{0: None, 1: <80 KiB>, 3: 30, 4: <80 KiB>}"
+    assert [*values.values()] == [None, 10, 30, 40]
+    assert dict(values.items()) == {0: None, 1: 10, 3: 30, 4: 40}
+    assert asked == [(3,), (1, 4)]
+    assert pickle.loads(pickle.dumps(values)) == {0: None, 1: 10, 3: 30, 4: 40}
+
+
+def test_snapshots_of_a_routine(tmp_path: Path):
+    """Every third cell since it was set up; the hint is there while the snapshot is."""
+    assert [Routine().is_due() for _ in range(3)] == [False] * 3
+    routine = Routine(every=3)
+    assert [routine.is_due() for _ in range(7)] == [False, False, True, False, False, True, False]
+    routine = Routine()
+    assert routine.hint == ""
+    part = Part(("model", "x"), (), 10, "")
+    routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path, 0.0, {0: part})
+    assert routine.hint.startswith("`%dist_restore --name epoch-3` restores model and x of 19")
+    routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path / "gone", 0.0, {0: part})
+    assert routine.hint == ""

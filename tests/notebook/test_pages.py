@@ -1,0 +1,189 @@
+"""The README and the manual: every block of code runs, and shows what its page says.
+
+A page has a notebook of its own: `python` blocks are its cells, `sh` blocks run in bash beside it.
+The `text` block below one is what it shows.  There a line `...` stands for lines, and `...` in a
+line for its rest; a number before a unit, and one of four digits or more, such as a process id,
+stands for any.  A block fails if the last line says an error.  Comments above blocks: `MARKS`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.notebook.front_end import Notebook
+from tests.waiting import SOON
+
+pytestmark = pytest.mark.shared_world
+
+Fresh = Callable[..., Notebook]
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *(f".github/{name}.md" for name in ("CONTRIBUTING", "SECURITY"))]
+PAGES += sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))
+
+NOT_RUN = {"README.md": 1, "docs/machines.md": 1, ".github/CONTRIBUTING.md": 1}
+"""How many blocks no test runs, by page; the comment above each says why."""
+
+MARKS = {
+    "not run": "what it needs is not here",
+    "quickstart": "`.ci/run` runs it",
+    "tests": "`.ci/run` runs it",
+    "drawing": "nothing shows that text",
+    "new kernel": "a new notebook begins with it, and the one before has ended",
+}
+LEFT_OUT = MARKS.keys() - {"new kernel"}
+
+OWN_AGENT = {"docs/failures.md": pytest.mark.own_agent}
+"""Of a page with workers that outlive a notebook."""
+
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>[\w ]+)(?:: [^>]+)? -->\n)?^```(?P<kind>\w+)\n(?P<code>.*?)^```$"
+    r"(?:\n\n?```text\n(?P<shown>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+LOOSE = re.compile(
+    r"((?<=\n)\.{3}\n|\.{3}|\d+(?:\.\d+)?(?= (?:m?s|[kMG]i?B|%)(?!\w))|(?<![\d.])\d{4,}(?![\d.]))"
+)
+FAILS = re.compile(r"^\w*(?:Error|Released|Died|NotSent): .*\n\Z", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    mark: str | None
+    kind: str
+    code: str
+    shown: str | None
+
+
+def blocks(page: str) -> list[Block]:
+    text = (ROOT / page).read_text()
+    return [Block(**found.groupdict()) for found in BLOCK.finditer(text)]
+
+
+def to_run(page: str) -> list[Block]:
+    return [block for block in blocks(page) if block.mark not in LEFT_OUT]
+
+
+def plain(text: str) -> str:
+    """Without the spaces that align columns."""
+    return "\n".join(["", *(" ".join(line.split()) for line in text.splitlines()), ""])
+
+
+def loosely(piece: str) -> str:
+    return {"...\n": r"(?:.*\n)*?", "...": ".*"}.get(piece, r"\d+(?:\.\d+)?")
+
+
+def shows(seen: str, said: str) -> bool:
+    """Say whether an output has the lines that a page says."""
+    pieces = enumerate(LOOSE.split(plain(said)))
+    pattern = "".join(loosely(piece) if n % 2 else re.escape(piece) for n, piece in pieces)
+    return re.search(pattern, plain(seen)) is not None
+
+
+@pytest.mark.parametrize(
+    ("seen", "said", "is_so"),
+    [
+        ("a\nrank 0  12\nb", "rank 0 12", True),
+        ("rank 0 12", "rank 0 13", False),
+        ("rank 0 12, more", "rank 0 12", False),
+        ("rank 0 12, more", "rank 0 12...", True),
+        ("a\nb\nc\nd", "a\n...\nd", True),
+        ("a\nb\nc\nd", "a\nd", False),
+        ("pid 7995, 0.31 s, 98.2 MiB", "pid 12345, 2 s, 136 MiB", True),
+        ("pid 7995, line 3", "pid 12345, line 4", False),
+        ("5.656854152679443", "5.656854152679444", False),
+    ],
+)
+def test_outputs_are_compared(seen: str, said: str, is_so: bool) -> None:  # noqa: FBT001
+    """Line by line; but for what differs each time."""
+    assert shows(seen, said) == is_so
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(each, marks=OWN_AGENT.get(each, ())) for each in PAGES if to_run(each)]
+)
+def test_a_page(page: str, fresh: Fresh, tmp_path: Path) -> None:
+    """Its blocks run one after the other, show what it says, and fail where it says so."""
+    for block, seen, failed in run(page, fresh, tmp_path):
+        assert failed == bool(FAILS.search(block.shown or "")), f"{block.code}\n{seen}"
+        assert block.shown is None or shows(seen, block.shown), f"{block.code}\n{seen}"
+
+
+def run(page: str, fresh: Fresh, folder: Path) -> Iterator[tuple[Block, str, bool]]:
+    """Yield each block with what it shows, and whether it fails."""
+    notebook: Notebook | None = None
+    for block in to_run(page):
+        if block.kind == "sh":
+            yield block, *in_bash(block.code, folder)
+            continue
+        if block.kind == "toml":
+            tomllib.loads(block.code)
+            continue
+        assert block.kind == "python", block
+        if notebook is None or block.mark == "new kernel":
+            if notebook is not None:
+                notebook.close()
+            begins = bool(re.search("%load_ext|from nbdist import", block.code))
+            first = [f"%cd -q {folder}", *["%load_ext nbdist"] * (not begins)]
+            notebook = fresh(*first, env={"NBDIST_LOG_DIR": f"{folder}/logs"})
+        outcome = notebook.run(block.code)
+        yield block, outcome.seen, bool(outcome.errors)
+
+
+def in_bash(code: str, folder: Path) -> tuple[str, bool]:
+    """Run it where `nbdist` is a command; return what it prints and whether it fails."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", code],
+        cwd=folder,
+        env=os.environ | {"PATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SOON,
+    )
+    return done.stdout, done.returncode != 0
+
+
+def test_no_block_is_left_out() -> None:
+    """All code is in fences with a language; of those that do not run the number is known."""
+    not_run = Counter(page for page in PAGES for each in blocks(page) if each.mark == "not run")
+    assert not_run == NOT_RUN
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        found = blocks(page)
+        assert {each.mark for each in found if each.mark} <= MARKS.keys(), page
+        assert all(each.mark == "drawing" for each in found if each.kind == "text"), page
+        fences = 2 * sum(1 + (each.shown is not None) for each in found)
+        others = 2 * len(re.findall(r"^```\{", text, re.MULTILINE))
+        assert len(re.findall("^```", text, re.MULTILINE)) == fences + others, page
+        assert not re.search(r"\n\n(?: {4}|\t)", BLOCK.sub("", text)), page
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]+))?\)")
+
+
+def test_links_lead_somewhere() -> None:
+    """Files that pages name are there, and so are the headings."""
+    for page in PAGES:
+        text = BLOCK.sub("", (ROOT / page).read_text())
+        for file, anchor in LINK.findall(text):
+            target = (ROOT / page).parent / file if file else ROOT / page
+            assert target.exists(), f"{page}: {file}"
+            assert not anchor or anchor in anchors(target), f"{page}: {file}#{anchor}"
+
+
+def anchors(page: Path) -> Iterator[str]:
+    for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE):
+        yield re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")

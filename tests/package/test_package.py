@@ -1,0 +1,254 @@
+"""Tests of what pip installs: sdist and wheel, outside of the checkout.
+
+Building both takes 3 s of a processor, once; no test installs a package that nbdist requires.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Sequence
+from configparser import ConfigParser
+from itertools import chain
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tests.matrix.rows import COLAB
+from tests.sources import PACKAGE
+from tests.waiting import SOON
+
+ROOT = PACKAGE.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LIBRARIES = ("IPython", "zmq", "psutil", "jupyter_client", "torch", "numpy", "cloudpickle")
+
+
+def run(
+    command: Sequence[str | Path], cwd: Path, code: int = 0, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """A command outside of the checkout, and its exit code."""
+    rest = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env={**rest, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=3 * SOON,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built of the unpacked sdist, so that neither lacks a file."""
+    pytest.importorskip("hatchling")
+    folder, build = tmp_path_factory.mktemp("built"), [sys.executable, "-m", "hatchling", "build"]
+    path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    run([*build, "-t", "sdist", "-d", folder], ROOT, **path)
+    (sdist,) = folder.iterdir()
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    run([*build, "-t", "wheel", "-d", folder], folder / sdist.name.removesuffix(".tar.gz"), **path)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which pip has installed the wheel, alone; it comes before other packages."""
+    folder = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
+    run([*pip, folder, wheel], folder)
+    return folder
+
+
+def test_what_is_in_the_wheel(wheel: Path) -> None:
+    """The package as it is here, `py.typed` and the licence; no tests, nothing else."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = {*archive.namelist()}
+        entries = ConfigParser()
+        entries.read_string(archive.read(f"{about(names)}/entry_points.txt").decode())
+    files = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
+    assert "nbdist/py.typed" in names
+    assert {name for name in names if not name.startswith(about(names))} == {
+        name for name in files if "__pycache__" not in name
+    }
+    assert f"{about(names)}/licenses/LICENSE" in names
+    groups = {"console_scripts": PROJECT["scripts"], **PROJECT["entry-points"]}
+    assert {group: dict(entries[group]) for group in entries.sections()} == groups
+
+
+def about(names: set[str]) -> str:
+    (folder,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
+    return folder
+
+
+def test_extras_have_a_row() -> None:
+    """In one table of the manual, with the packages that each installs."""
+    text = (ROOT / "docs" / "reference.md").read_text()
+    _, _, table = text.partition("\n| extra | what it installs | for |\n")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", table.partition("\n\n")[0], re.MULTILINE))
+    extras = PROJECT["optional-dependencies"]
+    assert rows.keys() == extras.keys()
+    for extra in extras.keys() - {"dev"}:
+        assert rows[extra] == ", ".join(re.split("[<>=]", each)[0] for each in extras[extra])
+
+
+SMOKE = (
+    "%load_ext nbdist",
+    "%%distributed -n 2\n"
+    "import nbdist\n"
+    "t = torch.ones(1) * (rank + 1)\n"
+    "dist.all_reduce(t)\n"
+    "found = t.item(), nbdist.__file__",
+    "import nbdist\n"
+    "found = %dist_gather found\n"
+    "assert found == [(3.0, nbdist.__file__)] * 2, found\n"
+    "assert nbdist.__file__ == {file!r}",
+    "same = %dist_diff t",  # a tool with an op, which entry points find
+    "%dist_shutdown",
+)
+
+
+def test_the_main_job(installed: Path, tmp_path: Path) -> None:
+    """In a notebook that is executed as a user's: workers, a collective, entry points.
+
+    All processes have the installed nbdist.  10 s of a processor.
+    """
+    cells = [each.replace("{file!r}", repr(f"{installed}/nbdist/__init__.py")) for each in SMOKE]
+    notebook = nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)])
+    nbformat.write(notebook, tmp_path / "smoke.ipynb")
+    command = [sys.executable, "-m", "jupyter", "execute", "--inplace", "smoke.ipynb"]
+    run(command, tmp_path, PYTHONPATH=str(installed), NBDIST_LOG_DIR="")
+    last = nbformat.read(tmp_path / "smoke.ipynb", as_version=4).cells[3]
+    assert "ranks 0-1 agree" in last.outputs[0]["data"]["text/plain"]
+
+
+def test_the_command(installed: Path, tmp_path: Path) -> None:
+    """`nbdist` is there.  In an environment that has nothing else the doctor says what is missing.
+
+    1 s of a processor.
+    """
+    path = {"PYTHONPATH": str(installed)}
+    said = run([installed / "bin" / "nbdist", "--version"], tmp_path, **path).stdout
+    assert said == f"nbdist {PROJECT['version']}\n"
+    venv.create(tmp_path / "env", symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    done = run([python, "-m", "nbdist.terminal", "doctor"], tmp_path, 1, **path)
+    packages, torch, *_ = done.stdout.splitlines()
+    named = re.findall(r"([\w-]+) \(missing\)", packages)
+    needed = {re.split("[<>=!]", each)[0] for each in PROJECT["dependencies"]}
+    assert {each.replace("-", "_") for each in named} == needed - {"torch"}
+    assert torch == f"problem: torch is not installed: `{python} -m pip install torch`"
+
+
+def test_nothing_here_is_changed(wheel: Path, tmp_path: Path) -> None:
+    """Into this environment, which has torch, pip would install nbdist and nothing else; 1 s."""
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "-q", "--report", "-"]
+    report = json.loads(run([*pip, wheel], tmp_path).stdout)
+    assert {each["metadata"]["name"] for each in report["install"]} <= {"nbdist"}
+
+
+def test_colab_is_not_changed(wheel: Path, tmp_path: Path) -> None:
+    """Of an environment with Colab's versions pip changes none, and downloads nothing; 4 s.
+
+    Of each package there is what pip looks at: its metadata.
+    """
+    venv.create(tmp_path / "env", symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    (site,) = (tmp_path / "env").glob("lib/python3.*/site-packages")
+    for name, version in {**COLAB, "packaging": "24.2"}.items():
+        folder = site / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(metadata)
+        (folder / "INSTALLER").write_text("pip\n")
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    before = run([*pip, "list", "--format", "freeze"], tmp_path).stdout.splitlines()
+    assert f"torch=={COLAB['torch']}" in before
+    run([*pip, "install", "-q", wheel], tmp_path)
+    after = run([*pip, "list", "--format", "freeze"], tmp_path).stdout.splitlines()
+    assert {*after} - {*before} == {f"nbdist=={PROJECT['version']}"}
+    assert {*before} <= {*after}
+
+
+TYPED = """
+import nbdist
+
+def f(x: int, name: str = "") -> list[float]:
+    return [float(x)]
+
+@nbdist.distributed(n=2)
+def g(x: int) -> str:
+    return str(x)
+
+@nbdist.distributed
+def h(x: int) -> bytes:
+    return bytes(x)
+
+world = nbdist.World(2)
+reveal_type(world.run(f, 3).rank(0))
+reveal_type(nbdist.run(f, 3, name="a").index("localhost", local_rank=0))
+reveal_type(g(1).rank(0))
+reveal_type(list(h(1)))
+reveal_type(world.run(g.function, 1))
+world.run(f, "a")
+nbdist.run(f)
+g("a")
+h(y=1)
+"""
+
+TYPES = """
+18 note: Revealed type is "list[float]"
+19 note: Revealed type is "list[float]"
+20 note: Revealed type is "str"
+21 note: Revealed type is "list[bytes]"
+22 note: Revealed type is "nbdist.world.result.CellResult[str]"
+23 error: Argument 2 to "run" of "World" has incompatible type "str"; expected "int"
+24 error: Missing positional argument "x" in call to "run"
+25 error: Argument 1 to "__call__" of "Distributed" has incompatible type "str"; expected "int"
+26 error: Unexpected keyword argument "y" for "__call__" of "Distributed"
+"""
+
+
+def test_types(installed: Path, tmp_path: Path) -> None:
+    """In a program of a user: a function's types reach its results, its arguments are checked.
+
+    6 s of a processor.
+    """
+    pytest.importorskip("mypy")
+    (tmp_path / "typed.py").write_text(TYPED)
+    skipped = "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in LIBRARIES)
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nfollow_imports = silent\n{skipped}")
+    command = [sys.executable, "-m", "mypy", "--strict", "--hide-error-codes", "typed.py"]
+    done = run(command, tmp_path, 1, PYTHONPATH=str(installed))
+    found = re.findall(r"^typed\.py:(\d+): (.+)$", done.stdout, re.M)
+    found = [line for line in found if "defined in" not in line[1]]
+    shift = int(found[0][0]) - 18
+    assert [f"{int(line) - shift} {text}" for line, text in found] == TYPES.strip().splitlines()
+
+
+def test_types_in_an_editor(installed: Path, tmp_path: Path) -> None:
+    """Pyright, by which VS Code shows types, sees the same; 4 s of a processor."""
+    pytest.importorskip("basedpyright")
+    (tmp_path / "typed.py").write_text(TYPED)
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
+    pyright = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]
+    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    said = run([*pyright, "--outputjson", "typed.py"], tmp_path, 1, PYTHONPATH=path).stdout
+    found = json.loads(said)["generalDiagnostics"]
+    types = [re.findall('is "(.*)"$', each["message"]) for each in found]
+    assert [*chain(*types)] == ["list[float]"] * 2 + ["str", "list[bytes]", "CellResult[str]"]
+    wrong = {each["range"]["start"]["line"] for each in found if each["severity"] == "error"}
+    assert wrong == {20, 21, 22, 23}

@@ -1,0 +1,347 @@
+"""Tests of `nbdist.world.exchange`: values to ranks, from them, and among them; all or none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+
+from nbdist.errors import (
+    BadRanks,
+    Interrupted,
+    NbdistError,
+    UsageError,
+    VariableNotSent,
+    WorkerDied,
+    WorkerError,
+)
+from nbdist.world.exchange import Scatter, commit
+from nbdist.world.states import State
+from nbdist.world.world import World
+from tests.waiting import press_stop, wait_until
+
+pytestmark = pytest.mark.shared_world(2)
+
+# --- gathered ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gathered(world: World) -> World:
+    """Ranks with some values, and a name that one has alone."""
+    world.execute("t = torch.full((2,), float(rank)); big = torch.ones(50_000) * rank")
+    world.execute("only = 1", ranks=[0])
+    return world
+
+
+def test_several_names(gathered: World) -> None:
+    """A tuple, with a list for each."""
+    big, numbers = gathered.gather(["big", "rank"])
+    assert [each.sum().item() for each in big] == [0.0, 50_000.0]
+    assert numbers == [0, 1]
+    assert gathered.gather("rank", rank=1) == 1
+    assert gathered.gather(["rank", "world_size"], rank=1) == (1, 2)
+    assert gathered.gather("t", join="stack").tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    assert gathered.gather("t[None]", join="cat", dim=1).tolist() == [[0.0, 0.0, 1.0, 1.0]]
+
+
+def test_what_was_read_is_released(gathered: World) -> None:
+    """The workers keep no shared memory for it."""
+    gathered.gather("big")
+    gathered.execute(
+        "import os\nlinks = [f'/proc/self/fd/{n}' for n in os.listdir('/proc/self/fd')]"
+    )
+    count = "sum('memfd:nbdist' in os.readlink(each) for each in links if os.path.exists(each))"
+    assert gathered.gather(count) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "said"),
+    [
+        ("nope", None, "^no rank has `nope`.$"),
+        ("nope", [1], "^rank 1 has no `nope`.$"),
+        ("only", None, "^rank 1 has no `only`; rank 0 has it: `-r 0`.$"),
+        ("only", [1], "^rank 1 has no `only`; rank 0 has it: `-r 0`.$"),
+        ("1 // rank", None, "^`1 // rank` on rank 0: ZeroDivisionError: .*.$"),
+    ],
+)
+def test_who_has_what(gathered: World, name: str, ranks: list[int] | None, said: str) -> None:
+    """One line; all ranks go on."""
+    with pytest.raises(UsageError, match=said):
+        gathered.gather(name, ranks)
+    assert gathered.gather("rank") == [0, 1]
+
+
+def test_no_expression() -> None:
+    """It is told before any worker is started for it."""
+    world = World(2, log_dir="")
+    with pytest.raises(UsageError, match="`x = 1` is no expression"):
+        world.gather(["y", "x = 1"])
+    assert world.state is State.STOPPED
+
+
+# --- scattered --------------------------------------------------------------------------------
+
+
+def test_every_kind(world: World) -> None:
+    """What the ranks have, put together, is what was cut; the first have one element more."""
+    import polars as pl
+    from datasets import Dataset
+
+    whole = torch.arange(35.0).reshape(5, 7)
+    world.scatter("x", whole)
+    assert [len(part) for part in world.gather("x")] == [3, 2]
+    assert world.gather("x", join="cat").equal(whole)
+    world.scatter("x", whole.numpy(), dim=1)
+    assert np.array_equal(world.gather("x", join="cat", dim=1), whole)
+    frame = pd.DataFrame({"n": range(3), "s": list("abc")})
+    for table in (frame, pl.from_pandas(frame), pa.Table.from_pandas(frame)):
+        world.scatter("x", table)
+        assert world.gather("x", join="cat").equals(table)
+    world.scatter("x", whole.to_sparse())
+    assert world.gather("x", join="cat").to_dense().equal(whole)
+    world.scatter("x", Dataset.from_dict({"n": [1, 2, 3]}).with_format("numpy"), ranks=[1])
+    assert world.gather("x[:]['n'].tolist()", ranks=[1]) == [[1, 2, 3]]
+    world.scatter("x", [5])
+    assert world.gather("x") == [[5], []]
+
+
+def test_some_ranks(world: World) -> None:
+    """Those get all; what the name is on others stays."""
+    world.scatter("x", [1, 2])
+    world.scatter("x", ["ab"] * 3, ranks=[1])
+    assert world.gather("x") == [[1], ["ab", "ab", "ab"]]
+    assert world.session.names.owners()["x"] == ("workers", {0, 1})
+
+
+def test_no_more_than_its_part(world: World) -> None:
+    """All parts together are as big as the value: nothing of it travels twice."""
+    import polars as pl
+    from datasets import Dataset
+
+    data = Dataset.from_dict({"n": [*range(500_000)]})
+    arrays = torch.ones(1000, 1000), torch.ones(1000, 2000)[:, :1000], np.ones((1000, 500))
+    for value, dim in (
+        *((array, dim) for array in arrays for dim in (None, 1)),
+        (pd.DataFrame(np.ones((1000, 500))), None),
+        ([bytes([n % 256]) * 4000 for n in range(1000)], None),
+        (pl.DataFrame({"n": range(500_000)}), None),
+        (pa.table({"n": range(500_000)}), None),
+        (pa.array(range(500_000)), None),
+        (data, None),
+        (data.shuffle(seed=1), None),
+    ):
+        with closing(Scatter(world.session, "x", value, dim=dim)) as scatter:
+            done = [*scatter.packing()]
+        assert 3_990_000 <= scatter.bytes <= 4_100_000, (type(value), dim)
+        assert done == sorted(done)
+        assert scatter.bytes - done[-1] < 100
+
+
+def test_what_it_says(world: World) -> None:
+    """Who gets how much."""
+    assert str(Scatter(world.session, "x", [1, 2, 3])) == "x: 3 elements, 2 to rank 0, 1 to rank 1"
+    even = str(Scatter(world.session, "x", torch.ones(3, 4), dim=1))
+    assert even == "x: 4 along dimension 1, 2 to each of ranks 0-1"
+
+
+def test_what_cannot_be(world: World) -> None:
+    """The ranks keep what they have."""
+    world.execute("x = 'as it was'")
+    with pytest.raises(VariableNotSent, match=r"`x`: `x\[0\]` \(generator\) cannot be sent"):
+        world.scatter("x", [1, (i for i in "a")])
+    with pytest.raises(UsageError, match="cannot be split"):
+        world.scatter("x", 5)
+    with pytest.raises(UsageError, match="name the parts"):
+        world.scatter("x[0]", [1])
+    assert world.gather("x") == ["as it was"] * 2
+
+
+# --- on all of them or on none ------------------------------------------------------------------
+
+
+OLD = """
+class Old:
+    def __del__(self):
+        from pathlib import Path; import time
+        if self.gate:
+            Path(self.gate, "binds").touch()
+            while not Path(self.gate, "open").exists(): time.sleep(0.01)
+    def __repr__(self): return "old"
+Old.gate = ""
+x = Old()
+"""
+
+
+class New:
+    def __repr__(self) -> str:
+        return "new"
+
+
+class Waits(New):
+    """Is rebuilt once there is a file, which it is told in another one that it waits for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __setstate__(self, state: dict[str, Path]) -> None:
+        Path(state["folder"], "takes").touch()
+        while not Path(state["folder"], "open").exists():
+            time.sleep(0.01)
+
+
+class Bad:
+    """Cannot be rebuilt."""
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return int, ("x",)
+
+
+@pytest.fixture
+def old(world: World) -> World:
+    """Two ranks with an old `x`."""
+    world.execute(OLD)
+    return world
+
+
+def values(world: World) -> list[str]:
+    return world.gather("repr(globals().get('x'))")
+
+
+@contextmanager
+def meanwhile(*steps: Callable[[], object]) -> Iterator[None]:
+    """Have another thread take these steps, each until it is true."""
+    thread = threading.Thread(target=lambda: [wait_until(step) for step in steps])
+    thread.start()
+    yield
+    thread.join()
+
+
+def rank_1_alone(world: World, file: Path) -> Callable[[], bool]:
+    """A question: does rank 1 alone still run the task, and has it made this file?"""
+    return lambda: world.session.unfinished == (1,) and file.exists()
+
+
+def stop() -> bool:
+    press_stop()
+    return True
+
+
+def test_stop_when_some_have_taken_it(old: World, tmp_path: Path) -> None:
+    """None has bound it, and nothing of it is left; then it works."""
+    parts = [New(), Waits(tmp_path)]
+    with (
+        meanwhile(rank_1_alone(old, tmp_path / "takes"), stop),
+        pytest.raises(KeyboardInterrupt) as stopped,
+    ):
+        old.scatter("x", parts)
+    assert not isinstance(stopped.value, Interrupted)
+    assert values(old) == ["old", "old"]
+    left = "[type(o).__name__ for o in __import__('gc').get_objects()].count('New')"
+    wait_until(lambda: old.gather(left) == [0, 0], "they have let go of it")
+    (tmp_path / "open").touch()
+    old.scatter("x", parts)
+    assert values(old) == ["[new]", "[new]"]
+
+
+def test_stop_when_they_bind_it(old: World, tmp_path: Path) -> None:
+    """It comes too late, which is said when all have."""
+    session = old.session
+    old.execute(f"if rank: Old.gate = {str(tmp_path)!r}")
+    is_met = lambda: session.running and session.running.is_stopping  # noqa: E731
+    open_gate = lambda: (tmp_path / "open").touch() or True  # noqa: E731
+    with (
+        meanwhile(rank_1_alone(old, tmp_path / "binds"), stop, is_met, open_gate),
+        pytest.raises(Interrupted, match="Stop came too late: ranks 0-1 have bound x"),
+    ):
+        old.scatter("x", ["new", "new"])
+    assert values(old) == ["['new']"] * 2
+    assert session.names.owners()["x"] == ("workers", {0, 1})
+
+
+def test_a_rank_that_cannot_rebuild_it(old: World) -> None:
+    """The others have not bound theirs."""
+    with pytest.raises(WorkerError, match="1 of 2 ranks failed"):
+        old.scatter("x", ["new", Bad()])
+    assert values(old) == ["old", "old"]
+
+
+DEATH = r"rank 0 .* killed by SIGKILL .*Rank 0 was restarted"
+
+
+def test_a_rank_that_dies_when_it_has_taken_it(old: World, tmp_path: Path) -> None:
+    """No rank binds it, also not the one that comes in its place."""
+    kill = lambda: os.kill(old.pids[0], signal.SIGKILL) or True  # noqa: E731
+    is_known = lambda: 0 in old.session.dead  # noqa: E731
+    open_gate = lambda: (tmp_path / "open").touch() or True  # noqa: E731
+    with (
+        meanwhile(rank_1_alone(old, tmp_path / "takes"), kill, is_known, open_gate),
+        pytest.raises(WorkerDied, match=DEATH),
+    ):
+        old.scatter("x", ["new", Waits(tmp_path)])
+    assert values(old) == ["None", "old"]
+
+
+def test_a_rank_that_dies_when_all_have(old: World) -> None:
+    """The same, though the task with which they took it had ended well."""
+    scatter = Scatter(old.session, "x", ["new", "new"])
+    assert [*scatter.packing()] == []
+    take, bind = scatter.tasks()
+    old.session.run(take)
+    os.kill(old.pids[0], signal.SIGKILL)
+    wait_until(lambda: old.session.receive(0.01) or 0 in old.session.dead)
+    with pytest.raises(WorkerDied, match=DEATH):
+        commit(old.session, bind)
+    assert values(old) == ["None", "old"]
+
+
+# --- copied from rank to rank -----------------------------------------------------------------
+
+
+def test_without_a_group(world: World) -> None:
+    """It says so: there is none to copy through."""
+    world.restart(backend="none")
+    with pytest.raises(UsageError, match=r"these workers have none \(`--backend none`\)"):
+        world.sync(["x"])
+    world.restart(backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("names", "source", "ranks", "kind", "said"),
+    [
+        ([], 0, None, UsageError, "which names"),
+        (["x", "mine[0]"], 0, None, UsageError, r"`%dist_sync mine\[0\]`: a name is copied"),
+        ([""], 0, None, UsageError, "a name is copied"),
+        (["x"], 3, None, BadRanks, "there is no rank 3"),
+        (["x"], -1, None, BadRanks, "there is no rank -1"),
+        (["x"], 0, [1, 5], BadRanks, "there is no rank 5"),
+        (["x", "gone"], 1, None, UsageError, "rank 1: this rank has no `gone`"),
+        (["x", "lock"], 0, None, UsageError, "rank 0: `x, lock` cannot be copied: TypeError"),
+    ],
+)
+def test_what_cannot_be_copied(
+    world: World,
+    names: list[str],
+    source: int,
+    ranks: Sequence[int] | None,
+    kind: type[NbdistError],
+    said: str,
+) -> None:
+    """It is told in a line, and nothing has changed."""
+    world.execute(
+        "import threading\nx = rank; globals().pop('mine', None)\n"
+        "if rank == 0: mine = [1]; lock = threading.Lock()"
+    )
+    with pytest.raises(kind, match=said) as caught:
+        world.sync(names, source=source, ranks=ranks)
+    assert "\n" not in str(caught.value)
+    assert world.gather("(x, 'mine' in globals())") == [(0, True), (1, False)]
