@@ -73,13 +73,23 @@ def is_stuck(sight: Sight) -> bool:
     return sight.own >= C_GRACE and sight.is_asleep and not place.is_cleaning_up
 
 
+def has_missed_it(sight: Sight) -> bool:
+    """Return True if a rank sleeps on in Python code as if nobody had pressed Stop; pure.
+
+    Python drops what finalizers and callbacks raise, KeyboardInterrupt too.
+    """
+    place = sight.place
+    waits = place.is_in_code and sight.is_asleep and not (place.operation or place.is_cleaning_up)
+    return waits and sight.own >= C_GRACE / 2
+
+
 class _Stopped:
     """A rank that has been interrupted in a cell."""
 
     def __init__(self, rank: Worker, task_id: str) -> None:
         self.rank = rank
         self._task_id = task_id
-        self._again = self.is_spared = False
+        self._again = self.is_spared = self.is_reminded = False
         self._aborts = 0
         self._aborted_at = 0.0
         self._place = Place()
@@ -170,8 +180,14 @@ class Stopping:
         while not stopped.is_over:
             await asyncio.sleep(LOCATE_EVERY)
             place = await _place_of(rank)
-            if not stopped.is_over and is_stuck(stopped.see(place)):
+            if stopped.is_over:
+                break
+            sight = stopped.see(place)
+            if is_stuck(sight):
                 rank.kill(IGNORES_STOP)
+            elif not stopped.is_reminded and has_missed_it(sight):
+                stopped.is_reminded = True
+                rank.interrupt()
         if self._stopped.get(rank.rank) is stopped:
             del self._stopped[rank.rank]
 

@@ -94,6 +94,20 @@ def test_c_code_that_holds_the_gil(world: World) -> None:
     assert world.gather("globals().get('kept')") == [0, None, 2]
 
 
+def test_a_stop_that_python_drops(world: World) -> None:
+    """A KeyboardInterrupt in a finalizer is printed and lost; the rank is interrupted once more."""
+    running = begin(
+        world,
+        "import time\nclass Slow:\n    def __del__(self):\n"
+        "        print('ends\\n', flush=True); time.sleep(2)\n"
+        "slow = Slow(); del slow\ntime.sleep(600)",
+    )
+    stop(world, running)
+    leave(world, running)
+    assert running.deaths == {}
+    assert world.gather("kept") == [*range(world.size)]
+
+
 def test_c_code_that_works(world: World) -> None:
     """A call that gets on is waited for, however long it takes."""
     running = begin(
@@ -103,7 +117,7 @@ def test_c_code_that_works(world: World) -> None:
     )
     stop(world, running)
     leave(world, running)
-    assert not running.died
+    assert running.deaths == {}
     assert world.gather("kept") == [*range(world.size)]
 
 
