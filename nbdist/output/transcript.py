@@ -116,10 +116,16 @@ class Transcript:
         return {each.rank: error for each in self if (error := each.error) is not None}
 
     def root_cause(self) -> tuple[int, RankError] | None:
-        """Find the earliest failure that follows from no other, and its rank; None for none."""
-        return min(
-            self.errors.items(), key=lambda item: (follows(item[1]), item[1].time_ns), default=None
-        )
+        """Find the earliest failure that follows from no other, and its rank; None for none.
+
+        Of ranks that were all released it is the lowest, whichever was the first to leave.
+        """
+
+        def order(item: tuple[int, RankError]) -> tuple[bool, int]:
+            is_released = follows(item[1])
+            return is_released, item[0] if is_released else item[1].time_ns
+
+        return min(self.errors.items(), key=order, default=None)
 
     def alike_error(self, rank: int) -> tuple[int, ...]:
         """Find the ranks that failed with an error like that of `rank`, itself included."""
