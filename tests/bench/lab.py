@@ -9,6 +9,7 @@ outlives its parent or leaves its session, so that it is found from outside by i
 from __future__ import annotations
 
 import compileall
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import KernelManager
 
 import nbdist
@@ -43,12 +45,18 @@ class CellFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One output: when it came, in seconds after sending, its text, and its size on the wire."""
+    """One output: when it came, in seconds after sending, its content, and its size on the wire."""
 
     after: float
     kind: str
-    text: str
+    content: Mapping[str, Any]
     size: int
+
+    @property
+    def text(self) -> str:
+        """Its text, in whatever form it has."""
+        data = self.content.get("data", {})
+        return str(self.content.get("text") or data.get("text/plain", ""))
 
 
 @dataclass(slots=True)
@@ -76,6 +84,12 @@ class Sent:
         return "".join(output.text for output in self.outputs if output.kind == "stream")
 
     @property
+    def raw(self) -> str:
+        """All of it as JSON, to look for a text in."""
+        contents = (output.content for output in self.outputs)
+        return "".join(json.dumps(content, ensure_ascii=False) for content in contents)
+
+    @property
     def displays(self) -> list[Shown]:
         return [output for output in self.outputs if output.kind in DISPLAYS]
 
@@ -86,19 +100,33 @@ DONE = attrgetter("done")
 
 
 class Notebook:
-    """An ipykernel in a process of its own, over TCP as JupyterLab starts it."""
+    """A kernel in a process of its own, over TCP as JupyterLab starts it.
 
-    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+    `argv` starts another than this Python's ipykernel; `input()` gets `answer`, if there is one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        environ: Mapping[str, str],
+        argv: Sequence[str] = (),
+        answer: str | None = None,
+    ) -> None:
         self._manager = KernelManager(
             kernel_name="python3", connection_file=str(folder / f"{uuid.uuid4().hex}.json")
         )
+        if argv:
+            self._manager.kernel_spec_manager = _OneSpec(argv)
         self._manager.start_kernel(
             env=dict(environ), cwd=str(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        self._shell = self._manager.connect_shell()
+        self._answer = answer
+        identity = self._manager.session.bsession
+        self._shell = self._manager.connect_shell(identity)
         self._iopub = self._manager.connect_iopub()
+        self._stdin = self._manager.connect_stdin(identity)
         self._poller = zmq.Poller()
-        for socket in (self._shell, self._iopub):
+        for socket in (self._shell, self._iopub, self._stdin):
             socket.linger = socket.rcvhwm = 0
             self._poller.register(socket, zmq.POLLIN)
 
@@ -111,7 +139,7 @@ class Notebook:
         deadline = time.monotonic() + UP_TIMEOUT
         while time.monotonic() < deadline:
             asked = self._send("kernel_info_request", [{}])
-            if self._read(asked, DONE, ASK_AGAIN_SECONDS):
+            if self.look(asked, DONE, ASK_AGAIN_SECONDS):
                 return
         raise CellFailed(f"the notebook kernel was not up after {UP_TIMEOUT:.0f} s")
 
@@ -124,16 +152,24 @@ class Notebook:
 
     def send(self, *sources: str) -> Sent:
         """Send cells; `wait` for them."""
-        return self._send("execute_request", [{**REQUEST, "code": source} for source in sources])
+        request = {**REQUEST, "allow_stdin": self._answer is not None}
+        contents = [{**request, "code": source} for source in sources]
+        return self._send("execute_request", contents)
 
-    def wait(self, sent: Sent, is_enough: Callable[[Sent], bool]) -> None:
+    def wait(
+        self, sent: Sent, is_enough: Callable[[Sent], bool], timeout: float = CELL_TIMEOUT
+    ) -> None:
         """Take in what comes, until it is enough."""
-        if not self._read(sent, is_enough, CELL_TIMEOUT):
-            raise CellFailed(f"no reply within {CELL_TIMEOUT:.0f} s")
+        if not self.look(sent, is_enough, timeout):
+            raise CellFailed(f"no reply within {timeout:.0f} s")
+
+    def interrupt(self) -> None:
+        """Press Stop."""
+        self._manager.interrupt_kernel()
 
     def close(self) -> None:
         """End the kernel: politely, and after five seconds not."""
-        for socket in (self._shell, self._iopub):
+        for socket in (self._shell, self._iopub, self._stdin):
             socket.close()
         self._manager.shutdown_kernel()
         self._manager.context.term()
@@ -147,7 +183,8 @@ class Notebook:
             session.send(self._shell, message)
         return sent
 
-    def _read(self, sent: Sent, is_enough: Callable[[Sent], bool], timeout: float) -> bool:
+    def look(self, sent: Sent, is_enough: Callable[[Sent], bool], timeout: float) -> bool:
+        """Take in what comes; return True if it was enough in time."""
         deadline = time.monotonic() + timeout
         while not is_enough(sent):
             left = deadline - time.monotonic()
@@ -165,20 +202,29 @@ class Notebook:
         if message["parent_header"].get("msg_id") not in sent.ids:
             return
         kind, content = message["header"]["msg_type"], message["content"]
-        if socket is self._shell:
+        if socket is self._stdin:
+            session.send(self._stdin, "input_reply", {"value": self._answer}, message)
+        elif socket is self._shell:
             sent.replies += 1
             sent.seconds = after
             if content["status"] != "ok" and not sent.may_fail:
                 raise CellFailed(f"{content.get('ename')}: {content.get('evalue')}")
         elif kind == "status":
             sent.idle += content["execution_state"] == "idle"
-        elif kind == "stream" or kind in DISPLAYS:
+        elif kind in ("stream", "error", *DISPLAYS):
             size = sum(len(frame) for frame in frames)
-            sent.outputs.append(Shown(after, kind, _text(content), size))
+            sent.outputs.append(Shown(after, kind, content, size))
 
 
-def _text(content: Mapping[str, Any]) -> str:
-    return str(content.get("text") or content.get("data", {}).get("text/plain", ""))
+class _OneSpec(KernelSpecManager):
+    """Knows one kernel, by any name."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        super().__init__()
+        self._argv = list(argv)
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        return KernelSpec(argv=self._argv, display_name=kernel_name, language="python")
 
 
 END_TIMEOUT = 10.0
@@ -211,16 +257,24 @@ class Lab:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextmanager
-    def notebook(self) -> Iterator[Notebook]:
+    def notebook(
+        self,
+        argv: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        answer: str | None = None,
+    ) -> Iterator[Notebook]:
         """A fresh notebook kernel that is up, on a quiet machine; nothing of it is left after."""
-        with self.notebooks(1) as (notebook,):
+        with self.notebooks(1, environ, argv=argv, answer=answer) as (notebook,):
             yield notebook
 
     @contextmanager
-    def notebooks(self, count: int) -> Iterator[list[Notebook]]:
+    def notebooks(
+        self, count: int, environ: Mapping[str, str] | None = None, **options: Any
+    ) -> Iterator[list[Notebook]]:
         """Several of them at once: a peer."""
         self._wait_until_quiet()
-        kernels = [Notebook(self.folder, self._environ) for _ in range(count)]
+        environ = {**self._environ, **(environ or {})}
+        kernels = [Notebook(self.folder, environ, **options) for _ in range(count)]
         try:
             for kernel in kernels:
                 kernel.wait_until_up()

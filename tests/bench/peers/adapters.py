@@ -1,0 +1,245 @@
+"""How each peer is started and used from a notebook, as its own documentation shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+RANKS = 4
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A tool: its packages, and cells for what it can do; empty for what it has no word for."""
+
+    name: str
+    packages: str
+    start: Sequence[str]
+    """After these `everywhere` works."""
+    everywhere: Callable[[str], str]
+    """The cell that runs a source on all ranks, where `rank`, `dist` and `torch` are defined."""
+    again: Sequence[str] = ()
+    """These end the workers and start new ones."""
+    restart: Sequence[str] = ()
+    """These give fresh workers, in the fastest way."""
+    home: str = ""
+    """Makes `value` of all ranks the notebook's list `came`; SOURCE is what gives them a value."""
+    out: str = ""
+    """Gives the notebook's `value` to all ranks."""
+    keeps: bool = True
+    """Whether the next cell finds the ranks' variables."""
+    kernel: str = "ipykernel_launcher"
+    """The module that is the notebook's kernel."""
+
+
+def _magic(line: str) -> Callable[[str], str]:
+    return lambda source: f"{line}\n{source}"
+
+
+def _call(source: str) -> str:
+    """For tools that run functions: `run` is defined by the cells that start them."""
+    return f"came = run({source!r})"
+
+
+JOIN = """
+import os, torch, torch.distributed as dist
+if not dist.is_initialized():
+    dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+"""
+
+PORT = """
+import socket
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+"""
+
+IPYPARALLEL = f"""
+import ipyparallel
+cluster = ipyparallel.Cluster(n={RANKS}, log_level=40)
+client = cluster.start_and_connect_sync(activate=True)
+client[:].block = True
+def join(rank, port):
+    import os
+    os.environ.update(RANK=str(rank), WORLD_SIZE="{RANKS}", MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+for rank, port in enumerate([free_port()] * {RANKS}):
+    client[rank].apply_sync(join, rank, port)
+"""
+
+NOTEBOOK_LAUNCHER = f"""
+from accelerate import notebook_launcher
+def work(source):
+    import torch, torch.distributed as dist
+    from accelerate import PartialState
+    PartialState(cpu=True)
+    exec(source, dict(
+        torch=torch, dist=dist, rank=dist.get_rank(), world_size=dist.get_world_size()
+    ))
+def run(source):
+    notebook_launcher(work, (source,), num_processes={RANKS}, use_port="0")
+"""
+
+TORCHRUNX = f"""
+import torchrunx
+def work(source, value):
+    import torch, torch.distributed as dist
+    names = dict(torch=torch, dist=dist, rank=dist.get_rank(), world_size=dist.get_world_size())
+    exec(source, names)
+    return names.get("value")
+def run(source, value=None):
+    launcher = torchrunx.Launcher(hostnames=["localhost"], workers_per_host={RANKS}, backend="gloo")
+    return launcher.run(work, source, value).results["localhost"]
+"""
+
+TORCHRUN = f"""
+def run(source):
+    with open("script.py", "w") as file:
+        file.write({JOIN!r} + source + "\\ndist.destroy_process_group()\\n")
+    get_ipython().system("torchrun --nproc-per-node {RANKS} script.py")
+"""
+
+RAY = f"""
+import ray
+ray.init(num_cpus={RANKS}, log_to_driver=True, include_dashboard=False)
+@ray.remote(num_cpus=1)
+class Rank:
+    def __init__(self, rank, port):
+        import os
+        os.environ.update(RANK=str(rank), WORLD_SIZE="{RANKS}", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(port)
+        self.names = {{}}
+    def run(self, source):
+        exec(source, self.names)
+    def get(self, name):
+        return self.names[name]
+    def put(self, name, value):
+        self.names[name] = value
+"""
+
+RAY_START = f"""
+port = free_port()
+ranks = [Rank.remote(rank, port) for rank in range({RANKS})]
+def run(source):
+    ray.get([each.run.remote(source) for each in ranks])
+run({JOIN!r})
+"""
+
+MONARCH = """
+from monarch.actor import Actor, current_rank, endpoint, this_host
+class Rank(Actor):
+    def __init__(self):
+        self.names = {}
+    @endpoint
+    def join(self, size, port):
+        import os
+        os.environ.update(RANK=str(current_rank().rank), WORLD_SIZE=str(size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    @endpoint
+    def run(self, source):
+        exec(source, self.names)
+    @endpoint
+    def get(self, name):
+        return self.names[name]
+    @endpoint
+    def put(self, name, value):
+        self.names[name] = value
+"""
+
+MONARCH_START = f"""
+processes = this_host().spawn_procs({{"cpus": {RANKS}}})
+ranks = processes.spawn("ranks", Rank)
+ranks.join.call({RANKS}, free_port()).get()
+def run(source):
+    ranks.run.call(source).get()
+run({JOIN!r})
+"""
+
+PEERS = (
+    Peer(
+        "nbdist",
+        "",
+        ("%load_ext nbdist", f"%%distributed -n {RANKS}\npass"),
+        _magic("%%distributed"),
+        again=("%dist_shutdown", f"%%distributed -n {RANKS}\npass"),
+        restart=("%dist_restart",),
+        home="%dist_gather value --as came",
+        out="%dist_push value",
+    ),
+    Peer(
+        "ipyparallel",
+        "ipyparallel==9.2.0",
+        (PORT, IPYPARALLEL, f"%%px\n{JOIN}"),
+        _magic("%%px"),
+        again=("client.close(); cluster.stop_cluster_sync()", IPYPARALLEL, f"%%px\n{JOIN}"),
+        restart=("client.close(); cluster.stop_cluster_sync()", IPYPARALLEL, f"%%px\n{JOIN}"),
+        home="came = client[:]['value']",
+        out="client.broadcast_view().push(dict(value=value), block=True)",
+    ),
+    Peer(
+        "nbdistributed",
+        "nbdistributed==0.1.0",
+        ("%load_ext nbdistributed", f"%dist_init -n {RANKS}"),
+        _magic("%%distributed"),
+        again=("%dist_shutdown", f"%dist_init -n {RANKS}"),
+        restart=("%dist_reset", f"%dist_init -n {RANKS}"),
+    ),
+    Peer(
+        "Jupyter Distributed",
+        "jupyter-distributed==0.1.1",
+        (JOIN,),
+        lambda source: source,
+        kernel="jupyter_distributed.kernel",
+    ),
+    Peer(
+        "notebook_launcher",
+        "accelerate",
+        (NOTEBOOK_LAUNCHER,),
+        _call,
+        again=("pass",),
+        restart=("pass",),
+        keeps=False,
+    ),
+    Peer(
+        "torchrunx",
+        "torchrunx==0.4.0",
+        (TORCHRUNX,),
+        _call,
+        again=("pass",),
+        restart=("pass",),
+        home="came = run(SOURCE)",
+        out="_ = run('pass', value)",
+        keeps=False,
+    ),
+    Peer(
+        "torchrun",
+        "",
+        (TORCHRUN,),
+        _call,
+        again=("pass",),
+        restart=("pass",),
+        keeps=False,
+    ),
+    Peer(
+        "Ray",
+        "ray==2.60.0",
+        (PORT, RAY, RAY_START),
+        _call,
+        again=("for each in ranks: ray.kill(each)", RAY_START),
+        restart=("for each in ranks: ray.kill(each)", RAY_START),
+        home="came = ray.get([each.get.remote('value') for each in ranks])",
+        out="there = ray.put(value); ray.get([each.put.remote('value', there) for each in ranks])",
+    ),
+    Peer(
+        "Monarch",
+        "torchmonarch==0.7.0",
+        (PORT, MONARCH, MONARCH_START),
+        _call,
+        again=("processes.stop().get()", MONARCH_START),
+        restart=("processes.stop().get()", MONARCH_START),
+        home="came = [value for _, value in ranks.get.call('value').get()]",
+        out="_ = ranks.put.call('value', value).get()",
+    ),
+)
