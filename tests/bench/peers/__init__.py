@@ -9,6 +9,5 @@ so that all have the same torch, and is driven through a real notebook kernel, w
 Cells are what its own documentation shows.  "no" stands only where it was tried; the reason is in
 the JSON file.  What a tool has no word for is a dash.
 
-So far nbdist's cells were run, and the start and the first sum of ipyparallel's; no table of all has
-been made.
+So far nbdist's cells were run, and some of ipyparallel's; no table of all has been made.
 """
