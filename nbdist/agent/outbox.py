@@ -96,7 +96,7 @@ class Backlog:
         ]
 
     def take(self, most: int) -> list[Item]:
-        """Take the oldest of a rank away, then of the next: of so many characters, and one more."""
+        """Remove and return the oldest outputs, rank by rank: `most` characters, and one output."""
         batch: list[Item] = []
         for rank in [*self._items]:
             items, count = self._items.pop(rank), 0

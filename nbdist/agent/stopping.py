@@ -74,9 +74,9 @@ def is_stuck(sight: Sight) -> bool:
 
 
 def has_missed_it(sight: Sight) -> bool:
-    """Return True if a rank sleeps on in Python code as if nobody had pressed Stop; pure.
+    """Return True if a rank still sleeps in Python code, as if Stop had not reached it; pure.
 
-    Python drops what finalizers and callbacks raise, KeyboardInterrupt too.
+    Python prints and drops exceptions of finalizers and callbacks, KeyboardInterrupt too.
     """
     place = sight.place
     waits = place.is_in_code and sight.is_asleep and not (place.operation or place.is_cleaning_up)

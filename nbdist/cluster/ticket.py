@@ -223,7 +223,7 @@ def drop_dead_join_keys() -> None:
 
 
 def _is_heard_at(address: str, port: int) -> bool:
-    with suppress(OSError):  # nobody knows
+    with suppress(OSError):  # another error says neither yes nor no
         try:
             socket.create_connection((address, port), LOOK_TIMEOUT).close()
         except ConnectionRefusedError:

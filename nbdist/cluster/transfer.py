@@ -38,9 +38,9 @@ class BulkTransfers:
     """Big values both ways, between the notebook and the nodes.
 
     All ranks get a task at the same time, once all their nodes have its variables: none waits in a
-    collective for a slow link.  `node` finds nodes by their numbers, `run` takes tasks to be sent,
-    `show` what the notebook is told in the place of ranks that do not get a task.  What ranks have
-    brought back is in memory of this process until it was read.
+    collective for a slow link.  `node` returns the node with a number, `run` sends a task, and
+    `show` sends the notebook outputs for ranks that cannot get their task.  Values that ranks
+    return stay in this process's memory until the notebook has read them.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from nbdist.world.running import News, RunningTask
 from nbdist.world.workers import MovingLine
 
 FIRST_DRAWING = 0.15  # seconds before anything is drawn, so that a fast cell does not flash
-REDRAW = 0.25  # seconds between drawings: each makes the page build its part anew
+REDRAW = 0.25  # seconds between drawings: the page rebuilds the whole panel at each
 
 
 class PanelDisplay:

@@ -137,7 +137,7 @@ def _find_executable(name: str) -> tuple[str, str]:
 
 
 def ask(session: Session, running: RunningTask, rank: int) -> None:
-    """Ask the user what this rank asks for, and send it; an error where nobody can type."""
+    """Ask the user for the input of this rank and send it; an error where there is no input."""
     request, prompt = running.prompts[rank], running.prompts.prompt(rank)
     while True:
         try:

@@ -263,7 +263,7 @@ class CodeSync:
         return said if said != before else ""
 
     def bringing(self, asks: Asks, *, anew: bool = False) -> Generator[Starting, None, None]:
-        """Send what has changed to all nodes, or with `anew` what they lack; raises CodeNotSent."""
+        """Send all nodes what has changed, or with `anew` what they lack; raises CodeNotSent."""
         for _ in range(TRIES):
             try:
                 self.listing.look()

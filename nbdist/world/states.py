@@ -205,7 +205,7 @@ SETTLE_SECONDS = 0.1  # seconds that a rank is given to ask before one that come
 
 STAY_SECONDS = 0.3  # seconds that the one who was answered last is given to ask again before others
 
-NOBODY = (
+NO_INPUT = (
     "input() and breakpoint() need JupyterLab or a terminal; this run has neither (nbclient, "
     "papermill). Set a variable instead of calling input()."
 )

@@ -35,7 +35,7 @@ from nbdist.world.past import Past, Setup
 from nbdist.world.result import hand_over, wanted_level
 from nbdist.world.running import Crew, RunningTask
 from nbdist.world.spec import NotebookSurroundings, make_spec, scaled, wanted_elsewhere
-from nbdist.world.states import NOBODY, Event, Machines, Renumbering, State, compare, next_state
+from nbdist.world.states import NO_INPUT, Event, Machines, Renumbering, State, compare, next_state
 
 log = logging.getLogger("nbdist.world")
 
@@ -394,10 +394,10 @@ class Workers:
         return link.close() if link is not None else ""
 
     def refuse(self, running: RunningTask) -> None:
-        """Tell all ranks that want something typed that nobody can."""
+        """Answer all ranks that ask for input that there is none."""
         for rank in running.prompts.ranks:
             number = running.prompts[rank].number
-            self.link.send(messages.Enter(rank, InputReply(number, problem=NOBODY)))
+            self.link.send(messages.Enter(rank, InputReply(number, problem=NO_INPUT)))
             running.prompts.drop(rank, time.monotonic())
 
     # --- what comes up --------------------------------------------------------------------
@@ -466,7 +466,7 @@ class Workers:
             self.names.finished(rank, output, received)
         if running is None:
             if isinstance(output, InputRequest):
-                self.link.send(messages.Enter(rank, InputReply(output.number, problem=NOBODY)))
+                self.link.send(messages.Enter(rank, InputReply(output.number, problem=NO_INPUT)))
             elif not isinstance(output, Moved):
                 self.late.append((rank, output))
         elif isinstance(output, Moved):
