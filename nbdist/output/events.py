@@ -260,11 +260,10 @@ def _length(value: object) -> int:
             case dict(mapping):
                 length += OF_VALUE * len(mapping)
                 waiting.extend(mapping.values())
+            case list(values) if {*map(type, values)} <= {int, float}:
+                length += OF_VALUE * len(values)  # figures have very many numbers
             case list(values):
-                # Figures have very many numbers.
-                others = [each for each in values if not isinstance(each, int | float)]
-                length += OF_VALUE * (len(values) - len(others))
-                waiting.extend(others)
+                waiting.extend(values)
             case _:
                 length += OF_VALUE
     return length

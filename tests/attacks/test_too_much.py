@@ -158,7 +158,10 @@ def test_displays_that_nobody_takes(world: World, tmp_path: Path) -> None:
 def test_stop_in_a_flood_of_displays(tmp_path: Path) -> None:
     """All ranks leave, with all that is kept drawn; how soon control is back is only said."""
     file, pressed = tmp_path / "full", list[float]()
-    patience = f"import nbdist.world.running\nnbdist.world.running.CONTROL_TIMEOUT = {SOON}"
+    patience = (
+        "from dataclasses import astuple\nfrom nbdist.config import Patience\n"
+        f"Patience.__init__.__defaults__ = astuple(Patience(control_timeout={SOON}))"
+    )
     notebook = Notebook("%load_ext nbdist", patience, "%dist_init -n 4")
 
     def press() -> None:

@@ -63,8 +63,10 @@ class Outcome:
     @property
     def seen(self) -> str:
         """All that a person sees of it, without colours."""
-        last = self.displays[:-1] + (self.updates or self.displays)[-1:]
-        shown = [*(each["data"] for each in last + self.figures), *self.results]
+        # A panel of an earlier cell can change meanwhile; it is above that cell.
+        newest = {each["transient"]["display_id"]: each for each in self.updates}
+        last = (newest.get(each["transient"].get("display_id"), each) for each in self.displays)
+        shown = [each["data"] for each in (*last, *self.figures)] + self.results
         texts = [data.get("text/plain", "") for data in shown]
         errors = ("\n".join(error["traceback"]) for error in self.errors)
         return strip("\n".join([*self.streams, *texts, *errors]))

@@ -35,11 +35,13 @@ def run(
     command: Sequence[str | Path], cwd: Path, code: int = 0, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """A command outside of the checkout, and its exit code."""
-    rest = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    own = ("PYTHON", "PIP_")  # such as the constraints that these tests were installed with
+    rest = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    pip = {"CONFIG_FILE": os.devnull, "NO_INDEX": "1", "DISABLE_PIP_VERSION_CHECK": "1"}
     done = subprocess.run(
         [*map(str, command)],
         cwd=cwd,
-        env={**rest, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environ},
+        env={**rest, **{f"PIP_{name}": value for name, value in pip.items()}, **environ},
         capture_output=True,
         text=True,
         timeout=3 * SOON,
