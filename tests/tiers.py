@@ -24,7 +24,6 @@ LONGEST = (
     "faults/test_nothing_left.py",
     "notebooks/test_notebooks.py",
     "notebook/test_pages.py",
-    "tools/test_export.py",
     "faults/test_freeing.py",
     "browser/test_looks.py",
     "browser/test_cells.py",

@@ -19,10 +19,8 @@ from tests.notebook.commands.test_attach import LOOP, STEPS
 from tests.notebook.front_end import Notebook, Outcome, body
 from tests.notebooks.test_notebooks import (
     MANY_MACHINES,
-    NOTEBOOKS,
     check_run,
     code_cells,
-    learned,
     run,
     text,
 )
@@ -165,17 +163,6 @@ def test_killed_in_mid_cell(
     assert all(host.left() for host in hosts[:2])
     assert kill_world(NAME) == 0
     assert found() == []
-
-
-@pytest.mark.usefixtures("hosts", "path")
-def test_the_quickstart_on_two_hosts(tmp_path: Path) -> None:
-    """Only the line that starts the workers differs; what is shown is of the same kinds."""
-    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
-    [start] = [cell for cell in code_cells(notebook) if "-n 4" in cell.source]
-    start.source = start.source.replace("-n 4", "--hosts node1:2,node2:2")
-    fresh = run(notebook, tmp_path)
-    check_run(notebook, fresh)
-    learned(fresh)
 
 
 def test_many_machines(hosts: list[Host], path: None, tmp_path: Path) -> None:
