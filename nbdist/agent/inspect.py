@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from nbdist.agent.stacks import frames_of, own_frames, with_code
-from nbdist.system.processes import is_stopped
+from nbdist.system.processes import OwnTime, is_stopped
 from nbdist.wire import control
 from nbdist.wire.control import Completions, Description, Question
 from nbdist.wire.messages import Used
@@ -45,6 +45,7 @@ async def stack_of(worker: Worker) -> Stack:
     state = worker.state
     if state in ("starting", "dead"):
         return Stack(worker.rank, worker.pid, state, Place())
+    turn = _Turn(worker)
     seen = await _ask(worker, control.Trace(), STACK_TIMEOUT)
     if isinstance(seen, Place):
         return Stack(worker.rank, worker.pid, state, seen)
@@ -53,6 +54,7 @@ async def stack_of(worker: Worker) -> Stack:
         place, frames = seen.place, seen.frames
     else:
         place, frames = await place_from_outside(worker, SAMPLE_TIMEOUT)
+        place = turn.judged(place, STACK_TIMEOUT)
         if not frames:
             return Stack(worker.rank, worker.pid, state, place, problem=NO_ANSWER)
     own = own_frames(frames)
@@ -92,11 +94,12 @@ async def _status_of(worker: Worker) -> WorkerStatus:
     if found.state in ("starting", "dead"):
         return found
     if found.state == "idle":
+        turn = _Turn(worker)
         answer = await _last_collective(worker)
         if answer is not None:  # C code does not hold its GIL, but it may be stopped by now
             place = Place(is_stopped=is_stopped(worker.pid))
         else:
-            place = await _of_silent(worker)
+            place = await _of_silent(worker, turn)
     else:
         place, answer = await asyncio.gather(_place(worker), _last_collective(worker))
     task = worker.task
@@ -144,14 +147,31 @@ def _line_of(frames: Sequence[StackFrame]) -> int:
 
 
 async def _place(worker: Worker) -> Place:
+    turn = _Turn(worker)
     seen = await _ask(worker, control.Locate(briefly=True), STATUS_TIMEOUT)
-    return seen if isinstance(seen, Place) else await _of_silent(worker)
+    return seen if isinstance(seen, Place) else await _of_silent(worker, turn)
 
 
-async def _of_silent(worker: Worker) -> Place:
+async def _of_silent(worker: Worker, turn: _Turn) -> Place:
     if is_stopped(worker.pid):
         return Place(is_stopped=True)
-    return (await place_from_outside(worker, BRIEF_SAMPLE_TIMEOUT))[0]
+    place, _ = await place_from_outside(worker, BRIEF_SAMPLE_TIMEOUT)
+    return turn.judged(place, STATUS_TIMEOUT)
+
+
+class _Turn:
+    """Whether a rank that has not answered had a processor for it.
+
+    One that is silent while others have the processors need not hold the GIL.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._clock = OwnTime(worker.pid)
+
+    def judged(self, place: Place, timeout: float) -> Place:
+        """Return the place of one that was silent for `timeout` seconds."""
+        had_turn = self._clock.seconds() > timeout / 2
+        return replace(place, holds_gil=place.holds_gil and had_turn)
 
 
 async def _last_collective(worker: Worker) -> Collective | control.Ok | None:

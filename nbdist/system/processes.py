@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -87,9 +88,12 @@ PF_EXITING = 0x4
 """In a thread's flags (include/linux/sched.h): it is being ended, and runs no more code."""
 
 
-def thread_state(pid: int) -> str:
-    """Return `R`: the main thread runs, `S`: sleeps, `T`: is stopped (proc(5)); `X`: has ended."""
-    return _stat(pid)[0]
+def thread_state(pid: int, tid: int | str = "") -> str:
+    """Return `R`: a thread is to run, `S`: sleeps, `T`: is stopped (proc(5)); `X`: has ended.
+
+    Of the main thread, where none is named.
+    """
+    return _stat(f"{pid}/task/{tid or pid}")[0]
 
 
 def is_exiting(pid: int) -> bool:
@@ -104,8 +108,8 @@ def cpu_seconds(pid: int) -> float:
     return sum(map(int, stat[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
-def _stat(pid: int) -> list[str]:
-    """Read `stat` from the main thread's state on; that it has ended, if it has."""
+def _stat(pid: int | str) -> list[str]:
+    """Read `stat` from the thread's state on; that it has ended, if it has."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(") ")[2].split()
@@ -155,19 +159,25 @@ class OwnTime:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._since = time.monotonic()
-        self._waits = _waits(pid)
+        self._before = _schedules(pid)
 
     def seconds(self) -> float:
         """Count them; all that pass, where the kernel does not count how long threads wait."""
-        passed, now = time.monotonic() - self._since, _waits(self._pid)
-        waited = max((now[tid] - self._waits.get(tid, 0.0) for tid in now), default=0.0)
-        return max(0.0, passed - waited)
+        passed, now = time.monotonic() - self._since, _schedules(self._pid)
+        waits = (self._wait(tid, each, passed) for tid, each in now.items() if each.wakes)
+        return max(0.0, passed - max(waits, default=0.0))
+
+    def _wait(self, tid: str, now: Schedule, passed: float) -> float:
+        before = self._before.get(tid, Schedule())
+        # A wait is counted once it is over, as that of the thread which asks is.
+        is_over = thread_state(self._pid, tid) != "R" or int(tid) == threading.get_native_id()
+        return now.waited - before.waited if is_over else passed - (now.ran - before.ran)
 
 
-def _waits(pid: int) -> dict[str, float]:
-    """Read how long each thread has waited."""
+def _schedules(pid: int) -> dict[str, Schedule]:
+    """Read that of each thread."""
     with suppress(OSError):  # it has ended
-        return {tid: schedule(pid, tid).waited for tid in os.listdir(f"/proc/{pid}/task")}
+        return {tid: schedule(pid, tid) for tid in os.listdir(f"/proc/{pid}/task")}
     return {}
 
 

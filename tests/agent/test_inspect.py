@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.inspect import GpuGauge, UsageWatch, status_of
+from nbdist.system.limits import control_groups
 from nbdist.system.processes import thread_state
 from nbdist.wire.views import Gpu, Place, Stack, WorkerStatus
 from nbdist.world.result import usage_text
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
-from tests.waiting import SOON
+from tests.waiting import SOON, wait_until
+from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world(4)
 
@@ -248,15 +250,44 @@ def test_code_that_holds_the_gil(world: World, gate: Gate) -> None:
     source = f"{gate.cell}def hold():\n    {HOLD}\nif rank == 1: hold()"
     with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
         until(world, lambda: {stack.state for stack in world.stacks([0, 2, 3])} == {"idle"})
-        found = statuses(world)
-        assert found.pop(1).place == Place(line=5, holds_gil=True)
-        assert [row.place for row in found.values()] == [None] * 3
+        until(world, lambda: statuses(world)[1].place == Place(line=5, holds_gil=True))
+        assert [row.place for row in statuses(world).values() if row.rank != 1] == [None] * 3
+        until(world, lambda: world.stacks([1])[0].place.holds_gil)
         stack = stacks(world)[1]
-        assert stack.place.holds_gil
         assert calls(stack) == [("Cell In[5]", 5, "<module>"), ("Cell In[5]", 4, "hold")]
         assert stack.frames[1].code == HOLD
         assert len(stacks(world)[1].frames) == 2  # not one after the other in the same file
         gate.open()
+
+
+@pytest.fixture
+def starved() -> Iterator[Path]:
+    """A control group whose processes run for a hundredth of the time, or none."""
+    found = [each.folder for each in control_groups("cpu")]
+    group = found[0] / "nbdist-test" if found else Path("/nowhere")
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("no cgroup for processors can be made here")
+    for file, text in (("cpu.max", "5000 500000"), ("cpu.cfs_period_us", "500000")):
+        if (group / file).exists():
+            (group / file).write_text(text)
+    if (group / "cpu.cfs_quota_us").exists():
+        (group / "cpu.cfs_quota_us").write_text("5000")
+    yield group
+    wait_until(lambda: not (group / "cgroup.procs").read_text(), "all have left")
+    group.rmdir()
+
+
+def test_no_processor(new_world: NewWorld, starved: Path) -> None:
+    """An idle rank that gets none, and so does not answer, is not said to hold the GIL; 8 s."""
+    with new_world(2) as world:
+        pid = str(world.pids[1])
+        (starved / "cgroup.procs").write_text(pid)
+        for _ in range(10):
+            assert [row.place for row in statuses(world).values()] == [None] * 2
+            assert not any(stack.place.holds_gil for stack in world.stacks())
+        (starved.parent / "cgroup.procs").write_text(pid)
 
 
 def test_c_code_is_not_woken_up(world: World) -> None:
