@@ -47,7 +47,7 @@ def test_what_was_gathered_does_not_outlive_its_ranks(two: Notebook) -> None:
     why = "`loss` was gathered from the ranks, so it is not sent by itself; "
     assert said.endswith(f"{why}`%dist_push loss` sends it.")
     assert two.run("%%distributed --pool other -n 1\nloss").errors != []
-    two.run("%dist_push loss")
+    assert two.run("%dist_push loss").text == "pushed loss to 2 ranks"
     assert body(two.run("%%distributed\nloss"))[1:] == ["[0.0, 0.5]"]
 
 
