@@ -142,72 +142,47 @@ def done(*begun: Begun) -> Place:
 OVER = replace(REDUCE, is_done=True), replace(BARRIER, is_done=True)
 
 
-@pytest.mark.parametrize(
-    ("first", "other"),
-    [
+NEVER = "these calls do not match and would wait forever"
+
+
+def test_verdict() -> None:
+    """The fifth of one is another than that of the others; what is not known is not decided."""
+    for first, other in (
         (waits(REDUCE), waits(REDUCE)),
         (waits(REDUCE), waits(replace(BARRIER, number=6))),
         (waits(REDUCE), waits(replace(BARRIER, group="1"))),
         (waits(REDUCE), Place(line=1, operation="recv")),
         (waits(OVER[0], replace(REDUCE, number=6)), waits(OVER[1], replace(REDUCE, number=6))),
-    ],
-)
-def test_what_may_meet(first: Place, other: Place) -> None:
-    """What is not known is not decided upon."""
-    assert not hangs.never_meet({0: first, 1: other})
+    ):
+        assert not hangs.never_meet({0: first, 1: other})
+    three = {0: waits(REDUCE, line=3), 1: waits(BARRIER), 2: waits(BARRIER)}
+    said = "ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3)"
+    assert hangs.verdict(three) == f"{said}: {NEVER}"
+    # A root has sent and gone on; the others wait in what it never began.
+    began = replace(REDUCE, name="broadcast", is_done=True), replace(BARRIER, number=6)
+    assert hangs.verdict({0: waits(*began, line=3), 1: waits(BARRIER, line=3)}) == (
+        f"ranks 0-1 are in barrier (line 3): {NEVER}; the first that differ: rank 0 broadcast, "
+        "rank 1 barrier"
+    )
+    all_receive = {rank: Place(line=4, operation="recv") for rank in range(3)}
+    said = "ranks 0-2 are in recv (line 4): all ranks wait for each other"
+    assert hangs.verdict(all_receive) == said
+    said = "rank 0 is in recv (a.py line 4): all ranks wait for each other"
+    assert hangs.verdict({0: Place(file="a.py", line=4, operation="recv")}) == said
 
 
-NEVER = "these calls do not match and would wait forever"
-ALL_WAIT = "all ranks wait for each other"
-ROOT = waits(replace(REDUCE, name="broadcast", is_done=True), replace(BARRIER, number=6), line=3)
-DIFFER = "the first that differ: rank 0 broadcast, rank 1 barrier"
-
-
-@pytest.mark.parametrize(
-    ("places", "said"),
-    [
-        (
-            {0: waits(REDUCE, line=3), 1: waits(BARRIER), 2: waits(BARRIER)},
-            f"ranks 1-2 are in barrier (line 2), rank 0 in all_reduce (line 3): {NEVER}",
-        ),
-        # A root has sent and gone on; the others wait in what it never began.
-        (
-            {0: ROOT, 1: waits(BARRIER, line=3)},
-            f"ranks 0-1 are in barrier (line 3): {NEVER}; {DIFFER}",
-        ),
-        (
-            {rank: Place(line=4, operation="recv") for rank in range(3)},
-            f"ranks 0-2 are in recv (line 4): {ALL_WAIT}",
-        ),
-        (
-            {0: Place(file="a.py", line=4, operation="recv")},
-            f"rank 0 is in recv (a.py line 4): {ALL_WAIT}",
-        ),
-    ],
-)
-def test_verdict(places: Places, said: str) -> None:
-    """The fifth collective of one is another than the fifth of the others; or none ever comes."""
-    assert hangs.verdict(places) == said
-
-
-WORSE = replace(DOUBLE, dtypes="BFloat16")
-WORST = "sizes and dtypes differ: rank 0 float32 [3], rank 1 bfloat16 [2]"
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "told"),
-    [
+def test_sizes_and_dtypes() -> None:
+    """Those of each rank, and whose result is wrong; gloo takes any shape of as many elements."""
+    both = "sizes and dtypes differ: rank 0 float32 [3], rank 1 bfloat16 [2]"
+    for first, second, told in (
         (REDUCE, LARGER, "sizes differ: rank 0 [2], rank 1 [3]"),
         (REDUCE, DOUBLE, "dtypes differ: rank 0 float32, rank 1 float64"),
-        (LARGER, WORSE, WORST),
-    ],
-)
-def test_sizes_and_dtypes(first: Begun, second: Begun, told: str) -> None:
-    """Those of each rank, and whose result is wrong; gloo takes any shape of as many elements."""
-    assert hangs.differing({0: done(first), 1: waits(second)}) == (
-        f"all_reduce (line 2), {told}; the result on rank 0 is wrong"
-    )
-    assert hangs.differing({0: waits(first), 1: waits(second)}) == f"all_reduce (line 2), {told}"
+        (LARGER, replace(DOUBLE, dtypes="BFloat16"), both),
+    ):
+        said = f"all_reduce (line 2), {told}"
+        wrong = f"{said}; the result on rank 0 is wrong"
+        assert hangs.differing({0: done(first), 1: waits(second)}) == wrong
+        assert hangs.differing({0: waits(first), 1: waits(second)}) == said
     flat = waits(replace(REDUCE, sizes="[4, 1]", elements="4"))
     square = waits(replace(REDUCE, sizes="[2, 2]", elements="4"))
     for one, other in ((flat, square), (waits(REDUCE), waits(BARRIER)), (flat, Place())):
