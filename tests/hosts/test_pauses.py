@@ -51,7 +51,7 @@ def until_stalled(
 
 
 def test_a_cable_that_is_out_for_a_while(world: World, hosts: list[Host]) -> None:
-    """No rank loses anything; `tests/cluster/test_pauses.py` has heads and agents that stop."""
+    """No rank loses anything; `tests/cluster/test_nodes.py` has heads and agents that stop."""
     world.execute("kept = rank")
     hosts[1].link_down()
     time.sleep(PAUSE)

@@ -20,7 +20,6 @@ from nbdist.world.names import Shipped
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.cells import begin, follow, run, run_well
-from tests.cluster.launchers import install
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world
@@ -282,33 +281,6 @@ def test_it_starts_by_itself() -> None:
     world.shutdown()
     with pytest.raises(WorldNotStarted):
         world.run(os.getpid)
-
-
-@pytest.mark.own_agent
-def test_another_launchers_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task for all is for all who come; another launcher is refused in a line, or has its own."""
-    install(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    world = World(launcher="here", log_dir="")
-    try:
-        task = world.task("x = 7")
-        assert task.ranks == (0,)  # how many there will be is not known yet
-        running = world.submit(task)
-        assert (running.task.ranks, world.size > 1) == (world.session.everyone, True)
-        world.session.finish(running)
-        before, agent = world.pids, world.session.link.agent
-        assert "nbdist.cluster" in agent.command
-        said = r"`--launcher nowhere`: available: here, .*local, .*ssh"
-        with pytest.raises(UsageError, match=said):
-            world.restart(launcher="nowhere", n=2)
-        assert (world.pids, world.session.config.launched_by) == (before, "here")
-        world.restart(1, keep=["x"], launcher="local")
-        assert "nbdist.cluster" not in world.session.link.agent.command
-        assert not psutil.pid_exists(agent.pid)
-        assert world.gather("x") == [7]
-    finally:
-        world.shutdown()
 
 
 def test_shutdown_and_start_again(world: World) -> None:
