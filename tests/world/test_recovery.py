@@ -322,11 +322,15 @@ def test_a_second_stop_gives_control_back(
     caught = f"    Path(os.environ['RANK'] + 'caught').touch()\n    {WAITS}"
     source = f"{BEGUN}try: time.sleep(600)\nexcept KeyboardInterrupt:\n{caught}"
     running = ready.submit(ready.task(source))
+    leave = threading.Timer(SOON, (tmp_path / "open").touch)  # where it does not give it back
+    leave.start()
     for _ in ready.follow(running):
         with running.counting_stops():
             due = have_begun() if not running.stops else Path("1caught").exists()
             if due and running.stops < 2:
                 raise KeyboardInterrupt
+    leave.cancel()
+    leave.join()
     assert running.stops == 2
     assert (running.unfinished, ready.state) == ((0, 1), State.STUCK)
     (tmp_path / "open").touch()
