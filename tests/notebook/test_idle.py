@@ -72,22 +72,14 @@ async def test_many_bytes_are_one_notice(link: Any):
     assert noticed[1] - noticed[0] >= PAUSE
 
 
-async def test_what_is_watched_no_more(link: Any):
-    """Nothing is called after `stop`, and no descriptor is left."""
-    before = os.listdir("/proc/self/fd")
-    watch = IdleWatch(lambda: pytest.fail("noticed"))
-    for _ in range(2):
-        watch.follow(link)
-    watch.stop()
-    os.write(link.end, b"x")
-    await asyncio.sleep(0)
-    assert os.listdir("/proc/self/fd") == before
-
-
 async def test_what_goes_on(link: Any):
-    """It is called again and again, at once where there is news, until it goes on no more."""
+    """It is called again and again, at once where there is news, until it goes on no more.
+
+    Nothing is called after `stop`, and no descriptor is left.
+    """
     noticed: list[float] = []
     loop, third = asyncio.get_running_loop(), asyncio.Event()
+    before = os.listdir("/proc/self/fd")
 
     def notice() -> None:
         noticed.append(loop.time())
@@ -95,7 +87,8 @@ async def test_what_goes_on(link: Any):
             third.set()
 
     watch = IdleWatch(notice)
-    watch.follow(link)
+    for _ in range(2):
+        watch.follow(link)
     watch.goes_on = True
     assert link.tells_all
     await third.wait()
@@ -108,6 +101,11 @@ async def test_what_goes_on(link: Any):
     watch.stop()
     assert noticed[2] - noticed[0] >= 2 * PAUSE
     assert len(noticed) <= 5
+    noticed.clear()
+    os.write(link.end, b"x")
+    await asyncio.sleep(0.01)
+    assert noticed == []
+    assert os.listdir("/proc/self/fd") == before
 
 
 def out(text: str) -> Text:
