@@ -10,7 +10,7 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import pytest
 from nbdist.agent import fork_server
 from nbdist.agent.processes import WorkerProcess
 from nbdist.wire.frames import FrameCutter, framed, pack
+from nbdist.wire.spec import WorkerStart
 from tests.agent.sources import Source, worker_start
 from tests.faults.soak import wait_until_at_rest
 from tests.waiting import SOON, until
@@ -44,9 +45,28 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
-async def test_workers_and_their_ends(source: Source) -> None:
+Runs = Callable[[str], WorkerStart]
+
+
+@pytest.fixture
+def runs(runtime: Path, tmp_path: Path) -> Runs:
+    """Makes a start of a worker that runs these lines of a shell, in a folder of its own."""
+
+    def make(text: str) -> WorkerStart:
+        program = tmp_path / "program"
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+        start = worker_start(runtime)
+        environ = {**start.world.environ, "PYTHONPATH": f"/lib:{tmp_path}"}
+        spec = replace(start.world, python=str(program), cwd=str(tmp_path), environ=environ)
+        return replace(start, world=spec)
+
+    return make
+
+
+async def test_workers_and_their_ends(source: Source, runs: Runs) -> None:
     """Each leads its own session; how it ended is nothing to the others, which a close ends."""
-    killed, last = await source.worker(0), await source.worker(1)
+    killed, last = [await source.source.start(runs("exec sleep 600"), 1, 2) for _ in range(2)]
     assert os.getsid(killed.pid) == os.getpgid(killed.pid) == killed.pid
     os.kill(killed.pid, signal.SIGSEGV)
     assert await asyncio.wait_for(killed.exited, SOON) == -signal.SIGSEGV
@@ -57,15 +77,10 @@ async def test_workers_and_their_ends(source: Source) -> None:
     await until(lambda: not psutil.pid_exists(last.pid))
 
 
-async def test_what_it_started_ends_with_it(runtime: Path, tmp_path: Path, source: Source) -> None:
+async def test_what_it_started_ends_with_it(tmp_path: Path, source: Source, runs: Runs) -> None:
     """Also where it ends by itself, in order; and it looks for no modules in its folder."""
-    program, said = tmp_path / "program", tmp_path / "said"
-    program.write_text(f"#!/bin/sh\nsleep 600 &\necho $! $PYTHONPATH > {said}\n")
-    program.chmod(0o755)
-    start = worker_start(runtime)
-    environ = {**start.world.environ, "PYTHONPATH": f"/lib:{tmp_path}"}
-    spec = replace(start.world, python=str(program), cwd=str(tmp_path), environ=environ)
-    process = await source.source.start(replace(start, world=spec), 1, 2)
+    said = tmp_path / "said"
+    process = await source.source.start(runs(f"sleep 600 &\necho $! $PYTHONPATH > {said}"), 1, 2)
     assert await asyncio.wait_for(process.exited, SOON) == 0
     child, path = said.read_text().split()
     assert path == "/lib"
