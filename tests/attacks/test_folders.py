@@ -21,7 +21,7 @@ import pytest
 from nbdist.agent.worker_output import RUN, RUNS_KEPT
 from nbdist.errors import NoRuntimeFolder, ScaleError, UsageError, WorkerDied
 from nbdist.system.folders import MARKER, RuntimeFolder
-from nbdist.world.snapshot_store import Snapshot
+from nbdist.world.snapshot_store import KEPT, Snapshot
 from nbdist.world.world import World
 from tests.waiting import wait_until
 
@@ -141,6 +141,30 @@ def test_a_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- snapshots ----------------------------------------------------------------------------
+
+
+def test_a_name_that_is_the_users_folder(world: World, tmp_path: Path) -> None:
+    """The user's folders stay in it; of the snapshots the newest ones, and what the user kept."""
+    root = tmp_path / "snapshots"
+    mine = {"data", "20200101-000000", "20200101-000001"}
+    for name in mine:
+        (root / "a" / name).mkdir(parents=True)
+        (root / "a" / name / "manifest.json").write_text("{}")
+    for folder in (root, root / "a"):
+        folder.chmod(0o700)
+    (root / "b" / ".part-mine").mkdir(parents=True)
+    world.execute("x = 1")
+    kept = [world.snapshot(["x"], name="a").folder for _ in range(3)]
+    (kept[0] / "notes.txt").write_text("mine")
+    kept[1].rename(root / "a" / "best")
+    shutil.copytree(kept[2], root / "a" / "20200101-000002")
+    newest = [world.snapshot(["x"], name="a").folder for _ in range(KEPT + 1)][1:]
+    there = {each.name for each in (root / "a").iterdir()}
+    mine |= {kept[0].name, "best", "20200101-000002", ".lock"}
+    assert there == mine | {folder.name for folder in newest}
+    assert {each.name for each in (root / "b").iterdir()} == {".part-mine"}
+    assert (kept[0] / "rank0.frames").exists()
+    world.restore(name="a")
 
 
 def chown(path: Path) -> None:
