@@ -2,15 +2,13 @@
 
 Each file of tests is a pytest of its own, so that one that crashes takes nothing else along,
 the most telling ones first; what looks at all of the GPU's memory runs alone, the others beside
-each other where there are cores enough.  `report.md` is written anew after each of these stages;
-what each test has said is in a file's own `.jsonl` at once (`conftest.py`).  Needs torch, and
-what README.md beside this names.
+each other where there are cores enough.  `report.md` is written anew after each of these stages.
+Needs torch, and what README.md beside this names.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import signal
@@ -20,8 +18,9 @@ import tempfile
 import threading
 import time
 import tomllib
+import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,6 +49,9 @@ LIMIT = 540.0
 
 END_GRACE = 10.0
 """Seconds that a pytest has to end its worlds when time is over."""
+
+USUAL = (0, 1, 5)
+"""How pytest ends after it has run all tests of a file, some of which failed, or none."""
 
 TICK, ASK_TIMEOUT = 0.2, 120.0
 PACKAGES = ("ipykernel", "ipython", "jupyter_client", "pyzmq", "cloudpickle", "psutil", "pytest")
@@ -96,18 +98,19 @@ def _run(
     name: str, out: Path, wanted: str, environ: dict[str, str], over: threading.Event
 ) -> list[Result]:
     """Run one file; what its tests have said."""
+    report = out / f"{name}.xml"
+    report.unlink(missing_ok=True)
     if over.is_set():
-        return results_of(name, [], "no time was left")
-    said = out / f"{name}.jsonl"
-    said.write_text("")
+        return results_of(name, report, "no time was left")
     command = [sys.executable, "-m", "pytest", str(HERE / f"{name}.py"), "-q"]
     # What libraries warn of on a machine that we do not know is no failure.
     command += ["-p", "pytest_timeout", "-p", "no:cacheprovider", "-W", "default"]
+    command += [f"--junitxml={report.absolute()}"]
     with (out / f"{name}.log").open("wb") as output:
         process = subprocess.Popen(
             [*command, *(["-k", wanted] if wanted else [])],
             cwd=ROOT,
-            env={**environ, "NBDIST_REPORT_FILE": str(said.absolute())},
+            env=environ,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -120,8 +123,10 @@ def _run(
                 os.killpg(process.pid, number)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(END_GRACE)
-    why = "no time was left" if is_cut else f"pytest ended with code {process.returncode}"
-    return results_of(name, said.read_text().splitlines(), why)
+    if is_cut:
+        return results_of(name, report, "no time was left")
+    is_usual = process.returncode in USUAL
+    return results_of(name, report, "" if is_usual else f"pytest ended by {process.returncode}")
 
 
 def _environ(device: str, folder: str) -> dict[str, str]:
@@ -213,49 +218,34 @@ def write_metadata(project: Path, folder: Path) -> None:
 
 # --- how it went --------------------------------------------------------------------------
 
-ORDER = ("failed", "error", "cut off", "not run", "passed", "skipped")
+ORDER = ("failed", "error", "cut off", "passed", "skipped")
+OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
+"""By what a test's entry in pytest's report has in it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Result:
-    """How one test ended; `figures` is what it measured."""
+    """How one test ended, "" for what its file did; `figures` is what it measured."""
 
     file: str
     test: str
-    outcome: str = "not run"
+    outcome: str
     seconds: float = 0.0
     note: str = ""
-    figures: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def line(self) -> str:
-        """What it failed with, or why it was skipped."""
-        lines = self.note.splitlines()
-        last = [each for each in lines if each.startswith("E  ")] or lines or [""]
-        return last[-1].removeprefix("E").strip()[:300]
+    figures: Mapping[str, str] = field(default_factory=dict)
 
 
-def results_of(file: str, said: Iterable[str], why: str) -> list[Result]:
+def results_of(file: str, report: Path, why: str = "") -> list[Result]:
     """Return what a file's tests have said, and why they have said no more."""
-    results, begun = {"": Result(file, "")}, ""
-    for line in map(json.loads, said):
-        if "tests" in line:
-            results = {test: Result(file, test) for test in line["tests"]}
-        elif "begun" in line:
-            begun = line["begun"]
-        else:
-            result, is_call = results[line["test"]], line["when"] == "call"
-            result.seconds += line["seconds"]
-            result.figures.update(line["figures"])
-            if is_call or result.outcome == "not run":
-                result.outcome, result.note = line["outcome"], line["note"]
-            if not is_call and line["outcome"] == "failed":
-                result.outcome, result.note = "error", f"{line['when']}: {line['note']}"
-    for test, result in results.items():
-        if result.outcome == "not run":
-            result.outcome = "cut off" if test and test == begun else "not run"
-            result.note = why
-    return [*results.values()]
+    results = []
+    for case in ET.parse(report).iter("testcase") if report.exists() else ():
+        bad = next((each for each in case if each.tag in OUTCOMES), None)
+        outcome = "passed" if bad is None else OUTCOMES[bad.tag]
+        note = "" if bad is None else " ".join(bad.get("message", "").split())[:300]
+        figures = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
+        name, seconds = case.get("name", ""), float(case.get("time", "0"))
+        results.append(Result(file, name, outcome, seconds, note, figures))
+    return [*results, Result(file, "", "cut off", note=why)] if why else results
 
 
 @dataclass
@@ -283,7 +273,7 @@ class Report:
         bad = [r for r in self.results if r.outcome not in ("passed", "skipped")]
         seconds = time.time() - self.begun
         lines = [f"{counts or 'nothing was run'} in {seconds:.0f} s on {self.device}"]
-        lines += [f"{r.outcome}: {r.file} {r.test} {r.line}".rstrip() for r in bad]
+        lines += [f"{r.outcome}: {r.file} {r.test} {r.note}".rstrip() for r in bad]
         return "\n".join(lines) + "\n"
 
     def lines(self) -> Iterator[str]:
@@ -301,7 +291,7 @@ class Report:
             if found := [r for r in self.results if r.outcome == outcome]:
                 yield f"\n## {outcome}: {len(found)}\n"
                 yield "| file | test | s | |\n|---|---|---|---|"
-            yield from (_row(r.file, r.test, f"{r.seconds:.1f}", r.line) for r in found)
+            yield from (_row(r.file, r.test, f"{r.seconds:.1f}", r.note) for r in found)
 
 
 def _row(*cells: str) -> str:

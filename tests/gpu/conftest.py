@@ -1,12 +1,8 @@
-"""Worlds on the GPU, what is skipped where there is none, and what each test says for a report."""
+"""Worlds on the GPU, what is skipped where there is none, and what each test measures."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -61,39 +57,3 @@ def fact(record_property: Callable[[str, object], None]) -> Fact:
 def needs_gpu() -> None:
     if not lab.has_gpu():
         pytest.skip("no GPU is visible here")
-
-
-# --- a line of JSON for each test, where `python -m tests.gpu` asks for it ------------------
-
-LONGEST = 2000  # characters of what a test failed with
-
-
-def _say(**what: Any) -> None:
-    if file := os.environ.get("NBDIST_REPORT_FILE"):
-        with Path(file).open("a") as lines:
-            lines.write(f"{json.dumps(what)}\n")
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    _say(tests=[item.nodeid.rpartition("::")[2] for item in session.items])
-
-
-def pytest_runtest_logstart(nodeid: str) -> None:
-    _say(begun=nodeid.rpartition("::")[2])
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Tell of the call, and of a set-up or an ending in which something was wrong."""
-    if report.when != "call" and report.passed:
-        return
-    note = report.longreprtext[-LONGEST:] if report.failed else ""
-    if report.skipped and isinstance(report.longrepr, tuple):
-        note = str(report.longrepr[2]).removeprefix("Skipped: ")
-    _say(
-        test=report.nodeid.rpartition("::")[2],
-        when=report.when,
-        outcome=report.outcome,
-        seconds=round(report.duration, 3),
-        note=note,
-        figures=dict(report.user_properties),
-    )

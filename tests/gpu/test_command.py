@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,14 +30,13 @@ def test_it_is_ended(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
     )
     try:
-        said = tmp_path / "test_stop.jsonl"
-        wait_until(lambda: said.exists() and '"passed"' in said.read_text(), timeout=2 * SOON)
+        wait_until((tmp_path / "test_kills.log").exists, timeout=2 * SOON)
     finally:
         process.terminate()
         assert process.wait(SOON) == 1
     page = (tmp_path / "report.md").read_text()
-    assert re.findall("^## (.*): ", page, re.MULTILINE)[-1] == "passed"
-    assert {*re.findall("^## (.*): ", page, re.MULTILINE)} <= {"cut off", "not run", "passed"}
+    assert re.findall("^## (.*): ", page, re.MULTILINE) == ["cut off", "passed"]
+    assert "| test_kills |  | 0.0 | no time was left |" in page
     assert re.search(r"^\| torch, CUDA, NCCL \| \d", page, re.MULTILINE)
     assert re.search(r"\| gloo: Stop, Python code \| [\d.e-]+ s \|", page)
     assert "| test_stop | test_stop_keeps_everything[gloo-Python code] |" in page
@@ -64,45 +61,34 @@ def test_metadata_of_a_checkout(tmp_path: Path) -> None:
     assert entries(found) == entries(installed)
 
 
-def test_what_is_reported() -> None:
-    """Before a file has said its tests, in the midst of one, and after a crash."""
-    (nothing,) = results_of("test_x", [], "no time was left")
-    assert (nothing.test, nothing.outcome, nothing.note) == ("", "not run", "no time was left")
-    said = [
-        {"tests": ["a", "b", "c"]},
-        {"begun": "a"},
-        _ended("a", "passed", {"time": "3 s"}),
-        {"begun": "b"},
-    ]
-    results = results_of("test_x", map(json.dumps, said), "pytest ended with code -11")
+SUITE = """
+import pytest
+
+def test_good(record_property): record_property("time", "3 s")
+def test_bad(): assert False, "a | b"
+def test_skipped(): pytest.skip("no GPU")
+@pytest.fixture
+def broken():
+    yield
+    raise OSError("left behind")
+def test_broken(broken): pass
+"""
+
+
+def test_what_is_reported(tmp_path: Path) -> None:
+    """How each test ended and what it measured, and where a file has not come to its end."""
+    (tmp_path / "test_x.py").write_text(SUITE)
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "--junitxml=x.xml", "test_x.py"]
+    subprocess.run(pytest_command, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=SOON)
+    results = results_of("test_x", tmp_path / "x.xml")
     report = Report("cuda", {"GPUs": "a | b"}, results)
-    assert report.counts == {"passed": 1, "cut off": 1, "not run": 1}
-    assert not report.is_good
+    assert [each.outcome for each in results] == ["passed", "failed", "skipped", "error"]
+    assert report.counts == {"passed": 1, "failed": 1, "skipped": 1, "error": 1}
+    assert [Report("cuda", {}, [each]).is_good for each in results] == [True, False, True, False]
     page = "\n".join(report.lines())
     assert "| GPUs | a \\| b |" in page
-    assert "| time | 3 s | a |" in page
-    assert "| test_x | b | 0.0 | pytest ended with code -11 |" in page
-    assert "cut off: test_x b pytest ended with code -11" in report.summary()
-
-
-@pytest.mark.parametrize(
-    ("lines", "outcome"),
-    [
-        ([("call", "failed")], "failed"),
-        ([("setup", "failed")], "error"),
-        ([("setup", "skipped")], "skipped"),
-        ([("call", "passed"), ("teardown", "failed")], "error"),
-        ([("call", "failed"), ("teardown", "failed")], "error"),
-    ],
-)
-def test_how_a_test_ended(lines: list[tuple[str, str]], outcome: str) -> None:
-    """In its call, or in what was done before and after it."""
-    ends = [{**_ended("a", how, {}), "when": when, "note": "E  bad"} for when, how in lines]
-    results = results_of("test_x", map(json.dumps, [{"tests": ["a"]}, *ends]), "")
-    assert [each.outcome for each in results] == [outcome]
-    assert Report("cuda", {}, results).is_good == (outcome == "skipped")
-
-
-def _ended(test: str, outcome: str, figures: dict[str, str]) -> dict[str, Any]:
-    ended = {"test": test, "when": "call", "outcome": outcome, "figures": figures}
-    return {**ended, "seconds": 1.5, "note": ""}
+    assert "| time | 3 s | test_good |" in page
+    assert re.search(r"\| test_x \| test_bad \| 0\.0 \| AssertionError: a \\\| b ", page)
+    assert "error: test_x test_broken failed on teardown" in report.summary()
+    (nothing,) = results_of("test_x", tmp_path / "none.xml", "no time was left")
+    assert (nothing.test, nothing.outcome, nothing.note) == ("", "cut off", "no time was left")

@@ -131,32 +131,26 @@ def test_the_first_collective_of_a_subgroup(world: World, kind: str) -> None:
     goes_on(world, kind)
 
 
-def test_a_skipped_collective(world: World, kind: str) -> None:
-    """Ranks that wait for one that has finished the cell are released, and the cell says so."""
-    _, error = lab.ends(world, "t = torch.ones(1)\nif rank != 1:\n    dist.all_reduce(t); t.item()")
+@pytest.mark.parametrize(
+    ("source", "ranks", "told"),
+    [
+        ("if rank != 1: dist.all_reduce(t)", None, ["rank 1 finished the cell without"]),
+        (
+            "dist.broadcast(t, 0) if rank == 1 else dist.all_reduce(t)",
+            None,
+            ["broadcast", "all_reduce"],
+        ),
+        ("dist.all_reduce(t)", [0], ["rank 0 waits in", "ranks 1-3 do not run this cell"]),
+    ],
+    ids=["one skips it", "they differ", "a cell for one rank"],
+)
+def test_collectives_that_never_meet(
+    world: World, kind: str, source: str, ranks: list[int] | None, told: list[str]
+) -> None:
+    """Ranks that wait in them are released, and the cell says why."""
+    _, error = lab.ends(world, f"t = torch.ones(8)\n{source}\nt.sum().item()", ranks=ranks)
     assert isinstance(error, RanksReleased)
-    assert "rank 1 finished the cell without" in str(error)
-    goes_on(world, kind)
-
-
-def test_collectives_that_differ(world: World, kind: str) -> None:
-    """Ranks in two different ones are released; the cell names both."""
-    _, error = lab.ends(
-        world,
-        "t = torch.ones(8)\n"
-        "if rank == 1: dist.broadcast(t, 0)\nelse: dist.all_reduce(t)\nt.sum().item()",
-    )
-    assert isinstance(error, RanksReleased)
-    assert "broadcast" in str(error)
-    assert "all_reduce" in str(error)
-    goes_on(world, kind)
-
-
-def test_a_cell_for_some_ranks(world: World, kind: str) -> None:
-    """A cell for one rank with a collective of all cannot hang, and says why."""
-    _, error = lab.ends(world, "t = torch.ones(1)\ndist.all_reduce(t); t.item()", ranks=[0])
-    assert "rank 0 waits in" in str(error)
-    assert "ranks 1-3 do not run this cell" in str(error)
+    assert all(each in str(error) for each in told)
     goes_on(world, kind)
 
 

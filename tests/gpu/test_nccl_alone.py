@@ -6,25 +6,19 @@ nbdist, torch's own nccl2 passes what its stand-in passes; that was not run on a
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 
 import pytest
 
 from nbdist.errors import RanksReleased, WorkerDied, WorkerError
-from nbdist.wire.spec import MULTI_RANK_NCCL, WITH_NCCL, sharing_variables
+from nbdist.wire.spec import MULTI_RANK_NCCL, sharing_variables
 from nbdist.world.world import World
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
-from tests.standin import processes
 from tests.standin.conftest import has_torch
 from tests.standin.processes import CHECKS, Said, both
-from tests.waiting import SOON
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.timeout(75)]
 
@@ -82,29 +76,6 @@ def test_one_rank_dies(world: World, dying: int) -> None:
     assert running.age < lab.FREED_WITHIN
     world.execute(lab.SUM)
     world.execute("other = dist.new_group(); dist.all_reduce(torch.ones(1), group=other)")
-
-
-@pytest.mark.parametrize("name", ["nccl", "nccl-legacy"])
-def test_connecting_anew(gpu: str, figure: Figure, tmp_path: Path, name: str) -> None:
-    """Revoked and reconfigured, or aborted and made again: two ranks, and nothing else there."""
-    least = {"cuda nccl": (2, 0), "cuda nccl-legacy": (2, 15), "cpu nccl": (2, 15)}
-    if least.get(f"{gpu} {name}", (9,)) > lab.TORCH:
-        pytest.skip("it is not here, and no stand-in for it")
-    standin = {"PYTHONPATH": processes.path_with_standin(tmp_path)} if gpu == "cpu" else {}
-    version, ranks = MULTI_RANK_NCCL if lab.TORCH >= (2, 14) else (), []
-    for rank in range(2):
-        shared = sharing_variables(rank, version, os.environ) if lab.gpus() == 1 else {}
-        command = [sys.executable, "-m", "tests.gpu.renewals", str(rank), str(tmp_path / "store")]
-        environ = {**os.environ, **WITH_NCCL, **shared, **standin}
-        ranks.append(subprocess.Popen([*command, gpu, name], env=environ, stdout=subprocess.PIPE))
-    try:
-        found, _ = (json.loads(rank.communicate(timeout=SOON)[0]) for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for what in ("released", "connected"):
-        figure(f"{found['class']}, 2 ranks: {what}, median of 9", found[what], "ms")
 
 
 @pytest.fixture(scope="module")
