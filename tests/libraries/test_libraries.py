@@ -14,7 +14,6 @@ from nbdist import World
 from nbdist.output.bars import BarTable, bar_table, merged_line
 from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import panel_text
-from nbdist.wire.work import Source
 
 UNTIL_SEEN = """
 def until_seen(name, folder={folder!r}):
@@ -29,19 +28,11 @@ def until_seen(name, folder={folder!r}):
 
 @dataclass(frozen=True)
 class Drawn:
-    """The tables of bars while a cell ran, their lines in a terminal, and its final text."""
+    """Which ranks had bars while a cell ran, their lines in a terminal, and its final text."""
 
-    tables: list[BarTable]
+    ranks: set[tuple[int, ...]]
     lines: list[str]
     final: str
-
-    @property
-    def names(self) -> set[str]:
-        return {row.name for table in self.tables for row in table.rows}
-
-    @property
-    def ranks(self) -> set[tuple[int, ...]]:
-        return {table.ranks for table in self.tables}
 
     def stays(self, bar: str) -> bool:
         """Whether a bar that begins so has stayed of both ranks: a line of each, or one of both.
@@ -60,19 +51,19 @@ def drawn(world: World, folder: Path, source: str, ranks: Sequence[int] = (0, 1)
     row for each of them, somewhere between 0 and 1.
     """
     helped = UNTIL_SEEN.format(folder=str(folder)) + source
-    running = world.submit(world.task(Source(helped)))
-    found = Drawn([], [], "")
+    running = world.submit(world.task(helped))
+    with_bars, lines = set[tuple[int, ...]](), list[str]()
     for _ in world.follow(running):
         if table := bar_table(running.transcript):
-            found.tables.append(table)
-            found.lines.append(merged_line(running.transcript))
+            with_bars.add(table.ranks)
+            lines.append(merged_line(running.transcript))
             assert "\n── rank" in panel_text(live_layout(running.transcript, time.monotonic()))
             for name in moving(table, ranks):
                 (folder / f"seen {name.encode().hex()}").touch()
     world.session.check(running)
     final = panel_text(final_layout(running.transcript))
     world.session.let_go(running)
-    return Drawn(found.tables, found.lines, final)
+    return Drawn(with_bars, lines, final)
 
 
 def moving(table: BarTable, ranks: Sequence[int]) -> set[str]:
