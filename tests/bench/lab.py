@@ -2,8 +2,7 @@
 
 A real kernel is looked at as a front end does: cells go in, outputs come out.  Messages are read
 from the sockets at once, because what jupyter_client's own clients do around them would be a part
-of each figure.  Whatever a measurement starts inherits a mark in its environment, also what
-outlives its parent or leaves its session, so that it is found from outside by its process id.
+of each figure.  All that a measurement starts is found by a mark in its environment.
 """
 
 from __future__ import annotations
@@ -23,13 +22,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import zmq
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import KernelManager
 
 import nbdist
+from tests.traces import with_variable
+
+MARK = "NBDIST_BENCH"
+T = TypeVar("T")
 
 UP_TIMEOUT = 60.0
 CELL_TIMEOUT = 120.0
@@ -112,14 +116,12 @@ class Notebook:
         argv: Sequence[str] = (),
         answer: str | None = None,
     ) -> None:
-        self._manager = KernelManager(
-            kernel_name="python3", connection_file=str(folder / f"{uuid.uuid4().hex}.json")
-        )
+        file = str(folder / f"{uuid.uuid4().hex}.json")
+        self._manager = KernelManager(kernel_name="python3", connection_file=file)
         if argv:
             self._manager.kernel_spec_manager = _OneSpec(argv)
-        self._manager.start_kernel(
-            env=dict(environ), cwd=str(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self._manager.start_kernel(env=dict(environ), cwd=str(folder), **quiet)
         self._answer = answer
         identity = self._manager.session.bsession
         self._shell = self._manager.connect_shell(identity)
@@ -138,8 +140,7 @@ class Notebook:
         """Return when cells can be sent and no output of theirs can be missed."""
         deadline = time.monotonic() + UP_TIMEOUT
         while time.monotonic() < deadline:
-            asked = self._send("kernel_info_request", [{}])
-            if self.look(asked, DONE, ASK_AGAIN_SECONDS):
+            if self.look(self._send("kernel_info_request", {}), DONE, ASK_AGAIN_SECONDS):
                 return
         raise CellFailed(f"the notebook kernel was not up after {UP_TIMEOUT:.0f} s")
 
@@ -153,8 +154,7 @@ class Notebook:
     def send(self, *sources: str) -> Sent:
         """Send cells; `wait` for them."""
         request = {**REQUEST, "allow_stdin": self._answer is not None}
-        contents = [{**request, "code": source} for source in sources]
-        return self._send("execute_request", contents)
+        return self._send("execute_request", *({**request, "code": each} for each in sources))
 
     def wait(
         self, sent: Sent, is_enough: Callable[[Sent], bool], timeout: float = CELL_TIMEOUT
@@ -162,6 +162,17 @@ class Notebook:
         """Take in what comes, until it is enough."""
         if not self.look(sent, is_enough, timeout):
             raise CellFailed(f"no reply within {timeout:.0f} s")
+
+    def look(self, sent: Sent, is_enough: Callable[[Sent], bool], timeout: float) -> bool:
+        """Take in what comes; return True if it was enough in time."""
+        deadline = time.monotonic() + timeout
+        while not is_enough(sent):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            for socket, _ in self._poller.poll(left * 1000):
+                self._take(sent, socket)
+        return True
 
     def interrupt(self) -> None:
         """Press Stop."""
@@ -174,7 +185,7 @@ class Notebook:
         self._manager.shutdown_kernel()
         self._manager.context.term()
 
-    def _send(self, kind: str, contents: list[dict[str, Any]]) -> Sent:
+    def _send(self, kind: str, *contents: dict[str, Any]) -> Sent:
         session = self._manager.session
         messages = [session.msg(kind, content) for content in contents]
         ids = tuple(message["header"]["msg_id"] for message in messages)
@@ -182,17 +193,6 @@ class Notebook:
         for message in messages:
             session.send(self._shell, message)
         return sent
-
-    def look(self, sent: Sent, is_enough: Callable[[Sent], bool], timeout: float) -> bool:
-        """Take in what comes; return True if it was enough in time."""
-        deadline = time.monotonic() + timeout
-        while not is_enough(sent):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            for socket, _ in self._poller.poll(left * 1000):
-                self._take(sent, socket)
-        return True
 
     def _take(self, sent: Sent, socket: zmq.Socket[bytes]) -> None:
         frames = socket.recv_multipart()
@@ -212,8 +212,7 @@ class Notebook:
         elif kind == "status":
             sent.idle += content["execution_state"] == "idle"
         elif kind in ("stream", "error", *DISPLAYS):
-            size = sum(len(frame) for frame in frames)
-            sent.outputs.append(Shown(after, kind, content, size))
+            sent.outputs.append(Shown(after, kind, content, sum(map(len, frames))))
 
 
 class _OneSpec(KernelSpecManager):
@@ -231,7 +230,7 @@ END_TIMEOUT = 10.0
 """Seconds that processes have to be gone after their notebook kernel has ended."""
 
 SAMPLE_SECONDS = 0.3
-QUIET_SHARE = 0.1
+QUIET_PERCENT = 10
 """Of all processors' time; below this nothing that matters is running."""
 
 
@@ -244,10 +243,16 @@ class Lab:
         self._quiet_timeout = quiet_timeout
         # A short path: it holds unix sockets.
         self.folder = Path(tempfile.mkdtemp(prefix="nbb-"))
-        self._mark = f"NBDIST_BENCH={uuid.uuid4().hex}"
-        self._environ = self._make_environ()
+        self._mark = uuid.uuid4().hex
         # As an installed package is, also where Python writes no bytecode by itself.
         compileall.compile_dir(str(Path(nbdist.__file__).parent), quiet=2)
+        others = ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "NBDIST_")
+        self._environ = {n: value for n, value in os.environ.items() if not n.startswith(others)}
+        self._environ |= {MARK: self._mark, "XDG_STATE_HOME": str(self.folder)}
+        for name in ("XDG_RUNTIME_DIR", "IPYTHONDIR"):
+            folder = self.folder / name[:3]
+            folder.mkdir(mode=0o700)
+            self._environ[name] = str(folder)
 
     def __enter__(self) -> Lab:
         return self
@@ -256,25 +261,28 @@ class Lab:
         self._end_leftovers()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def runs_of(self, once: Callable[[], T]) -> tuple[T, ...]:
+        """Do something in each run."""
+        return tuple(once() for _ in range(self.runs))
+
     @contextmanager
-    def notebook(
-        self,
-        argv: Sequence[str] = (),
-        environ: Mapping[str, str] | None = None,
-        answer: str | None = None,
-    ) -> Iterator[Notebook]:
+    def notebook(self, *args: Any, **options: Any) -> Iterator[Notebook]:
         """A fresh notebook kernel that is up, on a quiet machine; nothing of it is left after."""
-        with self.notebooks(1, environ, argv=argv, answer=answer) as (notebook,):
+        with self.notebooks(1, *args, **options) as (notebook,):
             yield notebook
 
     @contextmanager
     def notebooks(
-        self, count: int, environ: Mapping[str, str] | None = None, **options: Any
+        self,
+        count: int,
+        argv: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        answer: str | None = None,
     ) -> Iterator[list[Notebook]]:
         """Several of them at once: a peer."""
         self._wait_until_quiet()
         environ = {**self._environ, **(environ or {})}
-        kernels = [Notebook(self.folder, environ, **options) for _ in range(count)]
+        kernels = [Notebook(self.folder, environ, argv, answer) for _ in range(count)]
         try:
             for kernel in kernels:
                 kernel.wait_until_up()
@@ -301,36 +309,14 @@ class Lab:
 
     def processes(self) -> list[int]:
         """The ids of all processes that measurements started and that are still there."""
-        pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
-        return [pid for pid in pids if pid != os.getpid() and self._is_ours(pid)]
-
-    def _make_environ(self) -> dict[str, str]:
-        environ = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS")
-            and not name.startswith("NBDIST_")
-        }
-        name, _, value = self._mark.partition("=")
-        runtime, ipython = self.folder / "run", self.folder / "ipython"
-        for folder in (runtime, ipython):
-            folder.mkdir(mode=0o700)
-        ours = {"XDG_RUNTIME_DIR": runtime, "IPYTHONDIR": ipython, "XDG_STATE_HOME": self.folder}
-        return {**environ, name: value, **{key: str(folder) for key, folder in ours.items()}}
-
-    def _is_ours(self, pid: int) -> bool:
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return False  # it went, or is somebody else's
-        return self._mark.encode() in environ.split(b"\0")
+        return with_variable(MARK, self._mark)
 
     def _wait_until_quiet(self) -> None:
         """Remembers for `was_busy` when there was no quiet moment within the time allowed."""
         if self._told:
             self._was_busy = self._told = False
         deadline = time.monotonic() + self._quiet_timeout
-        while self._quiet_timeout and busy_share(SAMPLE_SECONDS) > QUIET_SHARE:
+        while self._quiet_timeout and psutil.cpu_percent(SAMPLE_SECONDS) > QUIET_PERCENT:
             if time.monotonic() > deadline:
                 self._was_busy = True
                 return
@@ -350,19 +336,3 @@ def seconds_of(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def busy_share(seconds: float) -> float:
-    """Which part of the processors' time was used, measured for so long (proc(5), stat)."""
-    before = _processor_ticks()
-    time.sleep(seconds)
-    used, idle = (now - then for now, then in zip(_processor_ticks(), before, strict=True))
-    return used / max(1, used + idle)
-
-
-def _processor_ticks() -> tuple[int, int]:
-    """Used and idle, since boot."""
-    with open("/proc/stat", encoding="ascii") as stat:
-        fields = [int(field) for field in stat.readline().split()[1:9]]
-    idle = fields[3] + fields[4]
-    return sum(fields) - idle, idle
