@@ -172,6 +172,7 @@ def test_usable_cores():
         ("1,1", 4, ()),
         ("0,1", 0, ()),
         ("GPU-8f6e,GPU-1b2c", 1, ("GPU-8f6e",)),
+        ("GPU-8f6e,0", 1, ("GPU-8f6e",)),
         ("MIG-8f6e,MIG-1b2c", 1, ("MIG-8f6e", "MIG-1b2c")),
     ],
 )

@@ -141,6 +141,12 @@ def test_others(line: str, bar: Bar) -> None:
     assert read_bar(line) == bar
 
 
+def test_how_long_it_will_run() -> None:
+    """As it says itself, else by its pace so far."""
+    bars = [read_bar(f" 25%|##  | 1/4 [00:06<{left}, ?it/s]") for left in ("00:07", "?")]
+    assert [bar and bar.left for bar in bars] == [7, 18]
+
+
 @pytest.mark.parametrize("done", [0, 3, 10])
 def test_rich(done: int) -> None:
     """What rich draws in a terminal is read, with its usual columns and with others."""
