@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tests.bench import cells, drawing, faults, many, shipping, starting
+from tests.bench import cells, faults, many, shipping, starting
 from tests.bench.harness import Figure, header, line, to_json
 from tests.bench.lab import CellFailed, Lab
 
@@ -16,9 +16,9 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     row.__name__.removesuffix("_cell"): row
     for row in (
         *(starting.load, starting.start, starting.restart, starting.training, cells.pass_cell),
-        *(cells.ratio, cells.calls, cells.barrier, starting.memory, cells.lines, cells.firstline),
+        *(cells.calls, cells.barrier, starting.memory, cells.lines, cells.firstline),
         *(shipping.ship, shipping.differ, shipping.giants, faults.faults),
-        *(cells.collect, faults.look, drawing.page, many.many, many.hosts),
+        *(cells.collect, faults.look, many.many, many.hosts),
         many.carry,
     )
 }
@@ -26,16 +26,27 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
 
 def main() -> None:
     """Measure the rows that were asked for."""
-    options = _options()
+    parser = argparse.ArgumentParser("python -m tests.bench", description=__doc__)
+    parser.add_argument("--only", default=",".join(ROWS), help="rows: start,pass")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each (default 5)")
+    parser.add_argument("--json", nargs="?", const="-", help="to this file, or to stdout")
+    parser.add_argument(
+        "--wait", type=float, default=20.0, help="seconds to wait for a quiet machine (default 20)"
+    )
+    parser.add_argument("--list", action="store_true", help="name the rows")
+    options = parser.parse_args()
     if options.list:
         for name, row in ROWS.items():
             sys.stdout.write(f"{name:10} {(row.__doc__ or '').splitlines()[0]}\n")
         return
+    names = options.only.split(",")
+    if unknown := [name for name in names if name not in ROWS]:
+        parser.error(f"no row {', '.join(unknown)}; rows: {', '.join(ROWS)}")
     table = sys.stderr if options.json == "-" else sys.stdout
     table.write(f"{header(options.runs)}\n")
     figures: list[Figure] = []
     with Lab(options.runs, options.wait) as lab:
-        for name in options.only:
+        for name in names:
             for figure in _measure(lab, name):
                 figures.append(figure)
                 table.write(f"{line(figure)}\n")
@@ -49,29 +60,9 @@ def main() -> None:
 def _measure(lab: Lab, name: str) -> Iterator[Figure]:
     try:
         for figure in ROWS[name](lab):
-            yield replace(figure, busy=lab.was_busy())
+            yield replace(figure, row=name, busy=lab.was_busy())
     except CellFailed as error:
         sys.stderr.write(f"{name}: {error}\n")
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m tests.bench", description=__doc__)
-    parser.add_argument("--only", type=_row_names, default=list(ROWS), help="rows: start,pass")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each (default 5)")
-    parser.add_argument("--json", nargs="?", const="-", help="to this file, or to stdout")
-    parser.add_argument(
-        "--wait", type=float, default=20.0, help="seconds to wait for a quiet machine (default 20)"
-    )
-    parser.add_argument("--list", action="store_true", help="name the rows")
-    return parser.parse_args()
-
-
-def _row_names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in ROWS]
-    if unknown or not names:
-        raise argparse.ArgumentTypeError(f"no row {', '.join(unknown)}; rows: {', '.join(ROWS)}")
-    return names
 
 
 main()

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from nbdist.errors import WorkerError
 from nbdist.world.world import World
-from tests.bench.harness import Figure, percentile
+from tests.bench.harness import Figure, percentile, ratios
 from tests.bench.lab import DONE, REPLIED, CellFailed, Lab, Notebook, seconds_of
 from tests.bench.starting import start_world
-
-RATIO_BUDGETS = {4: 1.7, 8: 2.3, 16: 4.0}
-IPYPARALLEL = """
-import ipyparallel
-cluster = ipyparallel.Cluster(n={ranks}, log_level=40, profile_dir={folder!r})
-client = cluster.start_and_connect_sync(activate=True)
-"""
-IPYPARALLEL_END = "client.close()\ncluster.stop_cluster_sync()"
 
 SIZES = (1, 2, 4, 8, 16, 32)
 PEER_SIZES = (4, 16)
@@ -29,6 +23,7 @@ CELLS = 30
 WARM_UP = 5
 PASS = "%%distributed\npass"
 PASS_BUDGETS = {4: 15, 8: 25, 16: 50, 32: 120}
+RATIO_BUDGETS = {4: 1.7, 8: 2.3, 16: 4.0}
 BARRIER = "%%distributed\ndist.barrier()"
 LINES = '%%distributed\nfor i in range(50_000):\n    print(f"rank {rank} line {i}")'
 FIRST = (
@@ -36,57 +31,24 @@ FIRST = (
     "    time.sleep(2)\nelse:\n    time.sleep(2)"
 )
 
+Rounds = list[list[float]]
+"""Milliseconds of each cell, in each run."""
+
 
 def pass_cell(lab: Lab) -> Iterator[Figure]:
-    """The least that a distributed cell takes, and what the notebook and Jupyter alone take."""
-    with lab.notebook() as notebook:
-        yield from _spread("pass", "limit: in the notebook only", _cells(lab, notebook, "pass"))
+    """The least that a distributed cell takes, beside a plain one of the same notebook."""
     for count in PEER_SIZES:
         with lab.notebooks(count) as kernels:
-            times = _rounds(lab, partial(_pass_at_once, kernels))
-            yield from _spread("pass", f"peer: jupyter_client, n={count}", times)
+            (times,) = _rounds(lab, partial(_pass_at_once, kernels))
+            yield from _spread(f"peer: jupyter_client, n={count}", times)
     for ranks in SIZES:
         with lab.notebook() as notebook:
             start_world(notebook, ranks)
-            times = _cells(lab, notebook, PASS)
-            yield from _spread("pass", f"pass cell, n={ranks}", times, PASS_BUDGETS.get(ranks))
-
-
-def ratio(lab: Lab) -> Iterator[Figure]:
-    """A `pass` cell on all workers beside a plain one of the same notebook, and a peer's."""
-    for ranks, budget in RATIO_BUDGETS.items():
-        with lab.notebook() as notebook:
-            start_world(notebook, ranks)
-            yield from _beside_plain(lab, notebook, PASS, f"pass cell, n={ranks}", budget)
-    if importlib.util.find_spec("ipyparallel") is None:
-        return
-    for ranks in PEER_SIZES:
-        with lab.notebook() as notebook:
-            folder = str(lab.folder / f"ipyparallel-{ranks}")
-            notebook.run(IPYPARALLEL.format(ranks=ranks, folder=folder))
-            what = f"peer: ipyparallel, %%px pass, n={ranks}"
-            yield from _beside_plain(lab, notebook, "%%px\npass", what, None)
-            notebook.run(IPYPARALLEL_END)
-
-
-def _beside_plain(
-    lab: Lab, notebook: Notebook, source: str, what: str, budget: float | None
-) -> Iterator[Figure]:
-    """In turn, so that both have the machine as it was at that time."""
-    for _ in range(WARM_UP):
-        notebook.run(source)
-    plain, cells = [], []
-    for _ in range(lab.runs):
-        pairs = [
-            (1000 * notebook.run("pass").seconds, 1000 * notebook.run(source).seconds)
-            for _ in range(CELLS)
-        ]
-        plain.append(percentile([pair[0] for pair in pairs], 50))
-        cells.append(percentile([pair[1] for pair in pairs], 50))
-    ratios = tuple(cell / alone for cell, alone in zip(cells, plain, strict=True))
-    yield Figure("ratio", f"{what}, p50", "ms", tuple(cells))
-    yield Figure("ratio", "  plain pass beside it, p50", "ms", tuple(plain))
-    yield Figure("ratio", "  of a plain one", "x", ratios, budget)
+            plain, times = _rounds(lab, _cell(notebook, "pass"), _cell(notebook, PASS))
+        yield from _spread(f"pass cell, n={ranks}", times, PASS_BUDGETS.get(ranks))
+        yield from _spread("  in the notebook only, beside it", plain)
+        values = ratios(*([percentile(each, 50) for each in rounds] for rounds in (times, plain)))
+        yield Figure("  of a plain one", "x", values, RATIO_BUDGETS.get(ranks))
 
 
 def barrier(lab: Lab) -> Iterator[Figure]:
@@ -94,29 +56,29 @@ def barrier(lab: Lab) -> Iterator[Figure]:
     for ranks in SIZES:
         with lab.notebook() as notebook:
             start_world(notebook, ranks)
-            times = _cells(lab, notebook, BARRIER)
-            yield from _spread("barrier", f"barrier cell, n={ranks}", times)
+            (times,) = _rounds(lab, _cell(notebook, BARRIER))
+            yield from _spread(f"barrier cell, n={ranks}", times)
 
 
 def lines(lab: Lab) -> Iterator[Figure]:
     """Four ranks that print 50,000 lines each; the last line of each has to be shown."""
     with lab.notebook() as notebook:
         start_world(notebook, 4)
-        runs = [notebook.run(LINES) for _ in range(lab.runs)]
+        runs = lab.runs_of(lambda: notebook.run(LINES))
     for run in runs:
         if not all(f"rank {rank} line 49999" in run.displays[-1].text for rank in range(4)):
             raise CellFailed("a last line is not shown")
-    sizes = tuple(sum(output.size for output in run.outputs) / 1000 for run in runs)
-    yield Figure("lines", "4 ranks x 50,000 lines", "s", tuple(run.seconds for run in runs), 5)
-    yield Figure("lines", "what the notebook published meanwhile", "kB", sizes)
+    sizes = [sum(output.size for output in run.outputs) / 1000 for run in runs]
+    yield Figure("4 ranks x 50,000 lines", "s", [run.seconds for run in runs], 5)
+    yield Figure("what the notebook published meanwhile", "kB", sizes)
 
 
 def firstline(lab: Lab) -> Iterator[Figure]:
     """How soon a line is seen while its rank goes on."""
     with lab.notebook() as notebook:
         start_world(notebook, 4)
-        values = tuple(_first_line_once(notebook) for _ in range(lab.runs))
-    yield Figure("firstline", "rank 0's line shown, all sleep 2 s, n=4", "ms", values)
+        values = lab.runs_of(lambda: _first_line_once(notebook))
+    yield Figure("rank 0's line shown, all sleep 2 s, n=4", "ms", values)
 
 
 def _first_line_once(notebook: Notebook) -> float:
@@ -128,31 +90,32 @@ def _first_line_once(notebook: Notebook) -> float:
 
 def _pass_at_once(kernels: list[Notebook]) -> float:
     sent = [(kernel, kernel.send("pass")) for kernel in kernels]
-    for kernel, each in sent:
-        kernel.wait(each, REPLIED)
-    last = max(each.started + each.seconds for _, each in sent)
-    for kernel, each in sent:
-        kernel.wait(each, DONE)
-    return last - sent[0][1].started
+    for is_enough in (REPLIED, DONE):
+        for kernel, each in sent:
+            kernel.wait(each, is_enough)
+    return max(each.started + each.seconds for _, each in sent) - sent[0][1].started
 
 
-def _cells(lab: Lab, notebook: Notebook, source: str) -> list[list[float]]:
-    return _rounds(lab, lambda: notebook.run(source).seconds)
+def _cell(notebook: Notebook, source: str) -> Callable[[], float]:
+    return lambda: notebook.run(source).seconds
 
 
-def _rounds(lab: Lab, once: Callable[[], float]) -> list[list[float]]:
-    for _ in range(WARM_UP):
-        once()
-    return [[1000 * once() for _ in range(CELLS)] for _ in range(lab.runs)]
+def _rounds(lab: Lab, *asks: Callable[[], float]) -> list[Rounds]:
+    """Ask in turn, so that all have the machine as it was at that time."""
+    for ask in asks * WARM_UP:
+        ask()
+    found: list[Rounds] = [[] for _ in asks]
+    for _ in range(lab.runs):
+        cells = [[1000 * ask() for ask in asks] for _ in range(CELLS)]
+        for rounds, times in zip(found, zip(*cells, strict=True), strict=True):
+            rounds.append([*times])
+    return found
 
 
-def _spread(
-    row: str, what: str, rounds: list[list[float]], budget: float | None = None
-) -> Iterator[Figure]:
-    for percent in (50, 95):
-        values = tuple(percentile(times, percent) for times in rounds)
-        limit = budget if percent == 50 else None
-        yield Figure(row, f"{what}, p{percent}", "ms", values, limit)
+def _spread(what: str, rounds: Rounds, budget: float | None = None) -> Iterator[Figure]:
+    for percent, limit in ((50, budget), (95, None)):
+        values = [percentile(times, percent) for times in rounds]
+        yield Figure(f"{what}, p{percent}", "ms", values, limit)
 
 
 CALL_SIZES = (4, 16)
@@ -171,21 +134,16 @@ def calls(lab: Lab) -> Iterator[Figure]:
         with World(ranks, log_dir="") as world:
             world.execute("x = 1")
             asks: dict[str, Callable[[], object]] = {
-                "execute": lambda world=world: world.execute("pass"),
-                "run": lambda world=world: world.run(one),
-                "gather": lambda world=world: world.gather("x"),
-                "status": lambda world=world: world.status(),
+                "execute": partial(world.execute, "pass"),
+                "run": partial(world.run, one),
+                "gather": partial(world.gather, "x"),
+                "status": world.status,
             }
             for name, ask in asks.items():
-                values = tuple(_median(ask) for _ in range(lab.runs))
+                (times,) = _rounds(lab, partial(seconds_of, ask))
                 budget = CALL_BUDGETS[name] if ranks == CALL_SIZES[0] else None
-                yield Figure("calls", f"{name}, n={ranks}, p50", "ms", values, budget)
-
-
-def _median(ask: Callable[[], object]) -> float:
-    for _ in range(WARM_UP):
-        ask()
-    return percentile([1000 * seconds_of(ask) for _ in range(CELLS)], 50)
+                values = [percentile(each, 50) for each in times]
+                yield Figure(f"{name}, n={ranks}, p50", "ms", values, budget)
 
 
 REDUCING = 2
@@ -225,45 +183,33 @@ if __name__ == "__main__":
 
 def collect(lab: Lab) -> Iterator[Figure]:
     """Microseconds of an all_reduce over gloo, n=2; the budget is a group of torch's own."""
-    plain = {
-        size: sorted(_plain(*numbers) for _ in range(lab.runs)) for size, numbers in TENSORS.items()
-    }
+    plain = {size: lab.runs_of(partial(_plain, *numbers)) for size, numbers in TENSORS.items()}
     with World(REDUCING, log_dir="") as world:
         world.execute(TIMED)
         for state in ("", f", healed {HEALINGS} times"):
             if state:
                 _heal(world)
             for size, (elements, times) in TENSORS.items():
-                measure = _in(world, f"timed({elements}, {times})")
-                values = tuple(measure() for _ in range(lab.runs))
-                limit = plain[size][len(plain[size]) // 2]
-                yield Figure("collect", f"all_reduce of {size}{state}", "µs", values, limit)
-
-
-def _in(world: World, expression: str) -> Callable[[], float]:
-    return lambda: float(world.execute("", fetch=(expression,)).rank(0))
+                source = f"timed({elements}, {times})"
+                measure = partial(world.execute, "", fetch=(source,))
+                values = [float(each.rank(0)) for each in lab.runs_of(measure)]
+                limit = statistics.median(plain[size])
+                yield Figure(f"all_reduce of {size}{state}", "µs", values, limit)
 
 
 def _heal(world: World) -> None:
     for _ in range(HEALINGS):
-        try:
+        with suppress(WorkerError):
             world.execute("if rank == 0: raise ValueError\ndist.all_reduce(torch.ones(1))")
-        except WorkerError:
-            continue
-        raise AssertionError("nothing has failed")
+            raise AssertionError("nothing has failed")
 
 
 def _plain(elements: int, times: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        script = f"{folder}/plain.py"
-        with open(script, "w", encoding="utf-8") as file:
-            file.write(PLAIN_GROUP.replace("def main", TIMED + "\ndef main", 1))
-        numbers = (str(number) for number in (REDUCING, elements, times))
+        script = Path(folder, "plain.py")
+        script.write_text(PLAIN_GROUP.replace("def main", TIMED + "\ndef main", 1))
+        command = [sys.executable, script, f"{folder}/store", REDUCING, elements, times]
         done = subprocess.run(
-            [sys.executable, script, f"{folder}/store", *numbers],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
+            [*map(str, command)], capture_output=True, text=True, timeout=120, check=True
         )
     return float(done.stdout)

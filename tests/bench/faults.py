@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from nbdist.world.world import World
 from tests.bench.harness import Figure
@@ -50,14 +51,12 @@ def faults(lab: Lab) -> Iterator[Figure]:
     """From a failure, a death or Stop, until an all_reduce has worked again."""
     with lab.notebook() as notebook:
         start_world(notebook, RANKS)
-        for what, (source, budget) in FAULTS.items():
-            cell = CATCH.format(source=source)
-            values = tuple(_once(notebook, cell) for _ in range(lab.runs))
-            yield Figure("faults", what, "s", values, budget)
-        for what, (source, budget) in STOPS.items():
-            cell = PRESS.format(after=STOP_AFTER) + CATCH.format(source=source)
-            values = tuple(_once(notebook, cell) - STOP_AFTER for _ in range(lab.runs))
-            yield Figure("faults", what, "s", values, budget)
+        for what, (source, budget) in {**FAULTS, **STOPS}.items():
+            is_stop = what in STOPS
+            press = PRESS.format(after=STOP_AFTER) if is_stop else ""
+            values = lab.runs_of(partial(_once, notebook, press + CATCH.format(source=source)))
+            before = STOP_AFTER if is_stop else 0.0
+            yield Figure(what, "s", [each - before for each in values], budget)
 
 
 def _once(notebook: Notebook, cell: str) -> float:
@@ -71,7 +70,6 @@ def _once(notebook: Notebook, cell: str) -> float:
 
 MANY_RANKS = 16
 SETTLE_SECONDS = 1.0
-STATUS_BUDGET, STACKS_BUDGET = 0.2, 1.0
 
 SITUATIONS = {
     "all in a collective": "import time\nif rank == 0: time.sleep({seconds})\ndist.barrier()",
@@ -86,14 +84,14 @@ def look(lab: Lab) -> Iterator[Figure]:
     """What ranks do, asked while they do it: state of each, and stacks; n=4 and 16."""
     for ranks in (4, MANY_RANKS):
         with World(ranks, log_dir="") as world:
+            looks = {"status": (world.status, 0.2), "stacks": (world.stacks, 1.0)}
             for what, source in SITUATIONS.items():
                 seconds = int(SETTLE_SECONDS + 1 + lab.runs)
                 running = world.submit(world.task(source.format(seconds=seconds)))
                 settled = time.monotonic() + SETTLE_SECONDS
                 while time.monotonic() < settled:
                     world.session.receive(0.1)
-                status = tuple(seconds_of(world.status) for _ in range(lab.runs))
-                yield Figure("look", f"status, {what}, n={ranks}", "s", status, STATUS_BUDGET)
-                stacks = tuple(seconds_of(world.stacks) for _ in range(lab.runs))
-                yield Figure("look", f"stacks, {what}, n={ranks}", "s", stacks, STACKS_BUDGET)
+                for name, (ask, budget) in looks.items():
+                    values = lab.runs_of(partial(seconds_of, ask))
+                    yield Figure(f"{name}, {what}, n={ranks}", "s", values, budget)
                 world.session.wait(running)

@@ -15,13 +15,13 @@ TITLES = ("row", "what", "median", "min", "max", "unit", "budget", "ratio")
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One line of the table: what several runs gave."""
+    """One line of the table: what several runs gave.  Its row is filled in when it is written."""
 
-    row: str
     what: str
     unit: str
-    values: tuple[float, ...]
+    values: Sequence[float]
     budget: float | None = None
+    row: str = ""
     busy: bool = False
 
     @property
@@ -45,6 +45,11 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
+def ratios(times: Iterable[float], limits: Iterable[float]) -> list[float]:
+    """Of each run its time by what it is compared with."""
+    return [time / limit for time, limit in zip(times, limits, strict=True)]
+
+
 def header(runs: int) -> str:
     """Where and under which load the figures were taken, and the titles of the table."""
     loads = " ".join(f"{load:.2f}" for load in os.getloadavg())
@@ -64,9 +69,7 @@ def line(figure: Figure) -> str:
 
 def to_json(figures: Iterable[Figure], runs: int) -> str:
     """All figures with all of their values, for programs."""
-    rows = [
-        {**asdict(figure), "median": figure.median, "ratio": figure.ratio} for figure in figures
-    ]
+    rows = [{**asdict(each), "median": each.median, "ratio": each.ratio} for each in figures]
     machine = {"python": platform.python_version(), "cores": os.cpu_count()}
     return json.dumps({**machine, "load": os.getloadavg(), "runs": runs, "figures": rows}, indent=1)
 

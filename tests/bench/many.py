@@ -7,16 +7,17 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 
+from nbdist.system.processes import cpu_seconds
 from nbdist.world.world import World
-from tests.bench.harness import Figure, percentile
+from tests.bench.harness import Figure, percentile, ratios
 from tests.bench.lab import Lab, Notebook, seconds_of
 from tests.bench.simulated import install
 from tests.hosts import network as networks
@@ -59,34 +60,28 @@ def many(lab: Lab) -> Iterator[Figure]:
 
 def _simulated(lab: Lab, notebook: Notebook, ranks: int) -> Iterator[Figure]:
     cell = f"%%distributed -j {ranks // PER_NODE}x{PER_NODE} --launcher simulated\npass"
-    yield Figure("many", f"start, {ranks} ranks", "s", (notebook.run(cell).seconds,))
+    yield Figure(f"start, {ranks} ranks", "s", (notebook.run(cell).seconds,))
     ours = psutil.Process(notebook.pid)
     # A guard, and below it the head itself.
     heads = [p for p in ours.children(recursive=True) if "nbdist.cluster" in p.cmdline()]
+    pids = [each.pid for each in (ours, *heads)]
     for name, source in SOURCES.items():
         for _ in range(WARM_UP):
             notebook.run(f"%%distributed\n{source}")
-        rounds = [_round(notebook, (ours, *heads), source) for _ in range(lab.runs)]
+        rounds = lab.runs_of(partial(_round, notebook, pids, source))
         walls, cpus, *of_heads = zip(*rounds, strict=True)
         budget = CPU_BUDGET if (name, ranks) == ("pass cell", SIZES[-1]) else None
-        yield Figure("many", f"{name}, {ranks} ranks, p50", "ms", walls)
-        yield Figure("many", "  CPU of the notebook", "ms", cpus, budget)
-        used = tuple(map(sum, zip(*of_heads, strict=True)))
-        yield Figure("many", "  CPU of the head", "ms", used)
+        yield Figure(f"{name}, {ranks} ranks, p50", "ms", walls)
+        yield Figure("  CPU of the notebook", "ms", cpus, budget)
+        used = [*map(sum, zip(*of_heads, strict=True))]
+        yield Figure("  CPU of the head", "ms", used)
 
 
-def _round(
-    notebook: Notebook, processes: tuple[psutil.Process, ...], source: str
-) -> tuple[float, ...]:
-    before = [*map(_cpu, processes)]
+def _round(notebook: Notebook, pids: list[int], source: str) -> tuple[float, ...]:
+    before = [*map(cpu_seconds, pids)]
     walls = [1000 * notebook.run(f"%%distributed\n{source}").seconds for _ in range(CELLS)]
-    used = [_cpu(each) - was for each, was in zip(processes, before, strict=True)]
+    used = [cpu_seconds(pid) - was for pid, was in zip(pids, before, strict=True)]
     return percentile(walls, 50), *(1000 * each / CELLS for each in used)
-
-
-def _cpu(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 # --- real hosts -----------------------------------------------------------------------------
@@ -129,16 +124,16 @@ def hosts(lab: Lab) -> Iterator[Figure]:
         notebook.run(f"import os\nos.environ['PATH'] = {os.environ['PATH']!r}\n%load_ext nbdist")
         far, near = (f"%%distributed --pool {pool}\npass" for pool in ("far", "near"))
         first = notebook.run(f"%%distributed --pool far --hosts {HOSTS}\npass").seconds
-        yield Figure("hosts", "start, 2 hosts x 2, from a fresh notebook", "s", (first,))
+        yield Figure("start, 2 hosts x 2, from a fresh notebook", "s", (first,))
         notebook.run("%%distributed --pool near -n 4\npass")
-        rounds = [_beside(notebook, far, near) for _ in range(lab.runs)]
-        trips = [1000 * _round_trip(found[0]) for _ in range(lab.runs)]
+        rounds = lab.runs_of(lambda: _beside(notebook, far, near))
+        trips = lab.runs_of(lambda: _round_trip(found[0]))
     fars, nears = zip(*rounds, strict=True)
     more = tuple(a - b - trip for a, b, trip in zip(fars, nears, trips, strict=True))
-    yield Figure("hosts", "pass cell, 2 hosts x 2, p50", "ms", fars)
-    yield Figure("hosts", "  beside it 4 ranks here, p50", "ms", nears)
-    yield Figure("hosts", "  round trip", "ms", tuple(trips))
-    yield Figure("hosts", "  more than both together", "ms", more, MORE_BUDGET)
+    yield Figure("pass cell, 2 hosts x 2, p50", "ms", fars)
+    yield Figure("  beside it 4 ranks here, p50", "ms", nears)
+    yield Figure("  round trip", "ms", trips)
+    yield Figure("  more than both together", "ms", more, MORE_BUDGET)
 
 
 def _beside(notebook: Notebook, one: str, other: str) -> tuple[float, float]:
@@ -148,13 +143,8 @@ def _beside(notebook: Notebook, one: str, other: str) -> tuple[float, float]:
 
 
 def _round_trip(host: Host) -> float:
-    return percentile([_connecting(host) for _ in range(PAIRS)], 50)
-
-
-def _connecting(host: Host) -> float:
-    started = time.perf_counter()
-    socket.create_connection((host.address, SSH_PORT)).close()
-    return time.perf_counter() - started
+    connect = lambda: socket.create_connection((host.address, SSH_PORT)).close()  # noqa: E731
+    return 1000 * percentile([seconds_of(connect) for _ in range(PAIRS)], 50)
 
 
 def carry(lab: Lab) -> Iterator[Figure]:
@@ -177,17 +167,14 @@ def _carried(lab: Lab, found: list[Host], cable: str) -> Iterator[Figure]:
             back = seconds_of(lambda: world.gather("big", ranks=[0]))
             rounds.append((there, back, _iperf(found[0])))
     theres, backs, peers = zip(*rounds, strict=True)
-    ratios = tuple(there / peer for there, peer in zip(theres, peers, strict=True))
-    yield Figure("carry", f"256 MiB to a host, {cable}", "s", theres)
-    yield Figure("carry", "  peer: iperf3, as many bytes", "s", peers)
-    yield Figure("carry", "  of what iperf3 takes", "x", ratios, TIMES_BUDGET)
-    yield Figure("carry", "  back from a rank", "s", backs)
+    yield Figure(f"256 MiB to a host, {cable}", "s", theres)
+    yield Figure("  peer: iperf3, as many bytes", "s", peers)
+    yield Figure("  of what iperf3 takes", "x", ratios(theres, peers), TIMES_BUDGET)
+    yield Figure("  back from a rank", "s", backs)
     with World(hosts=HOSTS, log_dir="", show=False) as world:
-        both = [
-            seconds_of(lambda: world.execute("", names={"big": torch.rand(SIZE // 4)}))
-            for _ in range(lab.runs)
-        ]
-    yield Figure("carry", "  to two hosts at once, with two ranks each", "s", tuple(both))
+        send = lambda: world.execute("", names={"big": torch.rand(SIZE // 4)})  # noqa: E731
+        both = lab.runs_of(lambda: seconds_of(send))
+    yield Figure("  to two hosts at once, with two ranks each", "s", both)
 
 
 def _iperf(host: Host) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.bench.harness import Figure
+from tests.bench.harness import Figure, ratios
 from tests.bench.lab import CellFailed, Lab, Notebook
 from tests.bench.starting import start_world
 
@@ -52,17 +52,15 @@ def ship(lab: Lab) -> Iterator[Figure]:
         # Once in vain: a virtual machine may have to ask its host for the memory first.
         _once(notebook)
         # By turns, so that what else goes on meets all of them.
-        runs = [_once(notebook) for _ in range(lab.runs)]
-    warm, fresh, shared, there, back = (tuple(values) for values in zip(*runs, strict=True))
-    yield Figure("ship", "limit: memcpy of 1 GiB", "s", warm)
-    yield Figure("ship", "limit: the same into a new array (page faults)", "s", fresh)
-    yield Figure("ship", "limit: the same into new shared memory", "s", shared)
+        runs = lab.runs_of(lambda: _once(notebook))
+    warm, fresh, shared, there, back = zip(*runs, strict=True)
+    yield Figure("limit: memcpy of 1 GiB", "s", warm)
+    yield Figure("limit: the same into a new array (page faults)", "s", fresh)
+    yield Figure("limit: the same into new shared memory", "s", shared)
     for what, times in (("1 GiB to 4 ranks", there), ("256 MiB from each of 4", back)):
-        yield Figure("ship", what, "s", times)
-        yield Figure("ship", f"{what} / memcpy", "x", _ratios(times, warm), SHIP_BUDGET)
-        yield Figure(
-            "ship", f"{what} / memcpy into a new array", "x", _ratios(times, fresh), SHIP_BUDGET
-        )
+        yield Figure(what, "s", times)
+        yield Figure(f"{what} / memcpy", "x", ratios(times, warm), SHIP_BUDGET)
+        yield Figure(f"{what} / memcpy into a new array", "x", ratios(times, fresh), SHIP_BUDGET)
 
 
 MODEL = """%%distributed
@@ -84,18 +82,13 @@ def differ(lab: Lab) -> Iterator[Figure]:
     with lab.notebook() as notebook:
         start_world(notebook, RANKS)
         notebook.run(MODEL, PASS, "import torch", BIG_DICT, USE)
-        looks, passes, whole, entry = [], [], [], []
-        for _ in range(lab.runs):
-            passes.append(notebook.run(PASS).seconds)
-            looks.append(notebook.run(DIFF).seconds)
-            notebook.run(ANEW)
-            whole.append(notebook.run(USE).seconds)
-            notebook.run(ONE_ENTRY)
-            entry.append(notebook.run(USE).seconds)
-    yield Figure("differ", "limit: one pass over 1 GiB on each of 4", "s", tuple(passes))
-    yield Figure("differ", "%dist_diff of 1 GiB on each of 4", "s", tuple(looks), 2.0)
-    yield Figure("differ", "a dict of 1 GB to 4 ranks, all of it", "s", tuple(whole))
-    yield Figure("differ", "the same, one entry of 100 has changed", "s", tuple(entry))
+        cells = (PASS, DIFF, ANEW, USE, ONE_ENTRY, USE)
+        runs = lab.runs_of(lambda: [notebook.run(cell).seconds for cell in cells])
+    passes, looks, _, whole, _, entry = zip(*runs, strict=True)
+    yield Figure("limit: one pass over 1 GiB on each of 4", "s", passes)
+    yield Figure("%dist_diff of 1 GiB on each of 4", "s", looks, 2.0)
+    yield Figure("a dict of 1 GB to 4 ranks, all of it", "s", whole)
+    yield Figure("the same, one entry of 100 has changed", "s", entry)
 
 
 def _once(notebook: Notebook) -> tuple[float, ...]:
@@ -111,10 +104,6 @@ def _once(notebook: Notebook) -> tuple[float, ...]:
     if notebook.run(CHECK_GATHERED).printed.strip() != "[0.0, 1.0, 2.0, 3.0]":
         raise CellFailed("the pieces that came back are not those of the ranks")
     return warm, fresh, shared, there, back
-
-
-def _ratios(times: tuple[float, ...], limits: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(time / limit for time, limit in zip(times, limits, strict=True))
 
 
 GIANTS = {
@@ -133,16 +122,12 @@ def giants(lab: Lab) -> Iterator[Figure]:
         plain.run("import torch")  # as a worker has: tracebacks look through all modules
         start_world(notebook, 1)
         for what, source in GIANTS.items():
+            kernels = ((plain, source), (notebook, f"%%distributed\n{source}"))
             pairs = [
-                (
-                    plain.run(source, may_fail=True).seconds,
-                    notebook.run(f"%%distributed\n{source}", may_fail=True).seconds,
-                )
+                [kernel.run(cell, may_fail=True).seconds for kernel, cell in kernels]
                 for _ in range(lab.runs)
             ]
-            yield Figure("giants", f"{what}, n=1", "s", tuple(pair[1] for pair in pairs))
-            yield Figure(
-                "giants", "  a plain kernel beside it", "s", tuple(pair[0] for pair in pairs)
-            )
-            ratios = tuple(cell / alone for alone, cell in pairs)
-            yield Figure("giants", "  of a plain one", "x", ratios, GIANT_BUDGET)
+            alone, ours = zip(*pairs, strict=True)
+            yield Figure(f"{what}, n=1", "s", ours)
+            yield Figure("  a plain kernel beside it", "s", alone)
+            yield Figure("  of a plain one", "x", ratios(ours, alone), GIANT_BUDGET)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+import psutil
+
 from tests.bench.harness import Figure
-from tests.bench.lab import CellFailed, Lab, Notebook, Sent
+from tests.bench.lab import CellFailed, Lab, Notebook, Sent, seconds_of
 
 LOAD = "%load_ext nbdist"
 TIMED_LOAD = """
@@ -47,55 +51,51 @@ MEMORY_RANKS = 8
 
 def load(lab: Lab) -> Iterator[Figure]:
     """`%load_ext nbdist`, as the kernel sees it."""
-    yield Figure("load", LOAD, "ms", tuple(_load_once(lab) for _ in range(lab.runs)), 150)
 
+    def once() -> float:
+        with lab.notebook() as notebook:
+            return 1000 * float(notebook.run(TIMED_LOAD).printed)
 
-def _load_once(lab: Lab) -> float:
-    with lab.notebook() as notebook:
-        return 1000 * float(notebook.run(TIMED_LOAD).printed)
+    yield Figure(LOAD, "ms", lab.runs_of(once), 150)
 
 
 def start(lab: Lab) -> Iterator[Figure]:
     """The first distributed result of a fresh notebook, cold and with the fork server ready."""
-    yield Figure("start", "limit: import torch", "s", tuple(map(_import_torch, range(lab.runs))))
-    values = tuple(_notebook_launcher_once(lab, 4) for _ in range(lab.runs))
-    yield Figure("start", "peer: accelerate's notebook_launcher, n=4", "s", values)
+    command = [sys.executable, "-c", "import torch"]
+    imports = partial(subprocess.run, command, check=True, timeout=60)
+    yield Figure("limit: import torch", "s", lab.runs_of(partial(seconds_of, imports)))
+    runs = lab.runs_of(partial(_in_fresh, lab, NOTEBOOK_LAUNCHER.format(ranks=4)))
+    yield Figure("peer: accelerate's notebook_launcher, n=4", "s", [each.seconds for each in runs])
     for ranks in (1, 2, 4, 8, 16, 32):
-        values = tuple(_start_once(lab, ranks) for _ in range(lab.runs))
-        yield Figure("start", f"first all_reduce, n={ranks}", "s", values, START_BUDGETS.get(ranks))
+        cell = ALL_REDUCE.format(options=f" -n {ranks}")
+        values = _sums(ranks, lab.runs_of(partial(_in_fresh, lab, LOAD, cell)))
+        yield Figure(f"first all_reduce, n={ranks}", "s", values, START_BUDGETS.get(ranks))
     for ranks, budget in WARM_BUDGETS.items():
-        values = tuple(_warm_start_once(lab, ranks) for _ in range(lab.runs))
+        cell = ALL_REDUCE.format(options=f" -n {ranks}")
+        values = _sums(ranks, lab.runs_of(partial(_in_warm, lab, cell)))
         what = f"the same {HEAD_START:.0f} s after %load_ext, n={ranks}"
-        yield Figure("start", what, "s", values, budget)
+        yield Figure(what, "s", values, budget)
 
 
-def _import_torch(_run: int) -> float:
-    started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True, timeout=60)
-    return time.perf_counter() - started
-
-
-def _notebook_launcher_once(lab: Lab, ranks: int) -> float:
+def _in_fresh(lab: Lab, *cells: str) -> Sent:
     with lab.notebook() as notebook:
-        return notebook.run(NOTEBOOK_LAUNCHER.format(ranks=ranks)).seconds
+        return notebook.run(*cells)
 
 
-def _start_once(lab: Lab, ranks: int) -> float:
-    with lab.notebook() as notebook:
-        return _checked(notebook.run(LOAD, ALL_REDUCE.format(options=f" -n {ranks}")), ranks)
-
-
-def _warm_start_once(lab: Lab, ranks: int) -> float:
+def _in_warm(lab: Lab, *cells: str) -> Sent:
+    """Run cells, one after the other, in a notebook whose fork server is ready: the last one."""
     with lab.notebook() as notebook:
         notebook.run(LOAD)
         time.sleep(HEAD_START)  # this is what is measured: a user who types
-        return _checked(notebook.run(ALL_REDUCE.format(options=f" -n {ranks}")), ranks)
+        return [notebook.run(cell) for cell in cells][-1]
 
 
-def _checked(sent: Sent, ranks: int) -> float:
-    if not any(f"sum {ranks}.0" in shown.text for shown in sent.displays):
-        raise CellFailed(f"no sum of {ranks} ranks among {[each.text for each in sent.displays]}")
-    return sent.seconds
+def _sums(ranks: int, runs: Sequence[Sent]) -> list[float]:
+    """The seconds of runs, each of which has to show the sum of all ranks."""
+    for sent in runs:
+        if not any(f"sum {ranks}.0" in shown.text for shown in sent.displays):
+            raise CellFailed(f"no sum of {ranks} ranks in {[each.text for each in sent.displays]}")
+    return [sent.seconds for sent in runs]
 
 
 def start_world(notebook: Notebook, ranks: int) -> None:
@@ -109,45 +109,40 @@ def restart(lab: Lab) -> Iterator[Figure]:
         with lab.notebook() as notebook:
             start_world(notebook, ranks)
             cells = ("%dist_restart", ALL_REDUCE.format(options=""))
-            values = tuple(_checked(notebook.run(*cells), ranks) for _ in range(lab.runs))
+            values = _sums(ranks, lab.runs_of(partial(notebook.run, *cells)))
         what = f"%dist_restart + all_reduce, n={ranks}"
-        yield Figure("restart", what, "s", values, RESTART_BUDGETS.get(ranks))
+        yield Figure(what, "s", values, RESTART_BUDGETS.get(ranks))
 
 
 def memory(lab: Lab) -> Iterator[Figure]:
     """What each worker takes, shared pages divided among those who share them."""
-    ours = [_memory_once(lab) for _ in range(lab.runs)]
-    whole = tuple(total for _, total in ours)
     n = MEMORY_RANKS
-    yield Figure("memory", f"PSS per worker, n={n}", "MB", tuple(each for each, _ in ours), 60)
-    yield Figure("memory", f"PSS of agent, fork server, workers, n={n}", "MB", whole)
+
+    def once() -> tuple[float, float]:
+        with lab.notebook() as notebook:
+            start_world(notebook, n)
+            others = (pid for pid in lab.processes() if pid != notebook.pid)
+            return _of_workers(notebook), sum(map(megabytes, others))
+
+    each, whole = zip(*lab.runs_of(once), strict=True)
+    yield Figure(f"PSS per worker, n={n}", "MB", each, 60)
+    yield Figure(f"PSS of agent, fork server, workers, n={n}", "MB", whole)
     with lab.notebooks(n) as kernels:
         for kernel in kernels:
             kernel.run("import torch")
-        plain = tuple(megabytes(kernel.pid) for kernel in kernels)
-    yield Figure("memory", f"peer: plain ipykernel with torch, {n} of them", "MB", plain)
-
-
-def _memory_once(lab: Lab) -> tuple[float, float]:
-    with lab.notebook() as notebook:
-        start_world(notebook, MEMORY_RANKS)
-        others = (pid for pid in lab.processes() if pid != notebook.pid)
-        return _of_workers(notebook), sum(map(megabytes, others))
+        plain = [megabytes(kernel.pid) for kernel in kernels]
+    yield Figure(f"peer: plain ipykernel with torch, {n} of them", "MB", plain)
 
 
 def _of_workers(notebook: Notebook) -> float:
     notebook.run("%%distributed\nimport os\npid = os.getpid()", "%dist_gather pid --as pids")
     pids = [int(pid) for pid in re.findall(r"\d+", notebook.run("print(pids)").printed)]
-    return sum(map(megabytes, pids)) / len(pids)
+    return statistics.mean(map(megabytes, pids))
 
 
 def megabytes(pid: int) -> float:
-    """PSS: pages that n processes share count 1/n in each (proc(5), smaps_rollup)."""
-    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
-        for line in rollup:
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024 / 1e6
-    raise CellFailed(f"process {pid} has no Pss")
+    """PSS: pages that n processes share count 1/n in each."""
+    return float(psutil.Process(pid).memory_full_info().pss) / 1e6
 
 
 TRAINING_RANKS = 4
@@ -199,32 +194,28 @@ notebook_launcher(work, num_processes={ranks})
 def training(lab: Lab) -> Iterator[Figure]:
     """The first training step of a fresh world, and what a worker takes with a model."""
     for kind, (wrap, budget) in KINDS.items():
+        cells = (f"%dist_init -n {TRAINING_RANKS}", _step_cell(wrap))
+        runs = lab.runs_of(partial(_in_warm, lab, *cells))
         what = f"first {kind} step of a fresh world, n={TRAINING_RANKS}"
-        runs = range(lab.runs)
-        yield Figure("training", what, "s", tuple(_step_once(lab, wrap) for _ in runs), budget)
+        yield Figure(what, "s", [each.seconds for each in runs], budget)
         for peer in (_notebook_launcher, _torchrun):
-            values = tuple(peer(lab, wrap) for _ in runs)
-            what = f"peer: {peer.__name__.strip('_')}, {kind}, its group is there"
-            yield Figure("training", what, "s", values)
-    what = f"PSS per worker with a DDP model, n={MODEL_RANKS}"
-    yield Figure(
-        "training", what, "MB", tuple(_model_memory_once(lab) for _ in range(lab.runs)), 80
-    )
+            values = lab.runs_of(partial(peer, lab, wrap))
+            yield Figure(
+                f"peer: {peer.__name__.strip('_')}, {kind}, its group is there", "s", values
+            )
+    values = lab.runs_of(lambda: _model_memory_once(lab))
+    yield Figure(f"PSS per worker with a DDP model, n={MODEL_RANKS}", "MB", values, 80)
 
 
-def _step_once(lab: Lab, wrap: str) -> float:
-    with lab.notebook() as notebook:
-        notebook.run(LOAD)
-        time.sleep(HEAD_START)  # this is what is measured: a user who types
-        notebook.run(f"%dist_init -n {TRAINING_RANKS}")
-        return notebook.run(f"%%distributed\n{MODEL}\n{wrap}\nmodel = step(wrap)").seconds
+def _step_cell(wrap: str, options: str = "") -> str:
+    return f"%%distributed{options}\n{MODEL}\n{wrap}\nmodel = step(wrap)"
 
 
 def _model_memory_once(lab: Lab) -> float:
     with lab.notebook() as notebook:
         notebook.run(LOAD)
         time.sleep(HEAD_START)
-        notebook.run(f"%%distributed -n {MODEL_RANKS}\n{MODEL}\n{DDP}\nmodel = step(wrap)")
+        notebook.run(_step_cell(DDP, f" -n {MODEL_RANKS}"))
         return _of_workers(notebook)
 
 
@@ -251,5 +242,4 @@ def _script(said: Path, wrap: str) -> str:
 
 
 def _slowest(said: Path) -> float:
-    times = [float((said / str(rank)).read_text()) for rank in range(TRAINING_RANKS)]
-    return max(times)
+    return max(float((said / str(rank)).read_text()) for rank in range(TRAINING_RANKS))
