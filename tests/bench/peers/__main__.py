@@ -83,8 +83,8 @@ def _about() -> str:
     cores, memory = os.cpu_count(), psutil.virtual_memory().total >> 30
     where = f"{cores} cores, {memory} GiB, no GPU, Python {platform.python_version()}"
     packages = ", ".join(peer.packages or peer.name for peer in PEERS)
-    when = datetime.date.today()
-    return f"{RANKS} ranks, gloo, {where}, torch {version('torch')}; {when}; {packages}."
+    when = f"torch {version('torch')}; {datetime.date.today()}"
+    return f"{RANKS} ranks, gloo, {where}, {when}; {packages}."
 
 
 def _options() -> argparse.Namespace:
@@ -93,15 +93,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", default=names, metavar="PEERS", help=names)
     parser.add_argument("--rows", default="", metavar="WORDS", help="; ".join(ROWS))
     parser.add_argument("--environments", type=Path, default=Path("peers"), metavar="FOLDER")
-    parser.add_argument(
-        "--wait", type=float, default=60, help="seconds for the machine to be quiet"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="all answers, with reasons; others in it stay"
-    )
-    parser.add_argument(
-        "--write", action="store_true", help="put the tables and the plot into README.md and docs"
-    )
+    parser.add_argument("--wait", type=float, default=60, help="seconds, for a quiet machine")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="answers that are there stay")
+    parser.add_argument("--write", action="store_true", help="put all into README.md and docs")
     options = parser.parse_args()
     options.only, words = options.only.split(","), options.rows.split(",")
     options.rows = [row for row in ROWS if any(word in row for word in words)]

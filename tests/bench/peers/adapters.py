@@ -174,14 +174,21 @@ await ranks.join.call({RANKS}, free_port())
 await ranks.run.call({JOIN!r})
 """
 
+# A cell that is sent before all workers are connected is lost.
+NBDISTRIBUTED = """%%capture
+magics = get_ipython().magics_manager.registry["DistributedMagic"]
+for _ in range(100):
+    try: magics._comm_manager.send_to_all("get_status", {}, timeout=0.5)
+    except TimeoutError: continue
+    break
+"""
+
 JUPYTER_DISTRIBUTED = """
-import asyncio, os, time
-from pathlib import Path
+import asyncio, os, pathlib, time
 from jupyter_distributed.process_registry import OrphanProcessReaper
-reaper = OrphanProcessReaper(Path(os.environ["JUPYTER_DISTRIBUTED_REGISTRY_FILE"]).parent)
-while True:
-    asyncio.run(reaper.reap())
-    time.sleep(2)
+folder = pathlib.Path(os.environ["JUPYTER_DISTRIBUTED_REGISTRY_FILE"]).parent
+while not time.sleep(2):
+    asyncio.run(OrphanProcessReaper(folder).reap())
 """
 
 PEERS = (
@@ -207,10 +214,10 @@ PEERS = (
     Peer(
         "nbdistributed",
         "nbdistributed==0.1.0",
-        ("%load_ext nbdistributed", f"%dist_init -n {RANKS}"),
+        ("%load_ext nbdistributed", f"%dist_init -n {RANKS}", NBDISTRIBUTED),
         _magic("%%distributed"),
-        again=("%dist_shutdown", f"%dist_init -n {RANKS}"),
-        restart=("%dist_reset", f"%dist_init -n {RANKS}"),
+        again=("%dist_shutdown", f"%dist_init -n {RANKS}", NBDISTRIBUTED),
+        restart=("%dist_reset", f"%dist_init -n {RANKS}", NBDISTRIBUTED),
     ),
     Peer(
         "Jupyter Distributed",
@@ -225,7 +232,7 @@ PEERS = (
     ),
     Peer(
         "notebook_launcher",
-        "accelerate",
+        "accelerate==1.15.0",
         (PORT, NOTEBOOK_LAUNCHER),
         _call,
         again=("pass",),

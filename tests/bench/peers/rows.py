@@ -27,7 +27,7 @@ LATE = 3.0
 ENDING = 15.0
 """Seconds in which what a notebook has started may end after it."""
 
-CELLS = 20
+CELLS = 20, 3  # of tools whose workers stay, and of those that start them each time
 LINES = 50_000
 BIG = 64 * 1024 * 1024
 """Elements of a float32 tensor of 256 MiB."""
@@ -54,6 +54,7 @@ class Bench:
     def __init__(self, lab: Lab, peer: Peer, python: Path) -> None:
         self.lab = lab
         self.peer = peer
+        self.cells = CELLS[not peer.keeps]
         self._python = python
         self._stack = ExitStack()
 
@@ -92,7 +93,7 @@ class Bench:
         sent.may_fail = True
         self.wait(sent, patience)
         if needs not in self.all_of(sent, needs):
-            raise CellFailed(f"no {needs!r} in {self.all_of(sent)[-600:]}")
+            raise CellFailed(f"no {needs!r} in {self.text(sent)}")
         return sent
 
     def everywhere(self, source: str, needs: str = "", patience: float = PATIENCE) -> Sent:
@@ -104,9 +105,9 @@ class Bench:
         deadline = time.monotonic() + patience
         while not self.notebook.look(sent, DONE, 1.0):
             if not self.notebook.is_alive:
-                raise CellFailed(f"the notebook's kernel ended: {self.all_of(sent)[-600:]}")
+                raise CellFailed(f"the notebook's kernel ended: {self.text(sent)}")
             if time.monotonic() > deadline:
-                raise CellFailed(f"no reply in {patience:.0f} s: {self.all_of(sent)[-600:]}")
+                raise CellFailed(f"no reply in {patience:.0f} s: {self.text(sent)}")
 
     def all_of(self, sent: Sent, *signs: str) -> str:
         """What it has shown, also below other cells; wait for these signs while more comes."""
@@ -118,15 +119,16 @@ class Bench:
                 count, deadline = len(shown), time.monotonic() + LATE
             if all(sign in shown for sign in signs) or time.monotonic() > deadline:
                 return shown
-            self.notebook.look(sent, _never, 0.1)
+            self.notebook.look(sent, lambda _: False, 0.1)
+
+    def text(self, sent: Sent) -> str:
+        """The end of what it has shown, to be read."""
+        outputs = [*sent.outputs, *self.notebook.elsewhere]
+        return " ".join(str(each.content.get("evalue", each.text)) for each in outputs)[-300:]
 
     def others(self) -> list[int]:
         """The processes that it has started, without the notebook's kernel."""
         return [pid for pid in self.lab.processes() if pid != self.notebook.pid]
-
-
-def _never(_sent: Sent) -> bool:
-    return False
 
 
 def _seconds(seconds: float) -> Answer:
@@ -162,7 +164,7 @@ def _after(cells_of: Callable[[Peer], Iterable[str]]) -> Callable[[Bench], Answe
 def passing(bench: Bench) -> Answer:
     """A cell that does nothing."""
     bench.start()
-    return _milliseconds([bench.everywhere("pass").seconds for _ in range(CELLS)])
+    return _milliseconds(bench.everywhere("pass").seconds for _ in range(bench.cells))
 
 
 def call(bench: Bench) -> Answer:
@@ -173,7 +175,7 @@ def call(bench: Bench) -> Answer:
     source = "value = rank"
     bench.everywhere(source)
     cell = bench.peer.home.replace("SOURCE", repr(source))
-    times = [bench.run(cell).seconds for _ in range(CELLS)]
+    times = [bench.run(cell).seconds for _ in range(bench.cells)]
     bench.run("print('came', sorted(came))", needs="came [0, 1, 2, 3]")
     return _milliseconds(times)
 
@@ -186,7 +188,7 @@ def lines(bench: Bench) -> Answer:
     outputs = [*sent.outputs, *bench.notebook.elsewhere]
     seconds = max([sent.seconds, *(output.after for output in outputs)])
     if bench.peer.name == "nbdist":
-        outputs += bench.run("%dist_output").outputs
+        outputs += bench.run(f"%dist_output --log --tail {LINES}").outputs
     shown = "".join(output.text for output in outputs).splitlines()
     whole = {found for line in shown for found in LINE.findall(line)}
     mixed = sum(line.count("rank ") > max(1, len(LINE.findall(line))) for line in shown)
@@ -244,14 +246,13 @@ def _trouble(bench: Bench, source: str, *, stop: bool = False) -> Answer:
     pressed = 0.0
     if stop:
         if bench.notebook.look(sent, DONE, STOP_AFTER):
-            raise CellFailed(f"it has ended before: {sent.raw[-600:]}")
+            raise CellFailed(f"it has ended before: {bench.text(sent)}")
         pressed = time.perf_counter() - sent.started
         bench.notebook.interrupt()
     bench.wait(sent)
     seconds = sent.seconds - pressed
-    shown = bench.all_of(sent)[-300:]
     state, reason = _state(bench)
-    return Answer(f"{seconds:.1f} s, {state}", seconds, f"{shown} {reason}")
+    return Answer(f"{seconds:.1f} s, {state}", seconds, f"{bench.text(sent)} {reason}")
 
 
 def _state(bench: Bench) -> tuple[str, str]:
@@ -312,7 +313,7 @@ def _shows(source: str, *signs: str) -> Callable[[Bench], Answer]:
         shown = bench.all_of(sent, *signs)
         missing = [sign for sign in signs if sign not in shown]
         if missing:
-            return Answer("no", reason=f"no {missing} in {shown[-600:]}")
+            return Answer("no", reason=f"no {missing} in {bench.text(sent)}")
         return Answer("yes" if signs[0] in sent.raw else "in another cell")
 
     return asked
