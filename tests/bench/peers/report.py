@@ -51,7 +51,6 @@ def _put(page: Path, mark: str, text: str) -> None:
 def draw(found: Found, file: Path) -> None:
     """Bars of seconds, a panel for each of some rows."""
     look = {"svg.fonttype": "none", "svg.hashsalt": "peers", "font.size": 8, "text.color": GREY}
-    look |= {"font.family": "sans-serif"}
     with plt.rc_context(look):
         figure, panels = plt.subplots(
             1, len(PANELS), sharey=True, figsize=(9.6, 2.6), layout="constrained"

@@ -32,8 +32,9 @@ LINES = 50_000
 BIG = 64 * 1024 * 1024
 """Elements of a float32 tensor of 256 MiB."""
 
+KEPT = "print(f'kept {globals().get(\"kept\")} of {rank}')"
 LINE = re.compile(r"rank \d line \d+ end")
-SUM = "value = torch.ones(1)\ndist.all_reduce(value)\nprint('sum', value.item(), 'of rank', rank)"
+SUM = "value = torch.ones(1)\ndist.all_reduce(value)\nprint(f'sum {value.item()} of rank {rank}')"
 
 
 class Answer(NamedTuple):
@@ -260,7 +261,7 @@ def _state(bench: Bench) -> tuple[str, str]:
     state = "runs again"
     try:
         if bench.peer.keeps:
-            sent = bench.everywhere("print('kept', globals().get('kept'), 'of', rank)", patience=20)
+            sent = bench.everywhere(KEPT, patience=20)
             signs = _of_ranks("kept 4{two} of {rank}")
             shown = bench.all_of(sent, *signs)
             kept = sum(sign in shown for sign in signs)
