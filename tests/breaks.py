@@ -14,16 +14,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from nbdist.system.processes import cpu_seconds
+from tests.traces import with_variable
 
 SMOKE = (
     "test_api.py",
@@ -53,8 +54,7 @@ _TEST = re.compile(r"(tests/\S+::\S.*?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XP
 _WRONG = re.compile(r"(?:FAILED|ERROR) (tests/\S+(?:::.*?)?)(?: - .*)?")
 
 
-@dataclass(frozen=True)
-class Break:
+class Break(NamedTuple):
     """A file below `nbdist/`, its text, which it has once, and what that becomes."""
 
     number: int
@@ -68,8 +68,7 @@ class Break:
         return str(Path(self.file).parent)
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """Which test has found a break, "" for none, at which stage, and after how many seconds."""
 
     test: str
@@ -146,11 +145,8 @@ class Copy:
         direct = re.compile(rf"{module}\b|from {package} import [^#]*\b{name}\b")
         importing = [each for each, text in texts.items() if direct.search(text)]
         near = tests / one.room / f"test_{name}.py"
-        cheap = [
-            each
-            for each, text in texts.items()
-            if each.parent == tests / one.room and "Notebook(" not in text and one.room != "."
-        ]
+        room = [each for each in texts if each.parent == tests / one.room and one.room != "."]
+        cheap = [each for each in room if "Notebook(" not in texts[each]]
         # Those that know least of others first: they are about it.
         importing.sort(key=lambda each: (each.parent != near.parent, len(texts[each])))
         yield "nearest", self._names([near] if near in texts else importing)
@@ -167,14 +163,9 @@ class Copy:
         command += ["-p", "no:cacheprovider", "--all", *tests]
         environ = {**os.environ, "PYTHONPATH": str(self.path), MARK: self._mark}
         with tempfile.TemporaryFile("w+") as said:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": subprocess.STDOUT}
             run = subprocess.Popen(
-                command,
-                cwd=self.path,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, cwd=self.path, env=environ, start_new_session=True, **streams
             )
             try:
                 code = self._wait(run, bound, said.fileno())
@@ -196,48 +187,19 @@ class Copy:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return run.wait(1.0)
-            for pid in self._marked():
+            for pid in with_variable(MARK, self._mark):
                 used[pid] = max(used.get(pid, 0.0), cpu_seconds(pid))
             if time.time() - os.fstat(said).st_mtime > HANG:
                 return -1
             if sum(used.values()) > bound or time.monotonic() > end:
                 return -2
 
-    def _marked(self) -> list[int]:
-        """List all that has the mark; what has ended shows none."""
-        found, mark = [], f"{MARK}={self._mark}".encode()
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError):
-                if mark in Path("/proc", pid, "environ").read_bytes():
-                    found.append(int(pid))
-        return found
-
     def _end_all(self) -> None:
-        while found := self._marked():
+        while found := with_variable(MARK, self._mark):
             for pid in found:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
-
-
-def _work(
-    tree: Path,
-    waiting: queue.SimpleQueue[Break],
-    found: dict[int, Found],
-    folder: Path,
-    stages: str,
-) -> None:
-    copy = Copy(tree, folder)
-    while True:
-        try:
-            one = waiting.get_nowait()
-        except queue.Empty:
-            return
-        said = found[one.number] = copy.find(one, stages)
-        by = f"found by {said.test} ({said.stage})" if said.test else "NOT FOUND"
-        first = " ".join(one.before.split())[:40]
-        sys.stdout.write(f"{one.number:3} {said.seconds:5.0f} s  {one.file} | {first}: {by}\n")
-        sys.stdout.flush()
 
 
 def main() -> None:
@@ -251,30 +213,33 @@ def main() -> None:
     breaks, tree = all_breaks(), options.tree.resolve()
     check(tree, breaks)
     only = {int(each) for each in options.only.split(",") if each}
-    waiting: queue.SimpleQueue[Break] = queue.SimpleQueue()
-    for each in breaks:
-        if not only or each.number in only:
-            waiting.put(each)
-    found: dict[int, Found] = {}
-    with tempfile.TemporaryDirectory(prefix="nbb-") as folder:
-        threads = []
+    breaks = [each for each in breaks if not only or each.number in only]
+    with (
+        tempfile.TemporaryDirectory(prefix="nbb-") as folder,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for number in range(options.jobs):
-            place = Path(folder, str(number))
-            threads.append(
-                threading.Thread(target=_work, args=(tree, waiting, found, place, options.stages))
-            )
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    rooms = {each.number: each.file.partition("/")[0] for each in breaks}
-    asked = Counter(rooms[number] for number in found)
-    met = Counter(rooms[number] for number, each in found.items() if each.test)
+            copies.put(Copy(tree, Path(folder, str(number))))
+
+        def find(one: Break) -> Found:
+            copy = copies.get()
+            said = copy.find(one, options.stages)
+            copies.put(copy)
+            by = f"found by {said.test} ({said.stage})" if said.test else "NOT FOUND"
+            first = " ".join(one.before.split())[:40]
+            sys.stdout.write(f"{one.number:3} {said.seconds:5.0f} s  {one.file} | {first}: {by}\n")
+            sys.stdout.flush()
+            return said
+
+        found = [*pool.map(find, breaks)]
+    asked = Counter(each.file.partition("/")[0] for each in breaks)
+    missed = [each for each, said in zip(breaks, found, strict=True) if not said.test]
+    met = asked - Counter(each.file.partition("/")[0] for each in missed)
     parts = ", ".join(f"{room} {met[room]} of {asked[room]}" for room in asked)
-    missed = sorted(number for number, each in found.items() if not each.test)
-    seconds = sum(each.seconds for each in found.values())
-    said = f"{sum(met.values())} of {len(found)} found in {seconds:.0f} s ({parts})"
-    sys.stdout.write(f"{said}; not found: {missed}\n")
+    seconds, numbers = sum(each.seconds for each in found), [each.number for each in missed]
+    said = f"{len(found) - len(missed)} of {len(found)} found in {seconds:.0f} s ({parts})"
+    sys.stdout.write(f"{said}; not found: {numbers}\n")
 
 
 if __name__ == "__main__":

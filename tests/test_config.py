@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,35 +19,32 @@ from nbdist.config import (
     whole_number,
 )
 from nbdist.errors import UsageError
+from tests.sources import PACKAGE
 
-REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
+REFERENCE = PACKAGE.parent / "docs" / "reference.md"
 
 
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (
-            {"n": 8, "layout": "2x4"},
-            "`-n 8 -j 2x4`: `-j 2x4` is nodes x workers per node",
-        ),
+        ({"n": 8, "layout": "2x4"}, "`-n 8 -j 2x4`: `-j 2x4` is nodes x workers per node"),
         ({"wrap": ""}, '`--wrap ""`: a command and its arguments'),
         ({"wrap": "nice 'x"}, "`--wrap nice 'x`: no closing quotation."),
-        ({"name": "../x"}, "`--name ../x`: it names a folder below the log folder"),
-        ({"name": "/x"}, "`--name /x`: it names a folder below the log folder"),
-        ({"name": "a//b"}, "`--name a//b`: it names a folder below the log folder"),
-        ({"name": "a/."}, "`--name a/.`: it names a folder below the log folder"),
-        ({"name": "x" * 101}, f"`--name {'x' * 101}`: it names a folder below the log folder"),
+        *(
+            ({"name": name}, f"`--name {name}`: it names a folder below the log folder")
+            for name in ("../x", "/x", "a//b", "x" * 101)
+        ),
         ({"cpus": "many"}, "`--cpus many`: a number of cores for each worker, such as 4."),
-        ({"cpus": 0}, "`--cpus 0`: a number of cores for each worker, such as 4."),
         ({"env": ["A"]}, "`--env A`: a name and its value, such as `--env SEED=1`."),
         ({"env": ["2A=1"]}, "`--env 2A`: a name and its value, such as `--env SEED=1`."),
         ({"n": 0}, "`-n 0`: it takes at least one worker. Use `-n 4`"),
         ({"layout": "x"}, "`-j x`: that is not nodes and workers. Use `-j 4`"),
         ({"backend": "mpi"}, "`--backend mpi`: that is not a backend. Use"),
         ({"on_failure": "retry"}, "`--on-failure retry`: there are heal (the default), "),
-        ({"hang_timeout": 0}, "`--hang-timeout 0`: a number of seconds, such as 30 or 0.5."),
-        ({"hang_timeout": "nan"}, "`--hang-timeout nan`: a number of seconds, such as 30"),
-        ({"hang_timeout": "soon"}, "`--hang-timeout soon`: a number of seconds, such as 30"),
+        *(
+            ({"hang_timeout": text}, f"`--hang-timeout {text}`: a number of seconds, such as 30")
+            for text in (0, "nan", "soon")
+        ),
         ({"link_timeout": "1"}, "`--link-timeout 1`: a number of seconds from 2 on, such as 30."),
         ({"link_timeout": 30}, "`--link-timeout 30`: it is for `--launcher ssh`"),
         ({"hosts": "a", "launcher": "local"}, "`--hosts a`: it is for `--launcher ssh`, and not"),
@@ -62,10 +58,10 @@ REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
         ({"copy_env": "A B"}, "`--copy-env A B`: names of variables, such as"),
         ({"copy_env": ""}, "`--copy-env `: names of variables, such as"),
         ({"address": "-x"}, "`--address -x`: an address of this machine or a network"),
-        ({"address": "a/b"}, "`--address a/b`: an address of this machine or a network"),
-        ({"rdzv_endpoint": "a"}, "`--rdzv-endpoint a`: HOST:PORT, such as"),
-        ({"rdzv_endpoint": "a:0"}, "`--rdzv-endpoint a:0`: HOST:PORT, such as"),
-        ({"rdzv_endpoint": "a:99999"}, "`--rdzv-endpoint a:99999`: HOST:PORT, such as"),
+        *(
+            ({"rdzv_endpoint": end}, f"`--rdzv-endpoint {end}`: HOST:PORT, such as")
+            for end in ("a", "a:99999")
+        ),
         ({"salloc": " "}, '`--salloc ""`: options of salloc, such as'),
         ({"salloc": "-p 'x"}, "`--salloc -p 'x`: no closing quotation."),
         ({"cpus": 10_000}, "`--cpus 10000`: a number of cores for each worker, such as 4."),
@@ -119,7 +115,7 @@ def test_of_launchers_and_their_options_the_newer_holds() -> None:
         ssh.but(hosts="b", launcher="slurm")
 
 
-def test_what_agents_are_started_anew_for() -> None:
+def test_what_agents_are_restarted_for() -> None:
     """Elsewhere for all that does not hold at once; here for another launcher."""
     assert WorldConfig(2).machines == WorldConfig(3, debug=True).machines
     assert WorldConfig(2).machines != WorldConfig(2, hosts="a").machines
@@ -127,25 +123,18 @@ def test_what_agents_are_started_anew_for() -> None:
     assert WorldConfig(hosts="a").machines == WorldConfig(hosts="a", free=False).machines
 
 
-def test_its_text_has_what_was_said_and_no_secrets() -> None:
-    """Defaults go without saying."""
-    assert repr(WorldConfig()) == "WorldConfig()"
-    said = WorldConfig(4, env={"HF_TOKEN": "very", "A": "1"}, fork=False)
-    assert repr(said) == "WorldConfig(n=4, env={'HF_TOKEN': '...', 'A': '1'}, fork=False)"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "typed"),
-    [
+def test_what_was_said_as_text() -> None:
+    """Options as they would be typed, for remedies that name them; no secrets."""
+    for name, value, typed in (
         ("n", 4, "-n 4"),
         ("fork", False, "--no-fork"),
         ("wrap", "nice -n 5", '--wrap "nice -n 5"'),
         ("env", {"A": "1", "MY_KEY": "x"}, "--env A=1 --env MY_KEY=..."),
-    ],
-)
-def test_an_option_as_it_would_be_typed(name: str, value: object, typed: str) -> None:
-    """For remedies that name it."""
-    assert OPTIONS[name].again(value) == typed
+    ):
+        assert OPTIONS[name].again(value) == typed
+    assert repr(WorldConfig()) == "WorldConfig()"
+    said = WorldConfig(4, env={"HF_TOKEN": "very", "A": "1"}, fork=False)
+    assert repr(said) == "WorldConfig(n=4, env={'HF_TOKEN': '...', 'A': '1'}, fork=False)"
 
 
 def test_world_takes_the_fields_as_arguments() -> None:
@@ -161,16 +150,11 @@ def test_world_takes_the_fields_as_arguments() -> None:
         World(bogus=1)  # type: ignore[call-arg]
 
 
-def test_the_manual_lists_the_options() -> None:
-    """Its table has each flag and argument, with the same words."""
+def test_each_option_is_in_the_manual_and_read() -> None:
+    """The table has each flag and argument, with the same words; none is read by nothing."""
     rows = re.findall(r"^\| `([^|]*)` \| `(\w+)` \| (.*) \|$", REFERENCE.read_text(), re.MULTILINE)
     assert rows == [(each.usage or "-", name, each.help) for name, each in OPTIONS.items()]
-
-
-def test_each_option_is_read() -> None:
-    """One that nothing reads does not belong there."""
-    package = REFERENCE.parents[1] / "nbdist"
-    source = "\n".join(path.read_text() for path in package.rglob("*.py"))
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     in_properties = {"hang_timeout", "free", "launcher", "hosts"}
     unread = {name for name in OPTIONS if not re.search(rf"\b(config|wanted)\.{name}\b", source)}
     assert unread == in_properties
@@ -180,7 +164,7 @@ def test_each_option_is_read() -> None:
     assert WorldConfig(hosts="a", launcher="other").launched_by == "other"
 
 
-@pytest.mark.parametrize("text", ["x", "-1", "", "0", "1.5", "1e3", "٣", "9" * 5000, "²"])
+@pytest.mark.parametrize("text", ["x", "-1", "", "0", "1.5", "1e3", "٣", "9" * 5000])
 def test_whole_numbers(text: str) -> None:
     """From the least on; quotes of IPython's are none of the number."""
     read = whole_number("--tail", "a number, such as `--tail 1`")
@@ -230,17 +214,17 @@ def test_nodes_of_other_machines(asked, nodes, per_node, workers):
     assert config.workers == workers
 
 
+SLURM, ONE = {"SLURM_JOB_ID": "17"}, {"SLURM_JOB_NUM_NODES": "1"}
+
+
 @pytest.mark.parametrize(
     ("environ", "launcher"),
     [
         ({}, "local"),
-        ({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}, "slurm"),
-        ({"SLURM_JOB_ID": "17"}, "slurm"),
-        ({"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1"}, "slurm"),
-        (
-            {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "node1"},
-            "local",
-        ),
+        (SLURM, "slurm"),
+        ({**SLURM, **ONE}, "slurm"),
+        ({**SLURM, "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "node1"}, "slurm"),
+        ({**SLURM, **ONE, "SLURMD_NODENAME": "node1"}, "local"),
     ],
 )
 def test_the_launcher_of_a_place(environ: dict[str, str], launcher: str) -> None:

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from typing import NamedTuple
 
 import pytest
 
@@ -63,16 +64,11 @@ IMPORTED_LATE = {"terminal/kubernetes.py"}
 # Who may import torch when it is imported itself.
 TORCH_ROOMS = ("worker/", "agent/fork_server.py", "tools/diff_op.py", "tools/timeline_op.py")
 
-# Files that import one another in a circle, imports for type checkers and inside functions
-# counted.  Only to become fewer: take a file out as soon as it is in none any more.
-IN_CIRCLES: set[str] = set()
-
 TOP_LEVEL = {"pyproject.toml", "nbdist", "tests", "notebooks", "docs", "README.md", "LICENSE"}
 TOP_LEVEL |= {"CITATION.cff"}  # where GitHub looks for it
 
 
-@dataclass(frozen=True)
-class Import:
+class Import(NamedTuple):
     """One imported name: by which file, in which line, and whether importing the file runs it."""
 
     file: str
@@ -136,8 +132,7 @@ def _runs(node: ast.AST, child: ast.AST) -> bool:
 
 def all_imports() -> list[Import]:
     """The imports of the package, in reading order."""
-    found = [each for file, text in sources().items() for each in imports_of(file, text)]
-    return sorted(found, key=lambda each: (each.file, each.line, each.name))
+    return sorted(each for file, text in sources().items() for each in imports_of(file, text))
 
 
 def module_of(file: str) -> str:
@@ -146,8 +141,8 @@ def module_of(file: str) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def circles_in(sources: Mapping[str, str]) -> list[set[str]]:
-    """Files, with their text, that import one another: each set of them is one circle.
+def circle_in(sources: Mapping[str, str]) -> set[str]:
+    """Files, with their text, that import one another: a circle of them, if there is one.
 
     The package's own `__init__` is in none: everybody may ask it for the version.
     """
@@ -161,25 +156,11 @@ def circles_in(sources: Mapping[str, str]) -> list[set[str]]:
             if name not in ("", "nbdist"):
                 yield files[name]
 
-    below = {file: set(imported(file)) - {file} for file in sources}
-    reached = {file: _reached(file, below) for file in sources}
-    found: list[set[str]] = []
-    for file in sources:
-        circle = {other for other in reached[file] if file in reached[other]}
-        if circle and circle not in found:
-            found.append(circle)
-    return found
-
-
-def _reached(file: str, below: Mapping[str, set[str]]) -> set[str]:
-    """All that it imports, by whatever detour."""
-    reached: set[str] = set()
-    waiting = [file]
-    while waiting:
-        new = below[waiting.pop()] - reached
-        reached |= new
-        waiting += new
-    return reached
+    try:
+        TopologicalSorter({file: {*imported(file)} - {file} for file in sources}).prepare()
+    except CycleError as error:
+        return {*error.args[1]}
+    return set()
 
 
 def points_up(each: Import) -> bool:
@@ -200,16 +181,6 @@ def is_early_torch(each: Import) -> bool:
     return is_torch and each.at_once and not each.file.startswith(TORCH_ROOMS)
 
 
-def test_no_import_points_up():
-    """A room imports only rooms below it, also inside functions and for type checkers."""
-    assert "\n".join(str(each) for each in all_imports() if points_up(each)) == ""
-
-
-def test_only_workers_import_torch():
-    """Nothing but a worker and the fork server imports torch when it is imported."""
-    assert "\n".join(str(each) for each in all_imports() if is_early_torch(each)) == ""
-
-
 @pytest.mark.parametrize(
     ("file", "source", "told"),
     [
@@ -228,8 +199,17 @@ def test_an_import_that_points_up_is_told(file, source, told):
     assert found == ([] if told is None else [f"nbdist/{file}:{told}"])
 
 
-def test_an_early_torch_is_told():
-    """Importing torch in a function or for type checkers is fine; when it is run at once, not."""
+def test_no_import_points_up():
+    """A room imports only rooms below it, also inside functions and for type checkers."""
+    assert "\n".join(str(each) for each in all_imports() if points_up(each)) == ""
+
+
+def test_only_workers_import_torch():
+    """Nothing but a worker and the fork server imports torch when it is imported.
+
+    Importing it in a function or for type checkers is fine; when it is run at once, not.
+    """
+    assert "\n".join(str(each) for each in all_imports() if is_early_torch(each)) == ""
     early = "import torch.nn\nclass C:\n    import torch\nimport torchless"
     late = "def f():\n    import torch\nif TYPE_CHECKING:\n    import torch"
     found = imports_of("wire/x.py", f"{early}\n{late}")
@@ -251,28 +231,27 @@ def test_what_is_imported_at_once_is_installed():
 
 def test_no_circles():
     """No file imports one that imports it, by whatever detour, also for type checkers only."""
-    found = set().union(*circles_in(sources()))
-    assert found - IN_CIRCLES == set(), "these import one another now; look at both ends"
-    assert IN_CIRCLES - found == set(), "in no circle any more: take them out of IN_CIRCLES"
-
-
-def test_a_circle_is_told():
-    """By its files."""
-    found = {
+    assert circle_in(sources()) == set()
+    detour = {
         "x/a.py": "if TYPE_CHECKING:\n    from nbdist.x.b import B",
         "x/b.py": "def f():\n    from . import c",
         "x/c.py": "from nbdist.x import a",
         "d.py": "from nbdist.x import a",
-        "y/__init__.py": "from nbdist.y.a import A",
-        "y/a.py": "from nbdist.y import A",
     }
-    assert circles_in(found) == [{"x/a.py", "x/b.py", "x/c.py"}, {"y/__init__.py", "y/a.py"}]
+    assert circle_in(detour) == {"x/a.py", "x/b.py", "x/c.py"}
+    package = {"y/__init__.py": "from nbdist.y.a import A", "y/a.py": "from nbdist.y import A"}
+    assert circle_in(package) == {"y/__init__.py", "y/a.py"}
 
 
 def test_every_room_has_its_floor():
     """What lies in the package is in the table of floors."""
     rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}
     assert rooms - {"__pycache__", "py.typed"} <= set(FLOORS)
+
+
+def test_the_longest_are_there():
+    """Files that are begun first are renamed there too."""
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_no_folder_grows():
@@ -346,8 +325,3 @@ def test_the_notebooks_side_loads_no_torch():
     found = probe(*modules)
     assert "torch" not in found["heavy"]
     assert (found["threads"], found["environ"]) == (1, True)
-
-
-def test_the_longest_are_there():
-    """Files that are begun first are renamed there too."""
-    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []

@@ -61,20 +61,18 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_those_of_a_checkout(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are nbdist's, installed or not, and before those of the same name of a package."""
+def test_entry_points(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a checkout are there, installed or not, before those of the same name of a package.
+
+    A copy that is not installed has what other packages add.
+    """
     said = tomllib.loads(plugins.PROJECT.read_text())["project"]["entry-points"]
-    monkeypatch.setattr(sys, "path", [str(package)])
+    monkeypatch.setattr(sys, "path", [str(package), str(package / "nowhere")])
     for group in (plugins.COMMANDS, plugins.CELL_OPTIONS, plugins.OPS, plugins.LAUNCHERS):
         found = {name: point.value for name, point in plugins.entry_points(group).items()}
         assert found.items() >= said[group].items()
     assert plugins.entry_points(plugins.OPS)["its_op"].value == "its_package"
-
-
-def test_a_copy_that_is_not_installed(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has what other packages add."""
     monkeypatch.setattr(plugins, "PROJECT", package / "pyproject.toml")
-    monkeypatch.setattr(sys, "path", [str(package), str(package / "nowhere")])
     assert [*plugins.entry_points(plugins.OPS)] == ["its_op", "gone_op", "diff"]
 
 

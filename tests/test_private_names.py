@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 
@@ -23,6 +23,8 @@ DOCUMENTED = {"_thread", "os._exit", "sys._current_exceptions", "sys._current_fr
 # And those of named tuples.
 OF_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 
+DEFINITIONS = "values/definitions.py"
+
 # What stays where it is, by file and name, and why.
 ALLOWED = {
     # Python's own.
@@ -33,20 +35,16 @@ ALLOWED = {
     ("world/calling.py", "_path"): "a namespace package's; its public way imports the parents",
     ("wire/control.py", "_jupyter_types_experimental"): "a key of replies that front ends read",
     # On both sides of the wire, so not in workers only.
-    (
-        "values/definitions.py",
-        "by_value._DYNAMIC_CLASS_TRACKER_BY_ID",
-    ): "cloudpickle looks too late",
-    ("values/definitions.py", "by_value._class_setstate"): "cloudpickle fills what it has itself",
-    ("values/definitions.py", "_filename_map"): "IPython's, of cells that ran in another process",
+    (DEFINITIONS, "by_value._DYNAMIC_CLASS_TRACKER_BY_ID"): "cloudpickle looks too late",
+    (DEFINITIONS, "by_value._class_setstate"): "cloudpickle fills what it has itself",
+    (DEFINITIONS, "_filename_map"): "IPython's, of cells that ran in another process",
     ("notebook/options.py", "magic.parser._actions"): "argparse lists what it knows nowhere else",
     ("values/tensors.py", "tensor._version"): "torch's version counter has no public name",
     ("values/tensors.py", "value._untyped_storage"): "the public name warns",
 }
 
 
-@dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """A private name of somebody else, where it is used."""
 
     file: str
@@ -160,6 +158,9 @@ def test_what_is_allowed_is_there():
     assert {use.name for use in all_uses()} >= DOCUMENTED
 
 
+KERNEL = "from ipykernel.kernelbase import Kernel\n"
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [
@@ -168,12 +169,7 @@ def test_what_is_allowed_is_there():
         ("class C:\n    def f(self):\n        self._topic(1)", "3 uses self._topic"),
         ("getattr(shell, '_last_traceback', ())", "1 uses _last_traceback"),
         ("NAME = '_showtraceback'", "1 uses _showtraceback"),
-        (
-            "from ipykernel.kernelbase import Kernel\n"
-            "class Ours(Kernel):\n"
-            "    def _topic(self, topic): pass",
-            "3 uses Ours._topic",
-        ),
+        (f"{KERNEL}class Ours(Kernel):\n    def _topic(self): pass", "3 uses Ours._topic"),
         ("class C:\n    def __init__(self):\n        self._x = 1\n    def f(c): return c._x", None),
         ("from nbdist.world.link import _x", None),
         ("x.__dict__, _, __file__", None),

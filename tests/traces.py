@@ -13,9 +13,11 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.waiting import SOON
@@ -129,6 +131,16 @@ def shows(pid: int, secret: str) -> str | None:
     except OSError:
         return None
     return "".join(name for name, text in texts.items() if secret.encode() in text)
+
+
+def with_variable(name: str, value: str) -> list[int]:
+    """The ids of all processes whose environment has this; what has ended shows none."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(name) == value:
+                found.append(process.pid)
+    return found
 
 
 def _is_spare(pid: str) -> bool:

@@ -43,7 +43,6 @@ def bring(code: CodeFolder, texts: dict[str, str], programs: tuple[str, ...] = (
 
 def found(code: CodeFolder) -> dict[str, str]:
     """What is there, without what nbdist has for itself."""
-    assert code.path is not None
     return {
         str(path.relative_to(code.path)): path.read_text()
         for path in code.path.rglob("*")
@@ -51,10 +50,15 @@ def found(code: CodeFolder) -> dict[str, str]:
     }
 
 
+def compile_a(code: CodeFolder) -> None:
+    """As Python does where `a.py` is imported."""
+    (code.path / "__pycache__").mkdir()
+    (code.path / "__pycache__" / "a.cpython-311.pyc").write_text("")
+
+
 def test_files_are_as_the_notebook_has_them(code: CodeFolder, parent: Path) -> None:
     """New, changed and removed ones; only what is missing is asked for."""
     assert bring(code, {"a.py": "1", "b.py": "2"}) == CodeHeld(code._host)
-    assert code.path is not None
     assert stat.S_IMODE(code.path.stat().st_mode) == 0o700
     assert found(code) == {"a.py": "1", "b.py": "2"}
     old, new = CodeFile(digest_of(b"1")), CodeFile(digest_of(b"new"))
@@ -76,10 +80,7 @@ def test_files_are_as_the_notebook_has_them(code: CodeFolder, parent: Path) -> N
 def test_what_user_code_has_changed_is_sent_again(code: CodeFolder) -> None:
     """Before the next start; Python's own copy of a changed module goes, an open file stays."""
     bring(code, {"a.py": "1"})
-    assert code.path is not None
-    (code.path / "__pycache__").mkdir()
-    compiled = code.path / "__pycache__" / "a.cpython-311.pyc"
-    compiled.write_text("")
+    compile_a(code)
     (code.path / "a.py").write_text("mine")
     with (code.path / "a.py").open() as in_use:
         bring(code, {"a.py": "1"})
@@ -87,47 +88,39 @@ def test_what_user_code_has_changed_is_sent_again(code: CodeFolder) -> None:
     assert found(code) == {"a.py": "1"}
 
 
-def test_a_file_that_cells_have_written_stays(code: CodeFolder) -> None:
+def test_a_file_that_cells_have_written_stays(code: CodeFolder, parent: Path) -> None:
     """The code goes, and from then on the folder is the user's."""
     bring(code, {"a.py": "1"})
-    path = code.path
-    assert path is not None
-    (path / "__pycache__").mkdir()
-    (path / "__pycache__" / "a.cpython-311.pyc").write_text("")
-    (path / "out").mkdir()
-    (path / "out" / "model.pt").write_text("weights")
+    compile_a(code)
+    (code.path / "out").mkdir()
+    weights = code.path / "out" / "model.pt"
+    weights.write_text("weights")
     code.close()
-    assert sorted(str(each.relative_to(path)) for each in path.rglob("*")) == [
-        "out",
-        "out/model.pt",
-    ]
-    drop_dead(path.parent)
-    assert (path / "out" / "model.pt").exists()
+    assert {*weights.parents[1].rglob("*")} == {weights.parent, weights}
+    drop_dead(parent)
+    assert weights.exists()
 
 
 def test_names_that_lead_out_are_refused(code: CodeFolder, parent: Path) -> None:
     """By their steps, or by a link that is there."""
-    held = bring(code, {"../out.py": "1"})
-    assert "'../out.py' was refused" in held.problem
+    assert "'../out.py' was refused" in bring(code, {"../out.py": "1"}).problem
     bring(code, {"a.py": "1"})
-    assert code.path is not None
-    (parent / "elsewhere").mkdir()
-    (code.path / "sub").symlink_to(parent / "elsewhere")
+    elsewhere = parent / "elsewhere"
+    elsewhere.mkdir()
+    (code.path / "sub").symlink_to(elsewhere)
     held = bring(code, {"a.py": "1", "sub/b.py": "2"})
     assert "'sub/b.py' was refused: it leads out of the folder" in held.problem
     (code.path / "a.py").unlink()
-    (parent / "elsewhere" / "c.py").write_text("theirs")
-    (code.path / "a.py").symlink_to(parent / "elsewhere" / "c.py")
+    (elsewhere / "c.py").write_text("theirs")
+    (code.path / "a.py").symlink_to(elsewhere / "c.py")
     bring(code, {"a.py": "2"})
-    assert (parent / "elsewhere" / "c.py").read_text() == "theirs"
-    assert [*(parent / "elsewhere").iterdir()] == [parent / "elsewhere" / "c.py"]
+    assert [each.read_text() for each in elsewhere.iterdir()] == ["theirs"]
 
 
 def test_what_a_killed_agent_left_goes(code: CodeFolder, parent: Path) -> None:
     """What another one holds stays, and so does a folder of that name that is not ours."""
     killed = CodeFolder()
     bring(killed, {"a.py": "1"})
-    assert killed.path is not None
     (parent / f"{PREFIX}mine").mkdir()
     bring(code, {"a.py": "1"})
     drop_dead(parent)
@@ -143,13 +136,11 @@ def test_a_shared_folder_is_used_as_it_is(code: CodeFolder, parent: Path) -> Non
     """Nothing is written, and workers stay where they were to be; a copy is not shared."""
     folder = parent / "nb"
     folder.mkdir()
-    file = folder / "a.py"
-    file.write_text("1")
+    (folder / "a.py").write_text("1")
     path = ("", str(folder), f"{folder}/src", f"{folder}2", "/usr/lib")
     spec = WorldSpec(1, None, {}, str(folder), path, 1, "python")
-    mark = landmark(str(file))
-    assert mark
-    get = GetCode({str(file): mark}, {"a.py": CodeFile(digest_of(b"1"))})
+    file = str(folder / "a.py")
+    get = GetCode({file: landmark(file)}, {"a.py": CodeFile(digest_of(b"1"))})
     assert code.take(get).is_shared
     assert (code.path, code.moved(spec)) == (None, spec)
     shutil.copytree(folder, parent / "copy")

@@ -42,10 +42,7 @@ def test_our_own_frames_are_not_shown(function: Any) -> None:
     ours = f"File \x1b[32m{function.__code__.co_filename}:25\x1b[0m, in {function.__name__}"
     failure = Failure("ValueError", "x", ("Cell In[1], line 2", ours, "ValueError: x"), 5)
     assert as_shown(failure).traceback == ("Cell In[1], line 2", "ValueError: x")
-
-
-def test_exit_says_what_it_does() -> None:
-    """IPython's own words are for a terminal."""
+    # IPython's own words for this one are for a terminal.
     shown = as_shown(Failure("SystemExit", "3", ("long", "words"), 5))
     assert (shown.message, shown.traceback[0][:21]) == ("3", "sys.exit(3) ended the")
 
@@ -74,25 +71,20 @@ def test_messages_of_others_are_dropped() -> None:
     ours, others = Session(key=b"ours"), Session(key=b"others")
     message = ours.msg("nbdist_reply", {})
     frames = ours.serialize(message)
-    assert message_from(ours, [*frames, b"buffer"]).buffers == (b"buffer",)  # type: ignore[union-attr]
+    assert message_from(ours, [*frames, b"buffer"]).buffers == (b"buffer",)
     assert message_from(ours, [b"garbage"]) is None
     assert message_from(ours, others.serialize(others.msg("nbdist_reply", {}))) is None
 
 
-SPEC = WorldSpec(1, None, {}, "/", (), 1, "python")
 DONE = Done("ok", 0.5, frozenset({"x"}), {"np": "numpy"}, Payload((b"1",)))
-
-
-def start_in(folder: Path) -> WorkerStart:
-    """Of a worker whose files lie there."""
-    return WorkerStart(0, 0, 1, SPEC, f"{folder}/r0.json", "token", "", "", 1, {})
 
 
 def test_the_connection_file_and_what_is_left(tmp_path: Path) -> None:
     """The kernel reads a key and unix sockets from a file that nobody else can; it goes again."""
-    kernel = KernelClient(start_in(tmp_path), lambda _: None)
+    spec, file = WorldSpec(1, None, {}, "/", (), 1, "python"), tmp_path / "r0.json"
+    start = WorkerStart(0, 0, 1, spec, str(file), "token", "", "", 1, {})
+    kernel = KernelClient(start, lambda _: None)
     kernel.write_connection_file()
-    file = tmp_path / "r0.json"
     said = json.loads(file.read_text())
     assert (said["transport"], said["ip"]) == ("ipc", f"{tmp_path}/r0")
     assert [said[f"{name}_port"] for name in ("shell", "iopub", "control")] == [1, 2, 4]
@@ -102,33 +94,27 @@ def test_the_connection_file_and_what_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_end_of_a_task_comes_through() -> None:
-    """In however many pieces."""
-    ends: list[Finished] = []
-    connection = TaskConnection(ends.append, lambda _: None)
-    end = Finished(3, "a", DONE)
-    for byte in framed(pickle.dumps(end, protocol=5)):
-        connection.data_received(bytes([byte]))
-    assert ends == [end]
-
-
 @pytest.mark.parametrize(
     "frame",
     [
         b"garbage",
-        pickle.dumps(Finished(3, "a", None)),  # type: ignore[arg-type]
-        pickle.dumps(Finished("3", "a", DONE)),  # type: ignore[arg-type]
+        pickle.dumps(Finished(3, "a", None)),
+        pickle.dumps(Finished("3", "a", DONE)),
         pickle.dumps(Finished(3, "a", replace(DONE, values=DONE))),
-        pickle.dumps(Finished(3, "a", replace(DONE, bound="x"))),  # type: ignore[arg-type]
+        pickle.dumps(Finished(3, "a", replace(DONE, bound="x"))),
     ],
 )
-def test_anything_else_ends_the_connection(frame: bytes) -> None:
-    """Once, and nothing that follows is read."""
+def test_ends_of_tasks(frame: bytes) -> None:
+    """They come through in however many pieces; anything else ends the connection, once."""
     ends: list[Finished] = []
     problems: list[BadFrame | None] = []
     connection = TaskConnection(ends.append, problems.append)
+    end = Finished(3, "a", DONE)
+    for byte in framed(pickle.dumps(end, protocol=5)):
+        connection.data_received(bytes([byte]))
+    assert ends == [end]
     connection.data_received(framed(frame))
-    connection.data_received(framed(pickle.dumps(Finished(3, "a", DONE))))
+    connection.data_received(framed(pickle.dumps(end)))
     connection.connection_lost(None)
-    assert ends == []
+    assert ends == [end]
     assert [type(problem) for problem in problems] == [BadFrame]

@@ -1,21 +1,51 @@
-"""Tests of `nbdist.agent.listener`: who is answered, when ranks are asked, who waits."""
+"""Tests of `nbdist.agent.listener`: who is answered, when ranks are asked, who waits.
+
+And the store's socket: what workers ask there, and what is no question.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import socket
-from collections.abc import Awaitable, Callable
+import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from nbdist.agent import listener
-from nbdist.agent.listener import FRESH, MOST_CALLING, Listener
+from nbdist.agent.listener import FRESH, MOST_CALLING, Listener, StoreWindow
 from nbdist.wire import views
+from nbdist.wire.frames import FrameCutter, framed
+from nbdist.wire.store import (
+    Add,
+    Answer,
+    Append,
+    Count,
+    Get,
+    HostedStore,
+    Operation,
+    Refused,
+    Set,
+    Wait,
+    answer_from,
+    to_frame,
+)
 from tests.waiting import SOON, until
+
+ASKS = """
+import os, socket, sys
+os.setuid(65534)
+s = socket.socket(socket.AF_UNIX); s.settimeout(10); s.connect(sys.argv[1])
+try:
+    s.sendall(sys.argv[2].encode()); print(s.recv(100))
+except OSError: print(b'')
+"""
 
 INFO = views.WorldInfo("1.0", "vm", "default", "exp", 2, "busy", "x = 1", 1.5, 0, 2.5, guard=7)
 ATTACH = views.Attach("1.0", 5, "notebook-5.sock")
@@ -27,14 +57,15 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class Lab:
     """A listener, what it was asked, and the connections to it."""
 
-    def __init__(self, runtime: Path) -> None:
+    def __init__(self, runtime: Path, *, has_door: bool = True) -> None:
         self.path = runtime / views.DOOR
         self.looks = 0
         self.gone: list[int] = []
         self.is_open = asyncio.Event()
         self.is_open.set()
         self.ranks: tuple[views.WorkerStatus, ...] = ()
-        self.listener = Listener(runtime, self._look, self)
+        self.faults: list[object] = []
+        self.listener = Listener(runtime, self._look, self if has_door else None)
         self._ends: list[asyncio.StreamWriter] = []
 
     def describe(self) -> views.WorldInfo:
@@ -68,56 +99,46 @@ class Lab:
             line = await reader.readline()
         return views.from_line(line) if line else None
 
-    def run(self, test: Callable[[], Awaitable[None]]) -> None:
-        async def whole() -> None:
-            faults: list[object] = []
-            asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
-            await self.listener.open()
-            try:
-                async with asyncio.timeout(SOON):
-                    await test()
-            finally:
-                await self.listener.close()
-                for end in self._ends:
-                    end.close()
-            assert faults == []
+    async def open(self) -> None:
+        handler = lambda _, fault: self.faults.append(fault)  # noqa: E731
+        asyncio.get_running_loop().set_exception_handler(handler)
+        await self.listener.open()
 
-        asyncio.run(whole())
+    async def close(self) -> None:
+        await self.listener.close()
+        for end in self._ends:
+            end.close()
+        assert self.faults == []
 
 
 @pytest.fixture
-def lab(runtime: Path) -> Lab:
-    return Lab(runtime)
+def lab(request: pytest.FixtureRequest, runtime: Path, runner: asyncio.Runner) -> Iterator[Lab]:
+    """One whose world can be had, where nothing else is said."""
+    lab = Lab(runtime, has_door=getattr(request, "param", True))
+    runner.run(lab.open())
+    yield lab
+    runner.run(lab.close())
 
 
-def test_all_who_look_see_the_same(lab: Lab) -> None:
+async def test_all_who_look_see_the_same(lab: Lab) -> None:
     """However many do at a time, the ranks are asked once; and again later; never for the rest."""
-
-    async def test() -> None:
-        seen = await asyncio.gather(*(lab.ask(views.Look()) for _ in range(5)))
-        assert seen == [replace(INFO, at=1.0)] * 5
-        await asyncio.sleep(FRESH + 0.1)
-        assert await lab.ask(views.Look()) == replace(INFO, at=2.0)
-        assert await lab.ask(views.Describe()) == INFO
-        assert lab.looks == 2
-
-    lab.run(test)
-    assert lab.gone == []
+    seen = await asyncio.gather(*(lab.ask(views.Look()) for _ in range(5)))
+    assert seen == [replace(INFO, at=1.0)] * 5
+    await asyncio.sleep(FRESH + 0.1)
+    assert await lab.ask(views.Look()) == replace(INFO, at=2.0)
+    assert await lab.ask(views.Describe()) == INFO
+    assert (lab.looks, lab.gone) == (2, [])
 
 
-def test_a_notebook_that_is_accepted(lab: Lab) -> None:
+async def test_a_notebook_that_is_accepted(lab: Lab) -> None:
     """Has the world until its connection ends; one that is refused never had it."""
-
-    async def test() -> None:
-        reader, writer = await lab.connect(ATTACH)
-        assert views.from_line(await reader.readline()) == views.Accepted(1, 2)
-        assert await lab.ask(replace(ATTACH, version="2.0", pid=6)) == views.Refused("no")
-        await until(lambda: "1 call" in repr(lab.listener))
-        assert lab.gone == []
-        writer.close()
-        await until(lambda: lab.gone == [5])
-
-    lab.run(test)
+    reader, writer = await lab.connect(ATTACH)
+    assert views.from_line(await reader.readline()) == views.Accepted(1, 2)
+    assert await lab.ask(replace(ATTACH, version="2.0", pid=6)) == views.Refused("no")
+    await until(lambda: "1 call" in repr(lab.listener))
+    assert lab.gone == []
+    writer.close()
+    await until(lambda: lab.gone == [5])
 
 
 @pytest.mark.parametrize(
@@ -128,101 +149,202 @@ def test_a_notebook_that_is_accepted(lab: Lab) -> None:
     ],
     ids=["nothing", "text", "pickle", "deep", "long", "an answer", "a fault of ours"],
 )
-def test_what_is_no_question(lab: Lab, said: views.Said | bytes) -> None:
+async def test_what_is_no_question(lab: Lab, said: views.Said | bytes) -> None:
     """Ends the connection, and nothing else: the loop learns of nothing, the next is answered."""
-
-    async def test() -> None:
-        assert await lab.ask(said) is None
-        assert await lab.ask(views.Describe()) == INFO
-        assert "0 call" in repr(lab.listener)
-
-    lab.run(test)
+    assert await lab.ask(said) is None
+    assert await lab.ask(views.Describe()) == INFO
+    assert "0 call" in repr(lab.listener)
 
 
-def test_no_kind_takes_the_place_of_another(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_kind_takes_the_place_of_another(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither the silent, of which the first go, nor those who look at ranks that do not answer."""
     monkeypatch.setattr(listener, "LINE_TIMEOUT", SOON)
-
-    async def test() -> None:
-        lab.is_open.clear()
-        looking = [asyncio.create_task(lab.ask(views.Look())) for _ in range(MOST_CALLING)]
-        await until(lambda: f"{MOST_CALLING} call" in repr(lab.listener))
-        silent = [await lab.connect() for _ in range(20 * MOST_CALLING)]
-        assert await silent[0][0].read() == b""
-        assert f"{2 * MOST_CALLING} call" in repr(lab.listener)
-        assert await lab.ask(views.Look()) is None
-        assert await lab.ask(views.Describe()) == INFO
-        assert await lab.ask(ATTACH) == views.Accepted(1, 2)
-        lab.is_open.set()
-        assert await asyncio.gather(*looking) == [replace(INFO, at=1.0)] * MOST_CALLING
-        silent[-1][1].write(views.to_line(views.Describe()))
-        assert views.from_line(await silent[-1][0].readline()) == INFO
-
-    lab.run(test)
+    lab.is_open.clear()
+    looking = [asyncio.create_task(lab.ask(views.Look())) for _ in range(MOST_CALLING)]
+    await until(lambda: f"{MOST_CALLING} call" in repr(lab.listener))
+    silent = [await lab.connect() for _ in range(20 * MOST_CALLING)]
+    assert await silent[0][0].read() == b""
+    assert f"{2 * MOST_CALLING} call" in repr(lab.listener)
+    assert await lab.ask(views.Look()) is None
+    assert await lab.ask(views.Describe()) == INFO
+    assert await lab.ask(ATTACH) == views.Accepted(1, 2)
+    lab.is_open.set()
+    assert await asyncio.gather(*looking) == [replace(INFO, at=1.0)] * MOST_CALLING
+    silent[-1][1].write(views.to_line(views.Describe()))
+    assert views.from_line(await silent[-1][0].readline()) == INFO
 
 
-def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comes whole; what does not take it in is not waited for."""
     monkeypatch.setattr(listener, "FRESH", -1.0)
-
-    async def test() -> None:
-        for length in range(200_000, 800_000, 12_000):
-            lab.ranks = (replace(RANK, last_line="x" * length),)
-            info = await lab.ask(views.Look())
-            assert isinstance(info, views.WorldInfo)
-            assert info.ranks == lab.ranks
-        monkeypatch.setattr(listener, "LINE_TIMEOUT", 0.2)
-        with socket.socket(socket.AF_UNIX) as deaf:
-            deaf.connect(str(lab.path))
-            deaf.sendall(views.to_line(views.Look()))
-            await until(lambda: "1 call" in repr(lab.listener))
-            await until(lambda: "0 call" in repr(lab.listener))
-
-    lab.run(test)
+    for length in range(200_000, 800_000, 60_000):
+        lab.ranks = (replace(RANK, last_line="x" * length),)
+        assert await lab.ask(views.Look()) == replace(INFO, at=float(lab.looks), ranks=lab.ranks)
+    monkeypatch.setattr(listener, "LINE_TIMEOUT", 0.2)
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.connect(str(lab.path))
+        deaf.sendall(views.to_line(views.Look()))
+        await until(lambda: "1 call" in repr(lab.listener))
+        await until(lambda: "0 call" in repr(lab.listener))
 
 
-def test_a_part_of_a_world(runtime: Path) -> None:
+@pytest.mark.parametrize("lab", [False], indirect=True)
+async def test_a_part_of_a_world(lab: Lab) -> None:
     """It can be looked at and not be had."""
-    lab = Lab(runtime)
-    lab.listener = Listener(runtime, lab._look, None)
-
-    async def test() -> None:
-        for question in (views.Describe(), views.Look()):
-            info = await lab.ask(question)
-            assert isinstance(info, views.WorldInfo)
-            assert (info.name, info.workers) == ("", 0)
-        assert await lab.ask(ATTACH) is None
-
-    lab.run(test)
+    for question in (views.Describe(), views.Look()):
+        info = await lab.ask(question)
+        assert (info.name, info.workers) == ("", 0)
+    assert await lab.ask(ATTACH) is None
 
 
 @pytest.mark.world
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to be somebody else")
-def test_another_user_sees_nothing(lab: Lab) -> None:
+async def test_another_user_sees_nothing(lab: Lab) -> None:
     """Not even where the folder has been opened for all."""
-
-    async def test() -> None:
-        for path in (lab.path.parent, lab.path):
-            os.chmod(path, 0o777)
-        script = (
-            "import os, socket, sys\n"
-            "os.setuid(65534)\n"
-            "s = socket.socket(socket.AF_UNIX); s.settimeout(10); s.connect(sys.argv[1])\n"
-            "try:\n    s.sendall(sys.argv[2].encode()); print(s.recv(100))\n"
-            "except OSError: print(b'')\n"
-        )
-        process = await asyncio.create_subprocess_exec(
-            *("python3", "-S", "-c", script, str(lab.path), views.to_line(views.Look()).decode()),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        said, _ = await process.communicate()
-        assert said.strip() == b"b''"
-        assert lab.looks == 0
-
-    lab.run(test)
+    for path in (lab.path.parent, lab.path):
+        os.chmod(path, 0o777)
+    process = await asyncio.create_subprocess_exec(
+        *("python3", "-S", "-c", ASKS, str(lab.path), views.to_line(views.Look()).decode()),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _ = await process.communicate()
+    assert (said.strip(), lab.looks) == (b"b''", 0)
 
 
-def test_where_no_socket_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_where_no_socket_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A line in the log, and nothing else."""
-    Lab(tmp_path / ("x" * 120)).run(lambda: asyncio.sleep(0))
+    lab = Lab(tmp_path / ("x" * 120))
+    await lab.open()
+    await lab.close()
     assert "cannot be opened" in caplog.text
+
+
+# --- the store's socket -------------------------------------------------------------------
+
+
+class Asking:
+    """A worker's connection."""
+
+    opened: ClassVar[list[Asking]] = []
+
+    @classmethod
+    async def at(cls, window: StoreWindow) -> Asking:
+        asking = cls()
+        asking.reader, asking.writer = await asyncio.open_unix_connection(window.path)
+        cls.opened.append(asking)
+        return asking
+
+    async def ask(self, operation: Operation) -> Answer:
+        self.writer.write(to_frame(operation))
+        cutter = FrameCutter()
+        while data := await self.reader.read(1 << 16):
+            for frame in cutter.feed(data):
+                return answer_from(frame)
+        raise ConnectionError
+
+    async def is_ended(self) -> bool:
+        try:
+            return await self.reader.read() == b""
+        except ConnectionResetError:
+            return True
+
+
+class LostStore(HostedStore):
+    async def ask(self, operation: Operation) -> Answer:
+        raise ConnectionError("the head has gone")
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> HostedStore:
+    return getattr(request, "param", HostedStore)()
+
+
+@pytest.fixture
+def window(runtime: Path, runner: asyncio.Runner, store: HostedStore) -> Iterator[StoreWindow]:
+    window = StoreWindow(runtime, store.ask)
+
+    async def close() -> None:
+        for asking in Asking.opened:
+            asking.writer.close()
+        Asking.opened.clear()
+        await window.close()
+
+    runner.run(window.open())
+    yield window
+    runner.run(close())
+    assert not window.path.exists()
+    assert repr(window).endswith(" 0 connections>")
+
+
+async def test_operations_of_several(window: StoreWindow, store: HostedStore) -> None:
+    """One waits while others ask, until it has gone; only this user can open the socket."""
+    assert stat.S_IMODE(window.path.stat().st_mode) == 0o600
+    one, other = await Asking.at(window), await Asking.at(window)
+    waiting = asyncio.create_task(one.ask(Get(("key",), 10.0)))
+    assert await other.ask(Add("count", 2)) == 2
+    assert await other.ask(Set({"key": b"value"})) is None
+    assert await waiting == (b"value",)
+    assert repr(window).endswith("store.sock, 2 connections>")
+    one.writer.write(to_frame(Wait(("other key",), 10.0)))
+    await until(lambda: "1 wait" in repr(store))
+    one.writer.close()
+    await until(lambda: "0 wait" in repr(store))
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        framed(b"garbage"),
+        framed(pickle.dumps(os.getcwd)),
+        framed(pickle.dumps(Wait((), 1e9))),
+        to_frame(Count()) * 2,
+        b"\xff" * 8,
+    ],
+    ids=["HTTP", "garbage", "function", "endless wait", "two at once", "length"],
+)
+async def test_what_is_no_operation(garbage: bytes, window: StoreWindow) -> None:
+    """It ends its connection; another one goes on."""
+    other, one = await Asking.at(window), await Asking.at(window)
+    await other.ask(Set({"key": b"value"}))
+    one.writer.write(garbage)
+    assert await one.is_ended()
+    assert await other.ask(Get(("key",), 1.0)) == (b"value",)
+    assert repr(window).endswith(" 1 connections>")
+
+
+async def test_a_socket_that_was_removed(window: StoreWindow) -> None:
+    """It is there again once it is opened again; who was connected goes on."""
+    one = await Asking.at(window)
+    assert await one.ask(Add("count", 1)) == 1
+    window.path.unlink()
+    await window.open()
+    other = await Asking.at(window)
+    assert [await each.ask(Add("count", 1)) for each in (one, other)] == [2, 3]
+    before = window.path.stat().st_ino
+    await window.open()
+    assert window.path.stat().st_ino == before
+
+
+@pytest.mark.parametrize("store", [LostStore], indirect=True)
+async def test_a_store_that_is_lost(window: StoreWindow) -> None:
+    """The connection ends by which it was asked."""
+    one = await Asking.at(window)
+    one.writer.write(to_frame(Count()))
+    assert await one.is_ended()
+
+
+async def test_more_than_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch, window: StoreWindow
+) -> None:
+    """Of values that is said; a connection too many is sent away, others go on."""
+    monkeypatch.setattr(listener, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(listener, "MOST_ASKING", 1)
+    one = await Asking.at(window)
+    await one.ask(Set({"key": bytes(600_000)}))
+    await one.ask(Append("key", bytes(600_000)))
+    assert await one.ask(Get(("key",), 1.0)) == Refused("these values have more than 1 MiB")
+    assert await (await Asking.at(window)).is_ended()
+    assert await one.ask(Count()) == 1

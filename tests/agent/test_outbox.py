@@ -65,7 +65,7 @@ def test_older_text_makes_room() -> None:
 
 
 def test_taking_some() -> None:
-    """The oldest go first, not more than a reader is quick about; what is left has its limits."""
+    """The oldest first, as much as a reader is quick about; each rank has its turn."""
     backlog = Backlog(text=1000, shown=100_000)
     for number in range(200):
         filled(backlog, Text("stdout", f"{number}\n"), figure("f"), Update({}, {}, "id"))
@@ -78,10 +78,6 @@ def test_taking_some() -> None:
     kinds = [type(output) for _, _, output in backlog.items]
     assert (kinds.count(Update), kinds[-1]) == (1, Text)
     assert sum(len(each[2].text) for each in backlog.items if isinstance(each[2], Text)) <= 1000
-
-
-def test_all_ranks_have_their_turn() -> None:
-    """However much the first of them says."""
     backlog = Backlog()
     for rank in (0, 1):
         filled(backlog, *(figure("x" * 100) for _ in range(5)), rank=rank)
@@ -90,9 +86,9 @@ def test_all_ranks_have_their_turn() -> None:
 
 def test_figures_make_room() -> None:
     """The oldest are left out, which is said in their places; how a rank ended stays."""
-    backlog = Backlog(shown=1000)
     done = Done("ok", 1.0)
-    found = filled(backlog, figure("a" * 600), done, figure("b" * 300), figure("c" * 300))
+    sizes = figure("a" * 600), done, figure("b" * 300), figure("c" * 300)
+    found = filled(Backlog(shown=1000), *sizes)
     assert found[:2] == [Skipped(0, 0, displays=1), done]
     assert found[-1] == figure("c" * 300)
     backlog = Backlog(shown=1000)  # what was taken makes room for what waits still
@@ -102,13 +98,9 @@ def test_figures_make_room() -> None:
     assert filled(backlog, figures[2]) == figures[1:3]
     assert backlog.take(10_000)
     assert filled(backlog, *figures[3:]) == figures[3:]
-
-
-def test_figures_of_plotly_make_room() -> None:
-    """What is JSON counts like text."""
+    # What is JSON, as plotly's figures are, counts like text.
     points = [[0.5] * 10, {"x": ["label"] * 10}]
     found = filled(Backlog(shown=10_000), *[Display({"application/x": points}, {})] * 100)
-    assert isinstance(found[0], Skipped)
     assert found[0].displays + len(found[1:]) == 100
     assert 5 < len(found) < 20
 
@@ -134,15 +126,11 @@ def test_a_flood_of_anything_is_bounded() -> None:
     assert (2, "cell", FAILED) in backlog.items
 
 
-def test_updates_replace_one_another() -> None:
-    """Of one display only the last is kept, before it is shown again and after."""
+def test_what_is_over_is_not_kept() -> None:
+    """Older updates of a display, before it is shown again and after; an answered prompt."""
     a, b, c = (Update({"text/plain": text}, {}, "d") for text in "abc")
     assert filled(Backlog(), figure("", "d"), a, b) == [figure("", "d"), b]
     assert filled(Backlog(), a, figure("", "d"), b, c) == [a, figure("", "d"), c]
-
-
-def test_what_was_typed_is_asked_for_no_more() -> None:
-    """By its rank and number."""
     backlog = Backlog()
     for rank in (0, 1):
         filled(backlog, *(events.InputRequest(number, "? ") for number in (1, 2)), rank=rank)
@@ -161,15 +149,11 @@ class Reader:
         self.outbox = Outbox(self.batches.append)
 
     def say(self, text: str, rank: int = 0, stream: str = "stdout") -> None:
-        self.outbox.add(rank, "cell", Text(stream, text))  # type: ignore[arg-type]
+        self.outbox.add(rank, "cell", Text(stream, text))
 
+    @property
     def items(self) -> list[tuple[int, str, Output]]:
         return [item for batch in self.batches for item in batch.items]
-
-    def text(self, rank: int = 0) -> str:
-        return "".join(
-            output.text for who, _, output in self.items() if who == rank and type(output) is Text
-        )
 
     async def wait_for(self, number: int) -> None:
         """Until that many batches have come."""
@@ -196,7 +180,7 @@ async def test_ends_and_failures_do_not_wait(last: Output, notebook: Reader) -> 
     notebook.outbox.add(0, "cell", last)
     await few_turns()
     said = Text("stdout", "".join(f"{number}\n" for number in range(100)))
-    assert [output for _, _, output in notebook.items()] == [said, last]
+    assert [output for _, _, output in notebook.items] == [said, last]
 
 
 async def test_ends_of_all_ranks_leave_together(notebook: Reader) -> None:
@@ -221,8 +205,10 @@ async def test_slow_notebook_gets_no_more_than_it_takes(notebook: Reader) -> Non
     assert repr(notebook.outbox) == f"<Outbox 2 items, {BATCHES_UNDER_WAY} batches under way>"
     notebook.outbox.acknowledge()
     await notebook.wait_for(BATCHES_UNDER_WAY + 1)
-    assert notebook.text().endswith("waits")
-    assert isinstance(notebook.items()[-1][2], Done)
+    assert [output for _, _, output in notebook.items[-2:]] == [
+        Text("stdout", "waits"),
+        Done("ok", 0.1),
+    ]
 
 
 async def test_what_ranks_show_alike_is_sent_once(notebook: Reader) -> None:
@@ -238,8 +224,12 @@ async def test_what_ranks_show_alike_is_sent_once(notebook: Reader) -> None:
     once = len(lines) + len(shown)
     assert once + 8 * len(own) < len(frame) < 1.1 * (once + 8 * len(own))
     assert unpack(frame) == batch
-    assert [rank for rank, _, _ in batch.items] == [rank for rank in range(8) for _ in range(3)]
-    assert notebook.text(3) == f"{lines}3{own}"
+    of_one = Text("stdout", lines), figure(shown)
+    assert [*batch.items] == [
+        (rank, "cell", each)
+        for rank in range(8)
+        for each in (*of_one, Text("stderr", f"{rank}{own}"))
+    ]
 
 
 # --- for the next notebook ----------------------------------------------------------------
@@ -288,12 +278,19 @@ def lab() -> Lab:
     return Lab()
 
 
-def test_a_world_that_is_ready(lab: Lab) -> None:
-    """Its processes, and the number of the next call: answers to old ones are for nobody."""
+def test_what_workers_become(lab: Lab) -> None:
+    """While they start there is a world; once they were stopped, or could not, there is none."""
     lab.record.take_down(messages.Ask(7, messages.GetStatus()))
     there = lab.there
+    # The number of the next call is told: answers to old ones are for nobody.
     assert (there.pids, there.spec, there.run, there.next_call) == (STARTED.pids, spec(), None, 8)
     assert (there.is_whole, there.dead, lab.said, lab.record.state) == (True, {}, [], "ready")
+    lab.ask(messages.StopWorld(1.0))
+    assert not lab.record.has_world
+    lab.ask(messages.StartWorld(spec()))
+    assert (lab.record.has_world, lab.record.changes) == (True, True)
+    lab.record.take_up(messages.Answer(3, messages.StartFailure(0, "", "", "", ())))
+    assert (lab.record.has_world, lab.record.changes) == (False, False)
 
 
 def test_a_cell_that_nobody_saw_end(lab: Lab) -> None:
@@ -308,10 +305,8 @@ def test_a_cell_that_nobody_saw_end(lab: Lab) -> None:
     assert lab.record.state == "busy"
     for rank in (0, 1):
         lab.say(rank, DONE)
-    assert lab.there.run is not None
     assert lab.there.ended.keys() == {0, 1}
-    assert lab.there.bound == {0: {"x": None}, 1: {"x": None}}
-    assert lab.there.forgotten == 0
+    assert (lab.there.bound, lab.there.forgotten) == ({0: {"x": None}, 1: {"x": None}}, 0)
 
 
 def test_a_cell_that_was_seen_to_its_end(lab: Lab) -> None:
@@ -333,8 +328,7 @@ def test_ranks_that_died(lab: Lab) -> None:
     lab.say(0, DONE)
     lab.say(1, events.Died(-9, 1, pid=11))
     lab.record.seen()
-    assert lab.record.state == "broken"
-    assert lab.there.dead.keys() == {1}
+    assert (lab.record.state, [*lab.there.dead]) == ("broken", [1])
     lab.ask(messages.Heal(), messages.Healed({0: 10, 1: 12}, {0: "", 1: ""}))
     assert (lab.there.dead, lab.there.pids) == ({}, {0: 10, 1: 12})
     assert lab.there.bound == {0: {"x": None}}
@@ -364,16 +358,6 @@ def test_more_workers(lab: Lab) -> None:
     assert (lab.there.came, lab.there.spec) == ((), spec(4))
 
 
-def test_what_workers_become(lab: Lab) -> None:
-    """While they start there is a world; once they were stopped, or could not, there is none."""
-    lab.ask(messages.StopWorld(1.0))
-    assert not lab.record.has_world
-    lab.ask(messages.StartWorld(spec()))
-    assert (lab.record.has_world, lab.record.changes) == (True, True)
-    lab.record.take_up(messages.Answer(3, messages.StartFailure(0, "", "", "", ())))
-    assert (lab.record.has_world, lab.record.changes) == (False, False)
-
-
 def test_what_is_over(lab: Lab) -> None:
     """Prompts that were answered are not asked again; values that nobody will read are let go of.
 
@@ -391,18 +375,13 @@ def test_what_is_over(lab: Lab) -> None:
     assert lab.record.unread() == []
 
 
-def test_a_world_that_ends_with_its_notebook() -> None:
-    """Keeps nothing of what was shown."""
+def test_how_much_is_kept(lab: Lab) -> None:
+    """Many outputs come in several batches; of a world that ends with its notebook, none."""
+    lab.run()
+    for rank in (0, 1, 0, 1):
+        lab.say(rank, figure("x" * (5 << 20)))
+    assert (len(lab.record.again()), len(lab.said)) == (2, 4)
     lab = Lab(detach=False)
     lab.run()
     lab.say(0, Text("stdout", "one"))
     assert lab.said == []
-
-
-def test_batches_are_bounded(lab: Lab) -> None:
-    """Many outputs come in several."""
-    lab.run()
-    for rank in (0, 1, 0, 1):
-        lab.say(rank, figure("x" * (5 << 20)))
-    assert len(lab.record.again()) == 2
-    assert len(lab.said) == 4

@@ -1,20 +1,27 @@
 """Tests of `nbdist.agent.processes`: real workers, forked and spawned, and their ends.
 
-And a fork server that is idle, busy, broken, killed.
+And a fork server: what it answers, and when it is idle, busy, broken, killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
+import socket
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from nbdist.agent import fork_server
 from nbdist.agent.processes import WorkerProcess
+from nbdist.wire.frames import FrameCutter, framed, pack
+from nbdist.wire.spec import WorkerStart
 from tests.agent.sources import Source, worker_start
 from tests.faults.soak import wait_until_at_rest
 from tests.waiting import SOON, until
@@ -22,6 +29,12 @@ from tests.waiting import SOON, until
 pytestmark = pytest.mark.own_agent
 
 forked = pytest.mark.parametrize("source", ["fork"], indirect=True)
+
+
+def fork_server_of(process: WorkerProcess) -> psutil.Process:
+    found = psutil.Process(process.pid).parent()
+    assert found is not None
+    return found
 
 
 @pytest.fixture
@@ -32,39 +45,42 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
-@pytest.mark.parametrize(
-    ("source", "numbers"),
-    [("fork", [signal.SIGKILL, signal.SIGSEGV]), ("spawn", [signal.SIGSEGV])],
-    indirect=["source"],
-)
-async def test_workers_and_their_ends(source: Source, numbers: list[signal.Signals]) -> None:
-    """Each leads its own session, where the notebook's Stop does not reach it.
+Runs = Callable[[str], WorkerStart]
 
-    The exit code of one that was killed is the negative signal, which is nothing to the
-    others; closing the source leaves none.
-    """
-    last = await source.worker(len(numbers))
-    for rank, number in enumerate(numbers):
-        process = await source.worker(rank)
-        assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid
-        os.kill(process.pid, number)
-        assert await asyncio.wait_for(process.exited, SOON) == -number
-        process.send_signal(signal.SIGTERM)  # to nobody: no error
+
+@pytest.fixture
+def runs(runtime: Path, tmp_path: Path) -> Runs:
+    """Makes a start of a worker that runs these lines of a shell, in a folder of its own."""
+
+    def make(text: str) -> WorkerStart:
+        program = tmp_path / "program"
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+        start = worker_start(runtime)
+        environ = {**start.world.environ, "PYTHONPATH": f"/lib:{tmp_path}"}
+        spec = replace(start.world, python=str(program), cwd=str(tmp_path), environ=environ)
+        return replace(start, world=spec)
+
+    return make
+
+
+async def test_workers_and_their_ends(source: Source, runs: Runs) -> None:
+    """Each leads its own session; how it ended is nothing to the others, which a close ends."""
+    killed, last = [await source.source.start(runs("exec sleep 600"), 1, 2) for _ in range(2)]
+    assert os.getsid(killed.pid) == os.getpgid(killed.pid) == killed.pid
+    os.kill(killed.pid, signal.SIGSEGV)
+    assert await asyncio.wait_for(killed.exited, SOON) == -signal.SIGSEGV
+    killed.send_signal(signal.SIGTERM)  # to nobody: no error
     assert psutil.pid_exists(last.pid)
     assert not last.exited.done()
     source.close()
     await until(lambda: not psutil.pid_exists(last.pid))
 
 
-async def test_what_it_started_ends_with_it(runtime: Path, tmp_path: Path, source: Source) -> None:
+async def test_what_it_started_ends_with_it(tmp_path: Path, source: Source, runs: Runs) -> None:
     """Also where it ends by itself, in order; and it looks for no modules in its folder."""
-    program, said = tmp_path / "program", tmp_path / "said"
-    program.write_text(f"#!/bin/sh\nsleep 600 &\necho $! $PYTHONPATH > {said}\n")
-    program.chmod(0o755)
-    start = worker_start(runtime)
-    environ = {**start.world.environ, "PYTHONPATH": f"/lib:{tmp_path}"}
-    spec = replace(start.world, python=str(program), cwd=str(tmp_path), environ=environ)
-    process = await source.source.start(replace(start, world=spec), 1, 2)
+    said = tmp_path / "said"
+    process = await source.source.start(runs(f"sleep 600 &\necho $! $PYTHONPATH > {said}"), 1, 2)
     assert await asyncio.wait_for(process.exited, SOON) == 0
     child, path = said.read_text().split()
     assert path == "/lib"
@@ -75,28 +91,26 @@ async def test_what_it_started_ends_with_it(runtime: Path, tmp_path: Path, sourc
 async def test_fork_server_that_hangs_or_is_killed(
     monkeypatch: pytest.MonkeyPatch, source: Source
 ) -> None:
-    """A silent one is killed after a while; what was asked of it comes from another.
+    """A silent one is killed after a while, and another takes its place; its workers live on.
 
-    Its workers live on, and their ends are told; also where a worker dies with its fork server,
-    told with its signal or as one that was killed.
+    Their ends are told; of a worker that dies with its fork server perhaps as one that was killed.
     """
     first, second = await source.worker(0), await source.worker(1)
-    fork_server = fork_server_of(first)
-    fork_server.suspend()
+    silent = fork_server_of(first)
+    silent.suspend()
     monkeypatch.setattr("nbdist.agent.processes.FORK_TIMEOUT", 0.2)
     asked = asyncio.ensure_future(source.worker(2))
     await until(lambda: fork_server_of(first) == psutil.Process(), "it is killed")
     monkeypatch.undo()  # the next one has its time
     third = await asked
     another = fork_server_of(third)
-    assert another not in (fork_server, psutil.Process())
-    assert not fork_server.is_running()
+    assert another not in (silent, psutil.Process())
+    assert not silent.is_running()
     os.kill(second.pid, signal.SIGSEGV)
     assert await asyncio.wait_for(second.exited, SOON) == -signal.SIGSEGV
     os.kill(third.pid, signal.SIGSEGV)
     another.kill()
-    code = await asyncio.wait_for(third.exited, SOON)
-    assert code in (-signal.SIGSEGV, -signal.SIGKILL)
+    assert await asyncio.wait_for(third.exited, SOON) in (-signal.SIGSEGV, -signal.SIGKILL)
     assert not first.exited.done()
 
 
@@ -108,14 +122,7 @@ async def test_fork_server_that_cannot_import_torch(
     """Whoever wants a worker of it gets an error, and its last lines say why."""
     with pytest.raises(ChildProcessError, match="fork server has ended"):
         await source.source.start(worker_start(runtime), 1, 2)
-    assert source.forker is not None
     assert source.forker.last_lines()[-1] == "ImportError: broken on purpose"
-
-
-def fork_server_of(process: WorkerProcess) -> psutil.Process:
-    fork_server = psutil.Process(process.pid).parent()
-    assert fork_server is not None
-    return fork_server
 
 
 @forked
@@ -125,16 +132,62 @@ def fork_server_of(process: WorkerProcess) -> psutil.Process:
 async def test_fork_server_is_fit_for_forks(
     idle_imports: None, broken: None, source: Source
 ) -> None:
-    """The fork server has one thread: a fork of it inherits no lock that nobody will release.
+    """It has one thread: a fork of it inherits no lock that nobody will release.
 
     Also when it has imported all that it imports while it is idle, and could not import some of
     it, which its log says; who asks before gets a worker, however much there is left to import.
     """
-    assert source.forker is not None
-    fork_server = fork_server_of(await source.worker(0))
+    server = fork_server_of(await source.worker(0))
     await source.worker(1)
-    assert fork_server.num_threads() == 1
-    await asyncio.to_thread(wait_until_at_rest, fork_server)
-    assert fork_server.num_threads() == 1
-    assert fork_server_of(await source.worker(3)) == fork_server
+    assert server.num_threads() == 1
+    await asyncio.to_thread(wait_until_at_rest, server)
+    assert server.num_threads() == 1
+    assert fork_server_of(await source.worker(3)) == server
     assert "RuntimeError: broken on purpose" in source.forker.last_lines()
+
+
+def test_requests_and_the_end_of_a_fork_server(runtime: Path) -> None:
+    """Each worker has its own descriptors; once the agent has gone nothing is left."""
+    folder = runtime / "world"
+    folder.mkdir()
+    server = fork_server.start_fork_server(folder)
+    server.socket.settimeout(SOON)
+    process, cutter = psutil.Process(server.popen.pid), FrameCutter()
+
+    def answers() -> Iterator[Any]:
+        while data := server.socket.recv(1 << 16):
+            yield from map(pickle.loads, cutter.feed(data))
+
+    def ask(number: int) -> int:
+        read, write = os.pipe()
+        frame = framed(pack(fork_server.Fork(number, worker_start(folder, number))))
+        sent = socket.send_fds(server.socket, [frame], [write, write])
+        server.socket.sendall(frame[sent:])
+        os.close(write)
+        return read
+
+    try:
+        said = answers()
+        assert os.getsid(process.pid) == process.pid
+        assert next(said) == fork_server.Imported()
+        process.suspend()  # so that all of them are there when it reads
+        outputs = [ask(number) for number in range(3)]
+        process.resume()
+        *forked, last = sorted((next(said) for _ in outputs), key=lambda each: each.number)
+        for each in forked:
+            assert os.getsid(each.pid) == each.pid
+            os.kill(each.pid, signal.SIGKILL)
+            assert next(said) == fork_server.WorkerExited(each.number, each.pid, -signal.SIGKILL)
+            while os.read(outputs[each.number], 1 << 16):
+                pass  # its end is here: no other worker has that pipe
+        worker = psutil.Process(last.pid)
+        server.socket.close()
+        process.wait(SOON)
+        assert not worker.is_running()
+        assert not folder.exists()
+        for output in outputs:
+            os.close(output)
+    finally:
+        server.popen.kill()
+        server.popen.wait()
+        server.socket.close()

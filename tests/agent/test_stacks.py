@@ -59,7 +59,6 @@ def program(folder: Path, deed: str) -> Iterator[tuple[subprocess.Popen[bytes], 
     with subprocess.Popen(
         [sys.executable, "-m", "program", str(file)], cwd=folder, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         try:
             yield process, file
@@ -104,10 +103,10 @@ def test_a_process_without_python(tmp_path: Path) -> None:
     assert found.crash_text(-signal.SIGABRT, None) == ""
     file.write_bytes(CallLayout(1 << 46, 1 << 45, 1 << 44, *range(13)).line())
     with subprocess.Popen(["sleep", "1000"]) as process:
-        assert asyncio.run(StackFile(str(file)).sample(process.pid, 0.1)) == ()
+        assert asyncio.run(found.sample(process.pid, 0.1)) == ()
         assert process.poll() is None
         process.kill()
-    assert asyncio.run(StackFile(str(file)).sample(process.pid, SOON)) == ()
+    assert asyncio.run(found.sample(process.pid, SOON)) == ()
 
 
 @pytest.mark.world
@@ -123,14 +122,10 @@ def test_crash(tmp_path: Path) -> None:
     found.remove()
     found.remove()
     assert not file.exists()
-
-
-def test_crash_calls() -> None:
-    """Those that stand under the line for it; a line that cannot be known is 0."""
-    calls = '  File "a.py", line 1 in f\n  File "b.py", line ??? in g\n'
-    found = stacks.crash_calls(f"Aborted\n\nStack (most recent call first):\n{calls}")
-    assert found == (("a.py", 1, "f"), ("b.py", 0, "g"))
-    assert stacks.crash_calls(calls) == ()
+    # Calls stand under the line for them; a line that cannot be known is 0.
+    text = '  File "a.py", line 1 in f\n  File "b.py", line ??? in g\n'
+    told = stacks.crash_calls(f"Aborted\n\nStack (most recent call first):\n{text}")
+    assert (told, stacks.crash_calls(text)) == ((("a.py", 1, "f"), ("b.py", 0, "g")), ())
 
 
 def test_frames_of_a_cell() -> None:
@@ -181,7 +176,7 @@ def codes(code: CodeType) -> Iterator[CodeType]:
             yield from codes(each)
 
 
-@pytest.mark.parametrize("module", ["asyncio.base_events", "dataclasses", "nbdist.agent.worker"])
+@pytest.mark.parametrize("module", ["asyncio.base_events", "nbdist.agent.worker"])
 def test_lines(module: str) -> None:
     """Each instruction's is the one that Python knows."""
     __import__(module)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,8 @@ import pytest
 from nbdist.cluster.ticket import KeyPair, Ticket
 from nbdist.system.processes import end_group
 from tests.waiting import SOON
+
+pytestmark = pytest.mark.world
 
 AGENT = """
 import os, signal, subprocess, sys
@@ -60,9 +63,9 @@ class Processes:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        assert self.guard.stdout is not None
         agent, orphan = map(int, self.guard.stdout.readline().split())
         self.agent, self.orphan = psutil.Process(agent), psutil.Process(orphan)
+        self.folder = runtime
 
     def close(self) -> None:
         for process in (self.notebook, self.guard, self.agent, self.orphan):
@@ -76,92 +79,86 @@ class Processes:
         self.notebook.kill()
         self.notebook.wait()
 
+    def leave_nothing(self, number: signal.Signals) -> None:
+        """The guard ends by this signal, as its agent; what that had is gone, and its folder."""
+        assert self.guard.wait(SOON) == -number
+        for process in (self.agent, self.orphan):
+            assert not process.is_running()
+        assert not self.folder.exists()
+
 
 @pytest.fixture
-def processes(runtime: Path) -> Iterator[Processes]:
-    processes = Processes(runtime)
-    try:
+def folder(runtime: Path) -> Path:
+    """An agent's, which goes with it."""
+    (runtime / "agent").mkdir()
+    return runtime / "agent"
+
+
+@pytest.fixture
+def processes(folder: Path) -> Iterator[Processes]:
+    with closing(Processes(folder)) as processes:
         yield processes
-    finally:
-        processes.close()
 
 
-def leaves_nothing(processes: Processes, runtime: Path, number: signal.Signals) -> None:
-    """The guard ends by this signal, as its agent; what that started, and its folder, are gone."""
-    assert processes.guard.wait(SOON) == -number
-    assert not processes.orphan.is_running()
-    assert not runtime.exists()
-    runtime.mkdir()
-
-
-@pytest.mark.world
-def test_the_agent_is_killed(processes: Processes, runtime: Path) -> None:
-    """All that it started ends, its folder is removed, and the guard ends as it did."""
-    processes.agent.send_signal(signal.SIGSEGV)
-    leaves_nothing(processes, runtime, signal.SIGSEGV)
-
-
-@pytest.mark.world
-def test_the_agent_hangs(processes: Processes, runtime: Path) -> None:
-    """One that has not ended some seconds after its notebook is killed; nothing is left."""
+def hang(processes: Processes) -> None:
+    """Its guard gives it some seconds after its notebook."""
     processes.agent.suspend()
     processes.end_notebook()
-    leaves_nothing(processes, runtime, signal.SIGKILL)
 
 
-@pytest.mark.world
-@pytest.mark.parametrize(("graces", "ends"), [(1000, 3), (1, -signal.SIGKILL)])
-def test_the_agent_is_slow(runtime: Path, graces: int, ends: int) -> None:
-    """One that works on when its notebook has ended, as it imports still, has longer; not ever."""
-    command = [sys.executable, "-c", SLOW, str(graces), str(runtime)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as guard:
-        assert guard.stdin is not None
-        guard.stdin.close()
-        assert guard.wait(2 * SOON) == ends
-    assert not runtime.exists()
-    runtime.mkdir()
+@pytest.mark.parametrize(
+    ("end", "number"),
+    [
+        (lambda processes: processes.agent.send_signal(signal.SIGSEGV), signal.SIGSEGV),
+        (hang, signal.SIGKILL),
+        (lambda processes: processes.guard.terminate(), signal.SIGTERM),
+    ],
+    ids=["the agent is killed", "the agent hangs", "the guard is told to end"],
+)
+def test_nothing_is_left(
+    processes: Processes, end: Callable[[Processes], None], number: signal.Signals
+) -> None:
+    """All that the agent started ends, its folder is removed, and the guard ends as it did."""
+    end(processes)
+    processes.leave_nothing(number)
 
 
-@pytest.mark.world
-def test_the_agent_stays(processes: Processes, runtime: Path) -> None:
-    """One that has said so outlives its notebook, whatever it does; killed, it leaves nothing."""
-    assert processes.guard.stdin is not None
-    assert processes.guard.stdout is not None
-    processes.guard.stdin.write(b"stay\n")
-    processes.guard.stdin.flush()
-    lines = [processes.guard.stdout.readline() for _ in range(2)]
-    assert lines == [b"\n", b"stays\n"]
-    processes.agent.suspend()
-    processes.guard.stdin.close()
-    processes.end_notebook()
-    with pytest.raises(subprocess.TimeoutExpired):
-        processes.guard.wait(1.0)
-    processes.agent.kill()
-    leaves_nothing(processes, runtime, signal.SIGKILL)
-
-
-@pytest.mark.world
 def test_the_guard_is_killed(processes: Processes) -> None:
     """The agent gets SIGTERM."""
     processes.guard.kill()
     processes.agent.wait(SOON)
 
 
-@pytest.mark.world
-def test_sigterm_is_passed_on(processes: Processes) -> None:
-    """The guard has the agent end, and ends with it."""
-    processes.guard.terminate()
-    assert processes.guard.wait(SOON) == -signal.SIGTERM
-    assert not processes.agent.is_running()
+@pytest.mark.parametrize(("graces", "ends"), [(1000, 3), (1, -signal.SIGKILL)])
+def test_the_agent_is_slow(folder: Path, graces: int, ends: int) -> None:
+    """One that works on when its notebook has ended, as it imports still, has longer; not ever."""
+    command = [sys.executable, "-c", SLOW, str(graces), str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as guard:
+        guard.stdin.close()
+        assert guard.wait(2 * SOON) == ends
+    assert not folder.exists()
 
 
-@pytest.mark.world
+def test_the_agent_stays(processes: Processes) -> None:
+    """One that has said so outlives its notebook, whatever it does; killed, it leaves nothing."""
+    guard = processes.guard
+    guard.stdin.write(b"stay\n")
+    guard.stdin.flush()
+    assert [guard.stdout.readline() for _ in range(2)] == [b"\n", b"stays\n"]
+    processes.agent.suspend()
+    guard.stdin.close()
+    processes.end_notebook()
+    with pytest.raises(subprocess.TimeoutExpired):
+        guard.wait(1.0)
+    processes.agent.kill()
+    processes.leave_nothing(signal.SIGKILL)
+
+
 def test_a_process_group_is_ended() -> None:
     """Its leader and what that started; a group that is no more is no error."""
     with subprocess.Popen(
         ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
     ) as shell:
-        assert shell.stdout is not None
         child = psutil.Process(int(shell.stdout.readline()))
         end_group(shell.pid)
     child.wait(SOON)
@@ -193,10 +190,7 @@ NO_ROOM = "nbdist: no further process can be started: Too many open files\n"
     ("files", "ended"), [(0, (0, "set() True True None\n", "")), (4, (1, "", NO_ROOM))]
 )
 def test_below_a_guard(runtime: Path, files: int, ended: tuple[int, str, str]) -> None:
-    """With all open files that there may be, and nothing imported that takes long.
-
-    Where there is no room for it one line says why.
-    """
+    """With all open files there may be, and nothing slow imported; or a line says why not."""
     command = [sys.executable, "-P", "-c", BEGIN, str(runtime), str(files)]
     nothing = subprocess.DEVNULL
     found = subprocess.run(command, stdin=nothing, capture_output=True, text=True, timeout=SOON)

@@ -1,42 +1,41 @@
-"""Tests of `nbdist.agent.worker_group`: starts that fail, and deaths while a group is formed.
-
-What a node makes of the spec that all share.
-"""
+"""Tests of `nbdist.agent.worker_group`: starts that fail, how ranks meet, a node's own spec."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
+import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nbdist import topology
 from nbdist.agent import worker_group
-from nbdist.agent.worker_group import WorkerGroup, interface_of, problem_in, spec_here
-from nbdist.system import folders
+from nbdist.agent.processes import Spawner, WorkerProcess
+from nbdist.agent.worker import Worker
+from nbdist.agent.worker_group import (
+    CallOff,
+    HeldPort,
+    WorkerGroup,
+    interface_of,
+    problem_in,
+    spec_here,
+)
 from nbdist.topology import Position, usable_cores
 from nbdist.wire.control import Answer, Failed, Ok
 from nbdist.wire.messages import StartFailure
 from nbdist.wire.node_messages import Renumber, StartPart
 from nbdist.wire.spec import WorldSpec
-from nbdist.world.states import State
-from nbdist.world.world import World
-from tests.agent.sources import Source, worker_start
-from tests.faults.test_deaths import SUM
-
-pytestmark = pytest.mark.shared_world(4)
+from nbdist.wire.work import mark
+from tests.agent.sources import TOKEN, Source, worker_start
+from tests.waiting import SOON, until
 
 Program = Callable[[str], Path]
-
-
-# --- starts that fail -----------------------------------------------------------------------
 
 
 async def started_with(
@@ -49,7 +48,6 @@ async def started_with(
         failure = await group.do(StartPart(spec, tuple(range(size)), 1))
     finally:
         group.close()
-    assert isinstance(failure, StartFailure)
     assert (group.all, group.all_alive()) == ({}, [])
     assert failure.command == f"{program} -P -m nbdist.worker"
     assert failure.host == socket.gethostname()
@@ -70,20 +68,15 @@ def program(tmp_path: Path) -> Program:
 
 
 @pytest.mark.world
-async def test_one_rank_cannot_start(source: Source, runtime: Path, program: Program) -> None:
-    """It is said which, why, and what it wrote last; the others are ended at once."""
+async def test_one_rank_cannot_start(
+    source: Source, runtime: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said which, why, and what it wrote last; the others are ended, now or in time."""
     ends = program("[ $RANK = 1 ] || exec sleep 600\necho last words; exit 3")
     async with asyncio.timeout(5.0):
         found = await started_with(source, runtime, ends)
     assert (found.rank, found.reason) == (1, "it exited with code 3")
     assert found.last_lines == ("last words",)
-
-
-@pytest.mark.world
-async def test_ranks_that_are_never_ready(
-    source: Source, runtime: Path, program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are not waited for longer than a start may take."""
     monkeypatch.setattr(worker_group, "START_TIMEOUT", 1.0)
     found = await started_with(source, runtime, program("echo starting; exec sleep 600"))
     assert (found.rank, found.reason) == (0, "it was not ready after 1 s")
@@ -101,15 +94,71 @@ async def test_what_is_known_before(source: Source, runtime: Path) -> None:
 
 
 @pytest.mark.world
-async def test_a_runtime_folder_that_was_removed(source: Source, runtime: Path) -> None:
-    """It is made again, private and ours; another's of that name is not taken."""
-    folder = runtime / "nbdist-gone"
-    await started_with(source, folder, "/bin/false")
-    assert os.stat(folder).st_mode & 0o777 == 0o700
-    assert folders.is_ours(folder, folders.runtime(folder))
-    folder.chmod(0o755)
-    with pytest.raises(PermissionError, match="only this user can open"):
-        await started_with(source, folder, "/bin/false")
+async def test_a_worker_that_lived_dies(runtime: Path, source: Source) -> None:
+    """Those that wait are told by the file; a death after all have met is nothing to it."""
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as child:  # noqa: ASYNC220
+        process = WorkerProcess(child.pid)
+        source.children.expect(child.pid, process.set_exited)
+        with CallOff(runtime / "over", [process.exited]):
+            process.kill()
+            await until((runtime / "over").exists)
+        child.returncode = await process.exited
+    late = asyncio.get_running_loop().create_future()
+    with CallOff(runtime / "late", [late]):
+        pass
+    late.set_result(-9)
+    await asyncio.sleep(0)
+    assert not (runtime / "late").exists()
+
+
+READY = f"printf %s '{mark(TOKEN, 'ready').decode()}'; exec sleep 1000"
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    ("text", "timeout", "why"),
+    [
+        ("exit 1", SOON, "rank 0 could not start: it exited with code 1"),
+        ("exec sleep 1000", 0.0, "rank 0 could not start: not in time"),
+        (READY, SOON, "rank 0 could not start: it cannot be reached: "),
+        ("exec sleep 1000", SOON, ""),
+    ],
+)
+async def test_a_worker_that_cannot_start(
+    runtime: Path, source: Source, program: Program, text: str, timeout: float, why: str
+) -> None:
+    """It is killed, it is said why, unless it was called off, and the others are told."""
+    start = worker_start(runtime)
+    start = replace(start, world=replace(start.world, python=str(program(text))))
+    worker = Worker(start, None, lambda *_: None)
+    dies = asyncio.get_running_loop().create_future()
+    with CallOff(runtime / "over", [dies]) as call_off:
+        if not why:
+            dies.set_result(-9)
+        found = await call_off.start(worker, Spawner(source.children), timeout)
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
+    assert (runtime / "over").exists()
+    await worker.stop(0.0)
+    assert worker.state == "dead"
+
+
+@pytest.mark.parametrize(
+    ("address", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)]
+)
+def test_a_held_port_is_for_user_code(address: str, family: socket.AddressFamily) -> None:
+    """No other program is given it; one that says SO_REUSEADDR can listen there, twice too."""
+    if address not in {each.address for on in psutil.net_if_addrs().values() for each in on}:
+        pytest.skip(f"this machine has no {address}")
+    port = HeldPort(address)
+    try:
+        with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+            other.bind((address, port.number))
+        for _ in range(2):
+            with socket.create_server((address, port.number), family=family):
+                pass
+    finally:
+        port.close()
 
 
 @pytest.mark.world
@@ -122,9 +171,6 @@ async def test_other_numbers(source: Source, runtime: Path, tmp_path: Path) -> N
     group.close()
     found = {folder.rpartition("/")[2] for folder, *_ in os.walk(tmp_path)}
     assert {"attempt_0", "attempt_1"} <= found
-
-
-# --- what is decided --------------------------------------------------------------------------
 
 
 START = "rank 1 could not start: x"
@@ -147,64 +193,6 @@ def test_the_first_problem_counts(
     said = problem_in(starts, answers)
     assert said.startswith(problem)
     assert bool(said) == bool(problem)
-
-
-# --- deaths while a group is formed -----------------------------------------------------------
-
-
-@pytest.fixture
-def world(world: World) -> World:
-    """Four ready ranks with `kept`, and no earlier test's replacements."""
-    world.session.take_replaced()
-    world.execute("kept = rank")
-    return world
-
-
-def end(world: World, rank: int) -> None:
-    """Kill a rank while no cell runs, until that is known."""
-    os.kill(world.pids[rank], signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while world.state is not State.BROKEN:
-        assert time.monotonic() < deadline
-        world.session.receive(0.1)
-
-
-def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
-    """The others, who wait for it in the store, are called off and form another one."""
-    world.execute(
-        "import nbdist.worker.group.group as group_module, os, threading, time\n"
-        "def slow(*_): time.sleep(1); os._exit(4)\n"
-        "if rank == 0: group_module.Group.regroup = slow"
-    )
-    end(world, 1)
-    world.execute(SUM)
-    assert world.session.take_replaced().keys() == {0, 1}
-    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
-
-
-def test_a_survivor_that_fails_once_all_have_its_address(world: World) -> None:
-    """The others, who wait in gloo for its connection, are called off, and lose nothing."""
-    world.execute(
-        "import gc, socket, time\n"
-        "from nbdist.worker.group.gloo import Gloo\n"
-        "from nbdist.worker.group.stores import AbortableStore\n"
-        "awaited = AbortableStore.awaited\n"
-        "def fail(*args, **options):\n"
-        "    awaited(*args, **options)\n"
-        "    time.sleep(0.5)  # the others are further by then\n"
-        "    raise MemoryError\n"
-        "(port,) = [each._port for each in gc.get_objects() if type(each) is Gloo]\n"
-        "port = socket.htons(port)"
-    )
-    ports = world.gather("port")
-    fails = ports.index(max(ports))  # who has less waits until the other connects
-    world.execute(f"if rank == {fails}: AbortableStore.awaited = fail")
-    lost = {fails, (fails + 1) % 4}
-    end(world, max(lost - {fails}))
-    world.execute(SUM)
-    assert world.session.take_replaced().keys() == lost
-    kept = [None if rank in lost else rank for rank in range(4)]
-    assert world.gather("globals().get('kept')") == kept
 
 
 SEATS = (Position(0, 0), Position(1, 0), Position(1, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -44,28 +45,20 @@ def ran(world: World, source: str) -> RunningTask:
     return running
 
 
-def said(running: RunningTask, rank: int) -> str:
-    pieces = running.transcript[rank].pieces
-    screens = (piece for piece in pieces if isinstance(piece, Screen))
-    return "\n".join(line.text for screen in screens for line in screen.tail(1000))
-
-
 AWAY = {
-    "redirected": "log = os.open('{log}', os.O_WRONLY | os.O_CREAT); os.dup2(log, {fd})",
-    "closed": "os.close({fd})",
-    "closed and taken": "os.close({fd}); taken = open('{log}', 'w')",
-    "non-blocking": "os.set_blocking({fd}, False); print('x' * 2_000_000)",
-    "the other's": "os.dup2({fd}, 3 - {fd})",
+    "redirected": (1, "log = os.open('{log}', os.O_WRONLY | os.O_CREAT); os.dup2(log, {fd})"),
+    "closed": (2, "os.close({fd})"),
+    "closed and taken": (1, "os.close({fd}); taken = open('{log}', 'w')"),
+    "non-blocking": (2, "os.set_blocking({fd}, False); print('x' * 2_000_000)"),
+    "the other's": (1, "os.dup2({fd}, 3 - {fd})"),
 }
 
 
-@pytest.mark.parametrize(("away", "fd"), [*zip(AWAY, [1, 2, 1, 2, 1], strict=True)])
-def test_output_that_goes_elsewhere(
-    world: World, away: str, fd: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@pytest.mark.parametrize("away", AWAY)
+def test_output_that_goes_elsewhere(world: World, away: str, tmp_path: Path) -> None:
     """The cell ends, with its displays and its errors, and so do the next ones."""
-    log = tmp_path_factory.mktemp("log") / "fd.log"
-    change = AWAY[away].format(fd=fd, log=log)
+    fd, text = AWAY[away]
+    change = text.format(fd=fd, log=tmp_path / "fd.log")
     running = ran(world, f"import os\nif rank == 1:\n    {change}\nprint('first'); display(rank)")
     assert running.error() is None
     assert [shown.plain for shown in running.transcript[1].displays] == ["1"]
@@ -76,14 +69,9 @@ def test_output_that_goes_elsewhere(
     world.execute("dist.barrier()")
 
 
-def test_redirected_text_is_as_written(
-    world: World, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A log to which a rank has redirected a descriptor holds nothing of nbdist's.
-
-    A closed one is there again in the next cell, so that no other file takes its place.
-    """
-    log = tmp_path_factory.mktemp("log") / "fd.log"
+def test_redirected_text_is_as_written(world: World, tmp_path: Path) -> None:
+    """A rank's own log has nothing of nbdist's; a closed descriptor is there again soon."""
+    log = tmp_path / "fd.log"
     ran(
         world,
         f"import os, sys\nif rank == 1:\n    log = os.open('{log}', os.O_WRONLY | os.O_CREAT)\n"
@@ -94,34 +82,29 @@ def test_redirected_text_is_as_written(
     ran(world, "if rank == 1:\n    os.close(1); os.close(2); sys.stdout.close()")
     running = ran(world, "print('said'); print('too', file=sys.stderr); os.system('echo child')")
     for rank in range(2):
-        assert set(said(running, rank).split()) == {"said", "too", "child"}
-
-
-FORGED = {
-    "marks": "os.write(1, b'\\x1b_' + token + b';5\\x1b\\\\' * 3)",
-    "a mark of a big number": "os.write(1, b'\\x1b_' + token + b';' + b'9' * 5000 + b'\\x1b\\\\')",
-    "a mark without a number": "os.write(1, b'\\x1b_' + token + b';stdin\\x1b\\\\')",
-    "half a mark": "os.write(1, b'\\x1b_' + token + b';')",
-    "the other stream's mark": "os.write(1, b'\\x1b_' + token + b';stderr\\x1b\\\\')",
-    "bytes": "os.write(1, bytes(range(256)) * 100); os.write(2, bytes(range(256)) * 100)",
-}
+        pieces = running.transcript[rank].pieces
+        screens = (piece for piece in pieces if isinstance(piece, Screen))
+        lines = (line.text for screen in screens for line in screen.tail(1000))
+        assert {*" ".join(lines).split()} == {"said", "too", "child"}
 
 
 def test_garbage_on_stdout(world: World) -> None:
-    """It is text, or nothing."""
-    for name in [*FORGED, *FORGED]:
+    """Bytes, and what looks like a mark of nbdist's, are text, or nothing."""
+    marks = ("5", "9" * 5000, "stdin", "stderr")
+    written = [*(f"b'\\x1b_' + token + b';{each}\\x1b\\\\'" for each in marks)]
+    written += ["b'\\x1b_' + token + b';'", "bytes(range(256)) * 100"]
+    for each in [*written, *written]:
         running = ran(
             world,
             "import os\nif rank == 1:\n    token = get_ipython().kernel.session.token.encode()\n"
-            f"    {FORGED[name]}\ndisplay(rank)",
+            f"    for fd in (1, 1, 2): os.write(fd, {each})\ndisplay(rank)",
         )
-        assert running.error() is None, name
-        assert [shown.plain for shown in running.transcript[1].displays] == ["1"], name
+        assert running.error() is None, each
+        assert [shown.plain for shown in running.transcript[1].displays] == ["1"], each
     assert world.gather("kept") == ["kept", "kept"]
 
 
 GARBAGE = {
-    "garbage": "os.write(fd, b'garbage' * 1000)",
     "a frame that is no pickle": "os.write(fd, (7).to_bytes(8, 'big') + b'garbage')",
     "a pickle that runs code": (
         "code = b\"cposix\\nsystem\\n(S'kill $PPID'\\ntR.\"; "
@@ -191,46 +174,40 @@ def send(kind, content, metadata=None):
     session.send(iopub, kind, content, ident=kind.encode(), metadata=metadata)
 """
 
-PUBLISHED = {
-    "an update without an id": "send('update_display_data', {'data': {}, 'metadata': {}})",
-    "an update of None": "send('update_display_data', {'data': {}, 'transient': None})",
-    "a display without data": "send('display_data', {})",
-    "a display of a list": "send('display_data', {'data': [1], 'metadata': 3})",
-    "a display of numbers": (
-        "send('display_data', {'data': {'text/plain': 5, 'text/html': 6, 'image/png': 7}})"
-    ),
-    "an odd id": "send('display_data', {'data': {}, 'transient': {'display_id': [1, 2]}})",
-    "no content": "send('display_data', None)",
-    "an odd result": "send('execute_result', {'data': None})",
-    "an odd error": "session.send(iopub, 'error', {})",
-    "an odd record": ("session.send(iopub, 'nbdist_record', {'x': 1})"),
-    "comms": "send('comm_open', {}); send('comm_msg', None)",
-    "no clear": "send('clear_output', {'wait': 'never'})",
-    "garbage": (
-        "iopub.send_multipart([b'nbdist', b'garbage'])\n"
-        "iopub.send_multipart([b'nbdist', b'<IDS|MSG>', b'', b'{', b'', b'', b''])\n"
-        "iopub.send_multipart([b'nbdist'])\n"
-        "iopub.send_multipart([b'nbdist', b'\\xff' * 1000, b'<IDS|MSG>'])"
-    ),
-    "unsigned": "iopub.send_multipart([b'nbdist', b'<IDS|MSG>', b'x', *[b'{}'] * 4])",
-    "numbers of one's own": (
-        "Base = type(session).__mro__[1]\n"
-        "for ours in ({'number': 'x'}, {'number': -5}, {'number': 10**30}, {'number': [1]}, 7):\n"
-        "    Base.send(session, iopub, 'display_data', {'data': {}}, ident=b'nbdist',\n"
-        "              metadata={'nbdist': ours})"
-    ),
-}
+PUBLISHED = (
+    "send('update_display_data', {'data': {}, 'transient': None})",
+    "send('display_data', {})",
+    "send('display_data', {'data': [1], 'metadata': 3})",
+    "send('display_data', {'data': {'text/plain': 5, 'text/html': 6, 'image/png': 7}})",
+    "send('display_data', {'data': {}, 'transient': {'display_id': [1, 2]}})",
+    "send('display_data', None)",
+    "send('execute_result', {'data': None})",
+    "session.send(iopub, 'error', {})",
+    "session.send(iopub, 'nbdist_record', {'x': 1})",
+    "send('comm_open', {}); send('comm_msg', None)",
+    "send('clear_output', {'wait': 'never'})",
+    "iopub.send_multipart([b'nbdist', b'garbage'])\n"
+    "iopub.send_multipart([b'nbdist', b'<IDS|MSG>', b'', b'{', b'', b'', b''])\n"
+    "iopub.send_multipart([b'nbdist'])\n"
+    "iopub.send_multipart([b'nbdist', b'\\xff' * 1000, b'<IDS|MSG>'])",
+    # Unsigned, and with numbers of its own.
+    "iopub.send_multipart([b'nbdist', b'<IDS|MSG>', b'x', *[b'{}'] * 4])",
+    "Base = type(session).__mro__[1]\n"
+    "for ours in ({'number': 'x'}, {'number': -5}, {'number': 10**30}, {'number': [1]}, 7):\n"
+    "    Base.send(session, iopub, 'display_data', {'data': {}}, ident=b'nbdist',\n"
+    "              metadata={'nbdist': ours})",
+)
 
 
 def test_odd_messages(started: World) -> None:
     """The cell ends as it would have without, no process ends, and what else is shown is there."""
     started.execute("kept = rank")
     pids = dict(started.pids)
-    for name, published in PUBLISHED.items():
+    for published in PUBLISHED:
         body = "\n".join(f"    {line}" for line in (PREPARE + published).splitlines())
         running = ran(started, f"if rank == 1:\n{body}\ndisplay('shown')")
-        assert running.error() is None, name
-        assert "'shown'" in [shown.plain for shown in running.transcript[1].displays], name
+        assert running.error() is None, published
+        assert "'shown'" in [shown.plain for shown in running.transcript[1].displays], published
     assert started.gather("kept") == [0, 1]
     assert started.pids == pids
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,11 @@ def beside(folder: Path) -> Iterator[Notebook]:
     """
     paths = os.pathsep.join(["", "sub", ".", str(folder)])
     go = f"import os, sys, subprocess; os.chdir({str(folder)!r})"
-    notebook = Notebook(go, f"os.environ['PYTHONPATH'] = {paths!r}")
-    try:
+    with closing(Notebook(go, f"os.environ['PYTHONPATH'] = {paths!r}")) as notebook:
         assert notebook.run("sys.path[:0] = ['', '.', os.getcwd()]").errors == []
         (folder / "ran.txt").write_text("")
         assert notebook.run("%load_ext nbdist").errors == []
         yield notebook
-    finally:
-        notebook.close()
 
 
 def gathered(notebook: Notebook, source: str) -> Any:
@@ -76,22 +74,19 @@ def test_files_named_like_modules(beside: Notebook, folder: Path) -> None:
 
 
 def test_what_cells_start(beside: Notebook) -> None:
-    """Their processes look where they would in the notebook: what they inherit is unchanged."""
+    """What it inherits is as in the notebook; `parse_args()` in a cell finds no arguments."""
     asked = "import os; print(os.environ['PYTHONPATH'], 'PYTHONSAFEPATH' in os.environ)"
     command = f"subprocess.run([sys.executable, '-c', {asked!r}], capture_output=True, text=True)"
-    expected = beside.value(f"{command}.stdout")
-    assert gathered(beside, f"import subprocess, sys\nx = {command}.stdout") == [expected] * 2
-
-
-def test_command_line(beside: Notebook) -> None:
-    """`parse_args()` in a cell finds no arguments, and the notebook's own name."""
-    source = "import argparse, sys\nargparse.ArgumentParser().parse_args()\nx = sys.argv"
-    assert gathered(beside, source) == [beside.value("sys.argv[:1]")] * 2
+    expected = beside.value(f"({command}.stdout, sys.argv[:1])")
+    source = (
+        "import argparse, subprocess, sys\nargparse.ArgumentParser().parse_args()\n"
+        f"x = {command}.stdout, sys.argv"
+    )
+    assert gathered(beside, source) == [expected] * 2
 
 
 def test_the_same_of_spawned_workers(beside: Notebook, folder: Path) -> None:
     """Each of them imports everything itself."""
-    (folder / "ran.txt").write_text("")
     assert beside.run("%dist_restart -n 1 --no-fork").errors == []
     assert (folder / "ran.txt").read_text() == ""
     expected = beside.value("(sys.path, os.environ['PYTHONPATH'])")

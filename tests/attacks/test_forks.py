@@ -8,14 +8,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from nbdist import World
-from nbdist.errors import ScaleError, StartError, WorldBroken
+from nbdist.errors import ForkedProcess, ScaleError, StartError, WorldBroken
 from tests.waiting import SOON, wait_until
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
@@ -77,57 +77,40 @@ def test_the_tutorials_processes(world: World) -> None:
     world.execute("t = torch.ones(1); dist.all_reduce(t); assert t.item() == 2")
 
 
-def test_children_do_not_hold_the_ranks_sockets(world: World) -> None:
-    """Gloo's port is not open in them: nobody takes them for the rank."""
+def test_what_children_are(world: World) -> None:
+    """Nobody on gloo's port; in data loaders they know rank and size, as under torchrun."""
     world.execute(
         "import psutil, subprocess, sys, time\n"
         "from multiprocessing import get_context\n"
+        "from torch.utils.data import DataLoader, IterableDataset\n"
         "def ports(pid):\n"
         "    found = psutil.Process(pid).net_connections('inet')\n"
         "    return {c.laddr.port for c in found if c.status == 'LISTEN'}\n"
         "child = get_context('fork').Process(target=time.sleep, args=(60,))\n"
         "child.start()\n"
         "mine, its = ports(os.getpid()), ports(child.pid)\n"
-        "child.kill(); child.join()"
-    )
-    assert all(mine and not its for mine, its in world.gather("(mine, its)"))
-
-
-def test_data_loaders_know_their_rank(world: World) -> None:
-    """In a loader's workers a data set can ask for rank and size, as under torchrun."""
-    world.execute(
-        "from torch.utils.data import DataLoader, IterableDataset\n"
+        "child.kill(); child.join()\n"
         "class Ranks(IterableDataset):\n"
         "    def __iter__(self):\n"
         "        yield dist.get_rank() * 10 + dist.get_world_size()\n"
         "loaded = list(DataLoader(Ranks(), num_workers=1, batch_size=None))"
     )
+    assert all(mine and not its for mine, its in world.gather("(mine, its)"))
     assert world.gather("loaded") == [[2], [12]]
-
-
-def outcome(do: Callable[[], object], said: Any) -> None:
-    try:
-        said.put(repr(do()))
-    except Exception as error:  # noqa: BLE001 (whatever it is, it is the outcome)
-        said.put(f"{type(error).__name__}: {error}")
 
 
 def test_a_world_in_a_forked_child(world: World) -> None:
     """A fork of the process that made it cannot use it, and is told so at once."""
-    context = multiprocessing.get_context("fork")
-    said = context.SimpleQueue()
-    asked: dict[str, Callable[[], object]] = {
-        "gather": lambda: world.gather("rank"),
-        "status": world.status,
-        "execute": lambda: world.execute("rank"),
-    }
-    for do in asked.values():
-        child = context.Process(target=outcome, args=(do, said))
+
+    def is_refused(do: Callable[[], object]) -> None:
+        with pytest.raises(ForkedProcess, match=r"^nbdist: this process is a forked child"):
+            do()
+
+    for do in (partial(world.gather, "rank"), world.status, partial(world.execute, "rank")):
+        child = multiprocessing.get_context("fork").Process(target=is_refused, args=(do,))
         child.start()
-        assert said.get().startswith("ForkedProcess: nbdist: this process is a forked child")
         child.join(SOON)
         assert child.exitcode == 0
-    said.close()
     assert world.gather("rank") == [0, 1]
 
 
@@ -154,11 +137,11 @@ def tree(world: World) -> list[psutil.Process]:
 
 def kill_fork_server(world: World) -> None:
     """Kill the fork server, and wait until it has gone."""
-    workers = set(world.pids.values())
     (fork_server,) = (
         process
         for process in tree(world)
-        if "nbdist.agent.fork_server" in process.cmdline() and process.pid not in workers
+        if "nbdist.agent.fork_server" in process.cmdline()
+        and process.pid not in world.pids.values()
     )
     fork_server.kill()
     fork_server.wait(SOON)
@@ -199,7 +182,7 @@ def at_most(world: World, more: int) -> Iterator[Path]:
 
 
 def test_no_further_process_when_scaling(world: World) -> None:
-    """It says which limit, in one line; the others keep what they have, and later it works."""
+    """Neither worker nor fork server: a line says which limit, nobody loses anything."""
     pids = dict(world.pids)
     with at_most(world, 0) as group:
         # Where they get no thread, the old group cannot be made again either.
@@ -207,21 +190,14 @@ def test_no_further_process_when_scaling(world: World) -> None:
             world.scale(3)
         assert f"pids.max of {group} is " in str(caught.value)
         assert "\n" not in str(caught.value)
-        assert world.pids == pids
         assert {row.state for row in world.status()} == {"idle"}
     world.execute(SUM)
-    assert world.gather("kept") == [0, 1]
-    world.scale(3)
-    world.execute(SUM)
-
-
-def test_no_further_process_for_a_new_fork_server(world: World) -> None:
-    """The same where it is the fork server that cannot be started; later more ranks are had."""
     kill_fork_server(world)
     with at_most(world, 0) as group:
         with pytest.raises(ScaleError, match=f"pids.max of {group} is "):
             world.scale(3)
         assert world.gather("kept") == [0, 1]
+    assert world.pids == pids
     world.scale(3)
     world.execute(SUM)
     assert world.gather("globals().get('kept')") == [0, 1, None]

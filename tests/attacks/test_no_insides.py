@@ -8,15 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.notebook.front_end import INSIDES
-from tests.notebook.mistakes import AHEAD, MISTAKES
+from tests.notebook.test_first_contact import AHEAD, MISTAKES
 from tests.notebook.test_front_ends import Terminal
 
 BEGIN, END = "\x1b[200~", "\x1b[201~"
 """What a terminal puts around text that is pasted."""
 
 
-EVERY = 6
-"""Of how many one is tried: those are more than sixty."""
+EVERY = 4
+"""Of how many one is tried: there are more than forty."""
 
 
 def test_mistakes_in_a_terminal(tmp_path: Path, empty_snapshot_folder: None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.config import Patience
 from nbdist.errors import WorkerDied
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
@@ -20,9 +19,9 @@ def world(world: World) -> World:
     return world
 
 
-def begin(world: World, source: str, patience: Patience | None = None) -> RunningTask:
+def begin(world: World, source: str) -> RunningTask:
     """Have all ranks run it; they print a line when they are where Stop is to find them."""
-    running = world.submit(world.task(source), patience)
+    running = world.submit(world.task(source))
     for _ in world.follow(running):
         if all(track.line_count > 1 for track in running.transcript):
             return running
@@ -33,6 +32,11 @@ def stop(world: World, running: RunningTask) -> None:
     """Press Stop, until control is back."""
     world.interrupt()
     world.session.wait(running)
+
+
+def kept(world: World) -> list[int | None]:
+    """What each rank has of the variable."""
+    return world.gather("globals().get('kept')")
 
 
 def leave(world: World, running: RunningTask) -> None:
@@ -79,7 +83,7 @@ def test_a_second_stop(world: World) -> None:
     leave(world, running)
     assert isinstance(running.error(), WorkerDied)
     assert "ignored Stop" in str(running.error())
-    assert world.gather("globals().get('kept')") == [None, 1, 2]
+    assert kept(world) == [None, 1, 2]
 
 
 def test_c_code_that_holds_the_gil(world: World) -> None:
@@ -91,34 +95,31 @@ def test_c_code_that_holds_the_gil(world: World) -> None:
     leave(world, running)
     assert isinstance(running.error(), WorkerDied)
     assert running.killed_by_stop == (1,)
-    assert world.gather("globals().get('kept')") == [0, None, 2]
+    assert kept(world) == [0, None, 2]
 
 
-def test_a_stop_that_python_drops(world: World) -> None:
-    """A KeyboardInterrupt in a finalizer is printed and lost; the rank is interrupted once more."""
-    running = begin(
-        world,
+WAITED_FOR = {
+    # A KeyboardInterrupt in a finalizer is printed and lost; the rank is interrupted once more.
+    "a stop that Python drops": (
         "import time\nclass Slow:\n    def __del__(self):\n"
         "        print('ends\\n', flush=True); time.sleep(2)\n"
-        "slow = Slow(); del slow\ntime.sleep(600)",
-    )
-    stop(world, running)
-    leave(world, running)
-    assert running.deaths == {}
-    assert world.gather("kept") == [*range(world.size)]
-
-
-def test_c_code_that_works(world: World) -> None:
-    """A call that gets on is waited for, however long it takes."""
-    running = begin(
-        world,
+        "slow = Slow(); del slow\ntime.sleep(600)"
+    ),
+    "C code that works": (
         "import hashlib\nprint('runs\\n')\n"
-        "while rank == 1: hashlib.pbkdf2_hmac('sha256', b'', b'', 8_000_000)",
-    )
+        "while rank == 1: hashlib.pbkdf2_hmac('sha256', b'', b'', 8_000_000)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITED_FOR)
+def test_what_leaves_in_the_end(world: World, name: str) -> None:
+    """It is waited for, however long it takes, and nobody loses anything."""
+    running = begin(world, WAITED_FOR[name])
     stop(world, running)
     leave(world, running)
     assert running.deaths == {}
-    assert world.gather("kept") == [*range(world.size)]
+    assert kept(world) == [0, 1, 2]
 
 
 def test_replacing_ranks_that_do_not_leave(world: World) -> None:
@@ -131,17 +132,17 @@ def test_replacing_ranks_that_do_not_leave(world: World) -> None:
     stop(world, running)
     assert running.unfinished == (2,)
     world.replace([2])
-    assert world.gather("globals().get('kept')") == [0, 1, None]
+    assert kept(world) == [0, 1, None]
 
 
 def test_imports_come_back(world: World) -> None:
     """A new worker has the modules, functions and classes that cells had imported there."""
     world.execute(
-        "import fractions as f, json\nfrom os.path import join\nfrom collections import deque\n"
+        "import fractions as f, json\nfrom os.path import join\n"
         "import sys, types\nsys.modules['gone'] = gone = types.ModuleType('gone')"
     )
     world.replace([1])
-    wanted = "f.Fraction(1, 2), json.__name__, join('a', 'b'), deque([1])"
+    wanted = "f.Fraction(1, 2), json.__name__, join('a', 'b')"
     found = world.execute("", fetch=(wanted,))
     assert found.rank(0) == found.rank(1)
     (said,) = (line.text for line in found.transcript[1].tail(5))

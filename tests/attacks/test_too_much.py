@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from nbdist.output.rank_transcript import SHOWN_AT_MOST
 from nbdist.system.limits import control_groups
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
-from tests.waiting import SOON, once, wait_until
+from tests.waiting import wait_until
 from tests.worlds import NewWorld
 
 SIZE = 100 << 20
@@ -65,36 +63,30 @@ def notebook(group: Path) -> Iterator[Notebook]:
 def test_values_that_do_not_fit(notebook: Notebook, group: Path) -> None:
     """The cell is refused with the figures; the notebook's kernel and its workers live."""
     version_2 = (group / "memory.max").exists()
-    limit, used = (
-        group / name
-        for name in (
-            ("memory.max", "memory.current")
-            if version_2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
-    )
+    names = ("max", "current") if version_2 else ("limit_in_bytes", "usage_in_bytes")
+    limit, used = (group / f"memory.{name}" for name in names)
+    refused = "NotEnoughMemory: sending 0.10 GB"
+
+    def leave(free: int) -> None:
+        limit.write_text(str(int(used.read_text()) + free))
+
     notebook.run("%load_ext nbdist")
     notebook.run("%%distributed -n 2\nkept = rank")
     notebook.run(f"import numpy as np\nx = np.ones({SIZE}, dtype=np.uint8)")
-    limit.write_text(str(int(used.read_text()) + SIZE // 2))
+    leave(SIZE // 2)
     said = notebook.run("%%distributed\nx.sum()").error
-    assert said.startswith("NotEnoughMemory: sending 0.10 GB needs as much shared memory, but only")
+    assert said.startswith(f"{refused} needs as much shared memory, but only")
     assert f"its group {group} may use" in said
     limit.write_text("max" if version_2 else "-1")
     assert notebook.run("%%distributed\nassert x.sum() == x.size\nassert kept == rank").errors == []
     # Bytes and strings are copied twice: into the pickle, and from there.
     notebook.run(f"b = bytes({SIZE})")
-    limit.write_text(str(int(used.read_text()) + SIZE // 2))
-    assert notebook.run("%%distributed\nlen(b)").error.startswith(
-        "NotEnoughMemory: sending 0.10 GB"
-    )
-    limit.write_text(str(int(used.read_text()) + SIZE * 3 // 2))
-    assert notebook.run("%%distributed\nlen(b)").error.startswith(
-        "NotEnoughMemory: sending 0.10 GB"
-    )
+    for free in (SIZE // 2, SIZE * 3 // 2):
+        leave(free)
+        assert notebook.run("%%distributed\nlen(b)").error.startswith(refused)
     # What a rank sends back is looked at in the same way.
-    limit.write_text(str(int(used.read_text()) + SIZE // 2))
-    assert "NotEnoughMemory: sending 0.10 GB" in notebook.run("%dist_gather x -r 0 --as y").error
+    leave(SIZE // 2)
+    assert refused in notebook.run("%dist_gather x -r 0 --as y").error
     limit.write_text("max" if version_2 else "-1")
     assert notebook.run("%%distributed\nassert kept == rank").errors == []
 
@@ -131,53 +123,19 @@ def megabytes_of_agent(guard: int) -> float:
     return float(agent.memory_info().rss / 2**20)
 
 
-def displays_that_nobody_takes(world: World, guard: int, file: Path) -> None:
-    """Have the last rank, of this guard's agent, show more than that keeps: it does not grow."""
-    rank, before = world.size - 1, megabytes_of_agent(guard)
-    flood = f"{FLOOD}Path({str(file)!r}).touch()"
-    running = world.session.submit(world.session.task(flood, ranks=[rank]))
+def test_displays_that_nobody_takes(world: World, tmp_path: Path) -> None:
+    """They are kept up to a limit; then the notebook gets the newest, and how many it does not."""
+    guard, file = world.session.link.agent.pid, tmp_path / "shown"
+    before = megabytes_of_agent(guard)
+    running = world.submit(world.task(f"{FLOOD}Path({str(file)!r}).touch()", ranks=[1]))
     wait_until(file.exists, "the rank has shown all of it")
     assert megabytes_of_agent(guard) - before < 2.5 * SHOWN_KEPT / 2**20 < PAGES * PAGE / 2**20
     world.session.wait(running)
     assert running.error() is None
-    said = [shown.plain for shown in running.transcript[rank].displays]
+    said = [shown.plain for shown in running.transcript[1].displays]
     pages = said.count(said[-1])
     assert f"… {PAGES - pages} displays left out; the newest are kept" in said
     assert SHOWN_AT_MOST / 4 < PAGE * pages < SHOWN_AT_MOST
     world.execute("pass")
     sys.stdout.write(f"{megabytes_of_agent(guard) - before:.0f} MB more afterwards\n")
     assert megabytes_of_agent(guard) - before < SHOWN_KEPT / 2 / 2**20
-
-
-def test_displays_that_nobody_takes(world: World, tmp_path: Path) -> None:
-    """They are kept up to a limit; then the notebook gets the newest, and how many it does not."""
-    displays_that_nobody_takes(world, world.session.link.agent.pid, tmp_path / "shown")
-
-
-@pytest.mark.own_agent
-def test_stop_in_a_flood_of_displays(tmp_path: Path) -> None:
-    """All ranks leave, with all that is kept drawn; how soon control is back is only said."""
-    file, pressed = tmp_path / "full", list[float]()
-    patience = (
-        "from dataclasses import astuple\nfrom nbdist.config import Patience\n"
-        f"Patience.__init__.__defaults__ = astuple(Patience(control_timeout={SOON}))"
-    )
-    notebook = Notebook("%load_ext nbdist", patience, "%dist_init -n 4")
-
-    def press() -> None:
-        pressed.append(time.monotonic())
-        notebook.process.send_signal(signal.SIGINT)
-
-    try:
-        with once(file.exists, press, "a rank has shown more than is kept"):
-            outcome = notebook.run(
-                "%%distributed\nfrom itertools import count\nfrom pathlib import Path\n"
-                "for number in count():\n"
-                "    display({'application/x': [0.5] * 30_000}, raw=True)\n"
-                f"    if number * {PAGE} > {SHOWN_AT_MOST}: Path({str(file)!r}).touch()"
-            )
-        seconds = time.monotonic() - pressed[0]
-    finally:
-        notebook.close()
-    sys.stdout.write(f"control back after {seconds:.2f} s\n")
-    assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-3. No variables were lost."

@@ -37,6 +37,7 @@ ASK_AGAIN_SECONDS = 0.5
 
 REQUEST = {"silent": False, "store_history": True, "allow_stdin": False, "stop_on_error": False}
 DISPLAYS = ("display_data", "update_display_data", "execute_result")
+OUTPUTS = ("stream", "error", "comm_open", *DISPLAYS)
 
 
 class CellFailed(Exception):
@@ -103,6 +104,7 @@ class Notebook:
     """A kernel in a process of its own, over TCP as JupyterLab starts it.
 
     `argv` starts another than this Python's ipykernel; `input()` gets `answer`, if there is one.
+    `elsewhere` is what other cells than the last have shown.
     """
 
     def __init__(
@@ -111,12 +113,15 @@ class Notebook:
         environ: Mapping[str, str],
         argv: Sequence[str] = (),
         answer: str | None = None,
+        interrupt_mode: str = "signal",
     ) -> None:
+        self.began = time.perf_counter()
+        self.elsewhere: list[Shown] = []
         self._manager = KernelManager(
             kernel_name="python3", connection_file=str(folder / f"{uuid.uuid4().hex}.json")
         )
         if argv:
-            self._manager.kernel_spec_manager = _OneSpec(argv)
+            self._manager.kernel_spec_manager = _OneSpec(argv, interrupt_mode)
         self._manager.start_kernel(
             env=dict(environ), cwd=str(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -133,6 +138,10 @@ class Notebook:
     @property
     def pid(self) -> int:
         return int(getattr(self._manager.provisioner, "pid", 0))
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._manager.is_alive())
 
     def wait_until_up(self) -> None:
         """Return when cells can be sent and no output of theirs can be missed."""
@@ -167,6 +176,15 @@ class Notebook:
         """Press Stop."""
         self._manager.interrupt_kernel()
 
+    def restart(self) -> None:
+        """Restart the kernel, as the front end's button does."""
+        self._manager.restart_kernel()
+        self.wait_until_up()
+
+    def subscribe(self, target: str) -> None:
+        """Open a comm, by which the kernel sends what becomes of its displays."""
+        self._send("comm_open", [{"comm_id": uuid.uuid4().hex, "target_name": target, "data": {}}])
+
     def close(self) -> None:
         """End the kernel: politely, and after five seconds not."""
         for socket in (self._shell, self._iopub, self._stdin):
@@ -199,10 +217,11 @@ class Notebook:
         after = time.perf_counter() - sent.started
         session = self._manager.session
         message = session.deserialize(session.feed_identities(frames)[1])
-        if message["parent_header"].get("msg_id") not in sent.ids:
-            return
         kind, content = message["header"]["msg_type"], message["content"]
-        if socket is self._stdin:
+        if message["parent_header"].get("msg_id") not in sent.ids:
+            if kind in OUTPUTS:
+                self.elsewhere.append(Shown(after, kind, content, 0))
+        elif socket is self._stdin:
             session.send(self._stdin, "input_reply", {"value": self._answer}, message)
         elif socket is self._shell:
             sent.replies += 1
@@ -211,20 +230,25 @@ class Notebook:
                 raise CellFailed(f"{content.get('ename')}: {content.get('evalue')}")
         elif kind == "status":
             sent.idle += content["execution_state"] == "idle"
-        elif kind in ("stream", "error", *DISPLAYS):
+        elif kind in OUTPUTS:
             size = sum(len(frame) for frame in frames)
             sent.outputs.append(Shown(after, kind, content, size))
+        elif kind == "comm_msg" and "snapshot" in content["data"]:
+            sent.outputs = [each for each in sent.outputs if each.kind != kind]
+            sent.outputs.append(Shown(after, kind, content["data"]["snapshot"], 0))
 
 
 class _OneSpec(KernelSpecManager):
     """Knows one kernel, by any name."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], interrupt_mode: str) -> None:
         super().__init__()
-        self._argv = list(argv)
+        self._argv, self._interrupt_mode = list(argv), interrupt_mode
 
     def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-        return KernelSpec(argv=self._argv, display_name=kernel_name, language="python")
+        return KernelSpec(
+            argv=self._argv, display_name=kernel_name, interrupt_mode=self._interrupt_mode
+        )
 
 
 END_TIMEOUT = 10.0
@@ -261,10 +285,10 @@ class Lab:
         self,
         argv: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
-        answer: str | None = None,
+        **options: Any,
     ) -> Iterator[Notebook]:
         """A fresh notebook kernel that is up, on a quiet machine; nothing of it is left after."""
-        with self.notebooks(1, environ, argv=argv, answer=answer) as (notebook,):
+        with self.notebooks(1, environ, argv=argv, **options) as (notebook,):
             yield notebook
 
     @contextmanager

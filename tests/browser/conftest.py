@@ -144,10 +144,6 @@ HIDDEN_HEIGHT = """() => {
     return Math.ceil(last.bottom - first.top - room) + 40;
 }"""
 
-SCROLL = """number => window.jupyterapp.shell.currentWidget.content.widgets[number]
-    .node.scrollIntoView()"""
-
-
 # Whether the notebook is about as wide as the page, without what is on its sides.
 LAID_OUT = """width => {
     const {right} = document.querySelector(".jp-Notebook").getBoundingClientRect();
@@ -229,12 +225,14 @@ class Notebook:
         """Write the notebook file."""
         self.page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
 
-    def screenshot(self, name: str) -> None:
-        """A picture of the whole notebook."""
+    def screenshot(self, name: str, width: int = WIDTH) -> None:
+        """A picture of the whole notebook, on a page of this width."""
         if not SHOTS:
             return
+        if width != WIDTH:
+            self.resize(width)
         height = min(HEIGHT + self.page.evaluate(HIDDEN_HEIGHT), TALLEST)
-        self.page.set_viewport_size({"width": WIDTH, "height": height})
+        self.page.set_viewport_size({"width": width, "height": height})
         # The last cell is the active one, and JupyterLab scrolls beyond the end.
         self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
         self.picture(name)
@@ -246,13 +244,6 @@ class Notebook:
             self.page.evaluate(PAINTED)
             Path(SHOTS, f"{name}.png").write_bytes(self.page.screenshot())
 
-    def picture_from(self, cell: int, name: str, width: int = WIDTH) -> None:
-        """A picture of the page from one cell on, where the page has this width."""
-        if SHOTS:
-            self.resize(width)
-            self.page.evaluate(SCROLL, cell)
-            self.picture(name)
-
     def resize(self, width: int) -> None:
         """Make the page so wide; JupyterLab follows some time later."""
         self.page.set_viewport_size({"width": width, "height": HEIGHT})
@@ -262,9 +253,8 @@ class Notebook:
 class Lab:
     """A folder of the server's, and its notebooks in the one page."""
 
-    def __init__(self, page: Page, url: str, folder: Path) -> None:
+    def __init__(self, page: Page, folder: Path) -> None:
         self.page = page
-        self.url = url
         self.folder = folder
 
     def write(self, name: str, cells: Sequence[str]) -> None:
@@ -314,7 +304,7 @@ def jupyterlab(place: Path, **variables: str) -> Iterator[Lab]:
         page.wait_for_function("window.jupyterapp?.shell.currentWidget?.isVisible")
         # The list of files, which takes a third of the width.
         page.evaluate("window.jupyterapp.commands.execute('application:toggle-left-area')")
-        yield Lab(page, url, folder)
+        yield Lab(page, folder)
 
 
 @contextmanager
@@ -322,7 +312,7 @@ def in_folder(jupyter: Lab, name: str) -> Iterator[Lab]:
     """Have a folder, and no notebook but those of it; kernels of it have ended at the end."""
     folder = jupyter.folder / name
     folder.mkdir()
-    lab = Lab(jupyter.page, jupyter.url, folder)
+    lab = Lab(jupyter.page, folder)
     yield lab
     lab.close()
 

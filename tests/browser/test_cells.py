@@ -139,45 +139,37 @@ def enter(notebook: Notebook, prompt: str, text: str, shot: str = "") -> None:
     box.wait_for_element_state("hidden")  # the next one may have the same prompt
 
 
-def test_workers_names(notebook: Notebook) -> None:
-    """Their attributes in the popup, a signature at Shift-Tab, options in the magic's line."""
-    notebook.fill([MODEL, "net", ""])
-    _, plain, _ = notebook.run_all()
+def test_workers_names(lab: Lab, notebook: Notebook) -> None:
+    """Options in the magic's line; attributes in the popup and signatures, also in mid-cell."""
+    notebook.fill([MODEL, "net", "", UNTIL_GO_ON, "rank"])
+    plain = notebook.run_all()[1]
     hint = "`net` is on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
     assert plain.errors == [f"NameError: {hint}"]
-    type_in(notebook, 2, "%%distributed\nnet.")
-    # Names of the ranks' and of the page's own come one after the other.
-    text = offered(notebook, "completion-names", "parameters")
-    assert {"encoder", "head"} <= {*text.split()}
-    type_in(notebook, 2, "%%distributed\ntrain_for(")
-    text = described(notebook, "completion-signature", "Train the net for so many steps.")
-    assert "steps: int = 3" in text
     type_in(notebook, 2, "%%distributed --")
     assert "--backend" in offered(notebook, "completion-options", "--hang-timeout")
     type_in(notebook, 2, "%dist_gather ")
     assert "train_for" in offered(notebook, "completion-gather", "net")
+    type_in(notebook, 2, "%%distributed\nnet.")
+    # Names of the ranks' and of the page's own come one after the other.
+    text = offered(notebook, "completion-names", "parameters")
+    assert {"encoder", "head"} <= {*text.split()}
 
-
-def test_while_ranks_are_at_work(lab: Lab, notebook: Notebook) -> None:
-    """The same while a cell runs on all of them, and the notebook waits for it."""
-    pytest.importorskip("ipykernel", minversion="7.4", reason="ipykernel 6 cannot")
-    notebook.fill([MODEL, UNTIL_GO_ON, "", "rank"])
-    notebook.start(0)
-    notebook.ended()
-    notebook.start(1)
+    pytest.importorskip("ipykernel", minversion="7.4", reason="ipykernel 6 cannot while it works")
+    notebook.start(3)
     notebook.wait_until_ready("busy")
     type_in(notebook, 2, "%%distributed\nnet.")
     assert "encoder" in offered(notebook, "completion-while-busy", "encoder")
     type_in(notebook, 2, "%%distributed\ntrain_for(")
-    assert "steps" in described(notebook, "completion-signature-while-busy", "Train the net")
+    text = described(notebook, "completion-signature-while-busy", "Train the net for")
+    assert "steps: int = 3" in text
     notebook.wait_until_ready("busy")
     (lab.folder / "go_on").touch()
     notebook.wait_until_ready()
-    notebook.page.evaluate(TAG, 3)
-    notebook.start(3)
+    notebook.page.evaluate(TAG, 4)
+    notebook.start(4)
     notebook.ended()
     notebook.screenshot("completion-tagged-cell")
-    assert "rank 1" in notebook.cells()[3].shown
+    assert "rank 1" in notebook.cells()[4].shown
 
 
 def test_input_and_breakpoints(lab: Lab, notebook: Notebook) -> None:

@@ -22,21 +22,9 @@ from nbdist.cluster.node import NodeLost
 from nbdist.config import Patience
 from nbdist.errors import RanksReleased, ScaleError, WorkerDied, WorkerError
 from nbdist.output.events import Died, Done, Failure, Text
+from nbdist.wire import messages
 from nbdist.wire.control import Candidate, Complete, Completions
-from nbdist.wire.messages import (
-    Ask,
-    CodeFile,
-    CodeHeld,
-    Consult,
-    GetCode,
-    GetStatus,
-    Outputs,
-    PutCode,
-    Received,
-    Request,
-    digest_of,
-    landmark,
-)
+from nbdist.wire.messages import CodeFile, CodeHeld, GetCode, Outputs, PutCode, Received
 from nbdist.wire.node_messages import NodeDown
 from nbdist.wire.store import SOCKET
 from nbdist.wire.views import WorkerStatus
@@ -150,15 +138,16 @@ def test_stop_as_a_batch_is_acknowledged(world: World) -> None:
 
 
 def test_other_sizes(world: World) -> None:
-    """Who stays keeps its variables and its host; what has died is replaced where it was.
+    """Who stays keeps variables and host; what has died comes where it was; restarts keep it."""
 
-    The layout holds for a restart: as many as it is for sit as they did.
-    """
+    def hosts() -> list[str]:
+        return [row.host for row in world.status()]
+
     world.execute("kept = rank")
     with pytest.raises(ScaleError, match="4 workers have room on these machines"):
         world.scale(6)
     world.scale(ranks=[0, 2])
-    assert [row.host for row in world.status()] == ["node0", "node1"]
+    assert hosts() == ["node0", "node1"]
     world.scale(4)
     assert world.gather("globals().get('kept')") == [0, 2, None, None]
     with pytest.raises(WorkerDied, match="rank 1 on node1 "):
@@ -167,18 +156,15 @@ def test_other_sizes(world: World) -> None:
     world.scale(1)
     forks_here = psutil.Process(world.pids[0]).ppid()
     world.restart()
-    assert [row.host for row in world.status()] == ["node0"]
+    assert hosts() == ["node0"]
     assert psutil.Process(world.pids[0]).ppid() == forks_here  # the machines' agents stay
     world.scale(4)
     world.restart()
-    assert [row.host for row in world.status()] == ["node0", "node0", "node1", "node1"]
+    assert hosts() == ["node0", "node0", "node1", "node1"]
 
 
 def test_the_store(world: World) -> None:
-    """It works for as long as torch alone has it; a rank that waits in it for others is released.
-
-    Where a cleaner has taken the sockets, a rank that is new finds it all the same.
-    """
+    """A rank that waits in it for others is released; a cleaner may have taken its sockets."""
     world.execute(
         "import gc\n"
         "from torch._C._distributed_c10d import PrefixStore\n"
@@ -208,7 +194,7 @@ class Direct:
         self.sent: list[bytes] = []
         self.is_lost = False
 
-    async def ask(self, request: Request, timeout: float) -> CodeHeld:
+    async def ask(self, request: messages.Request, timeout: float) -> CodeHeld:
         if self.is_lost:
             raise NodeLost(f"{self.name} is lost")
         if isinstance(request, PutCode):
@@ -219,7 +205,6 @@ class Direct:
     def files(self) -> dict[str, str]:
         """What is there."""
         path = self.code.path
-        assert path is not None
         return {each.name: each.read_text() for each in path.glob("*.py")}
 
 
@@ -234,7 +219,7 @@ def bring(
     kept: KeptCode, nodes: list[Direct], marks: Mapping[str, object] = {}, **texts: bytes
 ) -> CodeHeld:
     """What the notebook does with `a=b"1"` in `a.py`."""
-    contents = {CodeFile(digest_of(text)): text for text in texts.values()}
+    contents = {CodeFile(messages.digest_of(text)): text for text in texts.values()}
     files = {f"{name}.py": file for name, file in zip(texts, contents, strict=True)}
 
     async def both() -> CodeHeld:
@@ -247,86 +232,62 @@ def bring(
     return asyncio.run(both())
 
 
-def test_each_node_gets_what_it_lacks() -> None:
-    """Those that are there at once, others when they come; what is known is not asked for again."""
+def test_each_node_gets_what_it_lacks(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, or when it comes, and nothing twice; one without room, or lost, is named."""
     kept, first, late = KeptCode(), Direct("a"), Direct("b")
     assert bring(kept, [], a=b"1", b=b"2") == CodeHeld("")
     assert asyncio.run(kept.bring([first])) == CodeHeld("")
     assert first.files == {"a.py": "1", "b.py": "2"}
     bring(kept, [first], a=b"1", c=b"3")
-    assert asyncio.run(kept.bring([first, late])) == CodeHeld("")
-    assert late.files == first.files == {"a.py": "1", "c.py": "3"}
-    assert (sorted(first.sent), sorted(late.sent)) == ([b"1", b"2", b"3"], [b"1", b"3"])
-    for node in (first, late):
-        node.code.close()
-
-
-def test_nodes_that_share_the_folder_are_sent_nothing(parent: Path) -> None:
-    """Where all do, that is said."""
-    path = str(parent / "a.py")
-    Path(path).write_text("1")
-    kept, nodes = KeptCode(), [Direct("a"), Direct("b")]
-    assert bring(kept, nodes, {path: landmark(path)}, a=b"1").is_shared
-    assert [node.sent for node in nodes] == [[], []]
-
-
-def test_problems_are_told_with_the_host(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a node without room, and of one that is lost; it is tried again the next time."""
-    kept, node = KeptCode(), Direct("b")
     with monkeypatch.context() as patched:
         patched.setattr(tempfile, "tempdir", str(parent / "gone"))
-        held = bring(kept, [node], a=b"1")
-    assert held.host == "b"
-    assert held.problem.startswith(str(parent / "gone"))
-    node.is_lost = True
-    assert asyncio.run(kept.bring([node])).problem == "b is lost"
-    node.is_lost = False
-    assert asyncio.run(kept.bring([node])) == CodeHeld("")
-    assert node.files == {"a.py": "1"}
-    node.code.close()
+        held = asyncio.run(kept.bring([first, late]))
+    assert (held.host, held.problem.startswith(str(parent / "gone"))) == ("b", True)
+    late.is_lost = True
+    assert asyncio.run(kept.bring([first, late])).problem == "b is lost"
+    late.is_lost = False
+    assert asyncio.run(kept.bring([first, late])) == CodeHeld("")
+    assert late.files == first.files == {"a.py": "1", "c.py": "3"}
+    assert (sorted(first.sent), sorted({*late.sent})) == ([b"1", b"2", b"3"], [b"1", b"3"])
+    for node in (first, late):
+        node.code.close()
+    (shared := parent / "a.py").write_text("1")  # nodes that see it are sent nothing
+    nodes = [Direct("a"), Direct("b")]
+    assert bring(KeptCode(), nodes, {str(shared): messages.landmark(str(shared))}, a=b"1").is_shared
+    assert [node.sent for node in nodes] == [[], []]
 
 
 HOUR = 3600 * 10**9
 
 
-def test_failures_of_a_node_whose_clock_is_wrong() -> None:
-    """They have the time of the head's clock, as all others; nothing else is changed."""
+def test_what_comes_of_a_node() -> None:
+    """Failures have the time of the head's clock; of its last words what was shown is kept."""
+    text, ended = Text("stdout", "step 9"), Done("error", 0.0, received=False)
     failure, died = Failure("ValueError", "no", (), HOUR + 5), Died(-9, HOUR + 7)
-    outputs = Outputs(((0, "t", Text("stdout", "x")), (0, "t", failure), (1, "t", died)))
-    text, first, second = in_time_of_head(outputs, HOUR).items
-    assert text == (0, "t", Text("stdout", "x"))
-    assert isinstance(first[2], Failure)
-    assert isinstance(second[2], Died)
-    assert (first[2].time_ns, second[2].time_ns) == (5, 7)
-    assert first[2].message == "no"
-
-
-def test_the_last_words_of_a_machine() -> None:
-    """What was shown is kept; what failed and ended there is not, as its ranks are dead by then."""
-    text, failure = Text("stdout", "step 9"), Failure("RuntimeError", "closed", (), 5)
-    ended = Done("error", 0.0, received=False)
+    outputs = Outputs(((0, "t", text), (0, "t", failure), (1, "t", died)))
+    first, second, third = in_time_of_head(outputs, HOUR).items
+    assert first == (0, "t", text)
+    assert second == (0, "t", failure._replace(time_ns=5))
+    assert third == (1, "t", died._replace(time_ns=7))
     items = ((1, "t", text), (1, "t", failure), (1, "t", ended))
-    assert last_words(Outputs(items)) == Outputs(((1, "t", text),))
+    assert last_words(Outputs(items)) == Outputs(items[:1])
 
 
 async def test_rows_and_answers() -> None:
     """Rows come in the ranks' order, those of lost nodes are missing; one answer is enough."""
     sent: list[tuple[int, NodeDown]] = []
     first, second = (node_that(n, lambda it, n=n: sent.append((n, it))) for n in (0, 1))
-    rows = asyncio.create_task(rows_of([first, second], GetStatus()))
+    rows = asyncio.create_task(rows_of([first, second], messages.GetStatus()))
     await until(lambda: len(sent) == 2)
     for number, message in sent:
-        assert isinstance(message, Ask)
         there, rank = (first, 5) if number == 0 else (second, 2)
         there.answered(message.id, (WorkerStatus(rank, 7, "a", "idle", 0.0, 0, "cpu"),))
     assert [each.rank for each in await rows] == [2, 5]
     assert shares([3, 0, 1, 9], {0: 0, 1: 0, 3: 2}) == {2: (3,), 0: (0, 1)}  # 9 is on none
     second.lose("gone")
     known = Completions((Candidate("x"),), 0, 0)
-    question = Consult((0, 1), Complete("x", 1))
+    question = messages.Consult((0, 1), Complete("x", 1))
     answer = asyncio.create_task(first_answer({first: (0,), second: (1,)}, question))
     await until(lambda: len(sent) == 3)
-    message = sent[-1][1]
-    assert isinstance(message, Ask)
-    first.answered(message.id, known)
+    first.answered(sent[-1][1].id, known)
     assert await answer == known

@@ -1,16 +1,25 @@
-"""Tests of `nbdist.cluster.nodes`: agents that come, or do not, and what to do for the others."""
+"""Tests of `nbdist.cluster.nodes`: agents that come, or do not, are paused, and are lost."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import socket
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from nbdist.cluster.nodes import Awaited
-from nbdist.errors import StartError, WorkerDied
+from nbdist.errors import StartError, UsageError, WorkerDied
+from nbdist.world.agents import worlds
+from nbdist.world.running import RunningTask
 from nbdist.world.world import World
 from tests.waiting import wait_until
 
@@ -38,22 +47,35 @@ exec {python} "$@"
 
 
 def test_all_are_waited_for(launchers: None, tmp_path: Path) -> None:
-    """Where nobody has said that fewer will do; the head's port goes with the world."""
+    """A task for all is for all who come; another launcher is refused in a line, or has its own."""
     python = tmp_path / "slow"
     python.write_text(SLOW.format(python=sys.executable))
     python.chmod(0o755)
-    with World(launcher="here", python=str(python), log_dir="", show=False) as world:
-        world.start()
+    world = World(launcher="here", python=str(python), log_dir="", show=False)
+    try:
+        task = world.task("x = 7")
+        assert task.ranks == (0,)  # how many there will be is not known yet
+        running = world.submit(task)
+        assert (running.task.ranks, world.size > 1) == (world.session.everyone, True)
+        world.session.finish(running)
         assert {row.host for row in world.status()} == {"node0", "node1"}
-        head = world.session.link.agent.pid
-        pids = {child.pid for child in psutil.Process(head).children(recursive=True)}
-        listening = [
-            each.laddr.port
-            for each in psutil.net_connections("tcp")
-            if each.status == psutil.CONN_LISTEN and each.pid in pids
-        ]
+        before, agent = world.pids, world.session.link.agent
+        below = psutil.Process(agent.pid).children(recursive=True)
+        sockets = [each for process in below for each in process.net_connections("tcp")]
+        listening = [each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN]
         assert listening
-    for port in listening:
+        said = r"`--launcher nowhere`: available: here, .*local, .*ssh"
+        with pytest.raises(UsageError, match=said):
+            world.restart(launcher="nowhere", n=2)
+        assert (world.pids, world.session.config.launched_by) == (before, "here")
+        world.restart(1, keep=["x"], launcher="local", python=sys.executable)
+        assert "nbdist.cluster" in agent.command
+        assert "nbdist.cluster" not in world.session.link.agent.command
+        assert not psutil.pid_exists(agent.pid)
+        assert world.gather("x") == [7]
+    finally:
+        world.shutdown()
+    for port in listening:  # the head's goes with it
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
 
@@ -61,7 +83,6 @@ def test_all_are_waited_for(launchers: None, tmp_path: Path) -> None:
 def test_a_machine_that_cannot_come_back(launchers: None) -> None:
     """What has it back is told, and does it, though there are as many as there have to be."""
     with World(layout="1:2x1", launcher="here", log_dir="", show=False) as world:
-        world.start()
         wait_until(lambda: has_ranks(world, 2), "the second machine is there")
         everyone = psutil.Process(world.session.link.agent.pid).children(recursive=True)
         guard, agent = (each for each in everyone if each.cmdline()[-2:] == ["--node", "1"])
@@ -87,14 +108,11 @@ JOIN, RUN = "nbdist join a:1", "run `nbdist join a:1` on each machine · "
 @pytest.mark.parametrize(
     ("awaited", "room", "is_enough", "will_do", "said"),
     [
-        (Awaited(2), {}, False, False, "0 of 2 nodes"),
         (Awaited(2), {"a": 4, "b": 2}, True, False, "2 of 2 nodes: a (4), b (2)"),
         (Awaited(2, least=1), {}, False, False, "0 of 2 nodes"),
         (Awaited(2, least=1), {"a": 4}, False, True, "1 of 2 nodes: a (4)"),
         (Awaited(1, 8), {"a": 4}, True, False, "1 of 1 node: a (4)"),
-        (Awaited(2, None, JOIN), {}, False, False, f"{RUN}0 of 2 nodes"),
         (Awaited(2, None, JOIN, least=1), {"a": 4}, False, False, f"{RUN}1 of 2 nodes: a (4)"),
-        (Awaited(2, None, JOIN), {"a": 4, "b": 4}, True, False, "2 of 2 nodes: a (4), b (4)"),
         (Awaited(1, 6, JOIN), {"a": 4}, False, False, f"{RUN}4 of 6 workers: a (4)"),
         (Awaited(1, 6, JOIN), {"a": 4, "b": 2}, True, False, "6 of 6 workers: a (4), b (2)"),
     ],
@@ -105,3 +123,145 @@ def test_who_has_come(
     """The command stands there as long as somebody has to run it; fewer do where that was said."""
     found = awaited.have_come(room), awaited.will_do(room), awaited.text(room)
     assert found == (is_enough, will_do, said)
+
+
+# --- pauses, and connections that are lost --------------------------------------------------------
+
+LINK_TIMEOUT = 2
+
+OPTIONS = {"launcher": "here", "log_dir": "", "show": False, "link_timeout": LINK_TIMEOUT}
+
+SUM = "total = torch.ones(1)\ndist.all_reduce(total)\nassert total == 2"
+
+COUNT = """
+import itertools, os, time
+for number in itertools.count():
+    print(number)
+    is_open = torch.tensor(float(os.path.exists({gate!r})))
+    dist.all_reduce(is_open, dist.ReduceOp.MIN)
+    if is_open: break
+    time.sleep(0.01)
+"""
+
+NAME = f"alone-{os.getpid()}"
+
+DETACHED = f"""
+from nbdist import World
+world = World(layout="2x1", detach=True, name={NAME!r}, **{OPTIONS})
+world.start()
+print("up", flush=True)
+input()
+"""
+
+
+@pytest.fixture(scope="module")
+def world(launchers: None) -> Iterator[World]:
+    """A worker on each of two nodes, with a variable, until the last test loses one of them."""
+    with World(layout="2x1", **OPTIONS) as world:
+        world.execute("import torch.distributed as dist\nkept = rank + 10")
+        yield world
+
+
+def agents(head: int) -> dict[str, psutil.Process]:
+    """The agents below a head by the numbers of their nodes; each has a guard before it."""
+    found = {}
+    for each in psutil.Process(head).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended, and may not have been waited for
+            if each.cmdline()[-2:-1] == ["--node"]:
+                found[each.cmdline()[-1]] = each
+    return found
+
+
+@contextmanager
+def paused(pid: int) -> Iterator[None]:
+    """Have a process stand still."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+PIDFD_GETFD = 438
+"""The number of the system call, on all architectures."""
+
+
+def cut(agent: psutil.Process, head: int) -> None:
+    """Have the connection between both be lost, as a router does that has forgotten it."""
+    ports = {each.laddr.port for each in psutil.Process(head).net_connections("tcp")}
+
+    def found() -> list[int]:
+        there = agent.net_connections("tcp")
+        return [each.fd for each in there if each.raddr and each.raddr.port in ports]
+
+    wait_until(lambda: len(found()) == 1, "the agent is connected to its head")
+    pidfd = os.pidfd_open(agent.pid)
+    fd = ctypes.CDLL(None).syscall(PIDFD_GETFD, pidfd, *found(), 0)
+    os.close(pidfd)
+    with socket.socket(fileno=fd) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.shared_world
+def test_a_connection_that_is_lost(world: World, tmp_path: Path) -> None:
+    """It is made again, also where the head was paused: nothing is lost, or comes twice."""
+    (head,) = psutil.Process(world.session.link.agent.pid).children()
+    second, gate = agents(head.pid)["1"], tmp_path / "gate"
+    pids = dict(world.pids)
+    running = world.session.submit(world.session.task(COUNT.format(gate=str(gate))))
+    second_rank = running.transcript[1]
+    for _ in range(5):
+        count = second_rank.line_count
+        follow(world, running, lambda: second_rank.line_count > count)  # noqa: B023
+        cut(second, head.pid)
+    gate.touch()
+    world.session.wait(running)
+    assert running.error() is None
+    lines = second_rank.written().split()
+    assert lines == [str(number) for number in range(len(lines))]
+    with paused(head.pid):
+        time.sleep(2 * LINK_TIMEOUT)
+    world.execute(SUM)
+    assert world.gather("kept") == [10, 11]
+    assert world.pids == pids
+
+
+@pytest.mark.shared_world
+def test_an_agent_that_is_paused(world: World, tmp_path: Path) -> None:
+    """The cell says so, and goes on with it, or without it where that takes too long."""
+    head, gate = world.session.link.agent.pid, tmp_path / "gate"
+    second = agents(head)["1"]
+    silent = f"node1 does not respond and counts as lost after {LINK_TIMEOUT} s"
+    running = world.session.submit(world.session.task(COUNT.format(gate=str(gate))))
+    follow(world, running, lambda: running.unfinished and not running.waits)
+    with paused(second.pid):
+        follow(world, running, lambda: silent in running.waits)
+    follow(world, running, lambda: silent not in running.waits)
+    gate.touch()
+    world.session.wait(running)
+    assert running.error() is None
+    with paused(second.pid), pytest.raises(WorkerDied, match=r"rank 1 on node1 .*was lost"):
+        world.execute("while True: dist.all_reduce(torch.ones(1))")
+    assert world.gather("kept") == [10]
+    wait_until(lambda: "1" not in agents(head), "it has left")
+
+
+def test_a_detached_head_without_machines(launchers: None) -> None:
+    """It ends: what the world had is gone with them."""
+    command = [sys.executable, "-c", DETACHED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as notebook:
+        assert notebook.stdout.readline() == b"up\n"
+        notebook.kill()
+    (found,) = (each for each in worlds() if each.info.name == NAME)
+    head = psutil.Process(found.agent)
+    for agent in agents(head.pid).values():
+        agent.kill()
+    wait_until(lambda: not head.is_running(), "the head has ended")
+
+
+def follow(world: World, running: RunningTask, is_so: Callable[[], object]) -> None:
+    """Follow a cell until this is so."""
+    for _ in world.session.follow(running):
+        if is_so():
+            return
+    pytest.fail(f"the cell has ended: {running.error()}")

@@ -7,24 +7,14 @@ from typing import Any
 
 import pytest
 
+from nbdist.cluster import slurm
 from nbdist.cluster.allocation import salloc_environ, step_environ
 from nbdist.cluster.launcher import LaunchError
-from nbdist.cluster.slurm import (
-    NUMBERED,
-    Job,
-    SlurmLauncher,
-    find_job,
-    nodes_of,
-    read_job,
-    salloc_command,
-    srun_command,
-    word_complaint,
-    word_queue,
-)
+from nbdist.cluster.slurm import Job, SlurmLauncher, nodes_of, salloc_command, word_complaint
 from nbdist.cluster.ticket import KeyPair, Ticket
 from nbdist.config import WorldConfig
 
-AGENT = f"sh -c {NUMBERED} sh {{wrap}}/venv/python -P -m nbdist.agent --ticket"
+AGENT = f"sh -c {slurm.NUMBERED} sh {{wrap}}/venv/python -P -m nbdist.agent --ticket"
 
 
 def wanted(**options: Any) -> WorldConfig:
@@ -33,7 +23,7 @@ def wanted(**options: Any) -> WorldConfig:
 
 def test_srun() -> None:
     """One task on each node, which shares all that the job has, and outlives the others."""
-    command = srun_command("17", 2, wanted(wrap="apptainer exec img"))
+    command = slurm.srun_command("17", 2, wanted(wrap="apptainer exec img"))
     assert command[0] == "srun"
     assert {
         *("--jobid=17", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--overlap"),
@@ -47,20 +37,13 @@ def test_srun() -> None:
     [
         ({}, ["--nodes=1"]),
         ({"layout": "2x4"}, ["--ntasks-per-node=4", "--nodes=2"]),
-        ({"layout": "1:3x1"}, ["--mincpus=1", "--nodes=1-3"]),
-        (
-            {"layout": "1:3x4", "cpus": 2},
-            ["--mincpus=8", "--cpus-per-task=2", "--nodes=1-3"],
-        ),
+        ({"layout": "1:3x4", "cpus": 2}, ["--mincpus=8", "--cpus-per-task=2", "--nodes=1-3"]),
         (
             {"layout": "1x4", "memory": "16G", "cpus": 6},
             ["--ntasks-per-node=4", "--cpus-per-task=6", "--mem=64G", "--nodes=1"],
         ),
         ({"n": "gpu", "memory": "16G"}, ["--mem-per-gpu=16G", "--nodes=1"]),
-        (
-            {"salloc": "-p gpu --gpus-per-node=4 -C 'a&b'"},
-            ["-p", "gpu", "--gpus-per-node=4", "-C", "a&b", "--nodes=1"],
-        ),
+        ({"salloc": "-p gpu -C 'a&b'"}, ["-p", "gpu", "-C", "a&b", "--nodes=1"]),
         ({"salloc": "-N2-4"}, ["-N2-4", "--nodes=2-4"]),
     ],
 )
@@ -77,42 +60,24 @@ def test_what_salloc_is_asked_for(options: dict[str, Any], asked: list[str]) -> 
     assert 'srun --jobid="$SLURM_JOB_ID" --nodes="$SLURM_JOB_NUM_NODES"' in " ".join(command)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"salloc": "--no-shell"}, "`--salloc --no-shell`: with --no-shell it would outlive"),
-        ({"salloc": "-p gpu -N"}, "`--salloc -p gpu -N`: argument -N/--nodes: expected one arg"),
-        (
-            {"salloc": "-p gpu -M c2"},
-            "`-M`: only salloc obeys it, and scancel does not: set SLURM_CL",
-        ),
-        ({"salloc": "--clusters=c2"}, "`--clusters=c2`: only salloc obeys it"),
-        (
-            {"salloc": "-N 4", "layout": "2x1"},
-            "`--salloc -N 4`: -N 4 are not the nodes of `-j`; leave one out",
-        ),
-    ],
-)
-def test_what_salloc_cannot_be_asked(options: dict[str, Any], told: str) -> None:
+def test_what_salloc_cannot_be_asked() -> None:
     """In one line."""
-    with pytest.raises(LaunchError) as found:
-        salloc_command(wanted(**options))
-    assert str(found.value).startswith(told)
+    for asked, told in (
+        ("--no-shell", "`--salloc --no-shell`: with --no-shell it would outlive"),
+        ("-p gpu -N", "`--salloc -p gpu -N`: argument -N/--nodes: expected one arg"),
+        ("-M c2", "`-M`: only salloc obeys it, and scancel does not: set SLURM_CL"),
+        ("--clusters=c2", "`--clusters=c2`: only salloc obeys it"),
+        ("-N 4", "`--salloc -N 4`: -N 4 are not the nodes of `-j`;"),
+    ):
+        with pytest.raises(LaunchError) as found:
+            salloc_command(wanted(salloc=asked, layout="2x1"))
+        assert str(found.value).startswith(told)
 
 
 def test_what_goes_to_the_nodes() -> None:
-    """Neither secrets nor anything that changes what a nested srun does.
-
-    salloc has the user's own defaults besides.
-    """
-    environ = {
-        "PATH": "/bin",
-        "SLURM_CONF": "/etc/slurm.conf",
-        "SLURM_JOB_ID": "17",
-        "SLURM_NTASKS": "4",
-        "HF_TOKEN": "secret",
-    }
+    """No secrets, nor what changes a nested srun; salloc has the user's own defaults."""
     kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}
+    environ = {**kept, "SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "HF_TOKEN": "secret"}
     assert step_environ(environ) == kept
     defaults = {"SALLOC_PARTITION": "gpu", "SALLOC_TIMELIMIT": "2:00:00"}
     assert salloc_environ(environ | defaults | {"SALLOC_NO_SHELL": "1"}) == kept | defaults
@@ -121,78 +86,61 @@ def test_what_goes_to_the_nodes() -> None:
 JOB = "JobId=17 JobName=x JobState=RUNNING NodeList=node[1-3] NumNodes=3 NumCPUs=4\n"
 
 
-@pytest.mark.parametrize(
-    ("layout", "nodes"), [(None, 3), ("2x1", 2), ("1:2x1", 2), ("1:8x1", 3), ("3x1", 3), ("4x1", 0)]
-)
-def test_nodes_of_an_allocation(layout: str | None, nodes: int) -> None:
+def test_nodes_of_an_allocation() -> None:
     """All that are wanted, of those that there are; where these are too few both are told."""
-    job, asked = read_job("17", JOB), wanted(layout=layout)
+    job = slurm.read_job("17", JOB)
     assert job == Job("17", "RUNNING", 3, "node[1-3]")
-    if nodes:
-        assert nodes_of(job, asked) == nodes
-        return
+    for layout, nodes in ((None, 3), ("2x1", 2), ("1:2x1", 2), ("1:8x1", 3), ("3x1", 3)):
+        assert nodes_of(job, wanted(layout=layout)) == nodes
     with pytest.raises(LaunchError) as found:
-        nodes_of(job, asked)
+        nodes_of(job, wanted(layout="4x1"))
     assert str(found.value) == "allocation 17 has 3 nodes (node[1-3]), and 4 are asked for"
 
 
 def test_no_allocation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What to do about it is told; also where there is no Slurm."""
     with pytest.raises(LaunchError, match="in no allocation of Slurm's"):
-        find_job({})
+        slurm.find_job({})
     monkeypatch.setenv("PATH", "/nowhere")
     ticket = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new())
     with pytest.raises(LaunchError, match="there is no `scontrol` on this machine"):
         SlurmLauncher().launch(wanted(), ticket, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [
+INVALID = "salloc: error: invalid partition specified: nope"
+CANCELLED = "slurmstepd-node1: error: *** STEP 1.1 ON node1 CANCELLED AT 2026 ***"
+REFUSED = "salloc: error: Job submit/allocate failed: no"
+KILLED = "salloc was killed by SIGKILL, and job 3 ends with it"
+NOT_OF_SLURM = [
+    "salloc: Granted job allocation 3",
+    "srun: cluster configuration lacks support for cpu binding",
+    "nbdist: the interpreter there is none",
+    "srun: error: node1: task 0: Exited with exit code 1",
+    "salloc: Relinquishing job allocation 3",
+]
+
+
+def test_what_slurm_says() -> None:
+    """In one line, or nothing where it was not Slurm."""
+    for lines, told in (
         (["srun: error: Slurm job 17 has expired"], "allocation 17 has ended"),
-        (
-            ["slurmstepd-node1: error: *** STEP 1.1 ON node1 CANCELLED AT 2026 ***"],
-            "allocation 17 has ended",
-        ),
-        (
-            ["salloc: error: invalid partition specified: nope", "salloc: error: it failed"],
-            "allocation 17: Slurm says: invalid partition specified: nope; it failed",
-        ),
-        (
-            ["salloc: error: Job submit/allocate failed: no", "salloc: Job 3 has been revoked."],
-            "allocation 17: Slurm says: Job submit/allocate failed: no",
-        ),
+        ([CANCELLED], "allocation 17 has ended"),
+        ([INVALID, "salloc: error: it failed"], f"Slurm says: {INVALID[15:]}; it failed"),
+        ([REFUSED, "salloc: Job 3 has been revoked."], f"Slurm says: {REFUSED[15:]}"),
         (["salloc: unrecognized option '--bogus'"], "unrecognized option '--bogus'"),
         (["sh: 1: exec: /venv/python: not found"], ""),
-        (
-            [
-                "salloc: Granted job allocation 3",
-                "srun: cluster configuration lacks support for cpu binding",
-                "nbdist: the interpreter there is none",
-                "srun: error: node1: task 0: Exited with exit code 1",
-                "salloc: Relinquishing job allocation 3",
-            ],
-            "",
-        ),
-        (
-            ["nbdist: salloc was killed by SIGKILL, and job 3 ends with it", "srun: error: no"],
-            "allocation 17: salloc was killed by SIGKILL, and job 3 ends with it",
-        ),
-        ([], ""),
-    ],
-)
-def test_what_slurm_says(lines: list[str], told: str) -> None:
-    """In one line, or nothing where it was not Slurm."""
-    said = word_complaint("allocation 17", lines)
-    assert told in said
-    assert bool(said) == bool(told)
+        (NOT_OF_SLURM, ""),
+        ([f"nbdist: {KILLED}", "srun: error: no"], f"allocation 17: {KILLED}"),
+    ):
+        said = word_complaint("allocation 17", lines)
+        assert told in said
+        assert bool(said) == bool(told), lines
+
+
+def test_what_becomes_of_a_request() -> None:
+    """A wait in the queue is told as long as it lasts, and an end."""
+    lines = ["salloc: Pending job allocation 3", "salloc: job 3 queued and waiting for resources"]
+    assert slurm.word_queue(lines) == "job 3 waits in Slurm's queue"
+    assert slurm.word_queue([*lines, "salloc: Granted job allocation 3"]) == ""
     said = word_complaint("`--salloc -p gpu`", ["salloc: Job allocation 3 has been revoked."])
     assert said == "the allocation of `--salloc -p gpu` has ended"
-
-
-def test_a_wait_in_the_queue_is_told() -> None:
-    """As long as it lasts."""
-    lines = ["salloc: Pending job allocation 3", "salloc: job 3 queued and waiting for resources"]
-    assert word_queue(lines) == "job 3 waits in Slurm's queue"
-    assert word_queue([*lines, "salloc: Granted job allocation 3"]) == ""
-    assert word_queue([]) == ""

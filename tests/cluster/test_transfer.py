@@ -119,31 +119,22 @@ async def test_it_is_kept_as_long_as_the_notebook_has_it(head: Head, segment: Se
     assert head.ran == [task, gone]
 
 
-async def test_stop_in_the_middle(head: Head, segment: Segment) -> None:
-    """The task is not sent, and what has come of its memory is dropped."""
+async def test_a_node_that_does_not_take_it(head: Head, segment: Segment) -> None:
+    """Where it has no room, or Stop comes, no rank gets the task; a node that is lost is none."""
     head.transfers.run(run("a", segment), (0, 1))
     head.take(0)
+    head.transfers.take(1, Taken(segment.ref.path, 0, "2 MB are free"))
+    assert head.ran == []
+    assert head.said() == [(2, "NotEnoughMemory"), (3, "NotEnoughMemory")]
+    head.shown.clear()
+    head.transfers.run(run("b", segment), (0, 1))
     assert head.transfers.stop([9]) == (9,)
     head.nodes[1].sent.clear()
     assert head.transfers.stop([3, 9]) == (9,)
     assert head.nodes[1].sent == [Dropped((segment.ref.path,))]
     assert head.said() == [(rank, "KeyboardInterrupt") for rank in range(4)]
     assert head.ran == []
-
-
-async def test_no_room_on_a_node(head: Head, segment: Segment) -> None:
-    """No rank gets the task; those of that node have failed."""
-    head.transfers.run(run("a", segment), (0, 1))
-    head.take(0)
-    head.transfers.take(1, Taken(segment.ref.path, 0, "2 MB are free"))
-    assert head.ran == []
-    assert head.said() == [(2, "NotEnoughMemory"), (3, "NotEnoughMemory")]
-
-
-async def test_a_node_is_lost(head: Head, segment: Segment) -> None:
-    """The others get the task: what they do without it is another matter."""
-    head.transfers.run(task := run("a", segment), (0, 1))
-    head.take(0)
+    head.transfers.run(task := run("c", segment), (0, 1))
     head.transfers.lose(1)
     assert head.ran == [task]
 
@@ -165,16 +156,11 @@ def test_values_where_the_notebook_finds_them(head: Head, segment: Segment) -> N
         sending.add(segment.ref)
         while piece := sending.next(0.0):
             transfers.take(1, piece)
-            taken = head.nodes[1].sent.pop()
-            assert isinstance(taken, Taken)
-            sending.taken(taken, 0.0)
+            sending.taken(head.nodes[1].sent.pop(), 0.0)
     assert transfers.moved(0, outputs(segment)) == outputs(segment)
     text, (rank, task, done) = transfers.moved(1, outputs(segment)).items
     assert (text, rank, task) == (outputs(segment).items[0], 2, "a")
-    assert isinstance(done, Done)
-    assert isinstance(done.values, Payload)
     here = done.values.segment
-    assert here is not None
     assert open_segment(here)[0] == open_segment(segment.ref)[0]
     transfers.let_go([2], "b")
     transfers.let_go([1])
@@ -224,18 +210,13 @@ def ended(brought: Segment) -> Done:
     return Done("ok", 0.1, values=Payload(segment=brought.ref))
 
 
-def test_what_has_no_big_values_goes_by(up: Up) -> None:
-    """At once, whatever it is."""
-    small = Done("ok", 0.1, values=pack_frames([b"small"])[0])
-    outputs = [Text("stdout", "x"), small, Done("ok", 0.1)]
-    for output in outputs:
-        up.returns.add(0, "a", output)
-    assert up.said == [(0, "a", output) for output in outputs]
-    assert up.sent == []
-
-
 def test_the_end_waits_for_its_values(up: Up, brought: Segment) -> None:
-    """And what the rank says after it waits too; other ranks do not."""
+    """And what the rank says after it waits too; other ranks do not, nor what is small."""
+    small = [Text("stdout", "x"), Done("ok", 0.1, values=pack_frames([b"small"])[0])]
+    for output in small:
+        up.returns.add(0, "a", output)
+    assert (up.said, up.sent) == ([(0, "a", output) for output in small], [])
+    up.said.clear()
     up.returns.add(0, "a", ended(brought))
     up.returns.add(0, "", Text("stdout", "late"))
     up.returns.add(1, "a", Done("ok", 0.2))
@@ -243,52 +224,39 @@ def test_the_end_waits_for_its_values(up: Up, brought: Segment) -> None:
     assert up.said == [none_yet, (1, "a", Done("ok", 0.2))]
     with closing(Receiving()) as head:
         while up.sent:
-            piece = up.sent.pop(0)
-            assert isinstance(piece, Piece)
-            taken = head.take(piece)
-            assert taken is not None
-            up.returns.taken(taken)
+            up.returns.taken(head.take(up.sent.pop(0)))
         assert up.said[2:] == [
             (0, "a", Moved(PIECE, 5 * PIECE // 2)),
             (0, "a", ended(brought)),
             (0, "", Text("stdout", "late")),
         ]
         here = head.places([brought.ref])[brought.ref.path]
-        assert here is not None
         assert open_segment(here)[0] == open_segment(brought.ref)[0]
     assert repr(up.returns) == "<Uploads of ranks [], <Sending 0 bytes, 0 of 7 under way>>"
 
 
-def test_stop(up: Up, brought: Segment) -> None:
-    """The rank has ended its task then, but brings nothing back."""
+def test_what_brings_nothing_back(up: Up, brought: Segment) -> None:
+    """The rank has ended its task then, or failed; what it has bound stays known."""
     up.returns.add(0, "a", ended(brought))
     assert up.returns.stop([0, 1]) == (1,)
     assert up.sent.pop() == Dropped((brought.ref.path,))
     _, (_, _, failure), (_, _, done) = up.said
-    assert isinstance(failure, Failure)
-    assert failure.name == "KeyboardInterrupt"
-    assert done == Done("error", 0.1)
+    assert (failure.name, done) == ("KeyboardInterrupt", Done("error", 0.1))
     before = len(up.sent)
     assert up.returns.stop([0]) == (0,)
     up.returns.taken(Taken(brought.ref.path, PIECE))
     assert len(up.sent) == before
-
-
-def test_no_room_for_it(up: Up, brought: Segment) -> None:
-    """The rank has failed, and what it has bound stays known; also for values within others."""
+    for each in (up.said, up.sent):
+        each.clear()
     inner = Payload((b"pickle",), within=((brought.ref.path, brought.ref),))
     up.returns.add(0, "a", Done("ok", 0.1, frozenset("x"), values=inner))
     assert next(each.ref for each in up.sent if isinstance(each, Piece)) == brought.ref
-    up.returns.taken(Taken(brought.ref.path, 0, "2 MB are free."))
+    up.returns.taken(Taken(brought.ref.path, 0, "2 MB are free."))  # where it is to go
     _, (_, _, failure), (_, _, done) = up.said
-    assert isinstance(failure, Failure)
     assert failure.message == "where the notebook is: 2 MB are free."
     assert done == Done("error", 0.1, frozenset("x"))
-
-
-def test_the_value_is_gone(up: Up) -> None:
-    """With its process: that is no value."""
-    with to_end(Segment.filling([b"x" * PIECE])) as brought:
+    up.said.clear()
+    with to_end(Segment.filling([b"x" * PIECE])) as gone:
         pass
-    up.returns.add(0, "a", ended(brought))
+    up.returns.add(0, "a", ended(gone))  # with its process
     assert [type(output) for _, _, output in up.said] == [Failure, Done]

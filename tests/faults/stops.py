@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -59,25 +58,6 @@ WAITING = 0.7
 """Seconds into the cell when Stop is pressed: most wait by then."""
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """How one Stop went: seconds until control was back, and until all work again."""
-
-    name: str
-    ranks: int
-    moment: str
-    control: float
-    working: float
-    lost: tuple[int, ...]
-
-    def __str__(self) -> str:
-        end = f"LOST {self.lost}" if self.lost else "kept"
-        return (
-            f"{self.ranks:2} ranks, {self.moment:12} {self.name:24}"
-            f"{self.control:6.2f} s{self.working:6.2f} s  {end}"
-        )
-
-
 def stop_in(world: World, source: str) -> tuple[float, float, tuple[int, ...]]:
     """Seconds until control was back, until all work again, and ranks that lost anything."""
     world.execute("kept = rank")
@@ -102,17 +82,26 @@ def stop_in(world: World, source: str) -> tuple[float, float, tuple[int, ...]]:
     return control, working, tuple(lost)
 
 
-def all_stops(ranks: int) -> Iterator[Stopped]:
+def tried(world: World, name: str, source: str, moment: str) -> tuple[bool, float]:
+    """Print how one Stop went; whether a rank lost anything, and seconds until control was back."""
+    control, working, lost = stop_in(world, source)
+    times = f"{control:6.2f} s{working:6.2f} s  {f'LOST {lost}' if lost else 'kept'}"
+    sys.stdout.write(f"{world.size:2} ranks, {moment:12} {name:24}{times}\n")
+    sys.stdout.flush()
+    return bool(lost), control
+
+
+def all_stops(ranks: int) -> Iterator[tuple[bool, float]]:
     """In a world of this size."""
     with World(ranks, log_dir="", show=False) as world:
         for name, source in FIRST.items():
-            yield Stopped(name, ranks, "first", *stop_in(world, source))
+            yield tried(world, name, source, "first")
             world.restart()
         world.execute(BEFORE)
         for name, source in AFTER.items():
-            stopped = Stopped(name, ranks, "after others", *stop_in(world, source))
-            yield stopped
-            if stopped.lost:
+            has_lost, seconds = tried(world, name, source, "after others")
+            yield has_lost, seconds
+            if has_lost:
                 world.restart()
                 world.execute(BEFORE)
 
@@ -123,19 +112,13 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--busy", type=int, default=4, help="processes that spin beside")
     options = parser.parse_args()
-    done = []
     with spinning(options.busy):
-        for ranks in options.ranks.split(","):
-            for stopped in all_stops(int(ranks)):
-                sys.stdout.write(f"{stopped}\n")
-                sys.stdout.flush()
-                done.append(stopped)
-    lost = [stopped for stopped in done if stopped.lost]
-    longest = max(stopped.control for stopped in done)
+        done = [each for ranks in options.ranks.split(",") for each in all_stops(int(ranks))]
+    losses, longest = sum(has_lost for has_lost, _ in done), max(seconds for _, seconds in done)
     sys.stdout.write(
-        f"{len(done)} Stops, {len(lost)} with losses; control back after {longest:.2f} s at most\n"
+        f"{len(done)} Stops, {losses} with losses; control back after {longest:.2f} s at most\n"
     )
-    sys.exit(bool(lost))
+    sys.exit(bool(losses))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def death(world: World, source: str) -> tuple[Died, list[str]]:
 
 
 def test_crash(logged: World) -> None:
-    """The calls from the cell in are in the rank's output, in its log, and in its last lines."""
+    """Its calls, from the cell in, are shown and logged; not those of a child before it."""
     end = "os.kill(os.getpid(), signal.SIGSEGV)"
     source = f"import os, signal\ndef end():\n    {end}\nprint('hello')\nif rank: end()"
     died, lines = death(logged, source)
@@ -78,20 +78,11 @@ def test_crash(logged: World) -> None:
     ]
     assert died.last_lines == tuple(lines)
     assert lines[1] in Path(logged.logs[1], "stderr.log").read_text().splitlines()
-
-
-def test_crash_in_a_library(logged: World) -> None:
-    """A library's calls are there too, nothing of IPython's, and no thread but the one that did.
-
-    The stack of a child that crashed before is not taken for the worker's own.
-    """
     child = "import ctypes, os\npid = os.fork()\nif not pid: os.abort()\nos.waitpid(pid, 0)\n"
-    died, lines = death(logged, f"{child}if rank: ctypes.string_at(0)")
-    assert died.exit_code == -signal.SIGSEGV
-    assert lines[0] == "Fatal Python error: Segmentation fault, in"
-    assert lines[1:3] == ["  Cell In[5], line 5", "    if rank: ctypes.string_at(0)"]
-    assert lines[3].startswith("  ctypes/__init__.py, line ")
-    assert len(lines) == 5
+    _, again = death(logged, f"{child}if rank: ctypes.string_at(0)")
+    assert again[:3] == [*lines[1:3], "    if rank: ctypes.string_at(0)"]
+    assert again[3].startswith("  ctypes/__init__.py, line ")
+    assert len(again) == 5
 
 
 def test_crash_of_a_spawned_worker(tmp_path: Path) -> None:
@@ -147,9 +138,8 @@ def test_out_of_memory(logged: World, small_group: Path) -> None:
     (small_group / "cgroup.procs").write_text(str(logged.pids[1]))
     # From then on the group's count is known.
     fill = "if rank:\n    x = [bytearray(10_000_000) for _ in range(99)]"
-    died, lines = death(logged, f"import time\ntime.sleep(0.3)\n{fill}")
+    died, (line,) = death(logged, f"import time\ntime.sleep(0.3)\n{fill}")
     assert died.exit_code == -signal.SIGKILL
-    (line,) = lines
     assert line.startswith("most likely killed by the kernel for lack of memory: oom_kill in ")
     assert str(small_group) in line
     assert line.endswith(" went from 0 to 1")
@@ -177,55 +167,46 @@ def ends(world: World, running: RunningTask) -> NbdistError | None:
     return running.error()
 
 
-# --- what a death leads to ----------------------------------------------------------------
+def runs(world: World, source: str) -> NbdistError | None:
+    """Run a cell to its end."""
+    return ends(world, world.submit(world.task(source)))
 
 
 def test_restart_all(world: World) -> None:
-    """All workers are new after a death, as with torchrun; those that lived end at once."""
+    """All workers are new after a death, though one had run the cell; it is told once."""
     world.session.on_failure = "restart-all"
     before = dict(world.pids)
-    running = world.submit(world.task(DIES + "time.sleep(600)"))
+    running = world.submit(
+        world.task(
+            "import os, threading, time\n"
+            "if rank == 3: threading.Timer(0.2, os.kill, (os.getpid(), 9)).start()\n"
+            "elif rank == 1:\n"
+            f"    while os.path.exists('/proc/{before[3]}'): time.sleep(0.01)\n"
+            "    os.kill(os.getpid(), 9)\n"
+            "elif rank == 2: dist.barrier()\n"
+            "else: time.sleep(600)"
+        )
+    )
     error = ends(world, running)
     assert isinstance(error, WorkerDied)
     assert error.rank == 1
     assert "All workers were restarted (`--on-failure restart-all`); their" in str(error)
     with pytest.raises(WorkerDied):
         world.session.check(running)
-    assert world.session.take_replaced() == {}  # it is told once
+    assert world.session.take_replaced() == {}
     assert set(before.values()).isdisjoint(world.pids.values())
     assert world.gather("globals().get('kept')") == [None] * 4
     world.execute(SUM)
-
-
-def test_restart_all_with_one_that_had_finished(world: World) -> None:
-    """Rank 3 has run the cell when it dies; what rank 1 raises tells of all ranks."""
-    world.session.on_failure = "restart-all"
-    pids = world.pids
-    running = world.submit(
-        world.task(
-            "import os, threading, time\n"
-            "if rank == 3: threading.Timer(0.2, os.kill, (os.getpid(), 9)).start()\n"
-            "elif rank == 1:\n"
-            f"    while os.path.exists('/proc/{pids[3]}'): time.sleep(0.01)\n"
-            "    os.kill(os.getpid(), 9)\n"
-            "else: dist.barrier()\n"
-        )
-    )
-    assert isinstance(ends(world, running), WorkerDied)
-    with pytest.raises(WorkerDied):
-        world.session.check(running)
-    assert world.session.take_replaced() == {}
 
 
 def test_stop_policy(world: World) -> None:
     """All workers end with a death, not with an exception; a start gives new ones."""
     world.session.on_failure = "stop"
     before = dict(world.pids)
-    error = ends(world, world.submit(world.task("if rank == 1: raise ValueError\ndist.barrier()")))
+    error = runs(world, "if rank == 1: raise ValueError\ndist.barrier()")
     assert isinstance(error, WorkerError)
-    assert not isinstance(error, WorkerDied)
     assert world.gather("kept") == [0, 1, 2, 3]
-    error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
+    error = runs(world, f"{DIES}dist.barrier()")
     assert isinstance(error, WorkerDied)
     assert "All workers were ended (`--on-failure stop`)" in str(error)
     assert world.state is State.STOPPED
@@ -236,16 +217,8 @@ def test_stop_policy(world: World) -> None:
 
 def test_survivors_are_freed_whoever_they_wait_for(world: World) -> None:
     """Also those of a group without the dead rank, whose cell has failed all the same."""
-    error = ends(
-        world,
-        world.submit(
-            world.task(
-                "pair = dist.new_group([2, 3])\n"
-                + DIES
-                + "if rank == 2: dist.barrier(group=pair)\nif rank == 3: time.sleep(3)"
-            )
-        ),
-    )
+    waits = "if rank == 2: dist.barrier(group=pair)\nif rank == 3: time.sleep(3)"
+    error = runs(world, f"pair = dist.new_group([2, 3])\n{DIES}{waits}")
     assert isinstance(error, WorkerDied)
     world.execute(SUM)
 
@@ -264,7 +237,6 @@ def test_a_survivor_that_gloo_does_not_wake(world: World, tmp_path: Path) -> Non
     Gloo forgets what it could not write to a connection that has ended, where its own thread has
     not noticed that yet (torch 2.13).  Here that thread is held meanwhile, for about 6 s.
     """
-    world.execute("kept = rank")
     sleeper, dying = (psutil.Process(world.pids[rank]) for rank in (0, 3))
     gate = tmp_path / "gate"
 
@@ -288,7 +260,7 @@ def test_a_survivor_that_gloo_does_not_wake(world: World, tmp_path: Path) -> Non
             wait_until(lambda: places()[0].operation and rests(), "it sends")
 
     with once(all_wait, die, "the others wait"):
-        error = ends(world, world.submit(world.task(LAST_TO_COME.format(gate=str(gate)))))
+        error = runs(world, LAST_TO_COME.format(gate=str(gate)))
     assert isinstance(error, WorkerDied)
     assert "rank 3 on " in str(error)
     assert "Gloo did not wake rank 0 from a collective that had ended." in str(error)
@@ -317,44 +289,71 @@ def held(thread: int) -> Iterator[None]:
         ptrace(detach, thread, 0, 0)
 
 
-# --- some ranks anew ------------------------------------------------------------------------
+def kill_idle(world: World, rank: int) -> None:
+    """Kill a rank while no cell runs, until that is known."""
+    os.kill(world.pids[rank], signal.SIGKILL)
+    wait_until(lambda: world.status()[rank].state == "dead")
 
 
-@pytest.mark.parametrize("ranks", [(0, 3), (0, 1, 2, 3)])
-def test_replace(world: World, ranks: tuple[int, ...]) -> None:
-    """These ranks are new, and lack what was bound on them; the others keep all."""
-    world.execute("net = rank")
-    before = dict(world.pids)
-    world.replace(ranks)
-    assert {rank for rank in before if before[rank] != world.pids[rank]} == set(ranks)
-    kept = [None if rank in ranks else rank for rank in range(4)]
-    assert world.gather("globals().get('kept')") == kept
-    assert re.search("kept(,| and) net", world.session.names.lacking(ranks))
+def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
+    """The others, who wait for it in the store, are called off and form another one."""
+    world.execute(
+        "import nbdist.worker.group.group as group_module, os, threading, time\n"
+        "def slow(*_): time.sleep(1); os._exit(4)\n"
+        "if rank == 0: group_module.Group.regroup = slow"
+    )
+    kill_idle(world, 1)
     world.execute(SUM)
+    assert world.session.take_replaced().keys() == {0, 1}
+    assert world.gather("globals().get('kept')") == [None, None, 2, 3]
 
 
-def test_replace_while_a_cell_runs(world: World) -> None:
-    """It is refused; nothing is ended."""
+def test_a_survivor_that_fails_once_all_have_its_address(world: World) -> None:
+    """The others, who wait in gloo for its connection, are called off, and lose nothing."""
+    world.execute(
+        "import gc, socket, time\n"
+        "from nbdist.worker.group.gloo import Gloo\n"
+        "from nbdist.worker.group.stores import AbortableStore\n"
+        "awaited = AbortableStore.awaited\n"
+        "def fail(*args, **options):\n"
+        "    awaited(*args, **options)\n"
+        "    time.sleep(0.5)  # the others are further by then\n"
+        "    raise MemoryError\n"
+        "(port,) = [each._port for each in gc.get_objects() if type(each) is Gloo]\n"
+        "port = socket.htons(port)"
+    )
+    ports = world.gather("port")
+    fails = ports.index(max(ports))  # who has less waits until the other connects
+    world.execute(f"if rank == {fails}: AbortableStore.awaited = fail")
+    lost = {fails, (fails + 1) % 4}
+    kill_idle(world, max(lost - {fails}))
+    world.execute(SUM)
+    assert world.session.take_replaced().keys() == lost
+    kept = [None if rank in lost else rank for rank in range(4)]
+    assert world.gather("globals().get('kept')") == kept
+
+
+def test_replace(world: World) -> None:
+    """These ranks are new, and the others keep all; while a cell runs it is refused."""
+    for ranks in ([0, 3], [0, 1, 2, 3]):
+        world.execute("kept = net = rank")
+        before = dict(world.pids)
+        world.replace(ranks)
+        assert [rank for rank in before if before[rank] != world.pids[rank]] == ranks
+        kept = [None if rank in ranks else rank for rank in range(4)]
+        assert world.gather("globals().get('kept')") == kept
+        assert re.search("kept(,| and) net", world.session.names.lacking(ranks))
+        world.execute(SUM)
     running = world.submit(world.task("import time; time.sleep(1)"))
     with pytest.raises(UsageError, match="still running an earlier cell"):
         world.replace([1])
     assert ends(world, running) is None
 
 
-# --- waits ----------------------------------------------------------------------------------
-
-
 def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
     """The next cell's collectives do not meet those that nobody waited for."""
-    error = ends(
-        world,
-        world.submit(
-            world.task(
-                "if rank == 1: raise ValueError('bad')\n"
-                "works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]"
-            )
-        ),
-    )
+    begun = "works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]"
+    error = runs(world, f"if rank == 1: raise ValueError('bad')\n{begun}")
     assert isinstance(error, WorkerError)
     assert not isinstance(error, RanksReleased)
     result = world.execute("t = torch.full((1,), 5.0); dist.all_reduce(t)", fetch=("t.item()",))
@@ -362,14 +361,8 @@ def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
     assert world.gather("kept") == [0, 1, 2, 3]
 
 
-# --- what is kept ---------------------------------------------------------------------------
-
-
 def test_keep(world: World) -> None:
-    """Named variables are carried over, each rank's own, big ones too; nothing else is.
-
-    What cannot be kept is told, and nothing is ended.
-    """
+    """Named variables are carried over, each rank's own; what cannot be kept ends nothing."""
     world.execute("big = torch.full((100_000,), float(rank)); both = [big, big]; other = 1")
     world.restart(keep=["big", "both"])
     assert world.gather("big.sum().item()") == [rank * 100_000.0 for rank in range(4)]

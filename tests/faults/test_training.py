@@ -38,19 +38,17 @@ def weights(net):
     return torch.cat([p.detach().flatten() for p in found])
 """
 
+SPOILS = (
+    "if rank == 1:\n    def bad(*_): raise ValueError('bad')\n    {}\ntrain(net, optimizer, [5])"
+)
+
 BREAKS = {
-    "raises in the middle of a backward": (
-        "if rank == 1:\n"
-        "    def bad(*_): raise ValueError('bad')\n"
-        "    def spoil(module, inputs, output): output.register_hook(bad)\n"
-        "    hook = getattr(net, 'module', net)[1].register_forward_hook(spoil)\n"
-        "train(net, optimizer, [5])"
+    "raises in the middle of a backward": SPOILS.format(
+        "def spoil(module, inputs, output): output.register_hook(bad)\n"
+        "    hook = getattr(net, 'module', net)[1].register_forward_hook(spoil)"
     ),
-    "raises in the middle of a forward": (
-        "if rank == 1:\n"
-        "    def bad(*_): raise ValueError('bad')\n"
-        "    hook = getattr(net, 'module', net)[2].register_forward_pre_hook(bad)\n"
-        "train(net, optimizer, [5])"
+    "raises in the middle of a forward": SPOILS.format(
+        "hook = getattr(net, 'module', net)[2].register_forward_pre_hook(bad)"
     ),
     "skips": "if rank != 1: train(net, optimizer, [5])",
 }

@@ -12,17 +12,14 @@ test: processes, ports that listen, `nbdist-*` folders, shared memory.  A module
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from nbdist.world.world import World
 from tests.hosts import network as networks
 from tests.hosts import sshd as sshds
 from tests.hosts.network import Host, Network
 from tests.hosts.sshd import Sshd
-from tests.hosts.worlds import new_world
 
 NAMES = ("node1", "node2", "node3")
 
@@ -75,20 +72,6 @@ def hosts(request: pytest.FixtureRequest, hosts_of_module: list[Host]) -> Iterat
         host.mend()
     if not request.node.get_closest_marker("shared_world"):
         complain(network, "the test")
-
-
-@pytest.fixture
-def launch(hosts: list[Host], path: None) -> Iterator[Callable[..., World]]:
-    """Makes worlds of a test's own, as `tests.hosts.worlds.new_world`, and ends them."""
-    made: list[World] = []
-
-    def launch(*args: Any, **options: Any) -> World:
-        made.append(new_world(*args, **options))
-        return made[-1]
-
-    yield launch
-    for world in made:
-        world.shutdown()
 
 
 def complain(network: Network, where: str, timeout: float = LEAK_TIMEOUT) -> None:

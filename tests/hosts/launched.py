@@ -21,7 +21,7 @@ from nbdist.world.agents import Found, worlds
 from nbdist.world.world import World
 from tests.hosts.conftest import complain
 from tests.hosts.network import Host, Network
-from tests.hosts.worlds import LINK_TIMEOUT, TRAIN, agent_on, check_whole, has_come, lose
+from tests.hosts.worlds import LINK_TIMEOUT, agent_on, check_whole, has_come, lose
 from tests.waiting import wait_until
 
 
@@ -131,24 +131,22 @@ def inherited(launched: Launched, network: Network) -> Iterator[World]:
     is_clean(launched, network)
 
 
-SEAT = ["RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+VARIABLES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"]
 PLACES = ["node1", "node1", "node2", "node2"]
 KEPT = [10, 11, 12, 13]
 
 
-def trains(world: World) -> None:
-    """A step of training works on the hosts that were named; all ranks have the same weights.
+def has_seats(world: World) -> None:
+    """Ranks are on the hosts that were named, with torchrun's variables.
 
-    With torchrun's variables, and of the environment only the node's own.
+    Of the environment they have only the node's own besides.
     """
-    world.execute(TRAIN)
-    assert world.gather("where") == PLACES
-    assert len({float(each) for each in world.gather("weight")}) == 1
-    world.execute(f"seat = [os.environ[name] for name in {SEAT}]")
-    master = world.gather("seat")[0][-1]
-    assert world.gather("seat") == [
-        [str(rank), str(rank % 2), str(rank // 2), "2", "2", master] for rank in range(4)
+    world.execute("import os, socket")
+    assert world.gather("socket.gethostname()") == PLACES
+    assert world.gather(f"[os.environ[name] for name in {VARIABLES}]") == [
+        [str(rank), str(rank % 2), str(rank // 2), "2", "2"] for rank in range(4)
     ]
+    assert len({*world.gather("os.environ['MASTER_ADDR']")}) == 1
     assert world.gather("os.environ.get('PYTEST_CURRENT_TEST')") == [None] * 4
 
 
@@ -169,10 +167,3 @@ def survives_an_agent(world: World, launched: Launched, network: Network) -> Non
         wait_until(lambda: has_come(world), f"{host} to come by itself")
     check_whole(world)
     assert world.gather("__import__('socket').gethostname()") == PLACES
-
-
-def lives(launched: Launched, network: Network) -> None:
-    """What can be another matter with each launcher, in one world, from its start to its end."""
-    with inherited(launched, network) as world:
-        trains(world)
-        survives_an_agent(world, launched, network)

@@ -152,6 +152,12 @@ class Host:
         self.run(f"ip addr replace {self.address}/24 dev eth0")
         self.run(f"ip -6 addr replace {self.address6}/64 dev eth0 nodad")
 
+    def meet(self, hosts: Sequence[Host]) -> None:
+        """Have the host know the names of these, and localhost."""
+        lines = [f"{host.address} {host.name}\n" for host in hosts]
+        local = "127.0.0.1 localhost\n::1 localhost ip6-localhost\n"
+        (self.folder / "etc" / "hosts").write_text(local + "".join(lines))
+
     # --- processes ----------------------------------------------------------------------
 
     def argv(
@@ -172,7 +178,6 @@ class Host:
         environ: Mapping[str, str] | None = None,
         timeout: float = COMMAND_TIMEOUT,
         check: bool = True,
-        stdin: str = "",
     ) -> subprocess.CompletedProcess[str]:
         """Run a command, or a line of sh, on the host; `stdout` and `stderr` are text.
 
@@ -180,7 +185,7 @@ class Host:
         """
         done = subprocess.run(
             self.argv(command, environ),
-            input=stdin,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -290,34 +295,24 @@ class Host:
         """Drop what this host sends to another machine: by default what makes connections."""
         self.block(f"{_family(address)} daddr {address} {what}", "output")
 
-    def set_names(self, names: Mapping[str, str]) -> None:
-        """Have the host know these names, and localhost: name -> address."""
-        lines = [f"{address} {name}\n" for name, address in names.items()]
-        local = "127.0.0.1 localhost\n::1 localhost ip6-localhost\n"
-        (self.folder / "etc" / "hosts").write_text(local + "".join(lines))
-
     def mend(self) -> None:
         """Undo all of the above."""
         self.no_limit()
         self.link_up()
         self.run(["nft", "flush ruleset"])
-        self.set_names({host.name: host.address for host in self._network.everything})
 
     # --- ending -------------------------------------------------------------------------
 
-    def kill_all(self) -> None:
-        """Kill every process of the host that is no daemon, as a reset of its power does."""
+    def kill_all(self, *, daemons: bool = False) -> None:
+        """Kill every process of the host, or every one that is no daemon."""
         for pid in self.processes():
-            if not self._is_lasting(pid):
+            if pid != self._holder.pid and (daemons or not self._is_lasting(pid)):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End all that is on it, and the host."""
-        for pid in self.processes():
-            if pid != self._holder.pid:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        self.kill_all(daemons=True)
         end(self._holder, signal.SIGKILL)
         # The kernel takes the namespace apart when it finds time to, and the cable with it.
         subprocess.run(["ip", "link", "delete", self._port], capture_output=True)
@@ -348,7 +343,7 @@ class Network:
         host = Host(self, name, len(self.everything) + 1)
         self.everything.append(host)
         for each in self.everything:
-            each.set_names({other.name: other.address for other in self.everything})
+            each.meet(self.everything)
         return host
 
     def _switch_on(self) -> None:

@@ -1,9 +1,8 @@
 """A real sshd on each host, and the ssh of a user who has a key and aliases for them.
 
 For each host there are these aliases, of which no name server knows:
-`node1`, `node1-v6` (over IPv6), `node1-shared` (with a ControlMaster), `node1-refused` (with a key
-that the host does not accept), `node1-changed` (which had another host key once), `node1-closed`
-(a port where nothing listens); besides `nowhere`, whose name cannot be found.
+`node1`, `node1-v6` (over IPv6), `node1-refused` (with a key that the host does not accept),
+`node1-changed` (which had another host key once), `node1-closed` (a port where nothing listens).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 from tests.hosts.network import Host, Network, end, of_tests, sh
-from tests.waiting import SOON, wait_until
+from tests.waiting import wait_until
 
 SSHD = "/usr/sbin/sshd"
 # Where sshd locks the part of itself in that talks to strangers; packages make it at boot.
@@ -35,18 +34,12 @@ SetEnv {of_tests}
 """
 
 CLIENT = """\
-Host nowhere
-  HostName nowhere.invalid
 Host *-refused
   IdentityFile {folder}/other_key
 Host *-changed
   UserKnownHostsFile {folder}/known_hosts_changed
 Host *-closed
   Port 1
-Host *-shared
-  ControlMaster auto
-  ControlPath {folder}/master-%C
-  ControlPersist 2
 Host * !*-refused
   IdentityFile {folder}/key
 Host *
@@ -73,14 +66,16 @@ class Sshd:
         PRIVILEGE_FOLDER.mkdir(exist_ok=True)
         for name in ("key", "other_key", "other_host_key"):
             self._make_key(name)
-        self.config = self.folder / "config"
-        """The user's; also in the home folder of every host."""
-        self.config.write_text("".join(map(_aliases, network.hosts)) + self._filled(CLIENT))
+        config = self.folder / "config"
+        config.write_text("".join(map(_aliases, network.hosts)) + self._filled(CLIENT))
         self._processes = [self._start(host) for host in network.hosts]
         self._write_known_hosts(network.hosts)
         self.path = self.folder / "bin"
         """A folder to put before PATH: its `ssh` is this machine's, with that configuration."""
-        self._wrap()
+        self.path.mkdir()
+        ssh = self.path / "ssh"
+        ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {config} "$@"\n')
+        ssh.chmod(0o755)
         for host in network.hosts:
             wait_until(lambda host=host: 22 in host.listening(), f"sshd on {host.name}")  # type: ignore[misc]
 
@@ -88,11 +83,6 @@ class Sshd:
     def environ(self) -> dict[str, str]:
         """For a program of this machine that calls `ssh`."""
         return {"PATH": f"{self.path}:{os.environ['PATH']}"}
-
-    def ssh(self, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        """What `ssh *words` does on this machine."""
-        command = [str(self.path / "ssh"), *words]
-        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=SOON)
 
     def close(self) -> None:
         for process in self._processes:
@@ -112,7 +102,6 @@ class Sshd:
         config.write_text(self._filled(SERVER, host.name))
         # A user without a password may log in with a key; one that is locked may not.
         host.run("sed -i 's/^root:[^:]*:/root:*:/' /etc/shadow")
-        host.run(f"mkdir -p -m 0700 ~/.ssh && cp {self.config} ~/.ssh/config")
         log = (self.folder / f"{host.name}.log").open("wb")
         with log:
             process = host.popen([SSHD, "-D", "-e", "-f", str(config)], stderr=log)
@@ -129,17 +118,10 @@ class Sshd:
             ]
             (self.folder / file).write_text("".join(lines))
 
-    def _wrap(self) -> None:
-        self.path.mkdir()
-        for tool in ("ssh", "scp"):
-            wrapper = self.path / tool
-            wrapper.write_text(f'#!/bin/sh\nexec {shutil.which(tool)} -F {self.config} "$@"\n')
-            wrapper.chmod(0o755)
-
 
 def _aliases(host: Host) -> str:
-    plain = [host.name, *(f"{host.name}-{kind}" for kind in ("shared", "refused", "changed"))]
+    names = [host.name, *(f"{host.name}-{kind}" for kind in ("refused", "changed", "closed"))]
     return (
         f"Host {host.name}-v6\n  HostName {host.address6}\n"
-        f"Host {' '.join(plain)} {host.name}-closed\n  HostName {host.address}\n"
+        f"Host {' '.join(names)}\n  HostName {host.address}\n"
     )

@@ -1,24 +1,32 @@
-"""Worlds over ssh whose machines are lost, late, slow, or back."""
+"""Worlds over ssh whose machines are lost, late, slow, silent, or back: what is kept, and said.
+
+`tests/cluster/test_nodes.py` has connections that are lost, heads and agents that stop.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from nbdist.errors import AgentLost, ScaleError, UsageError, WorkerError
+from nbdist.errors import AgentLost, ScaleError, UsageError, WorkerDied, WorkerError
+from nbdist.terminal.worlds import kill_world
+from nbdist.values.payload import pack_names
+from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.hosts.launched import Launched, is_clean, other_notebook, trains
+from tests.hosts.launched import Launched, has_seats, is_clean, named, other_notebook
 from tests.hosts.network import Host, Network
 from tests.hosts.worlds import check_whole, has_come, lose, new_world, ours_on
-from tests.waiting import press_stop, wait_until
+from tests.waiting import once, press_stop, wait_until
 
 pytestmark = pytest.mark.shared_world
 
@@ -72,10 +80,7 @@ def seats(world: World) -> list[object]:
 
 
 def test_a_link_is_taken_down(world: World, hosts: list[Host], network: Network) -> None:
-    """In the middle of a collective: the survivors are freed, keep what they have, and go on.
-
-    When the machine comes back it is taken in between cells, with set-up cells.
-    """
+    """In mid-collective: survivors keep all and go on; the machine is taken in when it is back."""
     world.execute("pair = dist.new_group([0, 1])")
     said = lose(world, network, hosts[1].link_down)
     assert said.startswith("rank 2 on node2 ")
@@ -107,21 +112,13 @@ def test_ranks_of_a_lost_machine_go_where_there_is_room(
 
 
 def test_the_first_machine_is_lost(world: World, hosts: list[Host]) -> None:
-    """Whoever was rank 0: the next is, also for stores of users' own; models go on."""
-    world.execute(
-        "net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
-        "def step():\n"
-        "    net(torch.ones(1, 4)).sum().backward()\n"
-        "    return net.module.weight.grad.sum().item()\n"
-        "step()"
-    )
+    """Whoever was rank 0: the next is, also for stores of users' own."""
     first, second = in_order(world, hosts)
     first.link_down()
     session = world.session
     wait_until(lambda: session.receive(0.1) or session.dead, f"the loss of {first} is noticed")
     assert seats(world) == [[r, 2, 0, 1, 2, second.name, r + 2] for r in range(2)]
     assert world.gather("os.environ['MASTER_ADDR']") == [second.address] * 2
-    assert len({*world.gather("step()")}) == 1
 
 
 def test_all_machines_are_lost(world: World, hosts: list[Host], network: Network) -> None:
@@ -153,8 +150,6 @@ def test_a_slow_link_and_busy_machines(world: World, hosts: list[Host]) -> None:
         assert world.gather("size") == [len(values)] * 4
         with pytest.raises(WorkerError, match="bad shard"):
             world.execute("if rank: raise ValueError('bad shard')\ndist.barrier()")
-        world.execute("import time\nend = time.time() + 3\nwhile time.time() < end: pass")
-        assert len(world.gather("bytes(500_000)", ranks=[3])[0]) == 500_000
         check_whole(world)
     finally:
         for process in spinning:
@@ -163,13 +158,9 @@ def test_a_slow_link_and_busy_machines(world: World, hosts: list[Host]) -> None:
     assert world.pids == pids
 
 
-def test_a_step_of_training(world: World) -> None:
-    """With what torchrun would have set, on the hosts that were named."""
-    trains(world)
-
-
-def test_a_group_of_the_users_own(world: World) -> None:
-    """What a tutorial sets up by hand meets at MASTER_ADDR, over the network."""
+def test_cells(world: World) -> None:
+    """Each rank has its seat; a user's own group meets at MASTER_ADDR; Stop ends what waits."""
+    has_seats(world)
     world.execute(
         "dist.destroy_process_group()\n"
         "dist.init_process_group('gloo', init_method='env://')\n"
@@ -177,10 +168,6 @@ def test_a_group_of_the_users_own(world: World) -> None:
         "dist.destroy_process_group()"
     )
     assert [float(each) for each in world.gather("total")] == [4.0] * 4
-
-
-def test_stop(world: World) -> None:
-    """Ranks on all hosts leave a collective, in which one is missing."""
     pressing = threading.Timer(1.0, press_stop)
     pressing.start()
     with pytest.raises(KeyboardInterrupt):
@@ -204,7 +191,7 @@ def test_files_that_hosts_do_not_have(
         world.snapshot(name="one")
     monkeypatch.setenv("NBDIST_SNAPSHOT_DIR", str(network.folder))  # which all hosts have
     world.snapshot(name="one")
-    world.restart()
+    world.execute("del x")
     world.restore(name="one")
     assert [each.tolist() for each in world.gather("x")] == [[rank + 1.0] * 3 for rank in range(4)]
 
@@ -226,6 +213,152 @@ def test_what_is_on_its_way_when_a_rank_has_finished(world: World, hosts: list[H
     check_whole(world)
 
 
+# --- a network that stands still --------------------------------------------------------------
+
+RETRIES = "/proc/sys/net/ipv4/tcp_retries2"
+
+
+@pytest.fixture
+def steady(world: World, hosts: list[Host]) -> Iterator[World]:
+    """The world, with a group whose connections are made; no test may lose a rank."""
+    check_whole(world)
+    pids = dict(world.pids)
+    yield world
+    for host in hosts:
+        host.mend()
+    check_whole(world)
+    assert world.pids == pids
+
+
+def until_stalled(
+    world: World, source: str = "dist.all_reduce(t)", ends: str = "node1 and node2"
+) -> RunningTask:
+    """Run a cell until it says that the network between these is."""
+    running = world.session.submit(world.session.task(f"t = torch.ones(1)\n{source}"))
+    for _ in world.session.follow(running):
+        if re.search(f"the network between {ends} is stalled", running.waits):
+            return running
+    pytest.fail(f"the cell has ended: {running.error()}")
+
+
+@pytest.mark.parametrize("sender", [0, 2])
+def test_a_network_that_is_stalled(sender: int, steady: World, hosts: list[Host]) -> None:
+    """It is named in the running cell, which goes on once it is back, whichever end has sent."""
+    receiver = 2 - sender
+    ends = in_order(steady, hosts)
+    here, there = ends[sender // 2], ends[receiver // 2]
+    there.block_from(here.address)
+    source = f"if rank == {sender}: dist.send(t, {receiver})\n"
+    source += f"if rank == {receiver}: dist.recv(t, {sender})"
+    running = until_stalled(steady, source, f".*{here.name}.*")
+    there.mend()
+    steady.session.wait(running)
+    assert running.error() is None
+
+
+def test_stop_where_the_network_is_stalled(steady: World, hosts: list[Host]) -> None:
+    """Control is given back, and nothing is lost."""
+    hosts[1].block_from(hosts[0].address)
+    running = until_stalled(steady)
+    steady.session.interrupt()
+    steady.session.wait(running)
+    assert not running.unfinished
+
+
+def test_a_network_that_does_not_come_back(steady: World, hosts: list[Host]) -> None:
+    """TCP says when it gives up, after seconds here and minutes elsewhere; then it is over."""
+    for host in hosts[:2]:
+        host.run(f"echo 4 >{RETRIES}")
+    try:
+        hosts[1].block_from(hosts[0].address)
+        running = until_stalled(steady)
+        for _ in steady.session.follow(running):
+            if running.transcript.errors:
+                hosts[1].mend()
+        assert "Connection timed out" in str(running.error())
+    finally:
+        for host in hosts[:2]:
+            host.run(f"echo 15 >{RETRIES}")
+
+
+# --- big values, which a thin cable carries for seconds -----------------------------------------
+
+SIZE = 64 << 20
+"""Bytes of a big value."""
+
+LIMIT = 80
+"""Million bits a second: they take some seven seconds."""
+
+
+def segments(hosts: list[Host]) -> list[str]:
+    """The shared memory that processes of the hosts, and the heads of this process, have open."""
+    pids, found = [pid for host in hosts for pid in host.processes()], []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            pids += [each.pid] if "nbdist.cluster" in each.cmdline() else []
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                if (target := os.readlink(link)).startswith("/memfd:nbdist "):
+                    found.append(f"{pid}: {target}")
+    return found
+
+
+def begun(hosts: list[Host], then: Callable[[], None]) -> AbstractContextManager[None]:
+    """Do something as soon as a big value is on its way: to hosts, or without any from them."""
+    before = {*segments(hosts)}
+    return once(lambda: {*segments(hosts)} - before, then, "a big value is on its way")
+
+
+@pytest.fixture
+def big(world: World, hosts: list[Host]) -> Iterator[torch.Tensor]:
+    """A big value, for the second host over a thin cable; after the test no host has any."""
+    hosts[1].limit(LIMIT)
+    yield torch.ones(SIZE // 4)
+    world.execute("for name in ('big', 'mine'): globals().pop(name, None)")
+    wait_until(lambda: not segments(hosts), "big values are let go of")
+
+
+def test_how_far_it_is(world: World, big: torch.Tensor) -> None:
+    """The notebook is told while it is on its way, once to each host, and when it is there."""
+    payload, segment = pack_names({"big": big}, {})
+    assert segment is not None
+    with segment:
+        running = world.session.submit(world.session.task("total = big.sum()", names=payload))
+        seen = [running.bytes_moved for _ in world.session.follow(running)]
+    done, total = zip(*(far for far in dict.fromkeys(seen) if far[1]), strict=True)
+    assert len(done) > 3
+    assert [*done] == sorted(done)
+    assert {*total} == {done[-1]}
+    assert done[-1] == pytest.approx(2 * SIZE, rel=0.01)
+    assert world.gather("int(total)") == [SIZE // 4] * 4
+
+
+def test_stop_before_it_is_there(world: World, hosts: list[Host], big: torch.Tensor) -> None:
+    """No rank gets the task, what has come is let go, and the next cell runs."""
+    with begun(hosts, press_stop), pytest.raises(KeyboardInterrupt):
+        world.execute("ran = True", names={"big": big})
+    wait_until(lambda: not segments(hosts), "what has come is let go of")
+    world.execute("has = 'big' in globals() or 'ran' in globals()")
+    assert world.gather("has") == [False] * 4
+
+
+def test_a_host_is_lost_half_way(world: World, hosts: list[Host], big: torch.Tensor) -> None:
+    """Its ranks count as dead: the others end the task, and what has come back is no value."""
+    second = in_order(world, hosts)[1]
+    with begun(hosts, second.link_down), pytest.raises(WorkerDied, match=second.name):
+        world.execute("done = True", names={"big": big})
+    second.mend()
+    wait_until(lambda: has_come(world), f"{second} to come back")
+    world.execute(f"mine = torch.ones({SIZE // 4})")
+    second.limit(LIMIT)
+    with begun([], second.link_down), pytest.raises(WorkerDied, match=second.name):
+        world.gather("mine", ranks=[2])
+
+
+# --- what is killed -----------------------------------------------------------------------------
+
+
 def test_what_kills_the_head(started: World, hosts: list[Host]) -> None:
     """With its guard it ends: nothing is left of it on any host, and the notebook is told."""
     psutil.Process(started.session.link.agent.pid).kill()
@@ -234,20 +367,24 @@ def test_what_kills_the_head(started: World, hosts: list[Host]) -> None:
     wait_until(lambda: not ours_on(hosts[0]), "node1 has ended its agent")
 
 
-def test_a_notebook_that_is_killed(path: None, hosts: list[Host], network: Network) -> None:
-    """Its workers end with it, whatever they do, on all hosts."""
-    ssh = Launched("ssh", {"hosts": "node1:2,node2:2"})
-    with other_notebook(ssh, "/nowhere"):
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_notebook_that_is_killed(
+    path: None, hosts: list[Host], network: Network, *, detach: bool
+) -> None:
+    """Its workers end with it, whatever they do, on all hosts; detached ones by a command."""
+    ssh, name = Launched("ssh", {"hosts": "node1:1,node2:1"}), f"killed-{os.getpid()}"
+    with other_notebook(ssh, "/nowhere", name=name, detach=detach):
         assert all(host.left() for host in hosts[:2])
+    if detach:
+        wait_until(lambda: named(name)[0].is_detached, "its notebook is gone")
+        assert all(host.left() for host in hosts[:2])
+        assert kill_world(name) == 0
+        assert named(name) == []
     is_clean(ssh, network)
 
 
 def test_a_world_begins_at_the_minimum(hosts: list[Host], network: Network, path: None) -> None:
-    """A host that is not there yet is no obstacle, and is taken in when it comes.
-
-    What its loss leads to is the user's to say: all workers are started anew on the machines
-    that are left, if they will do, or ended.
-    """
+    """A host that comes later is taken in; its loss restarts all workers, or ends them, as said."""
     hosts[1].block("tcp dport 22")
     with new_world("node1,node2", layout="1:2x1", on_failure="restart-all") as world:
         world.execute(SET_UP, setup=True)

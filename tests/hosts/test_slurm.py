@@ -1,11 +1,7 @@
 """Worlds in a real Slurm: in an allocation, in one of their own, and when Slurm says no.
 
-The tests' machine is one from which jobs are submitted, and is itself in no allocation's nodes.
-
-A real Slurm over the hosts: munged, slurmctld on a host of its own, slurmd on each other.
-
-Each node has 8 CPUs, 16,000 MB and 2 GPUs, none of which it has.  On the hosts Slurm's commands
-need nothing; on this machine they need `Slurm.environ`.
+slurmctld has a host of its own, each other has a slurmd, with 8 CPUs, 16,000 MB and 2 GPUs that
+there are not.  This machine is one from which jobs are submitted.
 """
 
 from __future__ import annotations
@@ -15,10 +11,8 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
@@ -27,9 +21,15 @@ from nbdist.errors import AgentLost, StartError, WorkerDied
 from nbdist.system.processes import children_of
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.hosts.launched import allocated, lives
+from tests.hosts.launched import (
+    Launched,
+    allocated,
+    has_seats,
+    inherited,
+    other_notebook,
+    survives_an_agent,
+)
 from tests.hosts.network import Host, Network, end, of_tests
-from tests.hosts.worlds import check_whole
 from tests.waiting import SOON, once, press_stop, wait_until
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scancel")
@@ -65,13 +65,6 @@ DefMemPerCPU=100
 """
 
 
-def missing() -> str | None:
-    """Why there can be no Slurm here, or None."""
-    if absent := [name for name in DAEMONS if not shutil.which(name)]:
-        return f"no {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client munge)"
-    return None
-
-
 class Slurm:
     """A cluster of one partition whose nodes are the hosts of a network."""
 
@@ -91,17 +84,11 @@ class Slurm:
         for child in self.control.processes():  # slurmctld has one to run scripts
             self.control.lasts(child)
 
-    @property
-    def environ(self) -> dict[str, str]:
-        """For Slurm's commands on this machine."""
-        return {"SLURM_CONF": str(self.config)}
-
     def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """What one of Slurm's commands does on this machine, outside of any allocation."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        done = subprocess.run(
-            words, env=kept | self.environ, capture_output=True, text=True, timeout=SOON
-        )
+        environ = kept | {"SLURM_CONF": str(self.config)}
+        done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=SOON)
         assert not check or done.returncode == 0, f"{words}: {done.stderr}{done.stdout}"
         return done
 
@@ -120,8 +107,7 @@ class Slurm:
         """Have this process be in a new allocation, as in the shell of a `salloc`."""
         job = self.allocate(*options)
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in {**self.environ, "SLURM_JOB_ID": str(job)}.items():
-                patch.setenv(name, value)
+            patch.setenv("SLURM_JOB_ID", str(job))
             yield job
         self.cancel(job)
 
@@ -181,7 +167,13 @@ class Slurm:
             "seed-file": self.folder / "munge.seed",
         }
         options = [f"--{name}={path}" for name, path in files.items()]
-        process = _popen(["munged", "--foreground", "--force", *options])
+        process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "munged", "--foreground", "--force", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         wait_until((self.folder / "munge.socket").exists, "munged did not start")
         return process
 
@@ -195,33 +187,16 @@ class Slurm:
         host.lasts(process.pid, port)
 
 
-def _popen(command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        ["setpriv", "--pdeathsig", "KILL", *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-@pytest.fixture(scope="session")
-def slurm(network: Network) -> Iterator[Slurm]:
-    """A real Slurm over the hosts."""
-    if reason := missing():
-        pytest.skip(reason)
-    slurm = Slurm(network)
-    yield slurm
-    slurm.close()
-
-
 @pytest.fixture(scope="module")
-def slurm_here(slurm: Slurm) -> Iterator[Slurm]:
-    """Its commands work on this machine."""
+def slurm(network: Network) -> Iterator[Slurm]:
+    """A real Slurm over the hosts, whose commands work on this machine."""
+    if absent := [name for name in DAEMONS if not shutil.which(name)]:
+        pytest.skip(f"no {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client munge)")
+    slurm = Slurm(network)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in slurm.environ.items():
-            patch.setenv(name, value)
+        patch.setenv("SLURM_CONF", str(slurm.config))
         yield slurm
+    slurm.close()
 
 
 def make_world(layout: str = "2x1", **options: object) -> World:
@@ -245,171 +220,117 @@ def start_killed_in_queue(world: World) -> None:
                 each.kill()
 
 
-@pytest.fixture
-def job(slurm_here: Slurm, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """This process is in an allocation of two nodes."""
-    with slurm_here.inside("-N2", f"--gpus-per-node={GPUS}", "--ntasks-per-node=4") as job:
+def test_a_world(
+    slurm: Slurm, hosts: list[Host], network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives as over ssh, as a step of its name; the end of the allocation is told."""
+    with slurm.inside("-N2", f"--gpus-per-node={GPUS}", "--ntasks-per-node=4") as job:
         # So it is in such a shell, and srun would start four agents on each node.
         monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
         monkeypatch.setenv("SLURM_NTASKS", "8")
-        yield job
+        steps = ("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%j")
+        running = lambda: slurm.run(*steps, check=False).stdout.split()  # noqa: E731
+        launched = allocated("slurm", running)
+        with inherited(launched, network) as world:
+            has_seats(world)
+            # By these Lightning would take the node's number for the rank.
+            told = "{'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_NODEID'} & {*os.environ}"
+            assert world.gather(f"os.environ['SLURM_JOB_ID'], {told}") == [(str(job), set())] * 4
+            assert world.session.spec.name in running()
+            survives_an_agent(world, launched, network)
+
+            said = dies_when(world, lambda: slurm.cancel(job))
+            assert f"allocation {job} has ended" in said
+            with pytest.raises(StartError, match=f"allocation {job} has ended") as found:
+                make_world().start()
+            assert "\n" not in str(found.value)
 
 
-@pytest.fixture
-def world(job: int, hosts: list[Host]) -> Iterator[World]:
-    """One worker on each node, found without an option."""
-    with make_world() as world:
-        yield world
-
-
-def test_a_world(slurm_here: Slurm, hosts: list[Host], network: Network) -> None:
-    """In an allocation it lives as over ssh."""
-    with slurm_here.inside("-N2") as job:
-        steps = ("squeue", "--steps", "--noheader", "--format=%i", f"--jobs={job}")
-        lives(allocated("slurm", lambda: slurm_here.run(*steps).stdout.split()), network)
-
-
-def test_a_world_in_an_allocation(world: World, job: int, slurm_here: Slurm) -> None:
-    """Found without an option, and a step of its name, whose ranks are not Slurm's.
-
-    Where the allocation ends in mid-cell, the cell says why, and so does the next start.
-    """
-    world.execute("import os, socket\nplace = socket.gethostname(), os.environ['SLURM_JOB_ID']")
-    assert world.gather("place") == [("node1", str(job)), ("node2", str(job))]
-    assert [row.host for row in world.status()] == ["node1", "node2"]
-    # By these Lightning would take the node's number for the rank.
-    world.execute("told = {'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_NODEID'} & {*os.environ}")
-    assert world.gather("told") == [set(), set()]
-    steps = slurm_here.run("squeue", "--steps", "--noheader", "--format=%j", f"--jobs={job}")
-    assert world.session.spec.name in steps.stdout.split()
-
-    said = dies_when(world, lambda: slurm_here.cancel(job))
-    assert f"allocation {job} has ended" in said
-    with pytest.raises(StartError, match=f"allocation {job} has ended") as found:
-        make_world().start()
-    assert "\n" not in str(found.value)
-
-
-NOTEBOOK = """
-import time
-from nbdist import World
-world = World(layout="2x1", salloc="-p main", log_dir="", show=False)
-world.start()
-print("up", flush=True)
-world.execute("import time; time.sleep(600)")
-"""
-
-
-def test_a_notebook_that_is_killed(slurm_here: Slurm, hosts: list[Host]) -> None:
+def test_a_notebook_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
     """Its allocation ends, and all that was in it."""
-    command = [sys.executable, "-c", NOTEBOOK]
-    notebook = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert notebook.stdout is not None
-    with notebook.stdout:
-        assert notebook.stdout.readline() == "up\n"
-    assert len(slurm_here.jobs()) == 1
-    notebook.kill()
-    notebook.wait()
-    wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
+    launched = Launched("slurm", {"layout": "1x1", "salloc": "-p main"})
+    with other_notebook(launched, "/nowhere"):
+        assert len(slurm.jobs()) == 1
+    wait_until(lambda: not slurm.jobs(), "the allocation has ended")
 
 
-def test_a_salloc_that_is_killed(slurm_here: Slurm, hosts: list[Host]) -> None:
-    """Its allocation ends with it, which the cell says; a restart has one of its own, and no more.
+def test_a_salloc_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
+    """Its allocation, of as many nodes as are free, ends with it; a restart has another one.
 
     With Slurm's controller away at the end it is said that the job may run on, and what ends it.
     """
-    with make_world(salloc="-p main") as world:
-        (before,) = slurm_here.jobs()
+    other = slurm.allocate("-N2", "--exclusive")
+    with make_world("1:2x1", salloc="-p main", name="range") as world:
+        shown = slurm.run("squeue", "--noheader", "--name=range", "--format=%A %D").stdout
+        before, nodes = shown.split()
+        assert nodes == "1"
         guard = psutil.Process(world.session.link.agent.pid)
         below = guard.children(recursive=True)
         (salloc,) = (each for each in below if each.name() == "salloc")
         said = dies_when(world, salloc.kill)
         assert f"`--salloc -p main`: salloc was killed by SIGKILL, and job {before} ends" in said
-        wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
+        wait_until(lambda: slurm.jobs() == [other], "the allocation has ended")
         world.restart()
-        (job,) = slurm_here.jobs()
-        slurm_here.control.link_down()
+        (job,) = {*slurm.jobs()} - {other}
+        slurm.control.link_down()
         left = world.session.shutdown()
-        slurm_here.control.link_up()
+        slurm.control.link_up()
     assert re.search(rf"Slurm's job {job} may still run \(.+\): `scancel {job}` ends it$", left)
-    slurm_here.cancel(job)
-
-
-def test_a_range_of_nodes(slurm_here: Slurm, hosts: list[Host]) -> None:
-    """As many as are free: here one of two."""
-    other = slurm_here.allocate("-N2", "--exclusive")
-    with make_world("1:2x1", salloc="-p main", name="range") as world:
-        shown = slurm_here.run("squeue", "--noheader", "--name=range", "--format=%D").stdout
-        assert shown.split() == ["1"]
-        check_whole(world, 1)
-    slurm_here.cancel(other)
-    wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
+    for each in (job, other):
+        slurm.cancel(each)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("salloc", "told"),
     [
         (
-            {"salloc": "-p nope"},
+            "-p nope",
             "`--salloc -p nope`: Slurm says: invalid partition specified: nope; Job submit/allocate"
             " failed: Invalid partition name specified.",
         ),
-        ({"salloc": "--bogus"}, "`--salloc --bogus`: Slurm says: unrecognized option '--bogus'."),
         (
-            {"salloc": "--gpus-per-node=9"},
+            "--gpus-per-node=9",
             "`--salloc --gpus-per-node=9`: Slurm says: Job submit/allocate failed: Requested node "
             "configuration is not available.",
         ),
     ],
 )
-def test_what_slurm_refuses(
-    options: dict[str, str], told: str, slurm_here: Slurm, hosts: list[Host]
-) -> None:
+def test_what_slurm_refuses(salloc: str, told: str, slurm: Slurm, hosts: list[Host]) -> None:
     """In one line."""
     with pytest.raises(StartError) as found:
-        make_world(**options).start()
+        make_world(salloc=salloc).start()
     assert str(found.value).startswith(f"the workers could not start: {told}")
     assert "\n" not in str(found.value)
 
 
-@pytest.fixture
-def all_taken(slurm_here: Slurm) -> Iterator[int]:
-    """Somebody else's allocation has all nodes."""
-    job = slurm_here.allocate("-N3", "--exclusive")
-    yield job
-    slurm_here.cancel(job)
-
-
 def test_an_allocation_of_its_own(
-    all_taken: int, slurm_here: Slurm, hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+    slurm: Slurm, hosts: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--salloc` waits in the queue for one of that name; it ends with the head, however that does.
-
-    Nothing is left in the queue when the wait is stopped, or its head and the guard are killed.
-    """
+    """It is waited for in the queue, where nothing is left after Stop; it ends with the head."""
     monkeypatch.setenv("SALLOC_TIMELIMIT", "7")
-    stopping = once(lambda: len(slurm_here.jobs()) == 2, press_stop, "it is time to stop")
+    all_taken = slurm.allocate("-N3", "--exclusive")
+    stopping = once(lambda: len(slurm.jobs()) == 2, press_stop, "it is time to stop")
     with stopping, pytest.raises(KeyboardInterrupt):
         make_world(salloc="-p main").start()
-    wait_until(lambda: slurm_here.jobs() == [all_taken], "it is in the queue no more")
+    wait_until(lambda: slurm.jobs() == [all_taken], "it is in the queue no more")
 
     with pytest.raises(AgentLost):
         start_killed_in_queue(make_world(salloc="-p main"))
-    wait_until(lambda: slurm_here.jobs() == [all_taken], "it is in the queue no more")
+    wait_until(lambda: slurm.jobs() == [all_taken], "it is in the queue no more")
 
     world = make_world(salloc=f"--gpus-per-node={GPUS} --mem=500", name="mine", cpus=2)
     said = False
     for text in world.session.starting_texts():
         if "waits in Slurm's queue" in text and not said:
             said = True
-            slurm_here.cancel(all_taken)
+            slurm.cancel(all_taken)
     with world:
         assert said
-        shown = slurm_here.run("squeue", "--noheader", "--format=%j %D %C %l").stdout
+        shown = slurm.run("squeue", "--noheader", "--format=%j %D %C %l").stdout
         assert shown.split() == ["mine", "2", "4", "7:00"]
         assert world.size == 2
         (head,) = children_of(world.session.link.agent.pid)
         os.kill(head, signal.SIGKILL)
-        wait_until(lambda: not slurm_here.jobs(), "the allocation has ended")
+        wait_until(lambda: not slurm.jobs(), "the allocation has ended")
         with pytest.raises(AgentLost):
             world.execute("pass")

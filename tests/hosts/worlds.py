@@ -21,19 +21,6 @@ AGENT_ARGUMENTS = agent_command("")[1:]
 LINK_TIMEOUT = 3
 """Seconds, where a test does not say otherwise: many wait for the loss of a machine."""
 
-TRAIN = """
-import os, socket, time, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-torch.manual_seed(0)
-model = DDP(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loss = model(torch.full((2, 4), float(rank))).sum()
-loss.backward()
-optimizer.step()
-weight = model.module.weight.detach().sum()
-where = socket.gethostname()
-"""
-
 FOREVER = """
 import torch, torch.distributed as dist
 dist.all_reduce(torch.ones(1))

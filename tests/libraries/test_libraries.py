@@ -14,7 +14,6 @@ from nbdist import World
 from nbdist.output.bars import BarTable, bar_table, merged_line
 from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import panel_text
-from nbdist.wire.work import Source
 
 UNTIL_SEEN = """
 def until_seen(name, folder={folder!r}):
@@ -29,19 +28,11 @@ def until_seen(name, folder={folder!r}):
 
 @dataclass(frozen=True)
 class Drawn:
-    """The tables of bars while a cell ran, their lines in a terminal, and its final text."""
+    """Which ranks had bars while a cell ran, their lines in a terminal, and its final text."""
 
-    tables: list[BarTable]
+    ranks: set[tuple[int, ...]]
     lines: list[str]
     final: str
-
-    @property
-    def names(self) -> set[str]:
-        return {row.name for table in self.tables for row in table.rows}
-
-    @property
-    def ranks(self) -> set[tuple[int, ...]]:
-        return {table.ranks for table in self.tables}
 
     def stays(self, bar: str) -> bool:
         """Whether a bar that begins so has stayed of both ranks: a line of each, or one of both.
@@ -60,19 +51,19 @@ def drawn(world: World, folder: Path, source: str, ranks: Sequence[int] = (0, 1)
     row for each of them, somewhere between 0 and 1.
     """
     helped = UNTIL_SEEN.format(folder=str(folder)) + source
-    running = world.submit(world.task(Source(helped)))
-    found = Drawn([], [], "")
+    running = world.submit(world.task(helped))
+    with_bars, lines = set[tuple[int, ...]](), list[str]()
     for _ in world.follow(running):
         if table := bar_table(running.transcript):
-            found.tables.append(table)
-            found.lines.append(merged_line(running.transcript))
+            with_bars.add(table.ranks)
+            lines.append(merged_line(running.transcript))
             assert "\n── rank" in panel_text(live_layout(running.transcript, time.monotonic()))
             for name in moving(table, ranks):
                 (folder / f"seen {name.encode().hex()}").touch()
     world.session.check(running)
     final = panel_text(final_layout(running.transcript))
     world.session.let_go(running)
-    return Drawn(found.tables, found.lines, final)
+    return Drawn(with_bars, lines, final)
 
 
 def moving(table: BarTable, ranks: Sequence[int]) -> set[str]:
@@ -132,11 +123,8 @@ def test_torch_believes_it(world: World) -> None:
     assert world.gather("(dist.get_rank(), dist.get_world_size())") == [(0, 2), (1, 2)]
 
 
-def test_accelerate(world: World) -> None:
-    """`Accelerator()` finds the group, splits the data and averages gradients."""
-    needs("accelerate")
-    world.execute(
-        """
+TRAINING = {
+    "accelerate": """
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 model = make_model()
@@ -151,12 +139,46 @@ for epoch in range(4):
         accelerator.backward(loss)
         optimizer.step()
     losses.append(loss.item())
-"""
-        + SAME
-    )
-    kind = "(accelerator.num_processes, accelerator.distributed_type.value, len(loader))"
-    assert in_all(world, kind) == {(2, "MULTI_CPU", 4)}
-    assert in_all(world, "type(model).__name__") == {"DistributedDataParallel"}
+kind = accelerator.num_processes, accelerator.distributed_type.value, len(loader)
+assert kind == (2, "MULTI_CPU", 4), kind
+assert type(model).__name__ == "DistributedDataParallel"
+""",
+    "torch.compile": """
+model = nn.parallel.DistributedDataParallel(make_model())
+compiled = torch.compile(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+losses = []
+for _ in range(5):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(compiled(inputs[rank::2]), targets[rank::2])
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+""",
+    "deepspeed": """
+import os
+os.environ["DS_ACCELERATOR"] = "cpu"
+import deepspeed
+deepspeed.init_distributed(dist_backend="gloo")
+model = make_model()
+config = {"train_batch_size": 64, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+losses = []
+for _ in range(5):
+    loss = nn.functional.cross_entropy(engine(inputs[rank::2]), targets[rank::2])
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+assert engine.world_size == 2
+""",
+}
+
+
+@pytest.mark.parametrize("library", TRAINING)
+def test_gradients_are_averaged(world: World, library: str) -> None:
+    """It takes the group that is there: weights stay the same on both ranks, and learn."""
+    needs(library.partition(".")[0])
+    world.execute(TRAINING[library] + SAME)
     assert in_all(world, "same and losses[-1] < losses[0]") == {True}
 
 
@@ -262,51 +284,6 @@ accuracy = metric.compute().item()
 """
     )
     assert in_all(world, "accuracy") == {0.5}
-
-
-def test_compile(world: World) -> None:
-    """`torch.compile` works in a cell, on a model in DDP."""
-    world.execute(
-        """
-model = nn.parallel.DistributedDataParallel(make_model())
-compiled = torch.compile(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-losses = []
-for _ in range(5):
-    optimizer.zero_grad()
-    loss = nn.functional.cross_entropy(compiled(inputs[rank::2]), targets[rank::2])
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())
-"""
-        + SAME
-    )
-    assert in_all(world, "same and losses[-1] < losses[0]") == {True}
-
-
-def test_deepspeed(world: World) -> None:
-    """`deepspeed.initialize` takes the group that is there, and averages gradients."""
-    needs("deepspeed")
-    world.execute(
-        """
-import os
-os.environ["DS_ACCELERATOR"] = "cpu"
-import deepspeed
-deepspeed.init_distributed(dist_backend="gloo")
-model = make_model()
-config = {"train_batch_size": 64, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-losses = []
-for _ in range(5):
-    loss = nn.functional.cross_entropy(engine(inputs[rank::2]), targets[rank::2])
-    engine.backward(loss)
-    engine.step()
-    losses.append(loss.item())
-"""
-        + SAME
-    )
-    assert in_all(world, "engine.world_size") == {2}
-    assert in_all(world, "same and losses[-1] < losses[0]") == {True}
 
 
 def test_tqdm(world: World, tmp_path: Path) -> None:

@@ -120,18 +120,17 @@ def main() -> int:
         out = options.out or Path(scratch, "out")
         out.mkdir(parents=True, exist_ok=True)
         rows = [] if options.table else options.rows
-        well = [_run(row, Path(scratch), out, keep=options.keep) for row in rows]
+        well = [_run(row, Path(scratch), out) for row in rows]
         sys.stdout.write(f"{table(load(out))}\n")
     return 0 if all(well) else 1
 
 
-def _run(row: Row, scratch: Path, out: Path, *, keep: Path | None) -> bool:
+def _run(row: Row, scratch: Path, out: Path) -> bool:
     """One row, from an empty folder to an empty folder; whether it went well."""
     _say(f"{row.name}: Python {row.python}, {', '.join(row.requirements)}")
     log = out / f"{row.name}.log"
     with log.open("w") as file:
-        environment = Environment((keep or scratch) / row.name, file)
-        environment.delete()
+        environment = Environment(scratch / row.name, file)
         try:
             result = _try(row, environment, out, file)
         except NotThere as error:
@@ -139,8 +138,7 @@ def _run(row: Row, scratch: Path, out: Path, *, keep: Path | None) -> bool:
         except subprocess.SubprocessError as error:
             result = _result(row, notes=[f"the environment could not be made: {error}"])
         finally:
-            if keep is None:
-                environment.delete()
+            environment.delete()
     result.save(out)
     for line in result.notes:
         _say(f"{row.name}: {line}")
@@ -156,7 +154,7 @@ def _try(row: Row, environment: Environment, out: Path, log: IO[str]) -> Result:
     versions = environment.versions()
     report = out / f"{row.name}.xml"
     report.unlink(missing_ok=True)
-    tests = [*PYTEST, f"--junitxml={report}", str(ROOT / "tests/matrix/test_core.py")]
+    tests = [*PYTEST, f"--junitxml={report}", str(ROOT / "tests/matrix/core.py")]
     try:
         environment.run([str(environment.python), *tests], SUITE_TIMEOUT)
     except subprocess.CalledProcessError:
@@ -231,7 +229,6 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.matrix", description=__doc__)
     parser.add_argument("--rows", type=_rows, default=ROWS, help="some: colab,newest")
     parser.add_argument("--out", type=Path, help="a folder for logs and results; it adds to them")
-    parser.add_argument("--keep", type=Path, help="a folder in which the environments stay")
     parser.add_argument("--table", action="store_true", help="only print what --out has")
     parser.add_argument("--list", action="store_true", help="the rows and their Pythons, as JSON")
     return parser.parse_args()

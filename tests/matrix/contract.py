@@ -13,9 +13,10 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Needs:
     """Names that a thing of torch's has, from a version on and before another."""
 
     of: str
+    """An expression of this module."""
     names: str
     since: tuple[int, int] = (2, 7)
     before: tuple[int, int] = (9, 0)
@@ -61,48 +63,19 @@ class Needs:
         return self.since <= VERSION < self.before and (HAS_NCCL or not self.nccl)
 
 
-HOLDERS: Mapping[str, Callable[[], Any]] = {
-    "_distributed_c10d": lambda: c10d,
-    "distributed_c10d": lambda: distributed_c10d,
-    "distributed_c10d._world": lambda: distributed_c10d._world,
-    "torch.distributed": lambda: dist,
-    "ProcessGroup": lambda: ProcessGroup,
-    "ProcessGroupGloo": lambda: ProcessGroupGloo,
-    "ProcessGroupGloo._Options()": lambda: ProcessGroupGloo._Options(),
-    "Work": lambda: dist.Work,
-    "ReconfigureOptions()": lambda: c10d.ReconfigureOptions(),
-    "_DistributedBackendOptions": lambda: c10d._DistributedBackendOptions,
-    "Backend": lambda: dist.Backend,
-    "ErrorType": lambda: c10d.ErrorType,
-    "DebugLevel": lambda: c10d.DebugLevel,
-    "_ProcessGroupWrapper": lambda: c10d._ProcessGroupWrapper,
-    "torch.accelerator": lambda: torch.accelerator,
-    "torch.Stream": lambda: torch.Stream,
-    "torch.cuda": lambda: torch.cuda,
-    "torch.cuda.nccl": lambda: torch.cuda.nccl,
-    "torch.xpu": lambda: torch.xpu,
-    "ProcessGroupNCCL": lambda: c10d.ProcessGroupNCCL,
-    "ProcessGroupNCCL.Options()": lambda: c10d.ProcessGroupNCCL.Options(),
-    "ProcessGroupNCCL2": lambda: c10d.ProcessGroupNCCL2,
-    "autograd.graph": lambda: torch.autograd.graph,
-    "device_mesh": lambda: device_mesh,
-    "_mesh_resources": lambda: device_mesh._mesh_resources,
-    "DeviceMesh": lambda: device_mesh.DeviceMesh,
-}
-
 NEEDS = (
-    Needs("_distributed_c10d", "FileStore PrefixStore Store _register_process_group DebugLevel"),
-    Needs("_distributed_c10d", "get_debug_level set_debug_level set_debug_level_from_env"),
-    Needs("_ProcessGroupWrapper", "wrapped_pg"),
-    Needs("DebugLevel", "OFF DETAIL"),
-    Needs("_distributed_c10d", "_dump_fr_trace_json", since=(2, 11)),
-    Needs("_distributed_c10d", "_dump_nccl_trace_json", nccl=True),
+    Needs("c10d", "FileStore PrefixStore Store _register_process_group DebugLevel"),
+    Needs("c10d", "get_debug_level set_debug_level set_debug_level_from_env"),
+    Needs("c10d._ProcessGroupWrapper", "wrapped_pg"),
+    Needs("c10d.DebugLevel", "OFF DETAIL"),
+    Needs("c10d", "_dump_fr_trace_json", since=(2, 11)),
+    Needs("c10d", "_dump_nccl_trace_json", nccl=True),
     Needs("distributed_c10d", "_update_default_pg _check_valid_timeout _set_pg_timeout"),
     Needs("distributed_c10d", "_process_group_name _new_process_group_helper"),
     Needs("distributed_c10d._world", "pg_map pg_names pg_group_ranks pg_backend_config pg_to_tag"),
     Needs("distributed_c10d._world", "tags_to_pg group_count"),
     Needs("distributed_c10d._world", "pg_flight_recorder_hooks", since=(2, 15)),
-    Needs("torch.distributed", "_register_comm_hook _compute_bucket_assignment_by_size"),
+    Needs("dist", "_register_comm_hook _compute_bucket_assignment_by_size"),
     Needs("ProcessGroup", "_device_types _get_backend _register_backend BackendType"),
     Needs("ProcessGroup", "_set_group_name _set_group_desc group_name group_desc"),
     Needs("ProcessGroupGloo", "create_device create_default_device options"),
@@ -110,80 +83,58 @@ NEEDS = (
     Needs("ProcessGroupGloo", HEALING, since=(2, 14)),
     Needs("ProcessGroupGloo._Options()", "_devices _threads _timeout"),
     Needs("ProcessGroupGloo._Options()", "enable_reconfigure", since=(2, 14)),
-    Needs("Work", "wait"),
-    Needs("autograd.graph", "_engine_run_backward"),
-    Needs("_mesh_resources", "get_root_mesh", before=(2, 10)),
-    Needs("DeviceMesh", "_get_root_mesh", since=(2, 10)),
-    Needs("ReconfigureOptions()", "uuid handles timeout", since=(2, 14)),
-    Needs("_DistributedBackendOptions", "store group_rank group_size timeout group_id"),
-    Needs("_DistributedBackendOptions", "global_ranks_in_group"),
-    Needs("_DistributedBackendOptions", "split_from enable_reconfigure", since=(2, 14), nccl=True),
-    Needs("Backend", "_plugins _ensure_backend_registered", since=(2, 14)),
-    Needs("Backend", "XCCL"),
+    Needs("dist.Work", "wait"),
+    Needs("torch.autograd.graph", "_engine_run_backward"),
+    Needs("device_mesh._mesh_resources", "get_root_mesh", before=(2, 10)),
+    Needs("device_mesh.DeviceMesh", "_get_root_mesh", since=(2, 10)),
+    Needs("c10d.ReconfigureOptions()", "uuid handles timeout", since=(2, 14)),
+    Needs("c10d._DistributedBackendOptions", "store group_rank group_size timeout group_id"),
+    Needs("c10d._DistributedBackendOptions", "global_ranks_in_group"),
+    Needs(
+        "c10d._DistributedBackendOptions", "split_from enable_reconfigure", since=(2, 14), nccl=True
+    ),
+    Needs("dist.Backend", "_plugins _ensure_backend_registered", since=(2, 14)),
+    Needs("dist.Backend", "XCCL"),
     Needs("torch.accelerator", "set_device_index synchronize current_stream current_device_index"),
     Needs("torch.accelerator", "is_available current_accelerator"),
     Needs("torch.Stream", "query"),
     Needs("torch.cuda.nccl", "version"),
     Needs("torch.cuda", f"{ON_DEVICE} empty_cache get_rng_state set_rng_state ipc_collect"),
     Needs("torch.xpu", f"{ON_DEVICE} empty_cache get_rng_state set_rng_state", since=(2, 13)),
-    Needs("ErrorType", "SUCCESS", nccl=True),
-    Needs("ProcessGroupNCCL", "_group_start _group_end abort get_error name", nccl=True),
-    Needs("ProcessGroupNCCL", "eager_connect_single_device", nccl=True),
-    Needs("ProcessGroupNCCL", "_set_sequence_number_for_group", nccl=True),
-    Needs("ProcessGroupNCCL.Options()", "is_high_priority_stream _timeout", nccl=True),
-    Needs("ProcessGroupNCCL.Options()", "group_name global_ranks_in_group", nccl=True),
-    Needs("ProcessGroupNCCL.Options()", "enable_reconfigure", since=(2, 14), nccl=True),
-    Needs("ProcessGroupNCCL2", f"{HEALING} abort get_error name", since=(2, 14), nccl=True),
+    Needs("c10d.ErrorType", "SUCCESS", nccl=True),
+    Needs("c10d.ProcessGroupNCCL", "_group_start _group_end abort get_error name", nccl=True),
+    Needs("c10d.ProcessGroupNCCL", "eager_connect_single_device", nccl=True),
+    Needs("c10d.ProcessGroupNCCL", "_set_sequence_number_for_group", nccl=True),
+    Needs("c10d.ProcessGroupNCCL.Options()", "is_high_priority_stream _timeout", nccl=True),
+    Needs("c10d.ProcessGroupNCCL.Options()", "group_name global_ranks_in_group", nccl=True),
+    Needs("c10d.ProcessGroupNCCL.Options()", "enable_reconfigure", since=(2, 14), nccl=True),
+    Needs("c10d.ProcessGroupNCCL2", f"{HEALING} abort get_error name", since=(2, 14), nccl=True),
 )
 
-OF_NCCL = (2, 7) if HAS_NCCL else (9, 0)
-ARGUMENTS: tuple[tuple[str, tuple[int, int], Callable[[], Any], str], ...] = (
-    (
-        "_dump_fr_trace_json",
-        (2, 15),
-        lambda: c10d._dump_fr_trace_json,
-        "includeCollectives onlyActive backend",
-    ),
-    (
-        "_dump_nccl_trace_json",
-        OF_NCCL,
-        lambda: c10d._dump_nccl_trace_json,
-        "includeCollectives onlyActive",
-    ),
-    (
-        "ProcessGroupNCCL",
-        OF_NCCL,
-        lambda: c10d.ProcessGroupNCCL.__init__,
-        "store rank size options",
-    ),
-    ("ProcessGroupGloo", (2, 7), lambda: ProcessGroupGloo.__init__, "store rank size options"),
-    (
-        "_process_group_name",
-        (2, 7),
-        lambda: distributed_c10d._process_group_name,
-        "ranks use_hashed_name",
-    ),
-    (
-        "ProcessGroup._register_backend",
-        (2, 7),
-        lambda: ProcessGroup._register_backend,
-        "device backend_type backend",
-    ),
+SINCE_NCCL = (2, 7) if HAS_NCCL else (9, 0)
+ARGUMENTS: tuple[tuple[object, str, tuple[int, int], str], ...] = (
+    (c10d, "_dump_fr_trace_json", (2, 15), "includeCollectives onlyActive backend"),
+    (c10d, "_dump_nccl_trace_json", SINCE_NCCL, "includeCollectives onlyActive"),
+    (c10d, "ProcessGroupNCCL.__init__", SINCE_NCCL, "store rank size options"),
+    (c10d, "ProcessGroupGloo.__init__", (2, 7), "store rank size options"),
+    (c10d, "ProcessGroup._register_backend", (2, 7), "device backend_type backend"),
+    (distributed_c10d, "_process_group_name", (2, 7), "ranks use_hashed_name"),
 )
+"""Arguments that a function takes from a version on."""
 
 
 def names() -> Iterator[str]:
     """Yield what is no attribute any more, or takes no such argument."""
     for needs in filter(lambda each: each.hold, NEEDS):
         try:
-            holder = HOLDERS[needs.of]()
+            holder = eval(needs.of)
         except AttributeError as error:
             yield f"{needs.of}: {error}"
             continue
         yield from (f"{needs.of}.{n}" for n in needs.names.split() if not hasattr(holder, n))
-    for name, since, find, wanted in ARGUMENTS:
+    for holder, name, since, wanted in ARGUMENTS:
         if since <= VERSION:
-            yield from _arguments(name, find, wanted)
+            yield from _arguments(holder, name, wanted)
     yield from (f"ProcessGroup.{name}" for name in OPERATIONS if not hasattr(ProcessGroup, name))
     for number in (20, 255):
         if int(ProcessGroup.BackendType(number)) != number:
@@ -192,9 +143,9 @@ def names() -> Iterator[str]:
         yield f"{seam.ABORT_RECEIVE} in libtorch_cpu.so"
 
 
-def _arguments(name: str, find: Callable[[], Any], wanted: str) -> Iterator[str]:
+def _arguments(holder: object, name: str, wanted: str) -> Iterator[str]:
     try:
-        function = find()
+        function = attrgetter(name)(holder)
     except AttributeError as error:
         yield f"{name}: {error}"
         return

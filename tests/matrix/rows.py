@@ -84,7 +84,7 @@ COLUMNS = {
     "snapshot": "snapshot",
     "end": "end",
 }
-"""Each capability: the test in test_core.py, and the head of its column."""
+"""Each capability: the test in core.py, and the head of its column."""
 
 
 class Verdict(enum.IntEnum):

@@ -115,18 +115,15 @@ def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
     transcript, news = took(Text("stdout", "a\n"))
     display.show(transcript, news)
     assert shown(capsys) == []
-    display.note("restarted")
-    display.end(transcript, {})
-    *_, last = shown(capsys)
-    assert last["text/plain"].startswith("2 ranks · ✓ 2\n── rank 0 ──\na")
-    assert last["text/plain"].endswith("\nrestarted")
-    assert last["text/html"].startswith("<div")
-    display = PanelDisplay()
     display.note("4 workers on 2 CPU cores", stays=False)
     display.note("restarted")
-    assert shown(capsys)[-1]["text/plain"] == "restarted · 4 workers on 2 CPU cores"
+    assert shown(capsys)[-1]["text/plain"].endswith("restarted · 4 workers on 2 CPU cores")
     display.end(transcript, {})
-    assert shown(capsys)[-1]["text/plain"].endswith("\na\n── rank 1 (no output) ──\nrestarted")
+    *_, last = shown(capsys)
+    assert last["text/plain"] == (
+        "2 ranks · ✓ 2\n── rank 0 ──\na\n── rank 1 (no output) ──\nrestarted"
+    )
+    assert last["text/html"].startswith("<div")
 
 
 def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,15 +146,14 @@ def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_which_cells_are_of_one_magic() -> None:
     """What is typed in such a one may be taken away from between its displays."""
-    for cell in ("%%distributed\nx", "\n%%rank 0\nx", "%dist_run train.py"):
-        assert is_of_magic(cell)
-    for cell in ("print(1)\n%dist_run train.py", "%dist_run a.py\n%dist_run b.py", "world.run(f)"):
-        assert not is_of_magic(cell)
+    assert all(map(is_of_magic, ("%%distributed\nx", "\n%%rank 0\nx", "%dist_run train.py")))
+    assert not is_of_magic("print(1)\n%dist_run train.py")
+    assert not is_of_magic("%dist_run a.py\n%dist_run b.py")
 
 
 def test_figures_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:
     """Programs find a figure that the panel has, which pages do not show again; others follow."""
-    transcript, _ = took(
+    transcript, news = took(
         Text("stdout", "a\n"),
         Display({"image/png": "aGk=", "text/plain": "<Figure>"}, {}),
         Display({"application/javascript": "alert(1)", "text/plain": "js"}, {}),
@@ -169,18 +165,19 @@ def test_figures_can_be_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert script["application/javascript"] == "alert(1)"
     assert (figure["image/png"], figure["text/html"]) == ("aGk=", NOTHING)
     assert figure["text/plain"] == "figure of rank 0, shown above"
-
-
-ROWS = [("rank", "state"), ("0", "busy 3 s"), ("11", "<idle>")]
+    plain = PlainDisplay()
+    plain.show(transcript, news)
+    plain.end(transcript, {})
+    assert "figure of rank 0: not saved" in capsys.readouterr().out
 
 
 def test_a_table_says_the_same_in_both_forms():
     """The headings first, below the head; in HTML escaped, with the colours that were given."""
-    shown = table("4 workers <here>", ROWS, {"busy": "#123456"})
-    assert shown.text.splitlines() == ["4 workers <here>", *aligned(ROWS)]
+    rows = [("rank", "state"), ("0", "busy 3 s"), ("11", "<idle>")]
+    shown = table("4 workers <here>", rows, {"busy": "#123456"})
+    assert shown.text.splitlines() == ["4 workers <here>", *aligned(rows)]
     assert "<b>4 workers &lt;here&gt;</b>" in shown.html
-    assert shown.html.count("<th") == 2
-    assert shown.html.count("<td") == 4
+    assert (shown.html.count("<th"), shown.html.count("<td")) == (2, 4)
     assert "&lt;idle&gt;</td>" in shown.html
     assert shown.html.count("color:#123456") == 1
     # On a narrow page a line of Python breaks, and no time with its unit.
@@ -189,21 +186,18 @@ def test_a_table_says_the_same_in_both_forms():
     assert long.count("nowrap") == 1
 
 
-def shell_of(session: str) -> Any:
-    """As much of a shell as tells who has sent its cell."""
-    return SimpleNamespace(get_parent=lambda: {"header": {"session": session}})
-
-
-def cell(seconds: float) -> Any:
-    """A cell that took so long."""
-    transcript = Transcript([0])
-    transcript.start(0.0)
-    transcript[0].finished = seconds
-    return SimpleNamespace(transcript=transcript)
-
-
 def test_another_page_after_a_long_cell():
     """It is told once; not the same page, nor after a short cell or as the first one."""
+
+    def shell_of(session: str) -> Any:
+        return SimpleNamespace(get_parent=lambda: {"header": {"session": session}})
+
+    def cell(seconds: float) -> Any:
+        transcript = Transcript([0])
+        transcript.start(0.0)
+        transcript[0].finished = seconds
+        return SimpleNamespace(transcript=transcript)
+
     page, first, second = Page(), shell_of("a"), shell_of("b")
     assert not page.has_missed(first, None)
     assert not page.has_missed(first, cell(60.0))

@@ -1,16 +1,23 @@
-"""Tests of `nbdist.notebook.extension`: the notebook is never the victim."""
+"""Tests of `nbdist.notebook.extension`: the notebook is never the victim, and finds its way."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
-from nbdist.notebook.extension import check_libraries, wrap
+from nbdist.notebook.cell_text import transform_first_lines
+from nbdist.notebook.extension import RestOfCell, check_libraries, wrap
+from nbdist.output.ansi import strip
 from nbdist.system.requirements import is_within
-from tests.notebook.front_end import Notebook
+from tests.notebook.front_end import Notebook, body, lasting
 
 pytestmark = pytest.mark.shared_world
 
@@ -65,12 +72,9 @@ def test_the_notebook_is_as_it_was(fresh: Callable[..., Notebook]) -> None:
     ("found", "wanted", "is_right"),
     [
         ("6.17.1", ">=6.17.1,!=7.0.*", True),
-        ("6.4.0", ">=6.17.1,!=7.0.*", False),
         ("7.0.1", ">=6.17.1,!=7.0.*", False),
-        ("2.13.0+cpu", ">=2.8", True),
         ("2.8.0a0+6e3f12.nv25.5", ">=2.8", True),
         ("2.7.1+cu126", ">=2.8", False),
-        ("4.0", ">=3.0,<4", False),
         ("our own", ">=2.8", True),
     ],
 )
@@ -111,25 +115,155 @@ def louder(original: Callable[[str], str], text: str) -> str:
 
 
 def test_a_method_is_wrapped_and_given_back() -> None:
-    """It is as it was afterwards, whoever else has wrapped it."""
-    kernel = Kernel()
-    undo = wrap(kernel, "say", louder)
-    assert kernel.say("x") == "X"
-    assert (kernel.say.__name__, kernel.say.__doc__) == ("say", "Say it.")
-    assert Kernel().say("x") == "x"
-    undo()
-    assert kernel.say("x") == "x"
-    assert vars(kernel) == {}
-    kernel = Kernel()
-    kernel.say = own = lambda text: f"<{text}>"  # type: ignore[method-assign]
-    undo = wrap(kernel, "say", louder)
-    assert kernel.say("x") == "<X>"
-    undo()
-    assert kernel.say is own
+    """It is as it was afterwards, whoever else has wrapped it, in whatever order they go."""
     kernel = Kernel()
     undo_inner = wrap(kernel, "say", louder)
+    assert (kernel.say("x"), Kernel().say("x")) == ("X", "x")
+    assert (kernel.say.__name__, kernel.say.__doc__) == ("say", "Say it.")
     undo_outer = wrap(kernel, "say", lambda original, text: f"<{original(text)}>")
     undo_inner()
     assert kernel.say("x") == "<x>"
     undo_outer()
     assert kernel.say("x") == "x"
+    kernel.say = own = lambda text: f"<{text}>"  # type: ignore[method-assign]
+    undo = wrap(kernel, "say", louder)
+    assert kernel.say("x") == "<X>"
+    undo()
+    assert kernel.say is own
+    once = Kernel()
+    wrap(once, "say", louder)()
+    assert vars(once) == {}
+
+
+@pytest.fixture
+def shell() -> Any:
+    """One that loads as much of nbdist as this is about."""
+    shell: Any = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
+    shell.user_ns["ran"] = ran = []
+
+    def load(_: str) -> None:
+        RestOfCell(shell)
+        shell.input_transformers_cleanup.insert(0, transform_first_lines)
+        shell.register_magic_function(place, "line", "%distributed")
+
+    def place(line: str) -> None:
+        raise ValueError(line)
+
+    def distributed(line: str, cell: str) -> None:
+        ran.append((line, cell))
+        shell.run_cell("ran.append('nested')")
+        if "wrong" in cell:
+            raise ValueError("wrong")
+
+    shell.register_magic_function(load, "line", "load_ext")
+    shell.register_magic_function(distributed, "cell", "distributed")
+    return shell
+
+
+def run(shell: Any, cell: str) -> str:
+    """Run a cell; what it raised."""
+    with redirect_stdout(io.StringIO()):
+        result = shell.run_cell(cell, store_history=True)
+    assert result.success == (result.error_in_exec is None)
+    assert "run_code" not in vars(shell)
+    return repr(result.error_in_exec)
+
+
+def test_a_cell_that_loads_nbdist_and_goes_on_with_a_magic(shell: Any) -> None:
+    """The rest is the magic's, in its own lines; where it fails, the cell that loaded it has."""
+    assert run(shell, "# a\n%load_ext nbdist\n%%distributed -n 4\nhere = 1\nx\n") == "None"
+    assert shell.user_ns["ran"] == [("-n 4", "# a\n# %load_ext nbdist\nhere = 1\nx\n"), "nested"]
+    assert run(shell, "after = 1") == "None"
+    error = run(shell, "%load_ext nbdist\n%%distributed\nwrong = 1\nx\n")
+    assert error == "ValueError('wrong')"
+    assert {"after", "here", "wrong"} & shell.user_ns.keys() == {"after"}
+
+
+def test_a_magic_that_is_not_first(shell: Any) -> None:
+    """What it stands below has run, since nbdist was not there; what stands below it has not."""
+    error = run(shell, "before = 1\n%load_ext nbdist\nx = 1\n%%distributed\nhere = 1\n")
+    assert error == "ValueError('at line 4')"
+    assert {"before", "x", "here"} & shell.user_ns.keys() == {"before"}
+
+
+# --- a plain cell that uses a name of the workers -----------------------------------------------
+
+
+two = lasting(
+    "%load_ext nbdist",
+    "shipped = 1",
+    "%%distributed -n 2\nimport torch.nn as nn\nmodel, used = nn.Linear(1, 1), shipped",
+    "%%rank 1\nlonely = 1",
+    "%%distributed --pool other -n 1\ntheirs = 1",
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("model", "`model` is on ranks 0-1: {begin}, or `%dist_gather model`"),
+        ("lonely + 1", "`lonely` is on rank 1: {begin}, or `%dist_gather lonely`"),
+        ("def f():\n    return model\nf()",
+         "`model` is on ranks 0-1: {begin}, or `%dist_gather model`"),
+        ("nn", "`nn` is on ranks 0-1: {begin}, or import it here too"),
+        ("del shipped\nshipped",
+         "`shipped` is on ranks 0-1: {begin}, or `%dist_gather shipped`"),
+        ("theirs", "`theirs` is on rank 0: {begin} --pool other, or "
+                   "`%dist_gather --pool other theirs`"),
+        ("rank", "`rank` is each worker's own: {begin}"),
+        ("dist", "the workers have `dist`: {begin}, or `import torch.distributed as dist` here"),
+        ("modle", "name 'modle' is not defined"),
+    ],
+)  # fmt: skip
+def test_where_a_name_is(two: Notebook, source: str, said: str) -> None:
+    """The error says who has it and how to come by it; the user's own line stays above."""
+    said = said.format(begin="begin the cell with %%distributed")
+    ran = two.run(source)
+    (error,) = ran.errors
+    assert (error["ename"], error["evalue"], ran.reply["evalue"]) == ("NameError", said, said)
+    text = strip("\n".join(error["traceback"]))
+    assert source.splitlines()[-1] in text
+    assert text.endswith(f"NameError: {said}")
+
+
+def test_what_a_command_cannot_fill_in(two: Notebook) -> None:
+    """It is refused with the name, and nothing runs; names that are here are filled in."""
+    for source, said in (
+        ("mine = 1\n!touch $mine $model", "; `$$model` is the shell's own. Nothing has run."),
+        ("files = !touch $rank", "`rank` is each worker's own: begin the cell"),
+        ("%cd {model.path}", "`model` is on ranks 0-1"),
+        ("def f(own):\n    !touch {own} {model}\nf(1)", "`model` is on ranks 0-1"),
+    ):
+        error = two.run(source).errors[0]["evalue"]
+        assert said in error
+        assert error.endswith("Nothing has run.")
+
+
+def test_what_a_command_fills_in(two: Notebook) -> None:
+    """The notebook's, the calling function's, the shell's; not those of some ranks."""
+    two.run("mine = 'm'\ndef f(own):\n    !echo {own} {mine}")
+    for source, said in (
+        ("f('o')", "o m"),
+        ("!for model in 1 2; do echo $model; done", "1 2"),
+        ("!echo [$$model] $mine", "[] m"),
+        ("!echo {elsewhere}", "{elsewhere}"),
+        ("found = !echo {mine}\nprint(found)", "['m']"),
+    ):
+        assert " ".join("".join(two.run(source).streams).split()) == said
+    said = two.run("%%distributed\n!touch {lonely}.bak").error
+    assert "is on rank 1 and not on rank 0: `%dist_sync lonely --from 1` copies it" in said
+    assert body(two.run("%%rank 1\n!echo {lonely}")) == ["── rank 1 ──", "1"]
+    said = two.run("%%distributed\ndef f(lonely):\n    !echo {lonely}\nf(7)")
+    assert body(said) == ["── ranks 0-1 (same) ──", "7"]
+    said = two.run("%%distributed -r 0\nlonely = 8\n!echo {lonely}")
+    assert body(said) == ["── rank 0 ──", "8"]
+    two.run("%%rank 0\ndel lonely")
+
+
+def test_after_the_workers_have_ended(two: Notebook) -> None:
+    """Nobody has it any more, and once the extension is out IPython's own words are back."""
+    two.run("%dist_shutdown")
+    assert two.run("model").errors[0]["evalue"] == "name 'model' is not defined"
+    two.run("%unload_ext nbdist")
+    assert two.run("theirs").errors[0]["evalue"] == "name 'theirs' is not defined"
+    assert two.value("'showtraceback' in vars(get_ipython())") is False

@@ -16,12 +16,8 @@ from nbdist.output.transcript import Transcript
 
 
 def cell(*data: dict[str, object]) -> Transcript:
-    """What each rank has displayed."""
-    transcript = Transcript(range(len(data)))
-    for rank, bundle in enumerate(data):
-        transcript.receive(rank, Display(bundle, {}), 0.0)
-        transcript.receive(rank, Done("ok", 1.0), 1.0)
-    return transcript
+    """In which each rank has displayed one thing."""
+    return said_by(*([Display(bundle, {})] for bundle in data))
 
 
 def png(content: bytes) -> dict[str, object]:
@@ -68,19 +64,16 @@ def test_where_they_are_saved(
     assert path.read_bytes() == b"one"
 
 
-@pytest.mark.parametrize(
-    ("environ", "can"),
-    [
-        ({"TERM": "xterm-kitty"}, True),
-        ({"TERM": "xterm-256color", "TERM_PROGRAM": "WezTerm"}, True),
-        ({"TERM": "xterm-256color", "KITTY_WINDOW_ID": "1", "TERM_PROGRAM": "vscode"}, False),
-        ({"TERM": "xterm-kitty", "TMUX": "/tmp/tmux"}, False),
-        ({}, False),
-    ],
-)
-def test_terminals_that_draw(environ: dict[str, str], *, can: bool):
+def test_terminals_that_draw():
     """Those that say so themselves, with nothing in between."""
-    assert can_draw(environ) == can
+    assert can_draw({"TERM": "xterm-kitty"})
+    assert can_draw({"TERM": "xterm-256color", "TERM_PROGRAM": "WezTerm"})
+    for environ in (
+        {"TERM": "xterm-256color", "KITTY_WINDOW_ID": "1", "TERM_PROGRAM": "vscode"},
+        {"TERM": "xterm-kitty", "TMUX": "/tmp/tmux"},
+        {},
+    ):
+        assert not can_draw(environ)
 
 
 def test_what_kitty_draws(logs: dict[int, str]):
@@ -127,27 +120,22 @@ def test_order_and_captions() -> None:
     assert texts(said_by([a, a], [a], [c, a])) == [
         "ranks 0-2", "*a*", "rank 0", "*a*", "rank 2", "*c*"
     ]  # fmt: skip
-    said = texts(said_by([markdown("first")], [markdown(str(n)) for n in range(MOST_BELOW + 4)]))
+    many = [markdown(str(n)) for n in range(MOST_BELOW + 4)]
+    said = texts(said_by([markdown("first")], many))
     assert len([text for text in said if text.startswith("*")]) == MOST_BELOW
     assert said[-1] == "… 5 more displays of rank 1: `%dist_output -r 1` shows them"
-    assert len(below_panel(said_by([markdown(str(n)) for n in range(MOST_BELOW + 4)]), [0])) == 37
+    assert len(below_panel(said_by(many), [0])) == 37
 
 
-@pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """What is in the displays, by their ids."""
-    shown: dict[str, dict[str, Any]] = {}
+def test_what_changes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes in its place, and what is no longer there leaves nothing."""
+    page: dict[str, dict[str, Any]] = {}
 
     def draw(data: dict[str, Any], *, metadata: object, display_id: str, raw: bool) -> None:
-        shown[display_id] = data
+        page[display_id] = data
 
-    monkeypatch.setattr("nbdist.notebook.figures.display", draw)
-    monkeypatch.setattr("nbdist.notebook.figures.update_display", draw)
-    return shown
-
-
-def test_what_changes_later(page: dict[str, dict[str, Any]]) -> None:
-    """It changes in its place, and what is no longer there leaves nothing."""
+    for name in ("display", "update_display"):
+        monkeypatch.setattr(f"nbdist.notebook.figures.{name}", draw)
     transcript = said_by([markdown("one", "a")], [markdown("1", "a")])
     below = Below()
     below.show(transcript)

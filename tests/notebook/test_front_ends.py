@@ -19,7 +19,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 
 from tests.notebook.front_end import Notebook
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON
 
 pytestmark = [pytest.mark.kernel, pytest.mark.shared_world]
 
@@ -65,13 +65,6 @@ class Terminal:
         self.child.send("\r".join(lines))
         self.child.send("\x1b\r")
 
-    def interrupt(self) -> None:
-        """Press Ctrl-C where `input()` asks: Python hears one before it reads only afterwards."""
-        read = 0 if os.uname().machine == "x86_64" else 63
-        doing = Path(f"/proc/{self.child.pid}/syscall")
-        wait_until(lambda: doing.read_text().startswith(f"{read} 0x0 "), "it reads stdin")
-        self.child.sendintr()
-
     def enter(self, *lines: str) -> list[str]:
         """Type a cell; the lines that it shows."""
         self.begin(*lines)
@@ -110,9 +103,7 @@ def terminal(terminals: list[Terminal], tmp_path: Path) -> Iterator[Terminal]:
 def test_terminal(terminal: Terminal) -> None:
     """Lines come as they are printed, each with its ranks; a failed cell shows its traceback."""
     lines = terminal.enter("%%distributed -n 2", "print('same'); print('mine', rank)")
-    assert "[0-1] same" in lines
-    assert "[0] mine 0" in lines
-    assert "[1] mine 1" in lines
+    assert {"[0-1] same", "[0] mine 0", "[1] mine 1"} <= {*lines}
     assert any(re.fullmatch(r"2 ranks · \d+\.\d s · ✓ 2", line) for line in lines)
     lines = terminal.enter("%%distributed", "if rank: raise ValueError('bad')")
     assert any("1 of 2 ranks failed (1); first: rank 1" in line for line in lines)
@@ -125,8 +116,7 @@ def test_terminal(terminal: Terminal) -> None:
     again = terminal.enter("%dist_output")
     assert "── rank 0 (no output) ──" in again
     assert again[again.index("── rank 1 ✗ ──") :].count("ValueError: bad") == 1
-    lines = terminal.enter("%dist_status")
-    assert any(line.startswith("2 workers on") for line in lines)
+    assert any(line.startswith("2 workers on") for line in terminal.enter("%dist_status"))
 
 
 def test_terminal_shows_lines_at_once(terminal: Terminal, tmp_path: Path) -> None:
@@ -139,33 +129,25 @@ def test_terminal_shows_lines_at_once(terminal: Terminal, tmp_path: Path) -> Non
     (tmp_path / "seen").touch()
     # Ranks that say the same more than a moment apart have a line each.
     assert {"[0-1] later", "[0] later"} & {*terminal.finish()}
-    bar = (
-        "for n in tqdm.tqdm(range(20), desc='train', mininterval=0): n in (5, 15) and wait(f'{n}')"
-    )
+    bar = "for n in tqdm.tqdm(range(20), desc='train', mininterval=0): n == 5 and wait('moved')"
     terminal.begin("%%distributed", bar)
-    moving = re.compile(r"\r\[0-1\] train \d+%( \(\d+-\d+\))? \d\d:\d\d<\d\d:\d\d")
-    for number in ("5", "15"):
-        terminal.child.expect(moving)
-        (tmp_path / number).touch()
+    terminal.child.expect(r"\r\[0-1\] train \d+%( \(\d+-\d+\))? \d\d:\d\d<\d\d:\d\d")
+    (tmp_path / "moved").touch()
     lines = [line.rpartition("\r")[2] for line in terminal.finish()]
-    bar = "train: 100%|██████████| 20/20 ["
-    ranks = sorted(line.partition(" ")[0] for line in lines if bar in line)
+    ends = [line for line in lines if "train: 100%|██████████| 20/20 [" in line]
+    ranks = sorted(line.partition(" ")[0] for line in ends)
     assert ranks in (["[0-1]"], ["[0]", "[1]"])  # they may have been equally fast
-    assert [line for line in lines if line.startswith("[0-1] train") and bar not in line] == []
+    assert [line for line in lines if line.startswith("[0-1] train") and line not in ends] == []
 
 
 def test_terminal_ctrl_c(terminal: Terminal) -> None:
-    """It ends the cell within seconds, and the workers live on; equal figures are one file."""
+    """It ends the cell within seconds, and the workers live on."""
     terminal.begin("%%distributed", "kept = rank; print('runs'); import time; time.sleep(600)")
     terminal.child.expect_exact("[0-1] runs")
     terminal.child.sendintr()
-    lines = terminal.finish()
-    assert "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost." in lines
+    said = "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost."
+    assert said in terminal.finish()
     assert "[1] 1" in terminal.enter("%%distributed", "print(kept)")
-    plot = "import matplotlib.pyplot as plt; _ = plt.plot([1, 2])"
-    lines = terminal.enter("%%distributed -n 2", plot)
-    (path,) = [line for line in lines if line.startswith("figure of ranks 0-1: ")]
-    assert Path(path.removeprefix("figure of ranks 0-1: ")).read_bytes().startswith(b"\x89PNG")
 
 
 def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
@@ -174,8 +156,10 @@ def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
     try:
         loop = "[(print('step', i), time.sleep(0.3)) for i in range(4)]; 1 / 0"
         terminal.begin("%%distributed -n 2 --no-wait -o job", "import time", loop)
-        terminal.child.expect_exact("running on 2 ranks in the background")
-        for said in ("step 3", "✗ ZeroDivisionError", "2 of 2 ranks failed (0-1); first: rank "):
+        for said in (
+            "running on 2 ranks in the background",
+            *("step 3", "✗ ZeroDivisionError", "2 of 2 ranks failed (0-1); first: rank "),
+        ):
             terminal.child.expect_exact(said)
         terminal.begin("%%distributed -r 1", "import os; print('process', os.getpid())")
         terminal.child.expect(r"process (\d+)")
@@ -201,10 +185,6 @@ def test_terminal_asks(terminal: Terminal) -> None:
         terminal.child.expect_exact("[rank 1] ipdb> ")
         terminal.child.sendline(line)
     assert "[1] 'bob'" in terminal.finish()
-    terminal.begin("%%distributed", "breakpoint()", "kept = 'lost'")
-    terminal.child.expect_exact("[rank 0] ipdb> ")
-    terminal.interrupt()
-    assert "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost." in terminal.finish()
 
 
 CELLS = (
@@ -236,36 +216,31 @@ def execute(notebook: nbformat.NotebookNode, **env: str) -> None:
 
 
 def test_nbclient_stops_at_a_failed_cell() -> None:
-    """A cell in which a rank failed is a failed cell: those after it do not run."""
-    notebook = a_notebook(*CELLS, "%%distributed\nif rank: raise ValueError('bad')", "after = 1")
+    """The cells after it do not run; of each cell one display is saved, in HTML and as text."""
+    slow = "%%distributed\nimport time\nprint('start')\ntime.sleep(0.6)\nprint('end')"
+    notebook = a_notebook(
+        *CELLS, slow, "%%distributed\nif rank: raise ValueError('bad')", "after = 1"
+    )
     with pytest.raises(CellExecutionError, match="ValueError: bad"):
         execute(notebook)
-    *_, failed, after = notebook.cells
-    assert after.outputs == []
-    assert after.execution_count is None
-    assert [output.output_type for output in failed.outputs] == ["display_data", "error"]
-    (error,) = [output for output in failed.outputs if output.output_type == "error"]
-    assert len(error.traceback) == 1
-
-
-def test_nbclient_saves_one_display_per_cell() -> None:
-    """What is saved is the final view, in HTML and as text, with empty metadata.
-
-    Who asks for something typed is told that nobody can, with the remedy, and nothing waits.
-    """
-    slow = "%%distributed\nimport time\nprint('start')\ntime.sleep(0.6)\nprint('end')"
-    notebook = a_notebook(*CELLS, slow)
-    asks = a_notebook(*CELLS, slow, "%%distributed\nbreakpoint()\nx = 1")
-    with pytest.raises(CellExecutionError, match=r"breakpoint\(\) need JupyterLab or a terminal"):
-        execute(asks)
-    notebook.cells = asks.cells[:-1]
-    for cell in (notebook.cells[1], notebook.cells[-1]):
+    *_, shows, failed, after = notebook.cells
+    for cell in (notebook.cells[1], shows):
         (output,) = cell.outputs
-        assert output.output_type == "display_data"
+        assert (output.output_type, output.metadata) == ("display_data", {})
         assert {*output.data} == {"text/html", "text/plain"}
-        assert output.metadata == {}
-    assert notebook.cells[-1].outputs[0].data["text/plain"].endswith("start\nend")
+    assert shows.outputs[0].data["text/plain"].endswith("start\nend")
+    panel, error = failed.outputs
+    assert (panel.output_type, error.output_type) == ("display_data", "error")
+    assert len(error.traceback) == 1
+    assert (after.outputs, after.execution_count) == ([], None)
     nbformat.validate(notebook)
+
+
+def test_nbclient_cannot_type() -> None:
+    """Who asks for something typed is told that nobody can, with the remedy, and nothing waits."""
+    notebook = a_notebook(*CELLS, "%%distributed\nbreakpoint()\nx = 1")
+    with pytest.raises(CellExecutionError, match=r"breakpoint\(\) need JupyterLab or a terminal"):
+        execute(notebook)
 
 
 def test_nbclient_saves_what_nobody_waited_for(tmp_path: Path) -> None:
@@ -277,32 +252,32 @@ def test_nbclient_saves_what_nobody_waited_for(tmp_path: Path) -> None:
     cells = ("%load_ext nbdist", ends, waits, "None", f"{sent}time.sleep(600)")
     notebook = a_notebook(*cells, "job.done()", "time.sleep(0.5)")
     execute(notebook)
-    (ended,) = notebook.cells[1].outputs
-    assert ended.data["text/plain"].endswith("step 0\nstep 1\nstep 2\nstep 3")
-    assert " · ✓ 2" in ended.data["text/plain"]
-    (broken_off,) = notebook.cells[4].outputs
-    assert " · ● 2" in broken_off.data["text/plain"]
-    assert "step 0" in broken_off.data["text/plain"]
+    (ended,), (broken_off,) = (
+        [output.data["text/plain"] for output in notebook.cells[number].outputs]
+        for number in (1, 4)
+    )
+    assert ended.endswith("step 0\nstep 1\nstep 2\nstep 3")
+    assert " · ✓ 2" in ended
+    assert " · ● 2" in broken_off
+    assert "step 0" in broken_off
 
 
 def test_nbval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its strict mode finds outputs that are the same, whatever time they took, and no others."""
     monkeypatch.setenv("NBDIST_LOG_DIR", "")
     monkeypatch.setenv("NBDIST_SECONDS", "none")
-    gate = tmp_path / "sleeps"
-    saved, differs = tmp_path / "saved.ipynb", tmp_path / "differs"
+    saved, again = tmp_path / "saved.ipynb", tmp_path / "again"
     notebook = a_notebook(
         "%load_ext nbdist",
-        f"%%distributed -n 2 -o out\nimport os, time\ntime.sleep(os.path.exists({str(gate)!r}))\n"
+        f"%%distributed -n 2 -o out\nimport os, time\ntime.sleep(os.path.exists({str(again)!r}))\n"
         "print('hello', rank)\nrank * 2",
         "out",
-        f"%%distributed\nos.path.exists({str(differs)!r})",
+        f"%%distributed\nos.path.exists({str(again)!r})",
         "out[1]",
     )
     execute(notebook)
     nbformat.write(notebook, saved)
-    gate.touch()
-    differs.touch()
+    again.touch()
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval", str(saved))
     command = [sys.executable, *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -320,17 +295,15 @@ def test_papermill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     source, target = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
     nbformat.write(notebook, source)
     papermill.execute_notebook(source, target, {"scale": 10}, progress_bar=False)
-    last = nbformat.read(target, as_version=4).cells[-1]
-    assert "scaled 10" in last.outputs[0].data["text/plain"]
-    assert "scaled 20" in last.outputs[0].data["text/plain"]
+    said = nbformat.read(target, as_version=4).cells[-1].outputs[0].data["text/plain"]
+    assert said.endswith("── rank 0 ──\nscaled 10\n── rank 1 ──\nscaled 20")
 
 
 def test_terminal_names(terminal: Terminal) -> None:
     """Tab offers what only workers have; auto mode runs plain cells there."""
     terminal.enter("%%distributed -n 2", "import types", "net = types.SimpleNamespace(layer=5)")
-    lines = terminal.enter("net")
     hint = "`net` is on ranks 0-1: begin the cell with %%distributed, or `%dist_gather net`"
-    assert f"NameError: {hint}" in lines
+    assert f"NameError: {hint}" in terminal.enter("net")
     terminal.child.send("%%distributed\rprint(net.lay\t")
     terminal.child.expect(r"lay\w*r")  # a dumb terminal draws not all of it
     terminal.begin(" * 7)")
@@ -339,9 +312,8 @@ def test_terminal_names(terminal: Terminal) -> None:
     lines = terminal.enter("print('there', rank)")
     assert "[1] there 1" in lines
     assert any("· auto mode: `%%local` on the first line" in line for line in lines)
-    assert f"Out[{terminal.prompts}]: 42" in terminal.enter("%%local", "x = 6", "x * 7")
+    assert f"Out[{terminal.prompts}]: 42" in terminal.enter("%%local", "6 * 7")
     terminal.enter("%dist_auto off")
-    assert f"Out[{terminal.prompts}]: 6" in terminal.enter("x")
 
 
 def test_terminal_ends_its_workers(tmp_path: Path, terminals: list[Terminal]) -> None:

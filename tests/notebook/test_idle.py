@@ -1,18 +1,34 @@
-"""Tests of `nbdist.notebook.idle`: between cells the notebook's event loop learns of news."""
+"""Tests of `nbdist.notebook.idle`: news and Stop between cells, and Stop while commands run."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from nbdist.notebook.display import PanelDisplay, PlainDisplay
-from nbdist.notebook.idle import MOST_CHARACTERS, PAUSE, Ended, IdleWatch, late_texts
+from nbdist.notebook.idle import (
+    MOST_CHARACTERS,
+    PAUSE,
+    Ended,
+    IdleStop,
+    IdleWatch,
+    command_stops,
+    counted_stops,
+    held_stops,
+    late_texts,
+    met_stops,
+    raised_stops,
+)
 from nbdist.output.events import Display, Done, Failure, Skipped, Text, Update
 from nbdist.output.transcript import Transcript
 
@@ -30,85 +46,66 @@ class Pipe:
 def link() -> Iterator[Any]:
     pipe = Pipe(*os.pipe2(os.O_NONBLOCK))
     yield pipe
-    for each in (pipe.asides, pipe.end):
-        if each >= 0:
-            os.close(each)
+    os.close(pipe.asides)
+    if pipe.end >= 0:
+        os.close(pipe.end)
 
 
-def close_end(link: Any) -> None:
-    os.close(link.end)
-    link.end = -1
-
-
-def test_many_bytes_are_one_notice(link: Any):
+async def test_many_bytes_are_one_notice(link: Any):
     """A rank may talk without end: the second notice waits.  The end is noticed once."""
     noticed: list[float] = []
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
-    async def main() -> None:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    def notice() -> None:
+        noticed.append(loop.time())
+        if repr(watch) == "<IdleWatch of None>":
+            ended.set()
 
-        def notice() -> None:
-            noticed.append(loop.time())
-            if repr(watch) == "<IdleWatch of None>":
-                ended.set()
-
-        watch = IdleWatch(notice)
-        watch.follow(link)
-        while len(noticed) < 2:
-            os.write(link.end, b"x")
-            await asyncio.sleep(0.01)
-        close_end(link)
-        await ended.wait()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+    watch = IdleWatch(notice)
+    watch.follow(link)
+    while len(noticed) < 2:
+        os.write(link.end, b"x")
+        await asyncio.sleep(0.01)
+    os.close(link.end)
+    link.end = -1
+    await ended.wait()
     assert noticed[1] - noticed[0] >= PAUSE
 
 
-def test_what_is_watched_no_more(link: Any):
-    """Nothing is called after `stop`, and no descriptor is left."""
+async def test_what_goes_on(link: Any):
+    """It is called again and again, at once where there is news, until it goes on no more.
+
+    Nothing is called after `stop`, and no descriptor is left.
+    """
+    noticed: list[float] = []
+    loop, third = asyncio.get_running_loop(), asyncio.Event()
     before = os.listdir("/proc/self/fd")
 
-    async def main() -> None:
-        watch = IdleWatch(lambda: pytest.fail("noticed"))
+    def notice() -> None:
+        noticed.append(loop.time())
+        if len(noticed) == 3:
+            third.set()
+
+    watch = IdleWatch(notice)
+    for _ in range(2):
         watch.follow(link)
-        watch.follow(link)
-        watch.stop()
-        os.write(link.end, b"x")
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
-    assert os.listdir("/proc/self/fd") == before
-
-
-def test_what_goes_on(link: Any):
-    """It is called again and again, at once where there is news, until it goes on no more."""
-    noticed: list[float] = []
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        third = asyncio.Event()
-
-        def notice() -> None:
-            noticed.append(loop.time())
-            if len(noticed) == 3:
-                third.set()
-
-        watch = IdleWatch(notice)
-        watch.follow(link)
-        watch.goes_on = True
-        assert link.tells_all
-        await third.wait()
-        os.write(link.end, b"x")
-        await asyncio.sleep(0.01)
-        assert len(noticed) == 4
-        watch.goes_on = False
-        assert not link.tells_all
-        await asyncio.sleep(2.5 * PAUSE)
-        watch.stop()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+    watch.goes_on = True
+    assert link.tells_all
+    await third.wait()
+    os.write(link.end, b"x")
+    await asyncio.sleep(0.01)
+    assert len(noticed) == 4
+    watch.goes_on = False
+    assert not link.tells_all
+    await asyncio.sleep(2.5 * PAUSE)
+    watch.stop()
     assert noticed[2] - noticed[0] >= 2 * PAUSE
     assert len(noticed) <= 5
+    noticed.clear()
+    os.write(link.end, b"x")
+    await asyncio.sleep(0.01)
+    assert noticed == []
+    assert os.listdir("/proc/self/fd") == before
 
 
 def out(text: str) -> Text:
@@ -139,13 +136,19 @@ def cells() -> Ended:
 
 
 def test_below_the_last_cell(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a rank says stands in its last cell, a display in the cell that has it."""
+    """What a rank says stands in its last cell, a display in the cell that has it; none is lost."""
     cells.receive([(0, out("a\n")), (0, out("b\n")), (1, out("c\n")), (1, Done("ok", 1.0))])
     assert shown(capsys) == []
-    cells.show({})
+    cells.show({}, at_once=False)
     first, second = shown(capsys)
     assert first.endswith("── rank 0 ──\nfirst\na\nb\n── rank 1 ──\nfirst")
     assert second.endswith("── rank 1 ──\nfirst\nc")
+    # While another cell runs a page is not drawn for each line.
+    cells.receive([(0, out("d\n"))])
+    cells.show({}, at_once=False)
+    assert shown(capsys) == []
+    cells.show({})
+    assert "first\na\nb\nd" in "".join(shown(capsys))
     cells.show({})
     assert shown(capsys) == []
     assert cells.take_texts() == []
@@ -157,18 +160,6 @@ def test_below_the_last_cell(cells: Ended, capsys: pytest.CaptureFixture[str]) -
     assert "── rank 0 ──\nnew" in "\n".join(shown(capsys))
 
 
-def test_not_too_often(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
-    """While another cell runs a page is not drawn for each line; none is lost."""
-    cells.receive([(0, out("a\n"))])
-    cells.show({}, at_once=False)
-    cells.receive([(0, out("b\n"))])
-    cells.show({}, at_once=False)
-    assert len(shown(capsys)) == 1
-    cells.show({})
-    (text,) = shown(capsys)
-    assert "first\na\nb" in text
-
-
 def test_what_belongs_to_no_cell(cells: Ended) -> None:
     """It is said with the next one, once; so is what lines that are printed cannot take in."""
     cells.receive([(2, out("bye\n")), (3, out("bye\n"))])
@@ -177,7 +168,6 @@ def test_what_belongs_to_no_cell(cells: Ended) -> None:
     cells.receive([(2, out("bye\n"))])
     cells.forget()
     assert cells.take_texts() == []
-    cells = Ended()
     cells.add(ended(0), PlainDisplay())
     cells.receive([(0, out("bye\n"))])
     assert cells.take_texts() == ["rank 0 printed after its last cell: bye"]
@@ -185,12 +175,11 @@ def test_what_belongs_to_no_cell(cells: Ended) -> None:
 
 def test_texts(cells: Ended) -> None:
     """One line for all that said the same, not too long; cells before are known."""
-    failure = Failure("E", "bad", ("\x1b[31mE\x1b[0m: bad",), 1)
     late = [
         (0, out("a\n\n  b")),
         (1, Display({"text/plain": "a"}, {})),
         (1, out("b\n")),
-        (2, failure),
+        (2, Failure("E", "bad", ("\x1b[31mE\x1b[0m: bad",), 1)),
         (3, Skipped(9, 3)),
         (4, out("x" * (MOST_CHARACTERS + 1000))),
     ]
@@ -200,9 +189,164 @@ def test_texts(cells: Ended) -> None:
         "rank 2 printed after its last cell: E: bad",
     ]
     assert long.endswith("x … 1,000 more characters")
-    last = ended(0)
-    before = cells.past(last)
-    assert len(before) == 3
-    assert before[-1] is last
+    before = cells.past(last := ended(0))
+    assert (len(before), before[-1]) == (3, last)
     cells.forget()
     assert cells.past(before[1]) == before[:2]
+
+
+# --- Stop -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_stops_are_counted():
+    """And raised again afterwards; one while somebody types, or of a command's, is no other's."""
+    with counted_stops() as stops:
+        press()
+        with pytest.raises(KeyboardInterrupt), raised_stops():
+            press()
+        with command_stops(), met_stops(lambda: pytest.fail("called")):
+            press()
+    assert stops.count == 2
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    before = signal.getsignal(signal.SIGINT)
+    with raised_stops():
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_stop_comes_later():
+    """What is inside is done first; who counts around it counts one."""
+    done: list[int] = []
+
+    def hold() -> None:
+        with held_stops():
+            press()
+            done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        hold()
+    with counted_stops() as stops:
+        with held_stops():
+            press()
+            assert stops.count == 0
+        done.append(2)
+    assert (stops.count, done) == (1, [1, 2])
+
+
+def test_a_stop_at_any_moment():
+    """Whatever line of ours it comes at, it is a KeyboardInterrupt, and it is as before then."""
+    passed = held_with_a_stop(at=0)
+    assert passed > 8
+    for number in range(1, passed + 1):
+        with pytest.raises(KeyboardInterrupt):
+            held_with_a_stop(at=number)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def held_with_a_stop(at: int) -> int:
+    """Enter and leave `held_stops`, with Stop at this line of all that are passed: how many."""
+    passed = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal passed
+        if not frame.f_code.co_filename.endswith("notebook/idle.py"):
+            return None
+        if event == "line" and frame.f_code.co_name in ("held_stops", "counted_stops"):
+            passed += 1
+            if passed == at:
+                press()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with held_stops():
+            pass
+    finally:
+        sys.settrace(before)
+    return passed
+
+
+def test_stops_of_a_command():
+    """They are met by who can, innermost first, and raised else; also where somebody types."""
+    met: list[int] = []
+
+    def meet(number: int, *, takes: bool = True) -> bool:
+        met.append(number)
+        return takes
+
+    with met_stops(partial(meet, 0)), pytest.raises(KeyboardInterrupt):
+        press()  # no command runs
+    with command_stops():
+        with pytest.raises(KeyboardInterrupt):
+            press()
+        with met_stops(partial(meet, 1)):
+            press()
+            with command_stops(), met_stops(partial(meet, 2)):
+                press()
+            with pytest.raises(KeyboardInterrupt), raised_stops():
+                press()
+            with pytest.raises(KeyboardInterrupt), met_stops(partial(meet, 3, takes=False)):
+                press()
+        with pytest.raises(KeyboardInterrupt):
+            press()
+    assert met == [1, 2, 3]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def idle_stop(pressed: list[str], wanted: list[str]) -> IdleStop:
+    return IdleStop(lambda: pressed.append("once"), lambda: bool(wanted))
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_a_kernel_that_ignores_it_between_cells():
+    """It is called as long as that is wanted; once no cell runs, Stop is ignored again."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pressed, wanted = [], ["a job"]
+
+    async def main() -> None:
+        stop = idle_stop(pressed, wanted)
+        for _ in range(2):
+            stop.update(asyncio.get_running_loop())
+        press()
+        await asyncio.sleep(0.01)
+        assert pressed == ["once"]
+        # While a cell runs ipykernel has a handler of its own, and puts back what it found.
+        found = signal.signal(signal.SIGINT, signal.default_int_handler)
+        wanted.clear()
+        stop.update()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, found)
+        for _ in range(1000):
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                await asyncio.sleep(0.01)
+        press()
+        await asyncio.sleep(0.01)
+        assert pressed == ["once"]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.usefixtures("_as_before")
+def test_what_somebody_else_has_set_stays():
+    """Where it is not ignored, Stop means something already."""
+
+    def mine(*_: object) -> None: ...
+
+    signal.signal(signal.SIGINT, mine)
+    loop = asyncio.new_event_loop()
+    for wanted in (["a job"], []):
+        idle_stop([], wanted).update(loop)
+        assert signal.getsignal(signal.SIGINT) is mine
+    loop.close()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty
+from types import SimpleNamespace
 from typing import Any
 
 import ipykernel
@@ -58,11 +57,6 @@ class Subshell:
         raise AssertionError(f"not done after {SOON} s: {code}")
 
 
-def matches(notebook: Notebook, code: str) -> list[str]:
-    """What a front end offers to complete it with."""
-    return list(notebook.reply_to(notebook.client.complete(code))["matches"])
-
-
 PRESS = """
 import os, signal, sys, threading, time
 def press(name):
@@ -75,6 +69,8 @@ threading.Thread(target=press, args=[{name!r}]).start()
 """
 """Stop, as soon as the kernel's main thread is in a function of this name."""
 
+STOPPED = "Stopped on ranks 0-1. No variables were lost."
+
 SLEEPS = "import time\nkept = rank\nprint('begun')\ntime.sleep(600)"
 
 
@@ -86,37 +82,35 @@ def notebook(two: Notebook) -> Iterator[Notebook]:
 
 def test_where_a_cell_has_shown_its_output() -> None:
     """What is shown for it meanwhile belongs there, and what comes next to the cell that runs."""
-    shell: Any = Page()
+    parents = ["the first"]
+    shell: Any = SimpleNamespace(get_parent=lambda: parents[-1], set_parent=parents.append)
     place = CellPlace(shell)
-    shell.parent = "the cell that runs"
+    parents.append("the cell that runs")
     for is_wanted, shown in ((True, "the first"), (False, "the cell that runs")):
         with place.within(is_wanted):
-            assert shell.parent == shown
-        assert shell.parent == "the cell that runs"
+            assert parents[-1] == shown
+        assert parents[-1] == "the cell that runs"
 
 
-class Page:
-    """Shows what it is given below the cell that it was told of last."""
-
-    parent = "the first"
-
-    def get_parent(self) -> str:
-        return self.parent
-
-    def set_parent(self, parent: str) -> None:
-        self.parent = parent
-
-
-def begin(notebook: Notebook, source: str, options: str = "") -> str:
+def begin(notebook: Notebook, source: str) -> str:
     """Send a cell without waiting for it; the name of its display."""
-    sent = notebook.run(f"%%distributed --no-wait -o job {options}\n{source}")
+    sent = notebook.run(f"%%distributed --no-wait -o job\n{source}")
     assert sent.errors == []
-    said = [each["data"]["text/plain"] for each in (*sent.displays, *sent.updates)]
-    assert any(
-        each.startswith("running on 2 ranks in the background · `job.wait()` waits for it")
-        for each in said
-    )
+    said = "\n".join(each["data"]["text/plain"] for each in (*sent.displays, *sent.updates))
+    assert "running on 2 ranks in the background · `job.wait()` waits for it" in said
     return str(sent.displays[0]["transient"]["display_id"])
+
+
+def sleep(notebook: Notebook) -> str:
+    """Send one that sleeps, and return once it does; the name of its display."""
+    display_id = begin(notebook, SLEEPS)
+    idle_until(notebook, display_id, "begun")
+    return display_id
+
+
+def shown(notebook: Notebook) -> str:
+    """What is shown of the job itself."""
+    return str(notebook.run("job").results[0]["text/plain"])
 
 
 def idle_until(notebook: Notebook, display_id: str, said: str) -> list[tuple[str, str]]:
@@ -144,8 +138,7 @@ def test_it_is_live_while_the_notebook_is_idle(notebook: Notebook, tmp_path: Pat
     begun = time.monotonic()
     display_id = begin(notebook, cell)
     assert notebook.value("1 + 1") == 2
-    said = notebook.run("job").results[0]["text/plain"]
-    assert said.startswith("<Job running · 2 ranks · ")
+    assert shown(notebook).startswith("<Job running · 2 ranks · ")
     drawn = idle_until(notebook, display_id, "step 2")
     assert notebook.value("job.has_ended") is False
     may_end.touch()
@@ -156,48 +149,42 @@ def test_it_is_live_while_the_notebook_is_idle(notebook: Notebook, tmp_path: Pat
     assert any("step 2" in text and "all" not in text for text in live)
     assert len(live) <= 1 + lasted / 0.25 + 2
     assert "step 7" in drawn[-1][0]
-    assert notebook.run("job").results[0]["text/plain"].startswith("<Job done · 2 ranks · ")
-    assert notebook.value("job.wait(), job.done()") == (None, True)
-    assert notebook.value("job.result().rank(1), [*job.result()]") == (1, [0, 1])
+    assert shown(notebook).startswith("<Job done · 2 ranks · ")
+    assert notebook.value("job.wait(), job.done(), [*job.result()]") == (None, True, [0, 1])
 
 
 def test_what_it_raises(notebook: Notebook) -> None:
     """`wait` and `result` raise it, or else the next cell says it, once."""
-    display_id = begin(notebook, "if rank: raise ValueError('bad shard')")
     said = "1 of 2 ranks failed (1); first: rank 1 after "
+    display_id = begin(notebook, "if rank: raise ValueError('bad shard')")
     (text, _) = idle_until(notebook, display_id, said)[-1]
     assert "── rank 1 ✗ ──" in text
     assert text.count("ValueError: bad shard") == 2
     for call in ("job.wait()", "job.result()", "job.wait(0.1)"):
         assert notebook.run(call).error.startswith(f"WorkerError: {said}")
     assert "ValueError: bad shard" in notebook.run("%dist_why").text
-    assert "<Job failed · 2 ranks · " in notebook.run("job").results[0]["text/plain"]
+    assert shown(notebook).startswith("<Job failed · 2 ranks · ")
     assert "failed" not in notebook.run("%%distributed\npass").text  # it is known
-    display_id = begin(notebook, "1 / (1 - rank)")
-    idle_until(notebook, display_id, "1 of 2 ranks failed (1)")
+    idle_until(notebook, begin(notebook, "1 / (1 - rank)"), said)
     notebook.value("1 + 1")
-    said = "`job` has failed: 1 of 2 ranks failed (1); first: rank 1 after"
-    assert said in notebook.run("%%distributed\npass").text
+    assert f"`job` has failed: {said}" in notebook.run("%%distributed\npass").text
     assert "failed" not in notebook.run("%%distributed\npass").text
 
 
 def test_stop_while_idle(notebook: Notebook) -> None:
     """It stops what nobody waits for; the ranks keep their variables."""
-    display_id = begin(notebook, SLEEPS)
-    idle_until(notebook, display_id, "begun")
+    display_id = sleep(notebook)
     notebook.manager.interrupt_kernel()
-    idle_until(notebook, display_id, "Stopped on ranks 0-1. No variables were lost.")
-    stopped = notebook.run("job.wait()")
-    assert stopped.error == "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost."
-    assert "<Job stopped · " in notebook.run("job").results[0]["text/plain"]
+    idle_until(notebook, display_id, STOPPED)
+    assert notebook.run("job.wait()").error == f"KeyboardInterrupt: {STOPPED}"
+    assert shown(notebook).startswith("<Job stopped · ")
     notebook.manager.interrupt_kernel()  # ignored, as ever
     assert notebook.run("%%distributed\nassert kept == rank").errors == []
 
 
 def test_stop_ends_the_waiting(notebook: Notebook) -> None:
     """`wait`, `await` or a plain cell ends, and the job runs on until it is stopped itself."""
-    display_id = begin(notebook, SLEEPS)
-    idle_until(notebook, display_id, "begun")
+    sleep(notebook)
     said = "KeyboardInterrupt: Stopped. `job` keeps running: "
     assert notebook.run(PRESS.format(name="Job.wait") + "job.wait()").error.startswith(said)
     for name, cell in (
@@ -208,33 +195,26 @@ def test_stop_ends_the_waiting(notebook: Notebook) -> None:
         (plain,) = notebook.run(PRESS.format(name=name) + cell).errors
         assert plain["ename"] in ("CancelledError", "KeyboardInterrupt", "Interrupted")
     assert notebook.value("job.done(), job.running.stops") == (False, 0)
-    said = "JobTimeout: `job` is still running after 1.1 s: "
-    said += "ranks 0-1 are in line 5: time.sleep(600)."
-    assert notebook.run("job.wait(1.1)").error == said
+    assert notebook.run("job.wait(1.1)").error == (
+        "JobTimeout: `job` is still running after 1.1 s: ranks 0-1 are in line 5: time.sleep(600)."
+    )
     # The panel of the cell that runs may be drawn beside these.
-    status, output = (notebook.run(f"%dist_{word}").displays[-1] for word in ("status", "output"))
-    assert "running a cell" in status["data"]["text/plain"]
-    assert output["data"]["text/plain"].endswith("── ranks 0-1 (same) ──\nbegun")
-    assert notebook.value("issubclass(type(job), __import__('nbdist').Job)") is True
-    last = notebook.run("%dist_interrupt").displays[-1]["data"]["text/plain"]
-    assert last == "Stopped on ranks 0-1. No variables were lost."
+    status, output, stopped = (
+        notebook.run(f"%dist_{word}").displays[-1]["data"]["text/plain"]
+        for word in ("status", "output", "interrupt")
+    )
+    assert "running a cell" in status
+    assert output.endswith("── ranks 0-1 (same) ──\nbegun")
+    assert stopped == STOPPED
     assert notebook.run("%dist_interrupt").text == "no cell is running on the workers"
 
 
 def test_a_cell_that_comes_meanwhile(notebook: Notebook) -> None:
     """It waits and says so; Stop then ends its wait alone.  What brings values waits too."""
-    begin(notebook, "import time; time.sleep(600)")
-    pid = notebook.process.pid
-    pressed: list[str] = []
-
-    def press(outcome: object) -> None:
-        if not pressed and (shown := getattr(outcome, "displays", [])):
-            pressed.append(shown[0]["data"]["text/plain"])
-            os.kill(pid, signal.SIGINT)
-
-    said = notebook.run("%%distributed\nnever = 1", press).error
+    sleep(notebook)
+    stop = notebook.stop_at("Waiting for `job` (")
+    said = notebook.run("%%distributed\nnever = 1", stop).error
     assert said.startswith("KeyboardInterrupt: Stopped. This cell has not run; `job`")
-    assert pressed[0].startswith("Waiting for `job` (")
     assert notebook.value("job.done()") is False
     notebook.run("%dist_interrupt")
     begin(notebook, "import time; time.sleep(1.5); late = rank + 1")
@@ -252,9 +232,8 @@ def test_workers_that_are_started_anew(notebook: Notebook) -> None:
     restarted = notebook.run("%dist_restart")
     assert restarted.errors == []
     of_job = [each for each in restarted.updates if each["transient"]["display_id"] == display_id]
-    assert of_job[-1]["data"]["text/plain"].endswith(
-        "the workers ended before the cell had finished"
-    )
+    ended = "the workers ended before the cell had finished"
+    assert of_job[-1]["data"]["text/plain"].endswith(ended)
     lost = notebook.run("job.result()").error
     assert lost.startswith("JobLost: `job` was lost after ")
     assert lost.endswith(": its workers were restarted.")
@@ -263,23 +242,16 @@ def test_workers_that_are_started_anew(notebook: Notebook) -> None:
 
 def test_what_a_rank_wants_typed(notebook: Notebook) -> None:
     """Its panel says that it waits; who waits for the cell is asked, and Stop then stops it."""
-    display_id = begin(notebook, "name = input('name? ') if rank else 'nobody'; name")
-    idle_until(notebook, display_id, "rank 1 waits for your input · you will be asked when a cell")
-    client = notebook.client
-    for typed, said in (("Ada", ""), (None, "KeyboardInterrupt")):
-        sent = client.execute("job.wait()", allow_stdin=True, stop_on_error=False)
-        asked = client.get_stdin_msg(timeout=SOON)["content"]
-        assert asked["prompt"] == "[rank 1] name? "
-        if typed:
-            client.input(typed)
-        else:
-            notebook.manager.interrupt_kernel()
-        reply = client.get_shell_msg(timeout=SOON)
-        assert reply["parent_header"]["msg_id"] == sent
-        assert reply["content"].get("ename", "").replace("Interrupted", "KeyboardInterrupt") == said
+    cell = "name = input('name? ') if rank else 'nobody'; name"
+    asks = "rank 1 waits for your input · you will be asked when a cell"
+    for typed in (["Ada"], []):
+        idle_until(notebook, begin(notebook, cell), asks)
+        waited = notebook.run("job.wait()", typed=iter(typed))
+        assert waited.prompts == ["[rank 1] name? "]
+        assert bool(waited.errors) == (not typed)
         if typed:
             assert notebook.value("[*job.result()]") == ["nobody", "Ada"]
-            begin(notebook, "name = input('name? ') if rank else 'nobody'; name")
+    assert waited.error.startswith("KeyboardInterrupt: ")
 
 
 @pytest.mark.skipif(not HAS_SUBSHELLS, reason="ipykernel 6 has no subshells")
@@ -289,8 +261,7 @@ def test_beside_the_notebooks_cells(notebook: Notebook) -> None:
     subshell = Subshell(notebook)
     assert subshell.run("job.wait(); job.done()") == "True"
     begin(notebook, SLEEPS)
-    said = subshell.run("job.interrupt(); job.wait()")
-    assert said == "Stopped on ranks 0-1. No variables were lost."
+    assert subshell.run("job.interrupt(); job.wait()") == STOPPED
 
 
 def test_done_is_right_at_the_first_call(notebook: Notebook) -> None:
@@ -322,97 +293,62 @@ def test_it_can_be_awaited(notebook: Notebook) -> None:
     ticking.cancel()
     print(len(ticks) > 5, result[1])
     """
-    ran = notebook.run(textwrap.dedent(cell))
-    assert (ran.errors, ran.streams) == ([], ["True 1\n"])
+    assert notebook.run(textwrap.dedent(cell)).streams == ["True 1\n"]
     begin(notebook, "{}[rank]")
     ran = notebook.run("try: await job\nexcept KeyError as error: print(error.args[0] in (0, 1))")
-    assert (ran.errors, ran.streams) == ([], ["True\n"])
+    assert ran.streams == ["True\n"]
     begin(notebook, SLEEPS)
     late = notebook.run("await asyncio.wait_for(job, 0.3)")
     assert [each["ename"] for each in late.errors] == ["TimeoutError"]
     assert notebook.value("job.done()") is False
 
 
-def test_a_name_for_the_result(two: Notebook) -> None:
-    """It maps ranks to their last values, also of `x;`, and has what failed."""
-    assert two.run("%%distributed -o result\nprint('said')\ntorch.ones(2) * rank").errors == []
-    assert two.value("result[1].tolist(), result.rank(0).tolist()") == ([1.0, 1.0], [0.0, 0.0])
-    assert two.value("[*result.keys()], len(result), len(result.items())") == ([0, 1], 2, 2)
-    assert two.value("[each.tolist() for each in result]") == [[0.0, 0.0], [1.0, 1.0]]
-    assert two.value("result.stdout[1], result.stderr") == ("said\n", {0: "", 1: ""})
-    (shown,) = two.run("result").results
-    head, *values = shown["text/plain"].splitlines()
-    assert head.startswith("<CellResult of ranks 0-1, ")
-    assert values == ["{0: tensor([0., 0.]), 1: tensor([1., 1.])}>"]
-    assert two.run("%%distributed -o nothing\nif rank: 5").errors == []
-    assert two.value("[*nothing]") == [None, None]
-    assert body(two.run("%%distributed -o quiet\nrank + 5;")) == []
-    assert two.value("dict(quiet)") == {0: 5, 1: 6}
-    assert two.run("%%distributed -o failed\n1 / (1 - rank)").errors != []
-    assert two.value("failed.ok, [*failed.errors], failed.rank(0)") == (False, [1], 1.0)
-
-
 def test_each_run_has_a_result_of_its_own(two: Notebook) -> None:
     """As it was at its end, big or small; what cannot be had is said once somebody asks."""
     cell = """
     results = []
-    for lr in (0.1, 0.2, 0.3):
+    for lr in (0.1, 0.2):
         for n in (1, 20_000):
             get_ipython().run_cell_magic("distributed", "-o out", "torch.full((n,), lr + rank)")
             results.append(out)
     """
-    assert two.run(cell).errors == []
+    assert two.run(textwrap.dedent(cell)).errors == []
     assert "<78.3 KiB, still on the rank>" in two.value("repr(results[1])")
     for rank in (1, 0):
         found = two.value(f"[round(each[{rank}][-1].item(), 1) for each in results]")
-        assert found == [round(lr + rank, 1) for lr in (0.1, 0.1, 0.2, 0.2, 0.3, 0.3)]
+        assert found == [round(lr + rank, 1) for lr in (0.1, 0.1, 0.2, 0.2)]
+    assert body(two.run("%%distributed -o quiet\nrank + 5;")) == []
+    assert two.run("%%distributed -o failed\n1 / (1 - rank)").errors != []
+    found = two.value("dict(quiet), failed.ok, [*failed.errors], failed.rank(0)")
+    assert found == ({0: 5, 1: 6}, False, [1], 1.0)
     two.run("%%distributed -o small\nx = torch.zeros(2); x")
     two.run("%%distributed -o big\ny = torch.zeros(20_000); y")
     two.run("%%distributed\nx += 5; y += 5")
-    assert two.value("[each.tolist() for each in small]") == [[0.0, 0.0]] * 2
-    assert two.value("big[0].sum().item()") == 0.0
+    assert two.value("small[0].tolist(), big[0].sum().item()") == ([0.0, 0.0], 0.0)
     two.run("%dist_restart -r 1")
     assert two.value("small[1].tolist(), big[0].sum().item()") == ([0.0, 0.0], 0.0)
     said = two.run("big[1]").error
     assert said.startswith("ValueLost: the last value of that cell on rank 1 is gone with its work")
     two.run("%%distributed -o old\ntorch.ones(20_000)")
-    two.run("%dist_clean")
-    said = two.run("old.rank(0)").error
-    assert said == (
-        "ValueLost: the last value of that cell on rank 0 is gone: `%dist_memory --free` "
-        "released it. What "
-        "a cell binds to a variable stays, and `%dist_gather variable` brings it."
+    assert two.run("%dist_clean").text.startswith("ranks 0-1 · ")
+    assert two.run("old.rank(0)").error == (
+        "ValueLost: the last value of that cell on rank 0 is gone: `%dist_memory --free` released "
+        "it. What a cell binds to a variable stays, and `%dist_gather variable` brings it."
     )
     assert two.run("%%distributed -o odd\n[(n for n in 'ab')]").errors == []
-    said = two.run("odd[1]").error
-    assert "on rank 1 cannot be sent to the notebook (generator in `it[0]`): " in said
+    said = "on rank 1 cannot be sent to the notebook (generator in `it[0]`): "
+    assert said in two.run("odd[1]").error
 
 
-def test_what_a_rank_raises_is_caught_with_what_it_has(two: Notebook) -> None:
-    """By its class, also of a job; our line is shown with it."""
-    two.run("class Final(Exception):\n    def __init_subclass__(cls): raise TypeError('never')")
-    two.run("%%distributed --no-wait -o job\nraise Final('a', 3)")
-    caught = "try: job.wait()\nexcept Final as error: print(error.args, sorted(error.errors))"
-    ran = two.run(f"{caught}\njob.wait()")
-    assert ran.streams == ["('a', 3) [0, 1]\n"]
-    (error,) = ran.errors
-    assert error["ename"] == "Final"
-    (line,) = error["traceback"]
-    assert "WorkerError\x1b[0m: 2 of 2 ranks failed (0-1); first: rank " in line
-
-
-def test_what_takes_too_long(two: Notebook, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_takes_too_long(two: Notebook, tmp_path: Path) -> None:
     """A cell or script is stopped, and one line says where its ranks were; variables stay."""
     cell = "import time\nkept = 7\nif rank: time.sleep(60)\ndist.barrier()"
-    said = two.run(f"%%distributed --timeout 1.2\n{cell}").error
-    assert said == (
-        "CellTimeout: the cell was stopped by `--timeout 1.2`: "
-        "rank 0 waits in barrier, line 5 · rank 1 is in line 4: if rank: time.sleep(60); no "
-        "variables were lost"
-        "."
+    assert two.run(f"%%distributed --timeout 1.2\n{cell}").error == (
+        "CellTimeout: the cell was stopped by `--timeout 1.2`: rank 0 waits in barrier, line 5 · "
+        "rank 1 is in line 4: if rank: time.sleep(60); no variables were lost."
     )
     assert body(two.run("%%distributed --timeout 60\nkept"))[-1] == "7"
-    script = tmp_path_factory.mktemp("script") / "sleeps.py"
+    script = tmp_path / "sleeps.py"
     script.write_text("import time\nbegun = 1\ntime.sleep(60)\n")
     said = two.run(f"%dist_run --timeout 1 {script}").error
     assert "by `--timeout 1`: ranks 0-1 are in sleeps.py line 3: time.sleep" in said
@@ -424,26 +360,21 @@ def test_what_takes_too_long(two: Notebook, tmp_path_factory: pytest.TempPathFac
 def test_a_cell_that_runs_here_too(two: Notebook) -> None:
     """What it binds it binds on both sides; what fails here fails the cell; `await` is refused."""
     ran = two.run("%%distributed --here-too -o there\nx = sum(range(10))\nprint('said')\nx")
-    assert ran.errors == []
-    assert ran.streams == ["said\n"]
-    assert ran.results == [{"text/plain": "45"}]
+    assert (ran.errors, ran.streams, ran.results) == ([], ["said\n"], [{"text/plain": "45"}])
     assert ran.displays[-1]["data"]["text/plain"].endswith("said\n45")
     assert two.value("x, there.rank(1)") == (45, 45)
     two.run("%%distributed\nx = rank")
     assert two.run("%%distributed --here-too\ny = x").errors == []
     assert two.value("y") == 45
     assert body(two.run("%%distributed\ny")) == ["── rank 0 ──", "0", "── rank 1 ──", "1"]
-    said = two.run(
-        "%%distributed --here-too\nimport asyncio\nawait asyncio.sleep(0); sent = 1"
-    ).error
-    assert said.startswith("UsageError: `--here-too`: the cell uses `await`")
+    said = two.run("%%distributed --here-too\nimport asyncio\nawait asyncio.sleep(0); sent = 1")
+    assert said.error.startswith("UsageError: `--here-too`: the cell uses `await`")
     assert body(two.run("%%distributed\n'sent' in globals()"))[-1] == "False"
     ran = two.run("%%distributed --here-too\nworld_size")
-    here, last = ran.errors
-    assert here["ename"] == "NameError"
-    assert last["ename"] == "LocalCellError"
-    assert last["evalue"].startswith("the cell raised in the notebook: NameError: ")
-    assert last["evalue"].endswith(" 2 ranks ran it.")
+    assert [each["ename"] for each in ran.errors] == ["NameError", "LocalCellError"]
+    said = ran.errors[1]["evalue"]
+    assert said.startswith("the cell raised in the notebook: NameError: ")
+    assert said.endswith(" 2 ranks ran it.")
     assert ran.displays[-1]["data"]["text/plain"].endswith("── ranks 0-1 (same) ──\n2")
 
 
@@ -452,14 +383,12 @@ def test_beside_a_cell(two: Notebook, tmp_path: Path) -> None:
     """Status and stacks answer, others are refused; the cell's own output is whole."""
     gate = tmp_path / "gate"
     subshell = Subshell(two)
-    lines = "".join(f"{number}\n" for number in range(300))
-    cell = (
+    two.client.execute(
         "%%distributed\nimport os, time\nnumber = 0\n"
         f"while number < 300 or not os.path.exists({str(gate)!r}):\n"
         "    if number < 300: print(number)\n"
         "    number += 1; time.sleep(0.002)"
     )
-    two.client.execute(cell)
     said = ""
     while "busy" not in said or "line " not in said:
         said = subshell.run("%dist_status")
@@ -467,24 +396,25 @@ def test_beside_a_cell(two: Notebook, tmp_path: Path) -> None:
     assert " · running a cell" in said.splitlines()[0]
     for _ in range(30):
         assert "running a cell\n── rank" in subshell.run("%dist_stack")
-    assert "no lines" in subshell.run("%dist_log") or "files: " in subshell.run("%dist_log")
+    said = subshell.run("%dist_log")
+    assert "no lines" in said or "files: " in said
     refused = subshell.run("%dist_memory")
     assert refused.startswith("`%dist_memory` cannot run in a subshell")
     assert "`%dist_stack`, `%dist_status`" in refused
     assert subshell.run("%%distributed\n1").startswith("`%%distributed` cannot run")
     # That cells have ended beside it does not make who types wait for it.
-    assert "number" in matches(two, "%%distributed\nnumb")
+    asked = two.client.complete("%%distributed\nnumb")
+    assert "number" in two.reply_to(asked)["matches"]
     gate.touch()
-    again = two.run("%dist_output --all")
     # All that arrived while the others looked is the cell's.
-    assert lines in again.text
+    lines = "".join(f"{number}\n" for number in range(300))
+    assert lines in two.run("%dist_output --all").text
 
 
 def test_nothing_is_left_by_the_end(two: Notebook) -> None:
     """Of the extension: the cell ends with its workers, and Stop is as before."""
     status = two.run("%dist_status").text.splitlines()
-    display_id = begin(two, SLEEPS)
-    idle_until(two, display_id, "begun")
+    sleep(two)
     assert two.run("%unload_ext nbdist").errors == []
     assert not any(psutil.pid_exists(int(line.split()[2])) for line in status[2:4])
     assert "JobLost" in two.run("job.wait()").errors[0]["ename"]

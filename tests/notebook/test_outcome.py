@@ -7,8 +7,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied
 from nbdist.notebook.outcome import LastValues, Routine, Why, idle_end, why_died, why_of
@@ -24,21 +22,15 @@ def test_both_forms() -> None:
     """HTML and text say the same, the text without colours."""
     why = Why("12:00:00 · rank 1", "\x1b[31mKeyError\x1b[0m: 'x'", ("rank 0: Freed",), "1.log")
     lines = ["12:00:00 · rank 1", "KeyError: 'x'", "rank 0: Freed", "all of its lines: 1.log"]
-    assert why.shown.text.split("\n") == lines
-    assert Panel(why.shown.html).lines == lines
+    assert why.shown.text.split("\n") == Panel(why.shown.html).lines == lines
 
 
-@pytest.mark.parametrize(
-    ("died", "end"),
-    [
-        (Died(-9, 1), "was killed by SIGKILL while no cell was running"),
-        (Died(3, 1, why="it left"), "exited with code 3 while no cell was running: it left"),
-        (Died(-9, 1, why=IGNORES_STOP), "ignored Stop and was killed"),
-    ],
-)
-def test_ends_of_idle_ranks(died: Died, end: str) -> None:
+def test_ends_of_idle_ranks() -> None:
     """How, and why where that is known; one that was stopped had a cell before."""
-    assert idle_end(died) == end
+    assert idle_end(Died(-9, 1)) == "was killed by SIGKILL while no cell was running"
+    said = "exited with code 3 while no cell was running: it left"
+    assert idle_end(Died(3, 1, why="it left")) == said
+    assert idle_end(Died(-9, 1, why=IGNORES_STOP)) == "ignored Stop and was killed"
 
 
 def test_a_rank_whose_machine_is_lost() -> None:
@@ -68,29 +60,21 @@ def test_a_rank_that_died() -> None:
     assert why_died(2, "node1", Died(1, 1), "").body == "it had printed nothing"
 
 
-@pytest.fixture
-def asked() -> list[tuple[int, ...]]:
-    return []
+def test_only_what_is_asked_for():
+    """To show them brings nothing; what is missing is brought once, and at once."""
+    asked: list[tuple[int, ...]] = []
 
-
-@pytest.fixture
-def values(asked: list[tuple[int, ...]]) -> LastValues:
     def bring(ranks: tuple[int, ...]) -> Mapping[int, int]:
         asked.append(ranks)
         return {rank: 10 * rank for rank in ranks}
 
-    return LastValues({0: None}, dict.fromkeys((1, 3, 4), "<80 KiB>"), bring)
-
-
-def test_only_what_is_asked_for(values: LastValues, asked: list[tuple[int, ...]]):
-    """To show them brings nothing; what is missing is brought once, and at once."""
+    values = LastValues({0: None}, dict.fromkeys((1, 3, 4), "<80 KiB>"), bring)
     assert repr(values) == "{0: None, 1: <80 KiB>, 3: <80 KiB>, 4: <80 KiB>}"
     assert (values[3], values[3], values[0]) == (30, 30, None)
     assert (len(values), [*values]) == (4, [0, 1, 3, 4])
     assert asked == [(3,)]
     assert repr(values) == "{0: None, 1: <80 KiB>, 3: 30, 4: <80 KiB>}"
     assert [*values.values()] == [None, 10, 30, 40]
-    assert dict(values.items()) == {0: None, 1: 10, 3: 30, 4: 40}
     assert asked == [(3,), (1, 4)]
     assert pickle.loads(pickle.dumps(values)) == {0: None, 1: 10, 3: 30, 4: 40}
 

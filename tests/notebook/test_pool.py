@@ -16,9 +16,6 @@ from tests.notebook.front_end import Notebook, body, lasting
 
 pytestmark = pytest.mark.shared_world
 
-ROLE = """import os
-print(*(os.environ[name] for name in ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")))"""
-
 
 pools = lasting(
     "%load_ext nbdist",
@@ -27,35 +24,24 @@ pools = lasting(
 )
 
 
-given = lasting(
-    "%load_ext nbdist",
-    "%dist_init -j 2x1 --name exp/run --env A=\"1 2\" --env 'B=3'",
-    HF_TOKEN="hf_verysecret",
-    NBDIST_LOG_DIR="{folder}",
-)
 """Two workers on two simulated nodes, with a name and variables."""
 
 
 @pytest.fixture(scope="module")
 def shell() -> InteractiveShell:
     """That keeps its history in memory."""
-    config = Config()
-    config.HistoryManager.enabled = False
-    return InteractiveShell(config=config)
+    return InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
 
 
-def test_a_line_that_failed_has_gathered_nothing(shell: InteractiveShell) -> None:
-    """What the notebook had under the name stays its own."""
+def test_a_line_that_failed_has_gathered_nothing(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the notebook had under the name stays its own.  In a forked child there are no pools."""
     pools = Pools(shell, NbDist(display="plain"))
     shell.user_ns.update(kept=1, theirs=2)
     pools.gathered.add(["theirs"])
     pools.notice_names(shell.run_cell("kept = %dist_gather theirs"))
     assert ("theirs" in pools.gathered, "kept" in pools.gathered) == (True, False)
-
-
-def test_in_a_forked_child(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are no workers that it could use."""
-    pools = Pools(shell, NbDist(display="plain"))
     monkeypatch.setattr(os, "getpid", lambda: 1)
     with pytest.raises(ForkedProcess):
         pools.at(None)
@@ -63,20 +49,15 @@ def test_in_a_forked_child(shell: InteractiveShell, monkeypatch: pytest.MonkeyPa
 
 def test_each_has_its_own(pools: Notebook) -> None:
     """A group, variables and roles; the notebook's variables go to both."""
-    total = "t = torch.ones(1); dist.all_reduce(t); print(t.item(), world_size)"
-    assert body(pools.run(f"%%distributed --pool trainer\n{total}"))[-1] == "2.0 2"
-    assert body(pools.run(f"%%distributed --pool ps\n{total}"))[-1] == "1.0 1"
-    trainers = body(pools.run(f"%%distributed --pool trainer\n{ROLE}"))
-    assert [line for line in trainers if line.startswith("trainer")] == [
-        "trainer 0 2",
-        "trainer 1 2",
-    ]
-    assert body(pools.run(f"%%rank 0 --pool ps\n{ROLE}"))[-1] == "ps 0 1"
+    role = """import os
+t = torch.ones(1); dist.all_reduce(t)
+print(t.item(), *(os.environ[name] for name in ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")))"""
     pools.run("step = 7")
-    for pool in ("trainer", "ps"):
+    for pool, said in (("trainer", "2.0 trainer 1 2"), ("ps", "1.0 ps 0 1")):
+        assert body(pools.run(f"%%distributed --pool {pool}\n{role}"))[-1] == said
         assert body(pools.run(f"%%distributed --pool {pool}\nprint(step)"))[-1] == "7"
     pools.run("%%distributed --pool ps\nstep = 8")
-    assert body(pools.run("%%distributed --pool trainer\nprint(step)"))[-1] == "7"
+    assert body(pools.run("%%rank 1 --pool trainer\nprint(step)"))[-1] == "7"
     assert pools.run("%dist_gather step --pool ps --as steps").errors == []
     assert pools.value("steps") == [8]
     assert "NameError" in pools.run("%%distributed --pool ps\nmine").error
@@ -107,10 +88,8 @@ def test_a_failure_in_one_is_no_matter_to_the_other(pools: Notebook) -> None:
 def test_one_is_ended_the_other_stays(pools: Notebook) -> None:
     """Status has a table for each; the remedy names the pool; one is ended, or all are."""
     displays = pools.run("%dist_status").displays
-    assert [display["data"]["text/plain"].split(" · ")[0] for display in displays] == [
-        "pool ps",
-        "pool trainer",
-    ]
+    heads = [each["data"]["text/plain"].split(" · ")[0] for each in displays]
+    assert heads == ["pool ps", "pool trainer"]
     assert pools.run("%dist_status --pool ps").text.startswith("pool ps · 1 worker on ")
     assert "`%dist_restart --pool ps -n 3`" in pools.run("%dist_init --pool ps -n 3").error
     assert "--pool 1/2" in pools.run("%%distributed --pool 1/2\npass").error
@@ -120,34 +99,3 @@ def test_one_is_ended_the_other_stays(pools: Notebook) -> None:
     assert pools.run("%%distributed --pool trainer\ndist.barrier()").errors == []
     assert pools.run("%dist_shutdown").text == "workers ended"
     assert pools.run("%dist_status").text.startswith("no workers are running")
-
-
-def environ(notebook: Notebook, *names: str) -> list[list[str]]:
-    """What the ranks have of these variables, by rank."""
-    notebook.run(f"%%distributed\nimport os; values = [os.environ.get(n, '') for n in {names}]")
-    notebook.run("%dist_gather values")
-    return notebook.value("values")  # type: ignore[no-any-return]
-
-
-def test_the_options_of_workers(given: Notebook, tmp_path: Path) -> None:
-    """The head says what they are; ranks have what is set; a restart takes others."""
-    head = given.run("%dist_status").text.splitlines()[0]
-    assert head.startswith("2 workers as 2x1 on ")
-    assert head.endswith(" · gloo · ready · exp/run")
-    names = ("A", "B", "RANK", "LOCAL_RANK", "NBDIST_WORLD", "HF_TOKEN")
-    of_all = ["exp/run", "hf_verysecret"]
-    assert environ(given, *names) == [["1 2", "3", str(r), "0", *of_all] for r in range(2)]
-    assert "`%%distributed` shows them: `import os; os.environ`" in "".join(
-        given.run("%dist_env").streams
-    )
-    file = tmp_path / ".env"
-    file.write_text("C=4\n")
-    error = given.run("%dist_restart --wrap no-such-wrapper").error
-    assert error.startswith("StartError: rank ")
-    assert "could not start: no-such-wrapper: No such file or directory." in error
-    assert body(given.run("%%distributed\nimport os; os.environ['A']"))[1] == "'1 2'"
-    ready = given.run(f"%dist_restart -n 2 --env A=5 --env-file {file} --name again").text
-    assert ready.startswith("2 workers ready · gloo · worker variables cleared")
-    names = ("A", "B", "C", "LOCAL_RANK", "NBDIST_WORLD")
-    assert environ(given, *names) == [["5", "3", "4", str(rank), "again"] for rank in range(2)]
-    assert given.run("%dist_status").text.splitlines()[0].endswith(" · again")

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import base64
+import io
+import re
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html.parser import HTMLParser
+from typing import Any
+
+from tqdm.std import tqdm
 
 from nbdist.output.events import Died, Display, Done, Failure, Output, Text
 from nbdist.output.html import panel_html
@@ -17,44 +22,13 @@ from nbdist.output.transcript import Transcript
 TAGS = {"div", "span", "details", "summary", "table", "tbody", "tr", "td", "img"}
 ATTRIBUTES = {"style", "open", "src", "width", "height"}
 STYLES = {
-    "align-items",
-    "column-gap",
-    "flex",
-    "flex-wrap",
-    "background-color",
-    "border",
-    "border-collapse",
-    "border-left",
-    "border-radius",
-    "box-sizing",
-    "color",
-    "cursor",
-    "display",
-    "flex-direction",
-    "font-family",
-    "font-size",
-    "font-style",
-    "font-weight",
-    "height",
-    "line-height",
-    "margin",
-    "max-height",
-    "max-width",
-    "min-width",
-    "opacity",
-    "overflow",
-    "overflow-wrap",
-    "overflow-x",
-    "padding",
-    "padding-left",
-    "table-layout",
-    "text-align",
-    "text-decoration",
-    "vertical-align",
-    "white-space",
-    "width",
+    *("align-items", "background-color", "border", "border-collapse", "border-left"),
+    *("border-radius", "box-sizing", "color", "column-gap", "cursor", "display", "flex"),
+    *("flex-direction", "flex-wrap", "font-family", "font-size", "font-style", "font-weight"),
+    *("height", "line-height", "margin", "max-height", "max-width", "min-width", "opacity"),
+    *("overflow", "overflow-wrap", "overflow-x", "padding", "padding-left", "table-layout"),
+    *("text-align", "text-decoration", "vertical-align", "white-space", "width"),
 }
-VOID = {"img"}
 
 
 class Panel(HTMLParser):
@@ -72,18 +46,16 @@ class Panel(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag in TAGS
-        for name, value in attrs:
-            assert name in ATTRIBUTES
-            if name == "style":
-                rules = [rule.partition(":") for rule in str(value).split(";")]
-                assert {name for name, _, _ in rules} <= STYLES
-                # Relative to these JupyterLab drops a value without a word.
-                assert all("var(" not in value and "anywhere" not in value for *_, value in rules)
-        if tag == "img":
-            self.images.append(dict(attrs))
+        assert {name for name, _ in attrs} <= ATTRIBUTES
+        rules = [each.partition(":") for each in str(dict(attrs).get("style", "color:")).split(";")]
+        assert {name for name, _, _ in rules} <= STYLES
+        # Relative to these JupyterLab drops a value without a word.
+        assert all("var(" not in value and "anywhere" not in value for *_, value in rules)
         if tag == "details":
             self.opened.append("open" in dict(attrs))
-        if tag not in VOID:
+        if tag == "img":
+            self.images.append(dict(attrs))
+        else:
             self.stack.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -99,32 +71,63 @@ class Panel(HTMLParser):
         return [line for line in "".join(self.words).split("\n") if line]
 
 
+# --- what a rank says ---------------------------------------------------------------------------
+
+
 def out(text: str) -> Text:
     return Text("stdout", text)
+
+
+def err(text: str) -> Text:
+    return Text("stderr", text)
 
 
 def value(text: str) -> Display:
     return Display({"text/plain": text}, {}, is_result=True)
 
 
-def lines(count: int, text: str = "") -> Output:
+def drawing(text: str, display_id: str | None = None) -> Display:
+    """A display that has only text."""
+    return Display({"text/plain": text}, {}, display_id)
+
+
+def figure(title: str) -> Display:
+    """A figure as matplotlib sends it: a PNG, here one of nothing but its head and a title."""
+    size = struct.pack(">II", 300, 200)
+    png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + size + title.encode() * 1000
+    text = "<Figure size 300x200 with 1 Axes>"
+    data = {"image/png": base64.encodebytes(png).decode(), "text/plain": text}
+    return Display(data, {"image/png": {"width": 300, "height": 200}})
+
+
+def lines(count: int, text: str = "") -> Text:
     """So many lines, each with its number."""
     return out("".join(f"{text}{number}\n" for number in range(count)))
 
 
-def failure(message: str = "bad", time_ns: int = 1) -> Failure:
-    """An exception in line 2 of a cell."""
-    return Failure("E", message, ("Cell In[1], line 2", f"E: {message}"), time_ns)
+def failure(message: str = "bad", time_ns: int = 1, name: str = "E", line: int = 2) -> Failure:
+    """An exception in a line of a cell."""
+    place = f"\x1b[36mCell In[1], line {line}\x1b[39m"
+    return Failure(name, message, ("-----", place, f"{name}: {message}"), time_ns)
 
 
-def ranks_of(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
-    """Those of each block."""
-    return [block.group.ranks for block in blocks]
+def nested_bars(epochs: int = 4, steps: int = 8, *, leave: bool = False) -> list[str]:
+    """What a terminal got until each step of tqdm's nested bars, of 4 epochs of 8 steps in all."""
+    written, found = io.StringIO(), []
+    outer = tqdm(total=4, file=written, desc="epoch", position=0, mininterval=0)
+    for _ in range(epochs):
+        inner = tqdm(total=8, file=written, desc="step", position=1, mininterval=0, leave=leave)
+        for _ in range(steps):
+            inner.update()
+            found.append(written.getvalue())
+        inner.close()
+        outer.update()
+        found.append(written.getvalue())
+    outer.close()
+    return [*found, written.getvalue()]
 
 
-def kinds(items: Iterable[Item]) -> list[object]:
-    """How many lines stand together, and what is between them."""
-    return [len(item) if isinstance(item, list) else item for item in items]
+# --- cells --------------------------------------------------------------------------------------
 
 
 def make(
@@ -147,34 +150,55 @@ def make(
     return transcript
 
 
-def final_html(
-    transcript: Transcript, logs: Mapping[int, str] | None = None, note: str = ""
-) -> str:
+def running(ranks: int, said: Callable[[int], Sequence[Output]]) -> Transcript:
+    """A cell that has not finished on any rank."""
+    return make(ranks, said, finished=False)
+
+
+def ranks_of(blocks: Iterable[Block]) -> list[tuple[int, ...]]:
+    """Those of each block."""
+    return [block.group.ranks for block in blocks]
+
+
+def kinds(items: Iterable[Item]) -> list[object]:
+    """How many lines stand together, and what is between them."""
+    return [len(item) if isinstance(item, list) else item for item in items]
+
+
+def final_html(transcript: Transcript, *options: Any) -> str:
     """What is seen of a finished cell."""
-    return panel_html(final_layout(transcript, logs, note))
+    return panel_html(final_layout(transcript, *options))
 
 
-def final_text(
-    transcript: Transcript, logs: Mapping[int, str] | None = None, note: str = ""
-) -> str:
+def final_text(transcript: Transcript, *options: Any) -> str:
     """The same as text."""
-    return panel_text(final_layout(transcript, logs, note))
+    return panel_text(final_layout(transcript, *options))
 
 
-def live_html(transcript: Transcript, now: float, note: str = "") -> str:
+def live_html(transcript: Transcript, now: float = 1.0, note: str = "") -> str:
     """What is seen of a running cell."""
     return panel_html(live_layout(transcript, now, note))
 
 
-def live_text(transcript: Transcript, now: float, note: str = "") -> str:
+def live_text(transcript: Transcript, now: float = 1.0, note: str = "") -> str:
     """The same as text."""
     return panel_text(live_layout(transcript, now, note))
 
 
-def figure(title: str) -> Display:
-    """A figure as matplotlib sends it: a PNG, here one of nothing but its head and a title."""
-    size = struct.pack(">II", 300, 200)
-    png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + size + title.encode() * 1000
-    text = "<Figure size 300x200 with 1 Axes>"
-    data = {"image/png": base64.encodebytes(png).decode(), "text/plain": text}
-    return Display(data, {"image/png": {"width": 300, "height": 200}})
+def unfold(text: str, ranks: int) -> list[str]:
+    """What each rank has said, of a text with sets such as `cuda:{0-3}` and `0x{7fa0,7fb0}`."""
+    parts = re.split(r"(0x)?\{([^}]*)\}", text)
+    said = [parts[0]] * ranks
+    for start, body, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        values = [value for run in body.split(",") for value in _values(run)]
+        said = [f"{own}{start or ''}{v}{rest}" for own, v in zip(said, values, strict=True)]
+    return said
+
+
+def _values(run: str) -> Iterator[str]:
+    value, _, times = run.partition("*")
+    first, _, last = value.partition("-")
+    if last:
+        yield from (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
+    else:
+        yield from [value] * int(times or 1)

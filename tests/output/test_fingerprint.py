@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -14,7 +14,6 @@ from tqdm.std import tqdm
 from nbdist.output.events import Died, Failure
 from nbdist.output.fingerprint import (
     Bar,
-    Digest,
     error_keys,
     key_of,
     normal,
@@ -22,7 +21,7 @@ from nbdist.output.fingerprint import (
     without_bars,
 )
 from nbdist.output.screen import Screen
-from nbdist.output.transcript import fold
+from tests.output.lab import failure
 
 
 @pytest.mark.parametrize(
@@ -46,40 +45,14 @@ def test_what_may_differ(one: str, other: str) -> None:
         assert normal(one) != normal(other)
 
 
-LINES = st.lists(
-    st.tuples(st.text("ab é", max_size=5), st.sampled_from([b"\0", b"\1"])), max_size=9
-)
-
-
-@settings(max_examples=30)
-@given(LINES, st.integers(0, 9))
-def test_lines_may_come_in_blocks(lines: list[tuple[str, bytes]], cut: int) -> None:
-    """Text has one key, in how many blocks it was taken in, and so has a copy."""
-    digests = []
-    for blocks in ([lines], [lines[:cut], lines[cut:]]):
-        digest = Digest()
-        for block in blocks:
-            digest = digest.copy()
-            text = "".join(f"{line}\n" for line, _ in block)
-            digest.add(text, b"".join(origin for _, origin in block))
-        digests.append(digest.key)
-    assert digests[0] == digests[1]
-
-
-def failure(message: str, line: int = 2, name: str = "ValueError") -> Failure:
-    return Failure(name, message, (f"Cell In[1], line {line}", f"{name}: {message}"), 1)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "alike"),
     [
-        (failure("bad"), failure("bad"), True),
         (failure("rank 3 is bad"), failure("rank 5 is bad"), True),
         (failure("5 shards"), failure("5 shards"), True),
         (failure("17 shards"), failure("18 shards"), False),
         (failure("bad"), failure("bad", line=3), False),
         (failure("bad"), failure("bad", name="KeyError"), False),
-        (failure("", name="KeyboardInterrupt"), failure("", name="KeyboardInterrupt"), True),
         (Died(-9, 1), Died(-9, 2), True),
         (Died(-9, 1), Died(1, 1), False),
         (None, None, True),
@@ -89,12 +62,6 @@ def failure(message: str, line: int = 2, name: str = "ValueError") -> Failure:
 def test_errors(one: Failure | Died | None, other: Failure | Died | None, alike: bool) -> None:  # noqa: FBT001
     """Errors of ranks 3 and 5 are alike but for each one's own number."""
     assert (not set(error_keys(3, one)).isdisjoint(error_keys(5, other))) is alike
-
-
-@given(st.text(st.sampled_from("\0n:cuda0 pid1")), st.text(st.sampled_from("\0n:cuda0 pid1")))
-def test_what_cannot_be_folded_is_not_alike(one: str, other: str) -> None:
-    """Nothing that a text has in itself makes it look like another one."""
-    assert normal(one) != normal(other) or fold([one, other]) is not None
 
 
 def test_bars_may_differ() -> None:
@@ -174,6 +141,12 @@ def test_others(line: str, bar: Bar) -> None:
     assert read_bar(line) == bar
 
 
+def test_how_long_it_will_run() -> None:
+    """As it says itself, else by its pace so far."""
+    bars = [read_bar(f" 25%|##  | 1/4 [00:06<{left}, ?it/s]") for left in ("00:07", "?")]
+    assert [bar and bar.left for bar in bars] == [7, 18]
+
+
 @pytest.mark.parametrize("done", [0, 3, 10])
 def test_rich(done: int) -> None:
     """What rich draws in a terminal is read, with its usual columns and with others."""
@@ -195,28 +168,6 @@ def test_rich(done: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "10%|█         | 1/10 [00:00<00:00, 9.9it/s]loss 2.3",
-        "2024/12/31 started",
-        "loss 0.5 acc 90%",
-        "Epoch 1/5",
-        "step 3/10",
-        "{'loss': 2.3, 'epoch': 0.1}",
-        "| a | b |",
-        "----------------------",
-        "━━━━━━━━━━━━━━━━━━━━━━",
-        "see http://x/y",
-        "%" * 100_000,
-        "",
-    ],
-)
-def test_no_bars(line: str) -> None:
-    """Ordinary lines, rules, tables, and a bar behind which something was printed."""
-    assert read_bar(line) is None
-
-
-@pytest.mark.parametrize(
     ("line", "fraction", "rest"),
     [
         ("step 100/1000 loss 2.1", 0.1, "loss 2.1"),
@@ -230,10 +181,17 @@ def test_no_bars(line: str) -> None:
 def test_lines_that_were_written_over(line: str, fraction: float | None, rest: str) -> None:
     """They need not be drawn as bars, but have to say how far they are."""
     bar = read_bar(line, is_edited=True)
-    assert (None if bar is None else (bar.fraction, bar.rest)) == (
-        None if fraction is None else (fraction, rest)
-    )
+    said = None if bar is None else (bar.fraction, bar.rest)
+    assert said == (None if fraction is None else (fraction, rest))
     assert read_bar(line) is None
+
+
+def test_no_bars() -> None:
+    """Ordinary lines, rules, tables, and a bar behind which something was printed."""
+    ordinary = ["2024/12/31 started", "loss 0.5 acc 90%", "Epoch 1/5", "see http://x/y", ""]
+    drawn = ["| a | b |", "-" * 22, "━" * 20, "%" * 100_000, "{'loss': 2.3, 'epoch': 0.1}"]
+    for line in [*ordinary, *drawn, "10%|█         | 1/10 [00:00<00:00, 9.9it/s]loss 2.3"]:
+        assert read_bar(line) is None, line
 
 
 @given(text=st.text("0123456789%/[]|━█=>: .,abit<\x1bm", max_size=60), is_edited=st.booleans())

@@ -2,58 +2,55 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.output.events import Display, Failure, InputRequest, Output, Text
+from nbdist.output.events import Died, Failure, InputRequest, Output, Skipped, Text
 from nbdist.output.html import panel_html
 from nbdist.output.layout import (
     Hidden,
-    Item,
+    Row,
     final_layout,
     live_layout,
-    merged,
     spread,
     state_counts,
     unlike_most,
 )
+from nbdist.output.rank_transcript import Shown
 from nbdist.output.screen import Line
 from nbdist.output.text import panel_text
-from tests.output.lab import Panel, failure, final_html, kinds, lines, make, out, ranks_of
+from tests.output.lab import (
+    Panel,
+    drawing,
+    failure,
+    final_html,
+    kinds,
+    lines,
+    make,
+    out,
+    ranks_of,
+    running,
+    value,
+)
 
-HIDDEN = st.builds(Hidden, st.integers(1, 9), in_log_only=st.booleans())
-KEPT = st.just([Line("x", stderr=False)])
+Said = dict[int, list[Output]]
 
 
-@given(st.lists(st.one_of(HIDDEN, KEPT)))
-def test_hidden_neighbours_are_one(items: list[Item]) -> None:
-    """No two stand side by side, and none is lost."""
-    found = merged(items)
-    for one, other in pairwise(found):
-        assert not (isinstance(one, Hidden) and isinstance(other, Hidden))
-    for shown in (items, found):
-        count = sum(item.lines for item in shown if isinstance(item, Hidden))
-        assert count == sum(item.lines for item in items if isinstance(item, Hidden))
-
-
-# --- live -------------------------------------------------------------------------------
+# --- live ---------------------------------------------------------------------------------------
 
 
 def test_live_blocks() -> None:
     """Failed ranks first; the lines that there is room for are shared, silent ranks have none."""
-    said = {1: [lines(40), failure()], 3: []}
-    transcript = make(4, lambda rank: said.get(rank, [lines(30)]), finished=False)
+    said: Said = {1: [lines(40), failure()], 3: []}
+    transcript = running(4, lambda rank: said.get(rank, [lines(30)]))
     panel = live_layout(transcript, 12.34, "a note")
     assert (panel.seconds, panel.note, panel.is_live) == ("12.3 s", "a note", True)
     assert ranks_of(panel.blocks) == [(1,), (0, 2)]
     assert [kinds(block.items) for block in panel.blocks] == [[12], [12]]
     assert [block.words for block in panel.blocks] == [("… 28 earlier",), ("same", "… 18 earlier")]
     # The failed ranks that have no block are named.
-    transcript = make(20, lambda rank: [out(f"{rank}\n"), failure(f"x{rank}")], finished=False)
-    panel = live_layout(transcript, 1.0)
+    panel = live_layout(running(20, lambda rank: [out(f"{rank}\n"), failure(f"x{rank}")]), 1.0)
     assert len(panel.blocks) == 16
     assert panel.more == (16, 17, 18, 19)
 
@@ -61,42 +58,177 @@ def test_live_blocks() -> None:
 def test_live_blocks_of_those_who_ask() -> None:
     """They stand last, right above the input box, with more lines, also where ranks are many."""
     asked = [lines(40), InputRequest(1, "> ")]
-    few = make(3, lambda rank: asked if rank == 0 else [lines(30)], finished=False)
-    panel = live_layout(few, 1.0)
+    panel = live_layout(running(3, lambda rank: asked if rank == 0 else [lines(30)]), 1.0)
     assert ranks_of(panel.blocks) == [(1, 2), (0,)]
     assert [kinds(block.items) for block in panel.blocks] == [[12], [40]]
-    all_ask = make(3, lambda rank: [out(f"{rank}\n"), InputRequest(1, "> ")], finished=False)
+    all_ask = running(3, lambda rank: [out(f"{rank}\n"), InputRequest(1, "> ")])
     assert ranks_of(live_layout(all_ask, 1.0, turn=0).blocks) == [(1,), (2,), (0,)]
-    many = make(20, lambda rank: asked if rank == 5 else [out(f"{rank}\n")], finished=False)
+    many = running(20, lambda rank: asked if rank == 5 else [out(f"{rank}\n")])
     assert ranks_of(live_layout(many, 1.0).blocks) == [(5,)]
 
 
 def test_what_a_running_cell_says_of_itself() -> None:
     """What ranks use, and after some seconds the time: a reloaded page shows it for ever."""
-    running = make(2, lambda rank: [out("x\n")], finished=False)
-    assert live_layout(running, 1.0, "", "cpu 2 GiB", "17:33:05").now == "cpu 2 GiB"
-    last = live_layout(running, 5.0, "", "cpu 2 GiB", "17:33:05")
-    assert last.now == "cpu 2 GiB"
+    transcript = running(2, lambda rank: [out("x\n")])
+    first = live_layout(transcript, 1.0, "", "cpu 2 GiB", "17:33:05")
+    last = live_layout(transcript, 5.0, "", "cpu 2 GiB", "17:33:05")
+    assert first.now == last.now == "cpu 2 GiB"
+    assert first.foot == ""
     assert last.foot.startswith("live view at 17:33:05; if this time does not change, it ended")
     assert "`%dist_output`" in last.foot
-    text, html = panel_text(last), panel_html(last)
-    assert text.endswith(f"\n{last.foot}")
-    assert last.foot in html
-    assert final_layout(running).now == final_layout(running).foot == ""
+    assert panel_text(last).endswith(f"\n{last.foot}")
+    assert last.foot in panel_html(last)
+    assert final_layout(transcript).now == final_layout(transcript).foot == ""
+
+
+# --- final --------------------------------------------------------------------------------------
+
+
+def test_values() -> None:
+    """One short line of each rank is a row, equal ones once."""
+    panel = final_layout(make(4, lambda rank: [value(f"{rank // 2}")]))
+    first = Row((0, 1), Line("0", stderr=False), "same")
+    assert panel.rows == (first, Row((2, 3), Line("1", stderr=False), "same"))
+    assert panel.blocks == panel.rest == ()
+    # A longer line, a second one or too many different ones have blocks.
+    for transcript in (
+        make(2, lambda rank: [out("x" * 101 + "\n")]),
+        make(2, lambda rank: [out("x\n" * (rank + 1))]),
+        make(300, lambda rank: [value(str(rank))]),
+    ):
+        panel = final_layout(transcript)
+        assert panel.rows == ()
+        assert panel.blocks
+    # A failed rank comes first, and the table of the others stays as it was.
+    said: Said = {3: [value("1"), failure()]}
+    panel = final_layout(make(4, lambda rank: said.get(rank, [value(f"{rank % 2}")])))
+    assert ranks_of(panel.blocks) == [(3,)]
+    assert [row.ranks for row in panel.rows] == [(0, 2), (1,)]
+    # Ranks without output have no block that would be empty; they are named.
+    panel = final_layout(make(4, lambda rank: [] if rank else [out("loss 0.5\n")]))
+    assert [row.ranks for row in panel.rows] == [(0,)]
+    assert (panel.blocks, panel.silent) == ((), (1, 2, 3))
+
+
+def test_what_is_open() -> None:
+    """The first, the failed, and others as long as 60 lines are open together."""
+    said: Said = {3: [lines(70, "d"), failure()], 4: []}
+    transcript = make(5, lambda rank: said.get(rank, [lines(25, "abc"[rank % 3])]))
+    blocks = final_layout(transcript).blocks
+    assert ranks_of(blocks) == [(3,), (0,), (1,), (2,)]
+    assert [block.is_open for block in blocks] == [True, True, False, False]
+    # However much is open, a rank that has said little may be the one that is odd.
+    said = {3: [lines(8, "odd")]}
+    blocks = final_layout(make(4, lambda rank: said.get(rank, [lines(70, "abcd"[rank])]))).blocks
+    assert ranks_of(blocks) == [(0,), (1,), (2,), (3,)]
+    assert [block.is_open for block in blocks] == [True, False, False, True]
+
+
+def test_what_stands_back() -> None:
+    """Of many groups those that are like many others."""
+    said: Said = {40: [out("d\n" * 3), failure()]}
+    said |= {rank: [out("same\n" * 3)] for rank in (50, 51)}
+    panel = final_layout(make(64, lambda rank: said.get(rank, [lines(2, f"{rank} ")])))
+    assert ranks_of(panel.blocks) == [(40,), (0,), (50, 51)]
+    assert len(panel.rest) == 60
+    # Of many short outputs those in other words have blocks of their own.
+    said = {17: [out("shard 17\nno data left\n")], 33: [out("shard 33\n")]}
+    usual = [f"shard {rank}\nloss {2 + rank / 100}\n" for rank in range(64)]
+    panel = final_layout(make(64, lambda rank: said.get(rank, [out(usual[rank])])))
+    assert ranks_of(panel.blocks) == [(0,), (17,), (33,)]
+    assert len(panel.rest) == 61
+    assert panel.spread == "loss 2.0 (rank 0) to 2.63 (rank 63)"
+
+
+def test_what_is_kept() -> None:
+    """The last 200 lines, of many ranks 50, and all displays; what is missing is counted."""
+    (block,) = final_layout(make(1, lambda rank: [lines(1000)])).blocks
+    assert kinds(block.items) == [Hidden(800, in_log_only=False), 200]
+    assert block.words == ("1,000 lines",)
+    (block,) = final_layout(make(64, lambda rank: [lines(1000)])).blocks
+    assert kinds(block.items) == [Hidden(950, in_log_only=False), 50]
+    said = [lines(300), drawing("x"), Skipped(9, 3), lines(150)]
+    (block,) = final_layout(make(1, lambda rank: said)).blocks
+    hidden, kept, display, gap, last = block.items
+    rest = [Hidden(250, in_log_only=False), 50, Hidden(3, in_log_only=True), 150]
+    assert kinds([hidden, kept, gap, last]) == rest
+    assert isinstance(display, Shown)
+    # Neighbours are counted together.
+    (block,) = final_layout(make(1, lambda rank: [lines(9), Skipped(9, 3), lines(250)])).blocks
+    assert kinds(block.items) == [Hidden(62, in_log_only=False), 200]
+
+
+def test_failures() -> None:
+    """The first has its traceback, the others a line that says what they have to do with it."""
+    said: Said = {
+        0: [out("a\n")],
+        1: [out("b\n"), failure("bad", 5)],
+        2: [out("c\n"), failure("bad", 6)],
+        3: [Died(-9, 9)],
+    }
+    blocks = final_layout(make(4, lambda rank: said[rank])).blocks
+    assert ranks_of(blocks) == [(1,), (2,), (3,)]
+    killed = "killed (SIGKILL), often by the system for using too much memory"
+    assert [block.failed for block in blocks] == ["", "E: bad (as on rank 1)", killed]
+    assert blocks[0].words == ("failed first", "1 line")
 
 
 def test_who_failed_is_one_number() -> None:
     """Ranks that another one's failure, or Stop, has ended have not failed."""
     released = Failure("Released", "it waited", ("Released: it waited",), 9, connections="ended")
-    said = [failure("bad", 1), released, released, Failure("KeyboardInterrupt", "", (), 9)]
+    said = [failure(), released, released, Failure("KeyboardInterrupt", "", (), 9)]
     transcript = make(4, lambda rank: [said[rank]])
     assert [text for _, text in state_counts(transcript)] == ["✗ 1", "2 released", "■ 1 stopped"]
-    text, lines = panel_text(final_layout(transcript)), Panel(final_html(transcript)).lines
-    assert text.count("Released: it waited") == 1
-    assert [line for line in lines if "waited" in line] == [
-        "ranks 1-2 ⊘ same Released: it waited"
-    ]  # fmt: skip
+    assert panel_text(final_layout(transcript)).count("Released: it waited") == 1
+    waited = [line for line in Panel(final_html(transcript)).lines if "waited" in line]
+    assert waited == ["ranks 1-2 ⊘ same Released: it waited"]
 
+
+@pytest.mark.parametrize(
+    ("seconds", "pace"),
+    [
+        ((1.0, 1.4), ""),
+        ((60.0, 63.0), ""),
+        ((1.0, 2.0), "slowest rank 1 (2.0 s), fastest rank 0 (1.0 s)"),
+    ],
+)
+def test_pace(seconds: tuple[float, float], pace: str) -> None:
+    """Who was slowest is said where it matters: half a second and a fifth, of what went well."""
+    transcript = make(2, lambda rank: [out("x\n")], seconds=lambda rank: seconds[rank])
+    assert final_layout(transcript).pace == pace
+    failed = make(2, lambda rank: [] if rank else [failure()], seconds=lambda rank: seconds[rank])
+    assert final_layout(failed).pace == ""
+
+
+def test_squares() -> None:
+    """Many ranks have a square each, very many one for each run in one state."""
+    assert final_layout(make(16, lambda rank: [out("x\n")])).squares == ()
+    panel = final_layout(make(17, lambda rank: [out("x\n")]))
+    assert panel.squares == tuple((str(rank), "ok") for rank in range(17))
+    panel = final_layout(make(200, lambda rank: [failure() if rank == 70 else out("x\n")]))
+    assert panel.squares == (("0-69", "ok"), ("70", "failed"), ("71-199", "ok"))
+    panel = final_layout(make(300, lambda rank: [out("x\n") if rank % 2 else failure()]))
+    assert (len(panel.squares), panel.more_squares) == (128, 172)
+
+
+@given(st.lists(st.sampled_from(["a 1", "a 2", "b", "", "c", "E"]), min_size=1, max_size=40))
+def test_every_rank_is_somewhere(said: list[str]) -> None:
+    """Each rank has a block or a row, or is among those without output: once."""
+
+    def outputs(rank: int) -> list[Output]:
+        text = said[rank]
+        return [failure(text)] if text == "E" else [out(f"{text}\n")] if text else []
+
+    panel = final_layout(make(len(said), outputs))
+    if not panel.states:
+        assert set(said) == {""}
+        return
+    parts = [block.group.ranks for block in (*panel.blocks, *panel.rest)]
+    parts += [panel.silent, *(row.ranks for row in panel.rows)]
+    assert sorted(rank for part in parts for rank in part) == [*range(len(said))]
+
+
+# --- numbers ------------------------------------------------------------------------------------
 
 BAR = "\r100%|██████████| 500/500 [00:1{0}<00:00, 25.{0}it/s]\n"
 
@@ -105,7 +237,6 @@ BAR = "\r100%|██████████| 500/500 [00:1{0}<00:00, 25.{0}it/s
     ("text", "said"),
     [
         ("loss {0}\ndone\n", "loss 0.5 (rank 0) to 0.57 (rank 7)"),
-        ("rank {1}: loss = {0}\nx\n", "loss 0.5 (rank 0) to 0.57 (rank 7)"),
         ("{1}: acc={0}, 5 steps in 3.{1}s\ny\n", "acc 0.5 (rank 0) to 0.57 (rank 7)"),
         # Of what comes again the last counts.
         ("loss 9{0}\nloss {0}\n", "loss 0.5 (rank 0) to 0.57 (rank 7)"),
@@ -127,24 +258,25 @@ def test_spread(text: str, said: str) -> None:
     assert found.count("(rank") in (0, 2, 4)
 
 
-def test_where_it_is_seen_at_a_glance() -> None:
-    """A few short lines need no words; nor do long outputs, figures and failed ranks have any."""
-    outputs: list[tuple[int, list[Output]]] = [
+@pytest.mark.parametrize(
+    ("ranks", "pattern"),
+    [
         (8, [out("loss {0}\n")]),
         (2, [out("loss {0}\nx\n" * 6)]),
         (8, [out("loss {0}\n" * 40)]),
-        (8, [out("loss {0}\nx\n"), Display({"text/plain": "x"}, {})]),
-        (8, [out("loss {0}\nx\n"), Failure("E", "bad", ("E: bad",), 1)]),
-    ]
-    for ranks, pattern in outputs:
+        (8, [out("loss {0}\nx\n"), drawing("x")]),
+        (8, [out("loss {0}\nx\n"), failure()]),
+    ],
+)
+def test_where_it_is_seen_at_a_glance(ranks: int, pattern: list[Output]) -> None:
+    """A few short lines need no words; nor do long outputs, figures and failed ranks have any."""
 
-        def said(rank: int, pattern: list[Output] = pattern) -> list[Output]:
-            return [
-                out(each.text.format(rank / 7)) if isinstance(each, Text) else each
-                for each in pattern
-            ]
+    def said(rank: int) -> list[Output]:
+        return [
+            out(each.text.format(rank / 7)) if isinstance(each, Text) else each for each in pattern
+        ]
 
-        assert spread(make(ranks, said)) == ""
+    assert spread(make(ranks, said)) == ""
 
 
 def test_unlike_most() -> None:

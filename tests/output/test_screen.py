@@ -1,15 +1,16 @@
-"""Tests of `nbdist.output.screen`: the terminal of one rank."""
+"""Tests of `nbdist.output.screen` and `ansi`: the terminal of one rank, and its colours as HTML."""
 
 from __future__ import annotations
 
-import io
-import random
+import re
 
 import pytest
-from tqdm import tqdm
+from hypothesis import given
+from hypothesis import strategies as st
 
-from nbdist.output.ansi import strip
+from nbdist.output.ansi import ansi_html, cut, strip
 from nbdist.output.screen import LONGEST_LINE, Line, Screen
+from tests.output.lab import nested_bars
 
 RED = "\x1b[31m"
 RESET = "\x1b[0m"
@@ -24,16 +25,6 @@ def screen_of(text: str, chunk: int = 65_536, stream: str = "stdout", **settings
 
 def shown(screen: Screen) -> list[str]:
     return [line.text for line in screen.lines()]
-
-
-def nested_bars(*, leave_inner: bool) -> str:
-    written = io.StringIO()
-    for _ in tqdm(range(3), file=written, desc="outer", position=0, mininterval=0):
-        for _ in tqdm(
-            range(3), file=written, desc="inner", position=1, leave=leave_inner, mininterval=0
-        ):
-            pass
-    return written.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -64,19 +55,21 @@ def nested_bars(*, leave_inner: bool) -> str:
     ],
 )
 def test_controls(written: str, expected: list[str]) -> None:
-    """A screen shows what a terminal would, however the text is cut into pieces."""
+    """A screen shows what a terminal would, and has the same key, however the text is cut."""
     for chunk in (1, 2, 3, 5, 1000):
-        assert shown(screen_of(written, chunk)) == expected
+        screen = screen_of(written, chunk)
+        assert shown(screen) == expected
+        assert screen.key == screen_of(written).key
 
 
+@pytest.mark.parametrize(("leave", "names"), [(False, {"epoch"}), (True, {"epoch", "step"})])
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
-def test_nested_bars(chunk: int) -> None:
+def test_nested_bars(chunk: int, *, leave: bool, names: set[str]) -> None:
     """Nested tqdm bars are two lines; an inner bar that leaves takes its line with it."""
-    lines = shown(screen_of(nested_bars(leave_inner=False), chunk))
-    assert [line.split(":")[0] for line in lines] == ["outer"]
+    lines = shown(screen_of(nested_bars(leave=leave)[-1], chunk))
+    assert {line.split(":")[0] for line in lines} == names
     assert "100%" in lines[0]
-    lines = shown(screen_of(nested_bars(leave_inner=True), chunk))
-    assert {line.split(":")[0] for line in lines} == {"outer", "inner"}
+    assert leave or len(lines) == 1
 
 
 def test_colours_kept() -> None:
@@ -121,24 +114,6 @@ def test_keeps_the_last_lines() -> None:
     assert len(screen) == 2
 
 
-def random_text(random_: random.Random) -> str:
-    parts = ["step 1", "x", "\n", "\n", "\r", "\b", "\x1b[A", "\x1b[B", "\x1b[K", "\x1b[2K"]
-    parts += [RED, RESET, "\x1b[1;32m", "loss 0.5", "\x1b[2C", "\x1b[D", "\r\n"]
-    return "".join(random_.choice(parts) for _ in range(300))
-
-
-def test_pieces_do_not_matter() -> None:
-    """However text is cut into pieces, the lines and the key come out the same."""
-    random_ = random.Random(1)
-    for _ in range(60):
-        text = random_text(random_)
-        whole = screen_of(text)
-        for chunk in (1, 3, 50):
-            cut = screen_of(text, chunk)
-            assert cut.key == whole.key
-            assert [strip(line) for line in shown(cut)] == [strip(line) for line in shown(whole)]
-
-
 def test_key() -> None:
     """Keys are equal for equal screens, alike where only addresses or devices differ."""
     first = screen_of("<Model at 0x7f12ab34cd56> on cuda:0, pid 4711\n")
@@ -162,25 +137,84 @@ def test_key() -> None:
     assert asked.key == screen_of(text).key
 
 
-PLAIN = "".join(f"step {number} loss 0.{number}\n" for number in range(200_000))
-COLOURED = "".join(
-    f"\x1b[32mstep\x1b[0m {number} loss \x1b[1m0.{number}\x1b[0m\n" for number in range(50_000)
-)
-BAR = "".join(f"\rtrain {number}%|####    | {number}/100000" for number in range(100_000))
-
-
 @pytest.mark.parametrize(
-    ("text", "chunk", "last"),
+    ("text", "times", "chunk"),
     [
-        pytest.param(PLAIN, 65_536, "step 199999 loss 0.199999", id="200,000 lines"),
-        pytest.param(COLOURED, 65_536, "step 49999 loss 0.49999", id="50,000 coloured lines"),
-        pytest.param("x" * 200_000, 1, "x" * 80, id="200,000 single characters"),
-        pytest.param(BAR, 65_536, BAR.rpartition("\r")[2], id="100,000 states of a bar"),
+        ("step {0} loss 0.{0}\n", 200_000, 65_536),
+        ("\x1b[32mstep\x1b[0m {0} loss \x1b[1m0.{0}\x1b[0m\n", 50_000, 65_536),
+        ("x", 200_000, 1),
+        ("\rtrain {0}%|####    | {0}/100000", 100_000, 65_536),
     ],
 )
-def test_floods(text: str, chunk: int, last: str) -> None:
+def test_floods(text: str, times: int, chunk: int) -> None:
     """However much comes, and in whatever pieces, the last line is the right one.
 
     In quadratic time this would outlast every limit.
     """
-    assert strip(screen_of(text, chunk).tail(200)[-1].text).startswith(last)
+    screen = screen_of("".join(text.format(number) for number in range(times)), chunk)
+    last = strip(text.format(times - 1)).strip()
+    assert strip(screen.tail(200)[-1].text).endswith(last)
+
+
+# --- colours as HTML ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("plain", "plain"),
+        ("<b> & 'x' \"y\"", "&lt;b&gt; &amp; 'x' \"y\""),
+        ("\x1b[1mbold\x1b[0m", '<span style="font-weight:bold">bold</span>'),
+        (
+            "\x1b[3mi\x1b[23m\x1b[4mu\x1b[24m!",
+            '<span style="font-style:italic">i</span><span style="text-decoration:underline">u</',
+        ),
+        ("\x1b[38;2;200;80;10mtrue\x1b[m", '<span style="color:#c8500a">true</span>'),
+        ("\x1b[38;5;28mcube\x1b[39m", '<span style="color:#008700">cube</span>'),
+        ("\x1b[31;44mboth\x1b[0m", '<span style="color:#000000;background-color:#2f7fe6">both</'),
+        ("\x1b[2mdim", '<span style="opacity:0.65">dim</span>'),
+        ("\x1b[7minverse", '<span style="background-color:rgba(128,128,128,0.4)">inverse</span>'),
+        ("\x1b[38;5mbroken\x1b[38;9;9mcodes", "brokencodes"),
+        ("\x1b[31m\x1b[0mnothing", "nothing"),
+    ],
+)
+def test_styles(text: str, html: str) -> None:
+    """Each style becomes inline CSS, plain text is only escaped."""
+    assert ansi_html(text).startswith(html)
+
+
+def test_nothing_to_inject() -> None:
+    """No text and no code comes through as markup."""
+    made = ansi_html("\x1b[31m<script>alert(1)</script>\x1b[38;2;1;2;999m<img>\x1b[0m\x1b")
+    assert set(re.findall(r"<(/?\w+)", made)) == {"span", "/span"}
+    assert "\x1b" not in made
+
+
+def test_colours_are_legible() -> None:
+    """On a white page and on a black one; what would vanish on one of them is shifted."""
+    named = [(f"{code}", 2.5, 2.5) for code in (*range(30, 38), *range(90, 98))]
+    cube = [(f"38;5;{code}", 2.0, 1.8) for code in (16, 17, 18, 52, 230, 231, 232, 255)]
+    for code, on_white, on_black in (*named, *cube):
+        found = re.search(r"color:#(..)(..)(..)", ansi_html(f"\x1b[{code}mx"))
+        assert found is not None
+        red, green, blue = ((int(part, 16) / 255) ** 2.2 for part in found.groups())
+        light = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+        assert 1.05 / (light + 0.05) > on_white, code
+        assert (light + 0.05) / 0.056 > on_black, code
+    # On a background, as in the marked line of a traceback: in its own colour, or black or white.
+    for codes in ("30;43", "38;5;231;48;5;18", "38;5;18;48;5;20"):
+        colour = "000000" if codes == "30;43" else "ffffff"
+        assert f"color:#{colour};" in ansi_html(f"\x1b[{codes}mx\x1b[0m")
+
+
+@given(st.lists(st.sampled_from(["ab", "\x1b[31m", "\x1b[1m", "\x1b[0m", "c"])), st.integers(0, 20))
+def test_cut(parts: list[str], width: int) -> None:
+    """Both parts together are the text, each with its colours."""
+    text = "".join(parts)
+    start, rest = cut(text, width)
+    assert (strip(start), strip(rest)) == (strip(text)[:width], strip(text)[width:])
+    whole, halves = Screen(), Screen()
+    whole.write("stdout", text)
+    for part in (start, rest):
+        halves.write("stdout", f"{part}\x1b[0m")
+    assert [line.text for line in halves.tail(1)] == [line.text for line in whole.tail(1)]

@@ -12,33 +12,33 @@ from nbdist.output.events import (
     Died,
     Display,
     Done,
-    Failure,
     InputRequest,
-    Output,
     Skipped,
-    Text,
     Typed,
     Update,
 )
 from nbdist.output.layout import final_layout
-from nbdist.output.text import MOST_CHARACTERS, PlainLines, failures_text, head_text
-from tests.output.lab import final_text, live_text, make, out
-
-
-def failure(message: str, time_ns: int = 1) -> Failure:
-    traceback = ("\x1b[31m-----\x1b[39m", "Cell In[1], line 2", f"\x1b[31mE\x1b[39m: {message}")
-    return Failure("E", message, traceback, time_ns)
+from nbdist.output.text import PlainLines, failures_text, head_text
+from tests.output.lab import (
+    err,
+    failure,
+    final_text,
+    live_text,
+    make,
+    nested_bars,
+    out,
+    running,
+)
 
 
 def test_failures_alone() -> None:
     """What ended the cell, and nothing else: in colours where they can be shown."""
-    said: dict[int, list[Output]] = {0: [out("a\n")], 1: [out("b\n"), failure("bad")]}
-    shown = final_layout(make(2, lambda rank: said[rank]))
+    shown = final_layout(make(2, lambda rank: [out("a\n"), *([failure()] if rank else [])]))
     header, *traceback = failures_text(shown, colours=True)
     assert header == "── rank 1 ✗ ──"
-    assert traceback == ["\x1b[31m-----\x1b[39m", "Cell In[1], line 2", "\x1b[31mE\x1b[39m: bad"]
-    plain = [*failures_text(shown, colours=False)]
-    assert plain == [header, "-----", "Cell In[1], line 2", "E: bad"]
+    assert traceback == ["-----", "\x1b[36mCell In[1], line 2\x1b[39m", "E: bad"]
+    plain = [header, "-----", "Cell In[1], line 2", "E: bad"]
+    assert [*failures_text(shown, colours=False)] == plain
     assert head_text(shown) == "2 ranks · 1.2 s · ✓ 1 · ✗ 1"
 
 
@@ -50,34 +50,18 @@ def test_what_is_left_out_is_named() -> None:
     assert text.endswith("\n499\n… 3 lines only in the log: 0.log\nend")
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(4, 300), (64, 60), (1024, 6)])
-def test_bounds(ranks: int, count: int) -> None:
-    """However much was said, the text is bounded; the first and last rank are in it."""
-    lines = "".join(f"step {number} {'x' * 300}\n" for number in range(count))
-    transcript = make(ranks, lambda rank: [out(f"{lines}rank {rank}\n")])
-    text = final_text(transcript)
-    assert len(text) < MOST_CHARACTERS + 10_000
-    assert f"── rank {ranks - 1} ──" in text
-    assert len(live_text(transcript, 1.0)) < 20_000
-
-
 def test_live_of_many_ranks() -> None:
     """Of many ranks that differ there is a line for each distinct last line, and the failed."""
-    said = {40: [out("mine\n"), failure("bad")]}
-    transcript = make(
-        64, lambda rank: said.get(rank, [out(f"{rank}\nlast {rank // 3}\n")]), finished=False
-    )
-    lines = live_text(transcript, 1.0).split("\n")
-    assert lines[1:8] == [
-        "── rank 40 ✗ ──",
-        "mine",
-        "E: bad",
-        "── ranks 0-2 ──",
-        "last 0",
-        "── ranks 3-5 ──",
-        "last 1",
-    ]
+    said = {40: [out("mine\n"), failure()]}
+    usual = "{}\nlast {}\n"
+    transcript = running(64, lambda rank: said.get(rank, [out(usual.format(rank, rank // 3))]))
+    lines = live_text(transcript).split("\n")
+    failed, *rest = ["── rank 40 ✗ ──", "── ranks 0-2 ──", "last 0", "── ranks 3-5 ──", "last 1"]
+    assert lines[1:8] == [failed, "mine", "E: bad", *rest]
     assert lines[-2:] == ["last 15", "── and ranks 48-63 ──"]
+
+
+# --- plain mode ---------------------------------------------------------------------------------
 
 
 def test_waits_for_a_moment() -> None:
@@ -120,43 +104,36 @@ def test_incomplete_lines() -> None:
     assert said == ["[0] \x1b[31mred\x1b[0m", "[0] \x1b[31mmore\x1b[0m"]
 
 
-def test_a_bar_is_its_last_state() -> None:
+@pytest.mark.parametrize("steps", [100, 30])
+def test_a_bar_is_its_last_state(steps: int) -> None:
     """Of a progress bar a log has one line, however long it ran; cut short, where it stood."""
-    for steps in (100, 30):
-        lines, written = PlainLines([0]), io.StringIO()
-        shown: list[str] = []
-        progress = tqdm(total=100, file=written, mininterval=0, desc="train")
-        for second in range(steps):
-            progress.update(1)
-            text = written.getvalue()
-            written.seek(0)
-            written.truncate()
-            shown += lines.receive(0, Text("stderr", text), float(second))
-            shown += lines.due(float(second))
-        assert shown == []
-        progress.close()
-        shown += lines.finish(float(steps))
-        (line,) = shown
-        assert line.startswith(f"[0] train: {steps:3}%")
+    lines, written = PlainLines([0]), io.StringIO()
+    shown: list[str] = []
+    progress = tqdm(total=100, file=written, mininterval=0, desc="train")
+    for second in range(steps):
+        progress.update(1)
+        text = written.getvalue()
+        written.seek(0)
+        written.truncate()
+        shown += lines.receive(0, err(text), float(second))
+        shown += lines.due(float(second))
+    assert shown == []
+    progress.close()
+    (line,) = lines.finish(float(steps))
+    assert line.startswith(f"[0] train: {steps:3}%")
 
 
-def test_nested_bars_do_not_flood() -> None:
+@pytest.mark.parametrize(("chunk", "most"), [(100_000, 2), (1000, 8)])
+def test_nested_bars_do_not_flood(chunk: int, most: int) -> None:
     """Nested bars, which move up and down in the terminal, do not print a line for each step."""
-    written = io.StringIO()
-    for _ in tqdm(range(3), file=written, desc="outer", position=0, mininterval=0):
-        for _ in tqdm(
-            range(50), file=written, desc="inner", position=1, mininterval=0, leave=False
-        ):
-            pass
-    text = written.getvalue() + "done\n"
-    for chunk, most in ((len(text), 2), (1000, 8)):
-        lines = PlainLines([0])
-        shown: list[str] = []
-        for start in range(0, len(text), chunk):
-            shown += lines.receive(0, Text("stderr", text[start : start + chunk]), 0.0)
-        assert len(shown) <= most
-        assert shown[-2].startswith("[0] outer: 100%")
-        assert shown[-1] == "[0] done"
+    text = nested_bars()[-1] + "done\n"
+    lines = PlainLines([0])
+    shown: list[str] = []
+    for start in range(0, len(text), chunk):
+        shown += lines.receive(0, err(text[start : start + chunk]), 0.0)
+    assert len(shown) <= most
+    assert shown[-2].startswith("[0] epoch: 100%")
+    assert shown[-1] == "[0] done"
 
 
 def test_other_outputs() -> None:
@@ -169,7 +146,7 @@ def test_other_outputs() -> None:
         Update({"image/png": "x"}, {}, "id"),
         Clear(wait=False),
         Skipped(100, 12, displays=2),
-        Failure("ValueError", "bad", ("-----", "ValueError: bad"), 1),
+        failure(),
         Died(-9, 2),
     ):
         shown += lines.receive(3, output, 0.0)
@@ -180,7 +157,7 @@ def test_other_outputs() -> None:
         "[3] <image/png>",
         "[3] … 2 displays left out; the newest are kept",
         "[3] … 12 lines only in the log",
-        "[3] ✗ ValueError: bad",
+        "[3] ✗ E: bad",
         "[3] ✗ killed (SIGKILL), often by the system for using too much memory",
     ]
 

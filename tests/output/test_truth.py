@@ -11,25 +11,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist.output.ansi import strip
-from nbdist.output.events import Done, Failure, Text
+from nbdist.output.events import Done, Text
 from nbdist.output.layout import live_layout
 from nbdist.output.screen import Line
 from nbdist.output.text import PlainLines, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
-from tests.output.lab import final_html, final_text, live_html, live_text
+from tests.output.lab import (
+    failure,
+    final_html,
+    final_text,
+    live_html,
+    live_text,
+    make,
+    out,
+    running,
+    unfold,
+)
 
 Said = list[list[str]]
 """The lines of each rank."""
 
 HEADER = re.compile(r"── ranks? ([\d,-]+)")
-SET = re.compile(r"\{([^}]*)\}")
 LINE = st.sampled_from(
     ["loss 0.5", "cuda:{}", "GPU {} of 2", "pid {}", "a model at 0x7f{:06x} on cuda:{}", "done"]
 )
 
-
-some = settings(max_examples=60)
+some = settings(max_examples=40)
 
 
 @st.composite
@@ -46,29 +54,15 @@ def cells(draw: st.DrawFn) -> Said:
     return said
 
 
-def transcript_of(said: Said, *, ended: bool) -> Transcript:
-    transcript = Transcript(range(len(said)))
-    transcript.start(0.0)
-    for rank, lines in enumerate(said):
-        transcript.receive(rank, Text("stdout", "".join(f"{line}\n" for line in lines)), 1.0)
-        if ended:
-            transcript.receive(rank, Done("ok", 1.0), 1.0)
-    return transcript
+def printed(lines: list[str]) -> Text:
+    return out("".join(f"{line}\n" for line in lines))
 
 
 def of_each(ranks: list[int], lines: list[str]) -> Iterator[tuple[int, list[str]]]:
     """What each of some ranks has said, from the lines that stand below their header."""
+    unfolded = [unfold(line, len(ranks)) for line in lines]
     for index, rank in enumerate(ranks):
-        yield rank, [SET.sub(lambda found, at=index: values(found[1])[at], line) for line in lines]
-
-
-def values(body: str) -> list[str]:
-    found: list[str] = []
-    for run in body.split(","):
-        value, _, times = run.partition("*")
-        first, _, last = value.partition("-")
-        found += map(str, range(int(first), int(last) + 1)) if last else [value] * int(times or 1)
-    return found
+        yield rank, [line[index] for line in unfolded]
 
 
 def in_text(text: str, ranks: int) -> dict[int, list[str]]:
@@ -99,35 +93,31 @@ def in_html(html: str, ranks: int) -> dict[int, list[str]]:
 def test_every_line(said: Said) -> None:
     """Each line of each rank is in the panel, in its text, and in plain mode."""
     expected = dict(enumerate(said))
-    ended = transcript_of(said, ended=True)
+    ended = make(len(said), lambda rank: [printed(said[rank])])
     assert in_text(final_text(ended), len(said)) == expected
     assert in_html(final_html(ended), len(said)) == expected
-    printed: dict[int, list[str]] = {rank: [] for rank in expected}
+    found: dict[int, list[str]] = {rank: [] for rank in expected}
     plain = PlainLines(expected)
-    for rank, lines in expected.items():
-        text = Text("stdout", "".join(f"{line}\n" for line in lines))
-        for line in [
-            *plain.receive(rank, text, 0.0),
-            *(plain.finish(0.0) if rank == len(said) - 1 else []),
-        ]:
-            ranks, _, rest = line[1:].partition("] ")
-            for each in parse_ranks(ranks, len(said)):
-                printed[each].append(rest)
-    assert printed == expected
+    shown = [line for rank in expected for line in plain.receive(rank, printed(said[rank]), 0.0)]
+    for line in [*shown, *plain.finish(0.0)]:
+        ranks, _, rest = line[1:].partition("] ")
+        for each in parse_ranks(ranks, len(said)):
+            found[each].append(rest)
+    assert found == expected
 
 
 @some
 @given(cells().filter(lambda said: len(said) <= 4))
 def test_live_lines(said: Said) -> None:
     """While the cell runs, the last lines that there is room for are those of each rank."""
-    running = transcript_of(said, ended=False)
-    for shown in (
-        in_text(live_text(running, 1.0), len(said)),
-        in_html(live_html(running, 1.0), len(said)),
+    transcript = running(len(said), lambda rank: [printed(said[rank])])
+    for found in (
+        in_text(live_text(transcript), len(said)),
+        in_html(live_html(transcript), len(said)),
     ):
         for rank, lines in enumerate(said):
-            assert shown[rank] == lines[-len(shown[rank]) :]
-            assert len(shown[rank]) >= min(len(lines), 6)
+            assert found[rank] == lines[-len(found[rank]) :]
+            assert len(found[rank]) >= min(len(lines), 6)
 
 
 @st.composite
@@ -176,13 +166,12 @@ BAR = "train: 100%|##########| 5/5 [00:0{}<00:00, {}.5it/s, loss=0.{}]"
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=20))
 def test_bars_stay(numbers: list[tuple[int, int, int]]) -> None:
     """All that the last state of a bar says of itself is in the panel, in both forms."""
-    transcript = transcript_of([[BAR.format(*each)] for each in numbers], ended=True)
-    assert in_text(final_text(transcript), len(numbers)) == {
-        rank: [BAR.format(*each)] for rank, each in enumerate(numbers)
-    }
+    bars = [BAR.format(*each) for each in numbers]
+    transcript = make(len(bars), lambda rank: [printed([bars[rank]])])
+    assert in_text(final_text(transcript), len(bars)) == {n: [bar] for n, bar in enumerate(bars)}
     html = final_html(transcript)
-    if len(numbers) > 16:
-        assert in_html(html, len(numbers)).keys() == {*range(len(numbers))}
+    if len(bars) > 16:
+        assert in_html(html, len(bars)).keys() == {*range(len(bars))}
         return
     rows = [re.sub(r"<[^>]*>", " ", row).split() for row in html.split("<tr")[1:]]
     assert [row[-7:] for row in rows] == [
@@ -196,7 +185,7 @@ def test_bars_stay(numbers: list[tuple[int, int, int]]) -> None:
 def test_bars_among_lines(numbers: list[tuple[int, int, int, int]]) -> None:
     """Where ranks are one group but for their bars, each of these can be had from it."""
     said = [["loading", BAR.format(*each), f"done {last // 5}"] for *each, last in numbers]
-    text = final_text(transcript_of(said, ended=True))
+    text = final_text(make(len(said), lambda rank: [printed(said[rank])]))
     assert len({line[2] for line in said}) > 1 or len(said) == 1 or " (same" in text
     shown = in_text(text, len(said))
     for rank, lines in enumerate(said):
@@ -213,54 +202,39 @@ LOW = st.integers(0, 3)
 
 @some
 @given(st.lists(st.lists(LOW, min_size=2, max_size=3), min_size=1, max_size=40), LOW)
-def test_folding_hides_no_difference(said: list[list[int]], failed: int) -> None:
-    """Two ranks that have said something else are never in one group that is called the same."""
-    transcript = transcript_of([[f"loss {n}" for n in each] for each in said], ended=False)
-    for rank in range(len(said)):
-        if rank % 4 == failed:
-            lines = ("Cell In[1], line 2", f"E: {said[rank][0]}")
-            transcript.receive(rank, Failure("E", f"{said[rank][0]}", lines, rank), 1.0)
-        transcript.receive(rank, Done("error" if rank % 4 == failed else "ok", 1.0), 1.0)
-    shown = in_text(final_text(transcript), len(said))
-    for rank, lines in enumerate(said):
-        assert shown[rank][: len(lines)] == [f"loss {number}" for number in lines]
+def test_folding_hides_no_difference(numbers: list[list[int]], failed: int) -> None:
+    """Two ranks that have said something else are never in one group, failed or not."""
+    said = [[f"loss {number}" for number in each] for each in numbers]
+    errors = [[failure(each[0])] if rank % 4 == failed else [] for rank, each in enumerate(said)]
+    text = final_text(make(len(said), lambda rank: [printed(said[rank]), *errors[rank]]))
+    shown = in_text(text, len(said))
+    assert [shown[rank][: len(lines)] for rank, lines in enumerate(said)] == said
 
 
 @pytest.mark.parametrize("ranks", [4, 40])
 def test_devices(ranks: int) -> None:
     """`print(device)` has a row per rank, or, where that would be too many, a set."""
     said = [[f"cuda:{rank}"] for rank in range(ranks)]
-    transcript = transcript_of(said, ended=True)
-    shown = final_text(transcript).split("\n")[1:]
+    transcript = make(ranks, lambda rank: [printed(said[rank])])
+    _, *shown = final_text(transcript).split("\n")
     if ranks == 4:
         assert shown == [x for rank in range(4) for x in (f"── rank {rank} ──", f"cuda:{rank}")]
     else:
         assert shown == ["── ranks 0-39 (same except for {…}) ──", "cuda:{0-39}"]
-    assert in_html(final_html(transcript), ranks) == dict(enumerate(said))
-    assert in_html(live_html(transcript, 1.0), ranks) == dict(enumerate(said))
+    for html in (final_html(transcript), live_html(transcript)):
+        assert in_html(html, ranks) == dict(enumerate(said))
 
 
 def test_errors() -> None:
     """An error that is each rank's own has a set; the header does not call it the same."""
-    transcript = transcript_of([["x"]] * 4, ended=False)
-    for time_ns, rank in enumerate([3, 1]):
-        message = f"'missing key {rank}'"
-        lines = ("Cell In[1], line 2", f"KeyError: {message}")
-        transcript.receive(rank, Failure("KeyError", message, lines, time_ns), 1.0)
-    expected = ["── ranks 1,3 (same except for {…}) ✗ ──", "x", "Cell In[1], line 2"]
-    expected += ["KeyError: 'missing key {1,3}'"]
-    shown = final_text(transcript).split("\n")
-    assert shown[1:] == [*expected, "── ranks 0,2 (same) ──", "x"]
-    assert "KeyError: 'missing key {1,3}'" in final_html(transcript)
-    assert "KeyError: 'missing key {1,3}'" in live_html(transcript, 1.0)
-    assert "KeyError: 'missing key {1,3}'" in live_text(transcript, 1.0)
-
-
-def test_long_errors() -> None:
-    """Messages that differ only far behind their beginning are not the same."""
-    transcript = transcript_of([["x"]] * 2, ended=False)
-    for rank in range(2):
-        message = "y" * 200_000 + f" rank {rank}"
-        failure = Failure("E", message, ("Cell In[1], line 2", f"E: {message}"), rank)
-        transcript.receive(rank, failure, 1.0)
+    errors = {3: [failure("'missing key 3'", 1)], 1: [failure("'missing key 1'", 2)]}
+    transcript = running(4, lambda rank: [out("x\n"), *errors.get(rank, [])])
+    _, *shown = final_text(transcript).split("\n")
+    expected = ["── ranks 1,3 (same except for {…}) ✗ ──", "x", "-----", "Cell In[1], line 2"]
+    expected += ["E: 'missing key {1,3}'", "── ranks 0,2 (same) ──", "x"]
+    assert shown == expected
+    for text in (final_html(transcript), live_html(transcript), live_text(transcript)):
+        assert "E: 'missing key {1,3}'" in text
+    # Messages that differ only far behind their beginning are not the same.
+    transcript = running(2, lambda rank: [failure("y" * 200_000 + f" rank {rank}")])
     assert len(transcript.groups()) == 2

@@ -29,17 +29,10 @@ from nbdist.output.wording import (
 from tests.output.lab import Panel, figure, final_html, make, out
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (599.9, "599.9 s"), (725.0, "12 min 5 s"), (7620.0, "2 h 7 min")],
-)
-def test_seconds(seconds: float, text: str) -> None:
-    """As exact as anybody cares for."""
-    assert seconds_text(seconds) == text
-
-
-def test_errors() -> None:
-    """One line of an error, without colours; its traceback, or that line where it has none."""
+def test_seconds_and_errors() -> None:
+    """Seconds as exact as needed; one line of an error, without colours; its traceback, or that."""
+    seconds = {0.04: "0.0 s", 599.9: "599.9 s", 725.0: "12 min 5 s", 7620.0: "2 h 7 min"}
+    assert {each: seconds_text(each) for each in seconds} == seconds
     failure = Failure("ValueError", "\x1b[31mbad\x1b[0m\nshard", (), 1)
     assert error_text(failure) == traceback_text(failure) == "ValueError: bad"
     assert error_text(Failure("Stop", "", (), 1)) == "Stop"
@@ -49,12 +42,8 @@ def test_errors() -> None:
     assert error_text(Died(3, 1)) == "the process exited with code 3"
     stopped = Died(-9, 1, why=IGNORES_STOP)
     assert (stopped.end, stopped.by_stop) == ("ignored Stop and was killed", True)
-
-
-def test_ranks_of_which_the_same_is_said() -> None:
-    """They come together, in the order of their first ones."""
-    said = {3: "b", 0: "b", 2: "a", 1: "b"}
-    assert [*fold_ranks(said).items()] == [("b", [0, 1, 3]), ("a", [2])]
+    # Ranks of which the same is said come together, in the order of their first ones.
+    assert [*fold_ranks({3: "b", 0: "b", 2: "a"}).items()] == [("b", [0, 3]), ("a", [2])]
 
 
 PARTS = st.lists(st.sampled_from(["a", "<", "\x1b[31m", "\x1b[0m"]), max_size=60).map("".join)
@@ -120,11 +109,10 @@ def test_figures() -> None:
 def test_data_table() -> None:
     """A pandas table is embedded as it is; equal tables once."""
     pandas = pytest.importorskip("pandas")
-    table = pandas.DataFrame({"loss": [1.5, 2.5], "name": ["<a>", "b"]})
-    shown = Display({"text/html": table._repr_html_(), "text/plain": repr(table)}, {})
-    html = final_html(make(4, lambda rank: [shown]))
-    assert html.count(table._repr_html_()) == 1
-    assert leftovers(make(4, lambda rank: [shown])) == []
+    table = pandas.DataFrame({"loss": [1.5, 2.5], "name": ["<a>", "b"]})._repr_html_()
+    transcript = make(4, lambda rank: [Display({"text/html": table, "text/plain": "x"}, {})])
+    assert final_html(transcript).count(table) == 1
+    assert leftovers(transcript) == []
 
 
 def test_text_of_other_kinds() -> None:
@@ -144,14 +132,6 @@ def test_text_of_other_kinds() -> None:
         ({"text/html": "<b>", "text/plain": "<IPython.core.display.HTML object>"}, None),
     ]:
         assert plain_of(data) == (data["text/plain"] if text is None else text)
-
-
-@pytest.mark.parametrize("kind", ["text/latex", "text/markdown"])
-def test_what_stands_beside_a_picture(kind: str) -> None:
-    """HTML and images are in the panel, whatever else says the same."""
-    for picture in ({"text/html": "<b>x</b>"}, {"image/png": "aGk="}):
-        shown = Display({kind: "x", "text/plain": "x", **picture}, {})
-        assert leftovers(make(1, lambda rank, shown=shown: [shown])) == []
 
 
 @pytest.mark.parametrize(
@@ -175,6 +155,10 @@ def test_leftovers(data: dict[str, Any], kind: str) -> None:
     transcript = make(4, lambda rank: [out("x\n"), shown] if rank else [out("x\n")])
     assert leftovers(transcript) == [((1, 2, 3), shown)]
     assert Panel(final_html(transcript)).lines[-1] == f"{kind}, shown below"
+    # HTML and images are in the panel, whatever else says the same.
+    for picture in ({"text/html": "<b>x</b>"}, {"image/png": "aGk="}):
+        beside = Display({"text/latex": "x", "text/markdown": "x", **picture}, {})
+        assert leftovers(make(1, lambda rank, beside=beside: [beside])) == []
 
 
 class Large(str):
@@ -186,30 +170,20 @@ class Large(str):
     encode = __repr__  # type: ignore[assignment]
 
 
-def test_large_contents_are_not_copied() -> None:
-    """They are compared at the cell's end all the same: control is to be back soon after Stop."""
+def test_how_leftovers_are_compared() -> None:
+    """By values, of JSON too, without addresses in texts; large ones are not copied."""
     texts = [Large("x" * 300_000), Large("y" * 300_000)]
     shown = [Display({"text/html": text, "text/plain": "Figure"}, {}) for text in texts]
-    transcript = make(2, lambda rank: shown[rank:])
-    assert leftovers(transcript) == [((0,), shown[0]), ((0, 1), shown[1])]
-
-
-def test_json_is_compared_by_its_values() -> None:
-    """Whether or not parts of it are one object; 1 is neither 1.0 nor true."""
-    one, same = {"a": ["a", "a"], "b": [1, None]}, {"a": [*"aa"], "b": [1, None]}
-    others = [{"a": ["a", "a"], "b": [other, None]} for other in (1.0, True, "1")]
-    values = [one, same, *others]
+    found = leftovers(make(2, lambda rank: shown[rank:]))
+    assert found == [((0,), shown[0]), ((0, 1), shown[1])]
+    # 1 is neither 1.0 nor true; whether parts are one object makes no difference.
+    values = [{"a": ["a", "a"], "b": [1, None]}, {"a": [*"aa"], "b": [1, None]}]
+    values += [{"a": ["a", "a"], "b": [other, None]} for other in (1.0, True, "1")]
     transcript = make(5, lambda rank: [Display({"application/x": values[rank]}, {})])
     assert [ranks for ranks, _ in leftovers(transcript)] == [(0, 1), (2,), (3,), (4,)]
-
-
-def test_addresses_in_texts() -> None:
-    """They do not make two of what is otherwise equal."""
-    bundle = {"application/x-mine": {"a": 1}}
-    transcript = make(
-        2, lambda rank: [Display({**bundle, "text/plain": f"<Mine at 0x{rank:08x}>"}, {})]
-    )
-    assert [ranks for ranks, _ in leftovers(transcript)] == [(0, 1)]
+    mine = [{"application/x": {"a": 1}, "text/plain": f"<Mine at 0x{n:08x}>"} for n in range(2)]
+    found = leftovers(make(2, lambda rank: [Display(mine[rank], {})]))
+    assert [ranks for ranks, _ in found] == [(0, 1)]
 
 
 # --- tracebacks -------------------------------------------------------------------------
@@ -243,14 +217,9 @@ def test_deep() -> None:
     folded = ["… 5 calls in torch", "… 3 calls in torch, json"]
     assert seen == ["cell_0(x)", folded[0], "own_6(x)", folded[1], "torch_10(x)"]
     assert rows[-1] == "RuntimeError: mat1 and mat2"
-
-
-def test_html_has_all() -> None:
-    """On a page what is folded opens."""
-    text = traceback_of("cell", *["torch"] * 5, "own")
-    html = traceback_html(text, 100, 1000)
-    panel = Panel(html)
-    assert panel.opened == [False]
+    # On a page what is folded opens.
+    panel = Panel(traceback_html(text, 100, 1000))
+    assert panel.opened == [False, False]
     rows = [row for row in strip(text).split("\n") if row.strip()]
     assert [line for line in panel.lines if line in rows] == rows
     assert "… 5 calls in torch" in panel.lines
@@ -287,10 +256,7 @@ def test_too_long() -> None:
     assert rows[3].startswith("… ")
     assert rows[-1] == "RuntimeError: mat1 and mat2"
     assert len(rows) == 10
-
-
-def test_long_tracebacks() -> None:
-    """The first line and the last ones are shown, and how many are missing."""
+    # Of another text the first line and the last ones are.
     html = traceback_html("\n".join(f"frame {number}" for number in range(100)), 3, 100)
     assert Panel(html).lines == ["frame 0", "… 96 lines …", "frame 97", "frame 98", "frame 99"]
 

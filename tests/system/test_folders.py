@@ -34,35 +34,28 @@ def ours(tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_goes_when_nobody_holds_it(ours: Path):
-    """Whoever holds it keeps it, of several the last one; then it goes."""
-    holders = [folders.join(ours, "a test") for _ in range(2)]
-    for holder in holders:
-        assert holder is not None
+@pytest.mark.world
+def test_it_goes_when_nobody_holds_it(ours: Path) -> None:
+    """Whoever holds it keeps it, of several the last one; a holder that is killed holds nothing."""
+    first, last = (folders.join(ours, "a test") for _ in range(2))
+    os.close(first)
+    assert not folders.remove(ours, "a test", ALL)
+    code = (
+        "import sys, time; from pathlib import Path; from nbdist.system import folders\n"
+        "print(folders.join(Path(sys.argv[1]), 'a test'), flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, ours], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline().strip().isdigit()
+        os.close(last)
         assert not folders.remove(ours, "a test", ALL)
-        os.close(holder)
+        holder.kill()
     assert folders.remove(ours, "a test", ALL)
     assert not ours.exists()
     assert folders.join(ours, "a test") is None
     assert not folders.remove(ours, "a test", ALL)
 
 
-@pytest.mark.world
-def test_another_process_holds_it_until_it_ends(ours: Path):
-    """A holder that is killed holds nothing any more."""
-    code = (
-        "import sys, time; from pathlib import Path; from nbdist.system import folders\n"
-        "print(folders.join(Path(sys.argv[1]), 'a test'), flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, ours], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline().strip().isdigit()
-        assert not folders.remove(ours, "a test", ALL)
-        holder.kill()
-    assert folders.remove(ours, "a test", ALL)
-
-
-def test_without_proof_it_stays(ours: Path, tmp_path: Path):
+def test_without_proof_it_stays(ours: Path, tmp_path: Path) -> None:
     """Other words, a copied, a linked or no marker, a marker of another user: it stays."""
     marker, text = ours / MARKER, (ours / MARKER).read_bytes()
     assert not folders.remove(ours, "another test", ALL)
@@ -92,7 +85,7 @@ def test_without_proof_it_stays(ours: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("pattern", ["file", "file|sub", "sub/"])
-def test_what_is_not_known_keeps_it_whole(ours: Path, pattern: str):
+def test_what_is_not_known_keeps_it_whole(ours: Path, pattern: str) -> None:
     """Nothing of it is removed, nor is it moved."""
     aside = ours.with_name("aside")
     assert not folders.remove(ours, "a test", re.compile(pattern), aside)
@@ -101,9 +94,8 @@ def test_what_is_not_known_keeps_it_whole(ours: Path, pattern: str):
     assert not aside.exists()
 
 
-@pytest.mark.parametrize("mode", [0o720, 0o702, 0o500])
-@pytest.mark.parametrize("folder", [".", "sub"])
-def test_where_others_can_write_it_stays_whole(ours: Path, folder: str, mode: int):
+@pytest.mark.parametrize(("folder", "mode"), [(".", 0o720), ("sub", 0o702), ("sub", 0o500)])
+def test_where_others_can_write_it_stays_whole(ours: Path, folder: str, mode: int) -> None:
     """Names could change their meaning while it is removed; nor is what cannot be listed known."""
     for contents in (ALL, None):
         (ours / folder).chmod(mode)
@@ -113,7 +105,7 @@ def test_where_others_can_write_it_stays_whole(ours: Path, folder: str, mode: in
     assert folders.remove(ours, "a test", ALL)
 
 
-def test_what_takes_its_place_meanwhile_stays(ours: Path, tmp_path: Path):
+def test_what_takes_its_place_meanwhile_stays(ours: Path, tmp_path: Path) -> None:
     """Only the folder that was proved is emptied, wherever it is by then."""
 
     class Moving:
@@ -129,7 +121,7 @@ def test_what_takes_its_place_meanwhile_stays(ours: Path, tmp_path: Path):
     assert not [*(tmp_path / "away").iterdir()]
 
 
-def test_links_are_removed_not_followed(ours: Path, tmp_path: Path):
+def test_links_are_removed_not_followed(ours: Path, tmp_path: Path) -> None:
     """What a link leads to stays."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("mine")
@@ -139,7 +131,7 @@ def test_links_are_removed_not_followed(ours: Path, tmp_path: Path):
     assert (tmp_path / "mine" / "file").read_text() == "mine"
 
 
-def test_folders_are_private_on_the_way(tmp_path: Path):
+def test_folders_are_private_on_the_way(tmp_path: Path) -> None:
     """Those that are made, and not those that are there."""
     tmp_path.chmod(0o755)
     before = os.umask(0)
@@ -157,7 +149,7 @@ def test_folders_are_private_on_the_way(tmp_path: Path):
             folders.check_private(folder)
 
 
-def test_what_is_trusted_can_be_read(ours: Path):
+def test_what_is_trusted_can_be_read(ours: Path) -> None:
     """A plain file in private folders, and an error where there is none."""
     ours.parent.chmod(0o700)
     os.close(folders.open_trusted(ours / "file"))
@@ -211,8 +203,9 @@ def test_what_was_left_elsewhere_goes_too(parent: Path, monkeypatch: pytest.Monk
     os.close(killed._claim)
     other = parent / "other"
     other.mkdir()
-    monkeypatch.setenv("TMPDIR", str(parent))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(other))
+    for name, folder in (("TMPDIR", parent), ("XDG_RUNTIME_DIR", other)):
+        monkeypatch.setenv(name, str(folder))
+    assert places()[:2] == [other, parent]  # that of the session before that of temporary files
     RuntimeFolder().close()
     assert [*parent.iterdir()] == [other]
 
@@ -230,9 +223,16 @@ def test_only_this_user_can_open_it(parent: Path, umask: int) -> None:
     assert not [*parent.iterdir()]
 
 
-@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
-@pytest.mark.parametrize("name", ["x" * 150, "長" * 40, "長" * 25, "run", "line\nbreak", "\udcff"])
-def test_places_that_cannot_hold_sockets(parent, monkeypatch, variable, name):
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [
+        *(("XDG_RUNTIME_DIR", name) for name in ("x" * 150, "長" * 25, "run", "line\nbreak")),
+        ("TMPDIR", "\udcff"),
+    ],
+)
+def test_places_that_cannot_hold_sockets(
+    parent: Path, monkeypatch: pytest.MonkeyPatch, variable: str, name: str
+) -> None:
     """A path that is too long, in bytes, or relative, or of other signs: there is another place."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.delenv("TMPDIR", raising=False)
@@ -244,9 +244,3 @@ def test_places_that_cannot_hold_sockets(parent, monkeypatch, variable, name):
     made.close()
     assert made.path.parent == Path("/tmp")
     assert not [*folder.iterdir()]
-
-
-def test_which_place_is_first(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the session goes before that of temporary files."""
-    monkeypatch.setenv("TMPDIR", "/tmp/other")
-    assert places()[:2] == [parent, Path("/tmp/other")]

@@ -71,25 +71,18 @@ V2 = "30 23 0:26 / {} rw,nosuid - cgroup2 cgroup2 rw\n"
 V1 = "31 23 0:27 {root} {{}} rw,nosuid - cgroup cgroup rw,memory\n"
 
 
-def test_a_nested_group_of_version_2(machine: Machine) -> None:
-    """A limit above the process's own group counts; cached files do not."""
+def test_version_2(machine: Machine) -> None:
+    """A limit above the process's own group counts, and what it may swap; cached files do not."""
     machine.has("0::/job/step\n", V2)
     machine.group("job/step", memory__max="max", memory__current=GB)
     stat = f"anon 5\ninactive_file {GB // 4}\nactive_file {GB // 4}"
     above = machine.group("job", memory__max=3 * GB, memory__current=2 * GB, memory__stat=stat)
     assert machine.limits == [MemoryLimit(f"its group {above}", 3 * GB, GB + GB // 2)]
-
-
-def test_swap_of_version_2(machine: Machine) -> None:
-    """What the group may swap, where the machine has that much of it."""
     machine.has("0::/\n", V2, swap=GB)
-    sizes = {"memory__max": GB, "memory__current": GB}
-    machine.group("", **sizes, memory__swap__max=3 * GB, memory__swap__current=0)
-    assert [found.free for found in machine.limits] == [GB]
-    machine.group("", memory__swap__max=GB // 2)
-    assert [found.free for found in machine.limits] == [GB // 2]
-    machine.group("", memory__swap__max=0)
-    assert [found.free for found in machine.limits] == [0]
+    sizes = {"memory__max": GB, "memory__current": GB, "memory__swap__current": 0}
+    for most, free in ((3 * GB, GB), (GB // 2, GB // 2), (0, 0)):
+        machine.group("", **sizes, memory__swap__max=most)
+        assert [found.free for found in machine.limits] == [free]
 
 
 @pytest.mark.parametrize(
@@ -112,15 +105,6 @@ def test_version_1(machine: Machine, root: str, path: str, folder: str) -> None:
     assert machine.limits == [MemoryLimit(f"its group {group}", 2 * GB, GB + GB // 2)]
 
 
-def test_no_limits(machine: Machine) -> None:
-    """Version 1 says so by a very big number; a machine need not have groups at all."""
-    machine.has("4:memory:/\n", V1.format(root="/"))
-    machine.group("", memory__limit_in_bytes=(1 << 63) - 4096, memory__usage_in_bytes=1)
-    assert machine.limits == []
-    machine.has("", "")
-    assert machine.limits == []
-
-
 def test_more_than_this_machine_has() -> None:
     """Refused before any of it is taken; small things are not looked at."""
     with pytest.raises(NotEnoughMemory, match=r"sending 1125899\.91 GB needs"):
@@ -134,24 +118,26 @@ def test_more_than_this_machine_has() -> None:
 
 
 def test_groups_of_a_controller(machine: Machine) -> None:
-    """Those with this controller and those of version 2, from the innermost out."""
+    """Those with it, and those of version 2, from the innermost out; some set no limit."""
     machine.has("4:pids:/a/b\n3:memory:/m\n0::/u\n", V1.format(root="/"))
     assert list(control_groups("cpu", proc=machine.proc)) == []
     assert list(control_groups("memory", proc=machine.proc)) == [
         ControlGroup(1, machine.mounted / "m"),
         ControlGroup(1, machine.mounted),
     ]
+    machine.group("", memory__limit_in_bytes=(1 << 63) - 4096, memory__usage_in_bytes=1)
+    assert machine.limits == []
+    machine.has("", "")
+    assert machine.limits == []
 
 
 @pytest.mark.world
 def test_groups_of_another_process() -> None:
     """They are those that /proc tells of it; a process that has ended is in none."""
     with subprocess.Popen(["sleep", "1000"]) as process:
-        try:
-            ours = list(control_groups("memory"))
-            assert list(control_groups("memory", process.pid)) == ours
-        finally:
-            process.kill()
+        found = list(control_groups("memory", process.pid))
+        process.kill()
+    assert found == list(control_groups("memory"))
     assert list(control_groups("memory", process.pid)) == []
 
 

@@ -67,16 +67,10 @@ def test_a_module_in_the_folder_is_not_imported(tmp_path: Path) -> None:
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "which.py").write_text("import random; print(random.__file__)")
     environ = {**os.environ, "PYTHONPATH": f".::{tmp_path}:{tmp_path / 'probe'}"}
-    done = subprocess.run(
-        [sys.executable, *MODULE, "which"],
-        cwd=tmp_path,
-        env=safe_environ(environ, str(tmp_path)),
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stdout.startswith(str(tmp_path))
+    environ = safe_environ(environ, str(tmp_path))
+    command = [sys.executable, *MODULE, "which"]
+    said = subprocess.check_output(command, cwd=tmp_path, env=environ, text=True, timeout=SOON)
+    assert not said.startswith(str(tmp_path))
 
 
 @pytest.mark.world
@@ -110,7 +104,6 @@ input()
 
 def child_of(parent: subprocess.Popen[str]) -> tuple[psutil.Process, str]:
     """The child, and the first line that it has written."""
-    assert parent.stdout is not None
     pid, line = parent.stdout.readline().split(maxsplit=1)
     return psutil.Process(int(pid)), line.strip()
 
@@ -126,17 +119,13 @@ def start(*command: str) -> subprocess.Popen[str]:
 
 
 def test_a_child_ends_with_its_parent() -> None:
-    """The kernel sends the signal as soon as the parent ends."""
+    """The kernel sends the signal as soon as the parent ends; whoever asks too late hears so."""
     with start(sys.executable, "-c", ASKS, "0") as parent:
         child, said = child_of(parent)
         assert said == "True"
         parent.kill()
     child.wait(SOON)
-
-
-def test_a_parent_that_has_ended_already() -> None:
-    """Whoever asks too late hears so: another process is its parent by then."""
-    with start(sys.executable, "-c", ASKS, "1") as parent:
+    with start(sys.executable, "-c", ASKS, "1") as parent:  # another process is its parent
         assert child_of(parent)[1] == "False"
 
 
@@ -159,7 +148,6 @@ def test_orphans_are_adopted() -> None:
     processes.adopt_orphans()
     try:
         with start("sleep", "1000") as parent:
-            assert parent.stdin is not None
             wait_until(psutil.Process(parent.pid).children)
             (orphan,) = psutil.Process(parent.pid).children()
             parent.kill()
@@ -183,41 +171,28 @@ def python(code: str) -> Iterator[int]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         yield process.pid
         process.kill()
 
 
-def test_signals() -> None:
-    """What a process does with a signal is known without asking it."""
+def test_what_is_known_without_asking() -> None:
+    """What a process does with a signal; whether it sleeps, is stopped, exiting or gone."""
     code = "import signal; signal.signal(signal.SIGUSR1, print)"
     with python(f"{code}; signal.signal(signal.SIGUSR2, signal.SIG_IGN)") as pid:
         assert not ignores(pid, signal.SIGUSR1)
         assert ignores(pid, signal.SIGUSR2)
-    assert not ignores(pid, signal.SIGUSR2)
-
-
-def test_exiting() -> None:
-    """A process that was killed is exiting as soon as its files are closed, and once it is gone."""
-    with python("0") as pid:
-        assert not is_exiting(pid)
-    assert is_exiting(pid)
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.kill()
-        assert process.stdout is not None
-        assert process.stdout.read() == b""
-        assert is_exiting(process.pid)  # nothing has waited for it yet
-
-
-def test_states() -> None:
-    """One that waits sleeps; SIGSTOP stops it; then it ends."""
-    with python("0") as pid:
         wait_until(lambda: thread_state(pid) == "S")
         assert not is_stopped(pid)
+        assert not is_exiting(pid)
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: is_stopped(pid))
-    assert thread_state(pid) == "X"
+    assert not ignores(pid, signal.SIGUSR2)
+    assert (thread_state(pid), is_exiting(pid)) == ("X", True)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.kill()
+        assert process.stdout.read() == b""
+        assert is_exiting(process.pid)  # nothing has waited for it yet
 
 
 def test_time_without_a_processor_is_not_its_own() -> None:
@@ -238,32 +213,18 @@ def test_time_without_a_processor_is_not_its_own() -> None:
     assert ran / 2 < seconds < passed / 2
 
 
-@pytest.fixture
-def big() -> Iterator[int]:
-    """A process that uses 200 MiB of its own."""
-    with python(f"x = b'x' * {BIG}") as pid:
-        yield pid
+def test_memory_of_processes() -> None:
+    """Bytes in use; without time to count pages what is known without, or was found before."""
 
-
-def test_memory_of_processes(big: int) -> None:
-    """Bytes in use; nothing of a process that has ended."""
-    found = asyncio.run(MemoryGauge().read([os.getpid(), big, 2**22 + 1], 10.0))
-    assert found[big] > BIG
-    assert found[os.getpid()] > 1 << 20
-    assert found[2**22 + 1] == 0
-
-
-def test_no_time(big: int) -> None:
-    """Without time to count pages it is what is known without counting, or was found before."""
-
-    async def twice() -> tuple[int, int, int]:
+    async def read(pid: int) -> None:
         gauge = MemoryGauge()
-        at_once = await gauge.read([big], -1.0)
-        counted = await gauge.read([big], 10.0)
-        again = await gauge.read([big], -1.0)
-        return at_once[big], counted[big], again[big]
+        at_once = await gauge.read([pid], -1.0)
+        found = await gauge.read([os.getpid(), pid, 2**22 + 1], 10.0)
+        assert at_once[pid] > BIG
+        assert found[pid] > at_once[pid]  # a share of libraries' pages too
+        assert found[os.getpid()] > 1 << 20
+        assert found[2**22 + 1] == 0
+        assert await gauge.read([pid], -1.0) == {pid: found[pid]}
 
-    at_once, counted, again = asyncio.run(twice())
-    assert at_once > BIG
-    assert counted > at_once  # a share of libraries' pages too
-    assert again == counted
+    with python(f"x = b'x' * {BIG}") as pid:
+        asyncio.run(read(pid))

@@ -98,10 +98,7 @@ def place() -> Iterator[Path]:
 
 
 def test_folders(place: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that others can open are not looked at: anybody could have put a socket there.
-
-    Where folders lie elsewhere for this process, a world's is found by its agent.
-    """
+    """Folders that others can open are not looked at; others are found by their agents too."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(place / DOOR))
         assert place in runtime_folders()
@@ -116,7 +113,7 @@ def test_folders(place: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> 
     assert known <= {*runtime_folders()}
 
 
-@pytest.mark.parametrize("said", [b"", b"garbage", b"{}\n", b'{"Refused": {"why": ""}}\n'])
+@pytest.mark.parametrize("said", [b"", b"garbage", b'{"Refused": {"why": ""}}\n'])
 def test_what_is_no_world(place: Path, worlds: Worlds, said: bytes) -> None:
     """Whatever a socket says there, it is none, and others are seen."""
     with socket.socket(socket.AF_UNIX) as server:
@@ -206,16 +203,12 @@ SEEN = WorldInfo(
 )
 
 
-def test_title():
-    """Which notebook, which cell, and what all use; names that say nothing are left out."""
+def test_title_and_table() -> None:
+    """Which notebook, which cell, what all use; what each does, its processor time, last line."""
     assert title(SEEN) == "2 workers · gloo · exp · train.ipynb (pid 42) · cell 7 · cpu 100-200 MiB"
     other = replace(SEEN, pool="eval", name="20261122-095518-5413", notebook_name="", ranks=())
     assert title(other) == "pool eval · no workers yet · gloo · notebook pid 42"
     assert title(replace(other, notebook=0)).endswith("gloo · notebook detached")
-
-
-def test_table():
-    """What each does, its processor time, and its last line."""
     headings, first, second = table(SEEN, {0: 99.5})
     assert headings == ("rank", "state", "pid", "device", "memory", "cpu", "where", "last line")
     assert first[4:-1] == ("200 MiB", "100 %", "waits in barrier, line 2")
@@ -224,11 +217,10 @@ def test_table():
     assert second == ("1", "idle", "101", "cpu", "100 MiB", "", "", "")
 
 
-def test_lines_fit():
-    """Texts are cut first, numbers stay whole; nothing that a terminal obeys is in a line."""
+def test_lines_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are cut first; colours are all that a terminal obeys in them, if wanted."""
     lines = [*as_lines([(SEEN, {0: 99.0}), (SEEN, {})], 30)]
-    assert len(lines) == 9
-    assert lines[4] == ""
+    assert (len(lines), lines[4]) == (9, "")
     assert {len(line) for line in lines if line.endswith("…")} == {30}
     lines = [*as_lines([(SEEN, {0: 99.0})], 64)]
     assert "busy 12 s  100  cpu     200 MiB  99 %  waits i…  loss 0.5…" in lines[2]
@@ -236,18 +228,14 @@ def test_lines_fit():
     assert all(sign.isprintable() for line in as_lines([(SEEN, {})], 200) for sign in line)
     assert "\x1b" not in printable("\x1b[2J\x1b]52;c;aGk=\x07 a\rb\u202e")
     assert [*as_lines([], 20)] == [NONE[:20]]
-
-
-def test_states_have_colours(monkeypatch: pytest.MonkeyPatch):
-    """Unless the user wants none."""
-    monkeypatch.delenv("NO_COLOR", raising=False)
     row = "0     busy 12 s  100  cpu  idle"
+    monkeypatch.delenv("NO_COLOR", raising=False)
     assert coloured(row) == "0     \x1b[34mbusy 12 s\x1b[0m  100  cpu  idle"
     monkeypatch.setenv("NO_COLOR", "1")
     assert coloured(row) == row
 
 
-def test_processor_time():
+def test_processor_time() -> None:
     """Per cent of a core between two looks; a new process under an old number starts at nothing."""
     before: Before = {}
     assert cpu_since(before, SEEN) == {}
@@ -267,9 +255,7 @@ def test_in_a_terminal(world: World, ends: str) -> None:
     command = "from nbdist.terminal.worlds import show_top; show_top(0.5)"
     # pytest loads readline, which has LINES and COLUMNS in the environment of what is started
     # from then on; they count for more than the terminal's size.
-    environ = {
-        name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")
-    }
+    environ = {name: os.environ[name] for name in os.environ.keys() - {"LINES", "COLUMNS"}}
     size = {"dimensions": (300, 120), "encoding": "utf-8", "timeout": SOON}
     shown = pexpect.spawn(sys.executable, ["-c", command], env=environ, **size)
     try:

@@ -79,18 +79,15 @@ def test_one_weight_changed(three: Notebook):
 
 def test_agreement_and_plain_values(three: Notebook):
     """Zeros agree whatever their sign, numbers are shown themselves; else a line says why not."""
-    assert three.run("%dist_diff zeros").text == "zeros: 1 part, 16 B · ranks 0-2 agree"
-    lines = three.run("%dist_diff opt").text.splitlines()
-    assert lines[2].split(maxsplit=2) == [
-        "param_groups[0]['lr']",
-        "float",
-        "0.1 on ranks 0-1, 0.2 on rank 2",
-    ]
+    row = three.run("%dist_diff opt").text.splitlines()[2].split(maxsplit=2)
+    assert row == ["param_groups[0]['lr']", "float", "0.1 on ranks 0-1, 0.2 on rank 2"]
     assert three.run("%dist_diff model[1].bias -r 0,2").text.endswith("ranks 0,2 agree")
-    assert (
-        three.run("%dist_diff only").text == "only: 1 part · one rank alone · ranks 0-1 have none"
-    )
-    assert three.run("%dist_diff empty").text == "empty: 0 parts · ranks 0-2 agree"
+    for name, said in (
+        ("zeros", "1 part, 16 B · ranks 0-2 agree"),
+        ("only", "1 part · one rank alone · ranks 0-1 have none"),
+        ("empty", "0 parts · ranks 0-2 agree"),
+    ):
+        assert three.run(f"%dist_diff {name}").text == f"{name}: {said}"
     for expression, said in (
         ("nope", "no rank has `nope`."),
         ("only -r 1", "rank 1 has no `only`; rank 2 has it: `-r 2`."),
@@ -129,60 +126,52 @@ def compared(*parts: Part | None) -> Comparison:
     return Comparison("model", dict(enumerate(looked)))
 
 
-def test_one_differs():
-    """It is compared with the first of those that agree."""
-    found = compared(part("a"), part("a"), part("a"), part("b"))
-    assert found.to_compare() == {0: ([3], ["w"])}
-    assert [*found.rows()] == [("w", W, "ranks 0-2 agree, rank 3 differs")]
-    found.take({3: {"w": Distance(0.03125, 12)}})
-    said = "ranks 0-2 agree, rank 3 differs by at most 3.1e-2 (12 of 16)"
-    assert [*found.rows()] == [("w", W, said)]
-    assert found.head(1) == "model: 1 part, 64 B · 1 of 1 differs"
-
-
-def test_bits_alone():
-    """Zeros' signs and kinds of NaN are no difference."""
-    found = compared(part("a"), part("a"), part("b"))
-    found.take({2: {"w": Distance(0.0, 0)}})
-    assert [*found.rows()] == []
-    third = compared(part("a"), part("b"), part("c"))
-    third.take({1: {"w": Distance(0.0, 0)}, 2: {"w": Distance(2.0, 1, 1)}})
-    said = "ranks 0-1 agree, rank 2 differs by at most 2.0e0 (1 of 16), NaN or infinity in 1"
-    assert [row[2] for row in third.rows()] == [said]
+THREE, FOUR, SHORT = part("a", "int", "3"), part("b", "int", "4"), part("b", "float32 (5,)")
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parts", "apart", "said"),
     [
+        # Types, plain values, or contents.
+        ([part("a"), SHORT], {}, "float32 (4, 4) on rank 0, float32 (5,) on rank 1"),
+        ([part("a"), None, part("a")], {}, "float32 (4, 4) on ranks 0,2, nothing on rank 1"),
+        ([THREE, FOUR, FOUR], {}, "4 on ranks 1-2, 3 on rank 0"),
+        ([*map(part, "ab")], {}, "compared with rank 0, rank 1 differs"),
+        ([*map(part, "abb")], {}, "ranks 1-2 agree, rank 0 differs"),
+        # How far apart they are; zeros' signs and kinds of NaN are no difference.
         (
-            (part("a"), part("b", "float32 (5,)")),
-            "float32 (4, 4) on rank 0, float32 (5,) on rank 1",
+            [*map(part, "aaab")],
+            {3: Distance(0.03125, 12)},
+            "ranks 0-2 agree, rank 3 differs by at most 3.1e-2 (12 of 16)",
         ),
-        ((part("a"), None, part("a")), "float32 (4, 4) on ranks 0,2, nothing on rank 1"),
+        ([*map(part, "aab")], {2: Distance(0.0, 0)}, None),
         (
-            (part("a", "int", "3"), part("b", "int", "4"), part("b", "int", "4")),
-            "4 on ranks 1-2, 3 on rank 0",
+            [*map(part, "abc")],
+            {1: Distance(0.0, 0), 2: Distance(2.0, 1, 1)},
+            "ranks 0-1 agree, rank 2 differs by at most 2.0e0 (1 of 16), NaN or infinity in 1",
         ),
-        ((part("a"), part("b")), "compared with rank 0, rank 1 differs"),
-        ((part("a"), part("b"), part("b")), "ranks 1-2 agree, rank 0 differs"),
     ],
 )
-def test_what_differs(parts: tuple[Part | None, ...], said: str):
-    """Types, plain values, or contents."""
+def test_what_differs(parts: list[Part | None], apart: dict[int, Distance], said: str | None):
+    """Ranks that differ are named beside the most that agree."""
     found = compared(*parts)
-    assert next(text for path, _, text in found.rows() if path == "w") == said
+    found.take({rank: {"w": each} for rank, each in apart.items()})
+    assert [text for path, _, text in found.rows() if path == "w"] == ([said] if said else [])
 
 
 def test_what_is_compared():
     """Each rank is asked once, whatever parts it differs in; what is too big is not moved."""
+    found = compared(*map(part, "aaab"))
+    assert found.to_compare() == {0: ([3], ["w"])}
+    assert found.head(1) == "model: 1 part, 64 B · 1 of 1 differs"
     rank = lambda n, a, b: (n, Looked({"a": part(a), "b": part(b)}))  # noqa: E731
     looked = dict([rank(0, "a", "x"), rank(1, "a", "y"), rank(2, "b", "x")])
     assert Comparison("x", looked).to_compare() == {0: ([1, 2], ["a", "b"])}
     big = [Part(W, digest, size=MOST_COMPARED, count=9) for digest in "ab"]
-    looked = {r: Looked({"big": big[r], "small": part(str(r))}) for r in (0, 1)}
-    assert Comparison("x", looked).to_compare() == {0: ([1], ["big"])}
-    looked = {r: Looked({"small": part(str(r)), "big": big[r]}) for r in (0, 1)}
-    assert Comparison("x", looked).to_compare() == {0: ([1], ["small"])}
+    for first, second in (("big", "small"), ("small", "big")):
+        parts = [{"big": big[rank], "small": part(str(rank))} for rank in (0, 1)]
+        looked = {r: Looked({first: parts[r][first], second: parts[r][second]}) for r in (0, 1)}
+        assert Comparison("x", looked).to_compare() == {0: ([1], [first])}
 
 
 # --- the op: what values are made of, and how far apart two are ---------------------------------
@@ -227,10 +216,7 @@ def test_a_change_anywhere(make):
     assert len(seen) == 9
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64],
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex64])
 def test_order_and_not_memory(dtype):
     """A view has the digest of its contents, whatever its strides are."""
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
@@ -243,10 +229,7 @@ def test_order_and_not_memory(dtype):
 @pytest.mark.parametrize(
     ("one", "other", "found"),
     [
-        ([1.0, 2.0], [1.0, 2.0], Distance(0.0, 0)),
-        ([1.0, 2.0], [1.5, 2.25], Distance(0.5, 2)),
         ([0.0, NAN], [-0.0, NAN], Distance(0.0, 0)),
-        ([NAN, 1.0], [2.0, 1.0], Distance(0.0, 1, 1)),
         ([INF, INF, 1.0], [INF, -INF, 4.0], Distance(3.0, 2, 1)),
         ([2**60], [2**60 + 1], Distance(0.0, 1)),
         ([True, False], [True, True], Distance(1.0, 1)),

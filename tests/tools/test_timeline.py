@@ -268,16 +268,11 @@ def test_waits_and_collectives(world: World, tmp_path: Path) -> None:
     assert timeline.rows[0].waiting >= held
     assert timeline.rows[1].awaited >= held
     assert times_of(world) == times  # looking is no cell
-
-
-def test_ddp(world: World, tmp_path: Path) -> None:
-    """What C++ code waits for in a backward is seen too."""
-    world.execute(
-        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
-        "model(torch.ones(1, 4)).sum().backward()"
-    )
-    source = "model(torch.ones(1, 4)).sum().backward()"
-    timeline, held = waited_for(world, source, tmp_path / "gate")
+    # What C++ code waits for in a backward is seen too.
+    step = "model(torch.ones(1, 4)).sum().backward()"
+    ddp = "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))"
+    world.execute(f"{ddp}\n{step}")
+    timeline, held = waited_for(world, step, tmp_path / "another gate")
     assert timeline.rows[0].waiting >= held
 
 

@@ -14,6 +14,7 @@ import sys
 import traceback
 import types
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -41,40 +42,13 @@ class Worker:
     """Another process: give it frames to bind, source to run, and read what comes of it."""
 
     def __init__(self) -> None:
+        path = str(Path(__file__).parents[2])
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(Path(__file__).parents[2]),
-                "PYTHONWARNINGS": "error",
-            },
+            env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "error"},
         )
-
-    def bind(self, frames: Sequence[Any]) -> None:
-        """Bind the names of a pickled mapping in the worker's `__main__`."""
-        self._ask("bind", [bytes(memoryview(frame)) for frame in frames])
-
-    def bind_payload(self, payload: Any) -> None:
-        """The same with a `Payload`, whose segment it opens."""
-        self._ask("bind_payload", payload)
-
-    def run(self, source: str) -> Any:
-        """Run source there; the value of its last line, if that is an expression."""
-        return self._ask("run", source)
-
-    def fetch(self, expression: str) -> Any:
-        """The frames of a value, as the worker pickles it."""
-        return self._ask("fetch", expression)
-
-    def clear(self) -> None:
-        """Unbind all names, for the next test."""
-        self._ask("clear", None)
-
-    def end(self) -> None:
-        """End the process."""
-        self._process.communicate(timeout=REPLY_TIMEOUT)
 
     def _ask(self, *request: Any) -> Any:
         assert self._process.stdin
@@ -84,6 +58,26 @@ class Worker:
         worked, reply = pickle.load(self._process.stdout)
         assert worked, reply
         return reply
+
+    def bind(self, frames: Sequence[Any]) -> None:
+        """Bind the names of a pickled mapping in the worker's `__main__`."""
+        self._ask("bind", [bytes(memoryview(frame)) for frame in frames])
+
+    bind_payload = partialmethod(_ask, "bind_payload")
+    """The same with a `Payload`, whose segment it opens."""
+
+    run = partialmethod(_ask, "run")
+    """Run source there; the value of its last line, if that is an expression."""
+
+    fetch = partialmethod(_ask, "fetch")
+    """The frames of a value, as the worker pickles it."""
+
+    clear = partialmethod(_ask, "clear", None)
+    """Unbind all names, for the next test."""
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.communicate(timeout=REPLY_TIMEOUT)
 
 
 def _run(source: str, names: dict[str, Any], filename: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
-import runpy
 import socket
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,14 +20,10 @@ from nbdist.errors import VariableNotSent
 from nbdist.notebook.shipping import plan
 from nbdist.world.names import NameTable
 
-_here = runpy.run_path(str(Path(__file__).with_name("receiver.py")))
-
 
 @pytest.fixture
-def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
+def refuse(notebook: Any) -> Callable[[Any], str]:
     """The error for a cell that uses a value, which the notebook calls `it`."""
-    notebook = _here["Notebook"]()
-    monkeypatch.setitem(sys.modules, "__main__", notebook)
 
     def message(value: Any) -> str:
         notebook.names["it"] = value
@@ -66,11 +60,13 @@ def _kinds() -> dict[str, tuple[Callable[[], Any], str, str]]:
     }
 
 
-class _PartOfIPython:
-    __module__ = "IPython.core.history"
-
+class _Refuses:
     def __reduce__(self) -> Any:
-        raise TypeError("no")
+        raise TypeError("not me.\nReally not.")
+
+
+class _PartOfIPython(_Refuses):
+    __module__ = "IPython.core.history"
 
 
 @pytest.mark.parametrize("case", _kinds())
@@ -88,6 +84,9 @@ def test_each_kind_has_its_word_and_its_remedy(case: str, refuse: Callable[[Any]
     assert remedy in said
     assert "nothing has run" in said
     assert "\n" not in said
+    said = refuse(_Refuses())
+    assert "_Refuses) cannot be sent to the workers: it cannot be pickled (not me)" in said
+    assert "`__reduce__`" in said
 
 
 @pytest.mark.world
@@ -95,18 +94,6 @@ def test_a_process(refuse: Callable[[Any], str]) -> None:
     """A process is known to its parent only."""
     with subprocess.Popen(["true"]) as process:
         assert refuse(process).startswith("`it` (process or thread)")
-
-
-def test_something_else(refuse: Callable[[Any], str]) -> None:
-    """The type, what pickle said, and a general remedy."""
-    said = refuse(_Refuses())
-    assert "_Refuses) cannot be sent to the workers: it cannot be pickled (not me)" in said
-    assert "`__reduce__`" in said
-
-
-class _Refuses:
-    def __reduce__(self) -> Any:
-        raise TypeError("not me.\nReally not.")
 
 
 LOCK = threading.Lock()
@@ -127,6 +114,7 @@ PATHS = {
     "bound method": (lambda: types.MethodType(print, _hold(lock=LOCK)), "it.lock"),
     "slot": (lambda: _Slotted(LOCK), "it.lock"),
     "cycle": (lambda: _cycle(), "it.outer.inner.lock"),
+    "streams in memory beside it": (lambda: [io.StringIO("a"), io.BytesIO(b"b"), LOCK], "it[2]"),
     "class": (lambda: type("Made", (), {"lock": LOCK}), "it.lock"),
 }
 
@@ -146,18 +134,11 @@ def _cycle() -> Any:
 
 
 @pytest.mark.parametrize("case", PATHS)
-def test_the_path_leads_to_the_culprit(case: str, refuse: Callable[[Any], str]) -> None:
-    """From the name through attributes, items, closures and defaults."""
+def test_the_path_leads_to_the_culprit(
+    case: str, refuse: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the name through attributes, items, closures and defaults, as far as time allows."""
     make, path = PATHS[case]
     assert f"`it`: `{path}` (thread lock)" in refuse(make())
-
-
-def test_the_search_ends(refuse: Callable[[Any], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """When time is up, the path is as far as it got."""
     monkeypatch.setattr("nbdist.values.unpicklable.SEARCH_TIMEOUT", 0.0)
-    assert refuse(_hold(lock=LOCK)).startswith("`it` (")
-
-
-def test_values_that_can_be_pickled_are_no_culprits(refuse: Callable[[Any], str]) -> None:
-    """Streams in memory travel, so the lock beside them is to blame."""
-    assert "`it[2]`" in refuse([io.StringIO("a"), io.BytesIO(b"b"), LOCK])
+    assert refuse(make()).startswith("`it` (")

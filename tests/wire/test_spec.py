@@ -20,7 +20,6 @@ from nbdist.wire.spec import (
     NBDIST_SETS,
     WITH_NCCL,
     Difference,
-    Versions,
     WorkerStart,
     WorldSpec,
     check_nvls,
@@ -36,23 +35,27 @@ START = WorkerStart(3, 1, 2, WRAPPED, "/run/3.json", "token", "/run/store", "/ru
 
 
 def test_command_of_a_spawned_worker() -> None:
-    """What wraps it stands before; the working directory is not on its path.
-
-    On one node its seats are all, on several so many each; its files are beside the first.
-    """
+    """Its wrap, seats and files; it crosses over whole, with the environment in no log."""
     assert " ".join(WRAPPED.command) == "nice -n 5 /venv/bin/python -P -m nbdist.worker"
     assert WRAPPED.seat(3) == Seat(3, 4, 0, 1)
     assert replace(WRAPPED, seats=seat_more((), (2, 2), 4)).seat(3) == Seat(1, 2, 1, 2)
     assert START.stack_file == "/run/3.stack"
     assert over_file(START.over_path, 2) == Path("/run/over.over2")
+    # Log files are beside torch's error file, which has a place also where there are none.
+    environ = {"TORCHELASTIC_ERROR_FILE": "/logs/run/0/error.json"}
+    for log_dir, folder in (("", None), ("/logs", Path("/logs/run/0"))):
+        world = replace(WRAPPED, log_dir=log_dir)
+        assert replace(START, world=world, environ=environ).log_folder == folder
+    spec = replace(WRAPPED, environ={"HF_TOKEN": "very-secret"})
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    assert "'gloo'" in repr(spec)
+    assert "secret" not in repr(spec)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "device"), [((), "cpu"), (("4", "5"), "cuda:1"), (("4",), "cuda:0")]
-)
-def test_device_of_a_worker(gpus: tuple[str, ...], device: str) -> None:
+def test_device_of_a_worker() -> None:
     """Its own GPU, or its share of fewer."""
-    assert replace(START, gpus=gpus).device == device
+    for gpus, device in (((), "cpu"), (("4", "5"), "cuda:1"), (("4",), "cuda:0")):
+        assert replace(START, gpus=gpus).device == device
     intels = replace(START, world=replace(START.world, backend="cpu:gloo,xpu:xccl"))
     assert intels.device == "xpu:1"
 
@@ -67,57 +70,27 @@ def test_one_node_of_several() -> None:
     assert replace(WRAPPED, node=0).here == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize(("log_dir", "folder"), [("", None), ("/logs", Path("/logs/run/0"))])
-def test_where_the_log_files_are(log_dir: str, folder: Path | None) -> None:
-    """Beside torch's error file, which has a place also where there are none."""
-    spec = WorldSpec(1, None, {}, "/", (), 1, "python", log_dir=log_dir)
-    environ = {"TORCHELASTIC_ERROR_FILE": "/logs/run/0/error.json"}
-    assert WorkerStart(0, 0, 1, spec, "", "", "", "", 1, environ).log_folder == folder
-
-
-def test_it_crosses_and_its_text_has_no_secret() -> None:
-    """The environment is in no log."""
-    spec = replace(WRAPPED, environ={"HF_TOKEN": "very-secret"})
-    assert pickle.loads(pickle.dumps(spec)) == spec
-    assert "'gloo'" in repr(spec)
-    assert "secret" not in repr(spec)
-
-
-HERE = {"Python": "3.11.7", "torch": "2.13.0+cpu", "cloudpickle": "3.1.2"}
-
-
-@pytest.mark.parametrize(
-    ("there", "found"),
-    [
-        (HERE, None),
-        ({"Python": "3.11.2", "torch": "2.13.1", "cloudpickle": "3.1.0"}, None),
-        ({"Python": "3.11.7", "torch": ""}, None),
-        ({}, None),
-        (HERE | {"Python": "3.1.7", "torch": "1.0"}, Difference("Python", "3.1.7", "3.11.7")),
-        (HERE | {"torch": "2.1.0"}, Difference("torch", "2.1.0", "2.13.0+cpu")),
-        (HERE | {"cloudpickle": "3.0.0"}, Difference("cloudpickle", "3.0.0", "3.1.2")),
-    ],
-)
-def test_the_first_that_differs(there: Versions, found: Difference | None) -> None:
+def test_the_first_that_differs() -> None:
     """In its minor version, and where both have it."""
-    assert difference(there, HERE) == found
-    assert difference(HERE, HERE | {"torch": ""}) is None
+    here = {"Python": "3.11.7", "torch": "2.13.0+cpu", "cloudpickle": "3.1.2"}
+    alike = {"Python": "3.11.2", "torch": "2.13.1", "cloudpickle": "3.1.0"}
+    for there in (here, alike, {"Python": "3.11.7", "torch": ""}, {}):
+        assert difference(there, here) is None
+    others = {"torch": "2.1.0", "cloudpickle": "3.0.0"}
+    for name, version in others.items():
+        assert difference({**here, name: version}, here) == Difference(name, version, here[name])
+    older = {**here, "Python": "3.1.7", "torch": "1.0"}
+    assert difference(older, here) == Difference("Python", "3.1.7", "3.11.7")
+    assert difference(here, here | {"torch": ""}) is None
     assert versions_here()["Python"] == platform.python_version()
     assert all(versions_here().values())
 
 
+SEATS = seat_more((), (2, 2), 4)
 SPEC = WorldSpec(
-    4,
-    "gloo",
-    {"MPLBACKEND": "agg"},
-    "/",
-    (),
-    3,
-    "/bin/py",
-    ("4", "5", "6"),
-    "run",
-    seats=seat_more((), (2, 2), 4),
+    4, "gloo", {"MPLBACKEND": "agg"}, "/", (), 3, "py", ("4", "5", "6"), "run", seats=SEATS
 )
+NCCLS = {*WITH_NCCL, "NCCL_SOCKET_IFNAME"}
 
 
 def test_ranks_on_two_nodes() -> None:
@@ -135,9 +108,6 @@ def test_ranks_on_two_nodes() -> None:
     assert torchrun_variables(SPEC, 0, 0)["OMP_NUM_THREADS"] == "3"
     assert NBDIST_DECIDES < NBDIST_SETS
     assert torchrun_variables(SPEC, 0, 0).keys() == NBDIST_SETS - NCCLS
-
-
-NCCLS = {*WITH_NCCL, "NCCL_SOCKET_IFNAME"}
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])

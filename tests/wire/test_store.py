@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import pickle
 import struct
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import FileStore, HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 
 from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.store import (
@@ -49,67 +47,38 @@ OPERATIONS = [
 ANSWERS = [None, True, 7, b"value", (b"one", b""), Refused("it is so.")]
 
 
-def frame_in(packed: bytes) -> bytes:
-    (frame,) = FrameCutter().feed(packed)
-    return frame
-
-
 def test_what_is_said_arrives() -> None:
     """As what was sent, in one frame."""
     for operation in OPERATIONS:
-        assert operation_from(frame_in(to_frame(operation))) == operation
+        (frame,) = FrameCutter().feed(to_frame(operation))
+        assert operation_from(frame) == operation
     for answer in ANSWERS:
-        assert answer_from(frame_in(to_frame(answer))) == answer
+        (frame,) = FrameCutter().feed(to_frame(answer))
+        assert answer_from(frame) == answer
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        Set({"key": "text"}),  # type: ignore[dict-item]
-        Set({b"key": b""}),  # type: ignore[dict-item]
-        Get(["key"], 1.0),  # type: ignore[arg-type]
-        Get((1,), 1.0),  # type: ignore[arg-type]
-        Wait((), -1.0),
-        Wait((), LONGEST_WAIT + 1),
-        Wait((), float("nan")),
-        Add("key", 1.5),  # type: ignore[arg-type]
-        Refused("no"),
-        "Count()",
-        print,
-    ],
-    ids=repr,
-)
-def test_what_is_no_operation(said: object) -> None:
-    """It is refused, whatever a rank sends."""
-    with pytest.raises(BadFrame):
-        operation_from(pickle.dumps(said))
+NO_OPERATIONS = [
+    Set({"key": "text"}),  # type: ignore[dict-item]
+    Set({b"key": b""}),  # type: ignore[dict-item]
+    Get(["key"], 1.0),  # type: ignore[arg-type]
+    Get((1,), 1.0),  # type: ignore[arg-type]
+    *(Wait((), seconds) for seconds in (-1.0, LONGEST_WAIT + 1, float("nan"))),
+    Add("key", 1.5),  # type: ignore[arg-type]
+    Refused("no"),
+    "Count()",
+    print,
+]
 
 
-@pytest.mark.parametrize("frame", [b"", b"garbage", struct.pack("!Q", 1 << 60)])
-def test_garbage(frame: bytes) -> None:
-    """Neither end takes it for anything."""
-    with pytest.raises(BadFrame):
-        operation_from(frame)
-    with pytest.raises(BadFrame):
-        answer_from(frame)
-
-
-def on_loop(test: Callable[[HostedStore], Awaitable[None]]) -> None:
-    """Run it with a new store."""
-
-    async def main() -> None:
-        async with asyncio.timeout(SOON):
-            await test(HostedStore())
-
-    asyncio.run(main())
-
-
-def waiting(store: HostedStore, operation: Operation) -> asyncio.Task[Answer]:
-    """Somebody asks, and is not answered yet."""
-    return asyncio.ensure_future(store.ask(operation))
-
-
-# --- the same as torch's stores ---------------------------------------------------------------
+def test_what_is_no_operation() -> None:
+    """It is refused, whatever a rank sends; neither end takes garbage for anything."""
+    garbage = [b"", b"garbage", struct.pack("!Q", 1 << 60)]
+    for frame in (*garbage, *map(pickle.dumps, NO_OPERATIONS)):
+        with pytest.raises(BadFrame):
+            operation_from(frame)
+    for frame in garbage:
+        with pytest.raises(BadFrame):
+            answer_from(frame)
 
 
 def in_torch(store: Store, operation: Operation) -> object:
@@ -133,10 +102,8 @@ def in_torch(store: Store, operation: Operation) -> object:
     return None
 
 
-@pytest.mark.parametrize("kind", ["file", "hash"])
-def test_the_same_as_a_store_of_torch(tmp_path: Path, kind: str) -> None:
+async def test_the_same_as_a_store_of_torch() -> None:
     """Each operation in turn, on keys that are there and keys that are not."""
-    store: Store = FileStore(str(tmp_path / "store"), 1) if kind == "file" else HashStore()
     operations: list[Operation] = [
         Wait(("a",)),
         Set({"a": b"1"}),
@@ -156,100 +123,72 @@ def test_the_same_as_a_store_of_torch(tmp_path: Path, kind: str) -> None:
         Get(("gone",), 1.0),
         Delete("gone"),
         Wait(("gone",)),
+        Delete("gone"),
+        Append("a", b"yz"),
+        Append("other", b"o"),
+        Get(("a", "other"), 1.0),
     ]
-    if kind == "hash":
-        operations += [
-            Delete("gone"),
-            Append("a", b"yz"),
-            Append("other", b"o"),
-            Get(("a", "other"), 1.0),
-        ]
-
-    async def test(mine: HostedStore) -> None:
-        for number, operation in enumerate(operations):
-            answer = await mine.ask(operation)
-            assert answer == in_torch(store, operation), f"{number}: {operation}"
-
-    on_loop(test)
+    store, mine = HashStore(), HostedStore()
+    for number, operation in enumerate(operations):
+        answer = await mine.ask(operation)
+        assert answer == in_torch(store, operation), f"{number}: {operation}"
 
 
-def test_what_holds_no_number() -> None:
+async def test_what_holds_no_number() -> None:
     """Nothing is added to it, and it stays, until a new world begins."""
-
-    async def test(store: HostedStore) -> None:
-        await store.ask(Set({"key": b"text"}))
-        answer = await store.ask(Add("key", 1))
-        assert answer == Refused("key holds b'text', to which no number can be added")
-        assert await store.ask(Get(("key",), 0)) == (b"text",)
-        assert await store.ask(Count()) == 1
-        store.begin_world()
-        assert await store.ask(Wait(("key",))) is False
-
-    on_loop(test)
+    store = HostedStore()
+    await store.ask(Set({"key": b"text"}))
+    answer = await store.ask(Add("key", 1))
+    assert answer == Refused("key holds b'text', to which no number can be added")
+    assert await store.ask(Get(("key",), 0)) == (b"text",)
+    assert await store.ask(Count()) == 1
+    store.begin_world()
+    assert await store.ask(Wait(("key",))) is False
 
 
-# --- waits -------------------------------------------------------------------------------------
+async def waiting(store: HostedStore, operation: Operation) -> asyncio.Task[Answer]:
+    """Somebody asks, and is not answered yet."""
+    before = repr(store)
+    asked = asyncio.create_task(store.ask(operation))
+    await until(lambda: repr(store) != before)
+    return asked
 
 
-def test_a_wait_is_answered_when_its_keys_are_there() -> None:
+async def test_a_wait_is_answered_when_its_keys_are_there() -> None:
     """All of them, by whatever brings the last one, to all who wait for it."""
-
-    async def test(store: HostedStore) -> None:
-        a, b = waiting(store, Wait(("1", "2"), SOON)), waiting(store, Get(("2",), SOON))
-        assert await store.ask(Set({"1": b"x"})) is None
-        await until(lambda: repr(store) == "<HostedStore 1 keys, 2 wait>")
-        assert await store.ask(Add("2", 3)) == 3
-        assert (await a, await b) == (True, (b"3",))
-        assert repr(store) == "<HostedStore 2 keys, 0 wait>"
-
-    on_loop(test)
-
-
-@pytest.mark.parametrize(
-    "operation", [CompareSet("key", b"", b"v"), Append("key", b"v"), Set({"key": b"v"})]
-)
-def test_whatever_brings_a_key(operation: Operation) -> None:
-    """It ends waits."""
-
-    async def test(store: HostedStore) -> None:
-        waits = waiting(store, Get(("key",), SOON))
-        await until(lambda: "1 wait" in repr(store))
+    store = HostedStore()
+    a, b = await waiting(store, Wait(("1", "2"), SOON)), await waiting(store, Get(("2",), SOON))
+    assert await store.ask(Set({"1": b"x"})) is None
+    assert repr(store) == "<HostedStore 1 keys, 2 wait>"
+    assert await store.ask(Add("2", 3)) == 3
+    assert (await a, await b) == (True, (b"3",))
+    assert repr(store) == "<HostedStore 2 keys, 0 wait>"
+    by: list[Operation] = [CompareSet("c", b"", b"v"), Append("d", b"v"), Set({"e": b"v"})]
+    for key, operation in zip("cde", by, strict=True):
+        asked = await waiting(store, Get((key,), SOON))
         await store.ask(operation)
-        assert await waits == (b"v",)
-
-    on_loop(test)
+        assert await asked == (b"v",)
 
 
-def test_a_key_that_is_deleted_while_another_is_waited_for() -> None:
+async def test_a_key_that_is_deleted_while_another_is_waited_for() -> None:
     """The wait goes on for it."""
-
-    async def test(store: HostedStore) -> None:
-        await store.ask(Set({"1": b""}))
-        waits = waiting(store, Wait(("1", "2"), SOON))
-        await until(lambda: "1 wait" in repr(store))
-        assert await store.ask(Delete("1")) is True
-        await store.ask(Set({"2": b""}))
-        assert "1 wait" in repr(store)
-        await store.ask(Set({"1": b""}))
-        await store.ask(Delete("1"))  # it was there, and the wait is over
-        assert await waits is True
-
-    on_loop(test)
+    store = HostedStore()
+    await store.ask(Set({"1": b""}))
+    asked = await waiting(store, Wait(("1", "2"), SOON))
+    assert await store.ask(Delete("1")) is True
+    await store.ask(Set({"2": b""}))
+    assert "1 wait" in repr(store)
+    await store.ask(Set({"1": b""}))
+    await store.ask(Delete("1"))  # it was there, and the wait is over
+    assert await asked is True
 
 
-# --- many at once ------------------------------------------------------------------------------
-
-
-def test_a_wait_has_an_end() -> None:
+async def test_a_wait_has_an_end() -> None:
     """After its seconds, at once where it has none; one who is cancelled waits no more."""
-
-    async def test(store: HostedStore) -> None:
-        assert await store.ask(Wait(("key",), 0.02)) is False
-        assert await store.ask(Get(("key",), 0.0)) is None
-        gone = asyncio.create_task(store.ask(Get(("key",), SOON)))
-        await until(lambda: "1 wait" in repr(store))
-        gone.cancel()
-        await asyncio.wait({gone})
-        assert repr(store) == "<HostedStore 0 keys, 0 wait>"
-
-    on_loop(test)
+    store = HostedStore()
+    assert await store.ask(Wait(("key",), 0.02)) is False
+    assert await store.ask(Get(("key",), 0.0)) is None
+    gone = await waiting(store, Get(("key",), SOON))
+    gone.cancel()
+    await asyncio.wait({gone})
+    assert repr(store) == "<HostedStore 0 keys, 0 wait>"

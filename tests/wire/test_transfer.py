@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.errors import NotEnoughMemory
 from nbdist.values import shared_memory
-from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef, open_segment, to_end
+from nbdist.values.shared_memory import Segment, SegmentGone, open_segment, to_end
 from nbdist.wire import transfer
 from nbdist.wire.transfer import (
     MOST_WINDOW,
@@ -41,12 +41,10 @@ class End:
         self.coming: deque[Sequence[Frame]] = deque()
         self.read: list[bytes] = []
 
-    def take(self) -> Kind | None:
+    def take(self) -> None:
         header, *frames = self.coming.popleft()
-        kind = self.talk.take(bytes(header))
-        if kind is Kind.MESSAGE:
+        if self.talk.take(bytes(header)) is Kind.MESSAGE:
             self.read += map(bytes, frames)
-        return kind
 
 
 @given(st.lists(st.sampled_from(["send", "take", "beat", "lose", "connect"]), max_size=60))
@@ -54,13 +52,7 @@ def test_whatever_is_lost(steps: list[str]) -> None:
     """Each message arrives once, in order, when there is a connection in the end."""
     one, other = End(), End()
     sent: list[bytes] = []
-
-    def connect() -> None:
-        for end, peer in ((one, other), (other, one)):
-            peer.coming.append([end.talk.sign(Kind.AGAIN)])
-            peer.coming.extend(end.talk.again())
-
-    for number, step in enumerate(steps):
+    for number, step in enumerate([*steps, "connect"]):
         match step:
             case "send":
                 sent.append(b"%d" % number)
@@ -74,8 +66,9 @@ def test_whatever_is_lost(steps: list[str]) -> None:
                 other.coming.clear()
                 one.coming.clear()
             case "connect":
-                connect()
-    connect()
+                for end, peer in ((one, other), (other, one)):
+                    peer.coming.append([end.talk.sign(Kind.AGAIN)])
+                    peer.coming.extend(end.talk.again())
     while other.coming:
         other.take()
     assert other.read == sent
@@ -118,6 +111,12 @@ def _small_pieces() -> Iterator[None]:
         yield
 
 
+def holding(*sizes: int) -> Segment:
+    """A segment with frames of these sizes, no two bytes near one another the same."""
+    frames = [bytes((i * 7 + size) % 251 for i in range(size)) for size in sizes]
+    return to_end(Segment.filling(frames))
+
+
 class Line:
     """A link with both of its ends: each step takes one message off it, in order each way."""
 
@@ -153,32 +152,27 @@ class Line:
                 self.up.append(answer)
         return True
 
-    def all_steps(self) -> None:
+    def all_steps(self, *segments: Segment) -> None:
+        """Send these first, and all that is under way."""
+        for segment in segments:
+            self.sending.add(segment.ref)
         while self.step():
             pass
+
+    def assert_has(self, segment: Segment) -> None:
+        """It is whole at the other end, in memory of its own."""
+        here = self.receiving.places([segment.ref])[segment.ref.path]
+        assert here.path != segment.ref.path
+        assert open_segment(here) == open_segment(segment.ref)
 
     def close(self) -> None:
         self.sending.close()
         self.receiving.close()
 
 
-def contents(ref: SegmentRef | None) -> list[bytes]:
-    """What somebody reads who has been given that reference."""
-    assert ref is not None
-    return [bytes(view) for view in open_segment(ref)]
-
-
-def holding(*sizes: int) -> Segment:
-    """A segment with frames of these sizes, no two bytes near one another the same."""
-    return to_end(
-        Segment.filling([bytes((i * 7 + size) % 251 for i in range(size)) for size in sizes])
-    )
-
-
 frames = st.lists(st.integers(0, 2 * SMALL_PIECE + 1), max_size=4)
 
 
-@settings(deadline=None)
 @given(
     st.lists(frames, min_size=1, max_size=5),
     st.integers(1, MOST_WINDOW),
@@ -196,24 +190,16 @@ def test_what_is_sent_is_what_arrives(all_sizes, most, seed, data):
         line.all_steps()
         assert sorted(line.ended) == sorted(segment.ref.path for segment in segments)
         assert line.longest <= most
-        places = line.receiving.places(segment.ref for segment in segments)
         for segment in segments:
-            here = places[segment.ref.path]
-            assert here.path != segment.ref.path
-            assert contents(here) == contents(segment.ref)
+            line.assert_has(segment)
             assert not line.sending.add(segment.ref)
             segment.close()
 
 
-@settings(deadline=None)
 @given(frames, frames, st.integers(0, 12), st.integers(0, 99))
 def test_what_is_dropped_leaves_nothing(sizes, others, steps, seed):
     """At any moment, whole or not; another one goes on, and the same can be sent again."""
-    with (
-        holding(*sizes) as segment,
-        holding(*others) as other,
-        closing(Line(seed=seed)) as line,
-    ):
+    with holding(*sizes) as segment, holding(*others) as other, closing(Line(seed=seed)) as line:
         before = len(os.listdir("/proc/self/fd"))
         line.sending.add(segment.ref)
         for _ in range(steps):
@@ -221,70 +207,54 @@ def test_what_is_dropped_leaves_nothing(sizes, others, steps, seed):
         dropped = line.sending.drop([segment.ref.path, "/proc/1/fd/1#1"])
         assert dropped == Dropped((segment.ref.path,))
         line.down.append(dropped)
-        line.sending.add(other.ref)
-        line.all_steps()
+        line.all_steps(other)
         assert line.receiving.places([segment.ref]) == {}
-        assert contents(line.receiving.places([other.ref])[other.ref.path]) == contents(other.ref)
+        line.assert_has(other)
         assert len(os.listdir("/proc/self/fd")) == before + 1  # the other's, which has come
-        line.sending.add(segment.ref)
-        line.all_steps()
-        assert contents(line.receiving.places([segment.ref])[segment.ref.path]) == contents(
-            segment.ref
-        )
+        line.all_steps(segment)
+        line.assert_has(segment)
 
 
 def test_a_sender_that_is_gone() -> None:
     """What is not whole is let go, and what is whole can be read on."""
     with holding(5000) as whole, holding(5000) as half, closing(Line()) as line:
-        line.sending.add(whole.ref)
-        line.all_steps()
+        line.all_steps(whole)
         line.sending.add(half.ref)
         line.step()
         assert repr(line.receiving) == "<Receiving 1 segments, has 1>"
         line.sending.close()
         line.receiving.abandon()
         assert repr(line.receiving) == "<Receiving 0 segments, has 1>"
-        assert contents(line.receiving.places([whole.ref])[whole.ref.path]) == contents(whole.ref)
+        line.assert_has(whole)
         assert line.receiving.places([half.ref]) == {}
 
 
 def test_no_room_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused once, at its first piece; what is behind it goes on."""
+    """It is refused once, at its first piece or half-way; what is behind it goes on."""
 
     def refuse(size: int) -> None:
         if size > 20_000:
             raise NotEnoughMemory(size, "this machine", 1 << 30, 1 << 20)
 
-    monkeypatch.setattr(shared_memory, "require_memory", refuse)
-    with closing(Line()) as line:
-        monkeypatch.undo()
-        with holding(50_000) as big, holding(5000) as other:
-            monkeypatch.setattr(shared_memory, "require_memory", refuse)
-            line.sending.add(big.ref)
-            line.sending.add(other.ref)
-            line.all_steps()
-            refusal, path = line.ended
-            assert "are free" in refusal
-            assert path == other.ref.path
-            assert line.receiving.places([big.ref, other.ref]).keys() == {other.ref.path}
-            assert big.ref.path not in line.sending.there
+    def fail(*_: object) -> int:
+        raise OSError(28, "No space left on device")
 
-
-def test_the_machine_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What writing raises half-way is said too, and nothing is left of it."""
-    with holding(5000) as segment, closing(Line()) as line:
+    with closing(Line()) as line, holding(50_000) as big, holding(5000) as other:
+        monkeypatch.setattr(shared_memory, "require_memory", refuse)
+        line.all_steps(big, other)
+        refusal, path = line.ended
+        assert "are free" in refusal
+        assert path == other.ref.path
+        assert line.receiving.places([big.ref, other.ref]).keys() == {other.ref.path}
+        assert big.ref.path not in line.sending.there
+    with closing(Line()) as line, holding(5000) as segment:
         line.sending.add(segment.ref)
         line.step()
-
-        def fail(*_: object) -> int:
-            raise OSError(28, "No space left on device")
-
         monkeypatch.setattr(os, "pwrite", fail)
         line.all_steps()
         monkeypatch.undo()
-        assert line.ended == [
-            "5,056 bytes of shared memory could not be filled: No space left on device"
-        ]
+        full = "could not be filled: No space left on device"
+        assert line.ended == [f"5,056 bytes of shared memory {full}"]
         assert repr(line.receiving) == "<Receiving 0 segments, has 0>"
 
 

@@ -34,61 +34,40 @@ from nbdist.wire.views import (
 )
 
 
-@pytest.mark.parametrize(
-    ("frame", "lines"),
-    [
+def test_calls_as_in_tracebacks() -> None:
+    """With a library's own path, and no function where there is none."""
+    library = "/v/lib/python3.11/site-packages/torch/nn/x.py"
+    for frame, lines in (
         (StackFrame("Cell In[5]", 3, "<module>", "f()"), ["  Cell In[5], line 3", "    f()"]),
         (
-            StackFrame("/v/lib/python3.11/site-packages/torch/nn/x.py", 7, "forward", "return y"),
-            ["  torch/nn/x.py, line 7, in forward", "    return y"],
+            StackFrame(library, 7, "g", "return y"),
+            ["  torch/nn/x.py, line 7, in g", "    return y"],
         ),
         (StackFrame("/usr/lib/python3.11/json/a.py", 1, "f"), ["  json/a.py, line 1, in f"]),
         (StackFrame("/home/me/lib/train.py", 1, "f"), ["  /home/me/lib/train.py, line 1, in f"]),
-    ],
-)
-def test_calls_as_in_tracebacks(frame: StackFrame, lines: list[str]) -> None:
-    """With a library's own path, and no function where there is none."""
-    assert frame.lines == lines
-    assert frame.is_cell == frame.file.startswith("Cell")
+    ):
+        assert frame.lines == lines
+        assert frame.is_cell == frame.file.startswith("Cell")
 
 
-@pytest.mark.parametrize(
-    ("place", "is_in_code"),
-    [
-        (Place(), False),
-        (Place(counts={"default": 3}), False),
-        (Place(line=1), True),
-        (Place(file="train.py"), True),
-        (Place(operation="barrier"), True),
-        (Place(holds_gil=True), True),
-        (Place(is_stopped=True), True),
-    ],
-)
-def test_whether_a_rank_is_in_what_it_runs(place: Place, *, is_in_code: bool) -> None:
+def test_whether_a_rank_is_in_what_it_runs() -> None:
     """Else it says how that has ended."""
-    assert place.is_in_code == is_in_code
+    for place in (Place(line=1), Place(file="train.py"), Place(operation="barrier")):
+        assert place.is_in_code
+    assert Place(holds_gil=True).is_in_code
+    assert Place(is_stopped=True).is_in_code
+    for place in (Place(), Place(counts={"default": 3})):
+        assert not place.is_in_code
 
 
-LAYOUT = CallLayout(1 << 46, 1 << 47, 1 << 45, *range(13))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *(b"", b"\n", b"1 2 3\n", b"\xff\n", b"9" * 5000, b"x " * 16),
-        LAYOUT.line() + b"1",
-        b"1 2 3" + b" -1" * 13,
-        b"1 2 3" + b" %d" % LARGEST * 13,
-    ],
-)
-def test_any_other_line_is_refused(line: bytes) -> None:
+def test_any_other_line_is_refused() -> None:
     """A cell can have written into the file, or Python is one that is not known."""
-    assert CallLayout.read(LAYOUT.line()) == LAYOUT
-    with pytest.raises(ValueError, match=r"int\(\)|unpack|offsets|digits"):
-        CallLayout.read(line)
-
-
-# --- what other processes ask of a world ------------------------------------------------------
+    layout = CallLayout(1 << 46, 1 << 47, 1 << 45, *range(13))
+    assert CallLayout.read(layout.line()) == layout
+    odd = [b"", b"\n", b"1 2 3\n", b"\xff\n", b"9" * 5000, b"x " * 16, layout.line() + b"1"]
+    for line in (*odd, b"1 2 3" + b" -1" * 13, b"1 2 3" + b" %d" % LARGEST * 13):
+        with pytest.raises(ValueError, match=r"int\(\)|unpack|offsets|digits"):
+            CallLayout.read(line)
 
 
 WORKER = WorkerStatus(
@@ -103,27 +82,23 @@ INFO = WorldInfo(
 )
 
 
-@pytest.mark.parametrize(
-    "said",
-    [Describe(), Look(), Attach("1.0", 12, "notebook-12.sock"), INFO, Accepted(3, 4), Refused("")],
-)
-def test_what_is_said_is_read_again(said: Said) -> None:
+def test_what_is_said_is_read_again() -> None:
     """As one line each, with all that is known of a worker."""
-    line = to_line(said)
-    assert line.endswith(b"\n")
-    assert b"\n" not in line[:-1]
-    assert from_line(line) == said
+    attach = Attach("1.0", 12, "notebook-12.sock")
+    said: list[Said] = [Describe(), Look(), attach, INFO, Accepted(3, 4), Refused("")]
+    for each in said:
+        line = to_line(each)
+        assert line.index(b"\n") == len(line) - 1
+        assert from_line(line) == each
     # What this version does not know is passed over.
     assert from_line(json.dumps({"Refused": {"why": "no", "until": 5}}).encode()) == Refused("no")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"",
-        b"hello\n",
-        b"[]",
-        b"{}",
+def test_what_is_none_of_it() -> None:
+    """Raises, and makes nothing."""
+    garbage = [b"", b"hello\n", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000]
+    for line in (
+        *garbage,
         b'{"Look": {}, "Accepted": {}}',
         b'{"System": {"command": "ls"}}',
         b'{"Accepted": {"agent": "1", "guard": 2}}',
@@ -131,27 +106,13 @@ def test_what_is_said_is_read_again(said: Said) -> None:
         b'{"Refused": []}',
         b'{"WorldInfo": {"version": "", "host": "", "ranks": [{"rank": 0}]}}',
         b'{"WorldInfo": {"version": "", "host": "", "ranks": [7]}}',
-        b"\xff\xfe",
-        b"[" * 100_000,
-    ],
-)
-def test_what_is_none_of_it(line: bytes) -> None:
-    """Raises, and makes nothing."""
-    with pytest.raises(BadFrame):
-        from_line(line)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_one"),
-    [("notebook-12.sock", True), ("../x.sock", False), ("notebook-1.sock/..", False)],
-)
-def test_names_of_sockets(name: str, is_one: bool) -> None:  # noqa: FBT001
-    """Stay in the folder."""
-    assert bool(SOCKET.fullmatch(name)) is is_one
+    ):
+        with pytest.raises(BadFrame):
+            from_line(line)
 
 
 def test_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As the kernel says, not the other side."""
+    """As the kernel says, not the other side; names of sockets stay in the folder."""
     one, other = socket.socketpair()
     with one, other:
         assert user_at(one) == user_at(other) == os.geteuid()
@@ -167,3 +128,5 @@ def test_who_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         with pytest.raises(PermissionError, match="another user's"):
             connect_to(path, 1.0)
+    names = ("notebook-12.sock", "../x.sock", "notebook-1.sock/..")
+    assert [bool(SOCKET.fullmatch(name)) for name in names] == [True, False, False]

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from nbdist.output.events import Failure
 from nbdist.wire import control
 from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
 from nbdist.wire.frames import pack
-from nbdist.worker.control import attributes, complete, describe, look_up
+from nbdist.worker.control import complete, describe, look_up
 from nbdist.world.hangs import ABORTED
 from nbdist.world.world import World
 from tests.waiting import SOON
@@ -32,8 +32,7 @@ class Asker:
     """Another client of a rank's kernel, as its agent is one."""
 
     def __init__(self, rank: int) -> None:
-        runtime = Path(os.environ["XDG_RUNTIME_DIR"])
-        (file,) = runtime.glob(f"nbdist-*/*r{rank}.json")
+        (file,) = Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"nbdist-*/*r{rank}.json")
         known = json.loads(file.read_text())
         self._session = Session(key=known["key"].encode())
         self._context = zmq.Context()
@@ -57,44 +56,29 @@ class Asker:
 
 def test_without_a_group(new_world: NewWorld) -> None:
     """There is none to tell of, to abort or to form anew."""
-    with new_world(1, backend="none"):
-        alone = Asker(0)
-        try:
-            assert alone.ask(control.ListGroups()) == control.HeldGroups(0, 1, {})
-            assert alone.ask(control.LastCollective()) == control.Ok()
-            assert alone.ask(control.Abort()) == control.Ok()
-            assert alone.ask(control.Regroup(2, {}, (), {})) == control.Ok()
-        finally:
-            alone.close()
+    with new_world(1, backend="none"), closing(Asker(0)) as alone:
+        assert alone.ask(control.ListGroups()) == control.HeldGroups(0, 1, {})
+        for request in (control.LastCollective(), control.Abort(), control.Regroup(2, {}, (), {})):
+            assert alone.ask(request) == control.Ok()
 
 
-@pytest.fixture
-def rank1(world: World) -> Iterator[Asker]:
+def test_a_collective_is_aborted(world: World) -> None:
+    """What waits in it goes on at once, with an error; what is no request gets no answer."""
     world.execute("pass")
-    asker = Asker(1)
-    yield asker
-    asker.close()
-
-
-@pytest.mark.parametrize("buffers", [[], [b"garbage"]])
-def test_what_is_no_request(rank1: Asker, buffers: list[bytes]) -> None:
-    """It gets no answer; the next one does."""
-    rank1.send(*buffers)
-    assert rank1.ask(control.Check()) == ()
-
-
-def test_a_collective_is_aborted(world: World, rank1: Asker) -> None:
-    """What waits in it goes on at once, with an error."""
-    running = world.submit(world.task("dist.barrier()", ranks=[1]))
-    while not rank1.ask(control.Locate()).operation:
-        world.session.receive(0.01)
-    assert rank1.ask(control.Abort()) == control.Ok()
-    world.session.wait(running)
-    (error,) = running.transcript.errors.values()
-    assert isinstance(error, Failure)
-    assert error.name == ABORTED
-    world.session.heal()
-    assert rank1.ask(control.LastCollective()) == control.Ok()
+    with closing(Asker(1)) as rank1:
+        rank1.send()
+        rank1.send(b"garbage")
+        assert rank1.ask(control.Check()) == ()
+        running = world.submit(world.task("dist.barrier()", ranks=[1]))
+        while not rank1.ask(control.Locate()).operation:
+            world.session.receive(0.01)
+        assert rank1.ask(control.Abort()) == control.Ok()
+        world.session.wait(running)
+        (error,) = running.transcript.errors.values()
+        assert isinstance(error, Failure)
+        assert error.name == ABORTED
+        world.session.heal()
+        assert rank1.ask(control.LastCollective()) == control.Ok()
     world.execute("dist.barrier()")
 
 
@@ -152,11 +136,16 @@ def test_of_an_idle_rank(world: World) -> None:
 
 
 def test_an_idle_one_is_asked_first(world: World, tmp_path: Path) -> None:
-    """Here rank 1, while rank 0 runs a cell; of rank 0 alone what is there is told."""
+    """Rank 1, while rank 0 is busy; of that what is there is told, and no `repr` awaited."""
     gate = tmp_path / "gate"
     world.execute(SLOW.format(gate=str(gate)) + "mine = rank\nimport torch.nn as nn")
-    running = world.submit(world.task("str(slow)", ranks=[0]))
     try:
+        told = ask(world, Inspect("slow", 4), 0)
+        assert isinstance(told, Description)
+        assert told.data["text/plain"] == "Type:      Slow\nRank:      0"
+        assert "quick" in texts(world, "slow.qu", 0)
+        assert [*world.execute("rank + 1", fetch=("rank",))] == [0, 1]
+        running = world.submit(world.task("str(slow)", ranks=[0]))
         until_there(world, "weight", "nn.Linear(1, 1).wei")
         assert "quick" in texts(world, "slow.qu", 0)
         assert texts(world, "nn.Linear(1, 1).wei", 0) == set()
@@ -166,22 +155,8 @@ def test_an_idle_one_is_asked_first(world: World, tmp_path: Path) -> None:
         assert told.data["text/plain"].endswith("\nRank:      0")
     finally:
         gate.touch()
-        world.session.wait(running)
+    world.session.wait(running)
     world.session.check(running)
-
-
-def test_users_code_that_takes_long(world: World, tmp_path: Path) -> None:
-    """The answer comes without it, cells run meanwhile, and so does the next question."""
-    gate = tmp_path / "gate"
-    world.execute(SLOW.format(gate=str(gate)))
-    try:
-        told = ask(world, Inspect("slow", 4), 0)  # IPython waits for its `repr`
-        assert isinstance(told, Description)
-        assert told.data["text/plain"] == "Type:      Slow\nRank:      0"
-        assert "quick" in texts(world, "slow.qu", 0)
-        assert [*world.execute("rank + 1", fetch=("rank",))] == [0, 1]
-    finally:
-        gate.touch()
 
 
 def test_a_rank_that_holds_the_gil(world: World, tmp_path: Path) -> None:
@@ -201,11 +176,6 @@ def test_a_rank_that_holds_the_gil(world: World, tmp_path: Path) -> None:
     finally:
         fifo.write_bytes(b"x")
         world.session.wait(running)
-
-
-def test_without_workers() -> None:
-    """There is nobody to ask."""
-    assert World(2).session.consult(Complete("x", 1), (0, 1)) is None
 
 
 # --- what is said without running users' code -------------------------------------------
@@ -257,6 +227,7 @@ NAMES: dict[str, Any] = {
     "grad": torch.zeros(2, 3, dtype=torch.float64),
     "math": math,
     "epoch": 3,
+    "half": Net.__new__(Net),
 }
 Net.__getattr__ = never  # type: ignore[method-assign]
 
@@ -267,40 +238,29 @@ def said_of(code: str) -> list[str]:
     return [each.text for each in found.candidates]
 
 
-@pytest.mark.parametrize(
-    ("code", "wanted"),
-    [
-        ("x = tra", ["train", "traps"]),
-        ("print(epo", ["epoch"]),
-        ("traps.ow", ["own"]),
-        ("traps.there", ["there"]),
-        ("traps.cos", ["costly"]),
-        ("traps.costly.re", []),
-        ("net.fir", ["first"]),
-        ("net.first.wei", ["weight"]),
-        ("net.me", ["mean"]),
-        ("net.first.weight.requires_grad", ["requires_grad", "requires_grad_"]),
-        ("grad.dtype.is_fl", ["is_floating_point"]),
-        ("math.sq", ["sqrt"]),
-        ("batch['im", ["images"]),
-        ('batch["', ["images", "labels"]),
-        ("traps.own['la", ["labels"]),
-        ("nope.x", []),
-        ("nope.x.", []),
-        ("f().ow", []),
-        ("'text'.lo", []),
-        ("3.re", []),
-        ("", []),
-        ("a + ", []),
-    ],
-)
-def test_what_can_stand_there(code: str, wanted: list[str]) -> None:
+WANTED = {
+    "x = tra": ["train", "traps"],
+    "print(epo": ["epoch"],
+    "traps.ow": ["own"],
+    "traps.cos": ["costly"],
+    "net.first.wei": ["weight"],
+    "net.me": ["mean"],
+    "net.first.weight.requires_grad": ["requires_grad", "requires_grad_"],
+    'batch["': ["images", "labels"],
+    "traps.own['la": ["labels"],
+    "half.forw": ["forward"],  # its class is known before its parts are
+}
+
+
+def test_what_can_stand_there() -> None:
     """Names, attributes to any depth, keys; nothing where code would have to run."""
-    assert said_of(code) == wanted
+    assert {code: said_of(code) for code in WANTED} == WANTED
+    for code in ("traps.costly.re", "nope.x", "nope.x.", "f().ow", "'text'.lo", "3.re", "", "a + "):
+        assert said_of(code) == []
 
 
 def test_where_and_of_what_kind() -> None:
-    """What is replaced is the word before the cursor, wherever that is in the cell."""
+    """What is replaced is the word before the cursor; what its maker has put there comes first."""
     code = "# %%distributed\nnet.first.wei\nlater"
     found = look_up(NAMES, Complete(code, code.index("\nlater")))
     assert isinstance(found, Completions)
@@ -309,44 +269,24 @@ def test_where_and_of_what_kind() -> None:
     assert (kinds["train"], kinds["type"], kinds["try"]) == ("function", "class", "keyword")
     (first,) = complete(NAMES, "net.fi").candidates
     assert (first.text, first.type) == ("first", "instance")
-
-
-def test_what_its_maker_has_put_there_comes_first() -> None:
-    """The layers of a model, before what torch gives all of them; of a library all alike."""
     assert said_of("net.")[:2] == ["first", "mean"]
     assert said_of("traps.")[:2] == ["own", "costly"]
     assert said_of("math.") == sorted(said_of("math."))
 
 
-@pytest.mark.parametrize(
-    ("code", "wanted"),
-    [
+def test_what_it_is() -> None:
+    """Signature, type, value, docstring; nothing of what only a property could tell."""
+    for code, wanted in (
         ("train(net", ["Signature: train(model: 'Net', lr: 'float' = 0.1)", "Train it."]),
         ("net.of", ["Signature: of(size: 'int')"]),
         ("Net", ["Type:      type", "Docstring: A small net."]),
         ("epoch", ["Type:      int", "Value:     3"]),
         ("grad", ["Type:      Tensor", "shape (2, 3), torch.float64, cpu"]),
         ("batch", ["Type:      dict", "3 entries"]),
-        ("net", ["Type:      Net", "Docstring: A small net."]),
         ("traps", ["Type:      Traps", "An object that must only be looked at."]),
         ("len", ["Signature: len(obj, /)"]),
-    ],
-)
-def test_what_it_is(code: str, wanted: list[str]) -> None:
-    """Signature, type, value of what has one, docstring; of the function in whose call one is."""
-    found = look_up(NAMES, Inspect(code, len(code.partition("(")[0])))
-    assert isinstance(found, Description)
-    for each in wanted:
-        assert each in found.data["text/plain"]
-
-
-def test_nothing_is_said_of_what_is_not_there() -> None:
-    """Nor of what only a property could tell."""
+    ):
+        found = look_up(NAMES, Inspect(code, len(code.partition("(")[0])))
+        assert isinstance(found, Description)
+        assert [each for each in wanted if each not in found.data["text/plain"]] == []
     assert describe(NAMES, "nope") == describe(NAMES, "traps.costly") == Description({})
-
-
-def test_of_a_module_that_is_half_made() -> None:
-    """Its class is known before its parts are."""
-    half = Net.__new__(Net)
-    assert "forward" in attributes(half)
-    assert [each.text for each in complete({"half": half}, "half.forw").candidates] == ["forward"]

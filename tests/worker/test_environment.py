@@ -27,18 +27,10 @@ from tests.wire.test_spec import START
 
 @pytest.mark.parametrize(
     ("gpus", "shares", "given"),
-    [
-        (("MIG-8f6e",), False, ["1", None]),
-        (("0",), True, ["1", "1"]),
-        (("0",), False, [None, None]),
-        ((), True, [None, None]),
-    ],
+    [("MIG-8f6e", False, ["1", None]), ("0", True, ["1", "1"]), ("0", False, [None, None])],
 )
 def test_ranks_on_one_gpu(
-    gpus: tuple[str, ...],
-    shares: bool,  # noqa: FBT001
-    given: list[str | None],
-    monkeypatch: pytest.MonkeyPatch,
+    gpus: str, *, shares: bool, given: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL takes several ranks that have slices of it, or are to share it."""
     names = ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE")
@@ -47,28 +39,25 @@ def test_ranks_on_one_gpu(
         del environ[name]
     monkeypatch.setattr(accelerator, "nccl_version", lambda: (2, 30, 7))
     world = replace(START.world, share_gpus=shares)
-    share_gpu(replace(START, world=world, gpus=gpus))
+    share_gpu(replace(START, world=world, gpus=()))
+    assert [environ.get(name) for name in names[:2]] == [None, None]
+    share_gpu(replace(START, world=world, gpus=(gpus,)))
     assert [environ.get(name) for name in names[:2]] == given
 
 
-def test_variables_that_a_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those change that differ, and are what they were."""
+def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables, and the number of threads, change where they differ and are what they were."""
     for name, value in (("NBT_SIZE", "2"), ("NBT_OWN", "mine"), ("NBT_SAME", "set")):
         monkeypatch.setenv(name, value)
     before = {"NBT_SIZE": "2", "NBT_OWN": "2", "NBT_SAME": "1"}
     change_environment(before, {"NBT_SIZE": "4", "NBT_OWN": "4", "NBT_SAME": "1"})
     assert [environ[name] for name in before] == ["4", "mine", "set"]
-
-
-def test_threads_that_a_user_has_set_stay() -> None:
-    """The number changes only where it is the one before."""
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        change_threads(1, 3)
-        assert torch.get_num_threads() == 2
-        change_threads(2, 3)
-        assert torch.get_num_threads() == 3
+        for number, found in ((1, 2), (2, 3)):
+            change_threads(number, 3)
+            assert torch.get_num_threads() == found
     finally:
         torch.set_num_threads(threads)
 
@@ -84,31 +73,26 @@ def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Around:
     return Around(WorkerStart(0, 0, 1, spec, "", "", "", "", 1, {}), [])
 
 
-def test_a_folder_in_another_place(
+def test_the_notebooks_folder(
     around: Around, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Below the notebook's first folder it is the one below this machine's; else itself."""
+    """It is the one below this machine's first, or itself; else the rank stays, and says so."""
     (tmp_path / "below").mkdir()
     around.follow(Surroundings("/of/notebook/below", "/of/notebook", ("/of/notebook/lib", "/x")))
     assert os.getcwd() == process.ORIGINAL_DIR == str(tmp_path / "below")  # type: ignore[attr-defined]
     assert sys.path == [f"{tmp_path}/lib", "/x"]
     around.follow(Surroundings("/usr", "/of/notebook"))
     assert os.getcwd() == "/usr"
-    assert capsys.readouterr().err == ""
-
-
-def test_a_folder_that_is_not_there(
-    around: Around, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line says so, once, and where the rank is; it goes on from there."""
-    nowhere = Surroundings("/nowhere/at/all", "/nowhere")
-    around.follow(nowhere)
-    around.follow(nowhere)
+    around.follow(Surroundings(f"{tmp_path}/below", str(tmp_path)))
+    (tmp_path / "below").rmdir()
+    around.follow(None)
+    assert (os.getcwd(), capsys.readouterr().err) == (str(tmp_path), "")
+    for _ in range(2):
+        around.follow(Surroundings("/nowhere/at/all", "/nowhere"))
     (said,) = capsys.readouterr().err.splitlines()
     assert said.endswith(f"has no folder /nowhere/at/all: this rank stays in {tmp_path}")
     around.follow(None)
-    assert os.getcwd() == str(tmp_path)
-    assert capsys.readouterr().err == ""
+    assert (os.getcwd(), capsys.readouterr().err) == (str(tmp_path), "")
 
 
 def test_variables(around: Around) -> None:
@@ -120,18 +104,9 @@ def test_variables(around: Around) -> None:
     assert dict(os.environ) == before
 
 
-def test_a_folder_that_was_removed(around: Around, tmp_path: Path) -> None:
-    """A rank whose folder has gone follows to the next."""
-    (tmp_path / "gone").mkdir()
-    around.follow(Surroundings(f"{tmp_path}/gone", str(tmp_path)))
-    (tmp_path / "gone").rmdir()
-    around.follow(None)
-    assert os.getcwd() == str(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("own", "before", "after", "expected"),
-    [
+def test_a_path_with_entries_of_its_own() -> None:
+    """The notebook's changes come in, and what the rank has changed itself stays."""
+    for own, before, after, expected in (
         ("abo", "ab", "xab", "xabo"),
         ("oab", "ab", "abx", "oabx"),
         ("oab", "ab", "b", "ob"),
@@ -139,11 +114,8 @@ def test_a_folder_that_was_removed(around: Around, tmp_path: Path) -> None:
         ("a", "ab", "ab", "a"),
         ("oxab", "ab", "xab", "oxab"),
         ("o", "ab", "x", "xo"),
-    ],
-)
-def test_a_path_with_entries_of_its_own(own: str, before: str, after: str, expected: str) -> None:
-    """The notebook's changes come in, and what the rank has changed itself stays."""
-    assert "".join(merged(own, before, after)) == expected
+    ):
+        assert "".join(merged(own, before, after)) == expected
 
 
 SECOND = 10**9
@@ -185,23 +157,31 @@ def told(own: OwnModules, before: int) -> tuple[str, ...]:
 
 
 def test_an_edit_is_told_once(own: OwnModules, module: Edited) -> None:
-    """The next one again."""
-    importlib.import_module("edited_by_test")
+    """Of what is the user's, while it is there, and not where it was imported anew since."""
+    found = importlib.import_module("edited_by_test")
+    sys.modules.pop("colorsys", None)
+    importlib.import_module("colorsys")
     assert told(own, module.now + SECOND) == ()
+    assert [*own._sources] == ["edited_by_test"]
     for _ in range(2):
         after = module.write()
         assert told(own, after - 2 * SECOND) == ()  # while the task runs that would tell it
         assert told(own, after) == (str(module.path),)
         assert told(own, after) == ()
-
-
-def test_what_is_imported_anew(own: OwnModules, module: Edited) -> None:
-    """It is as its file says, as after `%autoreload`."""
-    found = importlib.import_module("edited_by_test")
-    told(own, module.now)
     after = module.write()
     importlib.reload(found)
     assert told(own, after) == ()
+    module.path.unlink()
+    assert told(own, time.time_ns()) == ()
+
+
+def test_an_edit_while_the_task_runs_that_imports(own: OwnModules, module: Edited) -> None:
+    """It is told with the next one."""
+    importlib.import_module("edited_by_test")
+    module.now = time.time_ns() + 50 * SECOND
+    after = module.write()
+    assert told(own, after - 20 * SECOND) == ()
+    assert told(own, after) == (str(module.path),)
 
 
 def test_while_autoreload_is_on(
@@ -221,26 +201,6 @@ def test_while_autoreload_is_on(
     os.utime(module.path, ns=(edited + SECOND, edited + SECOND))
     assert own.news(edited + 2 * SECOND, reloads=True) == ()
     assert "[autoreload of edited_by_test failed: " in capsys.readouterr().err
-
-
-def test_an_edit_while_the_task_runs_that_imports(own: OwnModules, module: Edited) -> None:
-    """It is told with the next one."""
-    importlib.import_module("edited_by_test")
-    module.now = time.time_ns() + 50 * SECOND
-    after = module.write()
-    assert told(own, after - 20 * SECOND) == ()
-    assert told(own, after) == (str(module.path),)
-
-
-def test_what_is_not_the_users(own: OwnModules, module: Edited) -> None:
-    """Libraries, nbdist itself, and a file that is gone."""
-    importlib.import_module("edited_by_test")
-    sys.modules.pop("colorsys", None)
-    importlib.import_module("colorsys")
-    told(own, module.now)
-    assert [*own._sources] == ["edited_by_test"]
-    module.path.unlink()
-    assert told(own, time.time_ns()) == ()
 
 
 def test_what_is_kept_in_step_is_imported_anew(own: OwnModules, module: Edited) -> None:

@@ -70,13 +70,6 @@ def test_main_and_its_source(world: World) -> None:
     assert m == "    def m(self):\n        return 2  # there\n"
 
 
-def test_display_that_cannot_be_sent(world: World) -> None:
-    """A display that no message can hold fails its cell, and the next one runs."""
-    ran = run(world, "display({'application/json': object()}, raw=True)")
-    assert isinstance(ran.error, WorkerError)
-    assert run_well(world, "print('next')").lines() == ["next"]
-
-
 def test_deep_traceback_shows_cell_lines(world: World) -> None:
     """A function of an earlier cell appears in the traceback with its own line."""
     run(world, "def divide(a, b):\n    return a / b  # the culprit", count=3)
@@ -90,61 +83,58 @@ def test_deep_traceback_shows_cell_lines(world: World) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("exit()", "SystemExit"),
         ("quit", "SystemExit"),
         ("import sys\nsys.exit(3)", "SystemExit: 3"),
         ("raise SystemExit('bye')", "SystemExit: bye"),
     ],
 )
 def test_exit_ends_the_cell_not_the_worker(world: World, source: str, message: str) -> None:
-    """`exit()` and its relatives fail the cell, say so in a line, and the worker is still "
-    "running."""
+    """`exit()` and its relatives fail the cell, say so in a line, and the worker still runs."""
     run_well(world, "kept = 1")
     # IPython takes a bare `quit` for a call in a cell of one line.
     ran = run(world, source if source == "quit" else f"{source}\nprint('not reached')")
     assert isinstance(ran.error, WorkerError)
-    assert ran.lines() == []
     assert message in str(ran.error)
     assert "None" not in str(ran.error)
     assert "the worker is still running" in "\n".join(ran.failure().traceback)
-    assert ran.stderr() == []
+    assert ran.lines() == ran.stderr() == []
     assert world.gather("kept") == [1] * world.size
 
 
-def test_syntax_error(world: World) -> None:
-    """Source that is no Python fails on all ranks alike, and nothing of it has run."""
+def test_what_ends_a_cell(world: World) -> None:
+    """Source that is no Python, of which nothing has run; a display that no message can hold."""
     ran = run(world, "print('a')\nx = = 1")
     assert isinstance(ran.error, WorkerError)
     assert ran.error.errors.keys() == {*range(world.size)}
     assert ran.lines() == []
     assert "SyntaxError" in str(ran.error)
+    ran = run(world, "display({'application/json': object()}, raw=True)")
+    assert isinstance(ran.error, WorkerError)
+    assert run_well(world, "print('next')").lines() == ["next"]
 
 
 STOPPED = {
-    "among IPython's lines": (
-        "class Stop:\n"
-        "    def visit(self, _):\n"
-        "        shell.ast_transformers.remove(self)\n"
-        "        signal.raise_signal(signal.SIGINT)\n"
-        "shell.ast_transformers.append(Stop())"
-    ),
-    "in a callback": (
-        "def stop():\n"
-        "    shell.events.unregister('pre_execute', stop)\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
-        "shell.events.register('pre_execute', stop)"
-    ),
-    "when its task has been made": (
-        "import asyncio\n"
-        "whole = asyncio.ensure_future\n"
-        "def stop(work):\n"
-        "    task = whole(work)\n"
-        "    if getattr(work, '__name__', '') == 'run_cell_async':\n"
-        "        asyncio.ensure_future = whole\n"
-        "        signal.raise_signal(signal.SIGINT)\n"
-        "    return task\n"
-        "asyncio.ensure_future = stop"
-    ),
+    "among IPython's lines": """
+class Stop:
+    def visit(self, _):
+        shell.ast_transformers.remove(self)
+        signal.raise_signal(signal.SIGINT)
+shell.ast_transformers.append(Stop())""",
+    "in a callback": """
+def stop():
+    shell.events.unregister('pre_execute', stop)
+    signal.raise_signal(signal.SIGINT)
+shell.events.register('pre_execute', stop)""",
+    "when its task has been made": """
+import asyncio
+whole = asyncio.ensure_future
+def stop(work):
+    task = whole(work)
+    if getattr(work, '__name__', '') == 'run_cell_async':
+        asyncio.ensure_future = whole
+        signal.raise_signal(signal.SIGINT)
+    return task
+asyncio.ensure_future = stop""",
 }
 """What interrupts the next cell before any of its own code has begun."""
 
@@ -164,35 +154,32 @@ def test_stop_after_the_last_line(world: World) -> None:
     ran = run(
         world,
         "import signal\nhistory = get_ipython().history_manager\n"
-        "def stop(_):\n"
-        "    del history.store_output\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
+        "def stop(_):\n    del history.store_output\n    signal.raise_signal(signal.SIGINT)\n"
         "history.store_output = stop\ndone = True",
     )
     assert {ran.failure(rank).name for rank in range(world.size)} == {"KeyboardInterrupt"}
     assert world.gather("done") == [True] * world.size
 
 
-def test_what_people_at_a_terminal_have(world: World) -> None:
-    """Start-up files are the notebook's; what is typed is kept by no file of IPython's."""
-    assert world.gather("'started_up' in globals()") == [False, False]
-    assert world.gather("get_ipython().history_manager.enabled") == [False, False]
+def test_the_shell_is_that_of_a_notebook(world: World) -> None:
+    """Libraries find out by its class, and no prompt, history, start-up file or widgets."""
+    world.execute(SHELL)
+    found = world.gather("is_notebook, is_rich_of_a_page, has_bars_of_a_page")
+    assert found == [(True, False, False)] * 2
+    assert world.gather("is_started_up, has_history, prompts") == [(False, False, [])] * 2
+    told = "import warnings\nwarnings.warn('To exit: use quit', stacklevel=1)"
+    assert run_well(world, told).lines() == []
 
 
 SHELL = """
-import rich, rich.console
+import rich, rich.console, sys
 kind = type(get_ipython())
 is_notebook = kind.__name__ == "ZMQInteractiveShell" and "ipykernel.zmqshell" in str(kind)
 is_rich_of_a_page = rich.get_console().is_jupyter or rich.console.Console().is_jupyter
 has_bars_of_a_page = "IPKernelApp" in get_ipython().config
+is_started_up, has_history = "started_up" in globals(), get_ipython().history_manager.enabled
+prompts = [name for name in ("ps1", "ps2") if hasattr(sys, name)]
 """
-
-
-def test_the_shell_is_that_of_a_notebook(world: World) -> None:
-    """Libraries find out by its class; those that draw bars are not to use widgets."""
-    world.execute(SHELL)
-    found = world.gather("is_notebook, is_rich_of_a_page, has_bars_of_a_page")
-    assert found == [(True, False, False)] * 2
 
 
 def test_reset(world: World) -> None:
@@ -206,8 +193,6 @@ def test_reset(world: World) -> None:
     assert "the worker is still running" in "\n".join(run(world, "exit()").failure().traceback)
     run_well(world, "pass")
 
-
-# --- warnings ---------------------------------------------------------------------------
 
 WARNS = """# %%distributed
 import warnings
@@ -234,7 +219,7 @@ def shown(world: World, source: str) -> str:
 
 
 def test_warnings_name_the_cells_line(world: World) -> None:
-    """All ranks say the same, and it is shown once; where in a library it arose is said too."""
+    """All ranks say the same, once; one to which no cell has led is worded as ever."""
     _head, header, *lines = shown(world, WARNS).split("\n")
     assert header == "── ranks 0-1 (same) ──"
     assert lines[:2] == ["Cell In[7], line 9: UserWarning: not like this", "  careless()"]
@@ -242,16 +227,6 @@ def test_warnings_name_the_cells_line(world: World) -> None:
     assert lines[3] == "  scheduler.step()"
     assert lines[4].startswith("Cell In[7], line 11: UserWarning: from elsewhere")
     assert lines[5].endswith("(elsewhere.py:7)")
-
-
-def test_not_in_a_cell(world: World) -> None:
-    """A warning to which no cell has led is worded as ever."""
-    source = """
-import threading, time, warnings
-thread = threading.Thread(
-    target=warnings.warn_explicit, args=("quiet", UserWarning, "elsewhere.py", 7)
-)
-thread.start()
-thread.join()
-"""
-    assert "\nelsewhere.py:7: UserWarning: quiet" in shown(world, source)
+    warns = "target=warnings.warn_explicit, args=('quiet', UserWarning, 'e.py', 7)"
+    source = f"import threading, warnings\nt = threading.Thread({warns})\nt.start(); t.join()"
+    assert "\ne.py:7: UserWarning: quiet" in shown(world, source)

@@ -1,13 +1,14 @@
-"""Tests of `nbdist.worker.memory`: figures of this process, and what holds its memory."""
+"""Tests of `nbdist.worker.memory` and its op: figures, what holds memory, and what is freed."""
 
 from __future__ import annotations
 
-import resource
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -23,10 +24,14 @@ from nbdist.worker.memory import (
     last_errors,
     locals_of,
     measure,
-    pss_now,
 )
+from nbdist.world.world import World
+from tests.worlds import NewWorld
+
+pytestmark = pytest.mark.shared_world
 
 MEGABYTE = 2**20
+GIB = 2**30
 
 
 def shell_with(**names: Any) -> Any:
@@ -38,7 +43,7 @@ def shell_with(**names: Any) -> Any:
 
 
 def test_names_and_what_is_shown():
-    """A name of the user's counts as his, what IPython keeps of it as kept by that alone."""
+    """A user's name counts as his, IPython's as kept by that alone; the largest are named."""
     mine, shown = torch.zeros(1000), torch.zeros(500)
     shell = shell_with(mine=mine, _5=shown, _=shown, _oh={4: mine, 5: shown})
     found = measure(shell, Peaks(), 5.0)
@@ -48,10 +53,6 @@ def test_names_and_what_is_shown():
     assert found.gpu is None or accelerator.is_in_use()
     assert found.limit is not None
     assert 0 < found.limit.free < found.limit.limit
-
-
-def test_only_the_largest_are_named():
-    """But all are counted."""
     names = {f"x{size}": torch.zeros(size, dtype=torch.uint8) for size in range(1, 31)}
     found = measure(shell_with(**names), Peaks(), 5.0)
     assert [each.name for each in found.held[:2]] == ["x30", "x29"]
@@ -59,57 +60,26 @@ def test_only_the_largest_are_named():
     assert found.tensors == sum(range(1, 31))
 
 
-def test_the_peak_of_a_cell():
-    """Of what was let go again; where it was used before, it is a bound and no more."""
-    peaks = Peaks()
-    peaks.begin()
-    fill = pss_now() + 300 * MEGABYTE
-    # More than this process has ever had.
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    gone = torch.ones(max(0, most - pss_now()) + 300 * MEGABYTE, dtype=torch.uint8)
-    del gone
-    pss = pss_now()
-    peak = peaks.memory(pss)
-    assert not peak.is_bound
-    assert peak.size > fill > pss + 200 * MEGABYTE
-    peaks.begin()
-    later = peaks.memory(pss_now())
-    assert later.is_bound
-    assert later.size > fill
+MEANT = {
+    "torch.empty(1 << 50)": True,
+    "bytes(1 << 60)": True,
+    "import numpy; numpy.ones(1 << 50)": True,
+    "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')": True,
+    "raise RuntimeError('CUDA error: out of memory')": True,
+    "raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling it')": True,
+    "try: bytes(1 << 60)\nexcept MemoryError as e: raise OSError('no data') from e": True,
+    "raise ValueError('out of memory')": False,
+    "torch.ones(2) + torch.ones(3)": False,
+}
 
 
-GIB = 2**30
-
-
-def raised_by(source: str) -> BaseException:
-    """What running it raises."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011 (this is what is asked)
-        exec(source, {"torch": torch})
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    ("source", "is_one"),
-    [
-        ("torch.empty(1 << 50)", True),
-        ("bytes(1 << 60)", True),
-        ("import numpy; numpy.ones(1 << 50)", True),
-        ("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')", True),
-        ("raise RuntimeError('CUDA error: out of memory')", True),
-        ("raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling it')", True),
-        (
-            "try: bytes(1 << 60)\nexcept MemoryError as e: raise OSError('no data') from e",
-            True,
-        ),
-        ("raise ValueError('out of memory')", False),
-        ("torch.ones(2) + torch.ones(3)", False),
-    ],
-)
-def test_which_errors_are_meant(source: str, is_one: bool) -> None:  # noqa: FBT001
+def test_which_errors_are_meant() -> None:
     """Those of Python, numpy and torch's allocators, and what is raised from them."""
-    error = raised_by(source)
-    assert is_out_of_memory(error) == is_one
-    assert bool(account(shell_with(), 3, error)) == is_one
+    for source, is_one in MEANT.items():
+        with pytest.raises(Exception) as raised:  # noqa: PT011 (this is what is asked)
+            exec(source, {"torch": torch})
+        assert is_out_of_memory(raised.value) == is_one, source
+        assert bool(account(shell_with(), 3, raised.value)) == is_one
 
 
 def test_what_is_said():
@@ -175,29 +145,19 @@ def test_modules_and_optimizers():
 
 
 def test_nested_values():
-    """Entries, attributes and items are written as people reach them; arrays count too."""
+    """As people reach them; small arrays inside of an object, as matplotlib's, are left out."""
 
     class Loader:
         def __init__(self) -> None:
-            self.batch = torch.zeros(7)
+            self.batch, self.limits, self.image = torch.zeros(7), np.zeros(9), np.zeros(200)
 
     base = np.zeros((4, 2))
     found = held(
         d={"k": [Loader()], 3: torch.ones(1)}, a=base[1:], short=b"x", raw=bytes(2 * 2**20)
     )
-    assert [*found] == ["a", "raw", "d[3]", "d['k'][0].batch"]
+    assert [*found] == ["a", "raw", "d[3]", "d['k'][0].batch", "d['k'][0].image"]
     assert found["a"] == Held("a", 64, (3, 2), "float64")
     assert found["raw"].size == 2 * 2**20
-
-
-def test_insides_of_libraries():
-    """Small arrays inside of an object are not named, which may be matplotlib's."""
-
-    class Axes:
-        def __init__(self) -> None:
-            self.limits, self.image = np.zeros(9), np.zeros(200)
-
-    assert [*held(axes=Axes(), small=np.zeros(2))] == ["small", "axes.image"]
 
 
 def test_many_in_one_container_are_one():
@@ -243,43 +203,120 @@ def test_classes_of_the_user_do_no_harm():
     assert search.is_whole
 
 
-def test_what_a_traceback_holds():
-    """Locals of the calls that have ended, with their lines; not those of the cell itself."""
+def test_what_a_traceback_holds(monkeypatch: pytest.MonkeyPatch):
+    """Locals of the calls that have ended, but the cell's; of each exception once."""
 
     def load() -> None:
         big = torch.zeros(10)
         raise KeyError(big.shape)
 
-    def step() -> None:
-        try:
-            load()
-        except KeyError as error:
-            raise RuntimeError("no data") from error
-
-    with pytest.raises(RuntimeError) as caught:
-        step()
-    shell = SimpleNamespace(last_execution_result=None)
-    errors = [*last_errors(shell, caught.value)]
-    assert [type(error) for error in errors[:2]] == [RuntimeError, KeyError]
-    line = load.__code__.co_firstlineno + 2
-    search = Search(5.0)
-    found = [
-        each
-        for error in errors
-        for where, names in locals_of(error)
-        for each in search.take(names, where)
-    ]
-    assert f"big in load(), line {line}" in [each.name for each in found]
-    with pytest.raises(ZeroDivisionError) as of_cell:
-        exec("y = 1\n1 / 0", {})
-    assert "y" not in [name for _, names in locals_of(of_cell.value) for name in names]
-
-
-def test_what_ipython_and_python_keep(monkeypatch: pytest.MonkeyPatch):
-    """Each exception once, from wherever it is kept."""
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec("y = 1\ntry: load()\nfinally: 1 / 0", {"load": load})
+    errors = [*last_errors(SimpleNamespace(last_execution_result=None), caught.value)]
+    assert [type(error) for error in errors[:2]] == [ZeroDivisionError, KeyError]
+    search, calls = Search(5.0), [call for error in errors for call in locals_of(error)]
+    found = [each.name for where, names in calls for each in search.take(names, where)]
+    assert f"big in load(), line {load.__code__.co_firstlineno + 2}" in found
+    assert "y" not in [name for _, names in locals_of(caught.value) for name in names]
     one, two, three = ValueError(), KeyError(), ExceptionGroup("both", [TypeError()])
-    monkeypatch.setattr(sys, "last_value", one, raising=False)
-    monkeypatch.setattr(sys, "last_exc", one, raising=False)
+    for name in ("last_value", "last_exc"):
+        monkeypatch.setattr(sys, name, one, raising=False)
     result = SimpleNamespace(error_in_exec=two, error_before_exec=None)
     kept = [*last_errors(SimpleNamespace(last_execution_result=result), three)]
     assert [type(each) for each in kept] == [ExceptionGroup, ValueError, KeyError, TypeError]
+
+
+ABSURD = "torch.empty(1 << 50)"
+
+
+@pytest.fixture(scope="module")
+def world(new_world: NewWorld) -> Iterator[World]:
+    with new_world(2, show=False) as started:
+        yield started
+
+
+def test_memory(world: World) -> None:
+    """Names that the worker itself has are not told, the user's are; and the cell's peak."""
+    world.execute(
+        "model = torch.nn.Linear(512, 256)\n"
+        "gone = torch.ones(400 * 2**20, dtype=torch.uint8)\n"
+        "del gone\n"
+        "mine = torch.ones((rank + 1) * 10 * 2**20, dtype=torch.uint8)"
+    )
+    for rank, memory in enumerate(world.call("memory")):
+        first, second, *_ = memory.held
+        assert (first.name, first.size) == ("mine", (rank + 1) * 10 * MEGABYTE)
+        assert (second.name, second.shape) == ("model.weight", (256, 512))
+        assert not memory.peak.is_bound
+        assert memory.peak.size > memory.pss + 350 * MEGABYTE
+        assert memory.kept == ()
+    world.execute("pass")
+    assert [each.peak.is_bound for each in world.call("memory")] == [True, True]
+
+
+def test_an_error_says_what_the_memory_is_used_for(world: World) -> None:
+    """Of the rank that failed: used of total, by name, and by the traceback alone."""
+    world.execute("weights = torch.ones(1000, 1000)")
+    failing = f"def step():\n    batch = torch.ones(500, 1000)\n    {ABSURD}\nif rank == 1: step()"
+    with pytest.raises(RuntimeError) as caught:
+        world.execute(failing)
+    said = caught.value.__notes__[0].splitlines()
+    (at,) = (i for i, line in enumerate(said) if line.startswith("rank 1: "))
+    assert " in use, this rank " in said[at]
+    assert any(line.endswith("  weights (1000, 1000) float32") for line in said[at:])
+    assert said[-1].endswith("batch in step(), line 3 (500, 1000) float32")
+    assert "`%dist_memory --free` frees it" in said[-2]
+    assert [len(each.kept) for each in world.call("memory")] == [0, 1]
+    world.clean()
+    assert [len(each.kept) for each in world.call("memory")] == [0, 0]
+    with pytest.raises(MemoryError) as called:
+        world.run(lambda: bytes(1 << 60))
+    assert "in use, this rank" in called.value.__notes__[0]
+
+
+def test_under_a_limit(world: World) -> None:
+    """Where the process may have no more, there is still room to say so."""
+    limit = (
+        "import resource; del mine\n"
+        "before = resource.getrlimit(resource.RLIMIT_AS)\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, before[1]))\n"
+        "many = []\n"
+        "while True: many.append(bytes(20 * 2**20))"
+    )
+    with pytest.raises(MemoryError) as caught:
+        world.execute(limit)
+    world.execute("resource.setrlimit(resource.RLIMIT_AS, before); del many")
+    said = caught.value.__notes__[0]
+    assert "ulimit -v has " in said
+    assert "  20 MiB  many[0] bytes" in said
+    assert world.gather("rank") == [0, 1]
+
+
+def test_clean(world: World) -> None:
+    """What a failed cell's traceback holds and cells have shown is let go; variables stay."""
+
+    def memory_of() -> int:
+        return sum(psutil.Process(pid).memory_info().rss for pid in world.pids.values())
+
+    hold = "big = torch.empty(200 * 2**20, dtype=torch.uint8).fill_(1)"
+    world.execute("x = [1]\ntry: 1 / 0\nexcept ZeroDivisionError as error: kept = error")
+    with pytest.raises(ZeroDivisionError):
+        world.execute(f"def f():\n    {hold}\n    1 / 0\nf()")
+    world.execute(f"{hold}\nbig")
+    world.execute("del big")
+    world.execute(f"{hold}\ncycle = [big]; cycle.append(cycle)\ndel big, cycle")
+    # What lies between pages that are in use the C library keeps, unless told otherwise.
+    world.execute("many = [bytes(2000) for _ in range(100_000)]\nlast = many[-1]\ndel many")
+    used = memory_of()
+    for cleaned in world.clean():
+        before, after = cleaned.memory
+        assert before - after > 750 * MEGABYTE
+        assert (cleaned.on_gpu, cleaned.held_on_gpu) == ((0, 0), (0, 0))
+    assert used - memory_of() > 1500 * MEGABYTE
+    shown = "(_, __, Out, [n for n in globals() if n[1:].isdigit()])"
+    assert world.gather(shown) == [("", "", {}, [])] * 2
+    assert world.gather("(x, str(kept))") == [([1], "division by zero")] * 2
+    with pytest.raises(ZeroDivisionError) as caught:
+        world.execute("1 / 0")
+    assert "----> 1 1 / 0" in caught.value.__notes__[0]

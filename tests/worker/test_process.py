@@ -9,9 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import psutil
 import pytest
@@ -32,8 +29,6 @@ def run(code: str) -> list[str]:
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
-
-# --- descriptors ------------------------------------------------------------------------------
 
 LIMITS = """
 import resource
@@ -56,8 +51,6 @@ def test_some_descriptors_are_kept(soft: int, kept: int) -> None:
     assert [*map(int, found)] == [kept * RESERVE, hard, asks, hard, kept * RESERVE, hard]
 
 
-# --- its parent -------------------------------------------------------------------------------
-
 PARENT = """
 import os, subprocess, sys
 child = "import os, sys, time; from nbdist.worker.process import die_with_parent;"
@@ -76,69 +69,34 @@ def test_it_ends_with_its_parent() -> None:
     wait_until(lambda: not psutil.pid_exists(int(pid)), "the child has ended")
 
 
-# --- SIGINT -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def _handler() -> Iterator[None]:
-    """Ctrl-C stops the tests again afterwards."""
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def in_loop(test: Callable[[Interrupts, list[int]], Coroutine[Any, Any, None]]) -> None:
-    """Run it with interrupts of its loop, and the tasks that have arrived."""
-
-    async def main() -> None:
-        arrived: list[int] = []
-        await test(Interrupts(asyncio.get_running_loop(), lambda: bool(arrived)), arrived)
-
-    asyncio.run(main())
-
-
-async def some_turns() -> None:
-    for _ in range(3):
-        await asyncio.sleep(0)
-
-
-@pytest.mark.usefixtures("_handler")
-def test_an_interrupt_is_for_the_task_that_runs() -> None:
-    """And for none where none runs or is on its way."""
-
-    async def test(interrupts: Interrupts, arrived: list[int]) -> None:
+async def test_an_interrupt_is_for_the_task_that_runs() -> None:
+    """For none where none runs or is on its way; one that overtakes its task ends that alone."""
+    before, arrived = signal.getsignal(signal.SIGINT), list[int]()
+    interrupts = Interrupts(asyncio.get_running_loop(), lambda: bool(arrived))
+    try:
         interrupts.begin()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         interrupts.end()
         signal.raise_signal(signal.SIGINT)
         assert repr(interrupts) == "<Interrupts one kept>"
-        await some_turns()
+        for _ in range(3):  # turns of the loop, in which a task would be read
+            await asyncio.sleep(0)
         assert repr(interrupts) == "<Interrupts none>"
         interrupts.begin()
         interrupts.end()
-
-    in_loop(test)
-
-
-@pytest.mark.usefixtures("_handler")
-def test_an_interrupt_that_overtakes_its_task() -> None:
-    """A task that has been read by then is interrupted as soon as it begins, and no other."""
-
-    async def test(interrupts: Interrupts, arrived: list[int]) -> None:
         signal.raise_signal(signal.SIGINT)
         arrived.append(1)
-        await some_turns()
+        for _ in range(3):
+            await asyncio.sleep(0)
         with pytest.raises(KeyboardInterrupt):
             interrupts.begin()
         interrupts.end()
         interrupts.begin()
         interrupts.end()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
-    in_loop(test)
-
-
-# --- children ---------------------------------------------------------------------------------
 
 FORKS = """
 import os, signal, sys
@@ -166,8 +124,8 @@ def test_children_leave_the_world() -> None:
     assert run(FORKS.format(leave=None)) == ["True", "True"]
 
 
-def test_a_cell_and_its_waits() -> None:
-    """Those of its thread while it runs; the next cell begins anew."""
+def test_a_cell_and_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its thread while it runs, the newest of many; the next cell begins anew."""
     times, since = CellTimes(), time.time_ns()
     times.waited(since)
     with times:
@@ -183,10 +141,6 @@ def test_a_cell_and_its_waits() -> None:
         raise KeyboardInterrupt
     assert (times.count, times.waited_ns) == (0, 0)
     assert times.ended_ns >= times.began_ns
-
-
-def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest are kept, all are counted."""
     monkeypatch.setattr(process, "MOST_WAITS", 2)
     times = CellTimes()
     with times:
@@ -204,31 +158,23 @@ sys.stdout, sys.stderr = (RankStream(name, {TOKEN!r}) for name in ("stdout", "st
 """
 
 
-@contextmanager
-def child_of(source: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that runs source with a worker's streams; it has to end well."""
-    command = [sys.executable, "-c", PROLOGUE + source]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        yield child
-        assert child.stderr is not None
-        said = child.stderr.read()
-        assert child.wait(SOON) == 0, said.decode()
-
-
-def wrote(source: str, pause: float = 0.0) -> list[Text]:
-    """All that came by its stdout, text of one stream put together."""
+def wrote(source: str) -> list[Text]:
+    """All that came by the stdout of a process with a worker's streams; it has to end well."""
     merger: Merger[Text] = Merger(TOKEN)
     found: list[Text] = []
-    with child_of(source) as child:
+    command = [sys.executable, "-c", PROLOGUE + source]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None
-        while data := os.read(child.stdout.fileno(), 4096 if pause else 1 << 20):
+        assert child.stderr is not None
+        while data := os.read(child.stdout.fileno(), 1 << 20):
             merger.receive_stdout(data, time.monotonic())
             for item in merger.take(time.monotonic()):
                 if found and found[-1].stream == item.stream:
                     found[-1] = Text(item.stream, found[-1].text + item.text)
                 else:
                     found.append(item)
-            time.sleep(pause)
+        said = child.stderr.read()
+        assert child.wait(SOON) == 0, said.decode()
     return found
 
 
@@ -248,44 +194,50 @@ def test_both_streams_in_one_order() -> None:
     ]
 
 
-def test_nothing_is_lost_to_a_slow_reader() -> None:
-    """A write that is larger than the pipe waits, and arrives whole."""
-    (said,) = wrote("print('é' * 200_000, end='')", pause=0.001)
-    assert said == Text("stdout", "é" * 200_000)
+WRITE_AT_ONCE = f"""
+def say(letter, where):
+    for _ in range(5): where.write(letter * 200_000 + '\\n')
+def mark():
+    for _ in range(200): write_mark({TOKEN!r}, 'stdout')
+pairs = [('€', sys.stdout), ('e', sys.stderr), ('o', sys.stdout)]
+threads = [threading.Thread(target=say, args=pair) for pair in pairs]
+threads.append(threading.Thread(target=mark))
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
 
 
 def test_threads_do_not_tear_one_anothers_writes() -> None:
-    """Long writes of several threads, and marks, come one after the other."""
-    said = wrote(
-        "def say(letter, where):\n"
-        "    for _ in range(5): where.write(letter * 200_000 + '\\n')\n"
-        "def mark():\n"
-        "    for _ in range(200): write_mark(" + repr(TOKEN) + ", 'stdout')\n"
-        "pairs = [('€', sys.stdout), ('e', sys.stderr), ('o', sys.stdout)]\n"
-        "threads = [threading.Thread(target=say, args=pair) for pair in pairs]\n"
-        "threads.append(threading.Thread(target=mark))\n"
-        "for thread in threads: thread.start()\n"
-        "for thread in threads: thread.join()\n",
-    )
+    """Writes of several threads, longer than a pipe, and marks, come one after the other."""
+    said = wrote(WRITE_AT_ONCE)
     for stream, letters in (("stdout", "€o"), ("stderr", "e")):
         lines = "".join(item.text for item in said if item.stream == stream).splitlines()
         assert sorted(lines) == sorted(letter * 200_000 for letter in letters for _ in range(5))
 
 
+FORK_WHILE_WRITING = """
+def chatter():
+    while not stop.is_set(): sys.stdout.write('x' * 5000 + '\\n')
+stop = threading.Event()
+thread = threading.Thread(target=chatter)
+thread.start()
+for number in range(8):
+    if (pid := os.fork()) == 0:
+        said = threading.Thread(target=sys.stdout.write, args=(f'child {number}\\n',))
+        said.start()
+        said.join()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+stop.set()
+thread.join()
+"""
+
+
 def test_fork_while_another_thread_writes() -> None:
     """A forked child and its threads can print, whatever the other threads were at."""
-    (said,) = wrote(
-        "def chatter():\n    while not stop.is_set(): sys.stdout.write('x' * 5000 + '\\n')\n"
-        "stop = threading.Event()\nthread = threading.Thread(target=chatter)\nthread.start()\n"
-        "for number in range(20):\n"
-        "    if (pid := os.fork()) == 0:\n"
-        "        said = threading.Thread(target=sys.stdout.write, args=(f'child {number}\\n',))\n"
-        "        said.start()\n        said.join()\n        os._exit(0)\n"
-        "    assert os.waitpid(pid, 0)[1] == 0\n"
-        "stop.set()\nthread.join()\n"
-    )
+    (said,) = wrote(FORK_WHILE_WRITING)
     # A parent's long write may be in two pieces with a child's line between: no lock is shared.
-    for number in range(20):
+    for number in range(8):
         assert f"child {number}\n" in said.text
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ def test_what_fits_is_passed_on(tmp_path: Path) -> None:
     large = LargeOutputs(tmp_path)
     for kind, content in [
         ("display_data", display("image/png", LARGEST)),
+        ("display_data", {"data": {"application/x": {"y": 1}, "text/x": object()}}),
         ("stream", {"text": "x" * (LARGEST + 1)}),
         ("error", {"evalue": "bad", "traceback": ["x" * LONGEST_ERROR]}),
         ("display_data", {"data": None}),
@@ -49,24 +49,23 @@ def test_what_fits_is_passed_on(tmp_path: Path) -> None:
 
 
 def test_a_large_display_is_in_a_file(tmp_path: Path) -> None:
-    """A line says what it was and where it is; only this user can read it."""
-    content = LargeOutputs(tmp_path).fitting("display_data", display("text/html", LARGEST + 1))
+    """A line says what it was and where it is, for this user to read, as long as there is room."""
+    large, data = LargeOutputs(tmp_path), display("text/html", LARGEST + 1)
+    content = large.fitting("display_data", data)
     (file,) = tmp_path.iterdir()
     assert (file.name, file.stat().st_size) == ("display-0.html", LARGEST + 1)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     said = f"<a figure>\n… text/html of 10,000,001 characters, too much for a page: {file}"
     assert content == {"data": {"text/plain": said}, "metadata": {}}
-
-
-def test_a_large_json(tmp_path: Path) -> None:
-    """What is no text is as long as its JSON: a figure of plotly's may be very large."""
-    data = {"application/x": {"y": ["é" * 10] * (LARGEST // 60)}}
-    content = LargeOutputs(tmp_path).fitting("display_data", {"data": data})
-    (file,) = tmp_path.iterdir()
-    assert content["data"]["text/plain"].endswith(f"too much for a page: {file}")
-    assert json.loads(file.read_text()) == data["application/x"]
-    small = {"data": {"application/x": {"y": 1}, "text/x": object()}}
-    assert LargeOutputs(tmp_path).fitting("display_data", small) is small
+    figure = {"y": ["é" * 10] * (LARGEST // 60)}
+    content = large.fitting("display_data", {"data": {"application/x": figure}})
+    (other,) = {*tmp_path.iterdir()} - {file}
+    assert content["data"]["text/plain"].endswith(f"too much for a page: {other}")
+    assert json.loads(other.read_text()) == figure
+    for _ in range(MOST_IN_FILES // LARGEST):
+        content = large.fitting("display_data", data)
+    assert content == LargeOutputs(None).fitting("display_data", data)
+    assert content["data"]["text/plain"].endswith("too much for a page")
 
 
 def test_many_displays_of_a_task(tmp_path: Path) -> None:
@@ -112,11 +111,7 @@ def test_which_error_has_been_shown(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_large_error(tmp_path: Path) -> None:
-    """Its message keeps both ends, and says where the whole is.
-
-    Those that differ in what is left out do not look the same, or ranks that have them would be
-    folded.
-    """
+    """Its message keeps both ends, says where the whole is, and still differs from another's."""
     text = "a" * LONGEST_ERROR + "b" * LONGEST_ERROR
     sent = {"ename": "ValueError", "evalue": text, "traceback": ["head", "calls", text]}
     content = LargeOutputs(tmp_path).fitting("error", sent)
@@ -130,89 +125,44 @@ def test_a_large_error(tmp_path: Path) -> None:
     assert LargeOutputs(None).fitting("error", other)["evalue"] != message
 
 
-def test_without_room_for_files(tmp_path: Path) -> None:
-    """Without a folder, or when it holds enough, the line names no file."""
-    full = LargeOutputs(tmp_path)
-    for content in (display("text/html", LARGEST + 1) for _ in range(MOST_IN_FILES // LARGEST)):
-        said = full.fitting("display_data", content)
-    nowhere = LargeOutputs(None).fitting("display_data", display("text/html", LARGEST + 1))
-    assert said == nowhere
-    assert said["data"]["text/plain"].endswith("too much for a page")
-
-
-# --- records ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    for name, value in (("RANK", "3"), ("LOCAL_RANK", "1")):
-        monkeypatch.setenv(name, value)
-    return []
-
-
-@pytest.fixture
-def records(sent: list[dict[str, Any]]) -> Records:
-    return Records(sent.append, "nbdist-worker")
-
-
 def record(level: int = logging.INFO, message: object = "step %d", *args: object) -> Any:
     """One that a logger of the user's has made."""
     return logging.LogRecord("train", level, "/home/me/train.py", 7, message, args or (4,), None)
 
 
-def test_from_the_wanted_level_on(records: Records, sent: list[dict[str, Any]]) -> None:
-    """None where no task runs, or the notebook wants none."""
-    records.take(record())
+def test_records(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """From the wanted level on, so many a task, and a user's own handlers get them too."""
+    for name, value in (("RANK", "3"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    sent: list[dict[str, Any]] = []
+    records = Records(sent.append, "nbdist-worker")
+    records.take(record())  # no task runs
     records.begin_task(logging.WARNING)
     records.take(record(logging.INFO))
     records.take(record(logging.ERROR))
     records.begin_task(None)
     records.take(record(logging.ERROR))
-    assert [each["level_name"] for each in sent] == ["ERROR"]
     (only,) = sent
-    assert (only["rank"], only["local_rank"], only["name"]) == (3, 1, "train")
-    assert (only["message"], only["line"], only["pid"]) == ("step 4", 7, os.getpid())
-
-
-def test_the_kernels_own_are_not_sent(records: Records, sent: list[dict[str, Any]]) -> None:
-    """It logs each of its messages, also those that would carry them."""
+    assert (only["level_name"], only["rank"], only["local_rank"]) == ("ERROR", 3, 1)
+    assert (only["name"], only["message"], only["line"]) == ("train", "step 4", 7)
+    assert only["pid"] == os.getpid()
+    sent.clear()
     records.begin_task(logging.DEBUG)
+    # The kernel logs each of its messages, also those that would carry records.
     records.take(logging.LogRecord("nbdist-worker", 40, "kernel.py", 1, "sent", (), None))
-    assert sent == []
-
-
-def test_a_task_sends_so_many(records: Records, sent: list[dict[str, Any]]) -> None:
-    """Of more it is said how many there were; the next task may send as many again."""
-    records.begin_task(logging.DEBUG)
     for _ in range(MOST + 2):
         records.take(record())
     records.end_task()
     assert len(sent) == MOST + 1
     said = "2 records more were not sent: 10,000 a cell and rank are"
     assert (sent[-1]["name"], sent[-1]["message"]) == ("nbdist", said)
-    records.begin_task(logging.DEBUG)
-    records.take(record())
-    assert len(sent) == MOST + 2
-
-
-@pytest.fixture
-def _logging() -> Iterator[None]:
-    """The method that all loggers call, as it was."""
-    before = logging.Logger.callHandlers
-    yield
-    logging.Logger.callHandlers = before  # type: ignore[method-assign]
-
-
-@pytest.mark.usefixtures("_logging")
-def test_handlers_get_them_too(
-    records: Records, sent: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
-) -> None:
-    """What a user's own handlers do is as ever."""
+    sent.clear()
+    # The method that all loggers call is as it was afterwards.
+    monkeypatch.setattr(logging.Logger, "callHandlers", logging.Logger.callHandlers)
     records.watch()
     records.begin_task(logging.DEBUG)
     logging.getLogger("train").warning("loss is %s", "nan")
-    assert [each["message"] for each in sent] == ["loss is nan"]
-    assert caplog.messages == ["loss is nan"]
+    assert [each["message"] for each in sent] == caplog.messages == ["loss is nan"]
 
 
 class Odd(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 from nbdist.errors import UsageError, WorkerError
 from nbdist.values.payload import open_payload, pack_frames
 from nbdist.values.pickling import pickle, unpickle
-from nbdist.values.shared_memory import Segment, open_segment, to_end
+from nbdist.values.shared_memory import Segment, to_end
 from nbdist.worker import received
-from nbdist.worker.received import Homeward, KeptValues, Received, are_own, edges
+from nbdist.worker.received import Homeward, KeptValues, Received
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(2)
@@ -50,14 +49,12 @@ def step(names: dict[str, Any]) -> None:
 
 
 CHANGES: list[tuple[Callable[[dict[str, Any]], Any], set[str]]] = [
-    (lambda names: None, set()),
     (step, {"model", "adam"}),
     (lambda names: names["model"].eval(), {"model"}),
     (lambda names: names["model"].weight.data.add_(1), {"model", "adam"}),
     (lambda names: names["tensor"].numpy().__setitem__(5, 1), {"tensor"}),
     (lambda names: names["array"].__setitem__(5, 1), {"array"}),
     (lambda names: names["rows"][1].append(4), {"rows"}),
-    (lambda names: names["table"].update(b=2), {"table"}),
     (lambda names: setattr(names["box"], "value", 2), {"box"}),
     (lambda names: names.update(table={"a": 1}, n=4), {"table"}),
     (lambda names: names.update(rows=5), {"rows"}),
@@ -67,90 +64,58 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "found"), CHANGES)
-def test_what_has_been_changed(change: Callable[[dict[str, Any]], Any], found: set[str]) -> None:
+def test_what_has_been_changed() -> None:
     """Whatever it is; not what cannot be looked at, nor what looks as it did."""
-    names = made()
-    known = Received(names)
-    known.note(names)
-    change(names)
-    assert known.changed([*made(), "unknown"]) == found
-    known.note(names)
-    assert known.changed(names) == set()
-    assert "array" in known._known
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        (lambda x, y: x.sum() + y.sum(), set()),
-        (lambda x, y: x.view(-1)[300_000:300_001].fill_(1.0), {"x"}),
-        (lambda x, y: x.view(-1)[-1:].fill_(1.0), {"x"}),
-        (lambda x, y: y.__setitem__(0, 1), {"y"}),
-        (lambda x, y: y.__setitem__(300_000, 1), {"y"}),
-        (lambda x, y: setattr(x, "data", x.data.clone()), {"x"}),
-    ],
-)
-def test_big_values(
-    change: Callable[[Any, Any], Any], found: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are not read when they come; one element that is written to is noticed all the same."""
-    monkeypatch.setattr(received, "READ_MOST", 1 << 20)
-    read: list[int] = []
-    digest = received.digest_of
-    monkeypatch.setattr(
-        received, "digest_of", lambda view: (read.append(memoryview(view).nbytes), digest(view))[1]
-    )
-    values = {"x": torch.zeros(1000, 1000), "y": np.zeros(1_000_000)}
-    payload, segment = pack_frames(pickle(values, {}).frames)
-    assert segment is not None
-    with segment:
-        names = unpickle(open_payload(payload))
+    for change, found in CHANGES:
+        names = made()
         known = Received(names)
         known.note(names)
-        assert sum(read) < 1 << 18
-        change(names["x"], names["y"])
-        assert known.changed(names) == found
+        change(names)
+        assert known.changed([*made(), "unknown"]) == found
+        known.note(names)
+        assert known.changed(names) == set()
+        assert "array" in known._known
 
 
-def test_big_values_of_no_mapping() -> None:
-    """Of memory of this process's own there is nothing to see: it is read."""
-    names = {"x": torch.zeros(20_000_000)}
-    known = Received(names)
-    known.note(names)
-    assert known.changed(names) == set()
-    names["x"][7] = 1
-    assert known.changed(names) == {"x"}
+BIG_CHANGES: list[tuple[Callable[[Any, Any], Any], set[str]]] = [
+    (lambda x, y: x.sum() + y.sum(), set()),
+    (lambda x, y: x.view(-1)[300_000:300_001].fill_(1.0), {"x"}),
+    (lambda x, y: x.view(-1)[-1:].fill_(1.0), {"x"}),
+    (lambda x, y: y.__setitem__(0, 1), {"y"}),
+    (lambda x, y: setattr(x, "data", x.data.clone()), {"x"}),
+]
 
 
-PAGE = mmap.PAGESIZE
+def test_big_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not read when they come; one element that is written to is noticed all the same."""
+    read: list[int] = []
+    digest = received.digest_of
 
+    def digest_of(view: Any) -> bytes:
+        read.append(memoryview(view).nbytes)
+        return digest(view)
 
-def test_what_has_been_written_to() -> None:
-    """The pages of a segment are this process's own once written to, not when read."""
-    with to_end(Segment.filling([bytes(100), bytes(20 * PAGE), bytes(100)])) as segment:
-        _, frame, _ = open_segment(segment.ref)
-        array = np.frombuffer(frame, np.uint8)
-        address = array.ctypes.data
-        assert not are_own(address, array.nbytes)
-        assert not array.any()
-        assert not are_own(address, array.nbytes), "they have been read"
-        array[10 * PAGE] = 1
-        assert are_own(address, array.nbytes)
-        assert not are_own(address, 9 * PAGE)
-        own = np.ones(10 * PAGE, np.uint8)
-        assert are_own(own.ctypes.data, own.nbytes)
-
-
-def test_what_lies_in_no_whole_page() -> None:
-    """Is for others to look at; small memory is all of that."""
-    memory = memoryview(bytes(range(256)) * (3 * PAGE // 256))
-    first, last = edges(memory, PAGE + 100)
-    assert (first, last) == (memory[: PAGE - 100], memory[-100:])
-    assert edges(memory[: 2 * PAGE], PAGE) == (b"", b"")
-    first, last = edges(memory[:50], PAGE + 100)
-    assert bytes(first) + bytes(last) == memory[:50]
-    assert not are_own(PAGE + 100, 50)
+    monkeypatch.setattr(received, "READ_MOST", 1 << 20)
+    monkeypatch.setattr(received, "digest_of", digest_of)
+    values = {"x": torch.zeros(1000, 1000), "y": np.zeros(1_000_000)}
+    for change, found in BIG_CHANGES:
+        payload, segment = pack_frames(pickle(values, {}).frames)
+        assert segment is not None
+        with segment:
+            names = unpickle(open_payload(payload))
+            known = Received(names)
+            read.clear()
+            known.note(names)
+            assert sum(read) < 1 << 18
+            change(names["x"], names["y"])
+            assert known.changed(names) == found
+    # Of memory of this process's own there is nothing to see: it is read.
+    own = {"x": torch.zeros(1_000_000)}
+    known = Received(own)
+    known.note(own)
+    assert known.changed(own) == set()
+    own["x"][7] = 1
+    assert known.changed(own) == {"x"}
 
 
 # --- models and tensors of several ranks, gathered --------------------------------------
@@ -180,27 +145,30 @@ def started(started: World) -> World:
     return started
 
 
-def test_what_it_leaves_alone() -> None:
-    """All that means the same in the notebook is pickled as ever."""
-    assert Homeward().reduce(torch.nn.Linear(1, 1)) is NotImplemented  # type: ignore[comparison-overlap]
-
-
-def test_a_model_of_ddp(world: World) -> None:
-    """Its module comes, in whatever it is."""
-    for model in (each["model"] for each in world.gather("replicated")):
-        assert type(model) is torch.nn.Linear
-        assert model(torch.ones(2)).shape == (3,)
-
-
 def test_a_tensor_comes_whole(world: World) -> None:
-    """From all ranks that it is spread over, which may be one."""
-    assert [each.tolist() for each in world.gather("rows")] == [
-        torch.arange(10.0).view(5, 2).tolist()
-    ] * 2
+    """From all ranks that it is spread over, which may be one; none waits for who has another."""
+    rows = torch.arange(10.0).view(5, 2).tolist()
+    assert [each.tolist() for each in world.gather("rows")] == [rows] * 2
     assert world.gather("alone", rank=1).tolist() == [1.0, 1.0]
     for ranks in ([0], [1]):
         with pytest.raises(UsageError, match=r"`rows` is spread over ranks 0-1 .*full_tensor\(\)"):
             world.gather("rows", ranks=ranks)
+    for other, said in (
+        ("rows.to(torch.int)", r"`differing` is spread .* not have the same of it there"),
+        ("1", r"rank 0 does not have the same"),
+    ):
+        world.execute(f"differing = rows if rank else {other}")
+        with pytest.raises(UsageError, match=said):
+            world.gather("differing")
+
+
+def test_what_connects_the_ranks_stays(world: World) -> None:
+    """It has no meaning in the notebook, which is said; all that has is pickled as ever."""
+    with pytest.raises(UsageError, match="a mesh is of the ranks' groups: gather its `mesh`"):
+        world.gather("mesh")
+    with pytest.raises(UsageError, match="a process group connects the ranks"):
+        world.gather("dist.group.WORLD")
+    assert Homeward().reduce(torch.nn.Linear(1, 1)) is NotImplemented  # type: ignore[comparison-overlap]
 
 
 def test_a_model_of_fsdp(world: World) -> None:
@@ -216,35 +184,12 @@ def test_a_model_of_fsdp(world: World) -> None:
             assert stepped.state[parameter]["momentum_buffer"].equal(parameter.grad)
 
 
-def test_ranks_that_have_different_ones(world: World) -> None:
-    """None of them waits for the others."""
-    world.execute("differing = rows if rank else rows.to(torch.int)")
-    with pytest.raises(UsageError, match=r"`differing` is spread .* not have the same of it there"):
-        world.gather("differing")
-    world.execute("differing = rows if rank else 1")
-    with pytest.raises(UsageError, match=r"rank 0 does not have the same"):
-        world.gather("differing")
-
-
-@pytest.mark.parametrize(
-    ("expression", "said"),
-    [
-        ("mesh", "a mesh is of the ranks' groups: gather its `mesh`"),
-        ("dist.group.WORLD", "a process group connects the ranks"),
-    ],
-)
-def test_what_stays(world: World, expression: str, said: str) -> None:
-    """What connects the ranks has no meaning in the notebook, which is said."""
-    with pytest.raises(UsageError, match=said):
-        world.gather(expression)
-
-
-def test_what_a_function_returns(world: World) -> None:
-    """A DDP model comes as its module; nobody has asked all ranks to put a DTensor together."""
-    assert (
-        type(world.run(lambda: __import__("__main__").replicated).rank(0)["model"])
-        is torch.nn.Linear
-    )
+def test_a_model_of_ddp(world: World) -> None:
+    """It comes as its module, in whatever it is; nobody asks all for a returned DTensor."""
+    returned = world.run(lambda: __import__("__main__").replicated)
+    for model in (each["model"] for each in [*world.gather("replicated"), *returned]):
+        assert type(model) is torch.nn.Linear
+        assert model(torch.ones(2)).shape == (3,)
     with pytest.raises(WorkerError, match=r"run `whole = x.full_tensor\(\)` of it on all of them"):
         world.run(lambda: __import__("__main__").rows)
 
@@ -254,7 +199,7 @@ def segment(size: int) -> Segment:
 
 
 def test_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many, and so many bytes, but for the newest one; memory of others is released."""
+    """So many, and so many bytes, but for the newest one; of others it is said why not."""
     monkeypatch.setattr(received, "MOST_BYTES", 1000)
     kept = KeptValues()
     for number in range(received.MOST + 2):
@@ -267,15 +212,10 @@ def test_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept.keep("none", "cannot be sent")
     assert isinstance(kept.find("big"), Segment)
     assert kept.find("none") == "cannot be sent"
-    kept.let_go("big")
-    assert repr(kept) == "<KeptValues 0, 0 B>"
-
-
-def test_what_was_cleaned_says_so() -> None:
-    """And why there is none of a task that nobody knows."""
-    kept = KeptValues()
-    kept.keep("a", segment(10))
-    kept.keep("b", "cannot be sent")
     kept.clean()
-    assert (kept.find("a"), kept.find("b")) == (received.CLEANED, "cannot be sent")
+    assert repr(kept) == "<KeptValues 0, 0 B>"
+    assert (kept.find("big"), kept.find("none")) == (received.CLEANED, "cannot be sent")
     assert kept.find("c") == received.REPLACED
+    kept.keep("a", segment(10))
+    kept.let_go("a")
+    assert repr(kept) == "<KeptValues 0, 0 B>"

@@ -21,7 +21,6 @@ from nbdist.worker.tracebacks import (
     in_few_words,
     lasting_error,
     message_of,
-    own_part,
     remedies,
     unfit_after,
     why_not_started,
@@ -40,13 +39,14 @@ DRAWN = {
     "a _showtraceback that fails": "shell._showtraceback = lambda *args: 1 / 0",
     "set_custom_exc that fails": "shell.set_custom_exc((Exception,), lambda *args: 1 / 0)",
     "an InteractiveTB that fails": "del shell.InteractiveTB.__class__.structured_traceback",
-    "no stdout": "import sys; sys.stdout = sys.stderr = None",
-    "no __main__": "import sys; del sys.modules['__main__']",
+    "no stdout, linecache and __main__": (
+        "import linecache, sys; linecache.getlines = linecache.checkcache = None\n"
+        "sys.stdout = sys.stderr = None; del sys.modules['__main__']"
+    ),
     "no more descriptors": (
         "import os, resource\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')), 4096))"
     ),
-    "no linecache": "import linecache; linecache.getlines = linecache.checkcache = None",
     "a session that sends no errors": (
         "send = shell.kernel.session.send\n"
         "shell.kernel.session.send = lambda stream, kind, *args, **options: (\n"
@@ -89,11 +89,8 @@ def test_failed_cell_is_failed(world: World, drawn: str) -> None:
 
 def test_error_that_is_only_shown(world: World) -> None:
     """A traceback that a cell shows of an error that it has met does not make it a failed one."""
-    running = ran(
-        world,
-        "if rank == 1:\n    try:\n        1 / 0\n    except ZeroDivisionError:\n"
-        "        get_ipython().showtraceback()\n    print('went on')",
-    )
+    shows = "try: 1 / 0\nexcept ZeroDivisionError: get_ipython().showtraceback()\nprint('went on')"
+    running = ran(world, shows)
     assert running.error() is None
     assert running.transcript[1].state == "ok"
     (screen,) = running.transcript[1].pieces
@@ -116,7 +113,7 @@ def caught(code: str) -> BaseException:
 
 
 def test_a_failure() -> None:
-    """Its words, the calls by file and line, and the classes by which others may catch it."""
+    """Its words, calls by file and line, classes by which it is caught, and lost connections."""
     failure = failure_of(caught("def load():\n    raise ShardError('no shard 3')\nload()"))
     assert (failure.name, failure.message) == ("ShardError", "no shard 3")
     assert failure.traceback[-3:] == (
@@ -126,55 +123,31 @@ def test_a_failure() -> None:
     )
     own, *others = failure.kinds
     assert own.endswith(":ShardError")
-    assert others == [
-        "builtins:LookupError",
-        "builtins:Exception",
-        "builtins:BaseException",
-        "builtins:object",
-    ]
+    bases = (LookupError, Exception, BaseException, object)
+    assert others == [f"builtins:{base.__name__}" for base in bases]
     assert failure.connections == ""
-
-
-def test_a_failure_of_connections() -> None:
-    """It says that those to other ranks have ended."""
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
     assert failure_of(caught(f"raise RuntimeError({gloo!r})")).connections == "ended"
 
 
 def test_messages() -> None:
-    """As much as is read, in characters that can be sent; some cannot be made at all."""
+    """As much as is read, in characters that can be sent; IPython has no more to colour."""
     long = message_of(ValueError("x" * (MOST_CHARACTERS + 1_000)))
     assert long == "x" * MOST_CHARACTERS + " … 1,000 more characters"
     assert message_of(ValueError("half \ud800")) == "half \\ud800"
     odd = caught("class Odd(Exception):\n    def __str__(self): raise LookupError\nraise Odd")
     assert message_of(odd) == "<its text cannot be made: LookupError>"
-
-
-def test_errors_that_are_too_long_to_colour() -> None:
-    """IPython gets another of the same name and cause; one that is short it gets itself."""
     short, cause = ValueError("bad"), KeyError(1)
     assert in_few_words(ValueError, short) == (ValueError, short)
-    long = ShardError("x" * (2 * MOST_CHARACTERS))
-    long.__cause__ = cause
-    kind, shown = in_few_words(ShardError, long)
+    error = ShardError("x" * (2 * MOST_CHARACTERS))
+    error.__cause__ = cause
+    kind, shown = in_few_words(ShardError, error)
     assert (kind.__name__, shown.__cause__) == ("ShardError", cause)
     assert len(str(shown)) < MOST_CHARACTERS + 100
 
 
-def test_own_part_of_a_traceback() -> None:
-    """It begins where IPython's calls end."""
-    source = "def run(): exec(compile('1 / 0', '<cell>', 'exec'))\nrun()"
-    try:
-        exec(compile(source, "/lib/IPython/core/interactiveshell.py", "exec"), {})
-    except ZeroDivisionError as error:
-        own = own_part(error.__traceback__.tb_next if error.__traceback__ else None)
-    assert own is not None
-    assert own.tb_frame.f_code.co_filename == "<cell>"
-    assert own_part(None) is None
-
-
-def test_a_last_value_that_cannot_be_shown(world: World) -> None:
-    """What its class raises is what ends the cell, with the line in its traceback."""
+def test_odd_exceptions(world: World) -> None:
+    """What the class of a last value raises ends the cell; a falsy one is an error as any other."""
     odd = "class Odd:\n    def _repr_html_(self): raise LookupError('odd')\n"
     running = ran(world, f"{odd}if rank == 0: Odd = int\nOdd()")
     error = running.error()
@@ -184,10 +157,6 @@ def test_a_last_value_that_cannot_be_shown(world: World) -> None:
     assert isinstance(failure, Failure)
     assert (failure.name, failure.message) == ("LookupError", "odd")
     assert "raise" in "".join(failure.traceback)
-
-
-def test_a_falsy_exception(world: World) -> None:
-    """It is an error as any other, of its own class."""
     falsy = "def __len__(self): return 0"
     source = f"class Empty(LookupError):\n    {falsy}\nif rank == 1: raise Empty('a', 2)"
     error = ran(world, source).error()
@@ -197,28 +166,22 @@ def test_a_falsy_exception(world: World) -> None:
     assert "Empty: ('a', 2)" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("lss + 1", ["Did you mean `loss`?"]),
-        ("pritn(loss)", ["Did you mean `print`?"]),
-        ("xyz", []),
-        ("raise NameError('lss')", []),
-        ("loss.cpy()", []),
-        (
-            "loss.cuda()",
-            ["There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is cpu."],
-        ),
-    ],
-)
-def test_hints(source: str, said: list[str]) -> None:
+def test_hints() -> None:
     """A name that is like one of the rank's, and the device that there is."""
-    if torch.cuda.is_available() and "cuda" in source:
-        pytest.skip("there is a GPU")
     names = {"loss": torch.ones(1), "device": torch.device("cpu"), "torch": torch}
-    with pytest.raises(Exception) as raised:  # noqa: PT011 (this is what is asked)
-        exec(source, names)
-    assert remedies(shell_with(**names), 0, raised.value) == said
+    on_cpu = "There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is cpu."
+    for source, said in {
+        "lss + 1": ["Did you mean `loss`?"],
+        "pritn(loss)": ["Did you mean `print`?"],
+        "xyz": [],
+        "raise NameError('lss')": [],
+        "loss.cpy()": [],
+        "loss.cuda()": [on_cpu],
+    }.items():
+        if not (torch.cuda.is_available() and "cuda" in source):
+            with pytest.raises(Exception) as raised:  # noqa: PT011 (this is what is asked)
+                exec(source, {**names})
+            assert remedies(shell_with(**names), 0, raised.value) == said, source
 
 
 COUNTING = (
@@ -232,13 +195,11 @@ NCCL_SAYS = (
 )
 OF_STARTS = {
     "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU "
-    "driver by downloading and installing a new version from the URL: "
-    "http://www.nvidia.com/Download/index.aspx": "its driver does not fit this torch",
+    "driver by downloading and installing a new version from the URL": "its driver does not fit",
     f"{COUNTING}804: forward compatibility was attempted on non supported HW": "its driver does",
     f"{COUNTING}803: system has unsupported display driver / cuda driver combination": "its driver",
     f"{COUNTING}802: system not yet initialized": "the machine's NVSwitch is not up",
-    "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be "
-    "asynchronously reported": "another process has it to itself (",
+    "CUDA error: CUDA-capable device(s) is/are busy or unavailable": "another process has it to",
     "CUDA error: out of memory\nCUDA kernel errors might be": "its memory is full",
     "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity": "its memory is",
     f"{NCCL_SAYS}Cuda failure 2 'out of memory'": "its memory is full before anything has run",
@@ -255,24 +216,15 @@ OF_STARTS = {
 }
 
 
-@pytest.mark.parametrize(("text", "begins"), OF_STARTS.items())
-def test_a_gpu_that_keeps_a_worker_from_starting(text: str, begins: str) -> None:
+def test_a_gpu_that_keeps_a_worker_from_starting() -> None:
     """One line says which GPU of which machine, what is wrong with it, and what to do."""
-    said = why_not_started("MIG-8f6e", RuntimeError(text))
-    assert said.startswith(f"GPU MIG-8f6e of {socket.gethostname()}: {begins}")
-    assert "\n" not in said
-    assert "`" in said or "install" in said
-    assert "{" not in said
-
-
-def test_starts_that_no_gpu_keeps() -> None:
-    """An error of something else has no such line."""
+    for text, begins in OF_STARTS.items():
+        said = why_not_started("MIG-8f6e", RuntimeError(text))
+        assert said.startswith(f"GPU MIG-8f6e of {socket.gethostname()}: {begins}"), text
+        assert "`" in said or "install" in said
+        assert not {"\n", "{"} & {*said}
     assert why_not_started("0", RuntimeError("Connection closed by peer")) == ""
     assert why_not_started("0", MemoryError("out of memory")) == ""
-
-
-def test_a_gpu_that_fails_in_a_cell() -> None:
-    """The first use of a GPU can be in a cell; full memory is accounted for there instead."""
     busy = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
     (line,) = remedies(shell_with(), 0, busy)
     assert line.startswith("The GPU cannot be used: another process has it to itself")
@@ -283,34 +235,35 @@ ASSERT = "device-side assert triggered"
 SAID = f"CUDA error: {ASSERT}\nCUDA kernel errors might be asynchronously reported ..."
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        (f"raise Error({SAID!r})", ASSERT),
-        (f"raise RuntimeError('HIP error: {ASSERT}')", ASSERT),
-        ("raise RuntimeError('Triton Error [CUDA]: misaligned address')", "misaligned address"),
-        (f"try: raise Error({SAID!r})\nexcept RuntimeError: raise ValueError('bad')", ASSERT),
-        ("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')", ""),
-        ("raise Error('CUDA error: out of memory')", ""),
-        ("raise Error('CUDA error: invalid argument')", ""),
-        # Of another process: what a DataLoader raises, and what is only quoted.
-        (f"raise RuntimeError('Caught RuntimeError in DataLoader worker 0.\\n{SAID!r}')", ""),
-        (f"raise ValueError({SAID!r})", ""),
-        ("raise RuntimeError({'not': 'text'})", ""),
-    ],
-)
-def test_which_errors_last(source: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+LASTING = {
+    f"raise Error({SAID!r})": ASSERT,
+    f"raise RuntimeError('HIP error: {ASSERT}')": ASSERT,
+    "raise RuntimeError('Triton Error [CUDA]: misaligned address')": "misaligned address",
+    f"try: raise Error({SAID!r})\nexcept RuntimeError: raise ValueError('bad')": ASSERT,
+    "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')": "",
+    "raise Error('CUDA error: out of memory')": "",
+    "raise Error('CUDA error: invalid argument')": "",
+    # Of another process: what a DataLoader raises, and what is only quoted.
+    f"raise RuntimeError('Caught RuntimeError in DataLoader worker 0.\\n{SAID!r}')": "",
+    f"raise ValueError({SAID!r})": "",
+    "raise RuntimeError({'not': 'text'})": "",
+}
+
+
+def test_which_errors_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those after which the process has to end, also where another one was raised from them."""
-    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
-    with pytest.raises(Exception) as raised:  # noqa: PT011 (this is what is asked)
-        exec(source, {"torch": torch, "Error": getattr(torch, "AcceleratorError", RuntimeError)})
-    assert lasting_error(raised.value) == found
-    assert bool(unfit_after(1, raised.value)) == bool(found)
-    if found:
-        (said,) = remedies(shell_with(), 1, raised.value)
-        assert "`%dist_restart --debug`" in said
-        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-        assert remedies(shell_with(), 1, raised.value) == []
+    names = {"torch": torch, "Error": getattr(torch, "AcceleratorError", RuntimeError)}
+    for source, found in LASTING.items():
+        monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+        with pytest.raises(Exception) as raised:  # noqa: PT011 (this is what is asked)
+            exec(source, names)
+        assert lasting_error(raised.value) == found
+        assert bool(unfit_after(1, raised.value)) == bool(found)
+        if found:
+            (said,) = remedies(shell_with(), 1, raised.value)
+            assert "`%dist_restart --debug`" in said
+            monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+            assert remedies(shell_with(), 1, raised.value) == []
 
 
 def test_the_gpu_has_failed_at_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,30 +284,19 @@ def test_the_gpu_has_failed_at_something_else(monkeypatch: pytest.MonkeyPatch) -
     assert unfit_after(2, ValueError("bad")) == ""
 
 
-class Model:
-    """Something large that lacks an attribute."""
+def test_the_contents_of_an_error_stay_small() -> None:
+    """Of what is too large a text is sent; not the object that lacks an attribute."""
 
-    def __init__(self) -> None:
-        self.weights = "x" * (1 << 20)
+    class Model:
+        def __reduce__(self) -> str:
+            raise AssertionError("it must not be pickled")
 
-    def __reduce__(self) -> str:
-        raise AssertionError("it must not be pickled")
-
-
-def test_the_object_that_lacks_an_attribute_stays_where_it_is() -> None:
-    """It may be a model of gigabytes; the attribute's name is sent."""
-    try:
+    with pytest.raises(AttributeError) as lacking:
         Model().foward  # type: ignore[attr-defined]  # noqa: B018
-    except AttributeError as error:
-        packed = contents_of(error, {})
-    args, attributes, whole = unpickle(open_payload(packed), {})
+    args, attributes, whole = unpickle(open_payload(contents_of(lacking.value, {})), {})
     assert unpickle(args[0]) == "'Model' object has no attribute 'foward'"
     assert unpickle(attributes["name"]) == "foward"
     assert (sorted(attributes), whole) == (["name"], None)
-
-
-def test_it_stays_small() -> None:
-    """Of an argument that is too large a text is sent; an attribute is left out."""
     error = ValueError(b"x" * 100 * MOST_BYTES)
     error.data = b"x" * 2 * MOST_BYTES  # type: ignore[attr-defined]
     packed = contents_of(error, {})

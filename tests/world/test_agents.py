@@ -1,4 +1,4 @@
-"""Tests of `nbdist.world.agents`: worlds that run, which of them is meant, and agents' ends."""
+"""Tests of `nbdist.world.agents`: worlds that run, which is meant, and how they go on elsewhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 import select
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,22 +22,15 @@ import pytest
 
 from nbdist import __version__
 from nbdist.agent.code_folder import CodeFolder
-from nbdist.errors import UsageError
+from nbdist.errors import UsageError, WorkerDied
 from nbdist.system.folders import PREFIX, RuntimeFolder
 from nbdist.wire.messages import CodeFile, GetCode, PutCode
 from nbdist.wire.spec import versions_here
-from nbdist.wire.views import DOOR, Accepted, Describe, WorldInfo
+from nbdist.wire.views import DOOR, Describe, WorldInfo
 from nbdist.world import agents
-from nbdist.world.agents import (
-    AgentProcess,
-    Asking,
-    AttachedAgent,
-    Found,
-    runtime_folders,
-    to_attach,
-    worlds,
-)
-from nbdist.world.world import World
+from nbdist.world.agents import AgentProcess, Asking, Found, to_attach
+from nbdist.world.states import State
+from nbdist.world.world import World, attach
 from tests.waiting import SOON, wait_until
 from tests.worlds import NewWorld
 
@@ -69,75 +63,32 @@ def test_an_agent_ends_with_its_stdin(runtime: RuntimeFolder) -> None:
 def test_an_agent_that_hangs_is_killed(
     runtime: RuntimeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the seconds it has for it; its guard then ends what it has left, and itself."""
+    """Its guard ends what it has left, and itself; a guard that hangs is killed after it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     code, file = CodeFolder(), CodeFile(b"digest")
     code.take(GetCode({}, {"a.py": file}))
     code.take(PutCode({file: b"x = 1"}))
     os.close(code._claim)  # as the kernel does at a process's end
-    agent = AgentProcess(runtime.path, fork_server=True)
-    guard = psutil.Process(agent.pid)
+    agent, guarded = AgentProcess(runtime.path, fork_server=True), RuntimeFolder()
+    other = AgentProcess(guarded.path, fork_server=False)
+    guard, hanging_guard = psutil.Process(agent.pid), psutil.Process(other.pid)
     wait_until(lambda: len(guard.children(recursive=True)) == 2, "the agent has a fork server")
-    (hanging,) = guard.children()
-    left = guard.children(recursive=True)
-    hanging.suspend()
+    wait_until(hanging_guard.children, "the guard has forked the agent")
+    left = [*guard.children(recursive=True), *hanging_guard.children()]
+    # It can neither see the agent end nor pass SIGTERM on to it.
+    hanging_guard.suspend()
+    for each in (*guard.children(), *hanging_guard.children()):
+        each.suspend()
     agent.end(3.0)
-    assert agent.exit_code() == -signal.SIGKILL
-    assert not any(process.is_running() for process in left)
+    other.end(0.1)
+    assert (agent.exit_code(), other.exit_code()) == (-signal.SIGKILL, -signal.SIGKILL)
+    assert psutil.wait_procs(left, timeout=SOON)[1] == []
     assert not runtime.path.exists()
     assert [*tmp_path.iterdir()] == []
     agent.close()
-
-
-@pytest.mark.own_agent
-def test_a_guard_that_hangs_is_killed_after_its_agent(runtime: RuntimeFolder) -> None:
-    """It is stopped here, and can neither see the agent end nor pass SIGTERM on to it."""
-    agent = AgentProcess(runtime.path, fork_server=False)
-    guard = psutil.Process(agent.pid)
-    wait_until(guard.children, "the guard has forked the agent")
-    (hanging,) = guard.children()
-    guard.suspend()
-    hanging.suspend()
-    agent.end(0.1)
-    assert agent.exit_code() == -signal.SIGKILL
-    hanging.wait(SOON)
-    agent.close()
-
-
-class Line:
-    """Stands for the connection to the agent, which ends with the agent's hold."""
-
-    is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-@pytest.mark.own_agent
-def test_an_agent_that_was_attached_to(tmp_path: Path) -> None:
-    """It is there while its guard is; a signal ends it; its last words outlive its folder."""
-    script, line = "sleep 1000 & echo $!; wait $!", Line()
-    (tmp_path / "agent.log").write_text("one\ntwo\n")
-    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as guard:
-        assert guard.stdout is not None
-        pid = int(guard.stdout.readline())
-        there = Found(tmp_path, pid, WorldInfo(__version__, "vm", "default", "exp"))
-        agent = AttachedAgent(there, line, Accepted(pid, guard.pid))  # type: ignore[arg-type]
-        assert (agent.host, agent.pid, agent.exit_code()) == ("vm", pid, None)
-        assert agent.last_lines() == ["one", "two"]
-        assert select.select([agent.fileno()], [], [], 0)[0] == []
-        agent.end(0.1)
-        assert select.select([agent.fileno()], [], [], 0)[0] == [agent.fileno()]
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-    (tmp_path / "agent.log").unlink()
-    assert agent.last_lines() == ["one", "two"]
-    agent.close()
-    assert line.is_closed
-    agent = AttachedAgent(there, line, Accepted(os.getpid(), os.getpid()))  # type: ignore[arg-type]
-    assert agent.last_lines() == []
-    agent.close()
+    other.close()
+    guarded.close()
 
 
 # --- worlds ---------------------------------------------------------------------------------
@@ -151,7 +102,11 @@ def world(new_world: NewWorld) -> Iterator[World]:
 
 def ours(name: str) -> list[Found]:
     """Those of this process: other tests have worlds too."""
-    return [each for each in worlds() if each.info.notebook == os.getpid() and each.is_called(name)]
+    return [
+        each
+        for each in agents.worlds()
+        if each.info.notebook == os.getpid() and each.is_called(name)
+    ]
 
 
 @contextmanager
@@ -179,21 +134,19 @@ def test_a_world_that_runs(world: World) -> None:
     assert [each.info.state for each in ours("exp")] == ["ready"]
 
 
-def test_doors_that_do_not_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Are waited for together, and hide no world: their agents may be stopped, or ending."""
+def test_doors_that_do_not_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Are waited for together, and hide no world; what cannot be connected to raises."""
     timeout = 3.0
     monkeypatch.setattr(agents, "ANSWER_TIMEOUT", timeout)
     with ExitStack() as stack:
         silent = {stack.enter_context(silent_door()) for _ in range(3)}
-        assert silent < {*runtime_folders()}
+        assert silent < {*agents.runtime_folders()}
         begun = time.monotonic()
         assert len(ours("exp")) == 1
         assert timeout <= time.monotonic() - begun < 2 * timeout
-
-
-def test_no_door(tmp_path: Path) -> None:
-    """What cannot be connected to raises, with nothing left open."""
-    assert tmp_path not in runtime_folders()
+    assert tmp_path not in agents.runtime_folders()
     with pytest.raises(FileNotFoundError):
         Asking(tmp_path, Describe())
 
@@ -203,39 +156,35 @@ def found(name: str = "exp", agent: int = 9, **info: Any) -> Found:
     return Found(Path("/x"), agent, WorldInfo(name=name, workers=2, **facts))
 
 
-@pytest.mark.parametrize(
-    ("there", "name", "agent"),
-    [
-        ([found()], None, 9),
-        ([found(), found("other", notebook=5, agent=8)], None, 9),
-        ([found(), found("other", agent=8)], "other", 8),
-        ([found(), found("other", pool="trainer", agent=8)], "trainer", 8),
-        ([found(), found(agent=8)], "8", 8),
-        ([found(notebook=5), found(agent=8)], "exp", 8),
-    ],
-)
-def test_which_is_meant(there: list[Found], name: str | None, agent: int) -> None:
+def test_which_is_meant() -> None:
     """By name, pool, or process; the only one that nobody has where none is named."""
-    assert to_attach(there, name).agent == agent
+    for other, name, agent in (
+        (found("other", notebook=5, agent=8), None, 9),
+        (found("other", agent=8), "other", 8),
+        (found("other", pool="trainer", agent=8), "trainer", 8),
+        (found(agent=8), "8", 8),
+        (found(notebook=5, agent=8), "exp", 9),
+    ):
+        assert to_attach([found(), other], name).agent == agent
+
+
+PYTHON = platform.python_version()
+NINE = "are " + "`exp` (process 9), " * 5 + "`exp` (process 9) and 3 more)"
 
 
 @pytest.mark.parametrize(
     ("there", "name", "said"),
     [
         ([], None, "`%dist_attach`: none of your worlds on this machine is without a notebook."),
-        (
-            [found(), found("b", 8)],
-            None,
-            "there are `exp` (process 9), `b` (process 8). `%dist_att",
-        ),
+        ([found(), found("b", 8)], None, "are `exp` (process 9), `b` (process 8). `%dist_att"),
         ([found()], "x", "has this name (there is `exp` (process 9)). `nbdist ps`"),
-        ([found()] * 9, "x", "are " + "`exp` (process 9), " * 5 + "`exp` (process 9) and 3 more)"),
+        ([found()] * 9, "x", NINE),
         ([found(), found(agent=8)], "exp", "2 worlds have this name"),
         ([found(version="0.0.1")], "exp", f"runs nbdist 0.0.1, and this is {__version__}. `nbdist"),
         (
             [found(versions={"Python": "3.1.0", "torch": "1.0"})],
             "exp",
-            f"`exp` runs Python 3.1.0, and this notebook {platform.python_version()}: functions",
+            f"`exp` runs Python 3.1.0, and this notebook {PYTHON}: functions",
         ),
         ([found(notebook=5)], "exp", "process 5 still uses it. `%unload_ext nbdist` there"),
         ([found(notebook=5, detach=False)], "exp", "It ends with that."),
@@ -248,3 +197,129 @@ def test_what_cannot_be_had(there: list[Found], name: str | None, said: str) -> 
         to_attach(there, name)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+# --- a script's world goes on in another process ------------------------------------------------
+
+NAME = f"exp-{os.getpid()}"
+"""Others run the same tests on this machine."""
+
+BEGIN = f"""
+import os, sys, time
+import numpy as np
+import nbdist
+
+if __name__ == "__main__":
+    world = nbdist.World(2, detach=True, name="{NAME}", log_dir="", backend=%r)
+    world.start()
+    world.execute("big = weights.sum()", names={{"weights": np.ones(100_000)}}, setup=True)
+    world.execute("import time; x = rank")
+    world.submit(world.task(%r))
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def here() -> list[Found]:
+    return [each for each in agents.worlds() if each.info.name == NAME]
+
+
+def is_detached() -> bool:
+    return [each.is_detached for each in here()] == [True]
+
+
+@contextmanager
+def script(source: str, backend: str) -> Iterator[subprocess.Popen[str]]:
+    """A process whose world runs this, and outlives it until the end of the test."""
+    command = [sys.executable, "-c", BEGIN % (backend, source)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            wait_until(lambda: here()[0].info.state != "ready", "the task has been sent")
+            yield process
+        finally:
+            process.kill()
+            for each in here():
+                os.kill(each.agent, signal.SIGTERM)
+
+
+LOOP = """
+i = 0; print("begun")
+while not __import__("os").path.exists({gate!r}): time.sleep(0.1)
+print("ended", x)
+y = 2 * x
+"""
+
+
+@pytest.mark.own_agent
+def test_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its task ends, variables and set-up cells are there; it can be let go, and had, again."""
+    gate = tmp_path / "gate"
+    with script(LOOP.format(gate=str(gate)), "none") as process:
+        with pytest.raises(UsageError, match=f"notebook of process {process.pid} still uses it"):
+            attach(NAME)
+        process.kill()
+        wait_until(is_detached, "it is detached")
+        with attach(NAME) as world:
+            assert world.state is State.RUNNING
+            with pytest.raises(UsageError, match="this notebook uses it"):
+                attach(NAME)
+            gate.touch()
+            assert world.catch_up() is not None
+            lines = sorted(capsys.readouterr().out.splitlines())
+            assert lines == ["[0-1] begun", "[0] ended 0", "[1] ended 1"]
+            assert world.catch_up() is None
+            assert world.gather("y") == [0, 2]
+            assert world.session.names.bound(0) == ["big", "i", "x", "y"]
+            # The names of the set-up cell lay in memory of the process that was killed.
+            world.replace([1])
+            assert world.gather("big") == [100_000, 100_000]
+            world.scale(3)
+            assert world.gather("big", rank=2) == 100_000
+            assert world.session.config.detach
+            world.session.detach_link().detach()
+            wait_until(is_detached, "it is detached again")
+        world = attach(NAME)
+        assert (world.state, world.size, world.catch_up()) == (State.READY, 3, None)
+        with world:
+            assert world.gather("x", ranks=[0]) == [0]
+            world.restart(1)
+            assert world.gather("big") == [100_000]
+        assert here() == []
+
+
+@pytest.mark.own_agent
+def test_a_rank_that_dies_meanwhile() -> None:
+    """Those that wait for it are freed though nobody is there; catching up raises that."""
+    source = "import os\nif rank: time.sleep(0.5); os._exit(3)\ndist.barrier()"
+    with script(source, "gloo") as process:
+        process.kill()
+        wait_until(lambda: here()[0].info.state == "broken", "all ranks have ended the task")
+        with attach(NAME) as world:
+            with pytest.raises(WorkerDied, match=r"rank 1 .* exited with code 3"):
+                world.catch_up()
+            assert 0.5 <= world.session.running.transcript.elapsed() < 10
+            world.execute("dist.barrier()")
+            assert world.gather("x", ranks=[0]) == [0]
+
+
+WHILE_STARTING = f"""
+import os, nbdist
+world = nbdist.World(1, detach=True, name="{NAME}", log_dir="", backend="none")
+for far in world.session.starting():
+    if far.up:
+        os._exit(9)
+"""
+
+
+@pytest.mark.own_agent
+def test_killed_while_starting() -> None:
+    """The start comes to its end without anybody, and the next one has what was wanted."""
+    try:
+        assert subprocess.run([sys.executable, "-c", WHILE_STARTING]).returncode in (0, 9)
+        wait_until(is_detached, "it has started")
+        with attach(NAME) as world:
+            assert world.gather("rank") == [0]
+    finally:
+        for each in here():
+            os.kill(each.agent, signal.SIGTERM)

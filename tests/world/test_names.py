@@ -36,7 +36,7 @@ def ship(
 
 
 def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
-    """On the ranks that it has reached; of an older version nobody has it."""
+    """On the ranks that it has reached; of an older version nobody has it; it is not lost."""
     table.sent({"x": Shipped(1, Identity(1))})
     table.finished(0, Done("error", 0.0), {})  # it could not be rebuilt there
     assert table.owners() == {}
@@ -49,6 +49,13 @@ def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
     ship(table, "x", version=3, ranks=(1,))
     assert (last := table.record("x")) is not None
     assert (last.version, table.record("y")) == (3, None)
+    bind(table, 1, "x", "model")
+    ship(table, "x")
+    table.replaced([1])
+    assert table.lacking([1]) == "model"  # what was shipped is shipped again
+    assert table.ranks_that_have("x") == {0}
+    ship(table, "model")
+    assert table.lacking([1]) == ""
 
 
 def test_what_may_share_objects(table: NameTable) -> None:
@@ -65,14 +72,15 @@ def test_what_may_share_objects(table: NameTable) -> None:
 
 
 def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
-    """Not that of others which ran the same cell and did not come to it: `if rank == 0: ...`."""
-    ship(table, "x")
+    """Not that of others which did not come to it: `if rank == 0: ...`; nor once deleted."""
+    ship(table, "x", "model")
     bind(table, 0, "x")
     bind(table, 1)
-    assert table.ranks_that_own("x") == {0}
-    assert table.ranks_that_have("x") == {1}
-    assert table.owners() == {"x": ("workers", {0})}
+    assert (table.ranks_that_own("x"), table.ranks_that_have("x")) == ({0}, {1})
+    assert table.owners()["x"] == ("workers", {0})
     assert (table.bound(0), table.bound(1)) == (["x"], [])
+    table.finished(0, Done("ok", 0.0, gone=frozenset({"model", "x", "unknown"})), {})
+    assert table.owners() == {name: ("notebook", {1}) for name in ("x", "model")}
 
 
 def test_memory_of_what_was_shipped(table: NameTable) -> None:
@@ -86,14 +94,6 @@ def test_memory_of_what_was_shipped(table: NameTable) -> None:
     assert (table.kept("model"), table.kept("x")) == ([], [memory])
     table.let_go()
     assert table.kept("x") == []
-
-
-def test_what_a_cell_has_deleted(table: NameTable) -> None:
-    """The rank lacks it, whoever had bound it; others have it still."""
-    ship(table, "model")
-    bind(table, 0, "x")
-    table.finished(0, Done("ok", 0.0, gone=frozenset({"model", "x", "unknown"})), {})
-    assert table.owners() == {"model": ("notebook", {1})}
 
 
 @pytest.mark.parametrize("name", ["x", "model"])
@@ -111,8 +111,8 @@ def test_what_the_notebook_binds_again_is_its_own(table: NameTable, name: str) -
     assert table.owners() == {name: ("notebook", {0, 1})}
 
 
-def test_what_is_gathered_stays_the_workers(table: NameTable) -> None:
-    """The notebook has a list of all values now; each rank has its own."""
+def test_what_stays_the_workers(table: NameTable) -> None:
+    """What is gathered, of which the notebook has a list; and what only another rank is sent."""
     ship(table, "model")
     bind(table, 1, "x", "y")
     table.namespace.update(x=[1, 1], model=[[1], [1]])
@@ -120,18 +120,12 @@ def test_what_is_gathered_stays_the_workers(table: NameTable) -> None:
     table.gathered("model", (0,))
     owners = {"model": {0}, "x": {0, 1}, "y": {1}}
     assert table.owners() == {name: ("workers", ranks) for name, ranks in owners.items()}
-
-
-def test_modules_are_what_is_missed_first(table: NameTable) -> None:
-    """Then optimizers and tensors; also of what the cell made in which the rank died."""
-    kinds = {"net": 0, "opt": 1, "weights": 2}
-    names = frozenset({*kinds, "a", "b", "c", "d"})
-    table.finished(1, Done("ok", 0.0, names, kinds=kinds), {})
-    table.replaced([1])
-    assert table.lacking([1]) == "net, opt, weights, a, b, c and 1 more"
-    table.finished(1, Done("ok", 0.0, names, kinds=kinds), {})
-    table.replaced([0], made={"a", "net"})
-    assert table.lacking([0]) == "net and a"
+    bind(table, 1, "model")
+    ship(table, "model", ranks=(1,))
+    assert table.ranks_that_own("model") == {0}
+    table.namespace["model"] = [2]
+    table.bound_in_notebook(["model"])
+    assert table.ranks_that_own("model") == set()
 
 
 def test_what_ranks_have_changed_in_place(table: NameTable) -> None:
@@ -151,17 +145,6 @@ def test_what_ranks_have_changed_in_place(table: NameTable) -> None:
     assert table.ranks_that_have("model") == {1}
 
 
-def test_what_one_rank_is_sent_takes_nothing_from_others(table: NameTable) -> None:
-    """`%dist_push model -r 1`: rank 0's own stays its own, until the notebook binds the name."""
-    for rank in (0, 1):
-        bind(table, rank, "model")
-    ship(table, "model", ranks=(1,))
-    assert table.ranks_that_own("model") == {0}
-    table.namespace["model"] = [2]
-    table.bound_in_notebook(["model"])
-    assert table.ranks_that_own("model") == set()
-
-
 def test_what_another_notebook_has_sent(table: NameTable) -> None:
     """Of any name that is not known, unless this notebook binds it, ranks may have changed it."""
     table.found({1: {"y": None}}, (0, 1))
@@ -176,18 +159,14 @@ def test_what_another_notebook_has_sent(table: NameTable) -> None:
     assert table.copy().holders("x") == {0, 1}
 
 
-def test_a_notice_is_given_once(table: NameTable) -> None:
-    """Until the notebook binds the name again."""
-    assert [table.is_first_notice("x") for _ in range(2)] == [True, False]
-    table.bound_in_notebook(["x"])
-    assert table.copy().is_first_notice("x")
-    assert not table.is_first_notice("x")
-
-
 def test_a_copy_stays_as_it_is(table: NameTable) -> None:
-    """But for ranks that are other processes now."""
+    """But for ranks that are other processes now; it knows which notices were given."""
     ship(table, "x")
+    assert [table.is_first_notice("model") for _ in range(2)] == [True, False]
+    table.bound_in_notebook(["model"])
     copy = table.copy()
+    assert copy.is_first_notice("model")
+    assert not table.is_first_notice("model")
     bind(table, 0, "x")
     table.replaced([1])
     bind(table, 1, "y")
@@ -200,7 +179,7 @@ def test_a_copy_stays_as_it_is(table: NameTable) -> None:
 
 
 def test_what_a_new_rank_lacks(table: NameTable) -> None:
-    """All that cells bound on it, and what the cell in which it died bound on the others."""
+    """All that cells bound on it, and the last one on the others; modules are missed first."""
     for rank in (0, 1):
         bind(table, rank, "model", "x")
     table.replaced([1], {"late"})
@@ -208,19 +187,14 @@ def test_what_a_new_rank_lacks(table: NameTable) -> None:
     assert (table.bound(1), table.ranks_that_own("x")) == ([], {0})
     bind(table, 1, "x", "late")
     assert table.lacking([1]) == "model"
+    kinds = {"net": 0, "opt": 1, "weights": 2}
+    names = frozenset({*kinds, "a", "b"})
+    table.finished(1, Done("ok", 0.0, names, kinds=kinds), {})
     table.replaced([1])
-    assert table.lacking([1]) == "late, model and x"
-
-
-def test_what_is_shipped_is_not_lost(table: NameTable) -> None:
-    """It is shipped again; so is what the notebook has shipped in the place of the workers'."""
-    bind(table, 1, "x", "model")
-    ship(table, "x")
-    table.replaced([1])
-    assert table.lacking([1]) == "model"
-    assert table.ranks_that_have("x") == {0}
-    ship(table, "model")
-    assert table.lacking([1]) == ""
+    assert table.lacking([1]) == "net, opt, weights, a, b, late and 2 more"
+    table.finished(1, Done("ok", 0.0, names, kinds=kinds), {})
+    table.replaced([0], made={"a", "net"})
+    assert table.lacking([0]) == "net, a, model and x"
 
 
 def test_what_was_imported_is_imported_again(table: NameTable) -> None:
@@ -231,10 +205,8 @@ def test_what_was_imported_is_imported_again(table: NameTable) -> None:
     table.replaced([1])
     assert table.lacking([1]) == "made and time"
     assert table.take_lost_imports([0]) == {}
-    assert table.take_lost_imports([0, 1]) == {
-        1: {"np": "numpy", "hides": "numpy", "hidden": "torch"}
-    }
-    assert table.take_lost_imports([0, 1]) == {}
+    lost = {1: {"np": "numpy", "hides": "numpy", "hidden": "torch"}}
+    assert [table.take_lost_imports([0, 1]) for _ in range(2)] == [lost, {}]
 
 
 def test_new_ranks_lack_what_any_other_has(table: NameTable) -> None:
@@ -252,12 +224,6 @@ def test_new_ranks_lack_what_any_other_has(table: NameTable) -> None:
     assert table.lacking([1, 2]) == ""
 
 
-def test_list_of_names() -> None:
-    """In alphabetical order; of many only some are named."""
-    assert [*map(list_names, ("", "ba", "cab"))] == ["", "a and b", "a, b and c"]
-    assert list_names("abcdefghi") == "a, b, c, d, e, f and 3 more"
-
-
 def test_who_has_something_under_a_name(table: NameTable) -> None:
     """Shipped, bound there or imported; not where it was lost."""
     ship(table, "x", ranks=(0,))
@@ -266,3 +232,9 @@ def test_who_has_something_under_a_name(table: NameTable) -> None:
     assert (table.whence("nn"), table.whence("loss"), table.whence("x")) == ("torch.nn", None, None)
     table.replaced([1])
     assert table.ranks_with("loss") == table.ranks_with("nope") == ()
+
+
+def test_list_of_names() -> None:
+    """In alphabetical order; of many only some are named."""
+    assert [*map(list_names, ("", "ba", "cab"))] == ["", "a and b", "a, b and c"]
+    assert list_names("abcdefghi") == "a, b, c, d, e, f and 3 more"

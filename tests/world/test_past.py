@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import signal
+import re
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,8 @@ from nbdist.world.past import Past, Setup
 from nbdist.world.running import Crew, RunningTask
 from nbdist.world.states import Machines, Renumbering, State
 from nbdist.world.world import World
-from tests.faults.test_deaths import DIES, SUM, ends
+from tests.cells import run
+from tests.waiting import once, press_stop
 
 pytestmark = pytest.mark.shared_world(3)
 
@@ -65,21 +68,14 @@ def test_a_cell_is_kept_once() -> None:
     assert [(each.text, each.status) for each in past.tasks] == [("x = 3", "ok"), ("y = x", "ok")]
 
 
-@pytest.mark.parametrize(
-    ("work", "bound", "kind"),
-    [
-        (Source("pass"), "", "cell"),
-        (Source(""), "", None),
-        (Call("memory.clean"), "", None),
-        (Call("snapshot.read"), "x", "call"),
-        (Script("file", "train.py", ("--lr", "1")), "", "script"),
-    ],
-)
-def test_what_leaves_nothing_is_not_kept(work: Work, bound: str, kind: str | None) -> None:
+def test_what_leaves_nothing_is_not_kept() -> None:
     """Questions are no part of how the workers came to what they have."""
     past = Past()
-    past.add(ended(work, bound=bound))
-    assert [each.kind for each in past.tasks] == ([kind] if kind else [])
+    train = Script("file", "train.py", ("--lr", "1"))
+    for work in (Source("pass"), Source(""), Call("memory.clean"), train):
+        past.add(ended(work))
+    past.add(ended(Call("snapshot.read"), bound="x"))
+    assert [each.kind for each in past.tasks] == ["cell", "script", "call"]
 
 
 def test_facts() -> None:
@@ -133,7 +129,7 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_set_up_cells_are_kept_in_order() -> None:
-    """One that runs again takes the place that it had, as a first attempt; new ranks know it."""
+    """One that runs again takes its old place; one for all ranks is for all that there are."""
     setup, past = Setup(), Past()
     for number, key in enumerate("abca"):
         setup.keep(key, Task(key, (0,), Source(f"{key}{number}"), attempt=Attempt(1, 3)), None)
@@ -141,6 +137,11 @@ def test_set_up_cells_are_kept_in_order() -> None:
     assert {task.attempt for task in setup.tasks.values()} == {Attempt()}
     setup.forget()
     assert setup.tasks == {}
+    for after in (2, 6):
+        for key, ranks in (("all", (0, 1, 2, 3)), ("some", (0, 1))):
+            setup.keep(key, Task(key, ranks), None)
+        setup.renumber(Renumbering(4, after, {}))
+        assert [task.ranks for task in setup.tasks.values()] == [tuple(range(after)), (0, 1)]
     task = ended(Source("import os"), key="a").task
     assert not past.knows(task)
     past.add(ended(Source("import os"), key="a"))
@@ -149,33 +150,26 @@ def test_set_up_cells_are_kept_in_order() -> None:
     assert not past.knows(ended(Source("import sys")).task)
 
 
+def is_gone(segment: Segment) -> bool:
+    with suppress(SegmentGone):
+        Segment.of_another(segment.ref).close()
+        return False
+    return True
+
+
 def test_names_stay_for_as_long_as_their_cell() -> None:
     """Memory that holds them is released when it is replaced, or forgotten."""
     setup = Setup()
-    first, second, other = (to_end(Segment.filling([b"x"])) for _ in range(3))
+    first, other, second = segments = [to_end(Segment.filling([b"x"])) for _ in range(3)]
     for key, segment in (("a", first), ("b", other), ("b", None), ("a", second)):
         setup.keep(key, Task(key, (0,)), segment)
-    assert [is_gone(each) for each in (first, second, other)] == [True, False, True]
+    assert [*map(is_gone, segments)] == [True, True, False]
     setup.forget()
     assert is_gone(second)
 
 
-def is_gone(segment: Segment) -> bool:
-    try:
-        Segment.of_another(segment.ref).close()
-    except SegmentGone:
-        return True
-    return False
-
-
-def test_another_number_of_ranks() -> None:
-    """A cell for all ranks is for all of them then; one for some is for these."""
-    for after in (2, 6):
-        setup = Setup()
-        for key, ranks in (("all", (0, 1, 2, 3)), ("some", (0, 1))):
-            setup.keep(key, Task(key, ranks), None)
-        setup.renumber(Renumbering(4, after, {}))
-        assert [task.ranks for task in setup.tasks.values()] == [tuple(range(after)), (0, 1)]
+SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
+DIES = "import os, time\nif rank == 1: time.sleep(0.2); os.kill(os.getpid(), 9)\ndist.barrier()"
 
 
 @pytest.fixture
@@ -189,11 +183,14 @@ def world(started: World) -> World:
 
 
 def test_setup_runs_in_every_new_worker(world: World) -> None:
-    """After a death, a replacement and a restart, with the names that came along."""
+    """After a death, a replacement and a restart, in order, with the names that came along."""
     numbers = list(range(100_000))  # too many for a message: they stay in shared memory
     world.execute("base = sum(numbers) + rank", names={"numbers": numbers}, setup=True)
+    world.execute("order = ['a']", setup=True)
+    world.execute("order.append('b')", ranks=[0, 2], setup=True)
+    world.execute("order = ['a']", setup=True)
     expected = [sum(numbers) + rank for rank in range(3)]
-    error = ends(world, world.submit(world.task("base = 0\n" + DIES + "dist.barrier()")))
+    error = run(world, f"base = 0\n{DIES}").error
     assert isinstance(error, WorkerDied)
     assert world.gather("base") == [0, expected[1], 0]
     assert "base" not in world.session.names.lacking([1])
@@ -201,14 +198,6 @@ def test_setup_runs_in_every_new_worker(world: World) -> None:
     assert world.gather("base") == [0, *expected[1:]]
     world.restart()
     assert world.gather("base") == expected
-
-
-def test_setup_runs_in_order_on_its_ranks(world: World) -> None:
-    """Once for each cell: the same cell again takes the place of what it was."""
-    world.execute("order = ['a']", setup=True)
-    world.execute("order.append('b')", ranks=[0, 2], setup=True)
-    world.execute("order = ['a']", setup=True)
-    world.restart()
     assert world.gather("order") == [["a", "b"], ["a"], ["a", "b"]]
 
 
@@ -217,7 +206,7 @@ def test_setup_with_collectives(world: World) -> None:
     world.execute(SUM, setup=True)
     world.restart()
     assert world.gather("t.item()") == [3.0] * 3
-    error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
+    error = run(world, DIES).error
     said = "A `--setup` cell failed there: rank 1 waits in all_reduce, line 1; ranks 0,2"
     assert said in str(error)
     world.session.setup.forget()
@@ -232,28 +221,23 @@ def test_setup_that_fails(world: World) -> None:
     world.session.setup.forget()
     world.execute(f"{SUM}\nkept = rank")
     world.execute("import os\nif 'kept' not in globals(): os._exit(7)", setup=True)
-    error = ends(world, world.submit(world.task(DIES + "dist.barrier()")))
+    error = run(world, DIES).error
     assert isinstance(error, WorkerDied)
-    assert "A `--setup` cell failed there: rank 1 on" in str(error)
-    assert "exited with code 7" in str(error)
+    said = r"A `--setup` cell failed there: rank 1 on .*exited with code 7"
+    assert re.search(said, str(error))
     world.session.setup.forget()
     world.execute(SUM)
 
 
-def test_stop_while_a_new_worker_is_set_up(world: World) -> None:
+def test_stop_while_a_new_worker_is_set_up(world: World, tmp_path: Path) -> None:
     """Stop ends the set-up cell; the world takes cells."""
-    world.execute(
-        "import time\nif 'kept' not in globals(): print('set up'); time.sleep(600)", setup=True
-    )
-    running = world.submit(world.task(DIES + "dist.barrier()"))
-    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 4.0)
-    try:
+    begun = tmp_path / "begun"
+    waits = f"open({str(begun)!r}, 'w'); __import__('time').sleep(600)"
+    world.execute(f"if 'kept' not in globals(): {waits}", setup=True)
+    running = world.submit(world.task(DIES))
+    with once(begun.exists, press_stop):
         world.session.wait(running)
         with pytest.raises(KeyboardInterrupt):
             world.session.check(running)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
     world.session.setup.forget()
     world.execute(SUM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,12 +12,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from nbdist.config import Patience, WorldConfig
 from nbdist.errors import ScaleError, UsageError, WorkerError, WorldBusy, WorldNotStarted
 from nbdist.output.events import Done
 from nbdist.world import recovery
 from nbdist.world.recovery import healing_text
+from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
@@ -89,7 +90,7 @@ def world(started: World) -> World:
     return started
 
 
-def weights_of(world: World) -> object:
+def weights_of(world: World) -> torch.Tensor:
     """Of the model, which are the same on all ranks, bit by bit."""
     first, *others = world.gather("weights(net)")
     assert len(others) == world.size - 1
@@ -113,7 +114,7 @@ def test_a_model_trains_on_two_then_four_then_three_ranks(world: World) -> None:
     weights = weights_of(world)
     assert {rank: world.pids[rank] for rank in (0, 1)} == pids
     (alone,) = world.gather("train_alone([2] * 5 + [4] * 5 + [3] * 5)", ranks=[0])
-    assert weights.allclose(alone, rtol=1e-4, atol=1e-6)  # type: ignore[attr-defined]
+    assert weights.allclose(alone, rtol=1e-4, atol=1e-6)
 
 
 OLD = """
@@ -131,49 +132,40 @@ on_pair = rank < 2 and torch.nn.parallel.DistributedDataParallel(
 """
 
 
-USES = {
-    "default group": "dist.all_reduce(torch.ones(1), group=before)",
-    "subgroup": "dist.barrier(group=pair)",
-    "group of one": "dist.all_reduce(torch.ones(1), group=alone)",
-    "FSDP2": "sharded(torch.ones(2, 64))",
-    "DTensor": "spread.full_tensor()",
-    "DDP on a subgroup": "on_pair(torch.ones(2, 4)).sum().backward()",
-}
+USES = (
+    "dist.all_reduce(torch.ones(1), group=before)",
+    "dist.barrier(group=pair)",
+    "dist.all_reduce(torch.ones(1), group=alone)",
+    "sharded(torch.ones(2, 64))",
+    "spread.full_tensor()",
+    "on_pair(torch.ones(2, 4)).sum().backward()",
+)
+
+OLD_WORKS = "sharded(torch.ones(2, 64)).sum().backward()\nassert spread.full_tensor().sum() == 8"
 
 
-@pytest.fixture(scope="module")
-def outlived(started: World) -> World:
-    """A world where all of that was made before it was scaled."""
-    started.scale(2)
-    started.execute(OLD)
-    started.scale(3)
-    return started
-
-
-@pytest.mark.parametrize("use", USES)
-def test_what_cannot_live_on_says_what_to_make_anew(outlived: World, use: str) -> None:
-    """It raises at once, in one line, and the group of all stays whole."""
-    with pytest.raises(WorkerError, match=r"2 -> 3\. Recreate what was made with it"):
-        outlived.execute(USES[use], ranks=[0, 1])
-    assert outlived.state is State.READY
-    assert outlived.gather("(dist.barrier(), rank)[1]") == [0, 1, 2]
-
-
-def test_it_can_be_made_anew(outlived: World) -> None:
-    """With the same names, on all ranks."""
-    outlived.execute(OLD)
-    outlived.execute(
-        "if rank < 2: dist.barrier(group=pair)\n"
-        "sharded(torch.ones(2, 64)).sum().backward()\n"
-        "assert spread.full_tensor().sum() == 8"
-    )
+def test_what_cannot_live_on_says_what_to_make_anew(world: World) -> None:
+    """It raises at once, in one line, and the group of all stays whole; the same names will do."""
+    world.execute(OLD)
+    world.scale(3)
+    for use in USES:
+        with pytest.raises(WorkerError, match=r"2 -> 3\. Recreate what was made with it"):
+            world.execute(use, ranks=[0, 1])
+        assert world.state is State.READY
+        world.execute("dist.barrier()")
+    world.execute(f"{OLD}\nif rank < 2: dist.barrier(group=pair)\n{OLD_WORKS}")
 
 
 def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
-    """What they lack is known, until it is copied there; what is copied is the workers' own."""
+    """Until it is copied there; a rank that comes again goes on in its own log."""
     world.execute("made = torch.nn.Linear(1, 1)")
     world.execute("", names={"given": 1}, ranks=[0])
-    world.scale(3)
+    log = Path(world.logs[1]).parent / "2" / "stdout.log"
+    for text in ("first", "second"):
+        world.scale(2)
+        world.scale(3)
+        world.execute(f"print({text!r})", ranks=[2])
+    assert log.read_text().endswith("first\nsecond\n")
     names = world.session.names
     assert "made" in names.lacking([2])
     assert "train" not in names.lacking([2])
@@ -181,16 +173,6 @@ def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
     assert world.sync(["made", "given"]) == (1, 2)
     assert "made" not in names.lacking([2])
     assert names.ranks_that_own("given") == {0, 1, 2}
-
-
-def test_new_ranks_have_log_files(world: World) -> None:
-    """Beside those of the others; a rank that comes again goes on in its own."""
-    log = Path(world.logs[1]).parent / "4" / "stdout.log"
-    for text in ("first", "second"):
-        world.scale(5)
-        world.execute(f"print({text!r})", ranks=[4])
-        world.scale(2)
-    assert log.read_text() == "first\nsecond\n"
 
 
 def test_it_takes_workers_that_have_nothing_to_do(world: World) -> None:
@@ -205,13 +187,18 @@ def test_it_takes_workers_that_have_nothing_to_do(world: World) -> None:
         world.scale(0)
     with pytest.raises(WorldNotStarted, match="dist_scale"):
         World(2).scale(3)
+    two: Any = Workers(WorldConfig(2, log_dir=""))
+    assert healing_text(two, [1, 0]) == "ranks 0-1 were restarted and their variables are gone."
+    two.names.finished(1, Done("ok", 0.0, frozenset("x")), {})
+    two.names.replaced([1])
+    said = "rank 1 was restarted and its variables (x) are gone; other ranks are unaffected."
+    assert healing_text(two, [1]) == said
 
 
 @contextmanager
-def each_new_worker(world: World, do: Callable[[psutil.Process], None]) -> Iterator[None]:
+def each_new_worker(world: World, do: Callable[[psutil.Process], object]) -> Iterator[None]:
     """Do something to every worker process that is started meanwhile."""
     fork_server = psutil.Process(world.pids[0]).parent()
-    assert fork_server is not None
     # A look at all processes would take longer than a worker's start where others are at work.
     children = Path(f"/proc/{fork_server.pid}/task/{fork_server.pid}/children")
     known, over = {*children.read_text().split()}, threading.Event()
@@ -235,19 +222,12 @@ def test_a_new_rank_that_dies_while_it_starts_leaves_the_world_as_it_was(world: 
     """Also with what was made from its groups; later it can be scaled."""
     world.execute(f"{MODEL}{OLD}")
     pids = dict(world.pids)
-    with (
-        each_new_worker(world, psutil.Process.kill),
-        pytest.raises(ScaleError, match=r"rank 2 .*SIGKILL.* 2 workers are running, as before"),
-    ):
+    said = r"rank 2 .*SIGKILL.* 2 workers are running, as before"
+    with each_new_worker(world, psutil.Process.kill), pytest.raises(ScaleError, match=said):
         world.scale(3)
-    assert world.pids == pids
-    assert world.state is State.READY
+    assert (world.pids, world.state) == (pids, State.READY)
     assert world.gather("(world_size, dist.get_world_size())") == [(2, 2), (2, 2)]
-    world.execute(
-        "dist.barrier(group=pair)\n"
-        "sharded(torch.ones(2, 64)).sum().backward()\n"
-        "train(net, optimizer, [1])"
-    )
+    world.execute(f"dist.barrier(group=pair)\n{OLD_WORKS}\ntrain(net, optimizer, [1])")
     world.scale(3)
     assert world.gather("dist.get_world_size()") == [3] * 3
 
@@ -256,12 +236,7 @@ def test_a_survivor_that_dies_meanwhile_is_replaced(world: World) -> None:
     """The world is of the new size all the same."""
     world.execute("kept = rank; layer = torch.nn.Linear(1, 1)")
     survivor = psutil.Process(world.pids[1])
-
-    def end(_: psutil.Process) -> None:
-        if survivor.is_running():
-            survivor.kill()
-
-    with each_new_worker(world, end):
+    with each_new_worker(world, lambda _: survivor.is_running() and survivor.kill()):
         world.scale(3)
     assert world.gather("dist.get_world_size()") == [3] * 3
     assert world.gather("globals().get('kept')") == [0, None, None]
@@ -282,41 +257,23 @@ Group.regroup = late
 
 def test_stop_while_it_is_scaled(world: World, tmp_path: Path) -> None:
     """The next cell finds the ranks that there are then, with a group."""
-    main, gate = threading.main_thread().ident, tmp_path / "gate"
-    assert main is not None
+    gate = tmp_path / "gate"
     world.execute(LATE.format(gate=str(gate)), ranks=[0])
-    with (
-        each_new_worker(world, lambda _: signal.pthread_kill(main, signal.SIGINT)),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    with each_new_worker(world, lambda _: press_stop()), pytest.raises(KeyboardInterrupt):
         world.scale(3)
     assert world.state is State.BROKEN
     gate.touch()
     world.session.heal()
-    assert world.gather("(rank, world_size, dist.get_world_size())") == [
-        (rank, 3, 3) for rank in range(3)
-    ]
-
-
-def test_words() -> None:
-    """Of one rank and of several."""
-    two: Any = Workers(WorldConfig(2, log_dir=""))
-    said = "ranks 0-1 were restarted and their variables are gone."
-    assert healing_text(two, [1, 0]) == said
-    two.names.finished(1, Done("ok", 0.0, frozenset("x")), {})
-    two.names.replaced([1])
-    said = "rank 1 was restarted and its variables (x) are gone; other ranks are unaffected."
-    assert healing_text(two, [1]) == said
+    here = world.gather("(rank, world_size, dist.get_world_size())")
+    assert here == [(rank, 3, 3) for rank in range(3)]
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------
 
 
-SLEEPS = """
-from pathlib import Path; import os, time
-Path(os.environ['RANK']).touch()
-time.sleep(600)
-"""
+BEGUN = "from pathlib import Path; import os, time\nPath(os.environ['RANK']).touch()\n"
+SLEEPS = f"{BEGUN}time.sleep(600)\n"
+WAITS = "while not Path('open').exists(): time.sleep(0.01)"
 
 
 @pytest.fixture
@@ -327,45 +284,33 @@ def ready(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worl
     return world
 
 
-def have_begun(folder: Path) -> bool:
-    return len([each for each in folder.iterdir() if each.name.isdigit()]) == 2
+def have_begun() -> bool:
+    return Path("0").exists() and Path("1").exists()
+
+
+def stop_once_begun(world: World, running: RunningTask, stops: int = 1) -> None:
+    """Follow a task that is stopped so often as soon as its ranks have begun."""
+    for _ in world.follow(running):
+        with running.counting_stops():
+            if have_begun() and running.stops < stops:
+                raise KeyboardInterrupt
 
 
 def test_a_script_is_stopped(ready: World, tmp_path: Path) -> None:
     """Ctrl-C ends it on all ranks, though it could be run again; the next cell runs."""
     (tmp_path / "sleeps.py").write_text(SLEEPS)
-    with once(lambda: have_begun(tmp_path), press_stop), pytest.raises(KeyboardInterrupt):
+    with once(have_begun, press_stop), pytest.raises(KeyboardInterrupt):
         ready.run_script("sleeps.py", max_restarts=3)
     assert ready.gather("kept") == [0, 1]
 
 
-def test_what_brings_values_to_keep_is_stopped(ready: World, tmp_path: Path) -> None:
+def test_what_brings_values_to_keep_is_stopped(ready: World) -> None:
     """Ctrl-C while values are fetched for `keep` leaves all workers as they were."""
-    ready.execute(
-        "class Slow:\n"
-        "    def __reduce__(self):\n"
-        "        from pathlib import Path; import time\n"
-        "        (Path(str(rank)).touch(), time.sleep(600))\n"
-        "slow = Slow()"
-    )
+    ready.execute(f"class Slow:\n    def __reduce__(self): exec({SLEEPS!r})\nslow = Slow()")
     before = dict(ready.pids)
-    with once(lambda: have_begun(tmp_path), press_stop), pytest.raises(KeyboardInterrupt):
+    with once(have_begun, press_stop), pytest.raises(KeyboardInterrupt):
         ready.restart(keep=["slow"])
     assert ready.pids == before
-    assert ready.gather("kept") == [0, 1]
-
-
-def test_a_stop_while_news_is_drawn(ready: World, tmp_path: Path) -> None:
-    """It counts as one that comes while the ranks are waited for."""
-    running = ready.submit(ready.task(f"print('begun')\n{SLEEPS}"))
-    drawn = 0
-    for news in ready.follow(running):
-        with running.counting_stops():
-            drawn += bool(news)
-            if have_begun(tmp_path) and not running.stops:
-                raise KeyboardInterrupt
-    assert (running.stops, running.unfinished, bool(drawn)) == (1, (), True)
-    assert "KeyboardInterrupt" in str(running.error())
     assert ready.gather("kept") == [0, 1]
 
 
@@ -374,29 +319,20 @@ def test_a_second_stop_gives_control_back(
 ) -> None:
     """Ranks that catch the first one still run then; the next cell waits for them."""
     monkeypatch.setattr("nbdist.world.running.CONTROL_TIMEOUT", 2 * SOON)  # after one Stop
-    leave = threading.Timer(SOON, (tmp_path / "open").touch)
-    running = ready.submit(
-        ready.task(
-            "import time\nfrom pathlib import Path\n"
-            "try:\n    Path(str(rank)).touch(); time.sleep(600)\n"
-            "except KeyboardInterrupt:\n"
-            "    while not Path('open').exists(): time.sleep(0.01)"
-        )
-    )
-    pressed = 0.0
+    caught = f"    Path(os.environ['RANK'] + 'caught').touch()\n    {WAITS}"
+    source = f"{BEGUN}try: time.sleep(600)\nexcept KeyboardInterrupt:\n{caught}"
+    running = ready.submit(ready.task(source))
+    leave = threading.Timer(SOON, (tmp_path / "open").touch)  # where it does not give it back
+    leave.start()
     for _ in ready.follow(running):
         with running.counting_stops():
-            if have_begun(tmp_path) and running.stops < 2 and time.monotonic() > pressed + 0.5:
-                if not pressed:
-                    leave.start()
-                pressed = time.monotonic()
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(1)
+            due = have_begun() if not running.stops else Path("1caught").exists()
+            if due and running.stops < 2:
+                raise KeyboardInterrupt
     leave.cancel()
     leave.join()
     assert running.stops == 2
-    assert running.unfinished == (0, 1)
-    assert ready.state is State.STUCK
+    assert (running.unfinished, ready.state) == ((0, 1), State.STUCK)
     (tmp_path / "open").touch()
     assert ready.gather("kept") == [0, 1]
     assert not running.unfinished
@@ -411,10 +347,10 @@ def test_a_stop_while_a_rank_is_silent(ready: World, monkeypatch: pytest.MonkeyP
     )
     heals = once(lambda: ready.state is State.HEALING, press_stop)
     with heals, pytest.raises(KeyboardInterrupt):
-        ready.execute("if rank == 1: raise ValueError\ntorch.distributed.barrier()")
+        ready.execute("if rank == 1: raise ValueError\ndist.barrier()")
     assert ready.state is State.BROKEN
     os.kill(ready.pids[0], signal.SIGKILL)  # else its agent does so after half a minute
-    ready.execute("torch.distributed.barrier()")
+    ready.execute("dist.barrier()")
     assert ready.gather("globals().get('kept')") == [None, 1]
 
 
@@ -432,30 +368,19 @@ def test_it_comes_round_at_once_for_who_cannot_wait(ready: World) -> None:
     assert (running.unfinished, running.error()) == ((), None)
 
 
-@pytest.mark.parametrize("stops", [1, 2])
-def test_a_task_that_holds_stop(ready: World, tmp_path: Path, stops: int) -> None:
+def test_a_task_that_holds_stop(ready: World, tmp_path: Path) -> None:
     """The first one waits for it to end, the second gives control back; neither interrupts."""
-    waits = "from pathlib import Path; import time\nPath(str(rank)).touch()\n"
-    waits += "while not Path('open').exists(): time.sleep(0.01)\nheld = True"
-    running = ready.submit(ready.task(waits), Patience(holds_stop=True))
-    for _ in ready.follow(running):
-        with running.counting_stops():
-            if have_begun(tmp_path) and running.stops < stops:
-                raise KeyboardInterrupt
-            if running.is_stopping and stops == 1:
-                (tmp_path / "open").touch()
-    assert running.unfinished == (() if stops == 1 else (0, 1))
+    running = ready.submit(ready.task(f"{BEGUN}{WAITS}\nheld = 1"), Patience(holds_stop=True))
+    stop_once_begun(ready, running, stops=2)
+    assert running.unfinished == (0, 1)
     (tmp_path / "open").touch()
-    assert ready.gather("held") == [True, True]
+    assert ready.gather("held") == [1, 1]
 
 
-def test_a_task_that_holds_stop_for_ever(ready: World, tmp_path: Path) -> None:
+def test_a_task_that_holds_stop_for_ever(ready: World) -> None:
     """It is interrupted when it is stopped again later."""
     running = ready.submit(ready.task(SLEEPS), Patience(holds_stop=True, control_timeout=0.1))
-    for _ in ready.follow(running):
-        with running.counting_stops():
-            if have_begun(tmp_path) and not running.stops:
-                raise KeyboardInterrupt
+    stop_once_begun(ready, running)
     assert (running.unfinished, ready.state) == ((0, 1), State.STUCK)
     ready.interrupt()
     assert ready.gather("kept") == [0, 1]

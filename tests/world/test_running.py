@@ -40,17 +40,21 @@ def looks(task: RunningTask, now: float) -> list[Step]:
 
 
 def test_it_is_over_when_all_ranks_are_done() -> None:
-    """Each thing that they show is news once."""
+    """What they show is news once; with their agent all have ended."""
     task = running()
     task.receive(0, Text("stdout", "hello\n"))
-    task.receive(0, Done("ok", 0.1))
-    assert task.unfinished == (1,)
-    assert task.waits_after(0)
-    assert [rank for rank, _ in task.take_news()] == [0, 0]
-    assert task.take_news() == []
+    task.moved = {0: Moved(1, 10), 1: Moved(2, 20)}
+    task.receive(0, Done("ok", 0.1, bound=frozenset({"x"})))
+    assert (task.unfinished, task.waits_after(0), task.bytes_moved) == ((1,), True, (3, 30))
+    assert [[rank for rank, _ in task.take_news()] for _ in range(2)] == [[0, 0], []]
+    assert (task.made, task.result().by_rank) == ({"x"}, {0: None})
+    assert isinstance(task.error(), RanksNotStopped)
     task.receive(1, Done("ok", 0.1))
     assert (task.unfinished, task.error()) == ((), None)
     assert [*task.next_steps(time.monotonic())] == []
+    task, lost = running(), AgentLost("here", -9)
+    task.take_loss(lost)
+    assert (task.unfinished, task.error()) == ((), lost)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +90,11 @@ def test_a_rank_that_finished_is_waited_for() -> None:
     assert task.aborted == {0: WAITS}
     stopped.stop(now)
     assert looks(stopped, now) == [Step.LOCATE] * 3
+    task.receive(0, Failure("RuntimeError", "Connection closed", (), 1, connections="ended"))
+    task.receive(0, Done("error", 0.1))
+    error = task.error()
+    assert isinstance(error, RanksReleased)
+    assert error.rank == 0
 
 
 def test_a_gpu_has_just_ended_a_collective() -> None:
@@ -112,7 +121,7 @@ def test_nobody_waits_in_vain_for_one_that_is_debugged() -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "none"])
 def test_it_takes_too_long(backend: str) -> None:
-    """It is stopped once, and where its ranks were is the error; time to type is not counted."""
+    """It is stopped once, and where its ranks were is the error; time to type does not count."""
     assert running(patience=Patience(timeout=0.5)).seconds_to_look(time.monotonic()) <= 0.5
     task = running(backend=backend, patience=Patience(hang_timeout=1000.0, timeout=500.0))
     now = time.monotonic()
@@ -125,32 +134,31 @@ def test_it_takes_too_long(backend: str) -> None:
     task.timed_out = task.doing
     task.stop(now + 1101)
     assert Step.TIME_OUT not in task.next_steps(now + 1200)
-    for rank in (0, 1):
-        task.receive(rank, STOPPED)
-        task.receive(rank, Done("error", 0.1))
+    failed = running(backend=backend, patience=Patience(timeout=500.0))
+    failed.timed_out = task.timed_out
+    for each, first in ((task, STOPPED), (failed, Failure("ValueError", "bad shard", (), 1))):
+        for rank, failure in enumerate((first, STOPPED)):
+            each.receive(rank, failure)
+            each.receive(rank, Done("error", 0.1))
     assert isinstance(task.error(), CellTimeout)
     assert "by `--timeout 500`: rank 0 waits in barrier" in str(task.error())
+    assert "ValueError: bad shard" in str(failed.error())
 
 
-def test_where_nobody_waits_for_control() -> None:
-    """Stop goes on until the ranks have ended, however often it comes."""
-    task, other = running(patience=Patience(control_timeout=None)), running()
+def test_a_stop_is_counted() -> None:
+    """Other errors of a consumer are its own; without a bound Stop goes on until all have ended."""
+    task = running(patience=Patience(control_timeout=None))
+    with task.counting_stops():
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match="drawn"), task.counting_stops():
+        raise ValueError("drawn")
+    assert task.stops == 1
+    other = running()
     for each in (task, other):
         each.stops = 2
         each.stop(10.0)
     assert (task.give_up_at, task.wants_control(0)) == (float("inf"), False)
     assert (other.give_up_at, other.wants_control(0)) == (10.0 + CONTROL_TIMEOUT, True)
-
-
-def test_a_stop_is_counted() -> None:
-    """Other errors of a consumer are its own."""
-    task = running()
-    with task.counting_stops():
-        raise KeyboardInterrupt
-    assert task.stops == 1
-    with pytest.raises(ValueError, match="drawn"), task.counting_stops():
-        raise ValueError("drawn")
-    assert task.stops == 1
 
 
 @pytest.mark.parametrize(("backend", "ended"), [("gloo", (0,)), ("cpu:gloo,cuda:nccl", ())])
@@ -171,16 +179,12 @@ def test_what_nothing_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> No
 
 
 def test_who_waits_where() -> None:
-    """It is said once it may be in vain; who has finished is named."""
+    """It is said once it may be in vain; machines and networks that are silent come first."""
     task = running(patience=Patience(hang_timeout=0.0))
     task.take_places({0: WAITS, 1: Place(line=2)}, 1.0)
     assert task.doing == task.waits == "rank 0 waits in barrier, line 1 · rank 1 is in line 2"
     task.receive(1, Done("ok", 0.1))
     assert task.waits.endswith("· rank 1 finished")
-
-
-def test_machines_and_networks_that_are_silent() -> None:
-    """They are named before anything else, whatever ranks do."""
     task = running()
     task.silent = Silent(("hosta",), 10.0)
     assert task.waits == "hosta does not respond and counts as lost after 10 s"
@@ -189,45 +193,3 @@ def test_machines_and_networks_that_are_silent() -> None:
     task.silent = Silent((), 2.5)
     task.take_places({0: replace(WAITS, stalled=(("10.0.0.1", "10.0.0.2"),))}, 1.0)
     assert task.waits == "the network between 10.0.0.2 and here is stalled"
-
-
-def test_what_it_has_bound_and_moved() -> None:
-    """Of all ranks together, as far as they have said."""
-    task = running()
-    task.moved = {0: Moved(1, 10), 1: Moved(2, 20)}
-    assert task.bytes_moved == (3, 30)
-    task.receive(0, Done("ok", 0.1, bound=frozenset({"x"})))
-    assert (task.made, task.result().by_rank) == ({"x"}, {0: None})
-    assert isinstance(task.error(), RanksNotStopped)  # the other has not ended it
-
-
-def test_ranks_that_were_freed() -> None:
-    """Where none has an error of its own, that is the error."""
-    task, now = running(), 1.0
-    task.take_places({0: WAITS, 1: Place()}, now)
-    task.receive(1, Done("ok", 0.1))
-    task.abort(now)
-    task.receive(0, Failure("RuntimeError", "Connection closed", (), 1, connections="ended"))
-    task.receive(0, Done("error", 0.1))
-    error = task.error()
-    assert isinstance(error, RanksReleased)
-    assert error.rank == 0
-
-
-def test_an_error_of_its_own_before_it_takes_too_long() -> None:
-    """It is the cause, not that the others were stopped."""
-    task = running(patience=Patience(timeout=1.0))
-    task.receive(0, Failure("ValueError", "bad shard", (), 1))
-    task.receive(0, Done("error", 0.1))
-    task.timed_out = task.doing
-    task.receive(1, STOPPED)
-    task.receive(1, Done("error", 0.1))
-    assert "ValueError: bad shard" in str(task.error())
-
-
-def test_the_agent_is_lost() -> None:
-    """All ranks have ended with it, and that is the error."""
-    task, lost = running(), AgentLost("here", -9)
-    task.take_loss(lost)
-    assert task.unfinished == ()
-    assert task.error() is lost

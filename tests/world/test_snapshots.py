@@ -46,7 +46,7 @@ def entries(folder: Path) -> list[str]:
 
 
 def test_a_complete_one_is_found(store: SnapshotStore) -> None:
-    """By its name, by its stamp, or as the newest of all; it says what it holds."""
+    """By name, by stamp, or as the newest, this notebook's first; it says what it holds."""
     with store.writing("a"):
         assert store.all() == []
     taken = take(store, "a")
@@ -55,33 +55,22 @@ def test_a_complete_one_is_found(store: SnapshotStore) -> None:
     assert (taken.key, taken.names, taken.size) == (key, ["x"], size)
     assert (taken.left_out, taken.versions) == ({"lock": "TypeError"}, {"torch": "2.0"})
     assert (taken.parts[1].also, taken.problem, taken.distrust) == (("f",), "", "")
-
-
-def test_one_of_this_notebook_goes_before_anothers(tmp_path: Path) -> None:
-    """Of a name that both have used, also where the other's is newer."""
-    mine = SnapshotStore(tmp_path, "/mine.ipynb")
-    taken, other = take(mine, "a"), take(SnapshotStore(tmp_path, "/other.ipynb"), "a")
-    assert (mine.find("a"), mine.of("a")) == (taken, [other, taken])
+    mine = SnapshotStore(store.root, "/mine.ipynb")
+    own, other = take(mine, "b"), take(SnapshotStore(store.root, "/other.ipynb"), "b")
+    assert (mine.find("b"), mine.of("b")) == (own, [other, own])
 
 
 def test_what_was_not_completed_is_gone(store: SnapshotStore) -> None:
-    """Also where writing it fails."""
-    for there in (True, False):
-        with suppress(LookupError), store.writing("a") as folder:
-            if there:
-                write_frames(folder / "rank0.frames", [b"contents"])
-            raise LookupError
+    """What a killed writer left goes with the next one, of any name; what is not ours stays."""
+    with suppress(LookupError), store.writing("a") as folder:
+        write_frames(folder / "rank0.frames", [b"contents"])
+        raise LookupError
     assert entries(store.root / "a") == [".lock"]
-
-
-def test_what_a_killed_writer_left_goes(store: SnapshotStore) -> None:
-    """With the next one, of whatever name; what has not been made here stays."""
-    take(store, "a")
     for name in (".part-killed", ".part-mine"):
         (store.root / "a" / name).mkdir()
     os.close(folders.claim(store.root / "a" / ".part-killed", "snapshot a"))
     take(store, "b")
-    assert [name for name in entries(store.root / "a") if "part" in name] == [".part-mine"]
+    assert entries(store.root / "a") == [".lock", ".part-mine"]
 
 
 def test_the_newest_are_kept(store: SnapshotStore) -> None:
@@ -97,11 +86,11 @@ def test_the_newest_are_kept(store: SnapshotStore) -> None:
     assert store.find("b").stamp == stamps[-1]
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", ".a", "a/b", "a@b", "-a", "é", "a b", "a\n"])
-def test_what_is_no_name(store: SnapshotStore, name: str) -> None:
+def test_what_is_no_name(store: SnapshotStore) -> None:
     """It is refused before anything is written."""
-    with pytest.raises(UsageError, match="is not a name for a snapshot"), store.writing(name):
-        pytest.fail("it is written")
+    for name in ("", ".", "..", ".a", "a/b", "a@b", "-a", "é", "a b", "a\n"):
+        with pytest.raises(UsageError, match="is not a name for a snapshot"), store.writing(name):
+            pytest.fail("it is written")
     assert entries(store.root) == []
 
 
@@ -136,45 +125,34 @@ def test_what_is_not_there(store: SnapshotStore) -> None:
         assert str(caught.value) == said
 
 
-DAMAGES: list[tuple[Callable[[Path], object], str]] = [
-    (lambda folder: (folder / MANIFEST).unlink(), "manifest.json cannot be read"),
-    (lambda folder: os.truncate(folder / MANIFEST, 100), "manifest.json cannot be read"),
-    (lambda folder: (folder / MANIFEST).write_text("[]"), "manifest.json cannot be read"),
-    (lambda folder: (folder / MANIFEST).write_text('{"ranks": {"x": {}}}'), "manifest.json cannot"),
-    (lambda folder: (folder / "rank1.frames").unlink(), "rank1.frames is missing"),
-    (lambda folder: os.truncate(folder / "rank1.frames", 9), "rank1.frames has 9 of 35 bytes"),
+DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
+    (MANIFEST, lambda file: os.truncate(file, 100), "manifest.json cannot be read"),
+    (MANIFEST, lambda file: file.write_text('{"ranks": {"x": {}}}'), "manifest.json cannot be"),
+    ("rank1.frames", lambda file: file.unlink(), "rank1.frames is missing"),
+    ("rank1.frames", lambda file: os.truncate(file, 9), "rank1.frames has 9 of 35 bytes"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "problem"), DAMAGES)
-def test_damage_is_seen(
-    store: SnapshotStore, damage: Callable[[Path], object], problem: str
-) -> None:
+def test_damage_is_seen(store: SnapshotStore) -> None:
     """One that is damaged is there, and says what is wrong with it; others are as they were."""
-    older, taken = take(store, "a"), take(store, "a")
-    damage(taken.folder)
-    newest, other = store.of("a")
-    assert (newest.problem[: len(problem)], other.problem) == (problem, "")
-    assert store.find("a").key == taken.key
-    assert store.find(older.key) == older
-
-
-def test_another_format(store: SnapshotStore) -> None:
-    """One of another version of nbdist is not read, and says of which."""
-    taken = take(store, "a")
-    manifest = json.loads((taken.folder / MANIFEST).read_text())
-    (taken.folder / MANIFEST).write_text(json.dumps(manifest | {"format": 1, "nbdist": "0.0"}))
-    assert store.find("a").problem == "nbdist 0.0 wrote it in another format"
+    for name, (file, damage, problem) in zip("abcd", DAMAGES, strict=True):
+        older, taken = take(store, name), take(store, name)
+        damage(taken.folder / file)
+        newest, other = store.of(name)
+        assert (newest.problem[: len(problem)], other.problem) == (problem, "")
+        assert (store.find(name).key, store.find(older.key)) == (taken.key, older)
 
 
 def test_the_next_older_intact_one_is_named(store: SnapshotStore) -> None:
-    """By what brings it back; none where all older ones are damaged."""
+    """By what brings it back; none where all older ones are damaged, or of another format."""
     oldest, older, newest = (take(store, "a") for _ in range(3))
     (older.folder / "rank1.frames").unlink()
     said = str(store.damaged(newest, "it is cut"))
     assert said.startswith(f"The snapshot `{newest.key}` is damaged: it is cut. ")
     assert said.endswith(f"`%dist_restore --name {oldest.key}` takes the one of {oldest.clock}.")
-    (oldest.folder / "rank1.frames").unlink()
+    manifest = json.loads((oldest.folder / MANIFEST).read_text())
+    (oldest.folder / MANIFEST).write_text(json.dumps(manifest | {"format": 1, "nbdist": "0.0"}))
+    assert store.find(oldest.key).problem == "nbdist 0.0 wrote it in another format"
     assert str(store.damaged(newest, "it is cut")).endswith("There is no older one.")
 
 
@@ -189,17 +167,16 @@ def test_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 # --- of real ranks ------------------------------------------------------------------------
 
 
-def break_off(snapshot: Snapshot, rank: int) -> None:
-    """Half of a rank's file is lost."""
-    file = snapshot.folder / f"rank{rank}.frames"
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def test_names_that_some_ranks_have(world: World) -> None:
-    """Each rank has its own names; what cannot be pickled is left out only if it was not asked."""
+def test_names_that_some_ranks_have(world: World, tmp_path: Path) -> None:
+    """Each rank has its own; what cannot be pickled is left out only if it was not asked."""
     world.restart()
+    with pytest.raises(UsageError, match=r"written: no cell has bound a name on the workers\.$"):
+        world.snapshot(name="a")
     world.execute("import _thread\nx = rank\nlock = _thread.allocate_lock()")
     world.execute("history = [1]", ranks=[0])
+    with pytest.raises(UsageError, match=r"written: no rank has `y`, `z`\.$"):
+        world.snapshot(["y", "x", "z"], name="a")
+    assert entries(tmp_path / "a") == [".lock"]
     taken = world.snapshot(name="a")
     assert [taken.parts[rank].names for rank in (0, 1)] == [("history", "x"), ("x",)]
     assert taken.left_out == {"lock": "TypeError: cannot pickle '_thread.lock' object"}
@@ -222,6 +199,8 @@ def test_variables_and_names(world: World) -> None:
     said = r"has no a; it has y\. `%dist_restore --name a` restores the snapshot of this name"
     with pytest.raises(UsageError, match=said):
         world.restore("a", name="c")
+    with pytest.raises(WorldNotStarted):
+        World(2).snapshot(["x"], name="a")
 
 
 def test_another_size(world: World) -> None:
@@ -244,17 +223,17 @@ def test_functions_of_another_python(world: World) -> None:
     """They are refused in one line with both versions, and nothing is bound beside them."""
     world.execute("from nbdist.values import definitions\ndef f(): pass\nx = 'old'")
     world.execute("here, definitions.PYTHON = definitions.PYTHON, (3, 1)")
-    taken = world.snapshot("f", "x", name="a")
-    manifest = taken.folder / "manifest.json"
+    manifest = world.snapshot("f", "x", name="a").folder / MANIFEST
     told = json.loads(manifest.read_text())
     assert told["versions"] == {**versions_here()}
     told["versions"]["cloudpickle"] = "1.5.0"
     manifest.write_text(json.dumps(told))
     world.execute("definitions.PYTHON, x = here, 'now'")
     here = ".".join(map(str, sys.version_info[:2]))
-    said = f"ranks 0-1: .* a function of Python 3.1 cannot be used in {here} "
-    said += r"\(written with cloudpickle 1.5.0, here is .*\)\."
-    with pytest.raises(UsageError, match=said) as it:
+    said = rf"ranks 0-1: .* a function of Python 3.1 cannot be used in {here} "
+    with pytest.raises(
+        UsageError, match=rf"{said}\(written with cloudpickle 1.5.0, here is .*\)\."
+    ) as it:
         world.restore(name="a")
     assert "\n" not in str(it.value)
     assert world.gather("x") == ["now", "now"]
@@ -263,53 +242,22 @@ def test_functions_of_another_python(world: World) -> None:
 def test_a_damaged_one_is_not_taken(world: World) -> None:
     """A file that was cut or changed: nothing is bound on any rank, and the next is named."""
     world.execute("x = 'old'")
-    world.snapshot(name="a")
+    older = world.snapshot(name="a")
     world.execute("x = 'new'")
     newest = world.snapshot(name="a")
-    older = world.snapshot_store.of("a")[1]
     world.execute("x = 'now'")
-    file = newest.folder / "rank1.frames"
-    contents = file.read_bytes()
-    file.write_bytes(contents[:-9] + bytes(9))
+    files = [newest.folder / f"rank{rank}.frames" for rank in (0, 1)]
+    files[1].write_bytes(files[1].read_bytes()[:-9] + bytes(9))
     remedy = f"`%dist_restore --name {older.key}` takes the one of"
     with pytest.raises(UsageError, match=f"other contents than were written.* {remedy}"):
         world.restore(name="a")
     assert world.gather("x") == ["now", "now"]
-    break_off(newest, 0)
-    with pytest.raises(UsageError, match=rf"rank0.frames has [\d,]+ of [\d,]+ bytes.* {remedy}"):
+    os.truncate(files[0], 100)
+    with pytest.raises(UsageError, match=rf"rank0.frames has 100 of [\d,]+ bytes.* {remedy}"):
         world.restore(name="a")
-    (newest.folder / "manifest.json").unlink()
-    with pytest.raises(UsageError, match=r"manifest\.json cannot be read"):
-        world.restore()
-    break_off(older, 1)
+    os.truncate(older.folder / "rank1.frames", 100)
     with pytest.raises(UsageError, match=r"There is no older one"):
         world.restore()
-
-
-def test_a_rank_killed_while_it_writes(world: World, tmp_path: Path) -> None:
-    """The snapshots before are as they were, and nothing of this one is left."""
-    world.execute("x = 1")
-    world.snapshot(["x"], name="a")
-    world.execute(
-        "import os\nclass Bomb:\n    def __reduce__(self): os.kill(os.getpid(), 9)\n"
-        "x = Bomb() if rank else 2"
-    )
-    with pytest.raises(WorkerDied):
-        world.snapshot(["x"], name="a")
-    assert len(entries(tmp_path / "a")) == 2
-    world.restore(name="a")
-    assert world.gather("x") == [1, 1]
-
-
-def test_nothing_to_write(world: World, tmp_path: Path) -> None:
-    """It is told in a line, and no folder is left."""
-    world.restart()
-    with pytest.raises(UsageError, match=r"written: no cell has bound a name on the workers\.$"):
-        world.snapshot(name="a")
-    world.execute("x = 1", ranks=[1])
-    with pytest.raises(UsageError, match=r"written: no rank has `y`, `z`\.$"):
-        world.snapshot(["y", "x", "z"], name="a")
-    assert entries(tmp_path / "a") == [".lock"]
 
 
 def test_what_cannot_be_rebuilt(world: World) -> None:
@@ -326,17 +274,27 @@ def test_what_cannot_be_rebuilt(world: World) -> None:
     assert world.gather("y") == ["now", "now"]
 
 
-def test_a_rank_that_raises_while_it_writes(world: World, tmp_path: Path) -> None:
-    """What it raised is told as it is, also where that is an OSError, and no snapshot is left."""
-    world.execute(
-        "class Odd:\n    tries = 0\n    def __reduce__(self):\n        Odd.tries += 1\n"
-        "        if Odd.tries > 2: raise FileNotFoundError('lost')\n        return Odd, ()\n"
-        "x = Odd()"
-    )
-    with pytest.raises(FileNotFoundError, match="FileNotFoundError: lost") as caught:
-        world.snapshot(["x"], name="a")
-    assert isinstance(caught.value, WorkerError)
-    assert entries(tmp_path / "a") == [".lock"]
+BOMB = (
+    "import os\nclass Bomb:\n    tries = 0\n    def __reduce__(self):\n        Bomb.tries += 1\n"
+    "        if Bomb.tries > 2: {}\n        return Bomb, ()\nx = Bomb() if rank else 2"
+)
+
+
+def test_a_rank_that_fails_while_it_writes(world: World, tmp_path: Path) -> None:
+    """What it raised is told as it is; the snapshots before are as they were."""
+    world.execute("x = 1")
+    world.snapshot(["x"], name="a")
+    for source, kind, said in (
+        ("raise FileNotFoundError('lost')", FileNotFoundError, "FileNotFoundError: lost"),
+        ("os.kill(os.getpid(), 9)", WorkerDied, "SIGKILL"),
+    ):
+        world.execute(BOMB.format(source))
+        with pytest.raises(kind, match=said) as caught:
+            world.snapshot(["x"], name="a")
+        assert isinstance(caught.value, WorkerError)
+        assert len(entries(tmp_path / "a")) == 2
+    world.restore(name="a")
+    assert world.gather("x") == [1, 1]
 
 
 KILLED = """
@@ -360,19 +318,10 @@ def test_the_notebook_killed_while_ranks_write(world: World, tmp_path: Path) -> 
     command = [sys.executable, "-c", KILLED]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SOON)
     assert done.returncode == -9, done.stderr
-    left = entries(tmp_path / "a")
-    assert len(left) == 3
-    assert left[1].startswith(".part-")
+    _, part, _ = entries(tmp_path / "a")
+    assert part.startswith(".part-")
     assert len(world.snapshot_store.all()) == 1
     world.restore(name="a")
     assert world.gather("x") == [1, 1]
     world.snapshot(["x"], name="b")
-    assert not [name for name in entries(tmp_path / "a") if name.startswith(".part-")]
-
-
-def test_without_workers() -> None:
-    """One line, and nothing is left behind."""
-    with pytest.raises(WorldNotStarted):
-        World(2).snapshot(["x"], name="a")
-    with pytest.raises(UsageError, match="There are no snapshots in"):
-        World(2).restore()
+    assert part not in entries(tmp_path / "a")

@@ -17,6 +17,7 @@ import pytest
 import nbdist
 from nbdist.errors import StartError, UsageError, WorkerDied, WorkerError
 from nbdist.world.world import World
+from tests.cells import begin, follow, run
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
@@ -40,26 +41,19 @@ def world(folder: Path) -> Iterator[World]:
         yield world
 
 
-def test_variables_are_there_also_in_a_replaced_rank(world: World) -> None:
-    """A rank that died is replaced by one with the same environment."""
+def test_variables_are_there_also_in_a_replaced_rank(world: World, folder: Path) -> None:
+    """It has all that the one had that died, its log folder too, which the name is part of."""
+    root = Path(world.logs[0]).parent
+    assert (root.parent, root.name[:8]) == (folder / "exp" / "run", "attempt_")
+    assert [Path(world.logs[rank]) for rank in range(2)] == [root / "0", root / "1"]
     mine = f"[{ENVIRON}[name] for name in ('GIVEN', 'FROM_FILE', 'NBDIST_WORLD', 'LOCAL_RANK')]"
     expected = [["1", "a b", "exp/run", str(rank)] for rank in range(2)]
     assert world.gather(mine) == expected
     before = world.gather(f"{{**{ENVIRON}}}")
     with pytest.raises(WorkerDied):
         world.execute("import os\nif rank: os._exit(3)")
-    assert world.gather(f"{{**{ENVIRON}}}")[0] == before[0]
-    after = world.gather(f"{{**{ENVIRON}}}")[1]
-    # Its folder stays; only what has no folder is numbered anew.
-    assert after == before[1]
+    assert world.gather(f"{{**{ENVIRON}}}") == before
     assert "GIVEN" not in os.environ
-
-
-def test_name_is_the_log_folders(world: World, folder: Path) -> None:
-    """`exp/run` is a folder in a folder."""
-    root = Path(world.logs[0]).parent
-    assert (root.parent, root.name[:8]) == (folder / "exp" / "run", "attempt_")
-    assert [Path(world.logs[rank]) for rank in range(2)] == [root / "0", root / "1"]
 
 
 def test_a_restart_keeps_what_it_does_not_say(world: World) -> None:
@@ -67,12 +61,9 @@ def test_a_restart_keeps_what_it_does_not_say(world: World) -> None:
     with pytest.raises(UsageError):
         world.restart(name="../x")
     assert world.gather("rank") == [0, 1]
-    with pytest.raises(StartError) as found:
-        world.restart(wrap="no-such -x")
-    said = str(found.value)
+    said = refused(world, "no-such -x")
     assert "could not start: no-such: No such file or directory." in said
     assert f"`no-such -x {sys.executable} -P -m nbdist.worker`" in said
-    assert "\n" not in said
     world.start()
     assert world.gather(f"{ENVIRON}['GIVEN']") == ["1"] * 2
     world.restart(env={"MORE": "2"}, cpus=3)
@@ -81,17 +72,22 @@ def test_a_restart_keeps_what_it_does_not_say(world: World) -> None:
     assert world.gather("torch.get_num_threads()") == [3] * 2
 
 
-def test_other_versions_than_the_notebooks(world: World, tmp_path: Path) -> None:
-    """They are found before torch is imported, and told in one line; no worker is left."""
-    other = tmp_path / "torch-1.9.0.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Name: torch\nVersion: 1.9.0\n")
+def refused(world: World, wrap: str) -> str:
+    """What is said, in one line, of workers that cannot be started by this."""
     with pytest.raises(StartError) as found:
-        world.restart(wrap=f"env PYTHONPATH={tmp_path}")
-    said = f"the workers could not start: {sys.executable} has torch 1.9.0, the notebook "
-    assert str(found.value).startswith(f"{said}{version('torch')}: functions and values go")
-    assert str(found.value).endswith("`--python` names another one.")
-    assert "\n" not in str(found.value)
+        world.restart(wrap=wrap)
+    (said,) = str(found.value).splitlines()
+    return said
+
+
+def test_other_versions_than_the_notebooks(world: World, tmp_path: Path) -> None:
+    """They are found before torch is imported; no worker is left."""
+    (other := tmp_path / "torch-1.9.0.dist-info").mkdir()
+    (other / "METADATA").write_text("Name: torch\nVersion: 1.9.0\n")
+    said = refused(world, f"env PYTHONPATH={tmp_path}")
+    start = f"the workers could not start: {sys.executable} has torch 1.9.0, the notebook "
+    assert said.startswith(f"{start}{version('torch')}: functions and values go")
+    assert said.endswith("`--python` names another one.")
     world.start()
 
 
@@ -105,18 +101,12 @@ def test_a_wrapper_that_stays(tmp_path: Path) -> None:
         (worker,) = world.gather("__import__('os').getpid()")
         assert worker != world.pids[0]
         processes = [psutil.Process(pid) for pid in (worker, world.pids[0])]
-        running = world.submit(world.task("print('begun')\nimport time\ntime.sleep(60)"))
-        while not running.transcript[0].line_count:
-            world.session.receive(SOON)
+        running = begin(world, "import time\ntime.sleep(600)")
         world.interrupt()
-        world.session.wait(running)
-        failure = running.transcript[0].failure
-        assert failure is not None
-        assert failure.name == "KeyboardInterrupt"
+        assert follow(world, running).failure().name == "KeyboardInterrupt"
         assert world.gather("__import__('os').getpid()") == [worker]
         os.kill(world.session.link.agent.pid, signal.SIGKILL)
-        psutil.wait_procs(processes, timeout=SOON)
-        assert not any(process.is_running() for process in processes)
+        assert psutil.wait_procs(processes, timeout=SOON)[1] == []
 
 
 MISMATCH = "Detected mismatch between collectives"
@@ -129,14 +119,11 @@ def test_debug_tells_which_collectives_differ(world: World) -> None:
     assert environ["CUDA_LAUNCH_BLOCKING"] == "1"
     # With it torch's watchdog would end a worker that waits.
     assert "NCCL_DESYNC_DEBUG" not in environ
-    with pytest.raises(WorkerError, match=MISMATCH):
-        world.execute("x = torch.ones(2 + rank)\ndist.all_reduce(x)")
-    running = world.session.running
-    assert running is not None
-    failure = running.transcript[0].failure
-    assert failure is not None
-    assert "Tensor shapes: 2vs 3" in failure.message
-    assert "C++ CapturedTraceback" in failure.message or "frame #" in failure.message
+    ran = run(world, "x = torch.ones(2 + rank)\ndist.all_reduce(x)")
+    assert MISMATCH in str(ran.error)
+    said = ran.failure().message
+    assert "Tensor shapes: 2vs 3" in said
+    assert "C++ CapturedTraceback" in said or "frame #" in said
     world.execute("dist.barrier()")
 
 

@@ -13,21 +13,9 @@ from nbdist.output.events import InputRequest
 from nbdist.topology import Position
 from nbdist.wire.node_messages import Processes, processes
 from nbdist.wire.spec import WorldSpec
+from nbdist.world import states
 from nbdist.world.recovery import scaled_text
-from nbdist.world.states import (
-    SETTLE_SECONDS,
-    STAY_SECONDS,
-    TRANSITIONS,
-    Event,
-    Machines,
-    Prompts,
-    Renumbering,
-    State,
-    compare,
-    moved_text,
-    next_state,
-    size_text,
-)
+from nbdist.world.states import Event, Machines, Prompts, Renumbering, State, compare, next_state
 from nbdist.world.world import World
 from tests.worlds import NewWorld
 
@@ -36,34 +24,28 @@ pytestmark = pytest.mark.shared_world
 
 def reachable(start: State) -> set[State]:
     """Every state that some events lead to."""
-    found, waiting = {start}, [start]
-    while waiting:
-        state = waiting.pop()
-        for (origin, _), goal in TRANSITIONS.items():
-            if origin is state and goal not in found:
-                found.add(goal)
-                waiting.append(goal)
+    found: set[State] = set()
+    more = {start}
+    while more:
+        found |= more
+        more = {goal for (origin, _), goal in states.TRANSITIONS.items() if origin in more} - found
     return found
 
 
-def test_every_state_is_reachable():
-    """A new world can come into every state, and out of each; any can lose its agent, or stop."""
+def test_what_can_happen_to_a_world():
+    """Any can lose its agent, or stop; Stop is always legal; cells start from one state."""
     assert reachable(State.STOPPED) == {*State}
     assert {next_state(state, Event.AGENT_LOST) for state in State} == {State.LOST}
     assert {next_state(state, Event.STOP) for state in State} == {State.STOPPING}
     assert next_state(State.STOPPING, Event.STOPPED) is State.STOPPED
     assert all(State.STOPPED in reachable(state) for state in State)
-
-
-def test_what_can_happen_while_a_cell_may_run():
-    """A death is known as such, and Stop is legal again and again; a cell starts from one state."""
     for state in (state for state in State if state.has_workers):
         goal = next_state(state, Event.RANK_DIED)
         assert goal is (State.HEALING if state is State.HEALING else State.BROKEN)
     for state in (State.RUNNING, State.INTERRUPTING, State.STUCK, State.BROKEN):
         goal = next_state(state, Event.INTERRUPT)
         assert next_state(goal, Event.INTERRUPT) is goal
-    assert {state for (state, event) in TRANSITIONS if event is Event.TASK} == {State.READY}
+    assert {state for (state, event) in states.TRANSITIONS if event is Event.TASK} == {State.READY}
     with pytest.raises(RuntimeError, match=r"TASK cannot happen to a world that is .*STOPPED"):
         next_state(State.STOPPED, Event.TASK)
 
@@ -98,29 +80,18 @@ def test_processes_are_compared(
 
 
 def test_what_became_of_ranks() -> None:
-    """Processes of two machines can have one number; what follows is told by what came before."""
+    """Processes of two machines can have one number; what moved in order is said together."""
     seats = (Position(0, 0), Position(1, 0))
     before = processes({0: 17, 1: 17}, seats)
     assert compare(before, processes({0: 17}, seats[1:])).became == {1: 0}
     both = compare(ranks(10, 11, 12, 13), ranks(11, 13)).then(compare(ranks(11, 13), ranks(13, 14)))
     assert both == Renumbering(4, 2, {3: 0})
-    assert size_text(2, both.moved) == "now 2 workers · rank 3 is now rank 0"
-    assert size_text(3, {}) == "now 3 workers"
+    assert states.size_text(2, both.moved) == "now 2 workers · rank 3 is now rank 0"
+    assert states.size_text(3, {}) == "now 3 workers"
     assert compare(ranks(10, 11, 12, 13), ranks(13, 12)).of((0, 2, 3)) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("moved", "text"),
-    [
-        ({3: 1}, "rank 3 is now rank 1"),
-        ({2: 1, 3: 2}, "ranks 2-3 are now ranks 1-2"),
-        ({4: 0, 5: 1, 7: 2}, "ranks 4-5,7 are now ranks 0-2"),
-        ({2: 3, 3: 2}, "rank 2 is now rank 3, rank 3 is now rank 2"),
-    ],
-)
-def test_words(moved: Mapping[int, int], text: str) -> None:
-    """Ranks that moved in order are said together."""
-    assert moved_text(moved) == text
+    assert states.moved_text({2: 1, 3: 2}) == "ranks 2-3 are now ranks 1-2"
+    assert states.moved_text({4: 0, 5: 1, 7: 2}) == "ranks 4-5,7 are now ranks 0-2"
+    assert states.moved_text({2: 3, 3: 2}) == "rank 2 is now rank 3, rank 3 is now rank 2"
 
 
 def test_machines() -> None:
@@ -153,34 +124,27 @@ def test_in_the_order_of_the_ranks():
     """Also where a later one was faster: the others are given a moment."""
     prompts = asked(2)
     assert prompts.next(0.0, unfinished={0, 1, 2}) is None
-    prompts.receive(1, InputRequest(2, "> "), SETTLE_SECONDS / 2)
-    assert prompts.next(SETTLE_SECONDS, unfinished={0, 1, 2}) is None
-    assert prompts.next(SETTLE_SECONDS * 2, unfinished={0, 1, 2}) == 1
-    assert prompts.next(SETTLE_SECONDS / 2, unfinished={1, 2}) == 1  # nobody else is to come
+    prompts.receive(1, InputRequest(2, "> "), states.SETTLE_SECONDS / 2)
+    assert prompts.next(states.SETTLE_SECONDS, unfinished={0, 1, 2}) is None
+    assert prompts.next(states.SETTLE_SECONDS * 2, unfinished={0, 1, 2}) == 1
+    assert prompts.next(states.SETTLE_SECONDS / 2, unfinished={1, 2}) == 1  # nobody else is to come
     assert prompts.ranks == (1, 2)
 
 
 def test_a_conversation_is_not_torn_apart():
-    """Who was answered comes again first, for as long as it may ask again soon."""
+    """Who was answered comes again first, for a moment; seconds are counted once."""
     prompts = asked(0, 1)
     prompts.answered(0, 1.0)
     assert prompts.next(1.0, unfinished={0, 1}) is None
     prompts.receive(0, InputRequest(9, "> "), 1.1)
     assert prompts.next(1.1, unfinished={0, 1}) == 0
     prompts.answered(0, 2.0)
-    assert prompts.next(2.0 + 2 * STAY_SECONDS, unfinished={0, 1}) == 1
+    assert prompts.next(2.0 + 2 * states.STAY_SECONDS, unfinished={0, 1}) == 1
     assert prompts.next(2.0, unfinished={1}) == 1  # rank 0 has finished
-
-
-def test_seconds_are_counted_once():
-    """While any rank waits, however many do."""
-    prompts = asked(0, 1)
-    prompts.answered(0, 1.0)
     prompts.drop(1, 3.0)
     assert prompts.seconds(10.0) == 3.0
     prompts.receive(1, InputRequest(5, "> "), 10.0)
     assert prompts.seconds(12.0) == 5.0
-    assert prompts.next(12.0, unfinished=()) == 1
 
 
 def test_a_line_is_for_one_rank():
@@ -196,23 +160,18 @@ def test_a_line_for_several_debuggers():
     prompts = asked(0, 1, 3, by_debugger=True)
     assert prompts.answers(0, "-r all n", size=4) == {0: "n", 1: "n", 3: "n"}
     assert prompts.answers(0, "-r 1:3 p x + 1", size=4) == {1: "p x + 1"}
-    assert prompts.answers(0, "p x", size=4) == {0: "p x"}
-    assert prompts.answers(0, "-r", size=4) == {0: "-r"}
+    for line in ("p x", "-r"):
+        assert prompts.answers(0, line, size=4) == {0: line}
     with pytest.raises(UsageError, match="`-r 2 c`: none of these ranks is in the debugger"):
         prompts.answers(0, "-r 2 c", size=4)
     with pytest.raises(UsageError):
         prompts.answers(0, "-r 9 c", size=4)
     said = "ranks 0-1,3 are in the debugger, one at a time · `-r all c` goes to all of them"
     assert prompts.text == said
-
-
-def test_nobody_asks():
-    """There is nothing to say then."""
     prompts = asked(2, by_debugger=True)
     assert prompts.text == "rank 2 is in the debugger"
     prompts.drop(2, 1.0)
-    assert prompts.next(2.0, unfinished={2}) is None
-    assert prompts.text == ""
+    assert (prompts.next(2.0, unfinished={2}), prompts.text) == (None, "")
 
 
 # --- in a world -------------------------------------------------------------------------------
@@ -243,9 +202,9 @@ def world(started: World) -> World:
 
 
 def test_the_rank_in_the_middle_leaves(world: World) -> None:
-    """The others keep what they have; whatever says who they are follows."""
+    """The others keep what they have; whatever says who they are follows, also in healing."""
     pids = dict(world.pids)
-    world.execute("pair = dist.new_group([0, 1])\nmine = rank", ranks=[0, 1, 2])
+    world.execute("pair = dist.new_group([0, 1])\nmine = rank")
     world.execute("only = rank", ranks=[2])
     world.scale(ranks=[0, 2])
     assert scaled_text(world.session) == "now 2 workers · rank 2 is now rank 1"
@@ -255,30 +214,16 @@ def test_the_rank_in_the_middle_leaves(world: World) -> None:
     assert world.session.names.ranks_that_own("only") == {1}
     with pytest.raises(WorkerError, match="this group ended when the world was scaled, 3 -> 2"):
         world.execute("dist.barrier(pair)")
-
-
-def test_it_is_healed_by_its_new_number(world: World) -> None:
-    """The rank that moved dies: it is that one which is replaced, and the others live on."""
-    world.scale(ranks=[1, 2])
     with pytest.raises(WorkerDied, match="rank 1 "):
         world.execute("if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
     assert world.state is State.READY
-    assert world.gather("globals().get('was')") == [1, None]
+    assert world.gather("globals().get('was')") == [0, None]
     assert world.gather(WHO)[1] == [1, 1, 2, 1, 2, 1, 1, 2, 2, 2, True, "1"]
     world.execute("dist.all_reduce(torch.ones(1))")
 
 
-def test_new_ranks_after_that(world: World) -> None:
-    """They have the numbers after those that stayed, and their set-up cells."""
-    world.scale(ranks=[2])
-    world.scale(3)
-    assert scaled_text(world.session).startswith("now 3 workers · new ranks 1-2 do not have ")
-    assert world.gather("globals().get('was')") == [2, None, None]
-    assert world.gather(WHO) == [[r, r, 3, r, 3, r, r, 3, 3, 3, True, str(r)] for r in range(3)]
-
-
 def test_cells_that_follow_their_ranks(world: World) -> None:
-    """A set-up cell of one rank runs where that rank is now, and what was run is exported so."""
+    """A set-up cell of one rank runs where that rank is now, and is exported so."""
     world.execute("special = 'setup'", ranks=[2], setup=True)
     world.scale(ranks=[0, 2])
     assert [task.ranks for task in world.session.setup.tasks.values()] == [(0, 1), (1,)]
@@ -288,6 +233,11 @@ def test_cells_that_follow_their_ranks(world: World) -> None:
     assert world.gather("globals().get('special')") == [None, "setup"]
     world.session.setup.forget()
     world.execute("import os, logging\nfrom pathlib import Path", setup=True)
+    world.scale(ranks=[0])
+    world.scale(3)
+    assert scaled_text(world.session).startswith("now 3 workers · new ranks 1-2 do not have ")
+    assert world.gather("globals().get('was')") == [0, None, None]
+    assert world.gather(WHO) == [[r, r, 3, r, 3, r, r, 3, 3, 3, True, str(r)] for r in range(3)]
 
 
 def test_what_it_writes_and_logs(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -305,11 +255,11 @@ def test_what_it_writes_and_logs(world: World, caplog: pytest.LogCaptureFixture)
     assert [(each["rank"], each["local_rank"]) for each in records] == [(1, 1)]
 
 
-@pytest.mark.parametrize("ranks", [[], [3], [0, 7]])
-def test_ranks_that_are_not_there(world: World, ranks: list[int]) -> None:
+def test_ranks_that_are_not_there(world: World) -> None:
     """Nothing happens; it is said which there are."""
-    with pytest.raises(BadRanks, match="There are ranks 0-2"):
-        world.scale(ranks=ranks)
+    for ranks in ([], [0, 7]):
+        with pytest.raises(BadRanks, match="There are ranks 0-2"):
+            world.scale(ranks=ranks)
     with pytest.raises(UsageError, match="or the ranks to keep"):
         world.scale()
     assert world.size == 3

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -17,40 +18,43 @@ from pathlib import Path
 import psutil
 
 from tests.bench.lab import CellFailed, Lab
+from tests.bench.peers import report
 from tests.bench.peers.adapters import PEERS, RANKS, Peer
 from tests.bench.peers.rows import ROWS, Answer, Bench
 
-Answers = dict[str, dict[str, Answer]]
-"""By row and peer."""
+NOISE = re.compile(r"(\x1b|\\u001b)\[[\d;]*[A-Za-z]|(?:/[\w.+-]+)+/")
+"""Colours, and folders of this machine."""
 
 
 def main() -> None:
     """Ask each peer for each row, and write what was found."""
     options = _options()
-    peers = [peer for peer in PEERS if peer.name in options.only]
-    found: Answers = {row: {} for row in options.rows}
+    found: report.Found = {"about": _about(), "rows": {row: {} for row in ROWS}}
+    if options.json and options.json.exists():
+        found["rows"] |= json.loads(options.json.read_text())["rows"]
     with Lab(1, options.wait) as lab:
-        for peer in peers:
+        for peer in PEERS:
+            if peer.name not in options.only:
+                continue
             python = _environment(options.environments, peer)
             for row in options.rows:
                 answer = _ask(Bench(lab, peer, python), row)
-                found[row][peer.name] = answer
-                sys.stdout.write(
-                    f"{peer.name:20} {row:28} {answer.text:24} {answer.reason[:200]}\n"
-                )
+                found["rows"][row][peer.name] = answer._asdict()
+                sys.stdout.write(f"{peer.name:20} {row:28} {answer.text:32} {answer.reason}\n")
                 sys.stdout.flush()
-    if options.json:
-        options.json.write_text(json.dumps(_as_json(found), indent=1))
-    if options.table:
-        options.table.write_text(_table(found, [peer.name for peer in peers]))
+                if options.json:
+                    options.json.write_text(json.dumps(found, indent=1))
+    if options.write:
+        report.write(found)
 
 
 def _ask(bench: Bench, row: str) -> Answer:
     try:
         with bench:
-            return ROWS[row](bench)
-    except CellFailed as error:
-        return Answer("no", reason=str(error))
+            answer = ROWS[row](bench)
+    except (CellFailed, RuntimeError) as error:
+        answer = Answer("no", reason=str(error))
+    return answer._replace(reason=NOISE.sub("", answer.reason)[-500:])
 
 
 def _environment(folder: Path, peer: Peer) -> Path:
@@ -64,60 +68,40 @@ def _environment(folder: Path, peer: Peer) -> Path:
         ours = sysconfig.get_path("purelib")
         own = sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})
         Path(own, "beside.pth").write_text(f"{ours}\n")
-        _install(python, peer)
-        # A reset of nbdistributed's kills by name whatever runs on the machine.
-        harmless = place / "bin" / "pkill"
-        harmless.write_text("#!/bin/sh\nexit 1\n")
-        harmless.chmod(0o755)
+        held = f"torch=={version('torch')}"
+        command = [python, "-m", "pip", "install", "-q", peer.packages, held]
+        subprocess.run(command, check=True, timeout=900)
+    # A reset of nbdistributed's kills by name whatever runs on the machine.
+    harmless = place / "bin" / "pkill"
+    harmless.write_text("#!/bin/sh\nexit 1\n")
+    harmless.chmod(0o755)
     return python
 
 
-def _install(python: Path, peer: Peer) -> None:
-    held = f"torch=={version('torch')}"
-    command = [python, "-m", "pip", "install", "-q", peer.packages, held]
-    subprocess.run(command, check=True, timeout=900)
-
-
-def _table(found: Answers, names: list[str]) -> str:
-    """The answers in Markdown, under what they were measured with and on."""
+def _about() -> str:
+    """When, on which machine and with which versions."""
     cores, memory = os.cpu_count(), psutil.virtual_memory().total >> 30
     where = f"{cores} cores, {memory} GiB, no GPU, Python {platform.python_version()}"
-    packages = ", ".join(peer.packages or peer.name for peer in PEERS if peer.name in names)
-    when = datetime.date.today()
-    lines = [
-        f"{RANKS} ranks, gloo, {where}, torch {version('torch')}; {when}; {packages}.",
-        "",
-        f"| | {' | '.join(names)} |",
-        f"|---|{'---|' * len(names)}",
-    ]
-    for row, answers in found.items():
-        lines.append(f"| {row} | {' | '.join(answers[name].text for name in names)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _as_json(found: Answers) -> dict[str, dict[str, dict[str, object]]]:
-    return {
-        row: {name: answer._asdict() for name, answer in answers.items()}
-        for row, answers in found.items()
-    }
+    packages = ", ".join(peer.packages or peer.name for peer in PEERS)
+    when = f"torch {version('torch')}; {datetime.date.today()}"
+    return f"{RANKS} ranks, gloo, {where}, {when}; {packages}."
 
 
 def _options() -> argparse.Namespace:
     names = ",".join(peer.name for peer in PEERS)
     parser = argparse.ArgumentParser(prog="python -m tests.bench.peers", description=__doc__)
     parser.add_argument("--only", default=names, metavar="PEERS", help=names)
-    parser.add_argument("--rows", default=",".join(ROWS), help=", ".join(ROWS))
+    parser.add_argument("--rows", default="", metavar="WORDS", help="; ".join(ROWS))
     parser.add_argument("--environments", type=Path, default=Path("peers"), metavar="FOLDER")
-    parser.add_argument(
-        "--wait", type=float, default=60, help="seconds for the machine to be quiet"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--table", type=Path, metavar="FILE")
+    parser.add_argument("--wait", type=float, default=60, help="seconds, for a quiet machine")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="answers that are there stay")
+    parser.add_argument("--write", action="store_true", help="put all into README.md and docs")
     options = parser.parse_args()
-    options.only, options.rows = options.only.split(","), options.rows.split(",")
+    options.only, words = options.only.split(","), options.rows.split(",")
+    options.rows = [row for row in ROWS if any(word in row for word in words)]
     options.environments = options.environments.absolute()
-    for name in {*options.only} - {*names.split(",")} | {*options.rows} - {*ROWS}:
-        parser.error(f"no peer or row {name}")
+    if not options.rows or {*options.only} - {*names.split(",")}:
+        parser.error(f"no such peer or row; peers: {names}; rows: {'; '.join(ROWS)}")
     return options
 
 

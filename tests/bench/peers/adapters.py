@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 RANKS = 4
+RESTART = "restart the kernel"
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class Peer:
     everywhere: Callable[[str], str]
     """The cell that runs a source on all ranks, where `rank`, `dist` and `torch` are defined."""
     again: Sequence[str] = ()
-    """These end the workers and start new ones."""
+    """These end the workers and start new ones; RESTART is the kernel's, by the front end."""
     restart: Sequence[str] = ()
-    """These give fresh workers, in the fastest way."""
+    """These give fresh workers, in the fastest way; if empty, the same."""
     home: str = ""
     """Makes `value` of all ranks the notebook's list `came`; SOURCE is what gives them a value."""
     out: str = ""
@@ -30,6 +31,12 @@ class Peer:
     """Whether the next cell finds the ranks' variables."""
     kernel: str = "ipykernel_launcher"
     """The module that is the notebook's kernel."""
+    interrupt_mode: str = "signal"
+    """How its kernel specification says that Stop comes."""
+    live: str = ""
+    """The comm by which its front end gets what ranks show."""
+    server: str = ""
+    """What its extension of the Jupyter server does meanwhile."""
 
 
 def _magic(line: str) -> Callable[[str], str]:
@@ -75,15 +82,17 @@ def work(source):
     import torch, torch.distributed as dist
     from accelerate import PartialState
     PartialState(cpu=True)
-    exec(source, dict(
-        torch=torch, dist=dist, rank=dist.get_rank(), world_size=dist.get_world_size()
-    ))
+    names = dict(torch=torch, dist=dist, rank=dist.get_rank(), world_size=dist.get_world_size())
+    exec(source, names)
 def run(source):
-    notebook_launcher(work, (source,), num_processes={RANKS}, use_port="0")
+    notebook_launcher(work, (source,), num_processes={RANKS}, use_port=str(free_port()))
 """
 
+# Without handlers of one's own, rank 0's output alone is shown.
 TORCHRUNX = f"""
-import torchrunx
+import logging, sys, torchrunx
+from torchrunx.utils.log_handling import RedirectHandler
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 def work(source, value):
     import torch, torch.distributed as dist
     names = dict(torch=torch, dist=dist, rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -91,6 +100,7 @@ def work(source, value):
     return names.get("value")
 def run(source, value=None):
     launcher = torchrunx.Launcher(hostnames=["localhost"], workers_per_host={RANKS}, backend="gloo")
+    launcher.set_logging_handlers(lambda: [RedirectHandler()])
     return launcher.run(work, source, value).results["localhost"]
 """
 
@@ -98,10 +108,13 @@ TORCHRUN = f"""
 def run(source):
     with open("script.py", "w") as file:
         file.write({JOIN!r} + source + "\\ndist.destroy_process_group()\\n")
-    get_ipython().system("torchrun --nproc-per-node {RANKS} script.py")
+    get_ipython().system("torchrun --standalone --nproc-per-node {RANKS} script.py")
 """
 
+# Without these, lines that differ in numbers alone are shown once, and late.
 RAY = f"""
+import os
+os.environ.update(RAY_DEDUP_LOGS="0", RAY_FLUSH_DRIVER_LOGS="1", RAY_USAGE_STATS_ENABLED="0")
 import ray
 ray.init(num_cpus={RANKS}, log_to_driver=True, include_dashboard=False)
 @ray.remote(num_cpus=1)
@@ -127,7 +140,12 @@ def run(source):
 run({JOIN!r})
 """
 
+# Its own way with a failed process is to end the notebook's kernel.
 MONARCH = """
+import monarch.actor
+from monarch.config import configure
+configure(enable_log_forwarding=True)
+monarch.actor.unhandled_fault_hook = print
 from monarch.actor import Actor, current_rank, endpoint, this_host
 class Rank(Actor):
     def __init__(self):
@@ -150,11 +168,27 @@ class Rank(Actor):
 
 MONARCH_START = f"""
 processes = this_host().spawn_procs({{"cpus": {RANKS}}})
+await processes.logging_option(stream_to_client=True, aggregate_window_sec=None)
 ranks = processes.spawn("ranks", Rank)
-ranks.join.call({RANKS}, free_port()).get()
-def run(source):
-    ranks.run.call(source).get()
-run({JOIN!r})
+await ranks.join.call({RANKS}, free_port())
+await ranks.run.call({JOIN!r})
+"""
+
+# A cell that is sent before all workers are connected is lost.
+NBDISTRIBUTED = """%%capture
+magics = get_ipython().magics_manager.registry["DistributedMagic"]
+for _ in range(100):
+    try: magics._comm_manager.send_to_all("get_status", {}, timeout=0.5)
+    except TimeoutError: continue
+    break
+"""
+
+JUPYTER_DISTRIBUTED = """
+import asyncio, os, pathlib, time
+from jupyter_distributed.process_registry import OrphanProcessReaper
+folder = pathlib.Path(os.environ["JUPYTER_DISTRIBUTED_REGISTRY_FILE"]).parent
+while not time.sleep(2):
+    asyncio.run(OrphanProcessReaper(folder).reap())
 """
 
 PEERS = (
@@ -174,32 +208,34 @@ PEERS = (
         (PORT, IPYPARALLEL, f"%%px\n{JOIN}"),
         _magic("%%px"),
         again=("client.close(); cluster.stop_cluster_sync()", IPYPARALLEL, f"%%px\n{JOIN}"),
-        restart=("client.close(); cluster.stop_cluster_sync()", IPYPARALLEL, f"%%px\n{JOIN}"),
         home="came = client[:]['value']",
         out="client.broadcast_view().push(dict(value=value), block=True)",
     ),
     Peer(
         "nbdistributed",
         "nbdistributed==0.1.0",
-        ("%load_ext nbdistributed", f"%dist_init -n {RANKS}"),
+        ("%load_ext nbdistributed", f"%dist_init -n {RANKS}", NBDISTRIBUTED),
         _magic("%%distributed"),
-        again=("%dist_shutdown", f"%dist_init -n {RANKS}"),
-        restart=("%dist_reset", f"%dist_init -n {RANKS}"),
+        again=("%dist_shutdown", f"%dist_init -n {RANKS}", NBDISTRIBUTED),
+        restart=("%dist_reset", f"%dist_init -n {RANKS}", NBDISTRIBUTED),
     ),
     Peer(
         "Jupyter Distributed",
         "jupyter-distributed==0.1.1",
         (JOIN,),
         lambda source: source,
+        again=(RESTART, JOIN),
         kernel="jupyter_distributed.kernel",
+        interrupt_mode="message",
+        live="jupyter.distributed.rank_updates",
+        server=JUPYTER_DISTRIBUTED,
     ),
     Peer(
         "notebook_launcher",
-        "accelerate",
-        (NOTEBOOK_LAUNCHER,),
+        "accelerate==1.15.0",
+        (PORT, NOTEBOOK_LAUNCHER),
         _call,
         again=("pass",),
-        restart=("pass",),
         keeps=False,
     ),
     Peer(
@@ -208,7 +244,6 @@ PEERS = (
         (TORCHRUNX,),
         _call,
         again=("pass",),
-        restart=("pass",),
         home="came = run(SOURCE)",
         out="_ = run('pass', value)",
         keeps=False,
@@ -219,7 +254,6 @@ PEERS = (
         (TORCHRUN,),
         _call,
         again=("pass",),
-        restart=("pass",),
         keeps=False,
     ),
     Peer(
@@ -228,7 +262,6 @@ PEERS = (
         (PORT, RAY, RAY_START),
         _call,
         again=("for each in ranks: ray.kill(each)", RAY_START),
-        restart=("for each in ranks: ray.kill(each)", RAY_START),
         home="came = ray.get([each.get.remote('value') for each in ranks])",
         out="there = ray.put(value); ray.get([each.put.remote('value', there) for each in ranks])",
     ),
@@ -236,10 +269,9 @@ PEERS = (
         "Monarch",
         "torchmonarch==0.7.0",
         (PORT, MONARCH, MONARCH_START),
-        _call,
-        again=("processes.stop().get()", MONARCH_START),
-        restart=("processes.stop().get()", MONARCH_START),
-        home="came = [value for _, value in ranks.get.call('value').get()]",
-        out="_ = ranks.put.call('value', value).get()",
+        lambda source: f"_ = await ranks.run.call({source!r})",
+        again=("await processes.stop()", MONARCH_START),
+        home="came = [value for _, value in await ranks.get.call('value')]",
+        out="_ = await ranks.put.call('value', value)",
     ),
 )

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from tests.bench.lab import DONE, CellFailed, Lab, Notebook, Sent
-from tests.bench.peers.adapters import RANKS, Peer
+from tests.bench.peers.adapters import RANKS, RESTART, Peer
 
 PATIENCE = 60.0
 """Seconds after which a tool is said not to give control back."""
 
 STOP_AFTER = 3.0
+LATE = 3.0
+"""Seconds that a tool may be silent before it shows more of what a cell has printed."""
+
 ENDING = 15.0
 """Seconds in which what a notebook has started may end after it."""
 
-CELLS = 20
+CELLS = 20, 3  # of tools whose workers stay, and of those that start them each time
 LINES = 50_000
 BIG = 64 * 1024 * 1024
 """Elements of a float32 tensor of 256 MiB."""
 
-SUM = "value = torch.ones(1)\ndist.all_reduce(value)\nprint('sum', value.item(), 'of rank', rank)"
+KEPT = "print(f'kept {globals().get(\"kept\")} of {rank}')"
+LINE = re.compile(r"rank \d line \d+ end")
+SUM = "value = torch.ones(1)\ndist.all_reduce(value)\nprint(f'sum {value.item()} of rank {rank}')"
 
 
 class Answer(NamedTuple):
@@ -48,23 +55,32 @@ class Bench:
     def __init__(self, lab: Lab, peer: Peer, python: Path) -> None:
         self.lab = lab
         self.peer = peer
+        self.cells = CELLS[not peer.keeps]
         self._python = python
         self._stack = ExitStack()
 
     def __enter__(self) -> Bench:
-        argv = [str(self._python), "-m", self.peer.kernel, "-f", "{connection_file}"]
-        path = f"{self._python.parent}:{os.environ['PATH']}"
-        environ = {"PATH": path, "JUPYTER_DISTRIBUTED_WORLD_SIZE": str(RANKS)}
-        notebook = self.lab.notebook(argv, environ, answer="answer")
+        peer, folder = self.peer, self.lab.folder / "registry"
+        argv = [str(self._python), "-m", peer.kernel, "-f", "{connection_file}"]
+        environ = {
+            "PATH": f"{self._python.parent}:{os.environ['PATH']}",
+            "JUPYTER_DISTRIBUTED_WORLD_SIZE": str(RANKS),
+            "JUPYTER_DISTRIBUTED_REGISTRY_FILE": str(folder / "kernel.json"),
+        }
+        if peer.server:
+            command = [self._python, "-c", peer.server]
+            server = subprocess.Popen(command, env=os.environ | environ)
+            self._stack.enter_context(server)
+            self._stack.callback(server.kill)
+        notebook = self.lab.notebook(
+            argv, environ, answer="answer", interrupt_mode=peer.interrupt_mode
+        )
         self.notebook: Notebook = self._stack.enter_context(notebook)
+        if peer.live:
+            self.notebook.subscribe(peer.live)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def start(self) -> None:
@@ -73,16 +89,43 @@ class Bench:
 
     def run(self, *cells: str, needs: str = "", patience: float = PATIENCE) -> Sent:
         """Run cells; CellFailed where they take longer, or do not show what is needed."""
+        self.notebook.elsewhere.clear()
         sent = self.notebook.send(*cells)
         sent.may_fail = True
-        self.notebook.wait(sent, DONE, patience)
-        if needs and needs not in sent.raw:
-            raise CellFailed(f"no {needs!r} in {sent.raw[-600:]!r}")
+        self.wait(sent, patience)
+        if needs not in self.all_of(sent, needs):
+            raise CellFailed(f"no {needs!r} in {self.text(sent)}")
         return sent
 
     def everywhere(self, source: str, needs: str = "", patience: float = PATIENCE) -> Sent:
         """Run the source on all ranks."""
         return self.run(self.peer.everywhere(source), needs=needs, patience=patience)
+
+    def wait(self, sent: Sent, patience: float = PATIENCE) -> None:
+        """Wait until a cell is done; CellFailed where it takes longer, or the kernel ends."""
+        deadline = time.monotonic() + patience
+        while not self.notebook.look(sent, DONE, 1.0):
+            if not self.notebook.is_alive:
+                raise CellFailed(f"the notebook's kernel ended: {self.text(sent)}")
+            if time.monotonic() > deadline:
+                raise CellFailed(f"no reply in {patience:.0f} s: {self.text(sent)}")
+
+    def all_of(self, sent: Sent, *signs: str) -> str:
+        """What it has shown, also below other cells; wait for these signs while more comes."""
+        count, deadline = 0, 0.0
+        while True:
+            elsewhere = self.notebook.elsewhere
+            shown = sent.raw + "".join(json.dumps(each.content) for each in elsewhere)
+            if len(shown) > count:
+                count, deadline = len(shown), time.monotonic() + LATE
+            if all(sign in shown for sign in signs) or time.monotonic() > deadline:
+                return shown
+            self.notebook.look(sent, lambda _: False, 0.1)
+
+    def text(self, sent: Sent) -> str:
+        """The end of what it has shown, to be read."""
+        outputs = [*sent.outputs, *self.notebook.elsewhere]
+        return " ".join(str(each.content.get("evalue", each.text)) for each in outputs)[-300:]
 
     def others(self) -> list[int]:
         """The processes that it has started, without the notebook's kernel."""
@@ -99,18 +142,22 @@ def _milliseconds(times: Iterable[float]) -> Answer:
 
 
 def first(bench: Bench) -> Answer:
-    """From the first cell of a fresh kernel to the sum of all ranks."""
+    """From the start of the notebook's kernel to the sum of all ranks."""
     cells = (*bench.peer.start, bench.peer.everywhere(SUM))
-    return _seconds(bench.run(*cells, needs="sum 4.0").seconds)
+    sent = bench.run(*cells, needs="sum 4.0")
+    return _seconds(sent.started - bench.notebook.began + sent.seconds)
 
 
 def _after(cells_of: Callable[[Peer], Iterable[str]]) -> Callable[[Bench], Answer]:
     def measured(bench: Bench) -> Answer:
-        cells = tuple(cells_of(bench.peer))
-        if not cells:
-            return NOTHING
         bench.start()
-        return _seconds(bench.run(*cells, bench.peer.everywhere(SUM), needs="sum 4.0").seconds)
+        began = time.perf_counter()
+        cells = list(cells_of(bench.peer))
+        if RESTART in cells:
+            cells.remove(RESTART)
+            bench.notebook.restart()
+        sent = bench.run(*cells, bench.peer.everywhere(SUM), needs="sum 4.0")
+        return _seconds(sent.started - began + sent.seconds)
 
     return measured
 
@@ -118,7 +165,7 @@ def _after(cells_of: Callable[[Peer], Iterable[str]]) -> Callable[[Bench], Answe
 def passing(bench: Bench) -> Answer:
     """A cell that does nothing."""
     bench.start()
-    return _milliseconds([bench.everywhere("pass").seconds for _ in range(CELLS)])
+    return _milliseconds(bench.everywhere("pass").seconds for _ in range(bench.cells))
 
 
 def call(bench: Bench) -> Answer:
@@ -129,7 +176,7 @@ def call(bench: Bench) -> Answer:
     source = "value = rank"
     bench.everywhere(source)
     cell = bench.peer.home.replace("SOURCE", repr(source))
-    times = [bench.run(cell).seconds for _ in range(CELLS)]
+    times = [bench.run(cell).seconds for _ in range(bench.cells)]
     bench.run("print('came', sorted(came))", needs="came [0, 1, 2, 3]")
     return _milliseconds(times)
 
@@ -138,13 +185,16 @@ def lines(bench: Bench) -> Answer:
     """Each rank prints 50,000 lines: how long, how many are in no output, how many are mixed."""
     bench.start()
     sent = bench.everywhere(f"for i in range({LINES}): print(f'rank {{rank}} line {{i}} end')")
-    text = bench.run("%dist_output").raw if bench.peer.name == "nbdist" else sent.raw
-    shown = text.replace("\\n", "\n").splitlines()
-    wanted = {f"rank {rank} line {i} end" for rank in range(RANKS) for i in range(LINES)}
-    whole = wanted & {line.strip() for line in shown}
-    parts = sum("rank " in line and line.strip() not in wanted for line in shown)
-    lost = len(wanted) - len(whole)
-    return Answer(f"{sent.seconds:.1f} s, {lost} lost, {parts} mixed", sent.seconds)
+    bench.all_of(sent, *(f"rank {rank} line {LINES - 1} end" for rank in range(RANKS)))
+    outputs = [*sent.outputs, *bench.notebook.elsewhere]
+    seconds = max([sent.seconds, *(output.after for output in outputs)])
+    if bench.peer.name == "nbdist":
+        outputs += bench.run(f"%dist_output --log --tail {LINES}").outputs
+    shown = "".join(output.text for output in outputs).splitlines()
+    whole = {found for line in shown for found in LINE.findall(line)}
+    mixed = sum(line.count("rank ") > max(1, len(LINE.findall(line))) for line in shown)
+    lost = RANKS * LINES - len(whole)
+    return Answer(f"{seconds:.1f} s, {lost:,} lost, {mixed:,} mixed", seconds)
 
 
 def out(bench: Bench) -> Answer:
@@ -195,23 +245,34 @@ def _trouble(bench: Bench, source: str, *, stop: bool = False) -> Answer:
     sent = bench.notebook.send(bench.peer.everywhere(source))
     sent.may_fail = True
     pressed = 0.0
-    if stop and not bench.notebook.look(sent, DONE, STOP_AFTER):
+    if stop:
+        if bench.notebook.look(sent, DONE, STOP_AFTER):
+            raise CellFailed(f"it has ended before: {bench.text(sent)}")
         pressed = time.perf_counter() - sent.started
         bench.notebook.interrupt()
-    bench.notebook.wait(sent, DONE, PATIENCE)
-    seconds = max(0.0, sent.seconds - pressed)
-    return Answer(f"{seconds:.1f} s, {_state(bench)}", seconds, sent.raw[-300:])
+    bench.wait(sent)
+    seconds = sent.seconds - pressed
+    state, reason = _state(bench)
+    return Answer(f"{seconds:.1f} s, {state}", seconds, f"{bench.text(sent)} {reason}")
 
 
-def _state(bench: Bench) -> str:
-    """Whether the group works and the other ranks' variables are there, a cell later."""
+def _state(bench: Bench) -> tuple[str, str]:
+    """Which ranks' variables are there a cell later, and whether the group works; why not."""
+    state = "runs again"
     try:
-        bench.everywhere(SUM, needs="sum 4.0", patience=20)
-    except CellFailed:
-        return "group lost"
-    shown = bench.everywhere("print('kept', globals().get('kept', 'lost'), 'of', rank)").raw
-    kept = [rank for rank in range(RANKS) if f"kept {42 + rank} of {rank}" in shown]
-    return "all kept" if len(kept) == RANKS else f"kept on {len(kept)} of {RANKS}"
+        if bench.peer.keeps:
+            sent = bench.everywhere(KEPT, patience=20)
+            signs = _of_ranks("kept 4{two} of {rank}")
+            shown = bench.all_of(sent, *signs)
+            kept = sum(sign in shown for sign in signs)
+            state = "all kept" if kept == RANKS else f"kept on {kept} of {RANKS}"
+    except CellFailed as error:
+        return "ranks lost", str(error)
+    try:
+        bench.everywhere(SUM.replace("ones(1)", "full((1,), 2.0)"), needs="sum 8.0", patience=20)
+    except CellFailed as error:
+        return f"{state}, group lost", str(error)
+    return state, ""
 
 
 def memory(bench: Bench) -> Answer:
@@ -249,15 +310,18 @@ def _shows(source: str, *signs: str) -> Callable[[Bench], Answer]:
 
     def asked(bench: Bench) -> Answer:
         bench.start()
-        shown = bench.everywhere(source).raw
+        sent = bench.everywhere(source, patience=20)
+        shown = bench.all_of(sent, *signs)
         missing = [sign for sign in signs if sign not in shown]
-        return Answer("no", reason=f"no {missing} in {shown[-600:]}") if missing else Answer("yes")
+        if missing:
+            return Answer("no", reason=f"no {missing} in {bench.text(sent)}")
+        return Answer("yes" if signs[0] in sent.raw else "in another cell")
 
     return asked
 
 
 def _of_ranks(text: str) -> tuple[str, ...]:
-    return tuple(text.format(rank=rank) for rank in range(RANKS))
+    return tuple(text.format(rank=rank, two=2 + rank) for rank in range(RANKS))
 
 
 FIGURE = "import matplotlib; matplotlib.use('module://matplotlib_inline.backend_inline')\n"
@@ -273,7 +337,7 @@ INPUT = "if rank == 0: print('told', input('name? '))"
 ROWS: dict[str, Callable[[Bench], Answer]] = {
     "first result": first,
     "second start": _after(lambda peer: peer.again),
-    "restart": _after(lambda peer: peer.restart),
+    "restart": _after(lambda peer: peer.restart or peer.again),
     "`pass`": passing,
     "a value of each rank": call,
     "4 x 50,000 lines": lines,
@@ -286,7 +350,7 @@ ROWS: dict[str, Callable[[Bench], Answer]] = {
     "left after SIGKILL": leftovers,
     "figure": _shows(FIGURE, "image/png"),
     "Markdown": _shows(MARKDOWN, "text/markdown"),
-    "widget": _shows(WIDGET, "application/vnd.jupyter.widget-view+json"),
+    "widget": _shows(WIDGET, "application/vnd.jupyter.widget-view+json", '"jupyter.widget"'),
     "tqdm": _shows(BAR, *_of_ranks("bar {rank}: 100%")),
     "stderr": _shows(STDERR, *_of_ranks("error of {rank}")),
     "output of C": _shows(C_OUTPUT, *_of_ranks("bytes of {rank}")),

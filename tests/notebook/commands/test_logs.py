@@ -19,50 +19,34 @@ pytestmark = pytest.mark.shared_world
 kernel = lasting("%load_ext nbdist", NBDIST_LOG_DIR="{folder}")
 
 
-@pytest.fixture
-def notebook(kernel: Notebook) -> Notebook:
-    """The notebook with two ready workers."""
-    assert kernel.run("%%distributed -n 2 --name run\npass").errors == []
-    return kernel
-
-
-def test_lines_of_the_ranks(notebook: Notebook) -> None:
+def test_lines_of_the_ranks(kernel: Notebook) -> None:
     """Lines come with their ranks, equal ones once; options choose which; the files are named."""
-    assert notebook.run("%dist_restart").errors == []
-    notebook.run(
+    run = kernel.folder / "run"
+    assert kernel.run("%%distributed -n 2 --name run\npass").errors == []
+    assert kernel.run("%dist_restart").errors == []
+    kernel.run(
         "%%distributed\nimport sys\nfor i in range(9): print('step', i)\n"
         "print('\\x1b[31mwarned\\x1b[0m', rank, file=sys.stderr)"
     )
-    lines = notebook.run("%dist_log --tail 2").text.splitlines()
-    attempt = max((notebook.folder / "run").iterdir(), key=lambda each: each.stat().st_mtime)
+    lines = kernel.run("%dist_log --tail 2").text.splitlines()
+    attempt = max(run.iterdir(), key=lambda each: each.stat().st_mtime)
     assert lines == [
-        "── ranks 0-1 (same) ──",
-        "step 7",
-        "step 8",
-        "── rank 0 · stderr ──",
-        "warned 0",
-        "── rank 1 · stderr ──",
-        "warned 1",
+        "── ranks 0-1 (same) ──", "step 7", "step 8",
+        "── rank 0 · stderr ──", "warned 0", "── rank 1 · stderr ──", "warned 1",
         f"files: {attempt}/[0-1]/[stdout,stderr].log",
-    ]
-    found = notebook.run("%dist_log -r 1 --grep 'step [35]|warn' --stdout").text.splitlines()
+    ]  # fmt: skip
+    found = kernel.run("%dist_log -r 1 --grep 'step [35]|warn' --stdout").text.splitlines()
     assert found[:-1] == ["── rank 1 ──", "step 3", "step 5"]
-    found = notebook.run("%dist_log -r 0 --stderr").text.splitlines()
+    found = kernel.run("%dist_log -r 0 --stderr").text.splitlines()
     assert found[:-1] == ["── rank 0 · stderr ──", "warned 0"]
-    assert notebook.run("%dist_log --grep nowhere").text.startswith("no lines with nowhere\nfiles")
-
-
-def test_attempts(notebook: Notebook) -> None:
-    """Each start has files of its own, also where another world takes the run's name."""
-    for number, restart in enumerate(("%dist_restart", "%dist_restart --backend none --name run")):
-        notebook.run(f"%%distributed\nprint('before {number}')")
-        before = {each.name for each in (notebook.folder / "run").glob("attempt_*")}
-        assert notebook.run(restart).errors == []
-        assert notebook.run("%dist_log").text.startswith("no lines")
-        last = max(int(name[8:]) for name in before)
-        assert f"before {number}" in notebook.run(f"%dist_log --attempt {last}").text
-    there = sorted(int(each.name[8:]) for each in (notebook.folder / "run").glob("attempt_*"))
-    error = notebook.run("%dist_log --attempt 99").error
+    assert kernel.run("%dist_log --grep nowhere").text.startswith("no lines with nowhere\nfiles")
+    # Each start has files of its own, also where another world takes the run's name.
+    last = int(attempt.name.removeprefix("attempt_"))
+    assert kernel.run("%dist_restart --backend none --name run").errors == []
+    assert kernel.run("%dist_log").text.startswith("no lines")
+    assert "step 8" in kernel.run(f"%dist_log --attempt {last}").text
+    error = kernel.run("%dist_log --attempt 99").error
+    there = sorted(int(each.name[8:]) for each in run.glob("attempt_*"))
     assert f"`--attempt 99`: there are {there[0]}-{there[-1]}, the last is now." in error
 
 
@@ -85,17 +69,14 @@ def lines_of(folder: Path, most: int, pattern: str | None = None) -> list[str]:
     [
         ("", []),
         ("a", ["a"]),
-        ("a\n", ["a"]),
-        ("a\n\n", ["a", ""]),
-        ("\na\nb", ["", "a", "b"]),
+        ("\na\n\n", ["", "a", ""]),
         ("0%\r50%\r100%\nend\r\n", ["100%", "end"]),
         ("\x1b[31mred\x1b[0m é\n", ["red é"]),
     ],
 )
 def test_last_lines(tmp_path: Path, text: str, lines: list[str]) -> None:
     """Lines as they were seen, whatever the end of the file."""
-    file = tmp_path / "stdout.log"
-    file.write_text(text, newline="")
+    (tmp_path / "stdout.log").write_text(text, newline="")
     assert lines_of(tmp_path, 9) == lines
     assert lines_of(tmp_path, 1) == lines[-1:]
 

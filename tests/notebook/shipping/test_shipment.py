@@ -15,69 +15,67 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nbdist.notebook.shipping import plan
 from nbdist.values import payload
-from nbdist.values.shared_memory import to_end
 
-TELL = '''
+TELL = """
+import numpy as np, zlib
 from dataclasses import dataclass
 @dataclass(eq=False)
 class Point:
     x: object
     y: object
 
+def parts(value):
+    'What it holds.'
+    if isinstance(value, Point):
+        return [value.x, value.y]
+    if isinstance(value, dict):
+        return [each for item in value.items() for each in item]
+    return value if isinstance(value, (list, tuple)) else []
+
+def walk(top):
+    'All objects in it, each once, by their ids and in an order of its own.'
+    found, waiting = {}, [top]
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in found and not isinstance(value, (int, float, str, bytes, type(None))):
+            found[id(value)] = value
+            waiting += parts(value)
+    return found
+
 def tell(top):
-    """What it is made of, what is one object, and which tensors share memory; as a text."""
-    import zlib, torch, numpy as np
-    seen, spans, lines = {}, [], []
-    def visit(value):
-        if isinstance(value, (int, float, str, bytes, type(None))):
-            return repr(value)
-        if id(value) in seen:
-            return f"#{seen[id(value)]}"
-        number = seen[id(value)] = len(seen)
-        lines.append("")
+    'What it is made of, what is one object, and which tensors share memory.'
+    import torch
+    found, spans, lines = walk(top), {}, []
+    numbers = {key: f"#{number}" for number, key in enumerate(found)}
+    for key, value in found.items():
+        said = [type(value).__name__, *(numbers.get(id(each), repr(each)) for each in parts(value))]
         if isinstance(value, torch.Tensor):
             start = value.data_ptr()
             end = start + value.numel() * value.element_size()
-            over = [n for n, a, b in spans if start < b and a < end]
-            spans.append((number, start, end))
-            said = f"tensor {tuple(value.shape)} {zlib.crc32(value.numpy().tobytes())} over {over}"
-        elif isinstance(value, np.ndarray):
-            said = f"array {value.shape} {zlib.crc32(value.tobytes())}"
-        elif isinstance(value, dict):
-            said = "dict " + ", ".join(f"{visit(k)}: {visit(v)}" for k, v in value.items())
-        elif isinstance(value, (list, tuple)):
-            said = type(value).__name__ + " " + ", ".join(map(visit, value))
-        else:
-            said = f"{type(value).__name__} {visit(value.x)} {visit(value.y)}"
-        lines[number] = f"#{number} {said}"
-        return f"#{number}"
-    return visit(top) + "\\\\n" + "\\\\n".join(lines)
+            said += [n for n, (a, b) in spans.items() if start < b and a < end]
+            spans[numbers[key]] = start, end
+            value = value.numpy()
+        if isinstance(value, np.ndarray):
+            said += [value.shape, zlib.crc32(value.tobytes())]
+        lines.append(said)
+    return lines
 
 def spoil(top):
-    """Changes all that there is in place."""
-    import torch, numpy as np
-    seen, waiting = {}, [top]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
+    'Changes all that there is in place.'
+    import torch
+    for value in walk(top).values():
         if isinstance(value, torch.Tensor):
             value.add_(1)
         elif isinstance(value, np.ndarray):
             value += 1
         elif isinstance(value, dict):
-            waiting += value.values()
             value["spoilt"] = 1
         elif isinstance(value, list):
-            waiting += value
             value.append("spoilt")
-        elif hasattr(value, "x"):
-            waiting += [value.x, value.y]
+        elif isinstance(value, Point):
             value.x = "spoilt"
-'''.replace("\\\\n", "\\n")
+"""
 
 SIZE = 9000  # more than goes in a message
 
@@ -206,21 +204,3 @@ def test_one_entry_of_a_big_dict(house: Any, monkeypatch: pytest.MonkeyPatch):
     assert house.notices[-1].startswith("68.7 MiB")
     house.cell("data['new'][5] += 1")
     assert house.distributed(total) == (46e6 + 2, 10)
-
-
-def test_memory_that_stays_shared(house: Any):
-    """It is released with the name; what a set-up cell took along stands alone."""
-    house.cell("import numpy as np\ndata = [np.ones(2_000_000), np.ones(2_000_000)]")
-    house.distributed("len(data)")
-    assert len(house.table.kept("data")) == 1
-    house.distributed("data = 5")
-    assert house.table.kept("data") == []
-    house.cell("data = [np.ones(2_000_000), np.ones(2_000_000)]")
-    house.distributed("len(data)")
-    house.cell("data.append(1)")
-    shipment = plan("data", house.table, (0,))
-    assert shipment is not None
-    packing = to_end(shipment.packing(alone=True))
-    assert packing.segment is not None
-    assert (packing.payload.others, packing.records["data"].kept) == ((), None)
-    packing.segment.close()

@@ -9,7 +9,6 @@ import pytest
 
 from nbdist.errors import WorkerError
 from nbdist.output.ansi import strip
-from nbdist.worker.compat.debugger import own_part
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(2)
@@ -37,15 +36,8 @@ def debug_one(debug: Debug) -> Debug:
     return lambda *lines: debug(*lines, ranks=[1]).replace("[1] ", "")
 
 
-def test_own_part():
-    """What is around the user's calls at both ends is left out, what is between them is not."""
-    assert own_part([True, True, False, True, False, True]) == (2, 5)
-    assert own_part([False]) == (0, 1)
-    assert own_part([True, True]) == (0, 2)
-
-
 def test_statements_of_a_cell_are_lines(debug: Debug) -> None:
-    """Stepping goes from one to the next, not into what IPython does between them."""
+    """Stepping goes from one to the next, also of those that await, and not into IPython."""
     source = "if rank == 1: breakpoint()\nx = 1\nx += 1\nx"
     said = debug(source, "n", "n", "n")
     stops = [line.split("---> ")[1] for line in said.splitlines() if "---> " in line]
@@ -53,20 +45,13 @@ def test_statements_of_a_cell_are_lines(debug: Debug) -> None:
     assert "Cell In[" in said
     assert said.endswith("ipdb> [1] 2\n")
     assert debug("print('through')") == "[0-1] through\n"
-
-
-def test_statements_that_await(debug: Debug) -> None:
-    """They are lines too."""
     source = "import asyncio\nbreakpoint()\nawait asyncio.sleep(0.01)\nx = 5\nx + 1"
     said = debug(source, "n", "n", "n", "-r all c")
     stops = [line.split("---> ")[1] for line in said.splitlines() if "[0] ----> " in line]
     assert stops == ["4 x = 5", "5 x + 1"]
     assert "[0] 6" in said
     assert "StopIteration" not in said
-
-
-def test_torchs_own_breakpoint(debug: Debug) -> None:
-    """`torch.distributed.breakpoint` stops on one rank, and the others wait for it."""
+    # torch's own stops on one rank, and the others wait for it.
     said = debug("dist.breakpoint(1)\nprint('after')", "up", "c")
     assert "[rank 1] ipdb> " in said
     assert "--> 1 dist.breakpoint(1)" in said
@@ -83,27 +68,20 @@ def test_an_exception_is_looked_at(debug: Debug) -> None:
     assert "[1] 0" in said
 
 
-# --- ways in ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "begin",
-    [
+def test_ways_in(debug_one: Debug, world: World) -> None:
+    """It stops at the next line, and what is bound there stays."""
+    for begin in (
         "breakpoint()",
         "import pdb; pdb.set_trace()",
         "from IPython.core.debugger import set_trace; set_trace()",
         "get_ipython().debugger_cls().set_trace()",  # as ipdb does
         "import sys, types; sys.modules['debugpy'] = types; breakpoint(header='here')",
-    ],
-)
-def test_ways_in(begin: str, debug_one: Debug, world: World) -> None:
-    """It stops at the next line, and what is bound there stays."""
-    said = debug_one(
-        f"def f(a):\n    {begin}\n    return a\nresult = f(5)", "p a + 1", "!a = 7", "c"
-    )
-    assert "----> 3     return a" in said
-    assert "[rank 1] ipdb> 6\n" in said
-    assert world.gather("result", ranks=[1]) == [7]
+    ):
+        source = f"def f(a):\n    {begin}\n    return a\nresult = f(5)"
+        said = debug_one(source, "p a + 1", "!a = 7", "c")
+        assert "----> 3     return a" in said
+        assert "[rank 1] ipdb> 6\n" in said
+        assert world.gather("result", ranks=[1]) == [7]
 
 
 def test_a_variable_says_what_a_breakpoint_is(debug_one: Debug) -> None:
@@ -113,18 +91,14 @@ def test_a_variable_says_what_a_breakpoint_is(debug_one: Debug) -> None:
     assert debug_one(f"{off}breakpoint(){on}") == "ran\n"
 
 
-def test_leaving_ends_the_cell(debug_one: Debug, world: World) -> None:
-    """By `q`: one line says so, and the next cell runs without the debugger."""
+def test_leaving_ends_the_cell(
+    debug_one: Debug, world: World, enter: Callable[..., None], write: Callable[..., Path]
+) -> None:
+    """By `q`, which one line says; the next cell runs, and what was ended is not run again."""
     with pytest.raises(WorkerError, match="BdbQuit: `q` left the debugger") as found:
         debug_one("kept = 1\nbreakpoint()\nkept = 2", "q")
     assert "bdb.py" not in "".join(map(str, found.value.__notes__))
     assert debug_one("print(kept)") == "1\n"
-
-
-def test_who_leaves_is_not_asked_again(
-    world: World, enter: Callable[..., None], write: Callable[..., Path]
-) -> None:
-    """What `q` has ended is not run again, as after Stop."""
     script = write("asks.py", "breakpoint()\nx = 1")
     enter("q", "c", "c")
     with pytest.raises(WorkerError, match="BdbQuit"):

@@ -27,13 +27,9 @@ IPYTHON_7 = (
 """A frame as IPython 7.34 shows it."""
 
 
-def test_nothing_is_missing() -> None:
-    """The versions that nbdist is installed with have all that it uses."""
-    assert ipython.check() == ()
-
-
 def test_what_is_missing_is_told_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a sentence that names the version and says what is lost; what needs it goes on."""
+    """In a sentence with the version and what is lost; what needs it goes on. Here is all."""
+    assert ipython.check() == ()
     monkeypatch.delattr(kernelapp, "IOPubThread")
     monkeypatch.delattr(Kernel, ipython.END_CHILDREN)
     children, port = ipython.check()
@@ -56,7 +52,7 @@ def test_a_shell_that_shows_tracebacks_otherwise(
 
 
 def test_ipython_7_shows_numbers_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame begins as in later versions; files on disk have the line beside the name."""
+    """A frame begins as in later versions, which keep the number of a cell themselves."""
     script = IPYTHON_7.replace("/tmp/ipykernel_7/42.py", "~/train.py")
     module = IPYTHON_7.replace("fail\x1b[0;34m(x)", "<cell line: 0>\x1b[0;34m()")
     head = "-----"
@@ -72,12 +68,9 @@ def test_ipython_7_shows_numbers_of_cells(monkeypatch: pytest.MonkeyPatch) -> No
     assert main.startswith("Cell \x1b[0;32mIn[5], line 2\x1b[0m\n")
     assert file.startswith("File \x1b[0;32m~/train.py:2\x1b[0m, in \x1b[0;36mfail")
     assert cell.endswith("1 / 0\x1b[0m\n")
-
-
-def test_every_version_numbers_cells() -> None:
-    """IPython's own compiler keeps the number of a cell, or ours does."""
-    shower = SimpleNamespace(structured_traceback=None)
-    shell: Any = SimpleNamespace(compile=CachingCompiler(), InteractiveTB=shower)
+    shell = SimpleNamespace(
+        compile=CachingCompiler(), InteractiveTB=SimpleNamespace(structured_traceback=None)
+    )
     ipython.number_cells(shell)
     name = shell.compile.cache("x = 1\n", 7, raw_code="x = 1\n")
     assert shell.compile._filename_map[name] == 7
@@ -109,27 +102,21 @@ print("new" if known is None else known.get_code())
 """
 
 
-def run(cache: Path, *parsed: str) -> subprocess.CompletedProcess[str]:
-    """Parse a file in a process of its own, or be killed while one is written."""
-    command = [sys.executable, "-c", WRITES, *parsed]
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-
-
-def test_a_rank_killed_while_it_writes(tmp_path: Path) -> None:
-    """The file under that name is the one from before, and can be read."""
-    pytest.importorskip("jedi")
-    assert run(tmp_path).returncode == -signal.SIGKILL
-    (file,) = tmp_path.glob("parso/*/*.pkl")
-    assert pickle.loads(file.read_bytes()).node == "whole"
-
-
 def test_what_it_writes_is_read_again(tmp_path: Path) -> None:
-    """The file is whole, none is over, and the next process has what was parsed."""
+    """The file is whole, also after a rank was killed while it wrote another one."""
     pytest.importorskip("jedi")
+
+    def run(cache: Path, *parsed: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", WRITES, *parsed]
+        env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
     (parsed := tmp_path / "mine.py").write_text("x = 1")
     for said in ("new\n", "x = 1\n"):
         ended = run(tmp_path, str(parsed))
         assert (ended.returncode, ended.stdout) == (0, said), ended.stderr
     (file,) = tmp_path.glob("jedi/*/*")
     assert pickle.loads(file.read_bytes()).node.get_code() == "x = 1"
+    assert run(tmp_path / "killed").returncode == -signal.SIGKILL
+    (file,) = tmp_path.glob("killed/parso/*/*.pkl")
+    assert pickle.loads(file.read_bytes()).node == "whole"

@@ -16,17 +16,6 @@ from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(2)
 
-WITHOUT_RECORDER = f"""#!{sys.executable}
-import runpy, sys
-import torch.distributed
-from torch._C import _distributed_c10d as c10d
-vars(c10d).pop("_dump_fr_trace_json", None)
-sys.argv[1:] = []
-runpy.run_module("nbdist.worker", run_name="__main__")
-"""
-
-SKIP = "if rank == 0: dist.barrier()"
-
 
 def test_what_is_lacking_is_said_in_sentences() -> None:
     """Each names the version; nothing is lacking from torch 2.13 on."""
@@ -53,6 +42,30 @@ def test_what_torch_has_of_a_group_comes_back(monkeypatch: pytest.MonkeyPatch) -
     assert default == [group]
 
 
+def test_only_receives_can_be_ended(world: World) -> None:
+    """What is no receive of gloo's is left alone, by its class in C++."""
+    world.execute(
+        "from nbdist.worker.compat.torch import end_receive\n"
+        "reduced = dist.all_reduce(torch.ones(1), async_op=True)\n"
+        "sent = dist.isend(torch.ones(1), (rank + 1) % world_size)\n"
+        "assert not end_receive(reduced) and not end_receive(sent)\n"
+        "dist.recv(t := torch.zeros(1), (rank - 1) % world_size)\n"
+        "reduced.wait(), sent.wait()\n"
+        "never = dist.irecv(t, tag=5)\n"
+        "assert end_receive(never) and not never.wait()"
+    )
+
+
+WITHOUT_RECORDER = f"""#!{sys.executable}
+import runpy, sys
+import torch.distributed
+from torch._C import _distributed_c10d as c10d
+vars(c10d).pop("_dump_fr_trace_json", None)
+sys.argv[1:] = []
+runpy.run_module("nbdist.worker", run_name="__main__")
+"""
+
+
 @pytest.mark.world
 def test_a_world_whose_torch_lacks_something(tmp_path: Path) -> None:
     """It starts, says what is missing, and who waits is freed and named all the same."""
@@ -62,24 +75,5 @@ def test_a_world_whose_torch_lacks_something(tmp_path: Path) -> None:
     with World(2, log_dir="", fork=False, python=str(python)) as world:
         assert "ranks that wait in an asynchronous collective" in " ".join(world.session.lacks)
         with pytest.raises(RanksReleased, match="barrier"):
-            world.execute(SKIP)
+            world.execute("if rank == 0: dist.barrier()")
         assert world.run(sum, [1, 2]).rank(0) == 3
-
-
-ONLY_RECEIVES = """
-from nbdist.worker.compat.torch import end_receive
-reduced = dist.all_reduce(torch.ones(1), async_op=True)
-sent = dist.isend(torch.ones(1), (rank + 1) % world_size)
-assert not end_receive(reduced)
-assert not end_receive(sent)
-dist.recv(t := torch.zeros(1), (rank - 1) % world_size)
-reduced.wait(), sent.wait()
-never = dist.irecv(t, tag=5)
-assert end_receive(never)
-assert not never.wait()
-"""
-
-
-def test_only_receives_can_be_ended(world: World) -> None:
-    """What is no receive of gloo's is left alone, by its class in C++."""
-    world.execute(ONLY_RECEIVES)

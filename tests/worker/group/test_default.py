@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
-
 import pytest
 
 from nbdist.errors import RanksReleased, WorkerDied, WorkerError
@@ -81,26 +78,24 @@ def error_of(world: World, source: str) -> str:
     return str(caught.value)
 
 
-# --- tutorials --------------------------------------------------------------------------
-
-
-def test_one_cell_twice(world: World) -> None:
-    """A tutorial in one cell runs, and runs again; that the group is there is said once."""
+def test_tutorials(world: World) -> None:
+    """In one cell or several they run, and run again; what was built on the group works on."""
     world.restart()
     assert printed(world, SETUP + STEP + CLEANUP) == dict.fromkeys(range(3), IS_THERE)
-    assert printed(world, SETUP + STEP + CLEANUP) == dict.fromkeys(range(3), "")
-    assert printed(world, (SETUP + STEP + CLEANUP) * 2) == dict.fromkeys(range(3), "")
-
-
-def test_over_several_cells_twice(world: World) -> None:
-    """So does one whose parts are cells, each run again on its own too."""
-    for source in (SETUP, SETUP, STEP, STEP, CLEANUP, SETUP, STEP, CLEANUP, STEP):
+    for source in (SETUP + STEP + CLEANUP, (SETUP + STEP + CLEANUP) * 2):
+        assert printed(world, source) == dict.fromkeys(range(3), "")
+    for source in (SETUP, SETUP, STEP, STEP, CLEANUP, SETUP, STEP, CLEANUP):
         world.execute(source)
+    world.execute("ddp_model(torch.ones(20, 10)).sum().backward()\n" + WORKS + CLEANUP)
+    world.execute(
+        "from torch.distributed._functional_collectives import all_reduce\n"
+        "t = all_reduce(torch.ones(1), 'sum', [*range(world_size)])\nassert t.item() == 3"
+    )
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_usual_arguments(world: World) -> None:
+    """All that asks for the world's group gets it, also what torch initialises for a mesh."""
+    for arguments in (
         "",
         "None",
         "'cpu:gloo'",
@@ -108,15 +103,8 @@ def test_over_several_cells_twice(world: World) -> None:
         "'gloo', world_size=world_size",
         "'gloo', device_id=device",
         "'gloo', store=dist.HashStore(), rank=rank, world_size=world_size",
-    ],
-)
-def test_usual_arguments(world: World, arguments: str) -> None:
-    """All that asks for the world's group gets it, also in a mesh made without one."""
-    world.execute(f"dist.init_process_group({arguments})\n{WORKS}")
-
-
-def test_made_by_a_mesh(world: World) -> None:
-    """What torch initialises for a mesh is the world's group."""
+    ):
+        world.execute(f"dist.init_process_group({arguments})\n{WORKS}")
     world.execute(
         "from torch.distributed.device_mesh import init_device_mesh\n"
         "dist.destroy_process_group()\nmesh = init_device_mesh('cpu', (world_size,))\n" + WORKS
@@ -124,11 +112,8 @@ def test_made_by_a_mesh(world: World) -> None:
     assert printed(world, WORKS) == dict.fromkeys(range(3), "")
 
 
-# --- destroyed ----------------------------------------------------------------------------
-
-
 def test_destroyed_is_destroyed(world: World) -> None:
-    """Until the next cell there is no group, and torch says so; nor are there subgroups."""
+    """Until the next cell there is no group, and torch says so; a subgroup is its own business."""
     said = error_of(
         world,
         "sub = dist.new_group()\ndist.destroy_process_group()\n"
@@ -139,10 +124,6 @@ def test_destroyed_is_destroyed(world: World) -> None:
     assert "Please initialize the group first" in error_of(world, "dist.get_backend(sub)")
     assert "cannot be None" in error_of(world, "dist.destroy_process_group()\n" * 2)
     world.execute(ALL_MEET)
-
-
-def test_a_subgroup_is_destroyed(world: World) -> None:
-    """That is torch's own business, and leaves the world's group alone."""
     world.execute("sub = dist.new_group()\ndist.destroy_process_group(sub)\n" + WORKS + ALL_MEET)
 
 
@@ -157,43 +138,17 @@ def test_destroyed_on_some_ranks(world: World) -> None:
     )
 
 
-def test_what_was_built_on_it(world: World) -> None:
-    """A DDP module from before works on."""
-    world.execute(STEP)
-    world.execute(CLEANUP)
-    world.execute("ddp_model(torch.ones(20, 10)).sum().backward()\n" + WORKS)
-
-
-def test_functional_collectives(world: World) -> None:
-    """They find the group by its ranks, also once it is back."""
-    world.execute(CLEANUP)
-    world.execute(
-        "from torch.distributed._functional_collectives import all_reduce\n"
-        "t = all_reduce(torch.ones(1), 'sum', [*range(world_size)])\nassert t.item() == 3"
-    )
-
-
-# --- contradictions -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first", ["", "dist.destroy_process_group()\n"])
-@pytest.mark.parametrize(
-    ("arguments", "said", "remedy"),
-    [
+def test_what_contradicts(world: World) -> None:
+    """It is refused with the remedy, also once the group is destroyed; no rank is renumbered."""
+    for arguments, said, remedy in (
         ("rank=(rank + 1) % 3", "this is rank ", "Pass rank=rank or leave it out."),
         ("backend='nccl'", "the world's group has the backend gloo, not nccl.", 'Pass "gloo" or'),
-    ],
-)
-def test_what_contradicts(world: World, first: str, arguments: str, said: str, remedy: str) -> None:
-    """It is refused, also once the group is destroyed; ranks are not renumbered."""
-    found = error_of(world, f"{first}dist.init_process_group({arguments})")
-    assert f"init_process_group: {said}" in found
-    assert remedy in found
-    world.execute(WORKS)
-
-
-def test_another_size(world: World) -> None:
-    """A group of another size is refused while the world's is there, with the remedy."""
+    ):
+        for first in ("", "dist.destroy_process_group()\n"):
+            found = error_of(world, f"{first}dist.init_process_group({arguments})")
+            assert f"init_process_group: {said}" in found
+            assert remedy in found
+            world.execute(WORKS)
     said = error_of(world, "dist.init_process_group('gloo', rank=0, world_size=1)")
     assert "init_process_group: the world has 3 ranks, not 1. Pass world_size=world_size" in said
     world.execute(WORKS)
@@ -204,9 +159,6 @@ def test_either_class_of_nccl_is_nccl() -> None:
     assert lacking("nccl", "cpu:gloo,cuda:nccl-legacy") == set()
     assert lacking("nccl2", "cpu:gloo,cuda:nccl-legacy") == {"nccl2"}
     assert lacking("nccl", "gloo") == {"nccl"}
-
-
-# --- a group of one's own ---------------------------------------------------------------------
 
 
 def test_a_group_of_ones_own(world: World) -> None:
@@ -238,32 +190,23 @@ def test_a_fault_with_a_group_of_ones_own(world: World) -> None:
     world.execute(WORKS + ALL_MEET)
 
 
-# --- faults -------------------------------------------------------------------------------
-
-
 def test_a_timeout(world: World) -> None:
-    """It holds for the group that is there, until that is destroyed."""
-    world.execute(
-        "import datetime\ndist.init_process_group('gloo', timeout=datetime.timedelta(seconds=7))"
+    """It holds until the group is destroyed; who exceeds it fails, and the group is whole again."""
+    set_to = (
+        "import datetime, time\ndist.init_process_group('gloo', timeout=datetime.timedelta({}))"
     )
     timeout = "dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout.total_seconds()"
+    world.execute(set_to.format("seconds=7"))
     assert world.gather(timeout) == [7.0] * 3
     world.execute(CLEANUP)
     assert world.gather(timeout) == [24 * 3600.0] * 3
-
-
-@pytest.mark.skipif(not seam.SETS_TIMEOUTS, reason="this torch sets none later")
-def test_a_collective_that_times_out(world: World) -> None:
-    """The cell fails as torch has it, and the group is whole again."""
-    world.execute(
-        "import datetime, time\nkept = rank\n"
-        "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=0.5))"
-    )
-    with pytest.raises(WorkerError, match="Timed out waiting 500ms"):
-        world.execute("if rank == 1: time.sleep(1.5)\ndist.all_reduce(torch.ones(1))")
-    world.execute(WORKS)
-    assert world.gather("kept") == [0, 1, 2]
-    world.execute(CLEANUP)
+    if seam.SETS_TIMEOUTS:
+        world.execute(f"kept = rank\n{set_to.format('seconds=0.5')}")
+        with pytest.raises(WorkerError, match="Timed out waiting 500ms"):
+            world.execute("if rank == 1: time.sleep(1.5)\ndist.all_reduce(torch.ones(1))")
+        world.execute(WORKS)
+        assert world.gather("kept") == [0, 1, 2]
+        world.execute(CLEANUP)
 
 
 def test_a_rank_raises_after_it_was_destroyed(world: World) -> None:
@@ -281,17 +224,12 @@ def test_a_rank_dies_after_it_was_destroyed(world: World) -> None:
     """It is replaced, and the new one joins as any."""
     with pytest.raises(WorkerDied):
         world.execute("dist.destroy_process_group()\nimport os\nif rank == 1: os._exit(3)")
-    started = time.monotonic()
     world.execute(SETUP + STEP + CLEANUP)
     world.execute(WORKS + ALL_MEET)
-    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
-
-
-# --- new groups meet, whatever a rank has missed before ---------------------------------
 
 
 def test_a_rank_that_missed_a_group(world: World) -> None:
-    """It raised before a `new_group` of others, who needed no freeing: the next one is all's."""
+    """The next one is all's, whichever groups some ranks have made without the others."""
     with pytest.raises(WorkerError, match="bad"):
         world.execute(
             "if rank == 1: raise ValueError('bad')\n"
@@ -299,16 +237,8 @@ def test_a_rank_that_missed_a_group(world: World) -> None:
         )
     world.execute(ALL_MEET)
     world.execute("if rank != 1: dist.barrier(group=pair)")
-
-
-def test_a_cell_for_some_ranks(world: World) -> None:
-    """Its groups need nothing of those that do not run it."""
     world.execute("dist.barrier(group=dist.new_group([0, 2]))", ranks=[0, 2])
     world.execute(ALL_MEET)
-
-
-def test_the_same_members_again(world: World) -> None:
-    """Members who alone know of a group can make it, destroy it and make it again."""
     for _ in range(2):
         world.execute(
             "for _ in range(2):\n"
@@ -321,15 +251,10 @@ def test_the_same_members_again(world: World) -> None:
 
 
 def test_all_names_of_a_cell(world: World) -> None:
-    """They are equal on all ranks, and no two are the same."""
+    """They are equal on all ranks, no two are the same, and torch's own count goes on."""
+    before = world.gather("dist.get_pg_count()")
     result = world.execute("", fetch=("[dist.new_group().group_name for _ in range(2)]",))
+    assert world.gather("dist.get_pg_count()") == [count + 2 for count in before]
     names = result.rank(0)
     assert list(result) == [names] * 3
     assert len({*names, *world.execute("", fetch=("dist.new_group().group_name",))}) == 3
-
-
-def test_count_of_groups(world: World) -> None:
-    """torch's own count of groups goes on as ever."""
-    before = world.gather("dist.get_pg_count()")
-    world.execute("dist.new_group()")
-    assert world.gather("dist.get_pg_count()") == [count + 1 for count in before]

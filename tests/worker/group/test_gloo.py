@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group`, of gloo: groups aborted and connected anew, again and again."""
+"""Tests of `nbdist.worker.group`, of gloo and of DDP: groups and models connected anew."""
 
 from __future__ import annotations
 
@@ -19,27 +19,94 @@ PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534]"
 
 FAILS = "if rank == 1: raise ValueError\ndist.all_reduce(torch.ones(1))"
 
-SET_UP = """
-import os
-pair = dist.new_group([0, 1])
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+SETUP = """
+import os, pickle, threading, time
+from nbdist.worker.group import default
+from torch.nn.parallel import DistributedDataParallel as DDP
+ours = get_ipython().kernel.group
+
+def abort():
+    while not ours.waits_to_meet:
+        time.sleep(0.01)
+    ours.abort()
+
+def made():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+    return DDP(torch.nn.Sequential(*layers), bucket_cap_mb=0.0004)
+
+def step(net):
+    net.zero_grad()
+    net(torch.full((2, 8), float(rank))).sum().backward()
+    return [parameter.grad.clone() for parameter in net.parameters()]
+
+def equal(some, others):
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+def meets(group=None):
+    dist.all_reduce(t := torch.ones(1), group=group)
+    return t.item() == 2
 """
 
-WORKS = """
-for group in (None, pair):
-    t = torch.full((1,), float(rank))
-    dist.all_reduce(t, group=group)
-    assert t.item() == 1, t
-model(torch.ones(2, 4)).sum().backward()
-"""
 
-HELD = "(len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task')))"
+@pytest.fixture(scope="module")
+def started(started: World) -> World:
+    started.execute(SETUP)
+    return started
 
 
 def heal(world: World, times: int = 1) -> None:
     for _ in range(times):
         with pytest.raises(WorkerError):
             world.execute(FAILS)
+
+
+# --- models of DDP: first, while there are no others ----------------------------------------
+
+
+def test_models_that_there_are(world: World) -> None:
+    """Not one whose `__init__` failed and that a traceback keeps alive."""
+    world.execute(
+        "kept = []\n"
+        "class Failing(DDP):\n"
+        "    def __init__(self):\n        kept.append(self)\n        raise RuntimeError\n"
+        "try: Failing()\n"
+        "except RuntimeError: pass\n"
+        "net = made()\n"
+        "assert [each is net for each in default.ddp_models()] == [True]\n"
+        "del net, kept, Failing"
+    )
+
+
+def test_steps_of_models(world: World) -> None:
+    """A step after one that was broken off, or of ranks that differ, is a first one again."""
+    world.execute(
+        "net, unbroken = made(), made()\n"
+        "grads = [step(unbroken) for _ in range(2)][-1]\n"
+        "step(net)\n"
+        "net(torch.ones(2, 8))  # and no backward\n"
+        "default.forget_broken_off_steps()\n"
+        "assert equal(step(net), grads)"
+    )
+    world.execute(
+        "net = made()\n"
+        "grads = [step(net) for _ in range(3)][-1]\n"
+        "if rank == 1: net = pickle.loads(pickle.dumps(net))  # it has no layout\n"
+        "default.begin_models_anew()\n"
+        "assert equal(step(net), grads)"
+    )
+    world.execute(
+        "group = dist.group.WORLD\n"
+        "other, moved = DDP(torch.nn.Linear(2, 2), process_group=dist.new_group([0, 1])), made()\n"
+        "reducers = other.reducer, moved.reducer\n"
+        "default.move_models(group, group)\n"
+        "assert other.reducer is reducers[0] and moved.reducer is not reducers[1]\n"
+        "step(moved)\n"
+        "del net, unbroken, other, moved, reducers"
+    )
+
+
+# --- groups of gloo ---------------------------------------------------------------------------
 
 
 def test_the_first_collective_after_healing(world: World) -> None:
@@ -62,13 +129,6 @@ def test_the_last_collective_after_healing(world: World) -> None:
     assert [(each.name, each.is_done) for each in last if each] == [("barrier", True)] * 2
 
 
-def test_groups_of_several_devices(world: World) -> None:
-    """A group whose backends are given by device is connected anew as others are."""
-    world.execute("pair = dist.new_group(backend='cpu:gloo,cuda:gloo')")
-    heal(world)
-    world.execute("t = torch.ones(1)\ndist.all_reduce(t, group=pair)\nassert t.item() == 2")
-
-
 def test_a_backend_of_ones_own(world: World, tmp_path: Path) -> None:
     """Code that makes gloo backends itself, as older libraries do, gets one that is connected."""
     world.execute(
@@ -79,22 +139,15 @@ def test_a_backend_of_ones_own(world: World, tmp_path: Path) -> None:
     )
 
 
-HINT = "This is typically caused by a remote worker crashing. GLHF!"
-
-
-def test_what_gloo_says_is_reworded() -> None:
-    """What it means for the connections stays known; nothing of a user's own is changed."""
-    ended = RuntimeError(f"{PAIR} Connection closed by peer [127.0.0.1]:9. {HINT}")
+def test_what_gloo_says_is_reworded(world: World) -> None:
+    """Its meaning stays known, a user's own errors as they are; cells catch our words."""
+    hint = "This is typically caused by a remote worker crashing. GLHF!"
+    ended = RuntimeError(f"{PAIR} Connection closed by peer [127.0.0.1]:9. {hint}")
     other, own = RuntimeError(f"{PAIR} op.nbytes <= nbytes"), RuntimeError("a gloo of mine")
     for error in (ended, other, own):
         gloo.reword(error)
     assert [str(ended), str(own)] == [gloo.ABORTED, "a gloo of mine"]
     assert str(other) == "[gloo/transport/tcp/pair.cc:534] op.nbytes <= nbytes"
-    assert connections_after(str(ended)) == "ended"
-
-
-def test_what_a_cell_catches(world: World) -> None:
-    """Code that prints what it was released with prints our words."""
     source = "if rank: raise ValueError('mine')\ntry: dist.barrier()\n"
     ran = run(world, f"{source}except RuntimeError as error: print(error)")
     assert ran.lines(0) == [gloo.ABORTED]
@@ -104,45 +157,23 @@ def test_what_a_cell_catches(world: World) -> None:
     assert "nbdist/" not in ran.traceback(0)
 
 
-@pytest.mark.parametrize(
-    ("message", "connections"),
-    [
-        (f"{PAIR} Connection closed by peer [127.0.0.1]:9", "ended"),
-        (f"{PAIR} Read error [127.0.0.1]:9: Connection reset by peer", "ended"),
-        (f"{PAIR} writev [127.0.0.1]:9: Broken pipe", "ended"),
-        (stores.ABORTED, "ended"),
-        (gloo.ABORTED, "ended"),
-        (
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting "
-            "500ms for recv operation to complete",
-            "timed out",
-        ),
-        ("Application timeout caused pair closure", "timed out"),
-        ("[Errno 104] Connection reset by peer", ""),
-        ("Connection closed by peer", ""),
-        ("bad shard", ""),
-    ],
-)
-def test_what_is_said_of_connections(message: str, connections: str) -> None:
+SAID_OF_CONNECTIONS = {
+    f"{PAIR} Connection closed by peer [127.0.0.1]:9": "ended",
+    f"{PAIR} Read error [127.0.0.1]:9: Connection reset by peer": "ended",
+    f"{PAIR} writev [127.0.0.1]:9: Broken pipe": "ended",
+    stores.ABORTED: "ended",
+    gloo.ABORTED: "ended",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 500ms "
+    "for recv operation to complete": "timed out",
+    "Application timeout caused pair closure": "timed out",
+    **dict.fromkeys(("[Errno 104] Connection reset by peer", "Connection closed by peer"), ""),
+}
+
+
+def test_what_is_said_of_connections() -> None:
     """That those to other ranks have ended, or timed out; nothing of a user's own."""
-    assert connections_after(message) == connections
-
-
-SETUP = """
-import threading, time
-ours = get_ipython().kernel.group
-
-def abort():
-    while not ours.waits_to_meet:
-        time.sleep(0.01)
-    ours.abort()
-"""
-
-
-@pytest.fixture(scope="module")
-def started(started: World) -> World:
-    started.execute(SETUP)
-    return started
+    found = {message: connections_after(message) for message in SAID_OF_CONNECTIONS}
+    assert found == SAID_OF_CONNECTIONS
 
 
 def test_groups_that_a_rank_holds(world: World) -> None:
@@ -151,8 +182,8 @@ def test_groups_that_a_rank_holds(world: World) -> None:
         "before = ours.held()  # by earlier tests\n"
         "one, both = [dist.new_group(ranks) for ranks in ([1], [0, 1])]\n"
         "held = {name: each for name, each in ours.held().items() if name not in before}\n"
-        "names = [each.group_name for each in (one, both) if each is not dist.GroupMember."
-        "NON_GROUP_MEMBER]\n"
+        "names = [each.group_name for each in (one, both)\n"
+        "         if each is not dist.GroupMember.NON_GROUP_MEMBER]\n"
         "dist.destroy_process_group()\n"
         "gone = ours.held()"
     )
@@ -174,34 +205,30 @@ def test_an_aborted_new_group(world: World) -> None:
     (said,) = world.gather("said", ranks=[0])
     assert said.startswith("Connection closed by peer")
     heal(world)
-    world.execute(
-        "dist.all_reduce(t := torch.ones(1), group=dist.new_group([0, 1]))\nassert t == 2"
-    )
+    world.execute("assert meets(dist.new_group([0, 1]))")
 
 
 def test_groups_are_the_same_ones_afterwards(world: World) -> None:
-    """They are connected anew in place, also those that only some ranks still hold."""
+    """They are connected anew in place, also those that some hold, or that are by device."""
     world.execute(
-        "default, pair, lost = dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 1])\n"
+        "world, pair, lost = dist.group.WORLD, dist.new_group([0, 1]), dist.new_group([0, 1])\n"
+        "by_device = dist.new_group(backend='cpu:gloo,cuda:gloo')\n"
         "if rank == 1: dist.destroy_process_group(lost)"
     )
     heal(world)
-    world.execute(
-        "assert dist.group.WORLD is default\n"
-        "for each in (default, pair):\n"
-        "    dist.all_reduce(t := torch.ones(1), group=each)\n"
-        "    assert t.item() == 2"
-    )
+    world.execute("assert dist.group.WORLD is world and all(map(meets, (world, pair, by_device)))")
 
 
 def test_what_healing_leaves(world: World) -> None:
     """No descriptor, and from torch 2.14 on no thread either; last, since its model stays."""
-    world.execute(SET_UP + WORKS)
+    works = "assert meets() and meets(pair)\nnet(torch.ones(2, 4)).sum().backward()"
+    world.execute(f"pair = dist.new_group([0, 1])\nnet = DDP(torch.nn.Linear(4, 4))\n{works}")
     heal(world)
-    world.execute(WORKS)
-    before = world.gather(HELD)
+    world.execute(works)
+    held = "(len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task')))"
+    before = world.gather(held)
     heal(world, times=10)
-    world.execute(WORKS)
-    for (descriptors, threads), (fewer, least) in zip(world.gather(HELD), before, strict=True):
+    world.execute(works)
+    for (descriptors, threads), (fewer, least) in zip(world.gather(held), before, strict=True):
         assert descriptors <= fewer + 2
         assert threads <= least or not seam.RENEWS_GLOO

@@ -1,4 +1,4 @@
-"""Tests of `nbdist.worker.group.stores`: called as C++ calls them, through a PrefixStore."""
+"""Tests of `nbdist.worker.group.stores`, as C++ calls them, and of torch's rendezvous."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import asyncio
 import os
 import pickle
 import socket
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
 from nbdist.agent.listener import StoreWindow
+from nbdist.wire.spec import TorchStore
 from nbdist.wire.store import Answer, HostedStore, Operation
-from nbdist.worker.group import stores
+from nbdist.worker.group import stores, torch_rendezvous
 from nbdist.worker.group.stores import AbortableStore, AgentStore, Connections
+from nbdist.worker.group.torch_rendezvous import NoStore, TorchRendezvous
 from tests.waiting import SOON, wait_until
 
 
@@ -57,11 +57,10 @@ class Agent:
 
 
 @pytest.fixture
-def agent() -> Iterator[Agent]:
-    with tempfile.TemporaryDirectory(prefix="nbt-") as folder:
-        agent = Agent(Path(folder))
-        yield agent
-        agent.end()
+def agent(runtime: Path) -> Iterator[Agent]:
+    agent = Agent(runtime)
+    yield agent
+    agent.end()
 
 
 @pytest.fixture
@@ -116,17 +115,14 @@ def test_many_threads(store: AgentStore) -> None:
     assert "2 free" in repr(store._agent)
 
 
-def test_what_never_comes(store: AgentStore) -> None:
-    """A wait ends as FileStore's does, after its own time or the store's."""
+def test_what_never_comes(store: AgentStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait ends as FileStore's does, after its own time or the store's, however long."""
     with pytest.raises(DistStoreError, match="wait timeout: g/a/key did not come"):
         PrefixStore("a", store).wait(["key"], timedelta(seconds=0.05))
     store.set_timeout(timedelta(seconds=0.05))
     with pytest.raises(DistStoreError, match="wait timeout: g/a/key did not come"):
         PrefixStore("a", store).get("key")
-
-
-def test_a_wait_of_several_operations(store: AgentStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked again, and ends when the key has come."""
+    store.set_timeout(timedelta(seconds=SOON))
     monkeypatch.setattr(stores.wire, "LONGEST_WAIT", 0.02)
     timer = threading.Timer(0.2, store.set, ("key", "value"))
     timer.start()
@@ -136,10 +132,7 @@ def test_a_wait_of_several_operations(store: AgentStore, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_a_wait_is_one_question(store: AgentStore, agent: Agent, *, is_nested: bool) -> None:
-    """However long it takes, the agent is asked once, and answers when the key is there.
-
-    Also through another store of that kind, as gloo's backends have it from torch 2.14 on.
-    """
+    """The agent is asked once, also through another store, as gloo's are from torch 2.14 on."""
     inner = waits = AbortableStore(store)
     if is_nested:
         waits = AbortableStore(PrefixStore("a", inner))
@@ -151,33 +144,23 @@ def test_a_wait_is_one_question(store: AgentStore, agent: Agent, *, is_nested: b
     assert agent.store.asked == 2
 
 
-# --- ends of waits ------------------------------------------------------------------------------
-
-
-def test_aborted(store: AgentStore, agent: Agent) -> None:
-    """The wait ends at once, the agent's too; then the store can be used again."""
+def test_aborted(store: AgentStore, agent: Agent, tmp_path: Path) -> None:
+    """The wait ends at once, the agent's too, or when called off; the store can be used again."""
     abortable = AbortableStore(store)
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(PrefixStore("a", abortable).get, "key")
         wait_until(lambda: abortable.is_waited_in and "1 wait" in repr(agent.store))
-        began = time.monotonic()
         abortable.abort()
         with pytest.raises(ConnectionResetError, match="Connection closed by peer"):
             got.result(SOON)
-        sys.stdout.write(f"{time.monotonic() - began:.3f} s\n")
-    wait_until(lambda: "0 wait" in repr(agent.store))
-    assert not abortable.is_waited_in
-    abortable.start_over()
-    abortable.set("key", "value")
-    assert abortable.get("key") == b"value"
-
-
-def test_called_off(store: AgentStore, tmp_path: Path) -> None:
-    """A wait ends once its file is there."""
-    over = tmp_path / "over"
-    abortable = AbortableStore(store, SOON, over)
-    with ThreadPoolExecutor(1) as pool:
-        got = pool.submit(abortable.wait, ["key"])
+        wait_until(lambda: "0 wait" in repr(agent.store))
+        assert not abortable.is_waited_in
+        abortable.start_over()
+        abortable.set("key", "value")
+        assert abortable.get("key") == b"value"
+        over = tmp_path / "over"
+        abortable = AbortableStore(store, SOON, over)
+        got = pool.submit(abortable.wait, ["other"])
         wait_until(lambda: abortable.is_waited_in)
         over.touch()
         with pytest.raises(ConnectionResetError):
@@ -232,36 +215,93 @@ def test_a_forked_child(store: AgentStore, connections: Connections) -> None:
         assert store.get("key") == b"value"
 
 
-# --- over a store of torch's own ----------------------------------------------------------------
-
-
-@pytest.fixture
-def over_file(tmp_path: Path) -> AbortableStore:
-    return AbortableStore(FileStore(str(tmp_path / "store"), 1), timeout=30.0)
-
-
-def test_all_that_is_asked_of_a_store_of_torch(over_file: AbortableStore) -> None:
-    """It reaches that."""
+def test_over_a_store_of_torch(tmp_path: Path) -> None:
+    """All that is asked reaches that; each wait ends at once when aborted, also a later one."""
+    over_file = AbortableStore(FileStore(str(tmp_path / "store"), 1), timeout=30.0)
     asked: Store = PrefixStore("a", over_file)
     answers_all(asked)
     assert asked.num_keys() >= 2
     assert asked.delete_key("key")
     assert not asked.check(["key"])
     assert repr(over_file) == "<AbortableStore at rest>"
-
-
-def test_aborted_where_torch_waits(over_file: AbortableStore) -> None:
-    """Each wait ends at once, also one that begins later; then the store can be used again."""
     with ThreadPoolExecutor(1) as pool:
-        got = pool.submit(PrefixStore("a", over_file).get, "key")
+        got = pool.submit(asked.get, "key")
         wait_until(lambda: over_file.is_waited_in)
         over_file.abort()
         with pytest.raises(ConnectionResetError, match="Connection closed by peer"):
-            got.result(timeout=1.0)
+            got.result(SOON)
         with pytest.raises(ConnectionResetError):
             over_file.get("key")
         over_file.start_over()
-        got = pool.submit(PrefixStore("a", over_file).get, "key")
+        got = pool.submit(asked.get, "key")
         wait_until(lambda: over_file.is_waited_in)
         over_file.set("a/key", "value")
-        assert got.result(timeout=1.0) == b"value"
+        assert got.result(SOON) == b"value"
+
+
+# libuv, which serves it, opens a pipe for as long as the process lives: before they are counted.
+TCPStore("127.0.0.1", 0, is_master=True)
+
+
+@pytest.fixture
+def endpoint() -> str:
+    """Where nothing listens yet; torch needs a number."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static"])
+def test_all_have_one_store(backend: str, endpoint: str) -> None:
+    """Also a rank that is new, in a later generation; a wait there can be aborted."""
+
+    def met(ranks: list[TorchRendezvous], generation: int) -> list[Any]:
+        with ThreadPoolExecutor() as pool:
+            return [*pool.map(lambda each: each.meet(generation, len(ranks)), ranks)]
+
+    where = TorchStore(backend, endpoint, "world")
+    ranks = [TorchRendezvous(where, rank) for rank in range(2)]
+    one, other = met(ranks, 1)
+    assert all(each.compares for each in ranks)
+    PrefixStore("a", one).set("key", "value")
+    assert PrefixStore("a", other).get("key") == b"value"
+    # The one that has no part in the store itself, which ends with its rank.
+    one, other = met([ranks[0], TorchRendezvous(where, 1)], 2)
+    assert not one.check(["a/key"])
+    other.set("key", "new")
+    abortable = AbortableStore(PrefixStore("b", one))
+    assert abortable.multi_get([]) == []
+    assert AbortableStore(one).multi_get(["key", "key"]) == [b"new", b"new"]
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(abortable.get, "never")
+        while not abortable.is_waited_in:
+            assert not got.done()
+        abortable.abort()
+        with pytest.raises(ConnectionResetError):
+            got.result(SOON)
+
+
+def test_a_rank_that_does_not_come(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others say so after a while."""
+    monkeypatch.setattr(torch_rendezvous, "JOIN_TIMEOUT", 1)
+    alone = TorchRendezvous(TorchStore("c10d", endpoint, "world"), 0)
+    with pytest.raises(NoStore, match=f"^`--rdzv-backend c10d --rdzv-endpoint {endpoint}`: "):
+        alone.meet(1, 2)
+    for backend, why in (("nowhere", "nowhere"), ("static", "Port is absent"), ("etcd-v2", "etcd")):
+        rank = TorchRendezvous(TorchStore(backend, "127.0.0.1", "world"), 0)
+        with pytest.raises(NoStore, match=why) as found:
+            rank.meet(1, 1)
+        assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
+def test_an_etcd_that_is_away(backend: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said soon, also of one that is paused, and torch's client is not asked."""
+    where = TorchStore(backend, endpoint, "world")
+    said = f"--rdzv-endpoint {endpoint}`: no etcd answers there \\(%s\\); start it$"
+    with pytest.raises(NoStore, match=said % "Connection refused"):
+        TorchRendezvous(where, 0).meet(1, 1)
+    monkeypatch.setattr(torch_rendezvous, "ANSWER_TIMEOUT", 0.1)
+    host, _, port = endpoint.rpartition(":")
+    with socket.create_server((host, int(port))), pytest.raises(NoStore, match=said % "timed out"):
+        TorchRendezvous(where, 0).meet(1, 1)

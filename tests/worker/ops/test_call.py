@@ -38,17 +38,8 @@ class Shell:
 
 
 @pytest.fixture
-def shell() -> Shell:
-    return Shell()
-
-
-@pytest.fixture
-def names(shell: Shell) -> dict[str, Any]:
-    return shell.user_ns
-
-
-@pytest.fixture
-def context(shell: Shell) -> Context:
+def context() -> Context:
+    shell = Shell()
     return Context(shell, Namespace(shell.user_ns), None)
 
 
@@ -61,9 +52,6 @@ def packed(source: str, *args: Any, **names: Any) -> Payload:
     return payload
 
 
-# --- lent names ---------------------------------------------------------------------------
-
-
 def test_names_are_lent() -> None:
     """For as long as the call lasts; what the workers have bound they keep."""
     names = {"torch": "their torch", "mine": "theirs"}
@@ -74,8 +62,8 @@ def test_names_are_lent() -> None:
     assert names == {"torch": "their torch", "mine": "theirs"}
 
 
-def test_names_that_the_call_has_bound_or_deleted() -> None:
-    """They are its own: they stay as it has left them."""
+def test_names_that_a_call_has_bound_or_deleted() -> None:
+    """They stay as it has left them; what may be needed later, until another one comes."""
     names: dict[str, Any] = {}
     lent = LentNames(names, {"bound": 1, "deleted": 2, "torch": 3})
     names.update(bound=5, torch=6)
@@ -87,11 +75,7 @@ def test_names_that_the_call_has_bound_or_deleted() -> None:
     del names["deleted"]
     lent.take_back(has_bound=False)
     assert names == {"bound": 5, "torch": 7}
-
-
-def test_what_may_be_needed_later_stays() -> None:
-    """Until the next call brings another one, or a cell has bound the name."""
-    names: dict[str, Any] = {}
+    names = {}
     LentNames(names, {"helper": "first", "other": "first"}).take_back(has_bound=True)
     assert names == {"helper": "first", "other": "first"}
     names["other"] = "a cell's"
@@ -101,21 +85,15 @@ def test_what_may_be_needed_later_stays() -> None:
     assert names == {"other": "a cell's"}
 
 
-# --- calls --------------------------------------------------------------------------------
-
-
-def test_a_call(context: Context, shell: Shell, names: dict[str, Any]) -> None:
-    """The function is one of the worker's `__main__`; IPython is told of its end alone."""
+def test_a_call(context: Context) -> None:
+    """The function is one of the worker's `__main__`; names that it binds by `global` are told."""
+    names, shell = context.names, context.shell
     source = "def f(x): return x + k, mine"
     assert call(context, "f", packed(source, 1, k=2, mine="ours")) == (3, "theirs")
     assert (context.title, context.bound, shell.ends, shell.shown) == ("f", set(), 1, [])
     assert "k" in names
     context.at_end.close()
     assert names == {"torch": "their torch", "mine": "theirs"}
-
-
-def test_names_that_a_call_binds(context: Context, names: dict[str, Any]) -> None:
-    """By `global`: they are told, and what they may use later stays with them."""
     source = "def f():\n    global made\n    made = lambda: k"
     call(context, "f", packed(source, k=2))
     context.at_end.close()
@@ -123,41 +101,32 @@ def test_names_that_a_call_binds(context: Context, names: dict[str, Any]) -> Non
     assert names["made"]() == names["k"] == 2
 
 
-def end_of(run: Callable[[], Any]) -> BaseException:
-    with pytest.raises(BaseException) as caught:  # noqa: PT011 (also SystemExit)
-        run()
-    return caught.value
-
-
-def test_a_call_that_raises(context: Context, shell: Shell, names: dict[str, Any]) -> None:
+def test_a_call_that_raises(context: Context) -> None:
     """It is shown from the function's first line on, and what it has bound by then is noted."""
     source = "def f():\n    global k\n    try: 1 / k\n    finally: k = 5"
-    error = end_of(lambda: call(context, "f", packed(source, k=0, other=1)))
+    with pytest.raises(ZeroDivisionError) as raised:
+        call(context, "f", packed(source, k=0, other=1))
     context.at_end.close()
-    (((kind, value, tb), options),) = shell.shown
-    assert (kind, value, options) == (ZeroDivisionError, error, {"tb_offset": 0})
+    (((kind, value, tb), options),) = context.shell.shown
+    assert (kind, value, options) == (ZeroDivisionError, raised.value, {"tb_offset": 0})
     assert tb.tb_frame.f_code.co_name == "f"
-    assert (context.bound, shell.ends) == ({"k"}, 1)
-    assert names["k"] == 5
+    assert (context.bound, context.shell.ends) == ({"k"}, 1)
+    assert context.names["k"] == 5
 
 
-@pytest.mark.parametrize("stop", ["SystemExit(3)", "KeyboardInterrupt"])
-def test_a_call_that_is_ended(context: Context, shell: Shell, stop: str) -> None:
-    """It is shown as a cell's end would be, and raised."""
-    error = end_of(lambda: call(context, "f", packed(f"def f(): raise {stop}", other=1)))
-    assert type(error).__name__ == stop.partition("(")[0]
-    ((_, options),) = shell.shown
-    assert ("exception_only" in options) == ("Exit" in stop)
-    context.at_end.close()
-    assert "other" not in context.names
-
-
-def test_a_call_that_cannot_be_rebuilt(context: Context, shell: Shell) -> None:
-    """Nothing runs."""
+@pytest.mark.parametrize("stop", [SystemExit, KeyboardInterrupt])
+def test_a_call_that_is_ended(context: Context, stop: type[BaseException]) -> None:
+    """It is shown as a cell's end would be, and raised; where it cannot be rebuilt nothing runs."""
     before = {**context.names}
     with pytest.raises(VariableError):
         call(context, "f", Payload((b"garbage",)))
-    assert (context.names, context.title, shell.ends) == (before, "f", 0)
+    assert (context.names, context.title, context.shell.ends) == (before, "f", 0)
+    with pytest.raises(stop):
+        call(context, "f", packed(f"def f(): raise {stop.__name__}(3)", other=1))
+    ((_, options),) = context.shell.shown
+    assert ("exception_only" in options) == (stop is SystemExit)
+    context.at_end.close()
+    assert "other" not in context.names
 
 
 HOLDS = """
@@ -174,11 +143,10 @@ except ValueError as error:
 """
 
 
-Look = Callable[..., tuple[list[bool], str]]
-
-
 @pytest.fixture
-def look(world: World, enter: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> Look:
+def look(
+    world: World, enter: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[list[bool], str]]:
     """Debugs rank 1 post mortem, with these lines; whether it could, and what was seen."""
 
     def run(*lines: str) -> tuple[list[bool], str]:
@@ -189,7 +157,9 @@ def look(world: World, enter: Callable[..., None], capsys: pytest.CaptureFixture
     return run
 
 
-def test_where_it_came_from(world: World, look: Look) -> None:
+def test_where_it_came_from(
+    world: World, look: Callable[..., tuple[list[bool], str]], write: Callable[..., Path]
+) -> None:
     """As often as one likes, until something else has failed, or `clean` released it."""
     assert look() == ([False], "")
     with pytest.raises(WorkerError):
@@ -205,10 +175,6 @@ def test_where_it_came_from(world: World, look: Look) -> None:
     world.clean()
     assert world.gather("left() is None") == [True, True]
     assert look() == ([False], "")
-
-
-def test_also_of_a_script(world: World, look: Look, write: Callable[..., Path]) -> None:
-    """In the script's own lines."""
     script = write("train.py", "def step(n):\n    return 1 / n\nstep(0)\n")
     with pytest.raises(WorkerError):
         world.run_script(str(script))

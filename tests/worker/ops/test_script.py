@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
+from typing import Any
 
 import psutil
 import pytest
@@ -21,11 +21,6 @@ from tests.cells import Write, said
 pytestmark = pytest.mark.shared_world(2)
 
 N = 2
-
-
-def traceback_of(world: World, rank: int) -> str:
-    assert world.session.running is not None
-    return strip("\n".join(world.session.running.transcript.errors[rank].traceback))  # type: ignore[union-attr]
 
 
 def test_script_runs_as_python_would_run_it(
@@ -49,9 +44,8 @@ def test_script_runs_as_python_would_run_it(
     assert said(result) == [f"{argv} __main__ {path} Its docstring. None None"] * N
     assert f"[0-1] {argv} __main__" in capsys.readouterr().out
     assert world.gather("double()") == [14, 15]
-    after = "(sys.argv, list(sys.path), os.getcwd(), __doc__) == before"
-    assert world.gather(after) == [True] * N
-    assert world.gather("'__file__' in globals()") == [False] * N
+    after = "(sys.argv, list(sys.path), os.getcwd(), __doc__) == before, '__file__' in globals()"
+    assert world.gather(after) == [(True, False)] * N
 
 
 def test_module_runs_as_python_would_run_it(world: World, write: Write) -> None:
@@ -74,10 +68,16 @@ def test_traceback_has_the_scripts_own_lines_only(world: World, write: Write) ->
         with pytest.raises(WorkerError, match=r"2 of 2 ranks failed \(0-1\)") as error:
             world.run_script("fails.py")
         assert isinstance(error.value, ValueError | AssertionError)
-        shown = traceback_of(world, 1)
+        shown = strip("\n".join(failures(world)[1].traceback))
         assert [word for word in ("nbdist/", "IPython", "runpy", "Cell In") if word in shown] == []
         assert f"File {path}:{3 if 'bad' in text else 2}" in shown
         assert text.splitlines()[1] in shown
+
+
+def failures(world: World) -> list[Any]:
+    """How the last task ended on each rank."""
+    assert world.session.running is not None
+    return [world.session.running.transcript.errors[rank] for rank in range(N)]
 
 
 def test_edited_modules_are_imported_anew(world: World, write: Write) -> None:
@@ -120,10 +120,7 @@ def test_data_loader_and_event_loop(world: World, write: Write) -> None:
     )
     assert said(world.run_script("loads.py")) == ["[0, 1, 4, 9]\n[0, 1, 4, 9]"] * N
     world.execute("import asyncio; await asyncio.sleep(0)")
-
-
-def test_spawned_loader(world: World, write: Write) -> None:
-    """They do also where the processes are spawned."""
+    # They do also where the processes are spawned.
     write(
         "spawns.py",
         "import multiprocessing as mp\n"
@@ -141,25 +138,17 @@ def test_spawned_loader(world: World, write: Write) -> None:
 
 
 def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
-    """While it runs, and when it is stopped, ranks are found in the script's own lines."""
-    write(
-        "lib/waits.py",
-        "import time\n"
-        "def step():\n"
-        "    if dist.get_rank() == 0:\n"
-        "        time.sleep(600)\n"
-        "    dist.barrier()\n"
-        "step()\n",
-    )
+    """While it runs, when it is stopped, or a rank dies, all is in the script's own lines."""
+    sleeps = "def step():\n    if dist.get_rank() == 0:\n        time.sleep(600)\n"
+    write("lib/waits.py", f"import time\n{sleeps}    dist.barrier()\nstep()\n")
     script = find_script("file", "lib/waits.py")
     running = world.submit(world.task(script), Patience(hang_timeout=0.3))
-    told = (
-        "rank 0 is in waits.py line 4: time.sleep(600) · rank 1 waits in barrier, waits.py line 5"
-    )
     for _ in world.follow(running):
         if running.waits:
             break
-    assert running.waits == told
+    assert running.waits == (
+        "rank 0 is in waits.py line 4: time.sleep(600) · rank 1 waits in barrier, waits.py line 5"
+    )
     assert [(row.place.file, row.code) for row in world.status() if row.place] == [
         ("waits.py", "time.sleep(600)"),
         ("waits.py", "dist.barrier()"),
@@ -170,22 +159,17 @@ def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
     world.session.wait(running)
     assert "was waiting in barrier (waits.py line 5) and was released" in str(running.error())
     world.execute("dist.barrier()")
-
-
-def test_rank_that_dies_in_a_script(world: World, write: Write) -> None:
-    """The error tells the death; who waited is told with the script's line."""
     write("dies.py", "import ctypes\nif rank == 1:\n    ctypes.string_at(0)\ndist.barrier()\n")
     with pytest.raises(WorkerDied, match="was killed by SIGSEGV"):
         world.run_script("dies.py")
-    assert world.session.running is not None
-    freed, died = (world.session.running.transcript.errors[rank] for rank in range(N))
-    assert "(dies.py line 4)" in freed.message  # type: ignore[union-attr]
-    assert any("dies.py, line 3" in line for line in died.last_lines)  # type: ignore[union-attr]
+    freed, died = failures(world)
+    assert "(dies.py line 4)" in freed.message
+    assert any("dies.py, line 3" in line for line in died.last_lines)
 
 
 def test_record_writes_torchs_error_file(world: World, write: Write) -> None:
     """A main with torch's `@record` behaves, and the file is torch's own."""
-    path = write(
+    folder = write(
         "records.py",
         "import sys\n"
         "from torch.distributed.elastic.multiprocessing.errors import record\n"
@@ -194,8 +178,7 @@ def test_record_writes_torchs_error_file(world: World, write: Write) -> None:
         "    if 'fail' in sys.argv: raise RuntimeError(f'rank {rank} is out')\n"
         "    return 5\n"
         "assert main() == 5\n",
-    )
-    folder = path.parent
+    ).parent
     variable = "os.environ['TORCHELASTIC_ERROR_FILE']"
     world.execute(f"import os; {variable} = f'{folder}/error{{rank}}.json'")
     world.run_script("records.py")
@@ -211,56 +194,44 @@ def test_record_writes_torchs_error_file(world: World, write: Write) -> None:
 # --- executables --------------------------------------------------------------------------
 
 
-def execute(world: World, name: str, *args: str) -> CellResult:
+def execute(world: World, name: str, *args: str, local_rank: bool = False) -> CellResult:
     """Run an executable."""
-    return world.session.run(world.task(find_script("executable", name, args)))
+    script = find_script("executable", name, args, local_rank=local_rank)
+    return world.session.run(world.task(script))
 
 
 def test_executable(world: World, write: Write) -> None:
-    """Each rank runs it with its environment, and its output is the rank's."""
+    """Each rank runs it with its environment and output; how it failed is named."""
     lines = [text.split() for text in said(execute(world, "sh", "-c", "echo $$ $RANK; echo e >&2"))]
     assert [line[1:] for line in lines] == [["0", "e"], ["1", "e"]]
     assert len({line[0] for line in lines} | {str(pid) for pid in world.pids.values()}) == 2 * N
     write("x.sh", "#!/bin/sh\necho $0 $* $LOCAL_RANK\n", 0o755)
-    script = find_script("executable", "./x.sh", ["a b"], local_rank=True)
-    result = world.session.run(world.task(script))
+    result = execute(world, "./x.sh", "a b", local_rank=True)
     assert [text.split("x.sh ")[1] for text in said(result)] == [
         f"--local-rank={rank} a b {rank}" for rank in range(N)
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+    for text, words in (
         ("#!/bin/sh\nexit 3", "./x.sh exited with code 3"),
         ("#!/bin/sh\nkill -TERM $$", "./x.sh was killed by SIGTERM"),
         ("echo 1", "./x.sh could not be run: Exec format error"),
-    ],
-)
-def test_executable_that_fails(world: World, write: Write, text: str, words: str) -> None:
-    """Its exit code, signal, or what kept it from running is named."""
-    write("x.sh", text, 0o755)
-    with pytest.raises(WorkerError, match=words):
-        execute(world, "./x.sh")
+    ):
+        write("x.sh", text, 0o755)
+        with pytest.raises(WorkerError, match=words):
+            execute(world, "./x.sh")
 
 
 def test_stop_ends_executables(world: World, write: Write) -> None:
     """Also those that ignore SIGINT, and what they have started; workers stay."""
-    write(
-        "deaf.sh",
-        "#!/bin/sh\ntrap '' INT\nsleep 6161 &\necho started\nwhile true; do sleep 0.1; done\n",
-        0o755,
-    )
+    deaf = "trap '' INT\nsleep 6161 &\necho started\nwhile true; do sleep 0.1; done"
+    write("deaf.sh", f"#!/bin/sh\n{deaf}\n", 0o755)
     before = dict(world.pids)
     running = world.submit(world.task(find_script("executable", "./deaf.sh")))
     for _ in world.follow(running):
         if said(running) == ["started"] * N:
             break
     world.interrupt()
-    started = time.monotonic()
     world.session.wait(running)
-    sys.stdout.write(f"{time.monotonic() - started:.2f} s\n")
-    assert {error.name for error in running.transcript.errors.values()} == {"KeyboardInterrupt"}  # type: ignore[union-attr]
+    assert {error.name for error in failures(world)} == {"KeyboardInterrupt"}
     assert world.pids == before
     left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]]
     assert [line for line in left if "6161" in line or "./deaf.sh" in line] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -21,20 +20,12 @@ from tests.faults.test_training import TRAINING as OF_DDP
 pytestmark = [pytest.mark.shared_world(2), pytest.mark.usefixtures("empty_snapshot_folder")]
 
 
-def entries(folder: Path) -> list[str]:
-    """What lies in a folder; complete snapshots have no dot in front."""
-    return sorted(each.name for each in folder.iterdir())
-
-
 # Its import takes a second in every new worker.
 WITHOUT_FSDP = OF_DDP.replace("from torch.distributed.fsdp import fully_shard", "")
 
 
 def test_training_with_ddp_goes_on(world: World) -> None:
-    """Five steps, a snapshot, five more; new workers do these from the snapshot alike.
-
-    On three ranks, where the last bits of a sum depend on DDP's buckets.
-    """
+    """New workers go on alike, on three ranks, where the last bits depend on DDP's buckets."""
     world.restart(3)
     world.execute(f"{WITHOUT_FSDP}\nnet, optimizer = make('DDP')\ntrain(net, optimizer, range(5))")
     world.snapshot(name="five")
@@ -50,56 +41,40 @@ def test_training_with_ddp_goes_on(world: World) -> None:
         assert restored.equal(expected)
 
 
-def test_objects_stay_shared(world: World) -> None:
-    """A rank's variables are one graph: what shared an object does so again, views too."""
+def test_what_comes_back(world: World) -> None:
+    """One graph of objects, functions with what they use, and the random numbers to come."""
+    draw = (
+        "import random, numpy\ndrawn = random.random(), numpy.random.rand(), torch.rand(1).item()"
+    )
     world.execute(
         "net = torch.nn.Linear(2, 2); optimizer = torch.optim.SGD(net.parameters(), lr=1.0)\n"
         "net(torch.ones(2)).sum().backward()\n"
-        "whole = torch.arange(6.0); part = whole[2:4]; both = [whole, part]"
+        "whole = torch.arange(6.0); part = whole[2:4]; both = [whole, part]\n"
+        "import math as m\nscale = 3\n"
+        "def times(x): return m.floor(x) * scale\n"
+        "class Own:\n    def run(self): return times(rank + 0.5)\nown = Own()\n"
+        f"{draw}\ntorch.manual_seed(rank)"
     )
-    world.snapshot(["net", "optimizer", "whole", "part", "both"], name="a")
-    world.execute("del net, optimizer, whole, part, both")
-    assert world.restore(name="a").names == ("both", "net", "optimizer", "part", "whole")
+    names = ["net", "optimizer", "whole", "part", "both", "own"]
+    world.snapshot(names, name="a")
+    world.execute(draw)
+    first = world.gather("drawn")
+    world.restart()
+    assert world.restore().names == (*sorted(names),)
+    world.execute(draw)
+    assert world.gather("drawn") == first
     world.execute(
         "assert optimizer.param_groups[0]['params'][0] is net.weight\n"
         "assert net.weight.grad.tolist() == [[1, 1], [1, 1]]\n"
         "part.fill_(9)\n"
         "assert whole[3] == 9 and both[0] is whole and both[1] is part"
     )
-
-
-def test_random_numbers_go_on(world: World) -> None:
-    """Python, numpy and torch go on with the numbers that would have come."""
-    draw = (
-        "import random, numpy\nx = 1\n"
-        "drawn = random.random(), numpy.random.rand(), torch.rand(1).item()"
-    )
-    world.execute(f"{draw}\ntorch.manual_seed(rank)")
-    world.snapshot(["x"], name="a")
-    world.execute(draw)
-    first = world.gather("drawn")
-    world.restart()
-    world.restore()
-    world.execute(draw)
-    assert world.gather("drawn") == first
+    assert world.gather("own.run()") == [0, 3]
+    world.execute("scale = 5")
+    assert world.gather("own.run()") == [0, 5]
     world.restore(name="a", from_rank=0)
     world.execute(draw)
     assert world.gather("drawn") != first
-
-
-def test_cell_functions_come_with_what_they_use(world: World) -> None:
-    """Functions and classes of cells are rebuilt in the workers' namespace, with their names."""
-    world.execute(
-        "import math as m\nscale = 3\n"
-        "def times(x): return m.floor(x) * scale\n"
-        "class Net:\n    def run(self): return times(rank + 0.5)\nnet = Net()"
-    )
-    world.snapshot(["net"], name="a")
-    world.restart()
-    assert world.restore().names == ("net",)
-    assert world.gather("net.run()") == [0, 3]
-    world.execute("scale = 5")
-    assert world.gather("net.run()") == [0, 5]
 
 
 def test_no_room(world: World, tmp_path: Path) -> None:
@@ -111,7 +86,7 @@ def test_no_room(world: World, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"No snapshot was written: rank 1: File too large\.$"):
         world.snapshot(["x"], name="a")
     world.execute(limit.format("resource.RLIM_INFINITY"), ranks=[1])
-    assert len(entries(tmp_path / "a")) == 2
+    assert len([*(tmp_path / "a").iterdir()]) == 2
     world.restore(name="a")
     assert world.gather("x") == [1, 1]
 
@@ -119,133 +94,64 @@ def test_no_room(world: World, tmp_path: Path) -> None:
 # --- frames in a file -------------------------------------------------------------------
 
 
-SMALL = 1 << 16
 FRAMES: list[Buffer] = [
     b"first",
     b"",
-    bytearray(b"x" * (SMALL - 1)),
-    memoryview(b"y" * SMALL),
+    bytearray(b"x" * 65_535),
+    memoryview(b"y" * 65_536),
     memoryview(b"0123" * 100).cast("i"),
     b"last",
 ]
-
-Read = Callable[[Path, int, str], list[memoryview]]
-
-
-@pytest.fixture(params=[read_frames, map_frames])
-def read(request: pytest.FixtureRequest) -> Read:
-    """Each way to read them."""
-    found: Read = request.param
-    return found
+WHOLE = [bytes(each) for each in FRAMES]
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "rank0.frames"
-
-
-def contents(frames: list[memoryview]) -> list[bytes]:
-    return [bytes(frame) for frame in frames]
-
-
-def test_frames_come_back_as_they_were(read: Read, path: Path) -> None:
-    """In their order, of any kind of memory; the file is this user's alone."""
+@pytest.mark.parametrize("read", [read_frames, map_frames])
+def test_frames_come_back_as_they_were(
+    read: Callable[[Path, int, str], list[memoryview]], tmp_path: Path
+) -> None:
+    """In order, to be written to; the file is this user's alone, and never written over."""
+    path = tmp_path / "rank0.frames"
     size, digest = write_frames(path, FRAMES)
     assert path.stat().st_size == size
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert contents(read(path, size, digest)) == [bytes(each) for each in FRAMES]
-    none = path.with_name("none")
-    assert read(none, *write_frames(none, [])) == []
-
-
-def test_frames_can_be_written_to(path: Path) -> None:
-    """They begin where torch's own do, none reaches into another, and the file stays."""
-    size, digest = write_frames(path, FRAMES)
-    frames = read_frames(path, size, digest)
+    frames, others = read(path, size, digest), read(path, size, digest)
+    assert [*map(bytes, frames)] == WHOLE
     for frame in filter(len, frames):
         address = ctypes.addressof(ctypes.c_char.from_buffer(frame))
-        assert address % ALIGNMENT == 0
+        assert read is map_frames or address % ALIGNMENT == 0
         frame[:] = b"z" * len(frame)
-    assert contents(frames) == [b"z" * memoryview(each).nbytes for each in FRAMES]
-    assert contents(read_frames(path, size, digest)) == [bytes(each) for each in FRAMES]
-
-
-def test_mapped_frames_can_be_written_to(path: Path) -> None:
-    """The file stays as it is, and so do the frames of other readers."""
-    size, digest = write_frames(path, FRAMES)
-    first, second = map_frames(path, size, digest), map_frames(path, size, digest)
-    first[0][:] = b"z" * 5
-    assert bytes(second[0]) == bytes(map_frames(path, size, digest)[0]) == b"first"
-
-
-def test_a_file_is_never_written_over(path: Path) -> None:
-    """One of that name is somebody else's."""
-    path.write_text("mine")
+    assert [*map(bytes, frames)] == [b"z" * len(each) for each in WHOLE]
+    assert [*map(bytes, others)] == [*map(bytes, read(path, size, digest))] == WHOLE
     with pytest.raises(FileExistsError):
         write_frames(path, FRAMES)
-    assert path.read_text() == "mine"
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def grow(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"x")
-
-
-def change(at: int, to: bytes) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        with path.open("r+b") as file:
-            file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
-            file.write(to)
-
-    return damage
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (cut, r"rank0\.frames has [\d,]+ of [\d,]+ bytes"),
-        (grow, r"rank0\.frames has [\d,]+ of [\d,]+ bytes"),
-        (empty, r"rank0\.frames has 0 of [\d,]+ bytes"),
-        (change(-1, b"X"), "other contents"),
-        (change(0, b"X"), "other contents"),
-        (change(len(MAGIC), b"\xff" * 8), "other contents"),
-    ],
-    ids=["cut", "grown", "empty", "end", "begin", "length"],
-)
-def test_damage_is_told(read: Read, path: Path, damage: Callable[[Path], None], said: str) -> None:
-    """Wherever a file differs from what was written."""
-    size, digest = write_frames(path, FRAMES)
-    damage(path)
-    with pytest.raises(Damaged, match=said):
-        read(path, size, digest)
-
-
-def test_another_file(read: Read, path: Path) -> None:
-    """One that is whole is not the one that was meant."""
-    size, digest = write_frames(path, [b"one"])
-    path.unlink()
-    assert write_frames(path, [b"two"])[0] == size
-    with pytest.raises(Damaged, match="other contents"):
+    path.chmod(0o620)
+    with pytest.raises(Untrusted, match="others can write"):
         read(path, size, digest)
     path.unlink()
     with pytest.raises(FileNotFoundError):
         read(path, size, digest)
+    assert read(path, *write_frames(path, [])) == []
 
 
-def test_a_file_that_others_could_have_written(read: Read, path: Path) -> None:
-    """Nothing of it is read."""
+def test_damage_is_told(tmp_path: Path) -> None:
+    """Wherever a file differs from what was written; a whole one is not the one that was meant."""
+    path = tmp_path / "rank0.frames"
     size, digest = write_frames(path, FRAMES)
-    path.chmod(0o620)
-    with pytest.raises(Untrusted, match="others can write"):
-        read(path, size, digest)
+    data = path.read_bytes()
+    other, at = tmp_path / "other", len(MAGIC)
+    write_frames(other, [each[::-1] for each in WHOLE])
+    for damaged, said in (
+        (data[:-1], r"rank0\.frames has [\d,]+ of [\d,]+ bytes"),
+        (data + b"x", r"rank0\.frames has [\d,]+ of [\d,]+ bytes"),
+        (b"", r"rank0\.frames has 0 of [\d,]+ bytes"),
+        (data[:-1] + b"X", "other contents"),
+        (b"X" + data[1:], "other contents"),
+        (data[:at] + b"\xff" * 8 + data[at + 8 :], "other contents"),
+        (other.read_bytes(), "other contents"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(Damaged, match=said):
+            read_frames(path, size, digest)
 
 
 IMPORTS = """
@@ -302,65 +208,56 @@ OPTIMIZER = "\noptimizer = torch.optim.AdamW(net.parameters(), lr=0.01)"
 
 SHARDED = {
     "as it comes": "fully_shard(net.first); fully_shard(net)",
-    "several together, with options": (
-        "policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)\n"
-        "offload = CPUOffloadPolicy(pin_memory=False)\n"
-        "both = {'mp_policy': policy, 'offload_policy': offload, 'reshard_after_forward': False}\n"
-        "fully_shard([net.second, net.first], **both)\n"
-        "fully_shard(net, reshard_after_forward=True)\n"
-        "if hasattr(net, 'set_force_sum_reduction_for_comms'):\n"
-        "    net.set_force_sum_reduction_for_comms(True)\n"
-        "getattr(net, 'set_gradient_divide_factor', net.set_reduce_scatter_divide_factor)(3.0)"
-    ),
-    "in part, and replicated": (
-        "mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('copies', 'shards'))\n"
-        "fully_shard(net.first, mesh=mesh)\n"
-        "fully_shard(net, mesh=mesh, ignored_params={net.second.weight, net.second.bias})"
-    ),
-    "by columns, over a part of a mesh": (
-        "mesh = init_device_mesh('cpu', (1, 2), mesh_dim_names=('stages', 'shards'))['shards']\n"
-        "by = {1: Shard(0), 2: Shard(1)}\n"
-        "net.first = torch.nn.Linear(8, 32); net.second = torch.nn.Linear(32, 8)\n"
-        "fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: by[p.ndim])"
-    ),
+    "several together, with options": """
+policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+offload = CPUOffloadPolicy(pin_memory=False)
+both = {'mp_policy': policy, 'offload_policy': offload, 'reshard_after_forward': False}
+fully_shard([net.second, net.first], **both)
+fully_shard(net, reshard_after_forward=True)
+if hasattr(net, 'set_force_sum_reduction_for_comms'):
+    net.set_force_sum_reduction_for_comms(True)
+getattr(net, 'set_gradient_divide_factor', net.set_reduce_scatter_divide_factor)(3.0)""",
+    "in part, and replicated": """
+mesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('copies', 'shards'))
+fully_shard(net.first, mesh=mesh)
+fully_shard(net, mesh=mesh, ignored_params={net.second.weight, net.second.bias})""",
+    "by columns, over a part of a mesh": """
+mesh = init_device_mesh('cpu', (1, 2), mesh_dim_names=('stages', 'shards'))['shards']
+by = {1: Shard(0), 2: Shard(1)}
+net.first = torch.nn.Linear(8, 32); net.second = torch.nn.Linear(32, 8)
+fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: by[p.ndim])""",
 }
 
-
-REPLICATES = seam.VERSION >= (2, 8)
-"""Whether FSDP2 reduces gradients over gloo where it replicates too."""
-
-AVERAGES = seam.VERSION >= (2, 9)
-"""Whether it averages them; older ones add them up."""
+# Whether FSDP2 reduces gradients over gloo where it replicates too, and whether it averages them.
+REPLICATES, AVERAGES = seam.VERSION >= (2, 8), seam.VERSION >= (2, 9)
 
 
-# --- sharded: as many ranks ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", SHARDED)
-def test_training_goes_on_bit_by_bit(world: World, how: str) -> None:
-    """New workers get model and optimizer by their names alone, and have the same losses."""
-    if "copies" in SHARDED[how] and not REPLICATES:
-        pytest.skip("this torch cannot train it over gloo")
-    world.execute(f"{TRAINING}\n{SHARDED[how]}{OPTIMIZER}\ntrain(net, optimizer, range(3))")
-    stays = world.gather("gathered(net)")
+def test_training_goes_on_bit_by_bit(world: World) -> None:
+    """New workers get models and optimizers by their name alone, and have the same losses."""
+    world.execute(f"{TRAINING}\nnets = []")
+    for how in SHARDED.values():
+        if REPLICATES or "copies" not in how:  # else this torch cannot train it over gloo
+            world.execute(f"torch.manual_seed(1); net = Net()\n{how}{OPTIMIZER}")
+            world.execute("train(net, optimizer, range(3)); nets.append((net, optimizer))")
+    stays = world.gather("[gathered(net) for net, _ in nets]")
     assert world.snapshot(name="three").left_out == {}
-    world.execute("losses = train(net, optimizer, range(3, 6))")
-    went_on = world.gather("losses, everything(net, optimizer), net.seen")
-    world.restore(["net", "optimizer"], name="three")
-    world.execute("losses = train(net, optimizer, range(3, 6))")
-    assert world.gather("losses") == [losses for losses, _, _ in went_on]
+    go_on = "losses = [train(*each, range(3, 6)) for each in nets]"
+    states = "[[*everything(*each), each[0].seen] for each in nets]"
+    world.execute(go_on)
+    losses, expected = world.gather("losses"), world.gather(states)
+    world.restore(["nets"], name="three")
+    world.execute(go_on)
+    assert world.gather("losses") == losses
     world.restart()
     world.restore(name="three")
-    world.execute("assert type(net).__name__ == 'FSDPNet' and net.head.weight is net.tied.weight")
-    world.execute("losses = train(net, optimizer, range(3, 6))")
-    restored = world.gather("losses, everything(net, optimizer), net.seen")
-    for (losses, state, seen), (expected, its_state, its_seen) in zip(
-        restored, went_on, strict=True
-    ):
-        assert losses == expected
-        assert all(mine.equal(its) for mine, its in zip(state, its_state, strict=True))
-        assert seen.equal(its_seen)
-    assert world.gather("gathered(net)") == stays
+    kinds = "{(type(net).__name__, net.head.weight is net.tied.weight) for net, _ in nets}"
+    assert world.gather(kinds) == [{("FSDPNet", True)}] * 2
+    world.execute(go_on)
+    assert world.gather("losses") == losses
+    for rank, of_nets in enumerate(world.gather(states)):
+        for found, state in zip(of_nets, expected[rank], strict=True):
+            assert all(mine.equal(its) for mine, its in zip(found, state, strict=True))
+    assert world.gather("[gathered(net) for net, _ in nets]") == stays
 
 
 def test_after_a_rank_was_replaced(world: World) -> None:
@@ -380,15 +277,14 @@ def test_after_a_rank_was_replaced(world: World) -> None:
 
 def test_hooks_are_kept(world: World) -> None:
     """Users' hooks come along, and neither FSDP2's nor new ones take their places."""
-    hook = "def count(module, inputs, output): calls.append(1)\ncalls = []\n"
-    for shard in ("fully_shard(net)", "pass"):
-        world.restart()
-        world.execute(f"{TRAINING}\n{hook}net.register_forward_hook(count)\n{shard}")
-        world.snapshot(["net", "calls"], name="hooked")
-        world.restart()
-        world.restore(name="hooked")
-        world.execute("net.register_forward_hook(lambda *_: None); net(torch.ones(1, 8))")
-        assert world.gather("len(calls)") == [1, 1]
+    hook = "def count(module, inputs, output): calls.append(1)\ncalls, plain = [], Net()\n"
+    register = "for each in (net, plain): each.register_forward_hook({})\n"
+    world.execute(f"{TRAINING}\n{hook}{register.format('count')}fully_shard(net)")
+    world.snapshot(["net", "plain", "calls"], name="hooked")
+    world.restart()
+    world.restore(name="hooked")
+    world.execute(f"{register.format('lambda *_: None')}net(x := torch.ones(1, 8)), plain(x)")
+    assert world.gather("len(calls)") == [2, 2]
 
 
 def test_tensors_and_meshes(world: World) -> None:
@@ -420,8 +316,7 @@ def test_tensors_and_meshes(world: World) -> None:
 # --- another number of ranks --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_another_size(world: World, size: int) -> None:
+def test_another_size(world: World) -> None:
     """`--from-rank` shards over as many ranks as there are, and training goes on."""
     world.execute(f"{TRAINING}\nfully_shard(net.first); fully_shard(net){OPTIMIZER}")
     world.execute("train(net, optimizer, range(3), lambda: 0)")
@@ -429,27 +324,34 @@ def test_another_size(world: World, size: int) -> None:
     expected = world.gather("everything(net, optimizer)")[0]
     world.execute("losses = train(net, optimizer, range(3, 6), lambda: 0)")
     losses = world.gather("losses")[0]
-    world.restart(size)
-    with pytest.raises(UsageError, match=r"`--from 0` gives .* its part of sharded values"):
-        world.restore(name="three")
-    world.restore(name="three", from_rank=0)
-    for state in world.gather("everything(net, optimizer)"):
-        assert all(mine.equal(its) for mine, its in zip(state, expected, strict=True))
-    assert sum(world.gather("len(net.first.weight.to_local())")) == 33
-    world.execute("losses = train(net, optimizer, range(3, 6), lambda: 0)")
-    # Over another number of ranks a sum is another one, from the second step on.
-    same = slice(None) if AVERAGES else slice(1)
-    found = [each[same] for each in world.gather("losses")]
-    assert found == [pytest.approx(losses[same])] * size
+    for size in (1, 3):
+        world.restart(size)
+        with pytest.raises(UsageError, match=r"`--from 0` gives .* its part of sharded values"):
+            world.restore(name="three")
+        world.restore(name="three", from_rank=0)
+        for state in world.gather("everything(net, optimizer)"):
+            assert all(mine.equal(its) for mine, its in zip(state, expected, strict=True))
+        assert sum(world.gather("len(net.first.weight.to_local())")) == 33
+        world.execute("losses = train(net, optimizer, range(3, 6), lambda: 0)")
+        # Over another number of ranks a sum is another one, from the second step on.
+        same = slice(None) if AVERAGES else slice(1)
+        found = [each[same] for each in world.gather("losses")]
+        assert found == [pytest.approx(losses[same])] * size
 
 
 def test_from_one_rank(world: World) -> None:
-    """Of what is sharded each rank gets its own share, whichever rank's variables it gets."""
+    """Each gets its share of what is sharded, whichever rank's variables it gets, or nothing."""
     world.execute(
         f"{IMPORTS}\nmesh = init_device_mesh('cpu', (2, 1), mesh_dim_names=('a', 'b'))\n"
-        "spread = distribute_tensor(torch.arange(6.0), mesh, [Shard(0), Replicate()])\nx = rank"
+        "spread = distribute_tensor(torch.arange(6.0), mesh, [Shard(0), Replicate()])\nx = rank\n"
+        "line = init_device_mesh('cpu', (2,))\n"
+        "some = [distribute_tensor(torch.full((4,), float(n)), line, [Shard(0)]) for n in (1, 2)]"
     )
-    world.snapshot(name="a")
+    world.execute("early = some[1]", ranks=[1])
+    file = world.snapshot(name="a").folder / "rank1.frames"
+    world.restore(name="a", from_rank=0)
+    whole = world.gather("[each.full_tensor().tolist() for each in some]")
+    assert whole == [[[1] * 4, [2] * 4]] * 2
     world.restart(2)
     world.restore(name="a", from_rank=1)
     assert world.gather("x, spread.to_local().tolist()") == [(1, [0, 1, 2]), (1, [3, 4, 5])]
@@ -457,19 +359,12 @@ def test_from_one_rank(world: World) -> None:
     world.restore(name="a", from_rank=1)
     expected = [(1, [0, 1]), (1, [2, 3]), (1, [4, 5])]
     assert world.gather("x, spread.to_local().tolist()") == expected
-
-
-def test_the_order_on_a_rank(world: World) -> None:
-    """A name that one rank has alone does not change which tensor is put together with which."""
-    world.execute(
-        f"{IMPORTS}\nmesh = init_device_mesh('cpu', (2,))\n"
-        "some = [distribute_tensor(torch.full((4,), float(n)), mesh, [Shard(0)]) for n in (1, 2)]"
-    )
-    world.execute("early = some[1]", ranks=[1])
-    world.snapshot(name="a")
-    world.restore(name="a", from_rank=0)
-    whole = world.gather("[each.full_tensor().tolist() for each in some]")
-    assert whole == [[[1] * 4, [2] * 4]] * 2
+    world.execute("spread = None")
+    contents = file.read_bytes()
+    file.write_bytes(contents[:-9] + bytes(9))
+    with pytest.raises(UsageError, match=r"rank1\.frames has other contents than were written"):
+        world.restore(name="a", from_rank=0)
+    assert world.gather("spread") == [None] * 3
 
 
 REFUSED = {
@@ -505,21 +400,6 @@ def test_what_another_size_cannot_have(world: World) -> None:
     assert world.gather("'x' in globals()") == [False] * 3
 
 
-def test_another_ranks_file_is_damaged(world: World) -> None:
-    """A file from which shards are to come is checked like a rank's own; nothing is bound."""
-    mesh = "init_device_mesh('cpu', (2,))"
-    world.execute(f"{IMPORTS}\nx = distribute_tensor(torch.ones(2), {mesh}, [Shard(0)])")
-    file = world.snapshot(name="a").folder / "rank1.frames"
-    world.execute("x = None")
-    contents = file.read_bytes()
-    file.write_bytes(contents[:-9] + bytes(9))
-    with pytest.raises(UsageError, match=r"rank1\.frames has other contents than were written"):
-        world.restore(name="a", from_rank=0)
-    assert world.gather("x") == [None, None]
-
-
-# --- what is not written ------------------------------------------------------------------
-
 NOT_WRITTEN = {
     "gradients": (
         "net.set_requires_gradient_sync(False)\nnet(torch.ones(1, 8)).sum().backward()",
@@ -548,14 +428,13 @@ NEEDS = {  # of torch
 }
 
 
-@pytest.mark.parametrize("what", NOT_WRITTEN)
-def test_what_is_not_written(world: World, what: str) -> None:
+def test_what_is_not_written(world: World) -> None:
     """It is named, with what is in the way."""
     from torch.distributed import fsdp  # which takes a second
 
-    if (needs := NEEDS.get(what)) and not hasattr(getattr(fsdp, needs[0]), needs[1]):
-        pytest.skip("this torch has no such thing")
-    source, said = NOT_WRITTEN[what]
-    world.execute(f"{TRAINING}\nfully_shard(net)\n{source}")
-    with pytest.raises(UsageError, match=f"`net` cannot be pickled: .*{said}"):
-        world.snapshot(["net"], name="a")
+    for what, (source, said) in NOT_WRITTEN.items():
+        owner, name = NEEDS.get(what, ("FSDPModule", "unshard"))
+        if hasattr(getattr(fsdp, owner), name):  # else this torch has no such thing
+            world.execute(f"{TRAINING}\nfully_shard(net)\n{source}")
+            with pytest.raises(UsageError, match=f"`net` cannot be pickled: .*{said}"):
+                world.snapshot(["net"], name="a")

@@ -13,14 +13,7 @@ from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, pack_fram
 from nbdist.values.pickling import pickle, unpickle
 from nbdist.wire.ops import Brought
 from nbdist.worker.namespace import Context, Namespace
-from nbdist.worker.ops.values import (
-    bind_pushed,
-    bind_scattered,
-    changed,
-    gather,
-    push,
-    scatter,
-)
+from nbdist.worker.ops.values import bind_pushed, bind_scattered, changed, gather, push, scatter
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(3)
@@ -28,22 +21,18 @@ pytestmark = pytest.mark.shared_world(3)
 
 @pytest.fixture
 def context() -> Context:
-    names: dict[str, Any] = {"x": [1], "lock": {"of": threading.Lock()}}
-    names["both"] = [names["x"]]
+    x = [1]
+    names: dict[str, Any] = {"x": x, "both": [x], "lock": {"of": threading.Lock()}}
     return Context(SimpleNamespace(user_ns=names), Namespace(names), None, task_id="t")
 
 
 def test_values_travel_together(context: Context):
-    """What two of them share they share afterwards."""
+    """What two of them share they share afterwards; a big one stays until it has been read."""
     brought = gather(context, ("x", "both", "len(x)"))
     assert brought.packed is not None
     x, both, length = unpickle(open_payload(brought.packed))
     assert (x, length) == ([1], 1)
     assert both[0] is x
-
-
-def test_a_big_one_stays_until_it_has_been_read(context: Context):
-    """In shared memory, which whoever lets go of the task releases."""
     context.names["big"] = bytes(INLINE_LIMIT)
     brought = gather(context, ("big",))
     assert brought.packed is not None
@@ -53,65 +42,48 @@ def test_a_big_one_stays_until_it_has_been_read(context: Context):
         open_payload(brought.packed)
 
 
-@pytest.mark.parametrize(
-    ("expression", "said"),
-    [
+def test_what_has_no_value(context: Context):
+    """It is told, and no error of the task's."""
+    attribute = "AttributeError: 'list' object has no attribute 'y'"
+    lock = "`lock['of']` (thread lock) cannot be sent to the notebook: a lock works within one"
+    for expression, said in (
         ("nope", Brought("nope", missing="nope")),
         ("x + [nope]", Brought("x + [nope]", missing="nope")),
-        ("x.y", Brought("x.y", problem="AttributeError: 'list' object has no attribute 'y'")),
-        (
-            "lock",
-            Brought(
-                "lock",
-                problem="`lock['of']` (thread lock) cannot be sent to the notebook: "
-                "a lock works within one process",
-            ),
-        ),
-    ],
-)
-def test_what_has_no_value(context: Context, expression: str, said: Brought):
-    """It is told, and no error of the task's."""
-    assert gather(context, ("x", expression)) == said
+        ("x.y", Brought("x.y", problem=attribute)),
+        ("lock", Brought("lock", problem=f"{lock} process")),
+    ):
+        assert gather(context, ("x", expression)) == said
 
 
 def test_what_is_pushed():
-    """Is bound when that is asked for, and is not the rank's own."""
+    """Is bound when that is asked for; what was scattered is this rank's part, and its own."""
     names: dict[str, Any] = {"x": "as it was"}
-    context = Context(SimpleNamespace(user_ns=names), Namespace(names), None)
-    packed, _ = pack_frames(pickle({"x": 1, "y": 2}, {}).frames)
-    push(context, packed)
-    assert names == {"x": "as it was"}
-    bind_pushed(context)
-    assert names == {"x": 1, "y": 2}
-    assert context.bound == set()
-
-
-def test_its_own_part():
-    """Whatever a cell has bound to `rank`; what is for others is not looked at."""
-    names: dict[str, Any] = {}
     namespace = Namespace(names)
     namespace.start_with({"rank": 1})
     names["rank"] = 0
     context = Context(SimpleNamespace(user_ns=names), namespace, None)
+    packed, _ = pack_frames(pickle({"x": 1, "y": 2}, {}).frames)
+    push(context, packed)
+    assert names == {"rank": 0, "x": "as it was"}
+    bind_pushed(context)
+    assert names == {"rank": 0, "x": 1, "y": 2}
     mine, _ = pack_frames(pickle([3, 4], {}).frames)
     scatter(context, "x", {0: Payload((b"not for this one",)), 1: mine})
-    assert (names, context.bound) == ({"rank": 0}, set())
+    assert (names["x"], context.bound) == (1, set())
     bind_scattered(context)
-    assert names == {"rank": 0, "x": [3, 4]}
-    assert context.bound == {"x"}
+    assert (names["x"], context.bound) == ([3, 4], {"x"})
 
 
 def test_what_was_changed():
     """Whether it came with a task or was pushed; what stays on a rank is not bound again."""
     names: dict[str, Any] = {}
-    namespace = Namespace(names)
-    context = Context(SimpleNamespace(user_ns=names), namespace, None)
+    context = Context(SimpleNamespace(user_ns=names), Namespace(names), None)
     packed, _ = pack_frames(pickle({"x": [1], "y": [2]}, {}).frames)
-    namespace.receive(packed)
+    context.namespace.receive(packed)
     assert changed(context, ("x", "y")) == []
     names["y"].append(3)
     assert changed(context, ("x", "y")) == ["y"]
-    namespace.receive(packed, {"y", "z"})
+    context.namespace.receive(packed, {"y", "z"})
     assert names == {"x": [1], "y": [2, 3]}
     assert changed(context, ("x", "y")) == ["y"]
     push(context, packed)
@@ -130,38 +102,27 @@ def world(world: World) -> World:
     return world
 
 
-def copy(world: World, *names: str, source: int, to: tuple[int, ...] | None = None) -> None:
-    """Call the ops on all ranks; none has anything to say, as torch has of memory."""
+def copy(
+    world: World, *names: str, source: int, to: tuple[int, ...] | None = None
+) -> list[frozenset[str]]:
+    """Call the ops on all ranks; what each says it has bound, and none anything else, as torch."""
     for op, more in (("values.sync", {"source": source, "to": to}), ("values.bind_synced", {})):
         world.call(op, wanted=names, **more)
         assert world.session.running is not None
-        assert [track.line_count for track in world.session.running.transcript] == [0, 0, 0]
-
-
-def bound(world: World) -> list[frozenset[str]]:
-    """What each rank says that the last task has bound there."""
-    assert world.session.running is not None
-    dones = [track.done for track in world.session.running.transcript]
-    return [done.bound if done else frozenset() for done in dones]
+        tracks = [*world.session.running.transcript]
+        assert [track.line_count for track in tracks] == [0, 0, 0]
+    return [track.done.bound if track.done else frozenset() for track in tracks]
 
 
 def test_ranks_that_lack_a_name_get_all(world: World) -> None:
-    """The others keep what they have; all of those concerned own the names."""
+    """The others keep what they have, unless named; all of those concerned own the names."""
     world.execute("if rank: x = rank\nif rank == 1: y = [x]")
-    copy(world, "x", "y", source=1)
-    assert bound(world) == [{"x", "y"}] * 3
+    assert copy(world, "x", "y", source=1) == [{"x", "y"}] * 3
     assert world.gather("(x, y)") == [(1, [1])] * 3
     world.execute("x = rank")
-    copy(world, "x", "y", source=2)
-    assert bound(world) == [frozenset()] * 3
+    assert copy(world, "x", "y", source=2) == [frozenset()] * 3
     assert world.gather("x") == [0, 1, 2]
-
-
-def test_ranks_that_are_named(world: World) -> None:
-    """Whatever they have; what others have stays."""
-    world.execute("x = rank")
-    copy(world, "x", source=2, to=(0,))
-    assert bound(world) == [{"x"}, frozenset(), {"x"}]
+    assert copy(world, "x", source=2, to=(0,)) == [{"x"}, frozenset(), {"x"}]
     assert world.gather("x") == [2, 1, 2]
 
 
@@ -192,8 +153,7 @@ def test_definitions_come_with_what_uses_them(world: World) -> None:
         "    net = Net()\n"
         "if rank == 1: scale, times = 5, lambda x: 'its own'"
     )
-    copy(world, "net", source=0)
-    assert bound(world) == [{"net"}] * 3
+    assert copy(world, "net", source=0) == [{"net"}] * 3
     assert world.gather("net.run()", ranks=[0, 1]) == [0, "its own"]
     with pytest.raises(WorkerError, match="NameError: name 'scale' is not defined"):
         world.execute("net.run()", ranks=[2])

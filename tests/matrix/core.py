@@ -1,7 +1,8 @@
 """The core suite: one test per capability, which is a column of the table, in a real notebook.
 
-It runs in every row's environment, where only pytest and what nbdist needs are installed.  What
-works less well there than elsewhere passes, and says with `degraded` in what.
+It runs in every row's environment, where only pytest and what nbdist needs are installed, and not
+with all tests: others prove the same more closely.  What works less well there than elsewhere
+passes, and says with `degraded` in what.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Files, modules, logs and names of hosts, of a world over ssh on hosts that share no folder."""
+"""Files, modules, names and ports of hosts, of a world over ssh on hosts that share no folder."""
 
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import subprocess
 import sys
@@ -13,11 +12,8 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import WorkerError
-from nbdist.notebook.commands.inspect import last_lines
-from nbdist.wire.views import GetLogs
 from nbdist.world.world import World
 from tests.hosts.network import Host
-from tests.hosts.sshd import Sshd
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world(2)
@@ -34,18 +30,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def started(sshd: Sshd, hosts_of_module: list[Host], folder: Path) -> Iterator[World]:
+def started(path: None, hosts_of_module: list[Host], folder: Path) -> Iterator[World]:
     """Two ranks, each on a host of its own, with code that follows the notebook's."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PATH", sshd.environ["PATH"])
         patched.chdir(folder)
         patched.setattr(sys, "path", ["", *sys.path])
         with World(2, hosts="node1:1,node2:1", sync_code=True, name="logs") as world:
             yield world
 
 
-def test_code_follows_the_notebook(world: World, folder: Path) -> None:
-    """Modules are there, in the working folder, and edited ones are imported anew."""
+def test_code_follows_the_notebook(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules are there, in the working folder; edited ones are imported again; scripts have them.
+
+    Into a folder below it ranks follow too, where each host has its own; and back.
+    """
     world.execute("import os, mine; where = os.getcwd()")
     assert world.gather("mine.answer()") == [1, 1]
     assert all("/nbdist-code-" in where for where in world.gather("where"))
@@ -53,49 +53,34 @@ def test_code_follows_the_notebook(world: World, folder: Path) -> None:
     (folder / "new.py").write_text("import mine\nbig = 10 * mine.answer()\n")
     world.execute("from new import big")
     assert world.gather("big, mine.answer()") == [(20, 2)] * 2
+    script = "import sys\nimport mine\nfound = sys.argv[1], mine.answer()\n"
+    (folder / "train.py").write_text(script)
+    world.run_script("train.py", "a")
+    assert world.gather("found") == [("a", 2)] * 2
 
-
-def test_the_folder_follows_the_notebook(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Into a folder below it, where each host has its own; and back."""
     (folder / "below").mkdir()
     (folder / "below" / "data.txt").write_text("7")
-    first = world.gather("__import__('os').getcwd()")
+    first = world.gather("os.getcwd()")
     monkeypatch.chdir(folder / "below")
-    world.execute("found = open('data.txt').read(), __import__('os').getcwd()")
+    world.execute("found = open('data.txt').read(), os.getcwd()")
     assert world.gather("found") == [("7", f"{where}/below") for where in first]
     monkeypatch.chdir(folder)
-    assert world.gather("__import__('os').getcwd()") == first
-
-
-def test_scripts_of_the_notebooks_folder(world: World, folder: Path) -> None:
-    """They are sent along, with what they import."""
-    (folder / "train.py").write_text(
-        "import sys\nimport mine\nfound = sys.argv[1], mine.answer()\n"
-    )
-    world.run_script("train.py", "a")
-    assert world.gather("found") == [("a", world.gather("mine.answer()")[0])] * 2
-
-
-def test_looking_from_a_terminal(world: World) -> None:
-    """`nbdist status` on the notebook's machine knows the ranks of all."""
-    command = [sys.executable, "-m", "nbdist.terminal", "status"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=SOON).stdout
-    _, found, ours = shown.partition(world.session.spec.name)
-    assert found
-    # Other tests may have worlds of their own.
-    rows = [line.split()[0] for line in ours.splitlines() if "idle" in line]
-    assert rows[:2] == ["0", "1"], ours
+    assert world.gather("os.getcwd()") == first
 
 
 def test_hosts_are_named(world: World) -> None:
-    """In results, errors and status, and by the loggers."""
+    """In results, errors and status, also in a terminal, and by the loggers."""
     result = world.run(socket.gethostname)
     assert result.index(hostname="node2", local_rank=0) == result.rank(1) == "node2"
     with pytest.raises(WorkerError, match="first: rank 1 on node2 after"):
         world.execute("assert rank == 0", ranks=[1])
     assert [row.host for row in world.status()] == ["node1", "node2"]
+    command = [sys.executable, "-m", "nbdist.terminal", "status"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=SOON).stdout
+    _, _, ours = shown.partition(world.session.spec.name)
+    # Other tests may have worlds of their own.
+    rows = [line.split()[:2] for line in ours.splitlines() if "idle" in line]
+    assert rows[:2] == [["0", "node1"], ["1", "node2"]], shown
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -106,20 +91,6 @@ def test_hosts_are_named(world: World) -> None:
         assert [record.getMessage() for record in records] == ["from 1"]
     finally:
         logger.removeHandler(handler)
-
-
-def test_logs_of_all_hosts_are_read(world: World) -> None:
-    """Each host has its own files; what they hold is asked for through the link."""
-    world.execute("for i in range(3000): print('line', i, 'of', rank)")
-    get = GetLogs((0, 1), ("stdout",), 100)
-    tails = world.session.ask(get)
-    assert [tail.lines[-1] for tail in tails] == ["line 2999 of 0", "line 2999 of 1"]
-    assert ["/node1/" in tails[0].file, "/node2/" in tails[1].file] == [True, True]
-    found = last_lines(tails[1], get, world.session.ask, re.compile("line [0-4] of"))
-    assert found == tuple(f"line {number} of 1" for number in range(5))
-
-
-# --- what listens ------------------------------------------------------------------------------
 
 
 def test_where_gloo_listens(world: World, hosts: list[Host]) -> None:

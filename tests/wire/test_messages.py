@@ -1,0 +1,197 @@
+"""Tests of `nbdist.wire`: tasks, marks, files, answers of workers, and big values."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist.topology import Position
+from nbdist.values.payload import Payload, SegmentRef
+from nbdist.wire import control
+from nbdist.wire.control import Candidate, Completions
+from nbdist.wire.frames import BadFrame, pack
+from nbdist.wire.messages import PART, CodeFile, landmark, part_of, refusal_of
+from nbdist.wire.node_messages import NodeAnswer, node_frames, node_message_from, processes
+from nbdist.wire.ops import Mesh
+from nbdist.wire.transfer import Piece
+from nbdist.wire.views import Begun, Collective, Place, StackFrame
+from nbdist.wire.work import (
+    LONGEST_MARK,
+    Call,
+    Mark,
+    Script,
+    Source,
+    Task,
+    cut_off_pattern,
+    mark,
+    mark_pattern,
+    mark_value,
+)
+
+SOURCE = Task("a1", (0, 1), Source("x = 'é\udc80'"), names=Payload((b"",)), execution_count=7)
+SCRIPT = Task("a2", (1,), Script("file", "train.py", (), "/w/train.py", "/w"), execution_count=3)
+CALL = Task("a3", (2,), Call("snapshot.write", {"folder": "/s", "wanted": {0: ["x"]}}))
+
+
+def test_what_people_see_of_the_work() -> None:
+    """The source, the number and the script, where there is one."""
+    seen = [(task.source, task.execution_count, task.script) for task in (SOURCE, SCRIPT, CALL)]
+    assert seen == [("x = 'é\udc80'", 7, None), ("", 3, SCRIPT.work), ("", None, None)]
+
+
+def test_memory_that_a_task_refers_to() -> None:
+    """That of its names and of its op's arguments; in other places nothing else differs."""
+    refs = [SegmentRef(f"/proc/1/fd/{number}#9", (8,)) for number in range(3)]
+    parts = {0: Payload(segment=refs[1]), 1: Payload(segment=refs[2])}
+    names = Payload(segment=refs[0])
+    task = Task("a5", (0, 1), Call("values.scatter", {"parts": parts}), names, imports={0: {}})
+    assert task.segments == (*refs,)
+    here = {ref.path: SegmentRef(f"/here/{ref.path}", ref.sizes) for ref in refs}
+    assert task.moved(here).segments == (*here.values(),)
+    back = {there.path: ref for ref, there in zip(refs, here.values(), strict=True)}
+    assert task.moved(here).moved(back) == task
+    assert SOURCE.segments == SCRIPT.segments == CALL.segments == ()
+    assert SOURCE.moved(here) == SOURCE
+
+
+TOKEN = "0123456789abcdef"
+VALUES: list[Mark] = [0, 7, 123_456_789_012, "ready", "stdout", "stderr"]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_what_is_marked_is_found(value: Mark):
+    """In the middle of text, whole or cut off; to terminals it is one APC sequence."""
+    whole = mark(TOKEN, value)
+    assert len(whole) < LONGEST_MARK <= 512  # POSIX's smallest PIPE_BUF: it is never torn
+    assert (whole[:2], whole[-2:], whole.count(b"\x1b")) == (b"\x1b_", b"\x1b\\", 2)
+    pieces = mark_pattern(TOKEN).split(b"before" + whole + b"after")
+    assert pieces[::2] == [b"before", b"after"]
+    assert mark_value(pieces[1]) == value
+    for cut in range(1, len(whole)):
+        found = cut_off_pattern(TOKEN).search(b"\x1b[1mbefore" + whole[:cut])
+        assert found is not None
+        assert found.group() == whole[:cut]
+
+
+def test_other_text_is_no_mark():
+    """Other tokens, unfinished marks and colours are text; so is what began like one."""
+    start = b"\x1b_" + TOKEN.encode()
+    other = mark("fedcba9876543210", 1)
+    for text in (other, start + b";1", start + b";1 2\x1b\\", start + b"1\x1b\\", b"\x1b[31mred"):
+        assert mark_pattern(TOKEN).split(text) == [text]
+    for text in (mark(TOKEN, 7) + b"after", start + b";" + b"7" * 100):
+        assert not cut_off_pattern(TOKEN).search(text)
+
+
+def test_a_mesh_in_a_world_of_another_size() -> None:
+    """Its first dimension gets another length, if all were in it and they divide."""
+    line, table = Mesh("cpu", (4,), (0, 1, 2, 3)), Mesh("cpu", (2, 2), (0, 1, 2, 3), ("a", "b"))
+    assert line.fitted(4, 3) == Mesh("cpu", (3,), (0, 1, 2))
+    assert table.fitted(4, 6) == Mesh("cpu", (3, 2), (0, 1, 2, 3, 4, 5), ("a", "b"))
+    assert table.fitted(4, 4) == table
+    some, turned = Mesh("cpu", (2,), (0, 1)), Mesh("cpu", (2, 2), (0, 2, 1, 3))
+    assert (table.fitted(4, 5), some.fitted(4, 3), turned.fitted(4, 6)) == (None, None, None)
+    for mesh in (line, table):
+        assert Mesh.read(json.loads(json.dumps(asdict(mesh)))) == mesh
+
+
+def test_bytes_of_a_big_value() -> None:
+    """They have a frame of their own, and arrive with what they are of."""
+    piece = Piece(SegmentRef("/proc/1/fd/2#3", (9,)), 4, b"bytes")
+    frame, data = node_frames(piece)
+    assert data is piece.data
+    assert node_message_from(bytes(frame), memoryview(data)) == piece
+    assert node_frames(NodeAnswer(1, "x")) == [pack(NodeAnswer(1, "x"))]
+
+
+def test_processes_by_rank() -> None:
+    """With the node of each; without seats all are on one."""
+    assert processes({0: 17, 1: 17}, (Position(0, 0), Position(1, 0))) == {0: (0, 17), 1: (1, 17)}
+    assert processes({3: 17}, ()) == {3: (0, 17)}
+
+
+def test_a_message_has_only_so_much() -> None:
+    """No message is much larger than what one file needs; what cannot be read is left out."""
+    files = [CodeFile(bytes([n])) for n in range(5)]
+    contents = dict.fromkeys(files[1:], bytes(PART // 2))
+    part = part_of(files, contents.get)
+    assert [*part] == files[1:3]
+    assert [*part_of(files[3:], contents.get)] == files[3:]
+    assert part_of(files[:1], contents.get) == {}
+
+
+def test_paths_below_the_folder_are_taken() -> None:
+    """Whatever their signs; others are refused, also those that nbdist itself needs."""
+    for path in ("mine.py", "a/b/c.py", "a b/ü.txt", "...", ".hidden/x"):
+        assert refusal_of(path) == ""
+    outside = ["", "/etc/passwd", "..", "../x", "a/../../x"]
+    for path in (*outside, "a//b", "./x", "a/", "a\0b", ".nbdist"):
+        assert refusal_of(path), path
+
+
+def test_a_landmark_is_the_very_same_file(tmp_path: Path) -> None:
+    """Not a copy, with whatever times; nor what it is after a change."""
+    file, copy = tmp_path / "a.py", tmp_path / "b.py"
+    file.write_text("x = 1")
+    shutil.copy2(file, copy)
+    mark = landmark(str(file))
+    assert mark == landmark(str(file)) != landmark(str(copy))
+    file.unlink()
+    assert landmark(str(file)) is None
+    os.replace(copy, file)
+    assert landmark(str(file)) not in (mark, None)
+
+
+PLACE = Place(3, "all_reduce", {"0": 2}, begun=(Begun("0", 1, "all_reduce", "[2]"),))
+
+ANSWERS: list[control.Answer] = [
+    PLACE,
+    control.Traced(PLACE, (StackFrame("Cell In[1]", 3, "<module>"),)),
+    Collective("all_reduce", 3, is_done=False),
+    control.HeldGroups(1, 2, {"a": (0, 1)}),
+    ("torch has no x",),
+    control.Failed("too late", unfit=False),
+    control.Ok(),
+]
+
+HOSTILE: list[Any] = [
+    os.system,
+    Place,
+    Place(line="3"),  # type: ignore[arg-type]
+    Place(counts={"0": "2"}),  # type: ignore[dict-item]
+    Begun("0", 1, "all_reduce"),  # of no use there
+    {"do": "locate"},
+]
+
+
+def test_answers_arrive_equal() -> None:
+    """The agent gets what a worker has answered."""
+    for answer in ANSWERS:
+        assert control.answer_from([memoryview(pack(answer))]) == answer
+
+
+def test_nothing_else_is_made_of_a_workers_bytes() -> None:
+    """No code runs, every field has its type, and whatever unpickling makes of garbage is none."""
+    without_fields = b"\x80\x02cnbdist.wire.views\nPlace\n)\x81."
+    garbage = [[], [b""], [b"garbage"], [b"\x80\x05."], [without_fields]]
+    for buffers in (*garbage, *([pickle.dumps(each)] for each in HOSTILE)):
+        with pytest.raises(BadFrame):
+            control.answer_from(buffers)
+
+
+def test_a_reply_is_read_as_it_was_written() -> None:
+    """Also one of a completer that says nothing of kinds and signatures."""
+    found = Completions((Candidate("lr", "instance"), Candidate("lower", "function", "()")), 3, 4)
+    reply = found.reply()
+    assert reply["matches"] == ["lr", "lower"]
+    assert (reply["cursor_start"], reply["cursor_end"], reply["status"]) == (3, 4, "ok")
+    assert Completions.read(reply) == found
+    bare = {**reply, "metadata": {}}
+    assert Completions.read(bare) == Completions((Candidate("lr"), Candidate("lower")), 3, 4)
