@@ -39,7 +39,7 @@ def test_what_gather_binds_stays_here(two: Notebook) -> None:
     why = "`acc` was gathered from the ranks, so it is not sent by itself; "
     assert said.endswith(f"{why}`%dist_push acc` sends it.")
     assert two.run("%%distributed --pool other -n 1\nacc").errors != []
-    assert two.run("%dist_push acc").text == "pushed acc to 2 ranks"
+    two.run("%dist_push acc")
     assert body(two.run("%%distributed\nacc"))[1:] == ["[0.5, 1.5]"]
 
 

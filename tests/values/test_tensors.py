@@ -192,7 +192,8 @@ def test_shared_memory_is_reported() -> None:
     """Two tensors over one memory count as sharing, and so do two owners of a tensor."""
     data, model = torch.zeros(1000), torch.nn.Linear(2, 2)
     values = (data, data.view(10, 100), model, [model.bias], torch.ones(9))
-    ids = [pickle(value, {}).shared for value in values]
+    pickles = [pickle(value, {}) for value in values]  # which hold what the ids are of
+    ids = [pickled.shared for pickled in pickles]
     assert ids[0] & ids[1]
     assert ids[2] & ids[3]
     assert not ids[0] & ids[2]

@@ -131,7 +131,7 @@ def _renamed(names: Sequence[str], given: str | None, have: str) -> list[str]:
 
 
 @command(argument("names", nargs="+", help="variables of the notebook"), ranks_option)
-def dist_push(line: Line) -> str:
+def dist_push(line: Line) -> None:
     """Send notebook variables to the workers, replacing theirs."""
     names, pool, world = names_in(line.options.names), line.pool, line.world
     _check_are_here(line, names)
@@ -141,7 +141,6 @@ def dist_push(line: Line) -> str:
     with packing.segment or nullcontext():
         take = world.task(Call("values.push", {"packed": packing.payload}), ranks=line.ranks)
         bind(pool, world, take, Call("values.bind_pushed"), line.display, packing.records)
-    return f"pushed {list_names(names)} to {count(len(line.ranks), 'rank')}"
 
 
 def _check_are_here(line: Line, names: Sequence[str]) -> None:
