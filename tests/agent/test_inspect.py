@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -255,15 +256,6 @@ def test_no_processor(new_world: NewWorld, starved: Path) -> None:
         (starved.parent / "cgroup.procs").write_text(pid)
 
 
-def test_c_code_is_not_woken_up(world: World) -> None:
-    """sleep(3) would return early, were a signal handled in its thread."""
-    source = "import ctypes\nprint(ctypes.PyDLL(None).sleep(2))"
-    with busy(world, source, lambda pid: thread_state(pid) == "S") as running:
-        until(world, lambda: all(stack.place.holds_gil for stack in world.stacks()))
-        assert [len(stack.frames) for stack in stacks(world).values()] == [1] * world.size
-    assert {track.tail(1)[0].text for track in running.transcript} == {"0"}
-
-
 def test_a_rank_whose_stack_cannot_be_read(world: World, gate: Gate) -> None:
     """It does not answer, and says so."""
     world.execute(
@@ -272,9 +264,9 @@ def test_a_rank_whose_stack_cannot_be_read(world: World, gate: Gate) -> None:
         "    if os.path.realpath(file).endswith('.stack'): os.truncate(file, 0)"
     )
     with busy(world, f"{gate.cell}{HOLD}", reads_a_pipe) as running:
-        for stack in stacks(world).values():
-            assert (stack.frames, stack.place.holds_gil) == ((), True)
-            assert stack.problem == "it does not answer, and its stack cannot be read"
+        said = ((), True, "it does not answer, and its stack cannot be read")
+        shown = attrgetter("frames", "place.holds_gil", "problem")
+        until(world, lambda: [*map(shown, world.stacks())] == [said] * world.size)
         gate.open(world.size)
     assert running.error() is None
     world.restart()
@@ -290,10 +282,17 @@ def test_the_users_own_signals(world: World) -> None:
         "for one in (signal.SIGUSR1, signal.SIGUSR2, *real):\n"
         "    assert signal.signal(one, lambda *_: got.append(1)) == signal.SIG_DFL"
     )
-    source = "left = ctypes.PyDLL(None).sleep(2)"  # it holds the GIL, and would return early
+    source = "left = ctypes.PyDLL(None).sleep(4)"  # it holds the GIL, and would return early
+    calls = dict[int, int]()
+
+    def all_hold() -> bool:
+        held = (stack for stack in world.stacks() if stack.place.holds_gil)
+        calls.update((stack.rank, len(stack.frames)) for stack in held)
+        return len(calls) == world.size
+
     with busy(world, source, lambda pid: thread_state(pid) == "S"):
-        until(world, lambda: all(stack.place.holds_gil for stack in world.stacks()))
-        assert [len(stack.frames) for stack in world.stacks()] == [1] * world.size
+        until(world, all_hold)
+    assert {*calls.values()} == {1}
     assert world.gather("(left, got)") == [(0, [])] * world.size
 
 
