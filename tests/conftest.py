@@ -19,6 +19,7 @@ from resource import RUSAGE_CHILDREN, getrusage
 import pytest
 
 import nbdist
+from nbdist.system.limits import control_groups
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests import worlds
@@ -31,7 +32,7 @@ from tests.tiers import (  # noqa: F401 (pytest's hooks)
     pytest_xdist_make_scheduler,
 )
 from tests.traces import MARK, Traces, complain
-from tests.waiting import SOON
+from tests.waiting import SOON, wait_until
 from tests.worlds import IDLE_IMPORTS, NewWorld, SharedAgent
 
 # What lasts as long as the run once a test has asked for it; a module whose fixtures ask for it
@@ -130,6 +131,29 @@ def kernels(nothing_is_left_by_all: set[str]) -> Iterator[object]:
 
     yield KERNELS
     KERNELS.end()
+
+
+@pytest.fixture
+def control_group() -> Iterator[Callable[..., Path]]:
+    """Makes one below this process's that has any of these files of a controller, or skips."""
+    made = list[Path]()
+
+    def make(controller: str, *files: str) -> Path:
+        found = [each.folder for each in control_groups(controller)]
+        group = found[0] / f"nbdist-test-{os.getpid()}" if found else Path("/nowhere")
+        try:
+            group.mkdir()
+        except OSError:
+            pytest.skip(f"no cgroup for {controller} can be made here")
+        made.append(group)
+        if not any((group / file).exists() for file in files):
+            pytest.skip(f"cgroups have no {files[0]} here")
+        return group
+
+    yield make
+    for group in made:
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), "all have left")  # noqa: B023
+        group.rmdir()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import psutil
 
@@ -45,8 +45,8 @@ async def stack_of(worker: Worker) -> Stack:
     state = worker.state
     if state in ("starting", "dead"):
         return Stack(worker.rank, worker.pid, state, Place())
-    turn = _Turn(worker)
-    seen = await _ask(worker, control.Trace(), STACK_TIMEOUT)
+    with _Turn(worker, STACK_TIMEOUT) as turn:
+        seen = await _ask(worker, control.Trace(), STACK_TIMEOUT)
     if isinstance(seen, Place):
         return Stack(worker.rank, worker.pid, state, seen)
     frames: Sequence[StackFrame]
@@ -54,7 +54,7 @@ async def stack_of(worker: Worker) -> Stack:
         place, frames = seen.place, seen.frames
     else:
         place, frames = await place_from_outside(worker, SAMPLE_TIMEOUT)
-        place = turn.judged(place, STACK_TIMEOUT)
+        place = turn.judged(place)
         if not frames:
             return Stack(worker.rank, worker.pid, state, place, problem=NO_ANSWER)
     own = own_frames(frames)
@@ -94,8 +94,8 @@ async def _status_of(worker: Worker) -> WorkerStatus:
     if found.state in ("starting", "dead"):
         return found
     if found.state == "idle":
-        turn = _Turn(worker)
-        answer = await _last_collective(worker)
+        with _Turn(worker, STATUS_TIMEOUT) as turn:
+            answer = await _last_collective(worker)
         if answer is not None:  # C code does not hold its GIL, but it may be stopped by now
             place = Place(is_stopped=is_stopped(worker.pid))
         else:
@@ -147,8 +147,8 @@ def _line_of(frames: Sequence[StackFrame]) -> int:
 
 
 async def _place(worker: Worker) -> Place:
-    turn = _Turn(worker)
-    seen = await _ask(worker, control.Locate(briefly=True), STATUS_TIMEOUT)
+    with _Turn(worker, STATUS_TIMEOUT) as turn:
+        seen = await _ask(worker, control.Locate(briefly=True), STATUS_TIMEOUT)
     return seen if isinstance(seen, Place) else await _of_silent(worker, turn)
 
 
@@ -156,21 +156,35 @@ async def _of_silent(worker: Worker, turn: _Turn) -> Place:
     if is_stopped(worker.pid):
         return Place(is_stopped=True)
     place, _ = await place_from_outside(worker, BRIEF_SAMPLE_TIMEOUT)
-    return turn.judged(place, STATUS_TIMEOUT)
+    return turn.judged(place)
 
 
 class _Turn:
-    """Whether a rank that has not answered had a processor for it.
+    """Whether a rank that does not answer in time has had a processor for it.
 
-    One that is silent while others have the processors need not hold the GIL.
+    One that is silent while others have the processors need not hold the GIL.  Nothing is read of
+    those that answer at once.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._clock = OwnTime(worker.pid)
+    def __init__(self, worker: Worker, timeout: float) -> None:
+        self._pid = worker.pid
+        self._timeout = timeout
+        self._clock: OwnTime | None = None
 
-    def judged(self, place: Place, timeout: float) -> Place:
-        """Return the place of one that was silent for `timeout` seconds."""
-        had_turn = self._clock.seconds() > timeout / 2
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._timeout / 4, self._start)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _start(self) -> None:
+        self._clock = OwnTime(self._pid)
+
+    def judged(self, place: Place) -> Place:
+        """Return the place of one that was silent."""
+        had_turn = self._clock is not None and self._clock.seconds() > self._timeout / 2
         return replace(place, holds_gil=place.holds_gil and had_turn)
 
 

@@ -233,6 +233,9 @@ Output = Visible | Died | Done | Moved | Record | InputRequest | Typed
 OF_EACH, OF_VALUE = 100, 32
 """Characters that one counts for besides those that it has, and a number or key of JSON."""
 
+NUMBERS = frozenset((int, float, type(None)))
+"""By their types, which are faster to look at; None is a gap in a figure."""
+
 
 def size_of(output: Output) -> int:
     """Count characters, of what can have many."""
@@ -260,10 +263,11 @@ def _length(value: object) -> int:
             case dict(mapping):
                 length += OF_VALUE * len(mapping)
                 waiting.extend(mapping.values())
-            case list(values) if {*map(type, values)} <= {int, float}:
-                length += OF_VALUE * len(values)  # figures have very many numbers
             case list(values):
-                waiting.extend(values)
+                # Figures have very many numbers.
+                others = [each for each in values if type(each) not in NUMBERS]
+                length += OF_VALUE * (len(values) - len(others))
+                waiting.extend(others)
             case _:
                 length += OF_VALUE
     return length

@@ -262,14 +262,17 @@ class CodeSync:
         before, self._told = self._told, said
         return said if said != before else ""
 
-    def bringing(self, asks: Asks, *, anew: bool = False) -> Generator[Starting, None, None]:
-        """Send all nodes what has changed, or with `anew` what they lack; raises CodeNotSent."""
+    def bringing(self, asks: Asks, *, to_new: bool = False) -> Generator[Starting, None, None]:
+        """Send the files that nodes do not have; raises CodeNotSent.
+
+        If no file has changed since the last time nodes are asked only with `to_new`.
+        """
         for _ in range(TRIES):
             try:
                 self.listing.look()
             except OSError as error:
                 raise CodeNotSent("", f"{self.listing.folder}: {error.strerror}") from None
-            if self._sent == self.listing.files and not anew:
+            if self._sent == self.listing.files and not to_new:
                 return
             if (yield from self._bring(asks)):
                 return

@@ -277,7 +277,7 @@ class Workers:
             self._remembered = Remember({})
             self.remember()
             if self.code is not None:
-                yield from self.code.bringing(self._link.calling, anew=True)
+                yield from self.code.bringing(self._link.calling, to_new=True)
             request = messages.StartWorld(self.spec, wanted_elsewhere(self.config, self.spec))
             timeout = CALL_TIMEOUT if request.wanted is None else COMING_TIMEOUT
             started = yield from self._link.calling(request, timeout)
@@ -295,7 +295,7 @@ class Workers:
         self.spec = started.spec or self.spec  # what other machines decide
         self._place(started.hosts, self._link.agent.host)
         if self.code is not None and self.is_elsewhere:  # now that it is known who shares it
-            yield from self.code.bringing(self._link.calling, anew=True)
+            yield from self.code.bringing(self._link.calling, to_new=True)
         self.advance(Event.STARTED)
 
     def starting_texts(self) -> Iterator[str]:

@@ -16,13 +16,12 @@ from types import SimpleNamespace
 import pytest
 
 from nbdist.agent.inspect import GpuGauge, UsageWatch, status_of
-from nbdist.system.limits import control_groups
 from nbdist.system.processes import thread_state
 from nbdist.wire.views import Gpu, Place, Stack, WorkerStatus
 from nbdist.world.result import usage_text
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world(4)
@@ -227,22 +226,14 @@ def test_code_that_holds_the_gil(world: World, gate: Gate) -> None:
 
 
 @pytest.fixture
-def starved() -> Iterator[Path]:
-    """A control group whose processes run for a hundredth of the time, or none."""
-    found = [each.folder for each in control_groups("cpu")]
-    group = found[0] / "nbdist-test" if found else Path("/nowhere")
-    try:
-        group.mkdir()
-    except OSError:
-        pytest.skip("no cgroup for processors can be made here")
-    for file, text in (("cpu.max", "5000 500000"), ("cpu.cfs_period_us", "500000")):
+def starved(control_group: Callable[..., Path]) -> Path:
+    """A control group whose processes run for a hundredth of the time."""
+    group = control_group("cpu", "cpu.max", "cpu.cfs_quota_us")
+    limits = {"cpu.max": "5000 500000", "cpu.cfs_period_us": "500000", "cpu.cfs_quota_us": "5000"}
+    for file, text in limits.items():
         if (group / file).exists():
             (group / file).write_text(text)
-    if (group / "cpu.cfs_quota_us").exists():
-        (group / "cpu.cfs_quota_us").write_text("5000")
-    yield group
-    wait_until(lambda: not (group / "cgroup.procs").read_text(), "all have left")
-    group.rmdir()
+    return group
 
 
 def test_no_processor(new_world: NewWorld, starved: Path) -> None:

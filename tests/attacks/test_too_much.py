@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -12,7 +12,6 @@ import pytest
 from nbdist.agent.outbox import SHOWN_KEPT
 from nbdist.errors import WorkerError
 from nbdist.output.rank_transcript import SHOWN_AT_MOST
-from nbdist.system.limits import control_groups
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 from tests.waiting import wait_until
@@ -32,21 +31,8 @@ dist.barrier()
 
 
 @pytest.fixture
-def group() -> Iterator[Path]:
-    """A group of its own below this process's, or none where that takes other rights."""
-    found = [each.folder for each in control_groups("memory")]
-    group = found[0] / "nbdist-test" if found else Path("/nowhere")
-    try:
-        group.mkdir()
-    except OSError:
-        pytest.skip("no cgroup for memory can be made here")
-    if not (group / "memory.stat").exists():
-        group.rmdir()
-        pytest.skip("cgroups do not count memory here")
-    yield group
-    # Of what ends with the notebook.
-    wait_until(lambda: not (group / "cgroup.procs").read_text(), "all have ended")
-    group.rmdir()
+def group(control_group: Callable[..., Path]) -> Path:
+    return control_group("memory", "memory.stat")
 
 
 @pytest.fixture
