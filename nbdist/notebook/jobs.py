@@ -228,9 +228,9 @@ class Job:
         """
         if not self._can_step:
             return
-        self._is_stepping = True
-        self._was_drawn_between |= in_its_cell
-        with held_stops():
+        with held_stops():  # or Stop could leave it stepping for ever
+            self._is_stepping = True
+            self._was_drawn_between |= in_its_cell
             try:
                 with self._place.within(in_its_cell):
                     self.running = self._steps.send(longest)

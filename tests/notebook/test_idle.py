@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import itertools
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -29,6 +30,7 @@ from nbdist.notebook.idle import (
     met_stops,
     raised_stops,
 )
+from nbdist.notebook.jobs import CellPlace, Job
 from nbdist.output.events import Display, Done, Failure, Skipped, Text, Update
 from nbdist.output.transcript import Transcript
 
@@ -245,24 +247,41 @@ def test_a_stop_comes_later():
 
 
 def test_a_stop_at_any_moment():
-    """Whatever line of ours it comes at, it is a KeyboardInterrupt, and it is as before then."""
-    passed = held_with_a_stop(at=0)
-    assert passed > 8
-    for number in range(1, passed + 1):
-        with pytest.raises(KeyboardInterrupt):
-            held_with_a_stop(at=number)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    """Whatever line of ours it comes at, it is a KeyboardInterrupt, and it is as before then.
+
+    Also within a job's step, after which the next one can be taken.
+    """
+    taken: list[int] = []
+    steps: Any = (taken.append(each) for each in itertools.count())
+    nothing: Any = object()
+    job = Job(steps, nothing, "job", CellPlace(nothing))
+    next(steps)
+
+    def hold() -> None:
+        with held_stops():
+            pass
+
+    for action, names in ((hold, ("held_stops", "counted_stops")), (job.step, ("step",))):
+        passed = with_a_stop(action, names, at=0)
+        assert passed > 7
+        for number in range(1, passed + 1):
+            with pytest.raises(KeyboardInterrupt):
+                with_a_stop(action, names, at=number)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            before = len(taken)
+            job.step()
+            assert len(taken) == before + 1
 
 
-def held_with_a_stop(at: int) -> int:
-    """Enter and leave `held_stops`, with Stop at this line of all that are passed: how many."""
+def with_a_stop(action: Callable[[], None], names: Sequence[str], at: int) -> int:
+    """Call it, with Stop at this line of all that are passed in these functions: how many."""
     passed = 0
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal passed
-        if not frame.f_code.co_filename.endswith("notebook/idle.py"):
+        if not frame.f_code.co_filename.endswith(("notebook/idle.py", "notebook/jobs.py")):
             return None
-        if event == "line" and frame.f_code.co_name in ("held_stops", "counted_stops"):
+        if event == "line" and frame.f_code.co_name in names:
             passed += 1
             if passed == at:
                 press()
@@ -271,8 +290,7 @@ def held_with_a_stop(at: int) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        with held_stops():
-            pass
+        action()
     finally:
         sys.settrace(before)
     return passed
