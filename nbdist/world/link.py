@@ -130,7 +130,8 @@ class Link:
         self, request: Request, timeout: float = CALL_TIMEOUT, patience: float = float("inf")
     ) -> Reply:
         """Return the reply; AgentLost, StartError, KeyboardInterrupt after `patience` seconds."""
-        calling = self.calling(request, timeout, tick=min(timeout, patience))
+        # Stop is not met by a wait that begins just as it comes, but by the next one.
+        calling = self.calling(request, timeout, tick=min(TICK, patience))
         end = time.monotonic() + patience
         while time.monotonic() < end:
             try:

@@ -232,6 +232,8 @@ def heal(workers: Workers) -> tuple[int, ...]:
     The others keep variables, modules, meshes and subgroups, unless the policy is another.  Where
     that cannot be done, the state stays BROKEN, and `problem` says why.
     """
+    if workers.state is State.HEALING:  # Stop came between a request and the note of it
+        workers.advance(Event.HEAL_FAILED)
     if workers.state is not State.BROKEN:
         return ()
     if not workers.dead or workers.on_failure == "heal":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -352,6 +354,32 @@ def test_a_stop_while_a_rank_is_silent(ready: World, monkeypatch: pytest.MonkeyP
     os.kill(ready.pids[0], signal.SIGKILL)  # else its agent does so after half a minute
     ready.execute("dist.barrier()")
     assert ready.gather("globals().get('kept')") == [None, 1]
+
+
+def test_a_stop_at_any_line_while_the_group_is_formed(ready: World) -> None:
+    """It costs no group: the next task finds or forms one."""
+    passed, at = 0, 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal passed
+        if frame.f_code.co_name in ("_regroup", "advance"):
+            passed += event == "line"
+            if event == "line" and passed == at:
+                signal.raise_signal(signal.SIGINT)
+            return trace
+        return None
+
+    while at <= passed:
+        passed, at = 0, at + 1
+        sys.settrace(trace)
+        try:
+            with suppress(WorkerError, KeyboardInterrupt):
+                ready.execute("if rank == 1: raise ValueError\ndist.barrier()")
+        finally:
+            sys.settrace(None)
+        ready.execute("dist.barrier()")
+    assert at > 20
+    assert ready.gather("kept") == [0, 1]
 
 
 def test_it_comes_round_at_once_for_who_cannot_wait(ready: World) -> None:
