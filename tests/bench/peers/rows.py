@@ -34,6 +34,7 @@ BIG = 64 * 1024 * 1024
 
 KEPT = "print(f'kept {globals().get(\"kept\")} of {rank}')"
 LINE = re.compile(r"rank \d line \d+ end")
+BEGUN = re.compile(r"rank \d (?=line|rank)")
 SUM = "value = torch.ones(1)\ndist.all_reduce(value)\nprint(f'sum {value.item()} of rank {rank}')"
 
 
@@ -192,7 +193,7 @@ def lines(bench: Bench) -> Answer:
         outputs += bench.run(f"%dist_output --log --tail {LINES}").outputs
     shown = "".join(output.text for output in outputs).splitlines()
     whole = {found for line in shown for found in LINE.findall(line)}
-    mixed = sum(line.count("rank ") > max(1, len(LINE.findall(line))) for line in shown)
+    mixed = sum(len(BEGUN.findall(line)) > max(1, len(LINE.findall(line))) for line in shown)
     lost = RANKS * LINES - len(whole)
     return Answer(f"{seconds:.1f} s, {lost:,} lost, {mixed:,} mixed", seconds)
 
