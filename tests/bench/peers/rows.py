@@ -138,8 +138,11 @@ def _seconds(seconds: float) -> Answer:
 
 
 def _milliseconds(times: Iterable[float]) -> Answer:
-    median = 1000 * statistics.median(times)
-    return Answer(f"{median:.2g} ms" if median < 10 else f"{median:.0f} ms", median / 1000)
+    median = statistics.median(times)
+    if median >= 1:
+        return _seconds(median)
+    digits = ".2g" if median < 0.01 else ".0f"
+    return Answer(f"{1000 * median:{digits}} ms", median)
 
 
 def first(bench: Bench) -> Answer:
