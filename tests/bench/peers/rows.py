@@ -21,7 +21,7 @@ PATIENCE = 60.0
 """Seconds after which a tool is said not to give control back."""
 
 STOP_AFTER = 3.0
-LATE = 3.0
+LATE = 10.0
 """Seconds that a tool may be silent before it shows more of what a cell has printed."""
 
 ENDING = 15.0
