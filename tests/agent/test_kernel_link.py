@@ -33,7 +33,7 @@ from nbdist.worker.ops.call import call
 
 
 def message(kind: str, content: Any) -> Message:
-    return Message(kind, content, "", 1, 5, (), "")
+    return Message(kind, content, "", 1, {"time_ns": 5})
 
 
 @pytest.mark.parametrize("function", [wait, call])
@@ -71,7 +71,7 @@ def test_messages_of_others_are_dropped() -> None:
     ours, others = Session(key=b"ours"), Session(key=b"others")
     message = ours.msg("nbdist_reply", {})
     frames = ours.serialize(message)
-    assert message_from(ours, [*frames, b"buffer"]).buffers == (b"buffer",)
+    assert message_from(ours, [*frames, b"buffer"]).buffers == [b"buffer"]
     assert message_from(ours, [b"garbage"]) is None
     assert message_from(ours, others.serialize(others.msg("nbdist_reply", {}))) is None
 
@@ -83,7 +83,7 @@ def test_the_connection_file_and_what_is_left(tmp_path: Path) -> None:
     """The kernel reads a key and unix sockets from a file that nobody else can; it goes again."""
     spec, file = WorldSpec(1, None, {}, "/", (), 1, "python"), tmp_path / "r0.json"
     start = WorkerStart(0, 0, 1, spec, str(file), "token", "", "", 1, {})
-    kernel = KernelClient(start, lambda _: None)
+    kernel = KernelClient(start, lambda *_: None)
     kernel.write_connection_file()
     said = json.loads(file.read_text())
     assert (said["transport"], said["ip"]) == ("ipc", f"{tmp_path}/r0")
