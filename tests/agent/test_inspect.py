@@ -313,7 +313,7 @@ def nvmlShutdown():
 def nvmlDeviceGetCount(): return len(NAMES)
 def nvmlDeviceGetHandleByIndex(index): return index
 def nvmlDeviceGetHandleByUUID(uuid): return 1
-def nvmlDeviceGetName(index): return NAMES[index].encode()
+def nvmlDeviceGetName(index): return NAMES[index]
 def nvmlDeviceGetUUID(index): return f"GPU-{index}f00-1"
 def nvmlDeviceGetMemoryInfo(index): return SimpleNamespace(used=10 + index, total=80)
 def nvmlDeviceGetUtilizationRates(index):
