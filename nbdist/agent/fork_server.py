@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.system.limits import raise_file_limit, word_lack
 from nbdist.system.processes import (
@@ -72,8 +72,7 @@ def _clean_up_after_kill(last_word: bytes) -> None:
 DESCRIPTORS = 2  # that come with each `Fork`: the worker's stdout and stderr
 
 
-@dataclass(frozen=True, slots=True)
-class Fork:
+class Fork(NamedTuple):
     """Agent to fork server: fork a worker, which answers itself, under the same number."""
 
     number: int
@@ -85,24 +84,21 @@ class Imported:
     """Fork server to agent: it can fork."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forked:
+class Forked(NamedTuple):
     """Worker to agent, over the fork server's socket: it is the one that was asked for."""
 
     number: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForkFailed:
+class ForkFailed(NamedTuple):
     """Fork server to agent: there is no further process, for this errno."""
 
     number: int
     errno: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerExited:
+class WorkerExited(NamedTuple):
     """Fork server to agent: a worker has ended; the code is negative for a signal."""
 
     number: int
@@ -113,23 +109,21 @@ class WorkerExited:
 FromForkServer = Imported | Forked | ForkFailed | WorkerExited
 
 
-@dataclass(frozen=True, slots=True)
-class ForkServerProcess:
+class ForkServerProcess(NamedTuple):
     """A fork server that has been started, and the agent's end of the socket pair."""
 
     popen: subprocess.Popen[bytes]
     socket: socket.socket
 
 
-def log_file(runtime: Path) -> Path:
-    """Return where the fork server itself writes: why it could not import torch."""
-    return runtime / "fork_server.log"
+LOG = "fork_server.log"
+"""In the runtime folder: what the fork server itself writes, as why it could not import torch."""
 
 
 def start_fork_server(runtime: Path) -> ForkServerProcess:
     """Start it, and return while it imports; raises OSError."""
     ours, theirs = socket.socketpair()
-    with theirs, log_file(runtime).open("wb") as log:
+    with theirs, (runtime / LOG).open("wb") as log:
         end = theirs.fileno()
         popen = subprocess.Popen(
             [sys.executable, *MODULE, "nbdist.agent.fork_server", str(end), str(runtime)],

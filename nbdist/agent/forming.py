@@ -44,8 +44,6 @@ class Forming:
         self._pids: dict[int, int] = {}
         self._logs: dict[int, str] = {}
 
-    # --- start and stop -------------------------------------------------------------------
-
     async def start(self, spec: WorldSpec) -> WorldStarted | StartFailure:
         """Start all ranks at once; when one fails, end the others, and say which it was."""
         self.spec = spec
@@ -76,8 +74,6 @@ class Forming:
         for rank in ranks:
             self._pids.pop(rank, None)
             self._logs.pop(rank, None)
-
-    # --- heal and scale -------------------------------------------------------------------
 
     async def heal(self, spec: WorldSpec | None = None) -> Healed:
         """Form a group of all workers, again where more die; with a spec of as many ranks."""
@@ -143,8 +139,6 @@ class Forming:
         on = self._ranks_on(spec, ranks)
         problems = await self._all({node: part.Prepare(spec, on[node]) for node in on})
         return next(filter(None, problems), "")
-
-    # --- all parts at once ----------------------------------------------------------------
 
     def _ranks_on(
         self, spec: WorldSpec, ranks: Iterable[int] | None = None

@@ -218,8 +218,6 @@ class Forker:
         self._asked: dict[int, asyncio.Future[WorkerProcess]] = {}
         self._workers: dict[int, WorkerProcess] = {}
 
-    # --- the agent's calls ----------------------------------------------------------------
-
     def attach(self, on_loss: Callable[[], None] = lambda: None) -> None:
         """Listen to the fork server; `on_loss` is called when its workers are children here."""
         self._on_loss = on_loss
@@ -228,7 +226,7 @@ class Forker:
 
     def last_lines(self) -> tuple[str, ...]:
         """Return what the fork server itself has written: why it could not import torch."""
-        log = fork_server.log_file(self._runtime)
+        log = self._runtime / fork_server.LOG
         return tuple(log.read_text(errors="replace").splitlines()) if log.exists() else ()
 
     async def prepare(self) -> None:
@@ -281,12 +279,6 @@ class Forker:
         try:
             await self._wait(forked, FORK_TIMEOUT)
             return forked.result()
-        except asyncio.CancelledError:  # called off on its way: it comes, and has ended after this
-            await self._wait(forked, FORK_TIMEOUT)
-            if not forked.exception():
-                forked.result().kill()
-                await asyncio.wait([forked.result().exited], timeout=END_TIMEOUT)
-            raise
         finally:
             forked.cancel()  # given up: a worker that comes later is ended
 
@@ -298,8 +290,6 @@ class Forker:
             await asyncio.wait([answer], timeout=END_TIMEOUT)
         if not answer.done():
             raise ForkServerLost("the fork server does not answer")
-
-    # --- what it answers ------------------------------------------------------------------
 
     def _listen(self, server: fork_server.ForkServerProcess) -> None:
         loop = asyncio.get_running_loop()
@@ -357,8 +347,6 @@ class Forker:
 
     def _worker_exited(self, pid: int, exit_code: int) -> None:
         self._workers.pop(pid).set_exited(exit_code)
-
-    # --- its end --------------------------------------------------------------------------
 
     def _exited(self, exit_code: int) -> None:
         assert self._server is not None
