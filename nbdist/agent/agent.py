@@ -48,7 +48,7 @@ class Agent:
         notebook_pid: int,
         fork_server: ForkServerProcess | None,
         guard: Guard,
-        way: Way | None,
+        way: Way | None = None,
     ) -> None:
         self._children = Children()
         self._forker = Forker(runtime, self._children, fork_server) if fork_server else None
@@ -183,7 +183,7 @@ class Agent:
             self._workers.all[rank].run(run)
 
     def _busy(self) -> list[Worker]:
-        return [worker for worker in self._workers.all_alive() if worker.state == "busy"]
+        return [worker for worker in self._workers.alive() if worker.state == "busy"]
 
     async def _stacks(self, ranks: Sequence[int]) -> tuple[Stack, ...]:
         asked = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
@@ -221,17 +221,6 @@ class Agent:
 
     def _bind_workers(self) -> None:
         """Let workers end with this process: without the fork server they are its children."""
-        alive, bind = self._workers.all_alive(), control.Bind(os.getpid())
+        alive, bind = self._workers.alive(), control.Bind(os.getpid())
         log.warning("the fork server has ended; %d workers are left", len(alive))
         self._serving.do(self._workers.ask(self._workers.all, bind, BIND_TIMEOUT))
-
-
-async def serve(
-    runtime: Path,
-    notebook_pid: int,
-    fork_server: ForkServerProcess | None,
-    guard: Guard,
-    way: Way | None = None,
-) -> str:
-    """Serve until its world, or its head, ends; return why it ended before that, else ""."""
-    return await Agent(runtime, notebook_pid, fork_server, guard, way).serve()

@@ -115,8 +115,7 @@ class Listener:
         if len(self._of_kind(type(question))) >= MOST_CALLING:
             return
         self._calling[task] = type(question)
-        answer = await self._answer_to(question)
-        if answer is None:
+        if (answer := await self._answer_to(question)) is None:
             return
         writer.transport.set_write_buffer_limits(0)  # to wait until all of it is on its way
         writer.write(views.to_line(answer))
@@ -129,6 +128,10 @@ class Listener:
                         pass
                 finally:
                     self._tether.let_go_by(pid)
+
+    def _of_kind(self, kind: type[views.Said] | None) -> list[asyncio.Task[None]]:
+        """Return those that have asked this, or nothing yet; the first one first."""
+        return [task for task, asked in self._calling.items() if asked is kind]
 
     async def _answer_to(self, question: views.Said) -> views.Said | None:
         match question:
@@ -148,10 +151,6 @@ class Listener:
         if self._tether is None:
             return views.WorldInfo(__version__, socket.gethostname())
         return self._tether.describe()
-
-    def _of_kind(self, kind: type[views.Said] | None) -> list[asyncio.Task[None]]:
-        """Return those that have asked this, or nothing yet; the first one first."""
-        return [task for task, asked in self._calling.items() if asked is kind]
 
 
 # --- the store that is asked ------------------------------------------------------------------
@@ -220,8 +219,7 @@ class _Asking(asyncio.Protocol):
             for frame in self._cutter.feed(data):
                 if self._work is not None:
                     raise BadFrame("more was asked before the answer came")
-                operation = store.operation_from(frame)
-                self._work = asyncio.get_running_loop().create_task(self._answer(operation))
+                self._work = asyncio.create_task(self._answer(store.operation_from(frame)))
         except BadFrame as error:
             log.warning("a process of the world asked the store what cannot be read: %s", error)
             self.end()

@@ -98,7 +98,8 @@ class Backlog:
     def take(self, most: int) -> list[Item]:
         """Remove and return the oldest outputs, rank by rank: `most` characters, and one output."""
         batch: list[Item] = []
-        for rank in [*self._items]:
+        while self._items and most > 0:
+            rank = next(iter(self._items))
             items, count = self._items.pop(rank), 0
             while count < len(items) and most > 0:
                 cell_id, output = items[count]
@@ -109,11 +110,8 @@ class Backlog:
                     self._text[rank] -= len(output.text)
                 else:
                     self._shown -= size_of(output)
-            del items[:count]
-            if items:  # it has its next turn after the others
-                self._items[rank] = items
-            if most <= 0:
-                break
+            if rest := items[count:]:  # it has its next turn after the others
+                self._items[rank] = rest
         return batch
 
     def _forget_update(self, items: list[tuple[str, Output]], display: str) -> None:
@@ -280,7 +278,7 @@ class WorldRecord:
         self.known = messages.Attached(messages.Remember({}))
         self.began = time.time()
         self.unfinished: set[int] = set()
-        self._changing: dict[int, Changing] = {}
+        self.changing: dict[int, Changing] = {}  # the calls that are under way, by number
         self._tasks = 0
         self._backlog = Backlog()
         self._lent: dict[str, set[int]] = {}
@@ -296,26 +294,19 @@ class WorldRecord:
     @property
     def has_world(self) -> bool:
         """Whether there are workers, or will be."""
-        starts = any(isinstance(each, messages.StartWorld) for each in self._changing.values())
+        starts = any(isinstance(each, messages.StartWorld) for each in self.changing.values())
         return bool(self.known.pids) or starts
-
-    @property
-    def changes(self) -> bool:
-        """Whether the workers are being started, healed, scaled or stopped."""
-        return bool(self._changing)
 
     @property
     def state(self) -> str:
         """What the world is doing, in words."""
-        if self._changing:
+        if self.changing:
             return "changing"
         if not self.known.pids:
             return "no workers"
         if self.unfinished:
             return "busy"
         return "ready" if self.known.is_whole and not self.known.dead else "broken"
-
-    # --- what goes down and comes up ------------------------------------------------------
 
     def take_down(self, message: messages.Down) -> None:
         """Take in what the notebook has sent."""
@@ -325,7 +316,7 @@ class WorldRecord:
             case messages.Ask(number, request):
                 self.known.next_call = max(self.known.next_call, number + 1)
                 if isinstance(request, Changing):
-                    self._changing[number] = request
+                    self.changing[number] = request
             case messages.Run():
                 self._begin(message)
             case messages.Enter(rank, reply):
@@ -336,8 +327,8 @@ class WorldRecord:
     def take_up(self, message: messages.Up) -> None:
         """Take in what the notebook gets, or would get if there was one."""
         match message:
-            case messages.Answer(number, reply) if number in self._changing:
-                self._take_change(self._changing.pop(number), reply)
+            case messages.Answer(number, reply) if number in self.changing:
+                self._take_change(self.changing.pop(number), reply)
             case Outputs(items):
                 for item in items:
                     self._take(*item)
@@ -436,8 +427,6 @@ class WorldRecord:
             next_call=self.known.next_call,
         )
         self.unfinished, self._tasks = set(), 0
-
-    # --- for the next notebook --------------------------------------------------------------
 
     def attached(self, since: float) -> messages.Attached:
         """Return the message that says it all, but for what was shown: `again` has that."""
