@@ -213,7 +213,7 @@ class Forker:
         self._children = children
         self._server: fork_server.ForkServerProcess | None = started
         self._replies = FrameCutter()
-        self._imported: asyncio.Future[None] | None = None
+        self._imported: asyncio.Future[None]
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[WorkerProcess]] = {}
         self._workers: dict[int, WorkerProcess] = {}
@@ -237,7 +237,6 @@ class Forker:
             except OSError as error:
                 raise Lack(word_lack(error.errno)) from error
             self._listen(self._server)
-        assert self._imported is not None
         await self._wait(self._imported, IMPORT_TIMEOUT)
         self._imported.result()
 
@@ -294,21 +293,20 @@ class Forker:
     def _listen(self, server: fork_server.ForkServerProcess) -> None:
         loop = asyncio.get_running_loop()
         self._imported, self._replies = loop.create_future(), FrameCutter()
-        loop.add_reader(server.socket, self._read)
-        self._children.expect(server.popen.pid, self._exited)
+        loop.add_reader(server.socket, self._read, server)
+        self._children.expect(server.popen.pid, partial(self._exited, server))
 
-    def _read(self) -> None:
-        assert self._server is not None
+    def _read(self, server: fork_server.ForkServerProcess) -> None:
         try:
-            data = self._server.socket.recv(fork_server.READ_SIZE)
+            data = server.socket.recv(fork_server.READ_SIZE)
         except ConnectionResetError:  # it has ended before it had read a request
             data = b""
         for frame in self._replies.feed(data):
             self._receive(unpack(frame))
         if not data:
             # Only when no process has the other end any more: no further answer can come.
-            self._stop_listening(self._server)
-            self._lose()
+            self._stop_listening(server)
+            self._lose(server)
 
     def _stop_listening(self, server: fork_server.ForkServerProcess) -> None:
         if server.socket.fileno() >= 0:
@@ -318,7 +316,6 @@ class Forker:
     def _receive(self, message: fork_server.FromForkServer) -> None:
         match message:
             case fork_server.Imported():
-                assert self._imported is not None
                 self._imported.set_result(None)
             case fork_server.Forked(number, pid):
                 self._add_worker(number, pid)
@@ -348,20 +345,17 @@ class Forker:
     def _worker_exited(self, pid: int, exit_code: int) -> None:
         self._workers.pop(pid).set_exited(exit_code)
 
-    def _exited(self, exit_code: int) -> None:
-        assert self._server is not None
-        self._server.popen.returncode = exit_code
-        self._lose()
+    def _exited(self, server: fork_server.ForkServerProcess, exit_code: int) -> None:
+        server.popen.returncode = exit_code
+        self._lose(server)
 
-    def _lose(self) -> None:
+    def _lose(self, server: fork_server.ForkServerProcess) -> None:
         """Let it go once its exit code is known, and all that it has sent is read."""
-        assert self._server is not None
-        code = self._server.popen.returncode
-        if code is None or self._server.socket.fileno() >= 0:
+        code = server.popen.returncode
+        if code is None or server.socket.fileno() >= 0:
             return
         self._server = None
         gone = ForkServerLost(f"the fork server has ended: it {word_exit(code)}")
-        assert self._imported is not None
         if not self._imported.done():
             self._imported.set_exception(gone)
             self._imported.exception()  # `prepare` raises it too, if it is called
