@@ -16,8 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -131,6 +130,7 @@ def start_fork_server(runtime: Path) -> ForkServerProcess:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env={**FIT_FOR_FORKS, **os.environ},
             start_new_session=True,
         )
     return ForkServerProcess(popen, ours)
@@ -181,47 +181,34 @@ IPython that lacks one of these does without it.
 
 UNDISTURBED, AFTER_FORK = 0.1, 1.5  # idle seconds before it imports on: at first, after a fork
 
-DURING_IMPORTS = {
+FIT_FOR_FORKS = {
     # BLAS starts its threads when numpy is imported; a fork must find none.
     "OPENBLAS_NUM_THREADS": "1",
     # NVML counts the GPUs then: the driver, once initialised, is of no use to forks.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-
-
-@contextmanager
-def fit_for_forks() -> Iterator[None]:
-    """Keep what is imported from starting threads and the GPU's driver."""
-    ours = {name: value for name, value in DURING_IMPORTS.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
+"""The fork server's own environment, besides the agent's; a worker has its world's instead."""
 
 
 def import_all() -> None:
     """Import once what every worker needs."""
     # Nothing that is imported goes away again, and looking for it takes a tenth of the time.
     gc.disable()
-    with fit_for_forks():
-        for name in IMPORTED_AT_START:
-            import_module(name)
-        import_module("nbdist.worker.namespace").import_ops()
+    for name in IMPORTED_AT_START:
+        import_module(name)
+    import_module("nbdist.worker.namespace").import_ops()
 
 
 def import_if_possible(name: str) -> None:
     """Import it; what fails will, if at all, fail again where it is used."""
-    with fit_for_forks():
-        try:
-            import_module(name)
-        except ModuleNotFoundError:
-            pass
-        except Exception:  # noqa: BLE001 (other people's modules; workers can be forked without)
-            import traceback
+    try:
+        import_module(name)
+    except ModuleNotFoundError:
+        pass
+    except Exception:  # noqa: BLE001 (other people's modules; workers can be forked without)
+        import traceback
 
-            traceback.print_exc()
+        traceback.print_exc()
 
 
 def makes_idle_imports() -> bool:

@@ -49,7 +49,7 @@ class Children:
         asyncio.get_running_loop().call_soon(self._reap)
 
     def forget(self, pid: int) -> None:
-        """Expect it no more: its end has been reported by its parent."""
+        """Expect it no more: its end has been reported, or nobody is to learn of it."""
         self._expected.pop(pid, None)
 
     def adopted(self, pid: int) -> None:
@@ -59,12 +59,6 @@ class Children:
         except ChildProcessError:
             if on_exit := self._expected.pop(pid, None):
                 on_exit(-signal.SIGKILL)
-
-    def kill(self, pid: int) -> None:
-        """Kill it and wait for it; its exit code is not reported."""
-        self.forget(pid)
-        os.kill(pid, signal.SIGKILL)
-        await_end(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0))
 
     def close(self) -> None:
         """Kill and reap all that are expected."""
@@ -253,9 +247,10 @@ class Forker:
         """End the fork server; its workers are expected children of this process then."""
         if self._server is not None:
             self._stop_listening(self._server)
-            if self._server.popen.returncode is None:
-                self._children.kill(self._server.popen.pid)
-                self._server.popen.returncode = -signal.SIGKILL
+            self._children.forget(self._server.popen.pid)
+            self._server.popen.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._server.popen.wait(END_TIMEOUT)
             self._server = None
             self._adopt_workers()
 

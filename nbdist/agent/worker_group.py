@@ -365,7 +365,6 @@ class Rendezvous:
 
     def begin_world(self, attempt: int) -> None:
         """Make a new store, for the first generation of a group."""
-        self.make_folder()
         self._drop_store()
         self.attempt = attempt
         self.generation = self.sized_in = 1
