@@ -22,7 +22,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.output import events
 from nbdist.wire import control
-from nbdist.wire.frames import BadFrame, FrameCutter, framed, pack
+from nbdist.wire.frames import BadFrame, FrameCutter, fits, framed, pack
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import MOST_BYTES, InputReply, Said, SigintSent, said_from
 
@@ -84,10 +84,13 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
 def output_from(message: Message) -> events.Output | None:
     """Read it as an output; None for kinds that nbdist does not relay, and for malformed ones."""
     try:
-        return _output(message.kind, message.content, message.ours)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        output = _output(message.kind, message.content, message.ours)
+        if output is not None and not fits(output, type(output)):
+            raise TypeError("a field is of another type")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         log.warning("dropped a malformed %s: %.200r", message.kind, error)
         return None
+    return output
 
 
 def _output(kind: str, content: Mapping[str, Any], ours: Mapping[str, Any]) -> events.Output | None:

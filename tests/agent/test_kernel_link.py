@@ -23,7 +23,7 @@ from nbdist.agent.kernel_link import (
     message_from,
     output_from,
 )
-from nbdist.output.events import Clear, Display, Done, Failure, Output
+from nbdist.output.events import Clear, Display, Done, Failure, Moved, Output, Record
 from nbdist.values.payload import Payload
 from nbdist.wire.frames import BadFrame, framed
 from nbdist.wire.spec import WorkerStart, WorldSpec
@@ -47,6 +47,9 @@ def test_our_own_frames_are_not_shown(function: Any) -> None:
     assert (shown.message, shown.traceback[0][:21]) == ("3", "sys.exit(3) ended the")
 
 
+RECORD = Record("vm", 0, 0, "app", 20, "INFO", "said", 1.5, "a.py", 3, "f", "MainThread", 7)
+
+
 @pytest.mark.parametrize(
     ("kind", "content", "output"),
     [
@@ -56,6 +59,10 @@ def test_our_own_frames_are_not_shown(function: Any) -> None:
         ("display_data", {"data": [1]}, None),
         ("update_display_data", {"data": {}}, None),
         ("error", {}, None),
+        ("nbdist_moved", {"done": 1, "total": 2}, Moved(1, 2)),
+        ("nbdist_moved", {"done": float("inf"), "total": 2}, None),
+        ("nbdist_record", RECORD._asdict(), RECORD),
+        ("nbdist_record", RECORD._replace(message=5)._asdict(), None),
         ("status", {"execution_state": "idle"}, None),
         ("comm_open", {"target_name": "jupyter.widget"}, None),
         ("comm_open", {"target_name": "mine"}, Display({"text/plain": NO_COMM.format("mine")}, {})),
