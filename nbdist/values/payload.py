@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import ctypes
 import itertools
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -329,14 +328,10 @@ class Identity:
 MODULE, OPTIMIZER, TENSOR, OTHER = range(4)
 """In the order in which people want to hear of them."""
 
+_KINDS = ("torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer", "torch.Tensor")
+
 
 def kind_of(value: Any) -> int:
-    """Say which of these it is, without importing torch."""
-    torch = sys.modules.get("torch")
-    for kind, path in enumerate(("nn.Module", "optim.Optimizer", "Tensor")):
-        found: Any = torch
-        for step in path.split("."):
-            found = getattr(found, step, None)
-        if isinstance(found, type) and isinstance(value, found):
-            return kind
-    return OTHER
+    """Return which of these it is, without importing torch."""
+    names = [f"{each.__module__}.{each.__qualname__}" for each in type(value).__mro__]
+    return next((kind for kind, name in enumerate(_KINDS) if name in names), OTHER)
