@@ -107,7 +107,7 @@ class Gloo:
         self.next_meeting: Meeting | None = None  # of the backend that is made next, if not torch's
         self._has_left = False
         # Of every backend that can be renewed, for life; it leads to where they meet just then.
-        self.store = AbortableStore(None)
+        self.store = AbortableStore(Meeting(None))
         # A lazy device connects with the first collective, in the store as it is then.
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "true")
         self.renews = seam.RENEWS_GLOO and not is_lazy
@@ -165,13 +165,13 @@ class Gloo:
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
         """Have a backend connect; DistBackendError where that is called off meanwhile."""
         # Nothing else ends a rank's wait in gloo for one that fails after it has given its address.
-        timeout, over = meeting.timeout, meeting.over
         with self._noting_opened():
-            if over is None:
+            if meeting.over is None:
                 connect(meeting.store)
             else:
-                store = AbortableStore(meeting.store, timeout, over)
-                until_over(lambda: connect(store), "connecting gloo", timeout, over)
+                store = AbortableStore(meeting)
+                what = "connecting gloo"
+                until_over(lambda: connect(store), what, meeting.timeout, meeting.over)
 
     @contextmanager
     def _noting_opened(self) -> Iterator[None]:

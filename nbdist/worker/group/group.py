@@ -31,6 +31,7 @@ from nbdist.worker.group.stores import (
     AgentStore,
     Connections,
     Meeting,
+    TorchRendezvous,
 )
 
 ARRIVED = "arrived"  # where in the store a rank that is new says that it has come to the group
@@ -53,12 +54,8 @@ class Group:
 
     def __init__(self, start: WorkerStart) -> None:
         self._start = start
-        self._rendezvous: Any = None
-        if start.world.torch_store is not None:
-            # Here, as few worlds have one, and the import takes its time.
-            from nbdist.worker.group.torch_rendezvous import TorchRendezvous
-
-            self._rendezvous = TorchRendezvous(start.world.torch_store, start.rank)
+        of_torch = start.world.torch_store
+        self._rendezvous = TorchRendezvous(of_torch, start.rank) if of_torch else None
         asks = start.store_socket and not self._rendezvous
         self._agent = Connections(start.store_socket) if asks else None
         self._stores: dict[str, AgentStore] = {}
@@ -67,7 +64,7 @@ class Group:
             self._file = seam.FileStore(start.store_path, start.world.world_size)
             self._file.set_timeout(timedelta(seconds=FORM_TIMEOUT))
         # The same in all generations: `new_group` meets there.
-        self._meeting = AbortableStore(self._store_of(0, WORLD), FORM_TIMEOUT)
+        self._shared = AbortableStore(Meeting(self._store_of(0, WORLD)))
         self._stand_ins: list[Any] = []
         self.is_whole = True
         self.task_began_ns = 0
@@ -76,7 +73,7 @@ class Group:
         self.connections = self._gloo.connections
         self._nccl = Nccl(torch.device(start.device)) if self.uses_nccl else None
         of_nccl = [] if self._nccl is None else [self._nccl.store]
-        self._waited_in = [self._meeting, self._gloo.store, *of_nccl]
+        self._waited_in = [self._shared, self._gloo.store, *of_nccl]
         self._default = default.DefaultGroup(timedelta(seconds=COLLECTIVE_TIMEOUT))
 
     def __repr__(self) -> str:
@@ -174,7 +171,7 @@ class Group:
         # Threads of nccl's look into the store, and must never wait for the GIL where there is a
         # store that needs none.
         needs_none = self.uses_nccl and self._agent is None
-        store = self._store_of(0, WORLD) if needs_none else self._meeting
+        store = self._store_of(0, WORLD) if needs_none else self._shared
         is_first = start.generation == 1
         # torch puts prefixes of its own before; survivors of a death meet without them.
         self._gloo.next_meeting = meeting
@@ -200,8 +197,8 @@ class Group:
         """
         over = over_file(start.over_path, start.generation)
         self._meet(start.generation, start)
-        arrivals = AbortableStore(self._store_of(start.generation, ARRIVED), FORM_TIMEOUT, over)
-        arrivals.wait([str(rank) for rank in newcomers])
+        arrivals = Meeting(self._store_of(start.generation, ARRIVED), over=over)
+        AbortableStore(arrivals).wait([str(rank) for rank in newcomers])
         # From here on the group before is gone, whether the ranks meet or not.
         self.abort()
         sizes = self._start.world.world_size, start.world.world_size
@@ -221,7 +218,7 @@ class Group:
 
         Returns how many connections of gloo's and groups of nccl's it ended.  Raises AbortHangs.
         """
-        self._meeting.abort()
+        self._shared.abort()
         return self._gloo.abort() + self._abort_nccl()
 
     def regroup(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
@@ -347,7 +344,7 @@ class Group:
             self._file = self._rendezvous.meet(generation, start.world.world_size)
             # To connect a backend anew, torch has ranks compare and set.
             self._gloo.renews = self._gloo.renews and self._rendezvous.compares
-            self._meeting.lead_to(self._store_of(0, WORLD))
+            self._shared.meeting = Meeting(self._store_of(0, WORLD))
 
     def _rank_in(self, side: Side) -> int:
         return side.members.index(self._start.rank)
