@@ -45,26 +45,15 @@ class Pickled:
         # It keeps every object that it met alive, so that ids stay theirs.
         self._pickler = pickler
         self.frames: list[Buffer] = [pickler.file.getbuffer(), *pickler.buffers]
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Names that the value's functions will look for in the receiver's `__main__`."""
-        return frozenset(self._pickler.needs)
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """torch's counts of in-place changes, of the tensors in the order they were met."""
-        return tuple(self._pickler.tensors.versions)
-
-    @property
-    def is_sketch(self) -> bool:
-        """It can be compared with, but not loaded: some of its contents were left out."""
-        return self._pickler.file.left_out > 0 or self._pickler.tensors.sketched
-
-    @property
-    def size(self) -> int:
+        left_out = pickler.file.left_out
+        self.size = sum(memoryview(each).nbytes for each in self.frames) + left_out
         """The bytes of its frames, with those of texts that a sketch has left out."""
-        return sum(memoryview(each).nbytes for each in self.frames) + self._pickler.file.left_out
+        self.is_sketch = left_out > 0 or pickler.tensors.sketched
+        """It can be compared with, but not loaded: some of its contents were left out."""
+        self.needs = frozenset(pickler.needs)
+        """Names that the value's functions will look for in the receiver's `__main__`."""
+        self.versions = tuple(pickler.tensors.versions)
+        """torch's counts of in-place changes, of the tensors in the order they were met."""
 
     @property
     def objects(self) -> list[Any]:
