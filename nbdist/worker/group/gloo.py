@@ -105,7 +105,6 @@ class Gloo:
         self._device, self._port, self._is_local = _make_device()
         self._opened: set[int] = set()  # inodes of sockets
         self.next_meeting: Meeting | None = None  # of the backend that is made next, if not torch's
-        self._has_left = False
         # Of every backend that can be renewed, for life; it leads to where they meet just then.
         self.store = AbortableStore(Meeting(None))
         # A lazy device connects with the first collective, in the store as it is then.
@@ -142,9 +141,6 @@ class Gloo:
         """Stand for ProcessGroupGloo's `__init__`."""
         # The first alone: TORCH_DISTRIBUTED_DEBUG=DETAIL makes a helper besides.
         meeting, self.next_meeting = self.next_meeting, None
-        if self._has_left:
-            self._init(backend, store, rank, size, timeout if options is None else options)
-            return
         if timeout is not None and not isinstance(timeout, timedelta):
             options = timeout
         if options is not None:  # user code's own
@@ -205,7 +201,7 @@ class Gloo:
 
     def leave(self) -> None:
         """In a forked child hold none of the rank's sockets, and make backends as torch does."""
-        self._has_left = True
+        seam.when_gloo_is_made(self._init)
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd, inode in [*_sockets()]:
             with suppress(OSError), _borrowed(fd, inode) as found:

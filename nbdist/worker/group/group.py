@@ -96,7 +96,7 @@ class Group:
         self._default.leave()
         self._gloo.leave()
         if self._agent is not None:
-            self._agent.leave()
+            self._agent.close()
         self._names.begin_task("")
 
     def held(self) -> dict[str, tuple[int, ...]]:

@@ -274,13 +274,8 @@ class Connections:
             raise ValueError(answer.why)
         return answer
 
-    def leave(self) -> None:
-        """Have none, in a forked child."""
-        self.close()
-        self._pid = -1
-
     def close(self) -> None:
-        """End those that are free, at the end of the worker."""
+        """End those that are free, at the end of the worker, or in a forked child."""
         with suppress(IndexError):
             while True:
                 self._free.pop().close()

@@ -212,7 +212,7 @@ def test_a_forked_child(store: AgentStore, connections: Connections) -> None:
         if (child := os.fork()) == 0:
             try:
                 if leaves:
-                    connections.leave()
+                    connections.close()
                 store.set("key", "the child's")
             except ConnectionError:
                 os._exit(7)
