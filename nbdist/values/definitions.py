@@ -171,7 +171,7 @@ def other_name(kind: type) -> str | None:
 
 @contextmanager
 def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
-    """Have functions of the sender's `__main__` made in this namespace, while it lasts."""
+    """Make functions of the sender's `__main__` in this namespace, while it lasts."""
     token = _receiver.set(namespace)
     try:
         yield
@@ -205,7 +205,7 @@ def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.Code
 
 
 def fill_function(function: types.FunctionType, state: Any) -> None:
-    """Give a function the values of its closure, its defaults and attributes."""
+    """Set a function's defaults and attributes, and the values of its closure."""
     values, (_, (attributes, details, _), _) = state
     for cell, contents in zip(function.__closure__ or (), values, strict=True):
         if contents:
@@ -230,7 +230,7 @@ def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str)
 
 
 def fill_class(kind: type, state: Any) -> None:
-    """Give a class that came from another process what it has there."""
+    """Set on a class that came from another process what it has there."""
     if kind in _received:
         by_value._class_setstate(kind, state[1])
 

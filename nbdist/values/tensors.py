@@ -241,7 +241,7 @@ def rebuild_tensor(
 
 
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Give a tensor its gradient, and the attributes that Python code had put on it."""
+    """Set a tensor's gradient, and the attributes that Python code had put on it."""
     for name, value in attributes.items():
         if name == "grad" and value.dtype != tensor.dtype:
             tensor.grad_dtype = value.dtype  # else torch refuses it

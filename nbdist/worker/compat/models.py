@@ -21,12 +21,12 @@ def parts_of(held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forget_ddp_step(model: Any) -> None:
-    """Have a DDP module forget a step that was broken off."""
+    """Make a DDP module forget a step that was broken off."""
     model._update_process_group(model.process_group)
 
 
 def give_reducer_anew(model: Any, group: ProcessGroup) -> None:
-    """Give a DDP module on this group a reducer as after unpickling."""
+    """Make a new reducer for a DDP module, on this group, as unpickling does."""
     model.process_group = group
     if model.device_ids:
         # A copy from another rank still says which was that one's GPU.
@@ -53,7 +53,7 @@ def buckets_of(model: Any) -> list[list[int]] | None:
 
 
 def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
-    """Have it reduce in these; False if they are not those of its parameters."""
+    """Make it reduce in these; False if they are not those of its parameters."""
     parameters, are_sparse = model._build_params_for_reducer()
     if sorted(number for bucket in buckets for number in bucket) != [*range(len(parameters))]:
         return False
@@ -77,7 +77,7 @@ def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
 
 
 def forget_fsdp_step(module: Any) -> None:
-    """Have an FSDP2 module do so, if it is the root one; from torch 2.13 on."""
+    """Make an FSDP2 module forget it, if it is the root one; from torch 2.13 on."""
     if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
         module.reset_iter_state()
 

@@ -74,7 +74,7 @@ class DefaultGroup:
         self._destroy()
 
     def leave(self) -> None:
-        """Have no group, and torch's own functions, in a forked child."""
+        """Go without a group, and with torch's own functions, in a forked child."""
         # The objects stay: their ends would wait for threads that are not there.
         self._left = [*seam.forget_all(self._destroy), self.group]
 
@@ -208,7 +208,7 @@ _given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
 
 
 def forget_broken_off_steps() -> None:
-    """Have DDP and FSDP2 forget a forward or backward that was broken off; on all ranks.
+    """Make DDP and FSDP2 forget a forward or backward that was broken off; on all ranks.
 
     DDP would take the next backward for a second one of the same iteration, and its buckets would
     differ over the ranks; FSDP2 keeps parameters gathered on some ranks alone.
@@ -222,7 +222,7 @@ def forget_broken_off_steps() -> None:
 
 
 def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
-    """Have DDP modules on the one group go on with the other, the default group.
+    """Move DDP modules from the one group to the other, the default group.
 
     With new reducers: the buckets of a model that has run differ from those of one that has not,
     and ranks would add up what does not belong together.  Modules on stale groups raise from now
@@ -240,7 +240,7 @@ def _raise(why: str, *_: Any) -> None:
 
 
 def begin_models_anew() -> None:
-    """Give DDP modules new reducers, as copies from another rank have; on all ranks."""
+    """Make new reducers for DDP modules, as copies from another rank have; on all ranks."""
     default = dist.group.WORLD
     for model in ddp_models():
         if default is not None and model.process_group is default:
@@ -267,7 +267,7 @@ def bucket_layout(net: Any) -> list[list[int]]:
 
 
 def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
-    """Have a DDP module that was unpickled reduce its gradients in these buckets."""
+    """Set the buckets in which a DDP module that was unpickled reduces its gradients."""
     if models_seam.set_buckets(net, layout):
         _given_layouts[net] = layout
 
@@ -307,7 +307,7 @@ class GroupNames:
 
 
 def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
-    """Have every operation of these groups raise RuntimeError; from any thread."""
+    """Make every operation of these groups raise RuntimeError; from any thread."""
     if not _stale:  # only once there are such: each call takes longer
         for name in seam.OPERATIONS:
             if (operation := getattr(ProcessGroup, name, None)) is not None:

@@ -92,7 +92,7 @@ class Group:
             self._agent.close()
 
     def leave(self) -> None:
-        """Have no part in it, in a forked child."""
+        """Take no part in it any more, in a forked child."""
         self._default.leave()
         self._gloo.leave()
         if self._agent is not None:

@@ -145,7 +145,7 @@ class AbortableStore(_PythonStore):
         return f"<AbortableStore {state if self._awaited else 'at rest'}>"
 
     def abort(self) -> None:
-        """Have each wait raise ConnectionResetError, also later ones; from any thread."""
+        """Make each wait raise ConnectionResetError, also later ones; from any thread."""
         self._aborted.set()
 
     def start_over(self) -> None:
