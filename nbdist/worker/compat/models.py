@@ -165,15 +165,12 @@ def why_only_here(module: Any) -> str:
         return "its parameters are cast to several dtypes"
     if state and getattr(state._state_ctx, "manual_backward_finalization", False):
         return "its backward is finalized by a call"
-    if any(_has_gathered_grad(parameter) for parameter in parameters):
+    gathered = [getattr(parameter, "_unsharded_param", None) for parameter in parameters]
+    grads = [getattr(parameter, "grad", None) for parameter in gathered]
+    grads += [parameter.unsharded_accumulated_grad for parameter in parameters]
+    if any(grad is not None for grad in grads):
         return "it has gradients that were not reduced yet"
     return ""
-
-
-def _has_gathered_grad(parameter: Any) -> bool:
-    gathered = getattr(parameter, "_unsharded_param", None)
-    accumulated = parameter.unsharded_accumulated_grad
-    return accumulated is not None or getattr(gathered, "grad", None) is not None
 
 
 def _fsdp_state(module: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The store where new groups meet; a wait in it can be aborted.
+"""The stores where ranks meet: a wait in one can be aborted, whichever other one it leads to.
 
 `new_group`, for one, waits in the store until the other members have come.  FileStore waits in
 C++, where nothing reaches it.  C++ also calls a store that is written in Python, whose wait ends
