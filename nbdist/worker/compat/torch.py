@@ -178,11 +178,6 @@ def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewa
     return options
 
 
-def is_renewable(backend: Any) -> bool:
-    """Return True if it was made so: not one that compares first (debug level DETAIL)."""
-    return bool(getattr(backend, "supports_reconfigure", False))
-
-
 def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta) -> None:
     """Connect it to ranks that do the same, in a store where this `number` is used once.
 

@@ -68,7 +68,6 @@ class Group:
         self._stand_ins: list[Any] = []
         self.is_whole = True
         self.task_began_ns = 0
-        self._names = default.GroupNames()
         self._gloo = Gloo()
         self.connections = self._gloo.connections
         self._nccl = Nccl(torch.device(start.device)) if self.uses_nccl else None
@@ -82,8 +81,7 @@ class Group:
     def begin_task(self, task_id: str) -> None:
         """Put the world's group in its place, and name new groups after this task."""
         self.task_began_ns = time.time_ns()
-        self._names.begin_task(task_id)
-        self._default.begin_task()
+        self._default.begin_task(task_id)
 
     def end(self) -> None:
         """Shut everything down, at the end of the worker."""
@@ -97,7 +95,6 @@ class Group:
         self._gloo.leave()
         if self._agent is not None:
             self._agent.close()
-        self._names.begin_task("")
 
     def held(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks of each group that this one holds besides the world's, by its name."""
@@ -167,7 +164,7 @@ class Group:
         start = self._start
         if start.sized_in > 1:
             # Its name is in the store's keys, and a mesh of the size before must not find it.
-            self._names.begin_task(f"sized{start.sized_in}")
+            self._default.name_after(f"sized{start.sized_in}")
         # Threads of nccl's look into the store, and must never wait for the GIL where there is a
         # store that needs none.
         needs_none = self.uses_nccl and self._agent is None
@@ -277,7 +274,8 @@ class Group:
         if side.group is not None and backend is None:
             return  # nccl's alone
         meeting, rank = self._meeting_of(side.name, generation), self._rank_in(side)
-        if backend is not None and self._gloo.renews and seam.is_renewable(backend):
+        # Not one that compares first (debug level DETAIL).
+        if self._gloo.renews and getattr(backend, "supports_reconfigure", False):
             self._gloo.renew(backend, meeting, rank, len(side.members))
             return
         backend = self._gloo.new(meeting, rank, len(side.members), side.timeout)
