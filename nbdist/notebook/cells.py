@@ -24,15 +24,14 @@ from nbdist.notebook.cell_text import (
     execution_count,
     in_notebook_lines,
 )
-from nbdist.notebook.display import CellDisplay
+from nbdist.notebook.display import CellDisplay, Progress, progress_text
 from nbdist.notebook.free_names import gathered_text
 from nbdist.notebook.idle import met_stops, raised_stops
 from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import at_once
 from nbdist.notebook.outcome import last_values, why_of
 from nbdist.notebook.pool import Pool
-from nbdist.notebook.shipping import plan
-from nbdist.notebook.transfer import Progress, Shipment, on_its_way_text, packed
+from nbdist.notebook.shipping import Shipment, plan
 from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call, Source, Task, Work
@@ -47,7 +46,7 @@ from nbdist.world.world import World
 
 R = TypeVar("R")
 
-Pack = Callable[[NameTable], Shipment | None]
+Pack = Callable[[NameTable], Shipment]
 """Packs the variables to send, by who has which; called before each attempt."""
 
 
@@ -164,10 +163,10 @@ def outcome_of(
     return result_of(pool, world, running)
 
 
-def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment | None:
+def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
     """Pack what has to go along; what ranks have changed since it was sent stays theirs."""
     shipment = pack(names)
-    if shipment is None or not shipment.replaces:
+    if not shipment.replaces:
         return shipment
     ranks = sorted(frozenset().union(*shipment.replaces.values()))
     task = world.task(Call("values.changed", {"names": (*shipment.replaces,)}), ranks=ranks)
@@ -177,7 +176,7 @@ def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment 
     world.session.names.changed_in_place(changed)
     if names is not world.session.names:
         names.changed_in_place(changed)
-    again = pack(names) or Shipment()
+    again = pack(names)
     return replace(again, notices=(*shipment.notices, *again.notices))
 
 
@@ -185,20 +184,18 @@ def _attempt(
     pool: Pool,
     world: World,
     task: Task,
-    shipment: Shipment | None,
+    shipment: Shipment,
     display: CellDisplay,
     patience: Patience | None,
     setup: str,
 ) -> Generator[RunningTask, float | None, RunningTask]:
-    segment, shipped = None, None
-    if packing := packed(shipment, display, alone=bool(setup)):
-        task = replace(task, names=packing.payload, stays=shipment.stays if shipment else {})
-        segment, shipped = packing.segment, packing.records
+    payload, segment = shipment.packed(display)
+    task = replace(task, names=payload, stays=shipment.stays)
     try:
         # Ranks may run it before it is followed: a Stop meanwhile is met as one that comes later.
         with met_stops(partial(world.session.meet_stop, task)):
             machines = world.session.machines
-            running = pool.last = world.session.submit(task, patience, shipped)
+            running = pool.last = world.session.submit(task, patience, shipment.records)
             pool.tell_of_deaths(world, display, machines)
             if world.session.code and (left := world.session.code.take_note()):
                 display.note(left)
@@ -267,8 +264,10 @@ def _show_news(
     running: RunningTask, news: News, display: CellDisplay, *, is_attended: bool
 ) -> None:
     waits, asks = running.waits, running.prompts.text
-    if not waits and display.can_change:  # as lines below one another there would be too many
-        waits = on_its_way_text(*running.bytes_moved, running.age)
+    done, total = running.bytes_moved
+    # As lines below one another there would be too many.
+    if not waits and display.can_change and done < total:
+        waits = progress_text("big variables are being sent", done, total, running.age)
     if asks and not is_attended:
         waits = f"{asks} · you will be asked when a cell waits for this one"
     display.show(running.transcript, news, waits, usage_text(running.usage.values()))

@@ -6,7 +6,8 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
@@ -23,7 +24,8 @@ from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import PlainLines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import dim, panel
-from nbdist.words import aligned
+from nbdist.values.shared_memory import Made, Steps
+from nbdist.words import aligned, size_text
 from nbdist.world.running import News, RunningTask
 from nbdist.world.workers import MovingLine
 
@@ -310,6 +312,49 @@ def _cell(text: str, colours: Mapping[str, str]) -> str:
     if len(text) <= _SHORT:
         style += ";white-space:nowrap"
     return f'<td style="{style}">{escape(text)}</td>'
+
+
+# --- how far values have come on their way, shown where it takes longer than a moment ---------
+
+
+FIRST_SHOWN = 1.0  # seconds that a transfer has taken before anything is said of it
+
+
+class Progress:
+    """Shows how many bytes of how many have come, and how fast; `what` says of what."""
+
+    def __init__(self, display: CellDisplay, what: str) -> None:
+        self._display = display
+        self._what = what
+        self._started = time.monotonic()
+        self._next = self._started + FIRST_SHOWN
+
+    def at(self, done: int, total: int) -> None:
+        """Show it, if it is time."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        taken = now - self._started
+        # Where lines cannot take one another's place the time doubles.
+        self._next = now + (REDRAW if self._display.can_change else taken)
+        self._display.wait_for(progress_text(self._what, done, total, taken))
+
+
+def progress_text(what: str, done: int, total: int, seconds: float) -> str:
+    """Write `shipping data: 1.2 GiB of 4 GiB · 1.1 GiB/s`."""
+    return f"{what}: {size_text(done)} of {size_text(total)} · {size_text(done / seconds)}/s"
+
+
+def moved(steps: Generator[int, None, Made], total: int, display: CellDisplay, what: str) -> Made:
+    """Take all steps of something that yields how many bytes are done, and return what it makes.
+
+    Stop ends it between two of them, and what it has made so far is released.
+    """
+    progress = Progress(display, what)
+    with closing(Steps(steps)) as found:
+        for done in found:
+            progress.at(done, total)
+    return found.made
 
 
 # --- notices that the page was reloaded -------------------------------------------------------

@@ -123,18 +123,6 @@ def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) 
         return load(frames[0], buffers)[0]
 
 
-def join(parts: Sequence[Pickled]) -> list[Buffer]:
-    """Make one list of frames of several pickled mappings; `unpickle` gives their union."""
-    if len(parts) == 1:
-        return parts[0].frames
-    buffers: list[Buffer] = []
-    joined = [[plain_pickle.PickleBuffer(frame) for frame in part.frames] for part in parts]
-    outer = plain_pickle.dumps(
-        (MadeBy(_load_union, joined), None), 5, buffer_callback=buffers.append
-    )
-    return [outer, *buffers]
-
-
 class _FirstFrame(io.BytesIO):
     """The pickle itself: strings, bytes and small things, of which there can be much too."""
 
@@ -325,13 +313,6 @@ def _reduce_code(code: types.CodeType) -> Reduced:
     _, parts = by_value.Pickler.dispatch_table[types.CodeType](code)
     # cloudpickle drops the file's name from 3.1.3 on; a copy, as it makes one of each text.
     return definitions.make_code, (definitions.PYTHON, "".join(code.co_filename), *parts)
-
-
-def _load_union(parts: list[list[Buffer]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for first, *buffers in parts:
-        values.update(load(first, buffers)[0])
-    return values
 
 
 def load(first: Buffer, buffers: Sequence[Buffer]) -> Any:

@@ -117,7 +117,7 @@ class Past:
         self._count += 1
         now = self._count
         for name, shipped in running.shipped.items():
-            self.sent.append(Sent(now, name, replace(shipped, kept=None)))
+            self.sent.append(Sent(now, name, shipped))
         task = _past(running, now)
         if task is None:
             match running.task.work:

@@ -167,7 +167,6 @@ def _end(workers: Workers, running: RunningTask) -> None:
         running.fated = tuple(lost) if workers.on_failure == "heal" else workers.everyone
     running.restart = _restart_text(workers, running)
     running.lacking = _lacking_text(workers, running)
-    running.let_go()
     is_again = workers.setup.is_replaying and workers.past.knows(running.task)
     if not (running.restart or is_again):
         workers.past.add(running)

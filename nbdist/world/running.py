@@ -412,10 +412,6 @@ class RunningTask:
         was_refused = isinstance(error, Failure) and error.name == events.NAME_PROBLEM
         return {} if was_refused else self.shipped
 
-    def let_go(self) -> None:
-        """Keep no memory of what was shipped: a task is kept for longer than its names."""
-        self.shipped = {name: replace(each, kept=None) for name, each in self.shipped.items()}
-
     @property
     def made(self) -> frozenset[str]:
         """Names that it bound on any rank, without what it imported."""

@@ -389,7 +389,6 @@ class Workers:
 
     def close_link(self) -> str:
         """End the agents, if there are any; return what is left elsewhere, "" for nothing."""
-        self.names.let_go()
         link = self.detach_link()
         return link.close() if link is not None else ""
 

@@ -33,6 +33,7 @@ from nbdist.notebook.options import (
     world_options,
 )
 from nbdist.notebook.pool import Pool, Pools
+from nbdist.notebook.shipping import Shipment
 from nbdist.output.events import Died
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.ops import Cleaned, Held, Memory, Peak
@@ -104,7 +105,7 @@ def _steps(line: Line) -> Steps:
     program, *words = line.words
     script = find_script(kind, program, words, local_rank=options.pass_local_rank)
     task, world = prepare(line.pool, script, options.ranks, line.display, options)
-    steps = attempt_steps(line.pool, world, task, lambda _: None, line.display, options)
+    steps = attempt_steps(line.pool, world, task, lambda _: Shipment(), line.display, options)
     return (yield from steps)
 
 

@@ -14,11 +14,10 @@ from nbdist.config import whole_number
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.cells import bind, bring, settled
 from nbdist.notebook.command import Line, Value, command, is_used
-from nbdist.notebook.display import Shown, block
+from nbdist.notebook.display import Shown, block, moved
 from nbdist.notebook.options import names_in, ranks_option
 from nbdist.notebook.pool import Pool
 from nbdist.notebook.shipping import push
-from nbdist.notebook.transfer import moved, packed
 from nbdist.wire.work import Call
 from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line, size_text
 from nbdist.world import exchange
@@ -136,11 +135,11 @@ def dist_push(line: Line) -> None:
     names, pool, world = names_in(line.options.names), line.pool, line.world
     _check_are_here(line, names)
     pack = partial(push, names, ranks=line.ranks)
-    packing = packed(settled(pool, world, world.session.names, pack), line.display)
-    assert packing is not None
-    with packing.segment or nullcontext():
-        take = world.task(Call("values.push", {"packed": packing.payload}), ranks=line.ranks)
-        bind(pool, world, take, Call("values.bind_pushed"), line.display, packing.records)
+    shipment = settled(pool, world, world.session.names, pack)
+    payload, segment = shipment.packed(line.display)
+    with segment or nullcontext():
+        take = world.task(Call("values.push", {"packed": payload}), ranks=line.ranks)
+        bind(pool, world, take, Call("values.bind_pushed"), line.display, shipment.records)
 
 
 def _check_are_here(line: Line, names: Sequence[str]) -> None:
