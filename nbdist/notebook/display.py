@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import uuid
@@ -16,7 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import clear_output, display, update_display
 
 from nbdist.notebook.cell_text import cell_magic, request_of
-from nbdist.notebook.figures import EMPTY, NOTHING, Below, can_draw, save_figures
+from nbdist.notebook.figures import EMPTY, NOTHING, Below, save_figures
 from nbdist.notebook.options import NbDist
 from nbdist.output.bars import merged_line
 from nbdist.output.html import figures, panel_html
@@ -171,7 +170,6 @@ class PlainDisplay:
         self._lines: PlainLines | None = None
         self._waits = ""
         self._stream = sys.stdout
-        self._draws = sys.stdout.isatty() and can_draw(os.environ)
         self._bars = MovingLine(self._stream)
 
     def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
@@ -219,7 +217,7 @@ class PlainDisplay:
             self._write(self._lines.finish(time.monotonic()))
         shown = final_layout(transcript, logs, now=time.monotonic())
         self._write(failures_text(shown, colours=self._colours))
-        self._write(save_figures(transcript, logs, draws=self._draws))
+        self._write(save_figures(transcript, logs))
         is_silent = transcript.is_finished and not shown.states
         done = f"✓ {len(transcript.ranks)}" if is_silent else ""
         self.say(" · ".join(filter(None, [head_text(shown), done, *self._notes])))
@@ -227,7 +225,7 @@ class PlainDisplay:
 
     def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         self.say(panel_text(final_layout(transcript, logs, now=time.monotonic())))
-        self._write(save_figures(transcript, logs, draws=self._draws))
+        self._write(save_figures(transcript, logs))
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         pass
