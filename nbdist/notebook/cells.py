@@ -23,9 +23,9 @@ from nbdist.notebook.cell_text import (
     check_source,
     execution_count,
     in_notebook_lines,
+    page_id,
 )
-from nbdist.notebook.display import CellDisplay, Progress, progress_text
-from nbdist.notebook.free_names import gathered_text
+from nbdist.notebook.display import CellDisplay, progress, progress_text
 from nbdist.notebook.idle import met_stops, raised_stops
 from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import at_once
@@ -45,6 +45,8 @@ from nbdist.world.running import News, RunningTask
 from nbdist.world.world import World
 
 R = TypeVar("R")
+
+LONG_CELL = 2.0  # seconds: in the middle of a shorter one hardly anybody reloads
 
 Pack = Callable[[NameTable], Shipment]
 """Packs the variables to send, by who has which; called before each attempt."""
@@ -81,9 +83,10 @@ def prepare(
     world = pool.ensure(options, display) if options else pool.mended(display)
     if world is None:
         raise WorldNotStarted("The cell")
-    if pool.page.has_missed(pool.shell, pool.last):
-        assert pool.last is not None
-        number = pool.last.task.execution_count
+    last, page, pool.page = pool.last, pool.page, page_id(pool.shell)
+    is_another = page and pool.page and page != pool.page
+    if is_another and last is not None and last.transcript.elapsed() >= LONG_CELL:
+        number = last.task.execution_count
         cell = f"cell [{number}]" if number else "the last cell"
         display.note(f"the page was reloaded while {cell} ran: `%dist_output -2` shows its output")
     on = parse_ranks("all" if ranks is None else ranks, world.size)
@@ -283,7 +286,7 @@ def check_end(
         find = f"`%dist_attach {world.session.spec.name}` in the next one finds them"
         raise Interrupted((), fate=f"the kernel ends, and the workers keep running: {find}")
     if cause := running.transcript.root_cause():
-        pool.failed, pool.failed_at = cause, time.monotonic()
+        pool.failed = time.monotonic(), *cause
     killed = running.killed_by_stop
     stopped = bool(running.stops) if stopped is None else stopped
     if stopped and not running.unfinished and (killed or not running.deaths):
@@ -291,7 +294,10 @@ def check_end(
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, fate)
     if not running.lacking and cause and (name := undefined_name(cause[1])) in pool.gathered:
-        running.lacking = f"{gathered_text(name)}."
+        running.lacking = (
+            f"`{name}` was gathered from the ranks, so it is not sent by itself; "
+            f"`%dist_push {name}` sends it."
+        )
     if error := running.error():
         world.session.told(running.fated)
         _keep_why(pool, running)
@@ -307,15 +313,15 @@ def bring(
 ) -> dict[int, Any]:
     """Run a task without showing it, but for how far `what` it brings back has come; return it."""
     pool.wait_for_job(pool.display())
-    progress = Progress(display, what) if display else None
+    show = progress(display, what) if display else None
     with met_stops(partial(world.session.meet_stop, task)):
         machines = world.session.machines
         running = world.submit(task)
         pool.tell_of_deaths(world, display or pool.display(), machines)
         for _ in follow_steps(pool, world, running, None):
             with running.counting_stops():
-                if progress and running.moved:
-                    progress.at(*running.bytes_moved)
+                if show and running.moved:
+                    show(*running.bytes_moved)
     check_end(pool, world, running)
     found = {**running.result().by_rank}
     world.session.let_go(running)
@@ -330,7 +336,7 @@ def bind(
     display: CellDisplay | None = None,
     shipped: Mapping[str, Shipped] | None = None,
 ) -> None:
-    """Have all ranks bind what they take with a task, or none; with a display that is shown."""
+    """Bind what a task brings on all its ranks, or on none; shown where there is a display."""
     machines = world.session.machines
     for running in binding(world.session, take, work, shipped):
         pool.tell_of_deaths(world, display or pool.display(), machines)

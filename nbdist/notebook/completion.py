@@ -184,12 +184,11 @@ def workers_cell(code: str, cursor: int) -> MagicLine | None:
 
 
 def plain_text(code: str, cursor: int) -> str:
-    """Give what IPython is asked about in place of a cell: of the workers' the Python in it."""
+    """Return what IPython is asked about in place of a cell: of the workers' the Python in it."""
     return as_comment(code) if workers_cell(code, cursor) else code
 
 
 # --- what can stand in a magic's line ---------------------------------------------------------
-
 
 WORDS = {
     "backend": ("gloo", "nccl", "cpu:gloo,cuda:nccl", "none"),
@@ -294,7 +293,7 @@ class WhileBusy:
         return True
 
     def end(self) -> None:
-        """Have everything as it was."""
+        """Put everything back as it was."""
         self._shell.events.unregister("pre_execute", self._begin_cell)
         self._shell.events.unregister("post_execute", self._end_cell)
         self._runs_cell = False
@@ -306,12 +305,10 @@ class WhileBusy:
         loop.add_callback(lambda: stream.on_recv(receive, copy=False))
 
     def _begin_cell(self) -> None:
-        if not is_in_subshell(self._shell):
-            self._runs_cell = True
+        self._runs_cell = self._runs_cell or not is_in_subshell(self._shell)
 
     def _end_cell(self) -> None:
-        if not is_in_subshell(self._shell):
-            self._runs_cell = False
+        self._runs_cell = self._runs_cell and is_in_subshell(self._shell)
 
     # --- in the thread that receives ----------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from html import escape
@@ -14,7 +14,7 @@ from typing import TypeAlias
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import clear_output, display, update_display
 
-from nbdist.notebook.cell_text import cell_magic, request_of
+from nbdist.notebook.cell_text import cell_magic
 from nbdist.notebook.figures import EMPTY, NOTHING, Below, save_figures
 from nbdist.notebook.options import NbDist
 from nbdist.output.bars import merged_line
@@ -25,7 +25,7 @@ from nbdist.output.transcript import Transcript
 from nbdist.output.wording import dim, panel
 from nbdist.values.shared_memory import Made, Steps
 from nbdist.words import aligned, size_text
-from nbdist.world.running import News, RunningTask
+from nbdist.world.running import News
 from nbdist.world.workers import MovingLine
 
 FIRST_DRAWING = 0.15  # seconds before anything is drawn, so that a fast cell does not flash
@@ -97,7 +97,7 @@ class PanelDisplay:
         self._begin()
 
     def _begin(self) -> None:
-        """Have the next drawing make a display of its own."""
+        """Begin a display of its own with the next drawing."""
         self._id = f"nbdist-{uuid.uuid4().hex}"
         self._is_there = False
 
@@ -252,13 +252,12 @@ def make_display(
 
 
 def is_of_magic(cell: str) -> bool:
-    """Say whether all that a cell shows is shown by one magic: it holds nothing else."""
+    """Return True if all that a cell shows is shown by one magic: it holds nothing else."""
     text = cell.strip()
     return cell_magic(text) is not None or (text.startswith("%") and "\n" not in text)
 
 
 # --- what commands show that is more than a line ----------------------------------------------
-
 
 _CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
 _SHORT = 24  # characters that stay in one line, such as `busy 7.5 s`, also on a narrow page
@@ -314,28 +313,22 @@ def _cell(text: str, colours: Mapping[str, str]) -> str:
 
 # --- how far values have come on their way, shown where it takes longer than a moment ---------
 
-
 FIRST_SHOWN = 1.0  # seconds that a transfer has taken before anything is said of it
 
 
-class Progress:
-    """Shows how many bytes of how many have come, and how fast; `what` says of what."""
+def progress(display: CellDisplay, what: str) -> Callable[[int, int], None]:
+    """Return what shows how many bytes of how many have come, and how fast, if it is time."""
+    started = time.monotonic()
+    due = started + FIRST_SHOWN
 
-    def __init__(self, display: CellDisplay, what: str) -> None:
-        self._display = display
-        self._what = what
-        self._started = time.monotonic()
-        self._next = self._started + FIRST_SHOWN
+    def show(done: int, total: int) -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due:
+            # Where lines cannot take one another's place the time doubles.
+            due = now + (REDRAW if display.can_change else now - started)
+            display.wait_for(progress_text(what, done, total, now - started))
 
-    def at(self, done: int, total: int) -> None:
-        """Show it, if it is time."""
-        now = time.monotonic()
-        if now < self._next:
-            return
-        taken = now - self._started
-        # Where lines cannot take one another's place the time doubles.
-        self._next = now + (REDRAW if self._display.can_change else taken)
-        self._display.wait_for(progress_text(self._what, done, total, taken))
+    return show
 
 
 def progress_text(what: str, done: int, total: int, seconds: float) -> str:
@@ -348,28 +341,8 @@ def moved(steps: Generator[int, None, Made], total: int, display: CellDisplay, w
 
     Stop ends it between two of them, and what it has made so far is released.
     """
-    progress = Progress(display, what)
+    show = progress(display, what)
     with closing(Steps(steps)) as found:
         for done in found:
-            progress.at(done, total)
+            show(done, total)
     return found.made
-
-
-# --- notices that the page was reloaded -------------------------------------------------------
-
-
-LONG_CELL = 2.0  # seconds: in the middle of a shorter one hardly anybody reloads
-
-
-class Page:
-    """Remembers which page has run the last distributed cell; each has a session of its own."""
-
-    def __init__(self) -> None:
-        self._session = ""
-
-    def has_missed(self, shell: InteractiveShell, last: RunningTask | None) -> bool:
-        """Return True once for a page that was loaded after `last` had begun, a long cell."""
-        session = str(request_of(shell).get("header", {}).get("session", ""))
-        before, self._session = self._session, session
-        is_another = bool(before and self._session) and before != self._session
-        return is_another and last is not None and last.transcript.elapsed() >= LONG_CELL

@@ -77,7 +77,6 @@ def _saved(suffix: str, image: bytes, log: str | None) -> str:
 
 # --- what a panel cannot embed, in displays of its own below it -------------------------------
 
-
 NOTHING = "<span></span>"  # what a page draws of a figure that the panel shows already
 
 EMPTY = Display({"text/html": NOTHING, "text/plain": ""}, {})
@@ -111,7 +110,7 @@ class Below:
 
 
 def below_panel(transcript: Transcript, of: Collection[int] | None = None) -> list[Display]:
-    """Give what the page has to render itself, each run of it below a caption.
+    """Return what the page has to render itself, each run of it below a caption.
 
     `MOST_BELOW` at most, unless it is `of` these ranks alone; a line says which have more.
     """

@@ -129,6 +129,7 @@ class _Look:
     record: Shipped
     changed: bool
     pickled: Pickled | None = None
+    is_theirs: bool = False  # the ranks have changed it in place: it is not sent
 
 
 @dataclass(slots=True)
@@ -142,7 +143,6 @@ class _Plan:
     _gathered: Container[str] = ()
     _looks: dict[str, _Look] = field(default_factory=dict)
     _forced: frozenset[str] = frozenset()
-    _theirs: dict[str, _Look] = field(default_factory=dict)
     _asked_for: list[str] = field(default_factory=list)
     _notices: list[str] = field(default_factory=list)
     _big: list[str] = field(default_factory=list)
@@ -175,7 +175,7 @@ class _Plan:
             self.follow(look.record.needs)
 
     def _is_ours(self, name: str) -> bool:
-        """Say whether the notebook's value of a name is for the workers; note why not."""
+        """Return True if the notebook's value of a name is for the workers; note why not."""
         value = self._names[name]
         if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _MISSING) is value:
             return False
@@ -346,39 +346,36 @@ class _Plan:
     def _groups(self) -> list[list[str]]:
         """Group the changed names that were pickled, each with those that share objects with it."""
         changed = [name for name, look in self._looks.items() if look.changed and look.pickled]
-        if not any(look.record.holds_objects for look in map(self._looks.get, changed) if look):
+        if not any(self._looks[name].record.holds_objects for name in changed):
             return [[name] for name in changed]
-        candidates = [*changed, *self._unchanged_with_objects(), *self._changed_there()]
+        self._look_at_others_with_objects()
+        self._look_at_theirs()
+        candidates = [name for name, look in self._looks.items() if look.pickled]
         if len(candidates) == 1:  # to know what it holds takes longer than to pickle it
             return [changed]
         groups: list[list[str]] = []
-        taken: set[str] = set()
         for name in changed:
-            if name not in taken:
+            if not any(name in group for group in groups):
                 groups.append(self._connected(name, candidates))
-                taken.update(groups[-1])
         groups = [group for group in groups if not self._is_held_back(group, changed)]
-        for name in {name for group in groups for name in group}.difference(changed):
-            look = self._looks[name]
-            if look.pickled:  # It may have changed since a cell last used it.
-                look.record = _record_of(look.value, look.pickled)
         for group in groups:
+            for look in (self._looks[name] for name in group if name not in changed):
+                if look.pickled:  # It may have changed since a cell last used it.
+                    look.record = _record_of(look.value, look.pickled)
             if again := [f"`{name}`" for name in group if name not in changed]:
                 because = ", ".join(f"`{name}`" for name in group if name in changed)
                 self._big.append(f"{', '.join(again)} again: shares objects with {because}")
         return groups
 
-    def _unchanged_with_objects(self) -> list[str]:
+    def _look_at_others_with_objects(self) -> None:
         for name in self._table.holding_objects():
             if name not in self._looks and self._is_ours(name):
                 value = self._names[name]
-                try:
+                # This cell does not use it; the one that does will say why it cannot be sent.
+                with suppress(*PICKLING_ERRORS):
                     pickled = pickle({name: value}, self._names, sketch=True)
-                except PICKLING_ERRORS:
-                    continue  # This cell does not use it; the one that does will say so.
-                record = self._table.record(name) or _record_of(value, pickled)
-                self._looks[name] = _Look(value, record, changed=False, pickled=pickled)
-        return [name for name, look in self._looks.items() if look.pickled and not look.changed]
+                    record = self._table.record(name) or _record_of(value, pickled)
+                    self._looks[name] = _Look(value, record, changed=False, pickled=pickled)
 
     def _connected(self, name: str, candidates: list[str]) -> list[str]:
         group, objects = [name], set(self._shared(name))
@@ -393,24 +390,24 @@ class _Plan:
         return group
 
     def _shared(self, name: str) -> frozenset[int]:
-        look = self._looks.get(name) or self._theirs[name]
-        return look.pickled.shared if look.pickled else frozenset()
+        pickled = self._looks[name].pickled
+        return pickled.shared if pickled else frozenset()
 
     # --- what ranks have changed in place ---------------------------------------------------
 
     # It is theirs, as what they have bound; and what shares objects with it stays here too: it
     # would bring its own copy of these, or take theirs along.
 
-    def _changed_there(self) -> list[str]:
+    def _look_at_theirs(self) -> None:
         for name in self._table.changed_names():
-            if name not in self._looks and name not in self._theirs and name in self._names:
+            if name not in self._looks and name in self._names:
                 with suppress(VariableNotSent, *PICKLING_ERRORS):
-                    self._theirs[name] = self._look(name)
-        return [*self._theirs]
+                    look = self._looks[name] = self._look(name)
+                    look.changed, look.is_theirs = False, True
 
     def _is_held_back(self, group: list[str], changed: list[str]) -> bool:
-        """Say whether a group cannot go, and why; UsageError where it is wanted nevertheless."""
-        theirs = [name for name in group if name in self._theirs]
+        """Return True if a group cannot go, and say why; UsageError where it was asked for."""
+        theirs = [name for name in group if self._looks[name].is_theirs]
         for name in group if theirs else ():
             text = (
                 f"{self._done_there(theirs[0])}; `{name}` shares objects with it and was not "
@@ -434,11 +431,13 @@ class _Plan:
                 send = f"`%dist_push {name}` sends the notebook's"
                 lack = f"{name_ranks(without)} {verb} not have it"
                 self._note(name, f"{done}; {lack}: {copy}, {send}")
-            elif self._table.was_noticed(name) or name not in self._changed_there():
-                continue
-            elif self._theirs[name].record.version != version:
+            elif not self._table.was_noticed(name):
+                self._look_at_theirs()
+                if name not in self._looks or self._looks[name].record.version == version:
+                    continue
                 own = self._shared(name)
-                shares = (each for each in self._theirs if own & self._shared(each))
+                theirs = [each for each, look in self._looks.items() if look.is_theirs]
+                shares = (each for each in theirs if own & self._shared(each))
                 together = [*dict.fromkeys((name, *shares))]
                 it = "it" if len(together) == 1 else "them"
                 push = f"`%dist_push {' '.join(together)}` sends {it}"
@@ -481,7 +480,6 @@ def _record_of(value: Any, pickled: Pickled) -> Shipped:
 
 # --- how a value looked when it was last shipped, to find whether it has changed ------------------
 
-
 WHOLE_LIMIT = 4 << 30  # up to this many bytes a value is compared whole, at some 5 GB each second
 PICKLE_LIMIT = 64 << 20
 """Up to this many bytes of Python objects are pickled for each cell that uses them."""
@@ -518,7 +516,7 @@ def content_version(pickled: Pickled) -> bytes:
 
 
 def is_compared_whole(pickled: Pickled) -> bool:
-    """Say whether its `content_version` differs whenever a byte of it does."""
+    """Return True if its `content_version` differs whenever a byte of it does."""
     return pickled.size <= WHOLE_LIMIT
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied
-from nbdist.notebook.outcome import LastValues, Routine, Why, idle_end, why_died, why_of
+from nbdist.notebook.outcome import Elsewhere, LastValues, Routine, Why, idle_end, why_died, why_of
 from nbdist.output.events import IGNORES_STOP, Died, Text
 from nbdist.wire.work import Source, Task
 from nbdist.world.running import Crew, RunningTask
@@ -68,7 +68,7 @@ def test_only_what_is_asked_for():
         asked.append(ranks)
         return {rank: 10 * rank for rank in ranks}
 
-    values = LastValues({0: None}, dict.fromkeys((1, 3, 4), "<80 KiB>"), bring)
+    values = LastValues({**dict.fromkeys((1, 3, 4), Elsewhere("<80 KiB>")), 0: None}, bring)
     assert repr(values) == "{0: None, 1: <80 KiB>, 3: <80 KiB>, 4: <80 KiB>}"
     assert (values[3], values[3], values[0]) == (30, 30, None)
     assert (len(values), [*values]) == (4, [0, 1, 3, 4])

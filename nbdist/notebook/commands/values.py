@@ -208,7 +208,6 @@ def dist_sync(line: Line) -> str:
 
 # --- snapshots of the workers' variables ------------------------------------------------------
 
-
 EVERY = whole_number("--every", "a number, such as `--every 1`, or 0", least=0)
 MOST_SAID = 20  # variables that are said by name
 

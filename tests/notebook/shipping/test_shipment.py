@@ -180,5 +180,3 @@ def test_what_arrives_is_what_there_is(
         house.table.bound_in_notebook({"a", "b"})
         names.update(a=[names["a"]], b=[names["b"]])
         check()
-
-
