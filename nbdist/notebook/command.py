@@ -175,10 +175,6 @@ class Command:
             short_for=how,
         )
 
-    def only_looks(self, options: argparse.Namespace) -> bool:
-        """Return True if it may run while a cell does, with these options."""
-        return any(not name or getattr(options, name) for name in self.looks)
-
     @property
     def looking(self) -> list[str]:
         """The ways to call it while a cell runs: `%dist_status`, `%dist_output --log`."""
@@ -191,7 +187,8 @@ class Command:
         def magic(text: str, cell: str = "") -> Any:
             text = without_comment(text)
             line = Line(self, pools, text, cell)
-            if not self.only_looks(line.options) and is_in_subshell(pools.shell):
+            only_looks = any(not each or getattr(line.options, each) for each in self.looks)
+            if not only_looks and is_in_subshell(pools.shell):
                 looking = sorted(how for each in find_commands() for how in each.looking)
                 raise UsageError(
                     f"`{self.shown_name}` cannot run in a subshell, beside other cells; "
