@@ -240,6 +240,7 @@ def _is_at_work(tid: str) -> bool:
 # --- stacks of this worker's threads ----------------------------------------------------------
 
 RUNS_CELLS = "run_cell_async"  # IPython's coroutine in whose chain of awaits the cell is
+Result = TypeVar("Result")
 _open: list[IO[bytes]] = []  # faulthandler has the descriptor alone; it must not be closed
 
 
@@ -334,9 +335,6 @@ def keep_crashes() -> None:
 # Offsets in structs of its headers, the same in all releases of a minor version: _ts and _PyCFrame
 # (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h), PyCodeObject (cpython/code.h).
 # In a build whose objects begin otherwise, without a GIL, the reader finds other types there.
-
-
-Result = TypeVar("Result")
 
 OFFSETS = {
     # holder, call; code, previous, instruction, owner; file, name, first_line, lines

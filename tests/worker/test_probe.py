@@ -77,7 +77,7 @@ def test_no_garbage_is_collected_as_a_frame_is_taken() -> None:
             gc.callbacks.remove(note)
     assert began
     # Where one of another thread is made; afterwards it is owned, and a collection does no harm.
-    assert ("_uncollected", "return get()") not in began
+    assert ("uncollected", "return get()") not in began
     assert "<lambda>" not in {name for name, _ in began}
     assert gc.isenabled()
 
