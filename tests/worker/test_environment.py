@@ -19,8 +19,8 @@ from nbdist.config import WorldConfig
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Surroundings
 from nbdist.worker.compat import accelerator
-from nbdist.worker.control import change_environment, change_threads
-from nbdist.worker.environment import Around, OwnModules, merged, share_gpu
+from nbdist.worker.control import change_threads
+from nbdist.worker.environment import Around, OwnModules, change_environ, merged, share_gpu
 from nbdist.world.spec import make_spec
 from tests.wire.test_spec import START
 
@@ -50,7 +50,7 @@ def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("NBT_SIZE", "2"), ("NBT_OWN", "mine"), ("NBT_SAME", "set")):
         monkeypatch.setenv(name, value)
     before = {"NBT_SIZE": "2", "NBT_OWN": "2", "NBT_SAME": "1"}
-    change_environment(before, {"NBT_SIZE": "4", "NBT_OWN": "4", "NBT_SAME": "1"})
+    change_environ(before, {"NBT_SIZE": "4", "NBT_OWN": "4", "NBT_SAME": "1"})
     assert [environ[name] for name in before] == ["4", "mine", "set"]
     threads = torch.get_num_threads()
     try:
@@ -204,17 +204,13 @@ def test_while_autoreload_is_on(
 
 
 def test_what_is_kept_in_step_is_imported_anew(own: OwnModules, module: Edited) -> None:
-    """Before a task, once for each edit; without being told so, nothing is."""
+    """Before a task, once for each edit."""
     edited = importlib.import_module("edited_by_test")
-    before = edited.value
     assert told(own, module.now + SECOND) == ()
     module.write()
-    own.keep_in_step()
-    assert edited.value == before
-    own._is_kept_in_step = True
-    own.keep_in_step()
+    own.reload(time.time_ns())
     assert edited.value == module.now
     edited.value = "mine"
-    own.keep_in_step()
+    own.reload(time.time_ns())
     assert edited.value == "mine"
     assert told(own, module.now + SECOND) == ()

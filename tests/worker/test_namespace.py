@@ -114,8 +114,7 @@ def test_what_code_binds(names: dict[str, Any], namespace: Namespace) -> None:
     exec("kept = [1]; other = [1]; gone = 1", names)
     before = namespace.snapshot()
     exec("kept.append(2); other = [1]; del gone; new = rank; _ = 6; _i3 = 'x'; rank = 0", names)
-    assert namespace.bound_since(before) == {"other", "new"}
-    assert namespace.gone_since(before) == {"gone"}
+    assert namespace.changes_since(before) == ({"other", "new"}, {"gone"})
 
 
 def test_what_is_bound_often(names: dict[str, Any], namespace: Namespace) -> None:
@@ -131,7 +130,7 @@ def test_what_is_bound_often(names: dict[str, Any], namespace: Namespace) -> Non
             names["x"] = eval(first, names)
             before = namespace.snapshot()
             exec(code.format(times), names)
-            assert "x" in namespace.bound_since(before), (code, times)
+            assert "x" in namespace.changes_since(before)[0], (code, times)
 
 
 def test_threads_that_bind_names(names: dict[str, Any], namespace: Namespace) -> None:
@@ -149,7 +148,7 @@ def test_threads_that_bind_names(names: dict[str, Any], namespace: Namespace) ->
     thread.start()
     try:
         for _ in range(20):
-            assert namespace.bound_since(namespace.snapshot()) <= {"x"}
+            assert namespace.changes_since(namespace.snapshot())[0] <= {"x"}
     finally:
         over.set()
         thread.join()
@@ -293,7 +292,7 @@ class Stubborn(KeyError):
 def test_what_users_code_binds_is_noted() -> None:
     """Also where it fails, with whatever exception; what is bound before or after is not."""
     names: dict[str, Any] = {"kept": 1, "before": 1}
-    context = Context(SimpleNamespace(user_ns=names), Namespace(names), None)
+    context = Context(SimpleNamespace(user_ns=names), Namespace(names))
     with context.noting():
         context.names["a"] = 1
     with suppress(Stubborn), context.noting():

@@ -40,7 +40,7 @@ class Shell:
 @pytest.fixture
 def context() -> Context:
     shell = Shell()
-    return Context(shell, Namespace(shell.user_ns), None)
+    return Context(shell, Namespace(shell.user_ns))
 
 
 def packed(source: str, *args: Any, **names: Any) -> Payload:
