@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import re
 import resource
 import sys
@@ -17,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from nbdist.system.limits import MemoryLimit, memory_limits
@@ -45,7 +45,9 @@ class Peaks:
     def memory(self, pss: int) -> Peak:
         """Return the peak of memory, which is `pss` now; what comes and goes is not shared."""
         most = _most_rss()
-        return Peak(pss + max(0, most - _statm(1)), is_bound=most <= self._rss)
+        return Peak(
+            pss + max(0, most - psutil.Process().memory_info().rss), is_bound=most <= self._rss
+        )
 
     def on_gpu(self) -> Peak:
         """Return the peak of tensors on the rank's GPU, which is in use."""
@@ -78,7 +80,7 @@ def measure(shell: Any, seconds: float, raised: BaseException | None = None) -> 
     pss, gpu, limits = pss_now(), None, [*memory_limits()]
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY:
-        limits.append(MemoryLimit("ulimit -v", most, most - _statm(0)))
+        limits.append(MemoryLimit("ulimit -v", most, most - psutil.Process().memory_info().vms))
     if accelerator.is_in_use():
         (free, total), used = accelerator.room(), accelerator.allocated()
         gpu = GpuMemory(str(accelerator.index()), total - free, total, used, PEAKS.on_gpu())
@@ -103,12 +105,6 @@ def pss_now() -> int:
 
 def _largest(held: list[Held]) -> tuple[Held, ...]:
     return tuple(sorted(held, key=lambda each: -each.size)[:MOST_SHOWN])
-
-
-def _statm(field: int) -> int:
-    """Read bytes from proc(5), statm: 0 is the address space, 1 what is in memory."""
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[field]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _most_rss() -> int:
@@ -382,11 +378,12 @@ def _tensor(name: str, tensor: torch.Tensor) -> tuple[Held, int]:
 
 
 def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[BaseException]:
-    """Yield the exceptions that Python and IPython keep, `raised`, and those they came from."""
-    known = [raised, getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
-    if (result := shell.last_execution_result) is not None:
-        known += [result.error_in_exec, result.error_before_exec]
-    waiting, seen = known, set()
+    """Yield `raised`, the exceptions that IPython and Python keep, and those they came from."""
+    result = shell.last_execution_result
+    # What ended the last cell; then what IPython has shown: it shows nothing of BdbQuit.
+    of_cell = [] if result is None else [result.error_in_exec, result.error_before_exec]
+    shown = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
+    waiting, seen = [raised, *of_cell, *shown], set()
     while waiting:
         found = waiting.pop(0)
         if found is not None and id(found) not in seen:

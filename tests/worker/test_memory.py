@@ -222,7 +222,7 @@ def test_what_a_traceback_holds(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(sys, name, one, raising=False)
     result = SimpleNamespace(error_in_exec=two, error_before_exec=None)
     kept = [*last_errors(SimpleNamespace(last_execution_result=result), three)]
-    assert [type(each) for each in kept] == [ExceptionGroup, ValueError, KeyError, TypeError]
+    assert [type(each) for each in kept] == [ExceptionGroup, KeyError, ValueError, TypeError]
 
 
 ABSURD = "torch.empty(1 << 50)"

@@ -114,6 +114,7 @@ def _is_own(file: str, program: Script) -> bool:
 
 def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
     """Run it between IPython's events of a cell; raises what ended it, after showing it."""
+    shell.last_execution_result = None  # `%dist_debug` is to find what ends this
     shell.events.trigger("pre_execute")
     try:
         shell.kernel.own_modules.forget_edited(partial(_is_own, program=program))
