@@ -27,9 +27,7 @@ from nbdist.wire.work import Surroundings
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 
-WIDGET_BARS = frozenset({"tqdm.autonotebook", "tqdm.notebook"})
-"""The modules of tqdm that choose widgets, or are made of them."""
-
+WIDGET_BARS = "tqdm.notebook"  # `tqdm.autonotebook` takes text where this lacks its other names
 RICH_CONSOLE = "rich.console"
 _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange": "trange"}
 
@@ -84,7 +82,7 @@ def pickle_cell_definitions_by_value() -> None:
 
 
 class _TextBars(MetaPathFinder, Loader):
-    """Finds tqdm's modules of widgets, with ordinary bars in them, and rich's console of text."""
+    """Finds tqdm's module of widgets, with ordinary bars in it, and rich's console of text."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -99,7 +97,7 @@ class _TextBars(MetaPathFinder, Loader):
 
             loader.exec_module = execute_and_change
             return found
-        return ModuleSpec(fullname, self) if fullname in WIDGET_BARS else None
+        return ModuleSpec(fullname, self) if fullname == WIDGET_BARS else None
 
     def exec_module(self, module: ModuleType) -> None:
         text = import_module("tqdm.std")

@@ -119,7 +119,6 @@ class WorkerKernel(LeavesChildren):
             self.own_modules.reload(time.time_ns())
         self.namespace.receive(task.names, task.stays.get(context.rank, ()))
         context.bound |= self.namespace.import_again(task.imports.get(context.rank, {}))
-        context.shell.displayhook.take()  # of a cell that Stop has ended
         if task.execution_count is not None:
             context.shell.execution_count = task.execution_count
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(task.attempt.number)
@@ -147,6 +146,7 @@ class WorkerKernel(LeavesChildren):
             return None
         shell: Any = self.shell
         shell.last_execution_result = None
+        shell.displayhook.take()  # of a cell that Stop has ended
         PEAKS.begin()
         with context.noting(), CELL_TIMES:
             try:

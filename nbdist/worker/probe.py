@@ -121,7 +121,8 @@ class Probe:
         """Whether a cell runs with collectives of nccl's that have not ended, or with an error."""
         if not self._uses_nccl or self._group is None:
             return False
-        if not (script.is_running() or self._line(list(frames_of(self._ident)))):
+        spot = self._spot(list(frames_of(self._ident)))
+        if not (spot.line or spot.file):
             return False
         return self._nccl.pending().count > 0 or bool(self._group.nccl_error)
 

@@ -357,7 +357,7 @@ def restore(
     sources = _sources(session, snapshot, on, from_rank, are_chosen=ranks is not None)
     if meshes := _meshes(snapshot, session.size, from_rank):
         session.run(session.task(Call("sharded.meshes", {"instead": meshes})))
-    files = {rank: (rank, part.size, part.digest) for rank, part in snapshot.parts.items()}
+    files = {rank: (rank, part.digest) for rank, part in snapshot.parts.items()}
     parts = {rank: files[source] for rank, source in sources.items()}
     everyones = [*files.values()] if meshes and from_rank is not None else []
     arguments = {"folder": str(snapshot.folder), "parts": parts, "everyones": everyones}

@@ -267,21 +267,6 @@ def test_what_an_op_returned(namespace: Namespace) -> None:
             namespace.pack(value, "a", "train")
 
 
-def test_what_is_taken(names: dict[str, Any], namespace: Namespace) -> None:
-    """It is bound when that is said, once, and not where it has been let go or taken anew."""
-    namespace.take({"x": 1, "y": 2}, "first")
-    assert "x" not in names
-    assert namespace.bind_taken() == {"x", "y"}
-    assert (names["x"], names["y"]) == (1, 2)
-    namespace.take({"x": 3}, "second")
-    namespace.let_go("first")
-    namespace.take({"x": 4}, "third")
-    namespace.let_go("third")
-    with pytest.raises(VariableError, match="nothing to bind"):
-        namespace.bind_taken()
-    assert names["x"] == 1
-
-
 class Stubborn(KeyError):
     """Refuses to have attributes set, as contextlib does it."""
 

@@ -80,11 +80,6 @@ def _as_it_is_here(program: Script) -> Script:
 _running: list[Script] = []  # one, or none
 
 
-def is_running() -> bool:
-    """Return True while the main thread runs a script."""
-    return bool(_running)
-
-
 def spot(frames: Sequence[FrameType]) -> Place | None:
     """Return the innermost line of the script that runs, or of a module beside it."""
     program = next(iter(_running), None)
