@@ -13,7 +13,7 @@ from nbdist.errors import UsageError, WorkerDied
 from nbdist.system.folders import Untrusted
 from nbdist.values.shared_memory import ALIGNMENT, Buffer
 from nbdist.worker.compat import torch as seam
-from nbdist.worker.ops.snapshot import MAGIC, Damaged, map_frames, read_frames, write_frames
+from nbdist.worker.ops.snapshot import map_frames, read_frames, write_frames
 from nbdist.world.world import World
 from tests.faults.test_training import TRAINING as OF_DDP
 
@@ -131,27 +131,6 @@ def test_frames_come_back_as_they_were(
     with pytest.raises(FileNotFoundError):
         read(path, digest)
     assert read(path, write_frames(path, [])[1]) == []
-
-
-def test_damage_is_told(tmp_path: Path) -> None:
-    """Wherever a file differs from what was written; a whole one is not the one that was meant."""
-    path = tmp_path / "rank0.frames"
-    _, digest = write_frames(path, FRAMES)
-    data = path.read_bytes()
-    other, at = tmp_path / "other", len(MAGIC)
-    write_frames(other, [each[::-1] for each in WHOLE])
-    for damaged in (
-        data[:-1],
-        data + b"x",
-        b"",
-        data[:-1] + b"X",
-        b"X" + data[1:],
-        data[:at] + b"\xff" * 8 + data[at + 8 :],
-        other.read_bytes(),
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(Damaged, match=r"rank0\.frames has other contents"):
-            read_frames(path, digest)
 
 
 IMPORTS = """
