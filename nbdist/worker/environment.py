@@ -33,7 +33,7 @@ _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange"
 
 
 def prepare_torch(start: WorkerStart) -> None:
-    """Give torch its share of the cores and the rank's GPU."""
+    """Set the rank's GPU, and torch's number of threads."""
     # A forked worker's torch and OpenMP have read OMP_NUM_THREADS and TORCH_DISTRIBUTED_DEBUG in
     # the fork server, which does not have the world's environment.
     torch.set_num_threads(start.world.threads)
@@ -45,7 +45,7 @@ def prepare_torch(start: WorkerStart) -> None:
 
 
 def share_gpu(start: WorkerStart) -> None:
-    """Have NCCL take several ranks on one GPU, where they share it or have slices of it."""
+    """Allow NCCL several ranks on one GPU, where they share it or have slices of it."""
     if start.gpus and (start.has_slice or start.world.share_gpus):
         version, slices = accelerator.nccl_version(), start.has_slice
         os.environ.update(sharing_variables(start.rank, version, os.environ, slices=slices))
@@ -110,7 +110,7 @@ def _write_text(rich_console: ModuleType) -> None:
 
 
 def draw_bars_as_text() -> None:
-    """Have tqdm's and rich's bars drawn as lines, which the notebook shows for each rank.
+    """Draw tqdm's and rich's bars as lines, which the notebook shows for each rank.
 
     With ipywidgets both take widgets in an ipykernel, and a worker's would never move.
     """

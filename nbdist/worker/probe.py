@@ -118,7 +118,7 @@ class Probe:
 
     @property
     def waits_for_nccl(self) -> bool:
-        """Whether a cell runs with collectives of nccl's that have not ended, or with an error."""
+        """True while a cell runs whose collectives of nccl's have not ended, or have failed."""
         if not self._uses_nccl or self._group is None:
             return False
         spot = self._spot(list(frames_of(self._ident)))
@@ -314,7 +314,7 @@ def handles_stop(ident: int) -> bool:
 
 
 def write_stacks_to(path: str) -> None:
-    """Have crashes append stacks to a new file, whose first line is the main thread's `CallLayout`.
+    """Append stacks of crashes to a new file; its first line is the main thread's `CallLayout`.
 
     The line is empty where that is not known.
     """
@@ -326,7 +326,7 @@ def write_stacks_to(path: str) -> None:
 
 
 def keep_crashes() -> None:
-    """Have crashes write there again: torch's `@record`, for one, changes it."""
+    """Append them there again: torch's `@record`, for one, changes it."""
     if _open:
         faulthandler.enable(file=_open[-1], all_threads=False)
 

@@ -36,7 +36,7 @@ class BadEnvironment(Exception):
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent, the agent, ends.
+    """End this process, by the kernel's SIGKILL, when its parent, the agent, ends.
 
     A forked worker becomes the agent's child when the fork server ends, which ends it until then.
     """
@@ -123,7 +123,7 @@ class Interrupts:
 
 
 def leave_world_in_children(leave: Callable[[], None] | None) -> None:
-    """Have each child that user code forks call `leave` before it does anything else.
+    """Call `leave` in each child that user code forks, before it does anything else.
 
     It is outside the world: in it `init_process_group` is torch's own, for groups of such children,
     as in torch's tutorial "Writing distributed applications" and Lightning's `ddp_notebook`.
@@ -288,7 +288,7 @@ class RankStream(io.TextIOWrapper):
 
 
 def install(token: str) -> None:
-    """Give the process its streams; before a user's code runs."""
+    """Replace the process's streams; before a user's code runs."""
     for fd in _kept:
         try:
             _kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE)

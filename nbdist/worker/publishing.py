@@ -257,7 +257,7 @@ class Records:
         self._level, self._sent = level, 0
 
     def end_task(self) -> None:
-        """Say how many there were too many."""
+        """Send how many records were left out."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
             said = f"{dropped:,} records more were not sent: {MOST:,} a cell and rank are"

@@ -88,7 +88,7 @@ class WorkerShell(AnnouncesErrors):
     displayhook_class = Type(NotingHook)
 
     def init_events(self) -> None:
-        """Have Stop end a cell at its events too; called by IPython at the start."""
+        """Let Stop end a cell at its events too; called by IPython at the start."""
         super().init_events()
         callbacks = self.events.callbacks
         self.events = CellEvents(self, callbacks)
@@ -151,7 +151,7 @@ class WorkerShell(AnnouncesErrors):
 
     @contextmanager
     def announcing(self, kind: type[BaseException], error: BaseException) -> Iterator[None]:
-        """Have the error message that is sent meanwhile say what is known besides its words."""
+        """Send with the error message what is known besides its words."""
         session: Any = self.kernel.session
         session.announced = (
             error,
@@ -214,7 +214,7 @@ def show(shell: Any, *args: Any, **options: Any) -> None:
 
 
 def show_cell_lines() -> None:
-    """Have warnings name the cell's line that led to them; where none did, as ever."""
+    """Name in warnings the cell's line that led to them; where none did, nothing changes."""
     usual = warnings.formatwarning
 
     def formatwarning(

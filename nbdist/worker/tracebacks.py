@@ -91,7 +91,7 @@ def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
 
 
 def short_traceback(tb: TracebackType | None) -> list[str]:
-    """Give a line for each call, with its code where that is a cell's."""
+    """Return a line for each call, with its code where that is a cell's."""
     cells = cell_numbers()
     lines = []
     for frame, number in traceback.walk_tb(tb):

@@ -173,7 +173,7 @@ def _execute(code: CodeType, source: str, names: dict[str, Any], namespace: dict
 
 @contextmanager
 def _command_line(program: Script, args: Sequence[str]) -> Iterator[None]:
-    """Have `sys.argv` and the first entry of `sys.path` as python has; the rest stays."""
+    """Set `sys.argv` and the first entry of `sys.path` as python does; the rest stays."""
     argv = sys.argv
     folder = os.path.dirname(program.file) if program.kind == "file" else os.getcwd()
     sys.argv = [program.name, *args]

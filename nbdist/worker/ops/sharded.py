@@ -149,7 +149,7 @@ def find_tensor(number: int, requires_grad: bool, is_parameter: bool) -> Any:  #
 
 
 def fill_module(module: Any, state: tuple[dict[str, Any], Sharding | None]) -> None:
-    """Give a module its state; it is sharded at the end."""
+    """Set a module's state; it is sharded at the end."""
     module.__setstate__(state[0])
     if (sharding := state[1]) is not None:
         _, together = _unsharded.pop(id(sharding), (sharding, []))
@@ -170,7 +170,7 @@ def own_tensors(shards: Sequence[Shard]) -> list[Any]:
 
 
 def shard_modules() -> None:
-    """Have `fully_shard` shard the modules that were unpickled, as it had; all ranks call it."""
+    """Shard the modules that were unpickled by `fully_shard`, as before; all ranks call it."""
     waiting = [*_unsharded.values()]
     forget()
     for sharding, modules in waiting:
