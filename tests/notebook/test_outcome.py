@@ -11,9 +11,10 @@ from nbdist.config import Patience
 from nbdist.errors import WorkerDied
 from nbdist.notebook.outcome import LastValues, Routine, Why, idle_end, why_died, why_of
 from nbdist.output.events import IGNORES_STOP, Died, Text
+from nbdist.wire.ops import Written
 from nbdist.wire.work import Source, Task
 from nbdist.world.running import Crew, RunningTask
-from nbdist.world.snapshot_store import Part, Snapshot
+from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.states import Machines
 from tests.output.lab import Panel
 
@@ -86,7 +87,7 @@ def test_snapshots_of_a_routine(tmp_path: Path):
     assert [routine.is_due() for _ in range(7)] == [False, False, True, False, False, True, False]
     routine = Routine()
     assert routine.hint == ""
-    part = Part(("model", "x"), (), 10, "")
+    part = Written("", ("model", "x"), size=10)
     routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path, 0.0, {0: part})
     assert routine.hint.startswith("`%dist_restore --name epoch-3` restores model and x of 19")
     routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path / "gone", 0.0, {0: part})
