@@ -293,7 +293,7 @@ def dist_restore(line: Line) -> Shown | str:
     line.display.wait_for("restoring …")
     store = world.snapshot_store
     names = names_in(options.variables)
-    done = world.restore(names=names, name=options.name, ranks=ranks, from_rank=source)
+    done = world.restore(names or (), name=options.name, ranks=ranks, from_rank=source)
     taken = done.snapshot
     of_rank = f" of rank {source}" if source is not None else ""
     said = f"restored {list_names(done.names, MOST_SAID)}{of_rank} on {name_ranks(done.ranks)} "
@@ -302,7 +302,7 @@ def dist_restore(line: Line) -> Shown | str:
 
 
 def _take(pool: Pool, world: World, names: tuple[str, ...] | None, name: str | None) -> Snapshot:
-    pool.routine.newest = taken = world.snapshot(names=names, name=name)
+    pool.routine.newest = taken = world.snapshot(names or (), name=name)
     return taken
 
 
