@@ -22,7 +22,7 @@ from nbdist.errors import AgentLost, StartError, WorldNotStarted
 from nbdist.output.events import Died, Done, Failure, InputRequest, Moved, Record, Visible
 from nbdist.wire import messages
 from nbdist.wire.frames import pack
-from nbdist.wire.messages import Attached, Healed, Received, Remember, Starting
+from nbdist.wire.messages import Attached, Enter, Healed, Received, Remember, Starting
 from nbdist.wire.node_messages import processes
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import InputReply, Task
@@ -76,12 +76,8 @@ class Workers:
         self.leaving = threading.Event()
         self._link: Link | None = None
         self._remembered = Remember({})
-        self.config: WorldConfig
-        self.spec: WorldSpec
-        spec = there.spec if there else None
-        if spec is None:
-            spec, self.warning = make_spec(config)
-        self._take_spec(config, spec)
+        self.config = config
+        self.configure(config, there.spec if there else None)
 
     @property
     def size(self) -> int:
@@ -104,11 +100,6 @@ class Workers:
         """The workers as they are now."""
         heals = self.on_failure == "heal"
         return Crew(self.size, self.backend, self.machines, self.pids, self.namespace, heals)
-
-    @property
-    def has_group(self) -> bool:
-        """Whether there is a group whose collectives can be aborted."""
-        return self.spec.backend is not None
 
     @property
     def everyone(self) -> tuple[int, ...]:
@@ -159,12 +150,10 @@ class Workers:
         """Go to another state: there is no other door."""
         self.state = next_state(self.state, event)
 
-    def configure(self, config: WorldConfig) -> None:
-        """Work out the spec of the workers; UsageError for what cannot be."""
-        spec, self.warning = make_spec(config, self.spec.name)
-        self._take_spec(config, spec)
-
-    def _take_spec(self, config: WorldConfig, spec: WorldSpec) -> None:
+    def configure(self, config: WorldConfig, spec: WorldSpec | None = None, name: str = "") -> None:
+        """Take or work out the spec of the workers, with this name; UsageError for a bad config."""
+        if spec is None:
+            spec, self.warning = make_spec(config, name)
         self.config, self.spec = config, spec
         self.code = CodeSync(Path(spec.cwd)) if config.sync_code else None
         self.surroundings = NotebookSurroundings(config, spec)
@@ -210,8 +199,7 @@ class Workers:
     def _place(self, hosts: Mapping[int, str], host: str) -> None:
         """Note the machines of all ranks: without `hosts` it is this one."""
         self.is_elsewhere = bool(hosts)
-        one = Machines.one(host, self.size)
-        self.machines = Machines.of(hosts, self.spec) if hosts else one
+        self.machines = Machines.of(hosts, self.spec) if hosts else Machines.one(host, self.size)
 
     def replace_dead(self, made: Collection[str]) -> tuple[int, ...]:
         """Note that the dead were replaced, and lack what the cell in which they died `made`."""
@@ -280,11 +268,9 @@ class Workers:
                 yield from self.code.bringing(self._link.calling, to_new=True)
             request = messages.StartWorld(self.spec, wanted_elsewhere(self.config, self.spec))
             timeout = CALL_TIMEOUT if request.wanted is None else COMING_TIMEOUT
-            started = yield from self._link.calling(request, timeout)
-            if isinstance(started, messages.StartFailure):
-                raise StartError(
-                    started.rank, started.host, started.command, started.reason, started.last_lines
-                )
+            match started := (yield from self._link.calling(request, timeout)):
+                case messages.StartFailure(rank, host, command, reason, last_lines):
+                    raise StartError(rank, host, command, reason, last_lines)
         except BaseException:  # Stop too: whatever has been started is ended
             self.advance(Event.START_FAILED)
             if left := self.close_link():
@@ -306,10 +292,10 @@ class Workers:
             text = f"starting {count(self.size, 'worker')}: {ready}"
             if far.text:  # how many there will be, machines that come decide
                 text = f"starting: {far.text}" + (f" · {far.up} ready" if far.up else "")
-            is_quiet = time.monotonic() - begun < QUIET_SECONDS and not far.text
-            is_due = text != said and not is_quiet
-            said = text if is_due else said
-            yield text if is_due else ""
+            elif time.monotonic() - begun < QUIET_SECONDS:
+                text = ""
+            yield text if text != said else ""
+            said = text or said
 
     def start(self) -> None:
         """Start them, unless they are there; where it takes long a terminal's stderr says so."""
@@ -342,9 +328,7 @@ class Workers:
         """End them all and their agent; return what of them is left elsewhere, "" for nothing."""
         self.setup.forget()
         self.advance(Event.STOP)
-        left = ""
-        if self._link is not None and self._link.is_up:
-            left = self._stop(STOP_GRACE)
+        left = self._stop(STOP_GRACE) if self._link is not None and self._link.is_up else ""
         left = left or self.close_link()
         self.advance(Event.STOPPED)
         return left
@@ -396,8 +380,7 @@ class Workers:
     def refuse(self, running: RunningTask) -> None:
         """Answer all ranks that ask for input that there is none."""
         for rank in running.prompts.ranks:
-            number = running.prompts[rank].number
-            self.link.send(messages.Enter(rank, InputReply(number, problem=NO_INPUT)))
+            self.link.send(Enter(rank, InputReply(running.prompts[rank].number, problem=NO_INPUT)))
             running.prompts.drop(rank, time.monotonic())
 
     # --- what comes up --------------------------------------------------------------------
@@ -406,11 +389,6 @@ class Workers:
         """Take in what ranks have shown; wait for the first of it, at most `timeout` seconds."""
         self.link.wait(timeout)
         self.receive_waiting()
-
-    def wake(self) -> None:
-        """Have `receive` wait no longer; may be called by a handler of signals."""
-        if self._link is not None:
-            self._link.wake()
 
     def receive_waiting(self) -> None:
         """Take in all that has arrived so far; not what comes meanwhile, which may have no end."""
@@ -429,15 +407,14 @@ class Workers:
                 case news if self.running is not None:
                     if isinstance(news, messages.Aborted):
                         self.advance(Event.ABORTED)
-                    self.running.take(news)
+                    self.running.take(news, time.monotonic())
             link.arrived.popleft()
             if self._link is not link:
                 return
 
     def take_late(self) -> list[tuple[int, Any]]:
         """Return what ranks have said outside of tasks since this was last asked."""
-        late = [*self.late]
-        self.late.clear()
+        late, self.late = [*self.late], deque(maxlen=LATE_KEPT)
         return late
 
     def take_loss(self, lost: AgentLost) -> None:
@@ -466,7 +443,7 @@ class Workers:
             self.names.finished(rank, output, received)
         if running is None:
             if isinstance(output, InputRequest):
-                self.link.send(messages.Enter(rank, InputReply(output.number, problem=NO_INPUT)))
+                self.link.send(Enter(rank, InputReply(output.number, problem=NO_INPUT)))
             elif not isinstance(output, Moved):
                 self.late.append((rank, output))
         elif isinstance(output, Moved):

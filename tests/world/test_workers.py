@@ -160,11 +160,11 @@ def test_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many there will be, in what layout and group, by which launcher."""
     there = Workers(WorldConfig(layout="2x2", log_dir=""))
     assert (there.state, there.size, there.layout) == (State.STOPPED, 4, "2x2")
-    assert (there.everyone, there.has_group, there.is_idle) == ((0, 1, 2, 3), True, True)
+    assert (there.everyone, there.backend, there.is_idle) == ((0, 1, 2, 3), "gloo", True)
     assert there.resolve("3") == 3
     with pytest.raises(WorldNotStarted):
         _ = there.link
-    assert not Workers(WorldConfig(1, backend="none", log_dir="")).has_group
+    assert Workers(WorldConfig(1, backend="none", log_dir="")).backend == "none"
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     there = Workers(WorldConfig(2, log_dir=""))
     memory = there.memory(there.config.patience)
