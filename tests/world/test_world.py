@@ -238,7 +238,8 @@ def test_restart(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
     def children() -> list[psutil.Process]:
         below = (child for pid in before for child in psutil.Process(pid).children(recursive=True))
-        return [child for child in below if child.cmdline() == ["sleep", "601"]]
+        sleeps = {"cmdline": ["sleep", "601"]}  # None of one that has just ended
+        return [child for child in below if child.as_dict(["cmdline"]) == sleeps]
 
     wait_until(lambda: len(children()) == world.size, "all have begun")
     started = children()
