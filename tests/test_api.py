@@ -81,7 +81,6 @@ print("done")
 
 
 STAGES = """
-import inspect
 import os
 import psutil
 import nbdist
@@ -126,7 +125,6 @@ def test_a_script_with_stages(tmp_path: Path) -> None:
 
 
 FAILING = """
-import inspect
 import os
 import threading
 import nbdist

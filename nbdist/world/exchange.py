@@ -17,8 +17,8 @@ from nbdist.errors import BadRanks, UsageError, VariableNotSent, WorkerError
 from nbdist.output.events import NAME_PROBLEM, Died, Failure
 from nbdist.output.wording import fold_ranks
 from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, packing, size_of
-from nbdist.values.pickling import Pickled, pickle, unpickle
-from nbdist.values.shared_memory import Steps
+from nbdist.values.pickling import pickle, unpickle
+from nbdist.values.shared_memory import Buffer, Steps
 from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in
 from nbdist.wire.ops import Brought, Loaded, Mesh, Written
 from nbdist.wire.spec import difference, versions_here
@@ -213,7 +213,13 @@ class Scatter:
         cut = dict(zip(self.ranks, split(name, value, len(self.ranks), dim), strict=True))
         self._sizes = {rank: length_of(part, dim) for rank, part in cut.items()}
         self._unit = unit_of(value, dim)
-        self._frames = {rank: self._pickle(part).frames for rank, part in cut.items()}
+        self._frames: dict[int, Sequence[Buffer]] = {}
+        for rank, part in cut.items():
+            try:
+                self._frames[rank] = pickle(part, session.namespace, exact=True).frames
+            except PICKLING_ERRORS as problem:
+                found = blame(name, part, fails_in(session.namespace), problem)
+                raise VariableNotSent(name, *found) from None
         self.bytes = sum(map(size_of, self._frames.values()))
 
     def __str__(self) -> str:
@@ -244,14 +250,6 @@ class Scatter:
     def close(self) -> None:
         """Release the memory of the parts, which the ranks have mapped by then."""
         self._memory.close()
-
-    def _pickle(self, part: Any) -> Pickled:
-        namespace = self._session.namespace
-        try:
-            return pickle(part, namespace, exact=True)
-        except PICKLING_ERRORS as problem:
-            found = blame(self.name, part, fails_in(namespace), problem)
-            raise VariableNotSent(self.name, *found) from None
 
 
 def sync(

@@ -176,12 +176,12 @@ class Workers:
     def take_healed(self, healed: Healed) -> None:
         """Take in what the agent says of the workers there are now, more or fewer."""
         found = compare(processes(self.pids, self.spec.seats), processes(healed.pids, healed.seats))
-        self.pids, self.logs = healed.pids, healed.logs
         self.problem, self.way_back, after = healed.problem, healed.way_back, found.after
         if found.before != after and healed.spec is None:
             self.spec, _ = scaled(self.spec, self.config, after)
             self.config = self.config.of_size(after)
         self.spec = healed.spec or replace(self.spec, seats=healed.seats)
+        self._take_there(healed, self.machines.name(0))
         if found.before != after or found.moved:
             self.names.renumbered(found.was, after)
             self.setup.renumber(found)
@@ -192,14 +192,14 @@ class Workers:
             for rank, died in self.dead.items()
             if rank < after and (died.pid == self.pids[rank] or not found.moved)
         }
-        self._place(healed.hosts, self.machines.name(0))
         self.renumbering = found
         self._renumbered = self._renumbered.then(found) if self._renumbered else found
 
-    def _place(self, hosts: Mapping[int, str], host: str) -> None:
-        """Note the machines of all ranks: without `hosts` it is this one."""
-        self.is_elsewhere = bool(hosts)
-        self.machines = Machines.of(hosts, self.spec) if hosts else Machines.one(host, self.size)
+    def _take_there(self, there: messages.WorldStarted | Healed | Attached, host: str) -> None:
+        """Note processes, log folders and machines of all ranks; they are on `host` by default."""
+        self.pids, self.logs, self.is_elsewhere = there.pids, there.logs, bool(there.hosts)
+        one = Machines.one(host, self.size)
+        self.machines = Machines.of(there.hosts, self.spec) if there.hosts else one
 
     def replace_dead(self, made: Collection[str]) -> tuple[int, ...]:
         """Note that the dead were replaced, and lack what the cell in which they died `made`."""
@@ -277,9 +277,8 @@ class Workers:
                 log.warning("%s", left)
             raise
         assert isinstance(started, messages.WorldStarted)
-        self.pids, self.logs, self.lacks = started.pids, started.logs, started.lacks
-        self.spec = started.spec or self.spec  # what other machines decide
-        self._place(started.hosts, self._link.agent.host)
+        self.spec, self.lacks = started.spec or self.spec, started.lacks  # other machines decide
+        self._take_there(started, self._link.agent.host)
         if self.code is not None and self.is_elsewhere:  # now that it is known who shares it
             yield from self.code.bringing(self._link.calling, to_new=True)
         self.advance(Event.STARTED)
@@ -346,12 +345,11 @@ class Workers:
         self._link, self.namespace = link, namespace
         self.names = NameTable(namespace)
         self.names.found(there.bound, there.pids)
-        self.pids, self.logs, self.lacks = there.pids, there.logs, there.lacks
-        self.dead = dict(there.dead)
+        self.lacks, self.dead = there.lacks, dict(there.dead)
         self.have_come = dict.fromkeys(there.came)
         self.past.forgotten = there.forgotten
         self.setup.tasks |= dict(there.memory.setup)  # the agent holds their names
-        self._place(there.hosts, link.agent.host)
+        self._take_there(there, link.agent.host)
         self.advance(Event.START)
         self.advance(Event.STARTED)
         if there.run is not None:
