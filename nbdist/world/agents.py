@@ -58,7 +58,7 @@ def launcher_names() -> list[str]:
 
 
 def module_of(launcher: str) -> str:
-    """Say what to start here for a launcher; UsageError, with those there are, for none."""
+    """Return the module to start here for a launcher; UsageError names those there are."""
     names = launcher_names()
     if launcher not in names:
         raise UsageError(f"`--launcher {launcher}`: available: {', '.join(names)}.")
@@ -179,7 +179,7 @@ def worlds() -> list[Found]:
 
 
 def to_attach(found: Sequence[Found], name: str | None) -> Found:
-    """Choose the world of that name, or the only one that nobody has; UsageError for none."""
+    """Choose the world of that name, or the only detached one; UsageError for none."""
     called = [each for each in found if name is None or each.is_called(name)]
     free = [each for each in called if each.is_detached]
     chosen, asked = free or called, f"%dist_attach {name or ''}".rstrip()
@@ -202,7 +202,7 @@ def to_attach(found: Sequence[Found], name: str | None) -> Found:
 
 
 def _why_not(found: Found) -> str:
-    """Say why this process cannot take it over, and what to do; "" where it can."""
+    """Return why this process cannot take it over, and what to do; "" if it can."""
     info, world = found.info, f"world {found.name}"
     if info.version != __version__:
         kill = f"`nbdist kill {info.name}` in a terminal ends it"

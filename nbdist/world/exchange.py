@@ -158,7 +158,7 @@ def binding(
 def commit(
     session: Session, work: Work, shipped: Mapping[str, Shipped] | None = None
 ) -> RunningTask:
-    """Have the ranks of the last task bind what they have taken; raises with nothing bound."""
+    """Let the ranks of the last task bind what they have taken; raises with nothing bound."""
     taken = session.running
     assert taken is not None
     session.receive_waiting()

@@ -198,7 +198,7 @@ class Link:
         self._is_woken = False
 
     def wake(self) -> None:
-        """Have `wait` end, now or the next time; may be called by a handler of signals."""
+        """End `wait`, now or the next time; a handler of signals may call it."""
         self._is_woken = True
         self._bell.put(None)
 

@@ -221,7 +221,7 @@ class NameTable:
         return tuple(sorted({*self._of(name, Shipped), *self._of(name, Own)}))
 
     def whence(self, name: str) -> str | None:
-        """Say what the name was imported from on the ranks, None where it was not."""
+        """Return what the name was imported from on the ranks, None if it was not."""
         found = (entry.whence for entry in self._of(name, Own).values())
         return next(filter(None, found), None)
 

@@ -43,7 +43,7 @@ class Setup:
         self.tasks.clear()
 
     def renumber(self, ranks: Renumbering) -> None:
-        """Have cells follow the ranks that they ran on; those for all are for all there are."""
+        """Move the ranks of cells along; a cell for all ranks is for all that there are now."""
         for key, task in self.tasks.items():
             if task.ranks == tuple(range(ranks.before)):
                 self.tasks[key] = replace(task, ranks=tuple(range(ranks.after)))
@@ -133,7 +133,7 @@ class Past:
             self.forgotten += 1
 
     def renumber(self, ranks: Renumbering) -> None:
-        """Have tasks follow the ranks that they ran on; what ran on none that is left is gone."""
+        """Move the ranks of tasks along; drop tasks that ran on none that is left."""
         if ranks.moved:
             now = {
                 key: replace(task, ranks=ranks.of(task.ranks)) for key, task in self._tasks.items()

@@ -352,7 +352,7 @@ def _restart_text(workers: Workers, running: RunningTask) -> str:
 
 
 def healing_text(workers: Workers, dead: Iterable[int]) -> str:
-    """Say what became of a world some of whose workers have died."""
+    """Describe what became of a world some of whose workers have died."""
     if workers.state is State.BROKEN:
         if not workers.problem:
             return "`%dist_restart` restarts all workers; their variables are lost."

@@ -142,7 +142,7 @@ def _as_it_is(
 
 
 def _fill(made: BaseException, contents: Contents, ours: Mapping[str, Any]) -> None:
-    """Give it the arguments and attributes, but those that are ours."""
+    """Set the arguments and attributes, except those that are ours."""
     BaseException.args.__set__(made, contents.args)  # type: ignore[attr-defined]
     own: dict[str, Any] = object.__getattribute__(made, "__dict__")
     for name, value in contents.attributes.items():
@@ -336,7 +336,7 @@ def wanted_level(*, is_shown: bool) -> int | None:
 
 
 def hand_over(record: Record, *, is_shown: bool) -> None:
-    """Have this process's handlers handle a worker's record, if there are any."""
+    """Pass a worker's record to the handlers of this process, if there are any."""
     logger = logging.getLogger(f"nbdist.{record.host}.{record.local_rank}")
     handlers = [*_handlers(logger, is_shown)]
     if not logger.isEnabledFor(record.level) or not handlers:

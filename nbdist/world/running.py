@@ -132,7 +132,7 @@ class RunningTask:
         """Make the task that ranks were given by another notebook, as it was then."""
         assert there.run is not None
         patience = Patience(**there.memory.patience)
-        if patience.control_timeout is None:  # somebody waits for it now
+        if patience.control_timeout is None:  # a cell waits for it now
             patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
         started, task = (there.started, there.started_ns), task_from(there.run.task)
         return cls(task, patience, crew, started=started, ended=there.ended)
@@ -157,7 +157,7 @@ class RunningTask:
 
     @property
     def age(self) -> float:
-        """Seconds since it was sent, without those in which a rank waited for somebody to type."""
+        """Seconds since it was sent, without those in which a rank waited for input."""
         now = time.monotonic()
         return now - self._started - self.prompts.seconds(now)
 
@@ -212,7 +212,7 @@ class RunningTask:
 
     @property
     def not_stopped(self) -> errors.RanksNotStopped:
-        """Say who has not left it, and whether that may still cost variables."""
+        """The error that names the ranks that have not left it, and if they may lose variables."""
         return errors.RanksNotStopped(self.unfinished, self.doing, is_safe=self._is_safe)
 
     @property
@@ -237,7 +237,7 @@ class RunningTask:
                 yield Step.END_SURVIVORS
             elif self.crew.has_group:
                 yield Step.ABORT_FOR_DEAD
-        # Whoever waits for a rank that somebody debugs does not wait in vain.
+        # A rank that waits for one in the debugger does not wait in vain.
         if not self.crew.has_group or self.prompts.ranks:
             return
         # Ranks that do not run the task will not join either.
@@ -258,7 +258,7 @@ class RunningTask:
         return () if self.crew.runs_ahead else self._watch.aborted_in_vain(self.unfinished)
 
     def seconds_to_look(self, now: float) -> float:
-        """Say how long there is nothing to ask the ranks for, and nothing to do about them."""
+        """Return for how many seconds there is nothing to ask the ranks, and nothing to do."""
         return max(0.0, min(self._watch.wait(now), self._seconds_left(now)))
 
     def _seconds_left(self, now: float) -> float:
@@ -304,18 +304,18 @@ class RunningTask:
         self.is_stopping = True
         self.was_stalled = any(place.stalled for place in self.places.values())
         self.interrupts, self.spared = self.interrupts + 1, frozenset()
-        for rank in self.prompts.ranks:  # nobody is to answer them now
+        for rank in self.prompts.ranks:  # their answers come too late
             self.prompts.drop(rank, now)
         self.give_up_at = float("inf") if wait is None else now + wait
         self._watch.hurry(now)
 
     @property
     def ends_after_stop(self) -> bool:
-        """Whether somebody who has pressed Stop waits for what is done at its end."""
+        """Whether Stop was pressed in a cell that waits for what is done at its end."""
         return self.raises_stops and self.stops > 0 and self.patience.control_timeout is not None
 
     def wants_control(self, before: int) -> bool:
-        """Say whether Stop came a second time, to somebody who waits; `before` were met then."""
+        """Return True if Stop came twice since `before`, to a cell that waits for control."""
         return self.patience.control_timeout is not None and self.stops > before + 1
 
     def take(self, news: Located | Aborted | Silent | Used, now: float) -> None:
@@ -342,7 +342,7 @@ class RunningTask:
         self._why_aborted = hangs.why_aborted(self.aborted, places, ran, failed, size)
 
     def explains_death(self, places: Mapping[int, Place]) -> str:
-        """Say why gloo has ended a rank, by where the others were; "" for other deaths."""
+        """Return why gloo has ended a rank, by where the others were; "" for other deaths."""
         said = (hangs.why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
         return next(filter(None, said), "")
 

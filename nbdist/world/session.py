@@ -103,7 +103,7 @@ class Session(Workers):
         return True
 
     def reply(self, running: RunningTask, answers: Mapping[int, str | None]) -> None:
-        """Give each of these ranks what was typed for it, None for the end of all input."""
+        """Send each of these ranks what was typed for it, None for the end of all input."""
         for rank, text in answers.items():
             self.link.send(Enter(rank, InputReply(running.prompts[rank].number, text)))
             running.prompts.answered(rank, time.monotonic())
@@ -140,12 +140,12 @@ class Session(Workers):
             raise error
 
     def interrupt(self) -> None:
-        """Have the ranks that run a task leave it; does nothing when none does."""
+        """Interrupt the ranks that run a task; does nothing when none does."""
         if self.running is not None:
             recovery.interrupt(self, self.running)
 
     def wait_for_stop(self) -> None:
-        """Give ranks time again that had not left yet when Stop gave control back."""
+        """Wait again for ranks that had not left yet when Stop gave control back."""
         running = self.running
         if running is None or not (running.is_stopping and running.unfinished):
             return
@@ -163,12 +163,12 @@ class Session(Workers):
         self.remember()
 
     def let_go(self, running: RunningTask) -> None:
-        """Have workers release the values that it fetched, which have been read."""
+        """Let workers release the values that it fetched, which have been read."""
         payloads = running.payloads().items()
         self.let_go_of(running.task, (rank for rank, payload in payloads if payload.segment))
 
     def let_go_of(self, task: Task, ranks: Iterable[int]) -> None:
-        """Have these ranks release values that were lent inside of what they returned."""
+        """Let these ranks release values that were lent inside of what they returned."""
         if lent := tuple(ranks):
             self.link.send(LetGo(task.id, lent))
 
@@ -236,7 +236,7 @@ class Session(Workers):
         self.give_back(kept)
 
     def scale(self, n: int | str | None = None, ranks: Sequence[int] | None = None) -> None:
-        """Have as many workers as `n` says, or only these ranks; ScaleError, or WorldBroken."""
+        """Change the number of workers to `n`, or keep these ranks; ScaleError, or WorldBroken."""
         self.receive_waiting()
         if self.is_idle:
             self.heal()

@@ -215,7 +215,7 @@ class SnapshotStore:
             ) from None
 
     def publish(self, folder: Path, name: str, parts: Mapping[int, Written]) -> Snapshot:
-        """Give a complete one its name, and remove the oldest; for `writing`."""
+        """Name a snapshot that `writing` has completed, and remove the oldest."""
         now = time.time()
         stamp = _next_stamp(self.root / name, now)
         manifest = {

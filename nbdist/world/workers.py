@@ -107,7 +107,7 @@ class Workers:
         return tuple(range(self.size))
 
     def resolve(self, n: int | str) -> int:
-        """Say how many workers `n` means here."""
+        """Return how many workers `n` means here."""
         workers = topology.parse_workers(str(n))
         if self.config.launched_by != LOCAL and not isinstance(workers, int):
             return self.size  # other machines have been asked
@@ -141,7 +141,7 @@ class Workers:
         self.config = self.config.but(on_failure=policy)
 
     def is_left(self, seconds: float = 0.0) -> bool:
-        """Say whether this process is about to end, and the workers stay; wait for that so long."""
+        """Return True if this process ends and the workers stay; wait for that, in seconds."""
         return self.config.detach and self.leaving.wait(seconds)
 
     # --- what changes ---------------------------------------------------------------------

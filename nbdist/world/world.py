@@ -310,7 +310,7 @@ class World:
         self.session.replace(ranks, keep)
 
     def scale(self, n: int | str | None = None, *, ranks: Sequence[int] | None = None) -> None:
-        """Have more workers, or fewer: 3, or "+2", or "-1"; or only these ranks.
+        """Change the number of workers: 3, or "+2", or "-1"; or keep only these ranks.
 
         The others keep process and variables, and all share a group of the new size.  They
         keep their ranks too, but where one before them was ended: with `ranks=[0, 2, 3]` rank
@@ -437,10 +437,10 @@ def attach(name: str | None = None) -> World:
     """Take over a world that was started with `detach=True` and whose process has gone.
 
     By its name, its pool's, or the number of its agent's process; without, the only one that
-    nobody has.  What it runs goes on: `world.catch_up()` shows what was missed, and waits.
+    is detached.  What it runs goes on: `world.catch_up()` shows what was missed, and waits.
 
     Raises:
-        UsageError: there is no such world, or somebody has it.
+        UsageError: there is no such world, or a notebook still uses it.
     """
     return take_over(to_attach(worlds(), name), sys.modules["__main__"].__dict__)
 
