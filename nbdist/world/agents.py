@@ -143,6 +143,9 @@ class Worlds:
         self._question, self._timeout = question, timeout
         self._asked: dict[Path, Asking] = {}
 
+    def __repr__(self) -> str:
+        return f"<Worlds, silent {[*map(str, self._asked)]}>"
+
     def found(self) -> list[Found]:
         """Ask all, and wait `timeout` seconds for all answers; for a stopped one only once."""
         there, found = runtime_folders(), []
