@@ -85,8 +85,8 @@ def test_snapshots_of_a_routine(tmp_path: Path):
     assert [Routine().is_due() for _ in range(3)] == [False] * 3
     routine = Routine(every=3)
     assert [routine.is_due() for _ in range(7)] == [False, False, True, False, False, True, False]
-    assert (routine := Routine()).hint == ""
-    part = Written("", ("model", "x"), size=10)
+    routine, part = Routine(), Written("", ("model", "x"), size=10)
+    assert routine.hint == ""
     routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path, 0.0, {0: part})
     assert routine.hint.startswith("`%dist_restore --name epoch-3` restores model and x of 19")
     routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path / "gone", 0.0, {0: part})
