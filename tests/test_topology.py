@@ -22,7 +22,6 @@ from nbdist.topology import (
     parse_hosts,
     parse_layout,
     parse_ranks,
-    parse_size,
     parse_workers,
     ranks_on,
     read_hosts,
@@ -30,6 +29,7 @@ from nbdist.topology import (
     seat_more,
     seat_of,
 )
+from nbdist.world.spec import parse_size
 from tests.waiting import SOON
 
 FOUR = ("0", "1", "2", "3")
@@ -56,8 +56,8 @@ READ = [
     (partial(parse_ranks, world_size=1024), "0-1023", tuple(range(1024))),
     *((partial(parse_size, size=4), n, 3) for n in (3, "3", "-1")),
     *((partial(parse_size, size=4), n, size) for n, size in (("+2", 6), (" +1 ", 5), ("4", 4))),
-    (parse_layout, "4", Layout(1, 4)),
-    *((parse_layout, text, Layout(2, 4)) for text in ("2x4", " 2 x 4 ", "2:2x4")),
+    (parse_layout, "4", Layout(1, 4, 1)),
+    *((parse_layout, text, Layout(2, 4, 2)) for text in ("2x4", " 2 x 4 ", "2:2x4")),
     (parse_layout, "1:2x4", Layout(2, 4, least=1)),
     (parse_hosts, " a:4 , me@b.org:2 ", (Host("a", 4), Host("b.org", 2, "me"))),
     (parse_hosts, "10.0.0.1,root@10.0.0.2:3", (Host("10.0.0.1"), Host("10.0.0.2", 3, "root"))),

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
@@ -56,7 +56,6 @@ class Agent:
         self._outbox = Outbox(self._send)
         port, leave = HeldPort(way.own if way else "127.0.0.1"), self._serving.leave
         self._end: Tether | HeadEnd
-        self._head: HeadEnd | None = None
         self._returns: Uploads | None = None
         self._store: StoreWindow | None = None
         tether: Tether | None = None
@@ -66,7 +65,7 @@ class Agent:
             from nbdist.cluster.client import HeadEnd
             from nbdist.cluster.transfer import Uploads
 
-            self._end = self._head = head = HeadEnd(way, port.number, self._receive, leave, guard)
+            self._end = head = HeadEnd(way, port.number, self._receive, leave, guard)
             self._returns = Uploads(emit, head.send)
             self._store = StoreWindow(runtime, head.ask_store)
             emit = self._returns.add
@@ -120,8 +119,8 @@ class Agent:
     def _receive(self, message: node_messages.NodeDown) -> None:
         do, reply = self._serving.do, self._serving.reply
         match message:
-            case node_messages.NodeAsk() as asked:
-                do(self._report_part(asked))
+            case Ask(number, node_messages.PartRequest() as request):
+                do(reply(number, self._do, request))
             case messages.Run() as run:
                 self._run(run)
             case Ask(number, messages.GetStatus()):
@@ -189,21 +188,17 @@ class Agent:
         asked = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
         return tuple(await asyncio.gather(*map(stack_of, asked)))
 
-    async def _report_part(self, asked: node_messages.NodeAsk) -> None:
-        reply: node_messages.NodeReply
-        match asked.request:
+    async def _do(self, request: node_messages.PartRequest[Any]) -> Any:
+        match request:
             case node_messages.GetClock():
-                reply = time.time_ns()
+                return time.time_ns()
             case node_messages.Reach(targets):
                 from nbdist.cluster.client import first_unreached
 
-                reply = await first_unreached(targets)
+                return await first_unreached(targets)
             case node_messages.LocateRanks(ranks):
-                reply = await self._locate(ranks)
-            case part:
-                reply = await self._workers.do(part)
-        assert self._head is not None
-        self._head.send(node_messages.NodeAnswer(asked.id, reply))
+                return await self._locate(ranks)
+        return await self._workers.do(request)
 
     async def _report_places(self, ranks: Sequence[int]) -> None:
         self._send(messages.Located(await self._locate(ranks)))

@@ -62,7 +62,7 @@ class Forming:
         for each in started:
             self._note(each)
         lacks = dict.fromkeys(lack for each in started for lack in each.lacks)
-        return WorldStarted(*self.whereabouts(), tuple(lacks))
+        return WorldStarted(*self.whereabouts(), tuple(lacks), spec=spec)
 
     async def stop(self, grace: float) -> None:
         """End all workers."""
@@ -88,7 +88,7 @@ class Forming:
             problem, are_alive = await self._form_anew(self.spec)
             if not problem or are_alive:
                 break
-        return Healed(*self.whereabouts(), self.spec.seats, problem)
+        return Healed(*self.whereabouts(), self.spec, problem)
 
     async def scale(self, spec: WorldSpec, keep: Sequence[int]) -> Healed:
         """Change the number of ranks, or keep it where it cannot grow; `keep` come first."""
@@ -96,7 +96,7 @@ class Forming:
         before, size = self.spec, self.spec.world_size
         new = range(len(keep), spec.world_size)
         if new and (problem := await self._prepare(spec, new)):
-            return Healed(*self.whereabouts(), before.seats, not_scaled=problem)
+            return Healed(*self.whereabouts(), before, not_scaled=problem)
         healed = await self._scale_to(spec, keep, LEAVE_GRACE)
         if not healed.problem or not new or [*keep] != [*range(size)]:
             return healed

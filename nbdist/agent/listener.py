@@ -40,7 +40,7 @@ def with_ranks(
     if spec is None:
         return info
     backend = spec.backend or "none"
-    return replace(info, pool=spec.pool, name=spec.name, backend=backend, ranks=ranks)
+    return replace(info, pool=spec.config.pool, name=spec.name, backend=backend, ranks=ranks)
 
 
 class Listener:

@@ -147,8 +147,8 @@ class Tether:
                 return
             case messages.Remember():
                 message = self._holding(message)
-                if message.options.get("detach") != self._record.detach:
-                    self._guard.tell(STAYS if message.options.get("detach") else LEAVES)
+                if message.config.detach != self._record.detach:
+                    self._guard.tell(STAYS if message.config.detach else LEAVES)
         self._record.take_down(message)
         if not isinstance(message, messages.Remember):
             self._hand_on(message)
@@ -243,7 +243,7 @@ class Tether:
         return WorldInfo(
             version=__version__,
             host=socket.gethostname(),
-            pool=spec.pool if spec else "",
+            pool=spec.config.pool if spec else "",
             name=spec.name if spec else "",
             workers=len(record.known.pids),
             state=record.state,
@@ -311,7 +311,7 @@ class Serving:
     ) -> None:
         self._answer = answer
         self._send = send
-        self._asked: asyncio.Queue[messages.Ask] = asyncio.Queue()
+        self._asked: asyncio.Queue[messages.Ask[Any]] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._fault: BaseException | None = None
 
@@ -335,7 +335,7 @@ class Serving:
         if self._fault is not None:
             raise self._fault
 
-    def call(self, ask: messages.Ask) -> None:
+    def call(self, ask: messages.Ask[Any]) -> None:
         """Do this once all calls before it have been answered."""
         self._asked.put_nowait(ask)
 

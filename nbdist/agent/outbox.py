@@ -32,7 +32,6 @@ from nbdist.values.payload import Payload
 from nbdist.wire import messages
 from nbdist.wire.messages import Outputs
 from nbdist.wire.node_messages import processes
-from nbdist.wire.spec import WorldSpec
 
 # --- what is kept -----------------------------------------------------------------------------
 
@@ -277,7 +276,7 @@ class WorldRecord:
     """
 
     def __init__(self) -> None:
-        self.known = messages.Attached(messages.Remember({}))
+        self.known = messages.Attached(messages.Remember())
         self.began = time.time()
         self.unfinished: set[int] = set()
         self._changing: dict[int, Changing] = {}
@@ -291,7 +290,7 @@ class WorldRecord:
     @property
     def detach(self) -> bool:
         """Whether the world is to outlive its notebook."""
-        return bool(self.known.memory.options.get("detach"))
+        return self.known.memory.config.detach
 
     @property
     def has_world(self) -> bool:
@@ -397,30 +396,26 @@ class WorldRecord:
     def _take_change(self, request: messages.Request, reply: messages.Reply) -> None:
         known = self.known
         match request, reply:
-            case messages.StartWorld(spec), messages.WorldStarted():
+            case messages.StartWorld(), messages.WorldStarted():
                 self._end_world()
                 known = self.known
-                known.spec, known.hosts = reply.spec or spec, reply.hosts
+                known.spec, known.hosts = reply.spec, reply.hosts
                 known.pids, known.logs, known.lacks = reply.pids, reply.logs, reply.lacks
                 self.began = time.time()
             case (_, messages.StartFailure()) | (messages.StopWorld(), _):
                 self._end_world()
-            case messages.Scale(spec), messages.Healed(pids):
-                self._take_healed(spec if len(pids) == spec.world_size else known.spec, reply)
-            case messages.Heal() | messages.Grow(), messages.Healed():
+            case _, messages.Healed():
                 if isinstance(request, messages.Grow):
                     known.came = ()
-                self._take_healed(known.spec, reply)
+                self._take_healed(reply)
 
-    def _take_healed(self, spec: WorldSpec | None, healed: messages.Healed) -> None:
-        known, spec = self.known, healed.spec or spec
+    def _take_healed(self, healed: messages.Healed) -> None:
+        known = self.known
         earlier = processes(known.pids, known.spec.seats if known.spec else ())
         before = {process: rank for rank, process in earlier.items()}
-        if spec is not None and not healed.spec:
-            spec = replace(spec, seats=healed.seats)
-        now = processes(healed.pids, spec.seats if spec else ())
+        now = processes(healed.pids, healed.spec.seats)
         was = {rank: before[process] for rank, process in now.items() if process in before}
-        known.spec, known.pids, known.logs = spec, healed.pids, healed.logs
+        known.spec, known.pids, known.logs = healed.spec, healed.pids, healed.logs
         known.hosts, known.is_whole = healed.hosts, not healed.problem
         known.bound = {rank: known.bound.get(old, {}) for rank, old in was.items()}
         # Those that have died again meanwhile are dead.

@@ -152,7 +152,8 @@ class WorkerGroup:
             self._run.close()
         # Machines can have one home folder, and each numbers its starts by itself.
         name = spec.name if spec.node is None else f"{spec.name}/{socket.gethostname()}"
-        self._run = RunFolder(Path(spec.log_dir).expanduser(), name) if spec.log_dir else None
+        folder = spec.config.log_dir
+        self._run = RunFolder(Path(folder).expanduser(), name) if folder else None
         self._logs = self._run.new_attempt(attempt - 1) if self._run else None
 
     async def _make_folder(self) -> None:
@@ -264,7 +265,7 @@ class WorkerGroup:
     # --- what workers come from -----------------------------------------------------------
 
     def _source(self, spec: WorldSpec) -> ProcessSource:
-        if self._forker and spec.use_fork_server and can_fork_with(spec.environ):
+        if self._forker and spec.config.fork and can_fork_with(spec.environ):
             return self._forker
         return self._spawner
 
@@ -289,7 +290,7 @@ def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldS
         spec,
         environ=environ,
         cwd=cwd,
-        gpus=parse_gpus(spec.gpus_asked, visible) if spec.gpus_asked else visible,
+        gpus=parse_gpus(spec.config.gpus, visible) if spec.config.gpus else visible,
         python=sys.executable,
         threads=spec.threads or max(1, usable_cores() // here),
         interface=interface or spec.interface,

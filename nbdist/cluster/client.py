@@ -37,6 +37,7 @@ from nbdist.cluster.ticket import (
 )
 from nbdist.system.processes import Guard
 from nbdist.topology import usable_cores, visible_gpus
+from nbdist.wire import messages
 from nbdist.wire.frames import pack
 from nbdist.wire.messages import Leave, Run
 from nbdist.wire.node_messages import (
@@ -44,8 +45,6 @@ from nbdist.wire.node_messages import (
     NodeFacts,
     NodeHello,
     NodeUp,
-    StoreAnswer,
-    StoreAsk,
     Target,
     node_frames,
     node_message_from,
@@ -148,7 +147,7 @@ class HeadEnd:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            self.send(StoreAsk(number, operation))
+            self.send(messages.Ask(number, operation))
             return await answer
         finally:
             del self._answers[number]
@@ -231,7 +230,7 @@ class HeadEnd:
 
     def _take(self, frame: zmq.Frame, *data: zmq.Frame) -> None:
         match node_message_from(frame.bytes, *(each.buffer for each in data)):
-            case StoreAnswer(number, answer):
+            case messages.Answer(number, answer):
                 asked = self._answers.get(number)
                 if asked is not None and not asked.done():
                     asked.set_result(answer)

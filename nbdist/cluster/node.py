@@ -15,13 +15,11 @@ from nbdist import __version__, topology
 from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology
 from nbdist.topology import Seats, free_seats, reseat
-from nbdist.wire.messages import Ask, Request, StartFailure
+from nbdist.wire.messages import Ask, Reply, Request, StartFailure
 from nbdist.wire.node_messages import (
-    AnyReply,
     EndRanks,
     Form,
     GetClock,
-    NodeAsk,
     NodeDown,
     NodeHello,
     PartRequest,
@@ -79,10 +77,7 @@ class Node:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            if isinstance(request, PartRequest):
-                self._send(NodeAsk(number, request))
-            else:
-                self._send(Ask(number, request))
+            self._send(Ask(number, request))
             async with asyncio.timeout(timeout):
                 return await answer
         except TimeoutError:
@@ -90,7 +85,7 @@ class Node:
         finally:
             del self._answers[number]
 
-    def answered(self, number: int, reply: AnyReply) -> None:
+    def answered(self, number: int, reply: Reply) -> None:
         """Take in a reply."""
         answer = self._answers.get(number)
         if answer is not None and not answer.done():
@@ -187,20 +182,18 @@ def seated(spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]) -> World
         backend = topology.default_backend(int(gpus))
     seats = free[:size]
     if topology.uses_nccl(backend or ""):
-        _check_nccl(wanted, nodes, Counter(seat.node for seat in seats), shared=spec.share_gpus)
+        _check_nccl(wanted, nodes, Counter(seat.node for seat in seats))
     spec = replace(spec, world_size=size, seats=seats, backend=backend)
     return led_by_first(spec, nodes)
 
 
-def _check_nccl(
-    wanted: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, int], *, shared: bool
-) -> None:
+def _check_nccl(wanted: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, int]) -> None:
     """Raise NoSeats where a node has no GPU for each of its ranks, or a torch without nccl."""
     for node in nodes:
         number, gpus, name = ranks.get(node.number, 0), len(_gpus(wanted, node)), node.facts.name
         if number and not _has_cuda(node):
             raise NoSeats(f"torch {node.facts.torch} on {name} has no nccl: `--backend gloo`")
-        if number > gpus and not (gpus and shared):
+        if number > gpus and not (gpus and wanted.share_gpus):
             there = f"{name} has {count(gpus, 'GPU')} for {count(number, 'rank')}"
             raise NoSeats(f"{there}, and nccl needs one for each: `--backend gloo`")
 

@@ -20,7 +20,7 @@ from nbdist.errors import NbdistError, UsageError, WrongVersion
 from nbdist.notebook.cell_text import MAGICS, refuse_place, transform_first_lines
 from nbdist.notebook.free_names import names_filled_in
 from nbdist.notebook.options import NbDist, hint_on_magic
-from nbdist.system.requirements import requirements
+from nbdist.plugins import requirements
 from nbdist.words import name_ranks
 from nbdist.world.link import Link
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN

@@ -11,20 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from nbdist.config import Patience, WorldConfig
 from nbdist.output.events import Died, Output
 from nbdist.system.folders import MARKER
-from nbdist.topology import Seats
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import Question
-from nbdist.wire.frames import NOTHING
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.views import GetLogs, Place, Usage
 from nbdist.wire.work import InputReply, Task
-
-if TYPE_CHECKING:
-    from nbdist.config import WorldConfig
 
 # --- the notebook's code, by what is in its files ---------------------------------------------
 
@@ -91,10 +87,9 @@ def refusal_of(path: str) -> str:
 
 
 class StartWorld(NamedTuple):
-    """Start all workers and form their group; answered by `WorldStarted`.  A head has `wanted`."""
+    """Start all workers and form their group; answered by `WorldStarted`."""
 
     spec: WorldSpec
-    wanted: WorldConfig | None = None
 
 
 class StopWorld(NamedTuple):
@@ -173,7 +168,7 @@ class WorldStarted:
     """All ranks are up and share a group; `logs` are their log folders ("" for none).
 
     `lacks` says what their libraries lack, a sentence each.  Of several machines `hosts` has that
-    of each rank, and `spec` is what the world became.
+    of each rank.  `spec` is what the world became; a part of one has none.
     """
 
     pids: Mapping[int, int]
@@ -198,17 +193,16 @@ class StartFailure:
 class Healed:
     """All ranks share a group again; `problem` says why they do not, "" when they do.
 
-    There are as many as `pids`, where `seats` says; `not_scaled` says why their number is that of
-    before.  `hosts` and `spec` are as in `WorldStarted`; `way_back` brings back lost machines.
+    `spec` is what the world became; `not_scaled` says why it has as many ranks as before.  `hosts`
+    are as in `WorldStarted`; `way_back` brings back lost machines.
     """
 
     pids: Mapping[int, int]
     logs: Mapping[int, str]
-    seats: Seats = ()
+    spec: WorldSpec
     problem: str = ""
     not_scaled: str = ""
     hosts: Mapping[int, str] = field(default_factory=dict)
-    spec: WorldSpec | None = None
     way_back: str = ""
 
 
@@ -228,12 +222,14 @@ Reply = Any
 
 # --- what goes over the link ----------------------------------------------------------------
 
+R = TypeVar("R")
 
-class Ask(NamedTuple):
-    """Notebook to agent: do this and answer under the same id."""
+
+class Ask(NamedTuple, Generic[R]):
+    """Notebook or head to agent, or of its store agent to head: do this, and `Answer`."""
 
     id: int
-    request: Request
+    request: R
 
 
 class Run(NamedTuple):
@@ -286,12 +282,11 @@ class Enter(NamedTuple):
 class Remember(NamedTuple):
     """Notebook to agent: what the next notebook needs that takes the world over.
 
-    `options` are fields of `WorldConfig`, `patience` is that of the next task, `setup` are the
-    set-up cells with their keys.
+    `patience` is that of the next task, `setup` are the set-up cells with their keys.
     """
 
-    options: Mapping[str, Any]
-    patience: Mapping[str, Any] = NOTHING
+    config: WorldConfig = WorldConfig()
+    patience: Patience = Patience()
     setup: tuple[tuple[str, Task], ...] = ()
 
 
@@ -345,7 +340,7 @@ class Attached:
 
 
 class Answer(NamedTuple):
-    """Agent to notebook: the reply to the `Ask` of this id."""
+    """The reply to the `Ask` of this id."""
 
     id: int
     reply: Reply
@@ -401,5 +396,17 @@ class Outputs(NamedTuple):
     items: tuple[tuple[int, str, Output], ...]
 
 
-Down = Ask | Run | Locate | Abort | Interrupt | Spare | LetGo | Enter | Remember | Received | Leave
+Down = (
+    Ask[Request]
+    | Run
+    | Locate
+    | Abort
+    | Interrupt
+    | Spare
+    | LetGo
+    | Enter
+    | Remember
+    | Received
+    | Leave
+)
 Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | Came | Silent

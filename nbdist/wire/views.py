@@ -345,8 +345,6 @@ SOCKET = re.compile(r"notebook-[0-9]{1,10}\.sock")
 LONGEST_QUESTION, MOST_BYTES = 1 << 16, 16 << 20
 """Of an answer: 1,024 ranks have about one MB."""
 
-_CREDENTIALS = struct.Struct("3i")
-
 
 @dataclass(frozen=True, slots=True)
 class Describe:
@@ -451,14 +449,13 @@ def connect_to(path: Path, timeout: float) -> socket.socket:
 
 def user_at(end: socket.socket) -> int:
     """Return the user whose process has the other end, as the kernel says (unix(7))."""
-    return _credentials(end)[1]
+    return _peer(end)[1]
 
 
 def process_at(end: socket.socket) -> int:
     """Return the process that has the other end, or listened there; 0 in another pid namespace."""
-    return _credentials(end)[0]
+    return _peer(end)[0]
 
 
-def _credentials(end: socket.socket) -> tuple[int, ...]:
-    found = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(found)
+def _peer(end: socket.socket) -> tuple[int, ...]:
+    return struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

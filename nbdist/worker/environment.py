@@ -48,7 +48,7 @@ def prepare_torch(start: WorkerStart) -> None:
 
 def share_gpu(start: WorkerStart) -> None:
     """Have NCCL take several ranks on one GPU, where they share it or have slices of it."""
-    if start.gpus and (start.has_slice or start.world.share_gpus):
+    if start.gpus and (start.has_slice or start.world.config.share_gpus):
         version, slices = accelerator.nccl_version(), start.has_slice
         os.environ.update(sharing_variables(start.rank, version, os.environ, slices=slices))
 

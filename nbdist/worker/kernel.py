@@ -287,7 +287,7 @@ def make_app(start: WorkerStart) -> WorkerApp:
     shell.ready = kernel.namespace.ready
     kernel.records = Records(partial(kernel.publish, RECORD), app.log.name)
     kernel.records.watch()
-    kernel.own_modules = OwnModules(is_kept_in_step=start.world.sync_code)
+    kernel.own_modules = OwnModules(is_kept_in_step=start.world.config.sync_code)
     sys.meta_path.insert(0, kernel.own_modules)
     # So that `%autoreload 2` is all that has to be said.
     shell.magics_manager.register_lazy("autoreload", "IPython.extensions.autoreload")

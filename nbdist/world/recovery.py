@@ -275,7 +275,7 @@ def replace(workers: Workers, ranks: Iterable[int]) -> None:
 def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
     """Have `size` workers, first those in `keep`; raises ScaleError, or WorldBroken."""
     before = workers.size
-    spec, workers.warning = scaled(workers.spec, workers.config, size, keep=keep)
+    spec, workers.warning = scaled(workers.spec, size, keep=keep)
     _, why = _regroup(workers, Scale(spec, tuple(keep)))
     if workers.lost is not None:
         raise workers.lost

@@ -140,7 +140,7 @@ class RunningTask:
     def found(cls, there: Attached, crew: Crew) -> Self:
         """Make the task that ranks were given by another notebook, as it was then."""
         assert there.run is not None
-        patience = Patience(**there.memory.patience)
+        patience = there.memory.patience
         if patience.control_timeout is None:  # somebody waits for it now
             patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
         started, task = (there.started, there.started_ns), task_from(there.run.task)

@@ -30,6 +30,7 @@ from nbdist.world.agents import module_of
 from nbdist.world.names import Shipped
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
+from nbdist.world.spec import parse_size
 from nbdist.world.states import Renumbering, State
 from nbdist.world.workers import Workers
 
@@ -241,7 +242,7 @@ class Session(Workers):
             keep = topology.parse_ranks(",".join(map(str, ranks)), self.size)
             size = len(keep)
         elif n is not None:
-            size = topology.parse_size(n, self.size)
+            size = parse_size(n, self.size)
             keep = self.everyone[:size]
         else:
             forms = "a number of workers (4, +2) or the ranks to keep (`-r 0,2-3`)"

@@ -34,7 +34,7 @@ from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Past, Setup
 from nbdist.world.result import hand_over, wanted_level
 from nbdist.world.running import Crew, RunningTask
-from nbdist.world.spec import NotebookSurroundings, make_spec, scaled, wanted_elsewhere
+from nbdist.world.spec import NotebookSurroundings, make_spec
 from nbdist.world.states import NO_INPUT, Event, Machines, Renumbering, State, compare, next_state
 
 log = logging.getLogger("nbdist.world")
@@ -75,7 +75,7 @@ class Workers:
         self.running: RunningTask | None = None
         self.leaving = threading.Event()
         self._link: Link | None = None
-        self._remembered = Remember({})
+        self._remembered = Remember()
         self.config: WorldConfig
         self.spec: WorldSpec
         spec = there.spec if there else None
@@ -167,11 +167,11 @@ class Workers:
     def _take_spec(self, config: WorldConfig, spec: WorldSpec) -> None:
         self.config, self.spec = config, spec
         self.code = CodeSync(Path(spec.cwd)) if config.sync_code else None
-        self.surroundings = NotebookSurroundings(config, spec)
+        self.surroundings = NotebookSurroundings(spec)
 
     def remember(self, patience: Patience | None = None) -> None:
         """Send the agent what only this process knows, where another may take the world over."""
-        may_be = self.config.detach or self._remembered.options.get("detach")
+        may_be = self.config.detach or self._remembered.config.detach
         if self._link is None or not self._link.is_up or not may_be:
             return
         memory = self.memory(patience or self.config.patience)
@@ -181,18 +181,18 @@ class Workers:
 
     def memory(self, patience: Patience) -> Remember:
         """Return what another notebook has to know, whose usual launcher may be another."""
-        options = {**vars(self.config), "launcher": self.config.launched_by}
-        return Remember(options, dict(vars(patience)), (*self.setup.tasks.items(),))
+        config = replace(self.config, launcher=self.config.launched_by)
+        return Remember(config, patience, (*self.setup.tasks.items(),))
 
     def take_healed(self, healed: Healed) -> None:
         """Take in what the agent says of the workers there are now, more or fewer."""
-        found = compare(processes(self.pids, self.spec.seats), processes(healed.pids, healed.seats))
+        now = processes(healed.pids, healed.spec.seats)
+        found = compare(processes(self.pids, self.spec.seats), now)
         self.pids, self.logs = healed.pids, healed.logs
         self.problem, self.way_back, after = healed.problem, healed.way_back, found.after
-        if found.before != after and healed.spec is None:
-            self.spec, _ = scaled(self.spec, self.config, after)
+        if found.before != after and not self.is_elsewhere:
             self.config = self.config.of_size(after)
-        self.spec = healed.spec or replace(self.spec, seats=healed.seats)
+        self.spec = healed.spec
         if found.before != after or found.moved:
             self.names.renumbered(found.was, after)
             self.setup.renumber(found)
@@ -272,15 +272,14 @@ class Workers:
         try:
             if self._link is None or not self._link.is_up:
                 module = module_of(self.config.launched_by)
-                self._link = Link(module, fork_server=self.spec.use_fork_server)
+                self._link = Link(module, fork_server=self.spec.config.fork)
                 self._link.open()
-            self._remembered = Remember({})
+            self._remembered = Remember()
             self.remember()
             if self.code is not None:
                 yield from self.code.bringing(self._link.calling, to_new=True)
-            request = messages.StartWorld(self.spec, wanted_elsewhere(self.config, self.spec))
-            timeout = CALL_TIMEOUT if request.wanted is None else COMING_TIMEOUT
-            started = yield from self._link.calling(request, timeout)
+            timeout = CALL_TIMEOUT if self.config.launched_by == LOCAL else COMING_TIMEOUT
+            started = yield from self._link.calling(messages.StartWorld(self.spec), timeout)
             if isinstance(started, messages.StartFailure):
                 raise StartError(
                     started.rank, started.host, started.command, started.reason, started.last_lines

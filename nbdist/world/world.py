@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
-from nbdist.config import Changes, Patience, WorldConfig, takes_changes, takes_options
+from nbdist.config import Patience, WorldConfig
 from nbdist.errors import NbdistError
 from nbdist.system.folders import JoinedFolder
 from nbdist.values.payload import Payload, pack_names
@@ -31,6 +31,7 @@ from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
+from nbdist.world.spec import takes_options
 from nbdist.world.states import State
 
 log = logging.getLogger("nbdist.world")
@@ -105,7 +106,6 @@ class World:
         """
         self.session.start()
 
-    @takes_changes(Changes)
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
         """End all workers and start new ones, out of every state; only `keep` outlives that.
 
@@ -391,7 +391,9 @@ class World:
     def snapshot_store(self) -> SnapshotStore:
         """Where its snapshots lie."""
         config = self.session.config
-        return SnapshotStore(root_folder(self.session.spec.log_dir), owner_of(config.pool))
+        return SnapshotStore(
+            root_folder(self.session.spec.config.log_dir or ""), owner_of(config.pool)
+        )
 
 
 def _variables(
@@ -484,7 +486,7 @@ def take_over(found: Found, namespace: dict[str, Any]) -> World:
         raise found.refusal(error) from None
     try:
         there = link.take_over(AttachedAgent.admitted(found, folder.socket))
-        session = Session(WorldConfig(**there.memory.options), there)
+        session = Session(there.memory.config, there)
         session.attach(link, there, namespace)
     except BaseException:
         link.detach()

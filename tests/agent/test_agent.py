@@ -23,6 +23,7 @@ import zmq
 
 from nbdist import __version__
 from nbdist.agent.notebook_link import Serving
+from nbdist.config import WorldConfig
 from nbdist.output.events import Died, Done, Text
 from nbdist.wire import messages
 from nbdist.wire.frames import pack, unpack
@@ -217,7 +218,7 @@ def test_the_next_notebook_gets_all(notebook: Notebook) -> None:
         info = ask(Describe())
         return isinstance(info, WorldInfo) and info.notebook == 0
 
-    notebook.send(messages.Remember({"detach": True}))
+    notebook.send(messages.Remember(WorldConfig(detach=True)))
     notebook.start()
     wrong = Refused(f"it is of nbdist {__version__}, and this is 0.0")
     assert ask(Attach("0.0", 1, "notebook-1.sock")) == wrong

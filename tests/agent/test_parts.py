@@ -22,7 +22,7 @@ from nbdist.cluster.node import Node
 from nbdist.topology import Position
 from nbdist.wire import node_messages as asks
 from nbdist.wire.control import HeldGroups
-from nbdist.wire.messages import WorldStarted
+from nbdist.wire.messages import Ask, WorldStarted
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import Answer, HostedStore, Operation
 from tests.agent.sources import Bench, worker_start
@@ -68,7 +68,7 @@ def linked(group: WorkerGroup) -> Node:
     """The head's end of a link to an agent that has these workers."""
     tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(asked: asks.NodeAsk) -> None:
+    async def answer(asked: Ask[asks.PartRequest[None]]) -> None:
         node.answered(asked.id, await group.do(asked.request))
 
     def send(message: asks.NodeDown) -> None:

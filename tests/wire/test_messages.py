@@ -17,8 +17,8 @@ from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire import control
 from nbdist.wire.control import Candidate, Completions
 from nbdist.wire.frames import BadFrame, pack
-from nbdist.wire.messages import PART, CodeFile, landmark, part_of, refusal_of
-from nbdist.wire.node_messages import NodeAnswer, node_frames, node_message_from, processes
+from nbdist.wire.messages import PART, Answer, CodeFile, landmark, part_of, refusal_of
+from nbdist.wire.node_messages import node_frames, node_message_from, processes
 from nbdist.wire.ops import Mesh
 from nbdist.wire.transfer import Piece
 from nbdist.wire.views import Begun, Collective, Place, StackFrame
@@ -108,7 +108,7 @@ def test_bytes_of_a_big_value() -> None:
     frame, data = node_frames(piece)
     assert data is piece.data
     assert node_message_from(bytes(frame), memoryview(data)) == piece
-    assert node_frames(NodeAnswer(1, "x")) == [pack(NodeAnswer(1, "x"))]
+    assert node_frames(Answer(1, "x")) == [pack(Answer(1, "x"))]
 
 
 def test_processes_by_rank() -> None:

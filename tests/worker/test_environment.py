@@ -38,7 +38,7 @@ def test_ranks_on_one_gpu(
         monkeypatch.setenv(name, "")
         del environ[name]
     monkeypatch.setattr(accelerator, "nccl_version", lambda: (2, 30, 7))
-    world = replace(START.world, share_gpus=shares)
+    world = replace(START.world, config=WorldConfig(share_gpus=shares))
     share_gpu(replace(START, world=world, gpus=()))
     assert [environ.get(name) for name in names[:2]] == [None, None]
     share_gpu(replace(START, world=world, gpus=(gpus,)))
