@@ -242,9 +242,8 @@ class WorkerGroup:
         spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
         if plan.groups is not None:
-            return control.Regroup(plan.generation, plan.groups, spec.seats, environ)
-        size, seats, threads = spec.world_size, spec.seats, spec.threads
-        return control.Resize(plan.generation, rank, size, seats, threads, plan.missing, environ)
+            return control.Regroup(plan.generation, plan.groups, spec, environ)
+        return control.Resize(plan.generation, rank, spec, plan.missing, environ)
 
     async def abort(self, ranks: Iterable[int]) -> bool:
         """Abort the collectives of these; return True if all have answered in time.

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -293,8 +293,7 @@ LARGEST = 4096
 """No offset is as large; what is read may come from a cell that wrote into the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallLayout:
+class CallLayout(NamedTuple):
     """Where a worker's memory has the calls of its main thread, which its agent reads there.
 
     Addresses of the `thread`'s state and of two types; all else are offsets in bytes.  The state
@@ -323,13 +322,13 @@ class CallLayout:
 
     def line(self) -> bytes:
         """Give it as one line of text."""
-        return " ".join(map(str, astuple(self))).encode() + b"\n"
+        return " ".join(map(str, self)).encode() + b"\n"
 
     @classmethod
     def read(cls, line: bytes) -> CallLayout:
         """Read such a line; raises ValueError where it is none."""
         thread, code_type, text_type, *offsets = map(int, line.split())
-        if len(offsets) != len(cls.__slots__) - 3 or not all(0 <= n < LARGEST for n in offsets):
+        if len(offsets) != len(cls._fields) - 3 or not all(0 <= n < LARGEST for n in offsets):
             raise ValueError("these are not the offsets of calls")
         return cls(thread, code_type, text_type, *offsets)
 

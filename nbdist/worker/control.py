@@ -131,12 +131,10 @@ class ControlThread:
     def _regroup(self, regroup: control.Regroup) -> None:
         if self._group is not None:
             self._group.regroup(regroup.generation, regroup.members)
-        world = replace(self._start.world, seats=regroup.seats)
-        self._take(replace(self._start, world=world, environ=regroup.environ))
+        self._take(replace(self._start, world=regroup.world, environ=regroup.environ))
 
     def _resize(self, resize: control.Resize) -> None:
-        before, size = self._start, resize.world_size
-        world = replace(before.world, world_size=size, seats=resize.seats, threads=resize.threads)
+        before, world = self._start, resize.world
         after = replace(
             before,
             rank=resize.rank,
@@ -152,7 +150,7 @@ class ControlThread:
             share_gpu(self._start)
         # Threads are a matter of the thread that starts an operation.  What the loop is
         # given now it does before it takes the next cell.
-        self._loop.call_soon_threadsafe(change_threads, before.world.threads, resize.threads)
+        self._loop.call_soon_threadsafe(change_threads, before.world.threads, world.threads)
 
     def _take(self, after: WorkerStart) -> None:
         """Show cells this start from now on."""
