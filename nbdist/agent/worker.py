@@ -230,9 +230,7 @@ class Worker:
 
     def sit(self, world: WorldSpec) -> None:
         """Take its seat in a world that has others, or more or fewer of them."""
-        seat = world.seat(self.rank)
-        local, of = seat.local_rank, seat.local_world_size
-        self._start = replace(self._start, rank=self.rank, local_rank=local, local_world_size=of)
+        self._start = replace(self._start, rank=self.rank, world=world)
 
     # --- stop ----------------------------------------------------------------------------
 

@@ -411,11 +411,8 @@ class Rendezvous:
         self, spec: WorldSpec, rank: int, log_folder: Path | None, joins: Groups | None = None
     ) -> WorkerStart:
         """Return what a worker starts with; `joins` are the groups that a later one joins."""
-        seat = spec.seat(rank)
         return WorkerStart(
             rank=rank,
-            local_rank=seat.local_rank,
-            local_world_size=seat.local_world_size,
             world=spec,
             connection_file=f"{self._name_of(rank)}.json",
             token=secrets.token_hex(8),

@@ -152,8 +152,6 @@ class WorkerStart:
     """
 
     rank: int
-    local_rank: int
-    local_world_size: int
     world: WorldSpec
     connection_file: str
     token: str
@@ -165,6 +163,11 @@ class WorkerStart:
     gpus: tuple[str, ...] = ()
     sized_in: int = 1
     store_socket: str = ""
+
+    @property
+    def local_rank(self) -> int:
+        """Its number among the ranks of its node."""
+        return self.world.seat(self.rank).local_rank
 
     @property
     def device(self) -> str:

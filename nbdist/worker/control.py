@@ -154,8 +154,6 @@ class ControlThread:
 
     def _take(self, after: WorkerStart) -> None:
         """Show cells this start from now on."""
-        seat = after.world.seat(after.rank)
-        after = replace(after, local_rank=seat.local_rank, local_world_size=seat.local_world_size)
         before, self._start = self._start, after
         # CUDA reads it once.
         follows = {k: v for k, v in after.environ.items() if k != "CUDA_VISIBLE_DEVICES"}

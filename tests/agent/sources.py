@@ -25,8 +25,6 @@ def worker_start(runtime: Path, rank: int = 0) -> WorkerStart:
     spec = WorldSpec(1, None, dict(os.environ), os.getcwd(), tuple(sys.path), 1, sys.executable)
     return WorkerStart(
         rank=rank,
-        local_rank=rank,
-        local_world_size=1,
         world=spec,
         connection_file=str(runtime / f"{rank}.json"),
         token=TOKEN,

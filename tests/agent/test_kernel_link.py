@@ -82,7 +82,7 @@ DONE = Done("ok", 0.5, frozenset({"x"}), {"np": "numpy"}, Payload((b"1",)))
 def test_the_connection_file_and_what_is_left(tmp_path: Path) -> None:
     """The kernel reads a key and unix sockets from a file that nobody else can; it goes again."""
     spec, file = WorldSpec(1, None, {}, "/", (), 1, "python"), tmp_path / "r0.json"
-    start = WorkerStart(0, 0, 1, spec, str(file), "token", "", "", 1, {})
+    start = WorkerStart(0, spec, str(file), "token", "", "", 1, {})
     kernel = KernelClient(start, lambda _: None)
     kernel.write_connection_file()
     said = json.loads(file.read_text())

@@ -29,7 +29,7 @@ from nbdist.wire.spec import (
 
 NICE = WorldConfig(wrap="nice -n 5")
 WRAPPED = WorldSpec(4, "gloo", {}, "/", (), 1, "/venv/bin/python", config=NICE)
-START = WorkerStart(3, 1, 2, WRAPPED, "/run/3.json", "token", "/run/store", "/run/over", 1, {})
+START = WorkerStart(1, WRAPPED, "/run/3.json", "token", "/run/store", "/run/over", 1, {})
 
 
 def test_command_of_a_spawned_worker() -> None:

@@ -70,7 +70,7 @@ def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Around:
     monkeypatch.setattr(process, "ORIGINAL_DIR", os.getcwd())
     monkeypatch.chdir(tmp_path)
     spec = make_spec(WorldConfig(n=1))[0]
-    return Around(WorkerStart(0, 0, 1, spec, "", "", "", "", 1, {}), [])
+    return Around(WorkerStart(0, spec, "", "", "", "", 1, {}), [])
 
 
 def test_the_notebooks_folder(
