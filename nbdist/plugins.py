@@ -31,23 +31,20 @@ def entry_points(*groups: str) -> dict[str, EntryPoint]:
     In a checkout nbdist's own are those of pyproject.toml, whether it is installed or not.
     `importlib.metadata` would take four times as long, in each kernel that loads nbdist.
     """
-    found = {point.name: point for point in _of_checkout(groups)}
+    found: dict[str, EntryPoint] = {}
+    if PROJECT.exists():
+        import tomllib
+
+        project = tomllib.loads(PROJECT.read_text(encoding="utf-8")).get("project", {})
+        ours = project["entry-points"] if project.get("name") == "nbdist" else {}
+        for group in groups:
+            points = (EntryPoint(*each, group) for each in ours.get(group, {}).items())
+            found |= {point.name: point for point in points}
     for about in _installed():
         for point in Distribution.at(about).entry_points:
             if point.group in groups:
                 found.setdefault(point.name, point)
     return found
-
-
-def _of_checkout(groups: tuple[str, ...]) -> Iterator[EntryPoint]:
-    if PROJECT.exists():
-        import tomllib
-
-        project = tomllib.loads(PROJECT.read_text(encoding="utf-8")).get("project", {})
-        if project.get("name") == "nbdist":
-            for group in groups:
-                for name, value in project["entry-points"].get(group, {}).items():
-                    yield EntryPoint(name, value, group)
 
 
 def _installed() -> Iterator[Path]:

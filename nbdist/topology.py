@@ -279,8 +279,10 @@ def visible_gpus(environ: Mapping[str, str], installed: int | None = None) -> tu
     if chosen == ():
         return ()
     number = installed_gpus() if installed is None else installed
-    if chosen is None:
-        return _installed_slices() or tuple(map(str, range(number)))
+    if chosen is None and next(SLICES_FOLDER.glob("gpu*/mig/gi*/ci*"), None):
+        chosen = tuple(_MIG_SLICE.findall(_said_by_nvidia_smi("-L")))
+    if not chosen:
+        return tuple(map(str, range(number)))
     if is_slice(chosen[0]):
         return tuple(filter(is_slice, chosen)) if number else ()
     index = (int(each) if each.isdigit() else at for at, each in enumerate(chosen))
@@ -291,13 +293,6 @@ def visible_gpus(environ: Mapping[str, str], installed: int | None = None) -> tu
 def is_slice(gpu: str) -> bool:
     """Return True for a slice of a GPU (MIG), as CUDA_VISIBLE_DEVICES names it."""
     return gpu.startswith("MIG-")
-
-
-def _installed_slices() -> tuple[str, ...]:
-    """Name the MIG slices of the machine's GPUs: nvidia-smi does where the driver has some."""
-    if next(SLICES_FOLDER.glob("gpu*/mig/gi*/ci*"), None) is None:
-        return ()
-    return tuple(_MIG_SLICE.findall(_said_by_nvidia_smi("-L")))
 
 
 def installed_gpus() -> int:

@@ -396,17 +396,6 @@ class Outputs(NamedTuple):
     items: tuple[tuple[int, str, Output], ...]
 
 
-Down = (
-    Ask[Request]
-    | Run
-    | Locate
-    | Abort
-    | Interrupt
-    | Spare
-    | LetGo
-    | Enter
-    | Remember
-    | Received
-    | Leave
-)
+OfRanks = Locate | Abort | Interrupt | Spare | LetGo
+Down = Ask[Request] | Run | OfRanks | Enter | Remember | Received | Leave
 Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | Came | Silent

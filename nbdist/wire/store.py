@@ -135,7 +135,14 @@ class HostedStore:
             case Append(key, value):
                 self._put(key, self._values.get(key, b"") + value)
             case Add(key, amount):
-                return self._add(key, amount)
+                before = self._values.get(key, b"0")
+                try:
+                    total = int(before) + amount
+                except ValueError:
+                    why = f"{key} holds {before[:40]!r}, to which no number can be added"
+                    return Refused(why)
+                self._put(key, b"%d" % total)
+                return total
             case CompareSet(key, expected, desired):
                 # What is not there is as empty.
                 if self._values.get(key, b"") == expected:
@@ -151,15 +158,6 @@ class HostedStore:
         """Forget all keys; the ranks of the world before have ended, and so have their waits."""
         self._values.clear()
         self._waits.clear()
-
-    def _add(self, key: str, amount: int) -> int | Refused:
-        before = self._values.get(key, b"0")
-        try:
-            total = int(before) + amount
-        except ValueError:
-            return Refused(f"{key} holds {before[:40]!r}, to which no number can be added")
-        self._put(key, b"%d" % total)
-        return total
 
     async def _wait_for(self, keys: tuple[str, ...], seconds: float) -> _Values | None:
         """Return the values once all are there; None where they do not come in time."""
