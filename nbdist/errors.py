@@ -318,7 +318,7 @@ class WorkerError(NbdistError):
         )
 
     def show(self, *lines: str) -> None:
-        """Have Python and IPython show these lines under the error."""
+        """Add lines that Python and IPython show under the error."""
         self.add_note("\n".join(lines))
 
     def _render_traceback_(self) -> list[str]:

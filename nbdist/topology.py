@@ -455,36 +455,6 @@ def seat_more(seats: Seats, room: Sequence[int], size: int) -> Seats:
     return (*kept, *islice(free, size - len(kept)))
 
 
-def seat_of(rank: int, world_size: int, seats: Seats) -> Seat:
-    """Return a rank's seat; as torchrun does it counts the nodes that have ranks, without a gap."""
-    if not seats:
-        return Seat(rank, world_size, 0, 1)
-    node, local_rank = seats[rank]
-    nodes = sorted({each.node for each in seats})
-    return Seat(local_rank, len(ranks_on(node, world_size, seats)), nodes.index(node), len(nodes))
-
-
-def ranks_on(node: int, world_size: int, seats: Seats) -> tuple[int, ...]:
-    """List the ranks that sit on this node."""
-    if not seats:
-        return tuple(range(world_size)) if node == 0 else ()
-    return tuple(rank for rank, position in enumerate(seats) if position.node == node)
-
-
-def gpus_of(rank: int, seats: Seats, gpus: Sequence[str]) -> tuple[str, ...]:
-    """Choose what CUDA shows a rank of one machine's GPUs; its own is LOCAL_RANK modulo them.
-
-    One node has all.  Simulated ones have a slice each, as CUDA_VISIBLE_DEVICES, so that
-    LOCAL_RANK is a valid index on each; where there are too few GPUs, slices overlap.
-    """
-    if not gpus or len({position.node for position in seats}) < 2:
-        return tuple(gpus)
-    node = seats[rank].node
-    first = sum(position.node < node for position in seats)
-    here = sum(position.node == node for position in seats)
-    return tuple(gpus[(first + each) % len(gpus)] for each in range(min(here, len(gpus))))
-
-
 def reseat(seats: Seats, lost: Collection[int], room: Mapping[int, int]) -> Seats | None:
     """Seat the ranks of lost nodes on the others; None where these have too little `room`."""
     taken = {position for position in seats if position.node not in lost}

@@ -191,7 +191,7 @@ class Forming:
 
 def nodes_of(spec: WorldSpec) -> dict[int, int]:
     """Return the number of each rank's node, 0 on a single machine."""
-    return {rank: spec.seats[rank].node if spec.seats else 0 for rank in range(spec.world_size)}
+    return dict(enumerate(spec.nodes))
 
 
 def shares(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:

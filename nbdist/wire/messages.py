@@ -254,7 +254,7 @@ class Abort(NamedTuple):
 
 
 class Interrupt(NamedTuple):
-    """Notebook to agent: have these ranks leave what they run (`nbdist.agent.stopping`)."""
+    """Notebook to agent: stop what these ranks run (`nbdist.agent.stopping`)."""
 
     ranks: tuple[int, ...]
 

@@ -165,7 +165,7 @@ class GetHeld(PartRequest[Held]):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(PartRequest[str]):
-    """Have what can start these ranks; answered by what keeps it from that, else ""."""
+    """Make ready what starts these ranks; answered by what keeps it from that, else ""."""
 
     spec: WorldSpec
     ranks: tuple[int, ...]
@@ -199,7 +199,7 @@ class Form(PartRequest[Formed]):
 
 @dataclass(frozen=True, slots=True)
 class CallOff(PartRequest[None]):
-    """Have ranks wait no longer for this generation; at once, whatever else is under way."""
+    """Stop ranks from waiting for this generation; at once, whatever else is under way."""
 
     generation: int
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from nbdist.config import WorldConfig
 from nbdist.errors import UsageError
 from nbdist.system.processes import MODULE
-from nbdist.topology import Seat, Seats, gpus_of, is_slice, ranks_on, seat_of, uses_nccl
+from nbdist.topology import Seat, Seats, is_slice, uses_nccl
 
 Versions = Mapping[str, str]
 """By what it is the version of; "" where it is not there."""
@@ -122,20 +122,33 @@ class WorldSpec:
         """The command line of a worker that is not forked."""
         return (*self.wrap, self.python, *MODULE, "nbdist.worker")
 
+    @property
+    def nodes(self) -> list[int]:
+        """The node of each rank."""
+        return [each.node for each in self.seats] or [0] * self.world_size
+
     def seat(self, rank: int) -> Seat:
-        """Return which node the rank is on, and where there."""
-        return seat_of(rank, self.world_size, self.seats)
+        """Return a rank's seat; as torchrun does it counts nodes that have ranks, without a gap."""
+        node, local_rank = self.seats[rank] if self.seats else (0, rank)
+        there = sorted({*self.nodes})
+        return Seat(local_rank, self.nodes.count(node), there.index(node), len(there))
 
     @property
     def here(self) -> tuple[int, ...]:
         """The ranks of the node that this is for."""
-        if self.node is None:
-            return tuple(range(self.world_size))
-        return ranks_on(self.node, self.world_size, self.seats)
+        return tuple(rank for rank, node in enumerate(self.nodes) if self.node in (None, node))
 
     def gpus_of(self, rank: int) -> tuple[str, ...]:
-        """Choose what CUDA shows the rank: all of its node's, or its own MIG slice."""
-        gpus = gpus_of(rank, self.seats if self.node is None else (), self.gpus)
+        """Choose what CUDA shows the rank: all GPUs of its node, or its own MIG slice.
+
+        Simulated nodes have some each, as CUDA_VISIBLE_DEVICES, so that LOCAL_RANK is a valid
+        index on each; where there are too few GPUs, nodes share some.
+        """
+        gpus, nodes = self.gpus, self.nodes
+        if gpus and self.node is None and len({*nodes}) > 1:
+            node = nodes[rank]
+            first, here = sum(each < node for each in nodes), min(nodes.count(node), len(gpus))
+            gpus = tuple(gpus[(first + each) % len(gpus)] for each in range(here))
         own = self.seat(rank).local_rank % max(1, len(gpus))
         return gpus[own : own + 1] if any(map(is_slice, gpus)) else gpus
 

@@ -22,7 +22,7 @@ that one operation may wait: for longer ones a rank asks again."""
 
 
 class Set(NamedTuple):
-    """Have these values under these keys; answered by None."""
+    """Store these values under these keys; answered by None."""
 
     values: Mapping[str, bytes]
 
@@ -49,7 +49,7 @@ class Add(NamedTuple):
 
 
 class CompareSet(NamedTuple):
-    """Have the value `desired` where it is `expected`, or where none is there and none expected.
+    """Store the value `desired` where it is `expected`, or where none is there and none expected.
 
     Answered by the value then, where there is none by `expected`, as in torch.
     """
@@ -60,7 +60,7 @@ class CompareSet(NamedTuple):
 
 
 class Append(NamedTuple):
-    """Have more bytes at the end of the value; answered by None."""
+    """Add bytes at the end of the value; answered by None."""
 
     key: str
     value: bytes

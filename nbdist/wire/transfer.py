@@ -66,7 +66,7 @@ class Numbered:
         return self._told < self._read
 
     def message(self, frames: Sequence[Frame]) -> list[Frame]:
-        """Give a message the next number, and keep it."""
+        """Return a message with the next number, and keep it."""
         self._last += 1
         self._kept.append(frames)
         return [self._header(Kind.MESSAGE, self._last), *frames]
@@ -186,7 +186,7 @@ class Sending:
         return None
 
     def taken(self, taken: Taken, now: float) -> bool:
-        """Note an answer; say whether it is the last of its segment, which is there or refused."""
+        """Note an answer; return True for the last of its segment, which is there or refused."""
         path, end = taken.path, taken.end
         if taken.problem:  # to what was sent of it after that there is no answer
             self._under_way = deque(each for each in self._under_way if each[0] != path)

@@ -321,7 +321,7 @@ class CallLayout(NamedTuple):
     other: int
 
     def line(self) -> bytes:
-        """Give it as one line of text."""
+        """Write it as one line of text."""
         return " ".join(map(str, self)).encode() + b"\n"
 
     @classmethod

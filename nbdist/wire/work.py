@@ -167,7 +167,7 @@ class SigintSent:
 
 
 def failure_in_words(name: str, message: str) -> Failure:
-    """Give one from outside the cell's code, as one line."""
+    """Return a failure from outside the cell's code, as one line."""
     return Failure(name, message, (f"{name}: {message}",), time.time_ns())
 
 
