@@ -38,8 +38,8 @@ def entry_points(*groups: str) -> dict[str, EntryPoint]:
         project = tomllib.loads(PROJECT.read_text(encoding="utf-8")).get("project", {})
         ours = project["entry-points"] if project.get("name") == "nbdist" else {}
         for group in groups:
-            points = (EntryPoint(*each, group) for each in ours.get(group, {}).items())
-            found |= {point.name: point for point in points}
+            for name, value in ours.get(group, {}).items():
+                found[name] = EntryPoint(name, value, group)
     for about in _installed():
         for point in Distribution.at(about).entry_points:
             if point.group in groups:
