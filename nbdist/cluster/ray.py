@@ -15,8 +15,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from nbdist import topology
 from nbdist.cluster.launcher import KILL_TIMEOUT, AgentProcess, Launched, agent_command
@@ -41,16 +42,11 @@ TOKEN_WANTED = (
 )
 """What Ray says of that is for its log, or longer than a line."""
 
-DRIVER = "nbdist.cluster.ray_driver"
-
-
 Order = tuple[WorldConfig, bytes]
-"""What the driver is to place, and the line of the ticket; then it gets each `End`."""
+"""What the driver is to place, and the line of the ticket; then it gets each `End`.
 
-Placed = list[str]
-"""Its first answer: the hosts on which actors are about to start agents; else why there are none.
-
-Then it says each `Ended`."""
+Its first answer is a list of the hosts on which actors are about to start agents, else why there
+are none; then it says each `Ended`."""
 
 End = tuple[int, bool]
 """The number of an agent that is to end: by its stdin, or True for its actor by force."""
@@ -85,7 +81,8 @@ class Driver(Child):
     """The process that speaks with Ray, and the thread that hears what it says."""
 
     def __init__(self, log: Path) -> None:
-        super().__init__("", [sys.executable, *MODULE, DRIVER], log, stdout=subprocess.PIPE)
+        command = [sys.executable, *MODULE, "nbdist.cluster.ray_driver"]
+        super().__init__("", command, log, stdout=subprocess.PIPE)
         self.agents: Sequence[RayAgent] = ()
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
 
@@ -211,16 +208,11 @@ _DIGITS = re.compile(r"([0-9]+)")
 Bundle = Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class RayNode:
+class RayNode(NamedTuple):
     """A node of the cluster, with all that it has, used by others or not."""
 
     name: str
     resources: Bundle
-
-    def fits(self, bundle: Bundle) -> bool:
-        """Return True if it has room for this while no other program uses it."""
-        return all(self.resources.get(name, 0) >= much for name, much in bundle.items())
 
 
 class NoRoom(ValueError):
@@ -229,22 +221,35 @@ class NoRoom(ValueError):
 
 def bundles_of(wanted: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
     """Return what to ask of each node: as many as are wanted and there are; raises NoRoom."""
-    one = _for_worker(wanted, nodes)
-    if isinstance(wanted.per_node, int):
-        bundle = _times(one, wanted.per_node)
-        fitting = sum(node.fits(bundle) for node in nodes)
-        if fitting < wanted.min_nodes:
-            asked = f"{count(wanted.min_nodes, 'node')} with {word_bundle(bundle)} each"
-            raise NoRoom(f"{asked}: {_word_nodes(nodes)}")
-        return [bundle] * min(fitting, wanted.max_nodes or fitting)
-    rooms = sorted((_room(node, one, wanted) for node in nodes), reverse=True)
-    shares = [room for room in rooms if room]
-    if wanted.workers is not None:
-        shares = _filled(shares, wanted.workers)
-    if not shares:
-        asked = count(wanted.workers or 1, "worker")
-        raise NoRoom(f"{asked} with {word_bundle(one)} each: {_word_nodes(nodes)}")
+    per_node, workers = wanted.per_node, wanted.workers
+    has_gpus = any(node.resources.get(GPU) for node in nodes) and wanted.backend != "gloo"
+    one: dict[str, float] = {CPU: wanted.cpus or 1}
+    if has_gpus or per_node == "gpu":
+        one[GPU] = 1
+    if wanted.memory:
+        one[MEMORY] = int(wanted.memory[:-1]) * _BYTES[wanted.memory[-1]]
+    rooms = sorted((_room(node, one) for node in nodes), reverse=True)
+    if isinstance(per_node, int):
+        shares = [per_node for room in rooms if room >= per_node][: wanted.max_nodes]
+        is_enough, of = len(shares) >= wanted.min_nodes, per_node
+        asked = count(wanted.min_nodes, "node")
+    else:
+        if GPU not in one and per_node != "cpu":  # that was left open
+            rooms = [min(room, topology.AUTO_LIMIT) for room in rooms]
+        shares, of = [room for room in rooms if room], 1
+        if workers is not None:
+            pairs = zip(shares, accumulate(shares, initial=0), strict=False)
+            shares = [min(room, workers - before) for room, before in pairs if before < workers]
+        is_enough = sum(shares) >= (workers or 1)
+        asked = count(workers or 1, "worker")
+    if not is_enough:
+        raise NoRoom(f"{asked} with {word_bundle(_times(one, of))} each: {_word_nodes(nodes)}")
     return [_times(one, share) for share in shares]
+
+
+def _room(node: RayNode, one: Bundle) -> int:
+    """Return how many workers have room on a node while no other program uses it."""
+    return int(min(node.resources.get(name, 0) // much for name, much in one.items()))
 
 
 def word_bundle(bundle: Bundle) -> str:
@@ -253,34 +258,6 @@ def word_bundle(bundle: Bundle) -> str:
     memory = bundle.get(MEMORY)
     words += [f"{memory / (1 << 30):.1f} GiB of memory"] if memory else []
     return ", ".join(words) or "no CPU"
-
-
-def _for_worker(wanted: WorldConfig, nodes: Sequence[RayNode]) -> Bundle:
-    has_gpus = any(node.resources.get(GPU) for node in nodes) and wanted.backend != "gloo"
-    bundle: dict[str, float] = {CPU: wanted.cpus or 1}
-    if has_gpus or wanted.per_node == "gpu":
-        bundle[GPU] = 1
-    if wanted.memory:
-        bundle[MEMORY] = int(wanted.memory[:-1]) * _BYTES[wanted.memory[-1]]
-    return bundle
-
-
-def _room(node: RayNode, one: Bundle, wanted: WorldConfig) -> int:
-    """Return how many workers a node is asked to have where that was left open."""
-    room = int(min(node.resources.get(name, 0) // much for name, much in one.items()))
-    if GPU in one or wanted.per_node == "cpu" or not room:
-        return room
-    return min(room, topology.AUTO_LIMIT)
-
-
-def _filled(rooms: Sequence[int], workers: int) -> list[int]:
-    """Return the share of each, one after the other; none where there is not enough for all."""
-    shares = []
-    for room in rooms:
-        if workers > 0:
-            shares.append(min(room, workers))
-            workers -= room
-    return shares if workers <= 0 else []
 
 
 def _times(one: Bundle, number: int) -> Bundle:

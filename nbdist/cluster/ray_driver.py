@@ -32,7 +32,6 @@ from nbdist.cluster.ray import (
     End,
     Ended,
     NoRoom,
-    Placed,
     RayNode,
     actor_name,
     bundles_of,
@@ -147,7 +146,7 @@ def main() -> None:
     serve(agents, told)
 
 
-def say(stream: IO[bytes], message: Placed | str | Ended) -> None:
+def say(stream: IO[bytes], message: list[str] | str | Ended) -> None:
     """Send a message to the head; one that it is too late for goes nowhere."""
     with suppress(BrokenPipeError):
         pickle.dump(message, stream)
