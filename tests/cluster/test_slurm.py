@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 
 from nbdist.cluster import slurm
-from nbdist.cluster.allocation import salloc_environ, step_environ
 from nbdist.cluster.launcher import LaunchError
-from nbdist.cluster.slurm import Job, SlurmLauncher, nodes_of, salloc_command, word_complaint
+from nbdist.cluster.slurm import (
+    Job,
+    SlurmLauncher,
+    nodes_of,
+    salloc_command,
+    salloc_environ,
+    step_environ,
+    word_complaint,
+)
 from nbdist.cluster.ticket import KeyPair, Ticket
 from nbdist.config import WorldConfig
 
