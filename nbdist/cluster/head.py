@@ -20,8 +20,8 @@ from typing import Any
 from nbdist.agent.forming import nodes_of, shares
 from nbdist.agent.listener import Listener, with_ranks
 from nbdist.agent.notebook_link import Serving, Tether
-from nbdist.cluster.kept_code import KeptCode
 from nbdist.cluster.node import (
+    KeptCode,
     Node,
     NodeLost,
     NoSeats,
@@ -167,8 +167,8 @@ class Head:
                 kills = (ask(node, request._replace(ranks=part)) for node, part in parts)
                 await asyncio.gather(*kills)
             case messages.GetCode() | messages.PutCode():
-                self._code.take(request)
-                return await self._code.bring(self._there)
+                is_whole = self._code.take(request)
+                return await self._code.bring(self._there if is_whole else ())
         return None
 
     # --- to the nodes ---------------------------------------------------------------------

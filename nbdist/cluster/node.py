@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -15,7 +16,15 @@ from nbdist import __version__, topology
 from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology
 from nbdist.topology import Seats, free_seats, reseat
-from nbdist.wire.messages import Ask, Request, StartFailure
+from nbdist.wire.messages import (
+    Ask,
+    CodeFile,
+    CodeHeld,
+    GetCode,
+    PutCode,
+    Request,
+    StartFailure,
+)
 from nbdist.wire.node_messages import (
     AnyReply,
     EndRanks,
@@ -289,3 +298,54 @@ def unreachable(name: str, problem: str) -> str:
         f"{name} cannot reach {problem}; gloo and nccl connect all machines, at ports that the"
         " kernel chooses. A firewall has to let these through, or `--backend none`"
     )
+
+
+# --- the notebook's folder --------------------------------------------------------------------
+
+CODE_TIMEOUT = 60.0  # seconds for a node to take some megabytes, perhaps over a slow line
+
+
+class KeptCode:
+    """The notebook's files, for each node that has not got them: also one that comes later."""
+
+    def __init__(self) -> None:
+        self._get: GetCode | None = None
+        self._coming: dict[str, CodeFile] = {}
+        self._files: dict[str, CodeFile] = {}
+        self._sent = weakref.WeakKeyDictionary[Node, dict[str, CodeFile]]()
+
+    def take(self, request: GetCode | PutCode) -> bool:
+        """Take in which files there are, or some of them; return True once all are here."""
+        match request:
+            case GetCode():
+                self._get, self._coming = request, {}
+                return False
+            case PutCode(files, is_last):
+                self._coming |= files
+                if is_last and self._get is not None:
+                    known, paths = self._files | self._coming, self._get.paths
+                    self._files = {path: file for path, file in known.items() if path in paths}
+                return is_last
+
+    async def bring(self, nodes: Iterable[Node]) -> CodeHeld:
+        """Bring nodes the files that they lack; return the first problem."""
+        get = self._get
+        held = await asyncio.gather(*(self._bring_to(node, get) for node in nodes if get))
+        problem = next((each for each in held if each.problem), None)
+        is_shared = bool(held) and all(each.is_shared for each in held)
+        return problem or CodeHeld("", is_shared)
+
+    async def _bring_to(self, node: Node, get: GetCode) -> CodeHeld:
+        files, has = self._files, self._sent.pop(node, {})
+        try:
+            held: CodeHeld = await node.ask(get._replace(paths=frozenset(files)), CODE_TIMEOUT)
+            if not held.is_shared:
+                new = ((path, file) for path, file in files.items() if has.get(path) != file)
+                for put in PutCode.of(new):
+                    held = await node.ask(put, CODE_TIMEOUT)
+                    if held.problem:
+                        return replace(held, host=node.name)
+                self._sent[node] = files
+        except NodeLost as lost:
+            return CodeHeld(node.name, problem=str(lost))
+        return held

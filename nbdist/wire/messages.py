@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdist.output.events import Died, Output
@@ -26,7 +25,7 @@ from nbdist.wire.work import InputReply, Task
 if TYPE_CHECKING:
     from nbdist.config import WorldConfig
 
-# --- the notebook's code, by what is in its files ---------------------------------------------
+# --- the notebook's code ----------------------------------------------------------------------
 
 PART = 4 << 20
 """Bytes of files after which a message has enough: other messages need not wait for more."""
@@ -38,22 +37,16 @@ OWN_NAMES = (MARKER, MANIFEST, NEW_FILE)
 
 
 class CodeFile(NamedTuple):
-    """What is in a file, by its digest; a program or not."""
+    """What is in a file; a program or not."""
 
-    digest: bytes
+    content: bytes
     is_program: bool = False
 
     @classmethod
-    def read(cls, path: str) -> tuple[CodeFile, bytes]:
+    def read(cls, path: str) -> CodeFile:
         """Read a file; raises OSError."""
         with open(path, "rb") as file:
-            content, mode = file.read(), os.fstat(file.fileno()).st_mode
-        return cls(digest_of(content), bool(mode & stat.S_IXUSR)), content
-
-
-def digest_of(content: bytes) -> bytes:
-    """Return what two files with the same in them have in common."""
-    return blake2b(content, digest_size=16).digest()
+            return cls(file.read(), bool(os.fstat(file.fileno()).st_mode & stat.S_IXUSR))
 
 
 def landmark(path: str) -> tuple[int, int] | None:
@@ -62,29 +55,6 @@ def landmark(path: str) -> tuple[int, int] | None:
         found = os.stat(path)
         return found.st_ino, found.st_ctime_ns
     return None
-
-
-def part_of(
-    lacks: Iterable[CodeFile], read: Callable[[CodeFile], bytes | None]
-) -> dict[CodeFile, bytes]:
-    """Return what is in the first of these files, for one message; {} if none can be read."""
-    part: dict[CodeFile, bytes] = {}
-    size = 0
-    for file in lacks:
-        if size < PART and (content := read(file)) is not None:
-            part[file] = content
-            size += len(content)
-    return part
-
-
-def refusal_of(path: str) -> str:
-    """Return why a node must not write to a path below its folder of code; "" where it may."""
-    steps = path.split("/")
-    if not path or path.startswith("/") or "\0" in path:
-        return "it is no path below a folder"
-    if any(step in ("", ".", "..") for step in steps):
-        return "it leads out of the folder"
-    return "the name is nbdist's own" if steps[0] in OWN_NAMES else ""
 
 
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
@@ -146,16 +116,32 @@ class Kill(NamedTuple):
 
 
 class GetCode(NamedTuple):
-    """Hold these files, unless the `landmarks` are in the same folder; answered by `CodeHeld`."""
+    """Have a copy of a folder with these files alone, unless the `landmarks` are the very same.
+
+    Answered by `CodeHeld`; where the folder is not shared, `PutCode` follows.
+    """
 
     landmarks: Mapping[str, tuple[int, int]]
-    files: Mapping[str, CodeFile]
+    paths: frozenset[str]
 
 
 class PutCode(NamedTuple):
-    """Take in some of what was missing; answered by `CodeHeld`."""
+    """Write some of the files that are new or have changed; answered by `CodeHeld`."""
 
-    contents: Mapping[CodeFile, bytes]
+    files: Mapping[str, CodeFile]
+    is_last: bool
+
+    @classmethod
+    def of(cls, files: Iterable[tuple[str, CodeFile]]) -> Iterator[PutCode]:
+        """Divide files among messages, none much larger than what one file needs."""
+        part, size = dict[str, CodeFile](), 0
+        for path, file in files:
+            part[path] = file
+            size += len(file.content)
+            if size >= PART:
+                yield cls(part, is_last=False)
+                part, size = {}, 0
+        yield cls(part, is_last=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +200,9 @@ class Healed:
 
 @dataclass(frozen=True, slots=True)
 class CodeHeld:
-    """What a node lacks of the notebook's files; nothing where it has them, or they `is_shared`."""
+    """The notebook's folder is there, itself where it `is_shared`, or a `problem` prevents that."""
 
     host: str
-    lacks: tuple[CodeFile, ...] = ()
     is_shared: bool = False
     problem: str = ""
 

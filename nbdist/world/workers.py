@@ -274,6 +274,8 @@ class Workers:
                 module = module_of(self.config.launched_by)
                 self._link = Link(module, fork_server=self.spec.use_fork_server)
                 self._link.open()
+                if self.code is not None:
+                    self.code.forget()
             self._remembered = Remember({})
             self.remember()
             if self.code is not None:
