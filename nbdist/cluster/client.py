@@ -89,6 +89,8 @@ class HeadEnd:
     ) -> None:
         """`port` is the MASTER_PORT that is held here."""
         self._way = way
+        place = endpoint(way.address, way.ticket.port)
+        self._place = place.removeprefix("tcp://")
         self._port = port
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Answer]] = {}
@@ -114,7 +116,7 @@ class HeadEnd:
             | zmq.EVENT_CLOSED
         )
         self._watch = ZMQStream(monitor)
-        link.connect(endpoint(way.address, way.ticket.port))
+        link.connect(place)
         self._link = ZMQStream(link)
         self._link.on_recv(self._receive, copy=False)
 
@@ -155,11 +157,6 @@ class HeadEnd:
 
     # --- the connection -------------------------------------------------------------------
 
-    @property
-    def _place(self) -> str:
-        place = endpoint(self._way.address, self._way.ticket.port)
-        return place.removeprefix("tcp://")
-
     def _note(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -193,7 +190,8 @@ class HeadEnd:
             self._looking = loop.create_task(self._look())
 
     async def _look(self) -> None:
-        if await is_refused(self._way.address, self._way.ticket.port):
+        found = await _connect(self._way.address, self._way.ticket.port, REACH_TIMEOUT)
+        if isinstance(found, ConnectionRefusedError):  # no process listens on that port
             self._lose()
 
     def _lose(self, problem: str = "") -> None:
@@ -309,11 +307,6 @@ async def first_unreached(targets: Sequence[Target], timeout: float = REACH_TIME
         if isinstance(error, OSError) and not isinstance(error, ConnectionRefusedError):
             return f"{to.name} at {to.address}:{to.port}: {_why(error, timeout)}"
     return ""
-
-
-async def is_refused(address: str, port: int) -> bool:
-    """Return True if the machine refuses the connection: no process listens on that port."""
-    return isinstance(await _connect(address, port, REACH_TIMEOUT), ConnectionRefusedError)
 
 
 async def _connect(address: str, port: int, timeout: float) -> str | OSError:

@@ -68,9 +68,8 @@ class NodePool:
         self._processes: list[AgentProcess] = []
         self._late: set[asyncio.Task[None]] = set()
         self._by_identity: dict[bytes, Node] = {}
-        self._failure: CannotStart | None = None
+        self._failures: list[CannotStart] = []
         self._versions = versions_here()
-        self._failed = 0
         self._came = asyncio.Event()
         self._has_begun = self._is_leaving = False
 
@@ -80,7 +79,7 @@ class NodePool:
     @property
     def there(self) -> list[Node]:
         """The nodes that are not lost, in order."""
-        return [self.nodes[number] for number in sorted(self.nodes) if not self.nodes[number].lost]
+        return [node for _, node in sorted(self.nodes.items()) if not node.lost]
 
     def will_do(self, wanted: WorldConfig) -> bool:
         """Return True if a restart can have these nodes: enough, and as many as can be."""
@@ -174,8 +173,8 @@ class NodePool:
         while not awaited.have_come(room := self._room()):
             report(launched.news() or awaited.text(room))
             self._came.clear()
-            if self._failure is not None and not (least and self._failed <= launched.nodes - least):
-                raise self._failure
+            if len(self._failures) > (launched.nodes - least if least else 0):
+                raise self._failures[0]
             if (left := end - asyncio.get_running_loop().time()) <= 0:
                 there = {node.number for node in self.there}
                 hosts = [host for at, host in enumerate(launched.hosts) if at not in there]
@@ -315,8 +314,7 @@ class NodePool:
                     self._do_late(asyncio.to_thread(process.end, 0.0))
 
     def _fail(self, failure: CannotStart) -> None:
-        self._failed += 1
-        self._failure = self._failure or failure
+        self._failures.append(failure)
         self._came.set()
 
 

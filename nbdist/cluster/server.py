@@ -214,13 +214,14 @@ class NodeServer:
                 log.warning("refused a connection, %d by now: %s", refusals.count, name)
 
 
-FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+HEARD = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-
-HEARD = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
 """The events that are looked at (libzmq 4.3.5)."""
 
 

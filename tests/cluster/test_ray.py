@@ -12,10 +12,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.cluster import ray_driver
+from nbdist.cluster import ray as launcher_of_ray
 from nbdist.cluster.launcher import find_launcher
-from nbdist.cluster.ray import NoRoom, RayLauncher, RayNode, bundles_of, distinct, in_order
-from nbdist.cluster.ray_driver import Agent, current, probe, word_busy
+from nbdist.cluster.ray import (
+    Agent,
+    NoRoom,
+    RayLauncher,
+    RayNode,
+    bundles_of,
+    current,
+    distinct,
+    in_order,
+    probe,
+    word_busy,
+)
 from nbdist.cluster.ticket import KeyPair, Ticket
 from nbdist.config import WorldConfig
 from tests.waiting import wait_until
@@ -175,9 +185,9 @@ def test_where_the_cluster_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert current() == ""
     (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / ray_driver.CURRENT).write_text("10.0.0.1:6379\n")
+    (tmp_path / "ray" / launcher_of_ray.CURRENT).write_text("10.0.0.1:6379\n")
     assert current() == "10.0.0.1:6379"
-    monkeypatch.setattr(ray_driver, "REACH_TIMEOUT", 0.2)
+    monkeypatch.setattr(launcher_of_ray, "REACH_TIMEOUT", 0.2)
     with pytest.raises(OSError, match=r"no Ray cluster answers at ray://192\.0\.2\.77:10001: "):
         probe("ray://192.0.2.77:10001")
     probe("anyscale://mine")
