@@ -283,21 +283,11 @@ def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
 
 def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[Target, ...]]:
     """Choose for each machine, by its number, which others it is to try to reach."""
-    found = {}
-    for at, node in enumerate(nodes):
-        others = [*nodes[at + 1 :], *nodes[:at]][:REACHED]
-        found[node.number] = tuple(
-            Target(other.name, other.facts.address, other.facts.port) for other in others
-        )
-    return found
-
-
-def unreachable(name: str, problem: str) -> str:
-    """Word that one machine cannot reach another, and what can be done about it."""
-    return (
-        f"{name} cannot reach {problem}; gloo and nccl connect all machines, at ports that the"
-        " kernel chooses. A firewall has to let these through, or `--backend none`"
-    )
+    everyone = [Target(node.name, node.facts.address, node.facts.port) for node in nodes]
+    return {
+        node.number: (*everyone[at + 1 :], *everyone[:at])[:REACHED]
+        for at, node in enumerate(nodes)
+    }
 
 
 # --- the notebook's folder --------------------------------------------------------------------

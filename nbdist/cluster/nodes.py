@@ -12,7 +12,7 @@ from typing import Any
 
 from nbdist.agent.forming import Forming
 from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_launcher, why_refused
-from nbdist.cluster.node import Node, NodeLost, mismatch, room_of, targets, unreachable
+from nbdist.cluster.node import Node, NodeLost, mismatch, room_of, targets
 from nbdist.cluster.server import NodeServer, addresses, listened_at
 from nbdist.config import WorldConfig
 from nbdist.wire.messages import Leave, Silent, StartFailure
@@ -208,7 +208,12 @@ class NodePool:
             return  # which is a failure of its own
         for node, problem in zip(there, problems, strict=True):
             if problem:
-                raise CannotStart(node.name, unreachable(node.name, problem))
+                why = (
+                    f"{node.name} cannot reach {problem}; gloo and nccl connect all machines, at "
+                    "ports that the kernel chooses. A firewall has to let these through, or "
+                    "`--backend none`"
+                )
+                raise CannotStart(node.name, why)
 
     async def _try_again(self) -> None:
         """Start agents again where some were lost, or could not be started."""

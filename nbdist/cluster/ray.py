@@ -273,12 +273,9 @@ def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
     return [*names]
 
 
-def in_order(names: Sequence[str]) -> list[int]:
-    """List the places of names in the order that a person expects: node2 before node10."""
-    parts = [
-        [int(part) if part.isdigit() else part for part in _DIGITS.split(name)] for name in names
-    ]
-    return sorted(range(len(names)), key=parts.__getitem__)
+def in_order(name: str) -> list[int | str]:
+    """Return a key that sorts names as a person expects: node2 before node10."""
+    return [int(part) if part.isdigit() else part for part in _DIGITS.split(name)]
 
 
 # --- in the driver ------------------------------------------------------------------------------
@@ -441,11 +438,11 @@ def place(wanted: WorldConfig) -> tuple[list[Reserved], list[str]]:
     if not group.wait(PLACE_TIMEOUT):
         raise NoRoom(word_busy(bundles, ray.available_resources(), ray.cluster_resources()))
     at = placement_group_table(group)["bundles_to_node_id"]
-    chosen = [alive[at[number]] for number in range(len(bundles))]
-    order = in_order([str(each["NodeManagerHostname"]) for each in chosen])
-    names = [str(chosen[at]["NodeManagerHostname"]) for at in order]
-    addresses = [str(chosen[at]["NodeManagerAddress"]) for at in order]
-    return [(group, at, bundles[at]) for at in order], distinct(names, addresses)
+    chosen = [(alive[at[number]], number) for number in range(len(bundles))]
+    chosen.sort(key=lambda each: in_order(each[0]["NodeManagerHostname"]))
+    names = [str(node["NodeManagerHostname"]) for node, _ in chosen]
+    addresses = [str(node["NodeManagerAddress"]) for node, _ in chosen]
+    return [(group, number, bundles[number]) for _, number in chosen], distinct(names, addresses)
 
 
 def word_busy(bundles: Sequence[Bundle], free: Bundle, there: Bundle) -> str:

@@ -246,21 +246,16 @@ class Refusals:
                 # It is not said which; those who come do so within moments, one after the other.
                 del self._strangers[:1]
             case zmq.EVENT_DISCONNECTED:
-                counts = self._is_unjudged_stranger(descriptor)
+                is_judged, self._is_judged = self._is_judged, False
+                if descriptor in self._strangers:  # it sent no greeting, unless it is judged
+                    self._strangers.remove(descriptor)
+                    counts = not is_judged
             case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._is_judged = True  # it went by itself
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 counts = self._is_judged = True
         self.count += counts
         return counts
-
-    def _is_unjudged_stranger(self, descriptor: int) -> bool:
-        """Return True if one ended of which nothing was said before: it sent no greeting."""
-        is_judged, self._is_judged = self._is_judged, False
-        if descriptor not in self._strangers:
-            return False
-        self._strangers.remove(descriptor)
-        return not is_judged
 
 
 OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))

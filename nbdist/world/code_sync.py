@@ -141,14 +141,11 @@ class CodeListing:
         )
 
     def _list(self) -> None:
-        def by_use(item: _Found) -> tuple[bool, bool, int, str]:
-            path, found, is_asked_for = item
-            return not is_asked_for, not path.endswith(".py"), found.st_size, path
-
         self.files, self.left_out, self._folders = {}, {}, {}
         room = MOST_BYTES
-        # Code first, and what is small: where there is no room for all, data stays here.
-        for path, found, is_asked_for in sorted(self._walk(), key=by_use):
+        # Code first, and what is near: where there is no room for all, data stays here.
+        by_use = sorted(self._walk(), key=lambda each: (not each[2], not each[0].endswith(".py")))
+        for path, found, is_asked_for in by_use:
             size = found.st_size
             has_room = size <= min(LARGEST, room) and len(self.files) < MOST_FILES
             if (is_asked_for or has_room) and os.access(self._root + path, os.R_OK):

@@ -307,29 +307,34 @@ def node(
     node.close()
 
 
-def bring(code: CodeSync, node: CodeFolder, change: str = "") -> list[str]:
-    """Bring the files there, and return which; `mine.py` becomes `change` while it is sent."""
+def bring(code: CodeSync, node: CodeFolder) -> list[str]:
+    """Bring the files there, and return which were sent."""
     sent: list[str] = []
 
     def asks(request: GetCode | PutCode) -> Generator[None, None, CodeHeld]:
-        if isinstance(request, PutCode):
-            sent.extend(request.files)
-            return node.take(request)
-        if change:
-            (code.listing.folder / "mine.py").write_text(change)
-        return node.take(request._replace(landmarks={}))
+        if isinstance(request, GetCode):
+            return node.take(request._replace(landmarks={}))
+        sent.extend(request.files)
+        return node.take(request)
         yield
 
     list(code.bringing(asks))
     return sorted(sent)
 
 
-def test_files_that_change_while_they_are_sent(folder: Path, node: CodeFolder) -> None:
-    """They are sent as they are then, if they are still there; what stays is said once."""
+def test_only_what_has_changed_is_sent(folder: Path, node: CodeFolder) -> None:
+    """To another agent all; a program as one; what stays is said once."""
+    write(folder, {"mine.py": "1", "run": "sh"})
+    (folder / "run").chmod(0o755)
     code = CodeSync(folder)
-    for text in ("x = 1", "x = 2"):
-        bring(code, node, text)
-        assert (node.path / "mine.py").read_text() == text
+    assert bring(code, node) == ["mine.py", "run"]
+    assert os.access(node.path / "run", os.X_OK)
+    assert bring(code, node) == []
+    write(folder, {"mine.py": "2"})
+    assert bring(code, node) == ["mine.py"]
+    assert (node.path / "mine.py").read_text() == "2"
+    code.forget()
+    assert bring(code, node) == ["mine.py", "run"]
     for name, size in (("model.pt", 2000), ("other.pt", 9000)):
         (folder / name).write_bytes(bytes(size))
         bring(code, node)
@@ -340,17 +345,3 @@ def test_files_that_change_while_they_are_sent(folder: Path, node: CodeFolder) -
     shutil.rmtree(folder)
     with pytest.raises(CodeNotSent, match=f"folder: {folder}: No such file or directory"):
         bring(CodeSync(folder), node)
-
-
-def test_only_what_has_changed_is_sent(folder: Path, node: CodeFolder) -> None:
-    """To another agent all; a program as one."""
-    write(folder, {"mine.py": "1", "run": "sh"})
-    (folder / "run").chmod(0o755)
-    code = CodeSync(folder)
-    assert bring(code, node) == ["mine.py", "run"]
-    assert os.access(node.path / "run", os.X_OK)
-    assert bring(code, node) == []
-    write(folder, {"mine.py": "2"})
-    assert bring(code, node) == ["mine.py"]
-    code.forget()
-    assert bring(code, node) == ["mine.py", "run"]
