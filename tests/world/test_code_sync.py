@@ -312,10 +312,9 @@ def bring(code: CodeSync, node: CodeFolder) -> list[str]:
     sent: list[str] = []
 
     def asks(request: GetCode | PutCode) -> Generator[None, None, CodeHeld]:
-        if isinstance(request, GetCode):
-            return node.take(request._replace(landmarks={}))
-        sent.extend(request.files)
-        return node.take(request)
+        sent.extend(request.files if isinstance(request, PutCode) else ())
+        is_get = isinstance(request, GetCode)
+        return node.take(request._replace(landmarks={}) if is_get else request)
         yield
 
     list(code.bringing(asks))
