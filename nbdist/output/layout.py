@@ -176,12 +176,7 @@ def live_layout(
     each = max(2, lines // max(1, len(in_blocks)))
     shown = [*rows.items(), *(bars.beside if bars else ())]
     left_out = [each.ranks for each in in_blocks[MOST_ROWS:]] + [of for _, of in shown[MOST_ROWS:]]
-    return Panel(
-        ranks_text(transcript.ranks),
-        seconds_text(transcript.elapsed(now)),
-        state_counts(transcript),
-        "",
-        *_squares_of(transcript),
+    return _of_all(transcript, now)._replace(
         note=note,
         is_live=True,
         now=" · ".join(filter(None, [usage, bars.behind if bars else ""])),
@@ -231,9 +226,9 @@ def final_layout(
 ) -> Panel:
     """Lay out a finished cell, or one broken off at `now`; `logs` has the names of log files."""
     logs = logs or {}
-    ranks, seconds = ranks_text(transcript.ranks), seconds_text(transcript.elapsed(now))
+    shown = _of_all(transcript, now)._replace(pace=_pace(transcript), note=note)
     if transcript.is_silent and not transcript.failed:
-        return Panel(ranks, seconds, pace=_pace(transcript), note=note)
+        return shown._replace(states=(), squares=(), more_squares=0)
     groups = transcript.groups(failed_first=True)
     silent = [group for group in groups if group.shown.is_silent and group.shown.state == "ok"]
     failed = [group for group in groups if group.has_failed]
@@ -245,13 +240,7 @@ def final_layout(
         seen = {transcript.ranks[0], *unlike_most(others)}
         rest = [each for each in others if each.ranks[0] not in seen and len(each.ranks) == 1]
         others = [group for group in others if group not in rest]
-    return Panel(
-        ranks,
-        seconds,
-        state_counts(transcript),
-        _pace(transcript),
-        *_squares_of(transcript),
-        note=note,
+    return shown._replace(
         spread=spread(transcript),
         bars=_bars(rows),
         blocks=_final_blocks(transcript, [*failed, *others], logs, _OPEN_LINES),
@@ -405,16 +394,21 @@ def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
     )
 
 
-def _squares_of(transcript: Transcript) -> tuple[tuple[tuple[str, Look], ...], int]:
-    """Make one for each of many ranks, or for runs of ranks where those would be too many."""
-    states = [(each.rank, each.look) for each in transcript]
-    if len(states) <= MANY_RANKS:
-        return (), 0
-    squares = [(str(rank), state) for rank, state in states]
-    if len(states) > _MOST_SQUARES:
-        runs = groupby(states, key=lambda item: item[1])
-        squares = [(format_ranks(rank for rank, _ in run), state) for state, run in runs]
-    return tuple(squares[:_MOST_SQUARES]), max(0, len(squares) - _MOST_SQUARES)
+def _of_all(transcript: Transcript, now: float | None) -> Panel:
+    """Begin a panel with what is said of all ranks; of many each, or each run, has a square."""
+    squares = [(str(each.rank), each.look) for each in transcript]
+    if len(squares) <= MANY_RANKS:
+        squares = []
+    elif len(squares) > _MOST_SQUARES:
+        runs = groupby(transcript, key=lambda each: each.look)
+        squares = [(format_ranks(each.rank for each in run), look) for look, run in runs]
+    return Panel(
+        ranks_text(transcript.ranks),
+        seconds_text(transcript.elapsed(now)),
+        state_counts(transcript),
+        squares=tuple(squares[:_MOST_SQUARES]),
+        more_squares=max(0, len(squares) - _MOST_SQUARES),
+    )
 
 
 def _failed_with(group: Group, transcript: Transcript) -> str:
