@@ -9,23 +9,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from difflib import get_close_matches
-from inspect import Signature
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Literal,
-    NamedTuple,
-    ParamSpec,
-    TypeVar,
-    cast,
-    get_args,
-)
+from typing import Any, Literal, NamedTuple, cast, get_args
 
-from nbdist.errors import UnknownArgument, UsageError
+from nbdist.errors import UsageError
 from nbdist.topology import (
     Host,
     Layout,
@@ -37,9 +25,6 @@ from nbdist.topology import (
     read_hosts,
 )
 from nbdist.words import count
-
-P = ParamSpec("P")
-S = TypeVar("S")
 
 DEFAULT_POOL = "default"
 """The pool of a world that names none; torchrun's name for the role of such workers."""
@@ -60,7 +45,7 @@ SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _NAME_LIMIT, _PART_LIMIT = 200, 100
 _BYTES = re.compile(r"([0-9]{1,6})([MGT])(?:i?B)?", re.IGNORECASE)
 _PATTERN = re.compile(r"[A-Za-z0-9_*?]+")
-_ADDRESS = re.compile(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,100}")
+_ADDRESS = re.compile(r"(\[)?([A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,100})(?(1)\])")
 _ENDPOINT = re.compile(r"(?:[A-Za-z0-9_.-]{1,250}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
 
@@ -169,13 +154,11 @@ def _read_patterns(text: str | Iterable[str]) -> str:
 
 
 def _read_address(text: str) -> str:
-    bare = text.strip()
-    if bare[:1] + bare[-1:] == "[]":
-        bare = bare[1:-1]
-    if not _ADDRESS.fullmatch(bare):
+    found = _ADDRESS.fullmatch(text.strip())
+    if not found:
         what = "an address of this machine or a network interface, such as 10.0.0.1 or eth0"
         raise _refused("--address", text, f"{what}; the port is found")
-    return bare
+    return found[2]
 
 
 def _read_endpoint(text: str) -> str:
@@ -215,11 +198,6 @@ class Option(NamedTuple):
     at_once: bool = False
     launchers: Collection[str] = ()
 
-    @property
-    def usage(self) -> str:
-        """The flag, and what stands after it."""
-        return f"{self.flag} {self.metavar}".rstrip()
-
     def is_for(self, launcher: str) -> bool:
         """Return True if a launcher of this name has a use for it."""
         is_other = launcher not in (LOCAL, *ELSEWHERE)
@@ -230,20 +208,18 @@ class Option(NamedTuple):
         if isinstance(value, bool):
             return self.flag
         if isinstance(value, Mapping):
-            return " ".join(f"{self.flag} {name}={text}" for name, text in shown(value).items())
+            said = {name: "..." if SECRET.search(name) else text for name, text in value.items()}
+            return " ".join(f"{self.flag} {name}={text}" for name, text in said.items())
         text = str(value)
         return f'{self.flag} "{text}"' if " " in text else f"{self.flag} {text}"
 
 
-def shown(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without what is secret."""
-    return {name: "..." if SECRET.search(name) else text for name, text in environ.items()}
-
-
 def _option(flag: str, text: str, *how: Any, default: Any = None, **more: Any) -> Any:
     """Make a field that has its `Option`, and a default: None if none is given."""
-    usual = {"default_factory": dict} if default is dict else {"default": default}
-    return field(**usual, metadata={"option": Option(flag, text, *how, **more)})
+    metadata = {"option": Option(flag, text, *how, **more)}
+    if default is dict:  # an environment, which can have secrets
+        return field(default_factory=dict, repr=False, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -264,7 +240,7 @@ class Patience:
     holds_stop: bool = False
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class WorldConfig:
     """What a world was asked to be; its fields are the arguments of `World`.
 
@@ -397,15 +373,24 @@ class WorldConfig:
             both = "it takes both, `--rdzv-backend etcd-v2 --rdzv-endpoint HOST:2379`"
             raise UsageError(f"`{OPTIONS[rdzv[0]].again(given[rdzv[0]])}`: {both}.")
         if self.hosts:
-            typed = f"-j {self.layout}" if self.layout else f"-n {self.n}"
-            check_room(typed, self.workers, self.shape, self.named_hosts)
+            self._check_room()
 
-    def __repr__(self) -> str:
-        usual = WorldConfig().__dict__
-        said = {name: value for name, value in vars(self).items() if value != usual[name]}
-        if self.env:
-            said["env"] = shown(self.env)
-        return f"WorldConfig({', '.join(f'{name}={value!r}' for name, value in said.items())})"
+    def _check_room(self) -> None:
+        """Raise UsageError where the hosts are known to have too little room."""
+        hosts, layout = self.named_hosts, self.shape
+        typed = f"`{f'-j {layout}' if layout else f'-n {self.n}'} --hosts {self.hosts}`"
+        slots = [host.slots for host in hosts]
+        room = None if None in slots else sum(filter(None, slots))
+        if self.workers and room is not None and room < self.workers:
+            raise UsageError(f"{typed}: the hosts have room for {count(room, 'worker')}.")
+        if layout is None:
+            return
+        least, each = layout.least, layout.per_node
+        if len(hosts) < least:
+            raise UsageError(f"{typed}: {count(least, 'node')}, but {count(len(hosts), 'host')}.")
+        small = [host for host in hosts if host.slots is not None and host.slots < each]
+        if len(hosts) - len(small) < least:
+            raise UsageError(f"{typed}: {small[0]} has no room for {count(each, 'worker')}.")
 
     @property
     def shape(self) -> Layout | None:
@@ -432,7 +417,7 @@ class WorldConfig:
     @property
     def min_nodes(self) -> int:
         """How many nodes are enough to start with."""
-        return (self.shape.least or self.shape.nodes) if self.shape else len(self.named_hosts) or 1
+        return self.shape.least if self.shape else len(self.named_hosts) or 1
 
     @property
     def max_nodes(self) -> int | None:
@@ -506,77 +491,3 @@ def launcher_for(said: Mapping[str, object], environ: Mapping[str, str]) -> str:
     is_this_machine = nodes == "1" and "SLURMD_NODENAME" in environ
     is_in_job = environ.get("SLURM_JOB_ID") and not is_this_machine
     return "slurm" if said.get("salloc") or is_in_job else LOCAL
-
-
-def check_room(
-    typed: str, workers: int | None, layout: Layout | None, hosts: Sequence[Host]
-) -> None:
-    """Raise UsageError where the hosts have no room for what was `typed`, `-n 8` or `-j 2x4`."""
-    slots = [host.slots for host in hosts]
-    among = f"`{typed} --hosts {','.join(map(str, hosts))}`"
-    if workers is not None and None not in slots:
-        there_are = sum(filter(None, slots))
-        if there_are < workers:
-            raise UsageError(f"{among}: the hosts have room for {count(there_are, 'worker')}.")
-    if layout is None:
-        return
-    if len(hosts) < (least := layout.least or layout.nodes):
-        raise UsageError(f"{among}: {count(least, 'node')}, but {count(len(hosts), 'host')}.")
-    small = [host for host in hosts if host.slots is not None and host.slots < layout.per_node]
-    if len(hosts) - len(small) < least:
-        raise UsageError(f"{among}: {small[0]} has no room for {count(layout.per_node, 'worker')}.")
-
-
-MEAN_N = ("workers", "num_workers", "nprocs", "num_processes", "nproc_per_node", "world_size")
-"""What others call the number of workers."""
-
-
-def takes_options(
-    config: Callable[P, WorldConfig],
-) -> Callable[[Callable[[S, WorldConfig], None]], Callable[Concatenate[S, P], None]]:
-    """Let a method that wants a `WorldConfig` take its fields: `help()` and editors show them."""
-
-    def decorate(method: Callable[[S, WorldConfig], None]) -> Callable[Concatenate[S, P], None]:
-        def taking(self: S, /, *args: P.args, **options: P.kwargs) -> None:
-            if len(args) > 1:  # all but `n` have names
-                raise UnknownArgument(f"nbdist.{type(self).__name__}", repr(args[1]))
-            if unknown := next((name for name in options if name not in OPTIONS), None):
-                near = ["n"] if unknown in MEAN_N else get_close_matches(unknown, OPTIONS, 1)
-                raise UnknownArgument(f"nbdist.{type(self).__name__}", unknown, "".join(near))
-            method(self, config(*args, **options))
-
-        parameters = [*Signature.from_callable(method).parameters.values()][:1]
-        parameters += Signature.from_callable(config, eval_str=True).parameters.values()
-        taking.__signature__ = Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-        taking.__name__, taking.__qualname__ = method.__name__, method.__qualname__
-        taking.__doc__ = f"{method.__doc__}\n{_arguments()}"
-        return taking
-
-    return decorate
-
-
-if TYPE_CHECKING:
-
-    @dataclass(frozen=True, eq=False)
-    class Changes(WorldConfig):
-        """The arguments of a restart."""
-
-        keep: Sequence[str] = ()
-else:
-    Changes = WorldConfig  # a class of so many fields takes a millisecond of `%load_ext`
-
-
-def takes_changes(
-    changes: Callable[P, WorldConfig],
-) -> Callable[[Callable[Concatenate[S, ...], None]], Callable[Concatenate[S, P], None]]:
-    """Show type checkers and editors the fields of `changes` as a method's parameters."""
-    return lambda method: cast(Any, method)
-
-
-def _arguments() -> str:
-    """Write the fields as a docstring has arguments."""
-    turns_off = {name: option.flag.startswith("--no-") for name, option in OPTIONS.items()}
-    return "\n".join(
-        f"    {name}: {'False to ' if turns_off[name] else ''}{option.help}."
-        for name, option in OPTIONS.items()
-    )

@@ -6,7 +6,8 @@ else: constructors take facts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from nbdist.words import LACKED_MEMORY, count, format_ranks, name_ranks, one_line, word_exit
@@ -16,6 +17,9 @@ Made = TypeVar("Made", bound=BaseException)
 START_LOG_LINES = 20
 
 KEPT = "; no variables were lost"
+
+MEAN_N = ("workers", "num_workers", "nprocs", "num_processes", "nproc_per_node", "world_size")
+"""What others call the number of workers."""
 
 
 class NbdistError(Exception):
@@ -66,10 +70,11 @@ class BadTopology(UsageError):
 
 
 class UnknownArgument(UsageError, TypeError):
-    """A function was called with an argument that it does not have."""
+    """A function was called with an argument that it does not have; it has these `names`."""
 
-    def __init__(self, function: str, name: str, near: str = "") -> None:
-        meant = f": did you mean `{near}`?" if near else "."
+    def __init__(self, function: str, name: str, names: Collection[str] = ()) -> None:
+        near = ["n"] if name in MEAN_N else get_close_matches(name, names, 1)
+        meant = f": did you mean `{near[0]}`?" if near else "."
         super().__init__(
             f"`{function}`: there is no argument `{name}`{meant} `help({function})` shows all."
         )
@@ -313,7 +318,7 @@ class WorkerError(NbdistError):
         )
 
     def show(self, *lines: str) -> None:
-        """Have Python and IPython show these lines under the error."""
+        """Add lines that Python and IPython show under the error."""
         self.add_note("\n".join(lines))
 
     def _render_traceback_(self) -> list[str]:

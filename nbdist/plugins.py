@@ -1,4 +1,6 @@
-"""What adds to nbdist: entry points of its own groups, of `nbdist.tools` and of other packages.
+"""What installed packages add to nbdist, by entry points, and what it requires of them.
+
+Nothing of theirs is imported here.
 
 nbdist.commands      a magic, made with `nbdist.notebook.command.command`, under its name
 nbdist.cell_options  an option of `%%distributed`: a `nbdist.notebook.command.CellOption`
@@ -9,11 +11,13 @@ nbdist.launchers     a class that starts agents on machines: `nbdist.cluster.lau
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.metadata import Distribution, EntryPoint
+from importlib.metadata import Distribution, EntryPoint, PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import NamedTuple
 
 COMMANDS, CELL_OPTIONS = "nbdist.commands", "nbdist.cell_options"
 OPS, LAUNCHERS = "nbdist.ops", "nbdist.launchers"
@@ -27,23 +31,20 @@ def entry_points(*groups: str) -> dict[str, EntryPoint]:
     In a checkout nbdist's own are those of pyproject.toml, whether it is installed or not.
     `importlib.metadata` would take four times as long, in each kernel that loads nbdist.
     """
-    found = {point.name: point for point in _of_checkout(groups)}
+    found: dict[str, EntryPoint] = {}
+    if PROJECT.exists():
+        import tomllib
+
+        project = tomllib.loads(PROJECT.read_text(encoding="utf-8")).get("project", {})
+        ours = project["entry-points"] if project.get("name") == "nbdist" else {}
+        for group in groups:
+            for name, value in ours.get(group, {}).items():
+                found[name] = EntryPoint(name, value, group)
     for about in _installed():
         for point in Distribution.at(about).entry_points:
             if point.group in groups:
                 found.setdefault(point.name, point)
     return found
-
-
-def _of_checkout(groups: tuple[str, ...]) -> Iterator[EntryPoint]:
-    if PROJECT.exists():
-        import tomllib
-
-        project = tomllib.loads(PROJECT.read_text(encoding="utf-8")).get("project", {})
-        if project.get("name") == "nbdist":
-            for group in groups:
-                for name, value in project["entry-points"].get(group, {}).items():
-                    yield EntryPoint(name, value, group)
 
 
 def _installed() -> Iterator[Path]:
@@ -56,3 +57,48 @@ def _installed() -> Iterator[Path]:
                     with suppress(OSError), open(f"{about}/entry_points.txt", "rb") as file:
                         if b"[nbdist." in file.read():
                             yield Path(about)
+
+
+# --- what nbdist requires ----------------------------------------------------------------------
+
+REQUIREMENT = re.compile(r"([\w.-]+)\s*([^;]*)$")
+"""A requirement of nbdist itself, without a marker: the name and the range."""
+
+
+class Requirement(NamedTuple):
+    """A package that nbdist requires: its name, the range, and the version here, "" for none."""
+
+    name: str
+    wanted: str
+    found: str
+
+    @property
+    def is_within(self) -> bool:
+        """Whether there is one, in the range."""
+        return bool(self.found) and is_within(self.found, self.wanted)
+
+
+def requirements() -> Iterator[Requirement]:
+    """Look at each; at none where nbdist is run from its folder and was not installed."""
+    try:
+        ours = requires("nbdist") or []
+    except PackageNotFoundError:
+        return
+    for name, wanted in (each.groups() for each in map(REQUIREMENT.match, ours) if each):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            found = ""
+        yield Requirement(name, wanted.strip(), found)
+
+
+def is_within(found: str, wanted: str) -> bool:
+    """Return True for a version in a range; builds of one (`2.8.0a0+nv25`) are that version."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        release = Version(found).base_version
+    except InvalidVersion:  # a name of the user's own, which says nothing
+        return True
+    return SpecifierSet(wanted).contains(release)

@@ -14,9 +14,9 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
-from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus, UsageError
+from nbdist.errors import BadRanks, BadTopology, NotEnoughGpus
 from nbdist.words import count
 
 WorkerCount = int | Literal["auto", "gpu", "cpu"]
@@ -31,10 +31,8 @@ AMD_FOLDER = Path("/sys/class/kfd/kfd/topology/nodes")
 SLICES_FOLDER = Path("/proc/driver/nvidia/capabilities")
 DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
-_WORKERS_WORDS: Mapping[str, WorkerCount] = {"auto": "auto", "gpu": "gpu", "cpu": "cpu"}
 WORKERS_FORMS = "Use `-n 4`, `-n auto`, `-n gpu` or `-n cpu`."
 _WITHOUT_GPU = "Use `-n 4`, `-n auto` or `-n cpu`."
-_SIZE_FORMS = "Use `%dist_scale 4`, or `+2` and `-1` for more or fewer."
 _LAYOUT_FORMS = "Use `-j 4`, `-j 2x4` (2 nodes with 4 workers each), or `-j 1:2x4` (1 node to 2)."
 _NCCL = ("nccl", "nccl-legacy", "nccl2")  # torch has two classes of it, by these names from 2.14 on
 _BACKENDS = {"cpu": ("gloo",), "cuda": ("gloo", *_NCCL), "xpu": ("xccl",)}
@@ -44,7 +42,6 @@ _GPUS_FORM = "Use numbers with commas, `--gpus 0,1,3` or `0-3`."
 # A limit on digits, because int() has one too and would raise beyond it.
 _LAYOUT = re.compile(r"(?:(?:([0-9]{1,6}):)?([0-9]{1,6})x)?([0-9]{1,6})")
 _NUMBER = re.compile(r"[0-9]{1,6}")
-_SIZE = re.compile(r"([+-]?)([0-9]{1,6})")
 _SPAN = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 _SIGNED = re.compile(r"-?[0-9]{1,6}")
 _DRIVER = re.compile(r"^Driver Version\s*: (\S+)", re.MULTILINE)
@@ -58,8 +55,8 @@ _SLICE = re.compile(r"(-?[0-9]{1,6})?:(-?[0-9]{1,6})?(?::(-?[0-9]{1,6})?)?")
 def parse_workers(text: str) -> WorkerCount:
     """Read the value of `-n`: a number from 1 on, or `auto`, `gpu`, `cpu`."""
     word = text.strip()
-    if word in _WORKERS_WORDS:
-        return _WORKERS_WORDS[word]
+    if word in ("auto", "gpu", "cpu"):
+        return cast(WorkerCount, word)
     if not _NUMBER.fullmatch(word):
         raise BadTopology("-n", text, "that is not a number of workers", WORKERS_FORMS)
     if int(word) < 1:
@@ -78,24 +75,6 @@ def resolve(workers: WorkerCount, gpus: int, cores: int) -> int:
             raise BadTopology("-n", "gpu", "no GPU is visible here", _WITHOUT_GPU)
         return gpus
     return workers
-
-
-def parse_size(n: int | str, size: int) -> int:
-    """Count the workers that `n` means for a world of `size`; UsageError for none."""
-    text = str(n).strip()
-    found = _SIZE.fullmatch(text)
-    if found is None:
-        raise UsageError(f"`%dist_scale {text}`: that is not a number of workers. {_SIZE_FORMS}")
-    sign = "" if isinstance(n, int) else found[1]
-    number = int(text if isinstance(n, int) else found[2])
-    asked = {"": number, "+": size + number, "-": size - number}[sign]
-    if asked < 1:
-        there = f" There are {size}." if sign else ""
-        raise UsageError(
-            f"`%dist_scale {text}`: it takes at least one worker.{there} "
-            "`%dist_shutdown` ends them all."
-        )
-    return asked
 
 
 def usable_cores() -> int:
@@ -134,14 +113,14 @@ def check_start(
 
 
 class Layout(NamedTuple):
-    """At most `nodes` nodes with `per_node` workers each; `least` are enough to begin, 0: all."""
+    """At most `nodes` nodes with `per_node` workers each; `least` of them are enough to begin."""
 
     nodes: int
     per_node: int
-    least: int = 0
+    least: int
 
     def __str__(self) -> str:
-        least = f"{self.least}:" if self.least else ""
+        least = f"{self.least}:" if self.least < self.nodes else ""
         return f"{least}{self.nodes}x{self.per_node}"
 
     @property
@@ -161,7 +140,7 @@ def parse_layout(text: str) -> Layout:
         raise BadTopology("-j", text, "it takes at least one node and one worker", _LAYOUT_FORMS)
     if least > nodes:
         raise BadTopology("-j", text, f"{least} nodes are more than {nodes}", _LAYOUT_FORMS)
-    return Layout(nodes, per_node, least if least < nodes else 0)
+    return Layout(nodes, per_node, least)
 
 
 # --- the machines of `--hosts` ------------------------------------------------------------
@@ -171,10 +150,10 @@ _HOSTS_FORMS = (
     "Use `--hosts a,b`, or `--hosts a:4,user@b:2` with the number of workers on each; write an "
     "IPv6 address in brackets, `[fe80::1]:2`."
 )
-_HOST = re.compile(r"(?:([^@]*)@)?(?:\[([^\]]*)\]|([^:\[\]]*))(?::([0-9]{1,6}))?")
+_ADDRESS = r"\[([^\]%]*(?:%[A-Za-z0-9_.-]{1,15})?)\]|([^:\[\]]*)"
+_HOST = re.compile(rf"(?:([^@]*)@)?(?:{_ADDRESS})(?::([0-9]{{1,6}}))?")
 # No option of ssh's, and nothing that a shell would take for more than a name.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
-_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,15}")
 _DOTTED = re.compile(r"[0-9.]+")
 
 
@@ -239,10 +218,7 @@ def _address(name: str, six: str | None) -> str:
     from ipaddress import IPv4Address, IPv6Address
 
     if six is not None:
-        address, sign, zone = six.partition("%")
-        if sign and not _ZONE.fullmatch(zone):
-            raise ValueError
-        return f"{IPv6Address(address)}{sign}{zone}"
+        return str(IPv6Address(six))
     if not _HOST_NAME.fullmatch(name):
         raise ValueError
     return str(IPv4Address(name)) if _DOTTED.fullmatch(name) else name.lower().rstrip(".")
@@ -303,8 +279,10 @@ def visible_gpus(environ: Mapping[str, str], installed: int | None = None) -> tu
     if chosen == ():
         return ()
     number = installed_gpus() if installed is None else installed
-    if chosen is None:
-        return _installed_slices() or tuple(map(str, range(number)))
+    if chosen is None and next(SLICES_FOLDER.glob("gpu*/mig/gi*/ci*"), None):
+        chosen = tuple(_MIG_SLICE.findall(_said_by_nvidia_smi("-L")))
+    if not chosen:
+        return tuple(map(str, range(number)))
     if is_slice(chosen[0]):
         return tuple(filter(is_slice, chosen)) if number else ()
     index = (int(each) if each.isdigit() else at for at, each in enumerate(chosen))
@@ -315,13 +293,6 @@ def visible_gpus(environ: Mapping[str, str], installed: int | None = None) -> tu
 def is_slice(gpu: str) -> bool:
     """Return True for a slice of a GPU (MIG), as CUDA_VISIBLE_DEVICES names it."""
     return gpu.startswith("MIG-")
-
-
-def _installed_slices() -> tuple[str, ...]:
-    """Name the MIG slices of the machine's GPUs: nvidia-smi does where the driver has some."""
-    if next(SLICES_FOLDER.glob("gpu*/mig/gi*/ci*"), None) is None:
-        return ()
-    return tuple(_MIG_SLICE.findall(_said_by_nvidia_smi("-L")))
 
 
 def installed_gpus() -> int:
@@ -482,36 +453,6 @@ def seat_more(seats: Seats, room: Sequence[int], size: int) -> Seats:
         return ()
     free = free_seats(dict(enumerate(room or (size + len(kept),))), kept)
     return (*kept, *islice(free, size - len(kept)))
-
-
-def seat_of(rank: int, world_size: int, seats: Seats) -> Seat:
-    """Return a rank's seat; as torchrun does it counts the nodes that have ranks, without a gap."""
-    if not seats:
-        return Seat(rank, world_size, 0, 1)
-    node, local_rank = seats[rank]
-    nodes = sorted({each.node for each in seats})
-    return Seat(local_rank, len(ranks_on(node, world_size, seats)), nodes.index(node), len(nodes))
-
-
-def ranks_on(node: int, world_size: int, seats: Seats) -> tuple[int, ...]:
-    """List the ranks that sit on this node."""
-    if not seats:
-        return tuple(range(world_size)) if node == 0 else ()
-    return tuple(rank for rank, position in enumerate(seats) if position.node == node)
-
-
-def gpus_of(rank: int, seats: Seats, gpus: Sequence[str]) -> tuple[str, ...]:
-    """Choose what CUDA shows a rank of one machine's GPUs; its own is LOCAL_RANK modulo them.
-
-    One node has all.  Simulated ones have a slice each, as CUDA_VISIBLE_DEVICES, so that
-    LOCAL_RANK is a valid index on each; where there are too few GPUs, slices overlap.
-    """
-    if not gpus or len({position.node for position in seats}) < 2:
-        return tuple(gpus)
-    node = seats[rank].node
-    first = sum(position.node < node for position in seats)
-    here = sum(position.node == node for position in seats)
-    return tuple(gpus[(first + each) % len(gpus)] for each in range(min(here, len(gpus))))
 
 
 def reseat(seats: Seats, lost: Collection[int], room: Mapping[int, int]) -> Seats | None:

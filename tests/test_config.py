@@ -132,9 +132,7 @@ def test_what_was_said_as_text() -> None:
         ("env", {"A": "1", "MY_KEY": "x"}, "--env A=1 --env MY_KEY=..."),
     ):
         assert OPTIONS[name].again(value) == typed
-    assert repr(WorldConfig()) == "WorldConfig()"
-    said = WorldConfig(4, env={"HF_TOKEN": "very", "A": "1"}, fork=False)
-    assert repr(said) == "WorldConfig(n=4, env={'HF_TOKEN': '...', 'A': '1'}, fork=False)"
+    assert "very" not in repr(WorldConfig(4, env={"HF_TOKEN": "very"}))
 
 
 def test_world_takes_the_fields_as_arguments() -> None:
@@ -153,7 +151,9 @@ def test_world_takes_the_fields_as_arguments() -> None:
 def test_each_option_is_in_the_manual_and_read() -> None:
     """The table has each flag and argument, with the same words; none is read by nothing."""
     rows = re.findall(r"^\| `([^|]*)` \| `(\w+)` \| (.*) \|$", REFERENCE.read_text(), re.MULTILINE)
-    assert rows == [(each.usage or "-", name, each.help) for name, each in OPTIONS.items()]
+    assert rows == [
+        (f"{o.flag} {o.metavar}".strip() or "-", name, o.help) for name, o in OPTIONS.items()
+    ]
     source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     in_properties = {"hang_timeout", "free", "launcher", "hosts"}
     unread = {name for name in OPTIONS if not re.search(rf"\b(config|wanted)\.{name}\b", source)}

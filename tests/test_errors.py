@@ -36,7 +36,7 @@ WAITS = "rank 0 waits in barrier, line 2"
 EVERY_ERROR = [
     (errors.UsageError("`--bogus` is not an option."), ""),
     (errors.BadTopology("-n", "x", "that is not a number of workers", "Use `-n 4`."), ""),
-    (errors.UnknownArgument("nbdist.World", "workers", "n"), ""),
+    (errors.UnknownArgument("nbdist.World", "workers", ["n"]), ""),
     (errors.NoValue(7, range(2)), ""),
     (errors.BadRanks("9", 4, "there is no rank 9"), ""),
     (errors.WrongVersion("torch", "2.3.1", ">=2.8"), ""),

@@ -44,7 +44,7 @@ FLOORS = {
     "notebook": OPTIONS | BETWEEN | {"plugins", "world", "output"},
     "terminal": OPTIONS
     | BETWEEN
-    | {"world", "output", "notebook.command"},  # of that the names of all magics
+    | {"plugins", "world", "output", "notebook.command"},  # of that the names of all magics
     # Each tool's magic runs in the notebook, its op (`*_op.py`) in workers.
     "tools": {"words", "errors", "values", "wire", "output", "world", "notebook", "worker"},
     "worker": BETWEEN | {"plugins", "output.events"},

@@ -32,7 +32,6 @@ ALLOWED = {
     ("world/result.py", "error._render_traceback_"): "how exceptions show themselves in IPython",
     ("worker/ops/script.py", "asyncio._set_running_loop"): "asyncio.run refuses where one runs",
     ("worker/ops/script.py", "runpy._get_module_details"): "as `python -m` finds a module",
-    ("world/calling.py", "_path"): "a namespace package's; its public way imports the parents",
     ("wire/control.py", "_jupyter_types_experimental"): "a key of replies that front ends read",
     # On both sides of the wire, so not in workers only.
     (DEFINITIONS, "by_value._DYNAMIC_CLASS_TRACKER_BY_ID"): "cloudpickle looks too late",

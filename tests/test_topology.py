@@ -16,23 +16,27 @@ from nbdist.topology import (
     Layout,
     Position,
     Seat,
-    gpus_of,
+    Seats,
     parse_backend,
     parse_gpus,
     parse_hosts,
     parse_layout,
     parse_ranks,
-    parse_size,
     parse_workers,
-    ranks_on,
     read_hosts,
     reseat,
     seat_more,
-    seat_of,
 )
+from nbdist.wire.spec import WorldSpec
+from nbdist.world.spec import parse_size
 from tests.waiting import SOON
 
 FOUR = ("0", "1", "2", "3")
+
+
+def world(size: int, seats: Seats = (), gpus: str = "") -> WorldSpec:
+    return WorldSpec(size, None, {}, "/", (), 1, "", tuple(gpus), seats=seats)
+
 
 READ = [
     *((parse_workers, text, text) for text in ("auto", "gpu", "cpu")),
@@ -56,8 +60,8 @@ READ = [
     (partial(parse_ranks, world_size=1024), "0-1023", tuple(range(1024))),
     *((partial(parse_size, size=4), n, 3) for n in (3, "3", "-1")),
     *((partial(parse_size, size=4), n, size) for n, size in (("+2", 6), (" +1 ", 5), ("4", 4))),
-    (parse_layout, "4", Layout(1, 4)),
-    *((parse_layout, text, Layout(2, 4)) for text in ("2x4", " 2 x 4 ", "2:2x4")),
+    (parse_layout, "4", Layout(1, 4, 1)),
+    *((parse_layout, text, Layout(2, 4, 2)) for text in ("2x4", " 2 x 4 ", "2:2x4")),
     (parse_layout, "1:2x4", Layout(2, 4, least=1)),
     (parse_hosts, " a:4 , me@b.org:2 ", (Host("a", 4), Host("b.org", 2, "me"))),
     (parse_hosts, "10.0.0.1,root@10.0.0.2:3", (Host("10.0.0.1"), Host("10.0.0.2", 3, "root"))),
@@ -309,16 +313,12 @@ def test_bad_ranks(text, why):
 )
 def test_seats(room: tuple[int, ...], size: int, seats: list[Seat]) -> None:
     """Nodes are filled one after the other; the last has what is left, and empty ones no number."""
-    filled = seat_more((), room, size)
-    assert [seat_of(rank, size, filled) for rank in range(size)] == seats
+    spec = world(size, seat_more((), room, size))
+    assert [spec.seat(rank) for rank in range(size)] == seats
 
 
-def test_ranks_of_a_node() -> None:
-    """They need not follow one another; without seats one node has all."""
-    seats = (Position(0, 0), Position(1, 0), Position(0, 1))
-    assert [ranks_on(node, 3, seats) for node in (0, 1, 2)] == [(0, 2), (1,), ()]
-    assert [ranks_on(node, 3, ()) for node in (0, 1)] == [(0, 1, 2), ()]
-    # Local rank 0 of node 0 is free: its rank has moved away.
+def test_a_seat_that_was_left() -> None:
+    """Local rank 0 of node 0 is free: its rank has moved away."""
     seats = (Position(1, 0), Position(0, 1), Position(2, 0))
     assert reseat(seats, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
 
@@ -335,8 +335,8 @@ def test_ranks_of_a_node() -> None:
 )
 def test_gpus_of_simulated_nodes(room, size, gpus, seen):
     """Each node has a slice, so that ranks of two nodes share no GPU where there are enough."""
-    seats = seat_more((), room, size)
-    assert ["".join(gpus_of(rank, seats, gpus)) for rank in range(size)] == seen
+    spec = world(size, seat_more((), room, size), gpus)
+    assert ["".join(spec.gpus_of(rank)) for rank in range(size)] == seen
 
 
 @pytest.mark.parametrize(

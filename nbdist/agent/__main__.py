@@ -22,10 +22,10 @@ def main() -> None:
         return
     runtime, notebook_pid = Path(sys.argv[1]), int(sys.argv[2])
     guard, fork_server = begin(runtime, notebook_pid, fork_server="--no-fork" not in sys.argv)
-    from nbdist.agent.agent import serve
+    from nbdist.agent.agent import Agent
     from nbdist.agent.notebook_link import run
 
-    run(runtime, serve(runtime, notebook_pid, fork_server, guard))
+    run(runtime, lambda: Agent(runtime, notebook_pid, fork_server, guard).serve())
 
 
 def serve_head(number: int) -> str:
@@ -45,10 +45,10 @@ def serve_head(number: int) -> str:
         way = find_way(ticket, number)
     except (BadTicket, NoRuntimeFolder, NoWay, OSError) as error:
         return str(error)
-    from nbdist.agent.agent import serve
+    from nbdist.agent.agent import Agent
     from nbdist.agent.notebook_link import run
 
-    return run(runtime, serve(runtime, 0, fork_server, guard, way))
+    return run(runtime, lambda: Agent(runtime, 0, fork_server, guard, way).serve())
 
 
 main()

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
@@ -48,7 +48,7 @@ class Agent:
         notebook_pid: int,
         fork_server: ForkServerProcess | None,
         guard: Guard,
-        way: Way | None,
+        way: Way | None = None,
     ) -> None:
         self._children = Children()
         self._forker = Forker(runtime, self._children, fork_server) if fork_server else None
@@ -56,7 +56,6 @@ class Agent:
         self._outbox = Outbox(self._send)
         port, leave = HeldPort(way.own if way else "127.0.0.1"), self._serving.leave
         self._end: Tether | HeadEnd
-        self._head: HeadEnd | None = None
         self._returns: Uploads | None = None
         self._store: StoreWindow | None = None
         tether: Tether | None = None
@@ -66,7 +65,7 @@ class Agent:
             from nbdist.cluster.client import HeadEnd
             from nbdist.cluster.transfer import Uploads
 
-            self._end = self._head = head = HeadEnd(way, port.number, self._receive, leave, guard)
+            self._end = head = HeadEnd(way, port.number, self._receive, leave, guard)
             self._returns = Uploads(emit, head.send)
             self._store = StoreWindow(runtime, head.ask_store)
             emit = self._returns.add
@@ -120,8 +119,8 @@ class Agent:
     def _receive(self, message: node_messages.NodeDown) -> None:
         do, reply = self._serving.do, self._serving.reply
         match message:
-            case node_messages.NodeAsk() as asked:
-                do(self._report_part(asked))
+            case Ask(number, node_messages.PartRequest() as request):
+                do(reply(number, self._do, request))
             case messages.Run() as run:
                 self._run(run)
             case Ask(number, messages.GetStatus()):
@@ -183,27 +182,23 @@ class Agent:
             self._workers.all[rank].run(run)
 
     def _busy(self) -> list[Worker]:
-        return [worker for worker in self._workers.all_alive() if worker.state == "busy"]
+        return [worker for worker in self._workers.alive() if worker.state == "busy"]
 
     async def _stacks(self, ranks: Sequence[int]) -> tuple[Stack, ...]:
         asked = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
         return tuple(await asyncio.gather(*map(stack_of, asked)))
 
-    async def _report_part(self, asked: node_messages.NodeAsk) -> None:
-        reply: node_messages.NodeReply
-        match asked.request:
+    async def _do(self, request: node_messages.PartRequest[Any]) -> Any:
+        match request:
             case node_messages.GetClock():
-                reply = time.time_ns()
+                return time.time_ns()
             case node_messages.Reach(targets):
                 from nbdist.cluster.client import first_unreached
 
-                reply = await first_unreached(targets)
+                return await first_unreached(targets)
             case node_messages.LocateRanks(ranks):
-                reply = await self._locate(ranks)
-            case part:
-                reply = await self._workers.do(part)
-        assert self._head is not None
-        self._head.send(node_messages.NodeAnswer(asked.id, reply))
+                return await self._locate(ranks)
+        return await self._workers.do(request)
 
     async def _report_places(self, ranks: Sequence[int]) -> None:
         self._send(messages.Located(await self._locate(ranks)))
@@ -221,17 +216,6 @@ class Agent:
 
     def _bind_workers(self) -> None:
         """Let workers end with this process: without the fork server they are its children."""
-        alive, bind = self._workers.all_alive(), control.Bind(os.getpid())
+        alive, bind = self._workers.alive(), control.Bind(os.getpid())
         log.warning("the fork server has ended; %d workers are left", len(alive))
         self._serving.do(self._workers.ask(self._workers.all, bind, BIND_TIMEOUT))
-
-
-async def serve(
-    runtime: Path,
-    notebook_pid: int,
-    fork_server: ForkServerProcess | None,
-    guard: Guard,
-    way: Way | None = None,
-) -> str:
-    """Serve until its world, or its head, ends; return why it ended before that, else ""."""
-    return await Agent(runtime, notebook_pid, fork_server, guard, way).serve()

@@ -25,15 +25,12 @@ from nbdist.wire.messages import (
     GetCode,
     PutCode,
     landmark,
-    refusal_of,
 )
 from nbdist.wire.spec import WorldSpec, moved_path
 
 log = logging.getLogger("nbdist.agent")
 
 PREFIX = "nbdist-code-"
-
-WRITTEN_MODE, PROGRAM_MODE = 0o600, 0o700
 
 MADE_BY_PYTHON = "__pycache__"
 
@@ -44,31 +41,30 @@ class CodeFolder:
     def __init__(self) -> None:
         self.path: Path | None = None
         self._claim = -1
-        self._is_shared = False
-        self._files: Mapping[str, CodeFile] = {}
-        self._wanted: Mapping[str, CodeFile] = {}
-        self._new: dict[str, CodeFile] = {}
-        self._contents: dict[CodeFile, bytes] = {}
-        self._host = socket.gethostname()
+        self._sent = frozenset[str]()
 
     def take(self, request: GetCode | PutCode) -> CodeHeld:
-        """Take in which files there are, or what was missing; return what is missing still."""
-        match request:
-            case GetCode(marks, files):
-                self._is_shared = bool(marks) and all(landmark(p) == marks[p] for p in marks)
-                self._wanted, self._contents = files, {}
-                # What is there is read each time: user code may have changed it.
-                self._new = {p: f for p, f in files.items() if not self._has(p, f)}
-            case PutCode(contents):
-                self._contents |= contents
-        if self._is_shared:
-            return CodeHeld(self._host, is_shared=True)
-        missing = dict.fromkeys(f for f in self._new.values() if f not in self._contents)
-        return CodeHeld(self._host, tuple(missing)) if missing else self._write_all()
+        """Remove the files that the notebook has no longer, or write some that it has."""
+        host, is_shared = socket.gethostname(), False
+        try:
+            match request:
+                case GetCode(marks, paths):
+                    if self.path is None:  # workers that are in a copy stay there
+                        is_shared = bool(marks) and all(landmark(p) == marks[p] for p in marks)
+                    else:
+                        for path in self._sent - paths:
+                            _unlink(self.path, path)
+                        self._sent &= paths
+                case PutCode(files):
+                    self._write(files)
+        except OSError as error:
+            where = error.filename or self.path or tempfile.gettempdir()
+            return CodeHeld(host, problem=f"{where}: {error.strerror or error}")
+        return CodeHeld(host, is_shared)
 
     def moved(self, spec: WorldSpec) -> WorldSpec:
         """Let workers work and find their code here, instead of in the notebook's folder."""
-        if self.path is None or self._is_shared:
+        if self.path is None:
             return spec
         path = (moved_path(entry, spec.cwd, str(self.path)) for entry in spec.sys_path)
         return replace(spec, cwd=str(self.path), sys_path=tuple(path))
@@ -82,50 +78,24 @@ class CodeFolder:
             log.warning("%s stays, with what cells have written there: %s", self.path, left)
         self.path = None
 
-    # --- files ----------------------------------------------------------------------------
-
-    def _has(self, path: str, file: CodeFile) -> bool:
-        with suppress(OSError):
-            return path in self._files and CodeFile.read(f"{self.path}/{path}")[0] == file
-        return False
-
-    def _write_all(self) -> CodeHeld:
-        try:
-            self._write(self._opened())
-        except OSError as error:
-            where = error.filename or self.path or tempfile.gettempdir()
-            return CodeHeld(self._host, problem=f"{where}: {error.strerror or error}")
-        finally:
-            self._contents = {}
-        return CodeHeld(self._host)
-
-    def _opened(self) -> Path:
+    def _write(self, files: Mapping[str, CodeFile]) -> None:
         if self.path is None:
             parent = Path(tempfile.gettempdir())
             drop_dead(parent)
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             self._claim = folders.claim(self.path, _what(self.path))
-        return self.path
-
-    def _write(self, folder: Path) -> None:
-        for path in self._wanted:
-            if why := refusal_of(path):
-                raise OSError(f"{path!r} was refused: {why}")
-        for path in self._files.keys() - self._wanted.keys():
-            _unlink(folder, path)
+        self._sent |= files.keys()
         # First: the next agent removes by it what one that was killed had written.
-        _replace(folder, MANIFEST, b"\0".join(map(os.fsencode, self._wanted)))
-        self._files = self._wanted
-        for path, file in self._new.items():
-            _replace(folder, path, self._contents[file], is_program=file.is_program)
+        _replace(self.path, MANIFEST, CodeFile(b"\0".join(map(os.fsencode, self._sent))))
+        for path, file in files.items():
+            _replace(self.path, path, file)
 
 
 def remove(folder: Path) -> list[str]:
     """Remove what was sent to a folder, and it too if nothing else is there; name what is."""
     with suppress(OSError):
         for path in (folder / MANIFEST).read_bytes().split(b"\0"):
-            if not refusal_of(os.fsdecode(path)):
-                _unlink(folder, os.fsdecode(path))
+            _unlink(folder, os.fsdecode(path))
     there = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
     found = [path.relative_to(folder) for path in there]
     left = [str(path) for path in found if MADE_BY_PYTHON not in path.parts]
@@ -151,18 +121,23 @@ def _what(folder: Path) -> str:
 
 def _is_below(folder: Path, file: Path) -> bool:
     """Return False where a link that user code has made leads out of the folder."""
-    return file.parent.resolve() == folder.resolve() / file.parent.relative_to(folder)
+    return file.is_relative_to(folder) and (
+        file.parent.resolve() == folder.resolve() / file.parent.relative_to(folder)
+    )
 
 
-def _replace(folder: Path, path: str, content: bytes, *, is_program: bool = False) -> None:
+def _replace(folder: Path, path: str, content: CodeFile) -> None:
     """Write a file whole, or not at all: a worker may be reading it."""
     file, new = folder / path, folder / NEW_FILE
     if not _is_below(folder, file):
         raise OSError(f"{path!r} was refused: it leads out of the folder")
+    with suppress(OSError):
+        if CodeFile.read(str(file)) == content:  # modules that have not changed stay as they are
+            return
     folders.make_private(file.parent)
     try:
-        new.write_bytes(content)
-        new.chmod(PROGRAM_MODE if is_program else WRITTEN_MODE)
+        new.write_bytes(content.content)
+        new.chmod(0o700 if content.is_program else 0o600)
         new.replace(file)
     finally:
         new.unlink(missing_ok=True)

@@ -16,12 +16,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.system.limits import raise_file_limit, word_lack
 from nbdist.system.processes import (
@@ -72,8 +71,7 @@ def _clean_up_after_kill(last_word: bytes) -> None:
 DESCRIPTORS = 2  # that come with each `Fork`: the worker's stdout and stderr
 
 
-@dataclass(frozen=True, slots=True)
-class Fork:
+class Fork(NamedTuple):
     """Agent to fork server: fork a worker, which answers itself, under the same number."""
 
     number: int
@@ -85,24 +83,21 @@ class Imported:
     """Fork server to agent: it can fork."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forked:
+class Forked(NamedTuple):
     """Worker to agent, over the fork server's socket: it is the one that was asked for."""
 
     number: int
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForkFailed:
+class ForkFailed(NamedTuple):
     """Fork server to agent: there is no further process, for this errno."""
 
     number: int
     errno: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerExited:
+class WorkerExited(NamedTuple):
     """Fork server to agent: a worker has ended; the code is negative for a signal."""
 
     number: int
@@ -113,23 +108,21 @@ class WorkerExited:
 FromForkServer = Imported | Forked | ForkFailed | WorkerExited
 
 
-@dataclass(frozen=True, slots=True)
-class ForkServerProcess:
+class ForkServerProcess(NamedTuple):
     """A fork server that has been started, and the agent's end of the socket pair."""
 
     popen: subprocess.Popen[bytes]
     socket: socket.socket
 
 
-def log_file(runtime: Path) -> Path:
-    """Return where the fork server itself writes: why it could not import torch."""
-    return runtime / "fork_server.log"
+LOG = "fork_server.log"
+"""In the runtime folder: what the fork server itself writes, as why it could not import torch."""
 
 
 def start_fork_server(runtime: Path) -> ForkServerProcess:
     """Start it, and return while it imports; raises OSError."""
     ours, theirs = socket.socketpair()
-    with theirs, log_file(runtime).open("wb") as log:
+    with theirs, (runtime / LOG).open("wb") as log:
         end = theirs.fileno()
         popen = subprocess.Popen(
             [sys.executable, *MODULE, "nbdist.agent.fork_server", str(end), str(runtime)],
@@ -137,6 +130,7 @@ def start_fork_server(runtime: Path) -> ForkServerProcess:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env={**FIT_FOR_FORKS, **os.environ},
             start_new_session=True,
         )
     return ForkServerProcess(popen, ours)
@@ -187,47 +181,34 @@ IPython that lacks one of these does without it.
 
 UNDISTURBED, AFTER_FORK = 0.1, 1.5  # idle seconds before it imports on: at first, after a fork
 
-DURING_IMPORTS = {
+FIT_FOR_FORKS = {
     # BLAS starts its threads when numpy is imported; a fork must find none.
     "OPENBLAS_NUM_THREADS": "1",
     # NVML counts the GPUs then: the driver, once initialised, is of no use to forks.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-
-
-@contextmanager
-def fit_for_forks() -> Iterator[None]:
-    """Keep what is imported from starting threads and the GPU's driver."""
-    ours = {name: value for name, value in DURING_IMPORTS.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
+"""The fork server's own environment, besides the agent's; a worker has its world's instead."""
 
 
 def import_all() -> None:
     """Import once what every worker needs."""
     # Nothing that is imported goes away again, and looking for it takes a tenth of the time.
     gc.disable()
-    with fit_for_forks():
-        for name in IMPORTED_AT_START:
-            import_module(name)
-        import_module("nbdist.worker.namespace").import_ops()
+    for name in IMPORTED_AT_START:
+        import_module(name)
+    import_module("nbdist.worker.namespace").import_ops()
 
 
 def import_if_possible(name: str) -> None:
     """Import it; what fails will, if at all, fail again where it is used."""
-    with fit_for_forks():
-        try:
-            import_module(name)
-        except ModuleNotFoundError:
-            pass
-        except Exception:  # noqa: BLE001 (other people's modules; workers can be forked without)
-            import traceback
+    try:
+        import_module(name)
+    except ModuleNotFoundError:
+        pass
+    except Exception:  # noqa: BLE001 (other people's modules; workers can be forked without)
+        import traceback
 
-            traceback.print_exc()
+        traceback.print_exc()
 
 
 def makes_idle_imports() -> bool:

@@ -44,8 +44,6 @@ class Forming:
         self._pids: dict[int, int] = {}
         self._logs: dict[int, str] = {}
 
-    # --- start and stop -------------------------------------------------------------------
-
     async def start(self, spec: WorldSpec) -> WorldStarted | StartFailure:
         """Start all ranks at once; when one fails, end the others, and say which it was."""
         self.spec = spec
@@ -62,7 +60,7 @@ class Forming:
         for each in started:
             self._note(each)
         lacks = dict.fromkeys(lack for each in started for lack in each.lacks)
-        return WorldStarted(*self.whereabouts(), tuple(lacks))
+        return WorldStarted(*self.whereabouts(), tuple(lacks), spec=spec)
 
     async def stop(self, grace: float) -> None:
         """End all workers."""
@@ -77,8 +75,6 @@ class Forming:
             self._pids.pop(rank, None)
             self._logs.pop(rank, None)
 
-    # --- heal and scale -------------------------------------------------------------------
-
     async def heal(self, spec: WorldSpec | None = None) -> Healed:
         """Form a group of all workers, again where more die; with a spec of as many ranks."""
         self.spec = spec or self.spec
@@ -88,7 +84,7 @@ class Forming:
             problem, are_alive = await self._form_anew(self.spec)
             if not problem or are_alive:
                 break
-        return Healed(*self.whereabouts(), self.spec.seats, problem)
+        return Healed(*self.whereabouts(), self.spec, problem)
 
     async def scale(self, spec: WorldSpec, keep: Sequence[int]) -> Healed:
         """Change the number of ranks, or keep it where it cannot grow; `keep` come first."""
@@ -96,7 +92,7 @@ class Forming:
         before, size = self.spec, self.spec.world_size
         new = range(len(keep), spec.world_size)
         if new and (problem := await self._prepare(spec, new)):
-            return Healed(*self.whereabouts(), before.seats, not_scaled=problem)
+            return Healed(*self.whereabouts(), before, not_scaled=problem)
         healed = await self._scale_to(spec, keep, LEAVE_GRACE)
         if not healed.problem or not new or [*keep] != [*range(size)]:
             return healed
@@ -144,8 +140,6 @@ class Forming:
         problems = await self._all({node: part.Prepare(spec, on[node]) for node in on})
         return next(filter(None, problems), "")
 
-    # --- all parts at once ----------------------------------------------------------------
-
     def _ranks_on(
         self, spec: WorldSpec, ranks: Iterable[int] | None = None
     ) -> dict[int, tuple[int, ...]]:
@@ -191,7 +185,7 @@ class Forming:
 
 def nodes_of(spec: WorldSpec) -> dict[int, int]:
     """Return the number of each rank's node, 0 on a single machine."""
-    return {rank: spec.seats[rank].node if spec.seats else 0 for rank in range(spec.world_size)}
+    return dict(enumerate(spec.nodes))
 
 
 def shares(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:

@@ -7,9 +7,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import psutil
 
@@ -104,9 +105,8 @@ async def _status_of(worker: Worker) -> WorkerStatus:
         place, answer = await asyncio.gather(_place(worker), _last_collective(worker))
     task = worker.task
     lines = task.source.splitlines() if task else []
-    code = lines[place.line - 1] if 0 < place.line <= len(lines) else ""
-    code = place.code or code
-    place = replace(place, asks=worker.asks)
+    code = place.code or (lines[place.line - 1] if 0 < place.line <= len(lines) else "")
+    place = replace(place, asks=bool(worker.asks))
     shown = place if found.state == "busy" or place.holds_gil or place.is_stopped else None
     cell = task.execution_count if task else None
     collective = answer if isinstance(answer, Collective) else None
@@ -125,10 +125,8 @@ async def _ask(worker: Worker, request: control.Request, timeout: float) -> cont
 async def place_from_outside(worker: Worker, timeout: float) -> tuple[Place, list[StackFrame]]:
     """Return what the memory of a rank that cannot answer says of it, from the innermost out."""
     task = worker.task
-    number, source = (task.execution_count, task.source) if task else (None, "")
-    frames = frames_of(await worker.stacks.sample(worker.pid, timeout), number, source)
-    line = _line_of(frames)
-    file = ""
+    frames = frames_of(await worker.stacks.sample(worker.pid, timeout), task)
+    line, file = _line_of(frames), ""
     if task and task.script:
         file = os.path.basename(task.script.file)
         line = next((frame.line for frame in frames if frame.file == task.script.file), 0)
@@ -200,11 +198,8 @@ async def _last_collective(worker: Worker) -> Collective | control.Ok | None:
 
 # --- what the workers of a machine use --------------------------------------------------------
 
-LARGEST_SHARE = 0.005  # of a core's time for counting pages again and again
 
-
-@dataclass(frozen=True, slots=True)
-class _Count:
+class _Count(NamedTuple):
     """Bytes of a process, how many of them were private, when, and how long counting took."""
 
     pss: int = 0
@@ -244,14 +239,17 @@ class MemoryGauge:
         return {pid: self._now(pid) for pid in pids}
 
     @property
-    def fresh_seconds(self) -> float:
-        """For how long counts have to stand so that they take no more than `LARGEST_SHARE`."""
-        cost = sum(found.seconds for found in [*self._found.values()])
-        return max(FRESH_SECONDS, cost / LARGEST_SHARE)
+    def cost(self) -> float:
+        """How many seconds of a core it takes to count all of them."""
+        return sum(found.seconds for found in [*self._found.values()])
 
     def _now(self, pid: int) -> int:
-        last, private = self._last(pid), _private_memory(pid)
-        return last.pss + max(private - last.private, -last.pss) if private else 0
+        last = self._last(pid)
+        with suppress(psutil.Error):  # it has ended
+            memory = psutil.Process(pid).memory_info()
+            if private := int(memory.rss - memory.shared):  # pages of no file, and not shared
+                return last.pss + max(private - last.private, -last.pss)
+        return 0
 
     def _last(self, pid: int) -> _Count:
         return self._found.get(pid, _Count())
@@ -269,30 +267,28 @@ class MemoryGauge:
                 self._found[pid] = _Count(found.pss or private, private, time.monotonic(), took)
 
 
-def _private_memory(pid: int) -> int:
-    """Read the pages that belong to no file and no shared memory; 0 of one that has ended."""
-    with suppress(psutil.Error):
-        memory = psutil.Process(pid).memory_info()
-        return int(memory.rss - memory.shared)
-    return 0
-
-
 class GpuGauge:
     """Reads GPUs by the names that CUDA_VISIBLE_DEVICES has for them."""
 
     def __init__(self) -> None:
-        self._nvml: Any = None
-        self._has_tried = False
         self._handles: dict[str, Any] = {}
+
+    @cached_property
+    def _nvml(self) -> Any:
+        """The driver's library; None where it or the driver is missing."""
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            return pynvml
+        return None
 
     def read(self, names: Iterable[str], environ: Mapping[str, str]) -> dict[str, Gpu]:
         """Return what is known of these; takes a millisecond each, and the first time more."""
         found: dict[str, Gpu] = {}
-        if not self._has_tried:
-            self._open()
-        if self._nvml is None:
-            return found
-        for name in sorted({*names}):
+        for name in sorted({*names}) if self._nvml else ():
             # LookupError: it is not known which one CUDA means.
             with suppress(self._nvml.NVMLError, LookupError):
                 if name not in self._handles:
@@ -301,20 +297,10 @@ class GpuGauge:
         return found
 
     def close(self) -> None:
-        """Release the driver."""
-        if self._nvml is not None:
-            self._nvml.nvmlShutdown()
-        self._nvml, self._has_tried = None, True
-
-    def _open(self) -> None:
-        self._has_tried = True
-        try:
-            import pynvml
-        except ImportError:
-            return
-        with suppress(pynvml.NVMLError):  # there is no driver
-            pynvml.nvmlInit()
-            self._nvml = pynvml
+        """Release the driver, if it was asked."""
+        if nvml := vars(self).get("_nvml"):
+            nvml.nvmlShutdown()
+        self._nvml = None
 
     def _find(self, name: str, environ: Mapping[str, str]) -> Any:
         nvml = self._nvml
@@ -322,13 +308,11 @@ class GpuGauge:
             return nvml.nvmlDeviceGetHandleByUUID(name)
         every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         if not name.isdigit():  # the beginning of an UUID is enough for CUDA
-            for each in every:
-                if _text(nvml.nvmlDeviceGetUUID(each)).startswith(name):
-                    return each
-            raise LookupError(name)
+            uuids = {nvml.nvmlDeviceGetUUID(each): each for each in every}
+            return uuids[next((uuid for uuid in uuids if uuid.startswith(name)), name)]
         # CUDA counts the fastest first, unless told otherwise; the driver by their places.
         in_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-        if in_order or len({_text(nvml.nvmlDeviceGetName(each)) for each in every}) == 1:
+        if in_order or len({nvml.nvmlDeviceGetName(each) for each in every}) == 1:
             return every[int(name)]
         raise LookupError(name)
 
@@ -340,16 +324,13 @@ class GpuGauge:
         return Gpu(int(memory.used), int(memory.total), busy)
 
 
-def _text(said: str | bytes) -> str:
-    return said.decode() if isinstance(said, bytes) else said
-
-
 # --- telling it -------------------------------------------------------------------------------
 
 FIRST_AFTER = 1.0  # seconds into a task: shorter ones cost nothing
 EVERY = 2.0
 COUNT_TIMEOUT = 1.0
-FEWEST_SECONDS = 10.0  # at least for so long a count of pages holds
+FEWEST_SECONDS, LARGEST_SHARE = 10.0, 0.005
+"""For how long a count of pages holds at least; of a core's time for counting again and again."""
 
 
 class UsageWatch:
@@ -368,7 +349,11 @@ class UsageWatch:
         try:
             await asyncio.sleep(FIRST_AFTER)
             while workers := busy():
-                self._send(Used(await self.read(workers)))
+                pids = {worker.rank: worker.pid for worker in workers}
+                memory = await self.memory.read([*pids.values()], COUNT_TIMEOUT, self.fresh_seconds)
+                gpus = await self.gpus(workers, COUNT_TIMEOUT)
+                used = {rank: Usage(memory[pid], gpus.get(rank)) for rank, pid in pids.items()}
+                self._send(Used(used))
                 await asyncio.sleep(EVERY)
         finally:
             self.is_on = False
@@ -376,23 +361,16 @@ class UsageWatch:
     @property
     def fresh_seconds(self) -> float:
         """For how long a count of pages stands where it is asked for again and again."""
-        return max(FEWEST_SECONDS, self.memory.fresh_seconds)
-
-    async def read(self, workers: Sequence[Worker]) -> dict[int, Usage]:
-        """Return what they use, by rank."""
-        pids = {worker.rank: worker.pid for worker in workers}
-        memory = await self.memory.read([*pids.values()], COUNT_TIMEOUT, self.fresh_seconds)
-        gpus = await self.gpus(workers, COUNT_TIMEOUT)
-        return {rank: Usage(memory[pid], gpus.get(rank)) for rank, pid in pids.items()}
+        return max(FEWEST_SECONDS, self.memory.cost / LARGEST_SHARE)
 
     async def gpus(self, workers: Sequence[Worker], timeout: float) -> dict[int, Gpu]:
         """Return the GPUs of those that have one of which anything is known, in time."""
-        named = {worker.rank: worker.gpu for worker in workers if worker.gpu}
+        named = {worker.rank: worker.given.gpu for worker in workers if worker.given.gpu}
         if not named:
             return {}
-        loop = asyncio.get_running_loop()
         if self._reading is None or self._reading.done():
-            names, environ = [*named.values()], workers[0].environ
+            names, environ = [*named.values()], workers[0].given.world.environ
+            loop = asyncio.get_running_loop()
             self._reading = loop.run_in_executor(None, self._gpus.read, names, environ)
         await asyncio.wait([self._reading], timeout=timeout)
         found = self._reading.result() if self._reading.done() else {}

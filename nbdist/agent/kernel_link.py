@@ -10,11 +10,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from jupyter_client.connect import write_connection_file
@@ -23,7 +22,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.output import events
 from nbdist.wire import control
-from nbdist.wire.frames import BadFrame, FrameCutter, framed, pack
+from nbdist.wire.frames import BadFrame, FrameCutter, fits, framed, pack
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import MOST_BYTES, InputReply, Said, SigintSent, said_from
 
@@ -50,19 +49,18 @@ NO_COMM = "(`{}` wants a connection to the page, which ranks cannot open)"
 ENDING = "`%dist_shutdown` ends all workers."
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One that has arrived whole; `number` is its place among those with marks, 0 for none."""
+class Message(NamedTuple):
+    """A whole message; `number` is its place among those with marks, 0 for none.
+
+    `ours` is what the worker has added to its metadata: of an error, when and why it was raised.
+    """
 
     kind: str
     content: Mapping[str, Any]
     answers: str
     number: int
-    time_ns: int
-    kinds: tuple[str, ...]
-    connections: events.Connections
-    buffers: tuple[bytes | memoryview, ...] = ()
-    account: tuple[str, ...] = ()
+    ours: Mapping[str, Any]
+    buffers: Sequence[bytes | memoryview] = ()
 
 
 def message_from(session: Session, frames: list[bytes]) -> Message | None:
@@ -75,11 +73,8 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
             {**raw["content"]},
             str(raw["parent_header"].get("msg_id", "")),
             int(ours.get("number", 0)),
-            int(ours.get("time_ns", 0)),
-            tuple(map(str, ours.get("kinds", ()))),
-            ours.get("connections", ""),
-            tuple(raw["buffers"]),
-            tuple(map(str, ours.get("account", ()))),
+            ours,
+            raw["buffers"],
         )
     except Exception as error:  # noqa: BLE001 (garbage can make each of these raise anything)
         log.warning("dropped %d frames of a worker's: %.200r", len(frames), error)
@@ -89,63 +84,57 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
 def output_from(message: Message) -> events.Output | None:
     """Read it as an output; None for kinds that nbdist does not relay, and for malformed ones."""
     try:
-        return _output(message)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        output = _output(message.kind, message.content, message.ours)
+        if output is not None and not fits(output, type(output)):
+            raise TypeError("a field is of another type")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         log.warning("dropped a malformed %s: %.200r", message.kind, error)
         return None
+    return output
 
 
-def _output(message: Message) -> events.Output | None:
-    content = message.content
-    match message.kind:
+def _output(kind: str, content: Mapping[str, Any], ours: Mapping[str, Any]) -> events.Output | None:
+    found = (content.get("transient") or {}).get("display_id")
+    display = None if found is None else str(found)
+    match kind:
         case "error":
-            return _failure(message)
+            failure = events.Failure(
+                str(content["ename"]),
+                str(content.get("evalue", "")),
+                tuple(map(str, content.get("traceback") or ())),
+                int(ours.get("time_ns", 0)),
+                tuple(map(str, ours.get("kinds", ()))),
+                ours.get("connections", ""),
+                tuple(map(str, ours.get("account", ()))),
+            )
+            return as_shown(failure)
         case "execute_result":
             return events.Display(*_bundles(content), is_result=True)
         case "display_data":
-            return events.Display(*_bundles(content), _display_id(content))
-        case "update_display_data" if display_id := _display_id(content):
-            return events.Update(*_bundles(content), display_id)
+            return events.Display(*_bundles(content), display)
+        case "update_display_data" if display:
+            return events.Update(*_bundles(content), display)
         case "clear_output":
             return events.Clear(bool(content.get("wait")))
         case "comm_open" if not (target := str(content["target_name"])).startswith(WIDGETS):
             return events.Display({"text/plain": NO_COMM.format(target)}, {})
-        case kind if kind == events.MOVED:
+        case events.MOVED:
             return events.Moved(int(content["done"]), int(content["total"]))
-        case kind if kind == events.RECORD:
+        case events.RECORD:
             return events.Record(**content)
-        case _:
-            return None
+    return None
 
 
 def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.MimeBundle]:
     """Return the data, whose text is text, and the metadata."""
-    data: dict[str, Any] = {
-        mime: value if _is_text(value) or not mime.startswith(("text/", "image/")) else str(value)
-        for mime, value in content["data"].items()
-    }
+    data: dict[str, Any] = {**content["data"]}
+    for mime, value in data.items():
+        lines = value if isinstance(value, list) else [value]
+        if mime.startswith(("text/", "image/")) and not all(isinstance(x, str) for x in lines):
+            data[mime] = str(value)
     if data.pop(WIDGET, None) is not None:  # a page has no model of a worker's widget
         data["text/plain"] = f"{data.get('text/plain', '')} {NO_WIDGETS}".lstrip()
     return data, {**(content.get("metadata") or {})}
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) or (
-        isinstance(value, list) and all(isinstance(part, str) for part in value)
-    )
-
-
-def _display_id(content: Mapping[str, Any]) -> str | None:
-    found = (content.get("transient") or {}).get("display_id")
-    return None if found is None else str(found)
-
-
-def _failure(message: Message) -> events.Failure:
-    content = message.content
-    traceback = tuple(map(str, content.get("traceback") or ()))
-    name, said = str(content["ename"]), str(content.get("evalue", ""))
-    ours = message.time_ns, message.kinds, message.connections, message.account
-    return as_shown(events.Failure(name, said, traceback, *ours))
 
 
 def as_shown(failure: events.Failure) -> events.Failure:
@@ -197,9 +186,11 @@ class TaskConnection(asyncio.Protocol):
 
 
 class KernelClient:
-    """Writes the connection file, connects, asks, and hands on what comes to `read`."""
+    """Writes the connection file, connects, asks, and hands on numbered messages to `read`."""
 
-    def __init__(self, start: WorkerStart, read: Callable[[Message], None]) -> None:
+    def __init__(
+        self, start: WorkerStart, read: Callable[[int, events.Output | None], None]
+    ) -> None:
         self._start = start
         self._read = read
         self._base = start.connection_file.removesuffix(".json")
@@ -300,12 +291,12 @@ class KernelClient:
         return request_id
 
     def _read_message(self, frames: list[bytes]) -> None:
-        if (message := message_from(self._session, frames)) is not None:
-            self._read(message)
+        if (message := message_from(self._session, frames)) and message.number > 0:
+            self._read(message.number, output_from(message))
 
     def _read_answer(self, frames: list[bytes]) -> None:
         message = message_from(self._session, frames)
-        answer = self._answers.get(message.answers) if message is not None else None
+        answer = self._answers.get(message.answers) if message else None
         if message is None or answer is None or answer.done():
             return
         try:

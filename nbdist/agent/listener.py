@@ -14,10 +14,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from nbdist import __version__
 from nbdist.agent.notebook_link import Tether
+from nbdist.system.folders import PRIVATE_FILE
 from nbdist.wire import store, views
 from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.spec import WorldSpec
@@ -27,6 +28,9 @@ log = logging.getLogger("nbdist.agent")
 
 MOST_CALLING = 16  # connections at a time of one kind; each has a descriptor
 LINE_TIMEOUT = 10.0  # seconds for a question to come, and for an answer to be taken in
+MOST_ASKING = 4096  # connections at a time that ask the store; a rank has one for each thread
+READ_SIZE = 1 << 18
+TOO_SOON = "more was asked before the answer came"
 FRESH = 0.4  # seconds for which a look at the ranks is shown again
 NOTEBOOK_NAME = "JPY_SESSION_NAME"  # Jupyter's server says here which notebook a kernel is for
 
@@ -40,11 +44,69 @@ def with_ranks(
     if spec is None:
         return info
     backend = spec.backend or "none"
-    return replace(info, pool=spec.pool, name=spec.name, backend=backend, ranks=ranks)
+    return replace(info, pool=spec.config.pool, name=spec.name, backend=backend, ranks=ranks)
 
 
-class Listener:
-    """Answers each connection that this user makes, `MOST_CALLING` of one kind at a time.
+class Door:
+    """A unix socket in the runtime folder, at which processes of this user are answered."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._server: asyncio.Server | None = None
+        self._calling: dict[asyncio.Task[None], type[views.Said] | None] = {}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path}, {len(self._calling)} connections>"
+
+    async def open(self) -> None:
+        """Answer from now on, on a new socket if the old was removed; raises OSError."""
+        if self._server is not None:
+            if self.path.exists():
+                return
+            self._server.close()
+        self._server = await asyncio.start_unix_server(
+            self._serve, self.path, limit=views.LONGEST_QUESTION, backlog=MOST_ASKING
+        )
+        self.path.chmod(PRIVATE_FILE)
+
+    async def close(self) -> None:
+        """End all connections, and what is asked by them."""
+        if self._server is not None:
+            self._server.close()
+        await _end(*self._calling)
+        self.path.unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            if views.user_at(writer.get_extra_info("socket")) == os.geteuid():
+                # What does not ask as it should, or does not listen, is sent away.  To asyncio's
+                # streams a task that was cancelled is a fault, and a fault ends the agent.
+                with suppress(OSError, ValueError, BadFrame, asyncio.CancelledError):
+                    await self._talk(task, reader, writer)
+        except Exception:
+            # A fault of ours, of which the world is not to die: who asks learns no more.
+            log.exception("%r cannot answer", self)
+        finally:
+            self._calling.pop(task, None)
+            writer.transport.abort()
+
+    async def _talk(
+        self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answer one connection, whose task is in `_calling` meanwhile."""
+        raise NotImplementedError
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Listener(Door):
+    """Gives each connection one answer, `MOST_CALLING` of one kind at a time.
 
     `look` adds the ranks to what is known of the world; an agent that is a part of one has no
     `tether`, and can only be looked at.
@@ -56,52 +118,20 @@ class Listener:
         look: Callable[[views.WorldInfo], Awaitable[views.WorldInfo]],
         tether: Tether | None,
     ) -> None:
-        self._path = runtime / views.DOOR
+        super().__init__(runtime / views.DOOR)
         self._look, self._tether = look, tether
-        self._server: asyncio.Server | None = None
-        self._calling: dict[asyncio.Task[None], type[views.Said] | None] = {}
         self._seen: views.WorldInfo | None = None
         self._seen_at = float("-inf")
         self._lock = asyncio.Lock()
 
-    def __repr__(self) -> str:
-        return f"<Listener {self._path}, {len(self._calling)} call>"
-
     async def open(self) -> None:
         """Answer from now on; where there can be no socket, the world does without."""
         try:
-            self._server = await asyncio.start_unix_server(
-                self._serve, self._path, limit=views.LONGEST_QUESTION
-            )
+            await super().open()
         except OSError as error:
-            log.warning("%s cannot be opened: %s", self._path, error)
+            log.warning("%s cannot be opened: %s", self.path, error)
 
-    async def close(self) -> None:
-        """End all connections."""
-        if self._server is not None:
-            self._server.close()
-        calling = [*self._calling]
-        for task in calling:
-            task.cancel()
-        await asyncio.gather(*calling, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        try:
-            if views.user_at(writer.get_extra_info("socket")) == os.geteuid():
-                # What does not ask as it should, or does not listen, is sent away.  To asyncio's
-                # streams a task that was cancelled is a fault, and a fault ends the agent.
-                with suppress(OSError, ValueError, BadFrame, asyncio.CancelledError):
-                    await self._answer(task, reader, writer)
-        except Exception:
-            # A fault of ours, of which the world is not to die: who asks learns no more.
-            log.exception("%r cannot answer", self)
-        finally:
-            self._calling.pop(task, None)
-            writer.transport.abort()
-
-    async def _answer(
+    async def _talk(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Answer one question; a notebook that was accepted stays on the line."""
@@ -115,8 +145,7 @@ class Listener:
         if len(self._of_kind(type(question))) >= MOST_CALLING:
             return
         self._calling[task] = type(question)
-        answer = await self._answer_to(question)
-        if answer is None:
+        if (answer := await self._answer(question)) is None:
             return
         writer.transport.set_write_buffer_limits(0)  # to wait until all of it is on its way
         writer.write(views.to_line(answer))
@@ -130,7 +159,11 @@ class Listener:
                 finally:
                     self._tether.let_go_by(pid)
 
-    async def _answer_to(self, question: views.Said) -> views.Said | None:
+    def _of_kind(self, kind: type[views.Said] | None) -> list[asyncio.Task[None]]:
+        """Return those that have asked this, or nothing yet; the first one first."""
+        return [task for task, asked in self._calling.items() if asked is kind]
+
+    async def _answer(self, question: views.Said) -> views.Said | None:
         match question:
             case views.Describe():
                 return self._describe()
@@ -149,104 +182,49 @@ class Listener:
             return views.WorldInfo(__version__, socket.gethostname())
         return self._tether.describe()
 
-    def _of_kind(self, kind: type[views.Said] | None) -> list[asyncio.Task[None]]:
-        """Return those that have asked this, or nothing yet; the first one first."""
-        return [task for task, asked in self._calling.items() if asked is kind]
-
-
-# --- the store that is asked ------------------------------------------------------------------
-
-MOST_ASKING = 4096  # connections at a time, each with a descriptor; a rank has one for each thread
-
-PRIVATE_SOCKET = 0o600
 
 AskStore = Callable[[store.Operation], Awaitable[store.Answer]]
 """Raises ConnectionError where the head is lost."""
 
 
-class StoreWindow:
-    """Has `ask` answer operations on a socket in the runtime folder, for this user alone."""
+class StoreWindow(Door):
+    """Has `ask` answer the operations of each connection, one at a time."""
 
     def __init__(self, runtime: Path, ask: AskStore) -> None:
-        self.path = runtime / store.SOCKET
+        super().__init__(runtime / store.SOCKET)
         self._ask = ask
-        self._server: asyncio.Server | None = None
-        self._asking: set[_Asking] = set()
 
-    def __repr__(self) -> str:
-        return f"<StoreWindow {self.path}, {len(self._asking)} connections>"
-
-    async def open(self) -> None:
-        """Answer from now on, on a new socket if the old was removed; raises OSError."""
-        if self._server is not None and self.path.exists():
+    async def _talk(
+        self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if len(self._calling) >= MOST_ASKING:
             return
-        if self._server is not None:
-            self._server.close()
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(
-            lambda: _Asking(self._ask, self._asking), self.path, backlog=MOST_ASKING
-        )
-        self.path.chmod(PRIVATE_SOCKET)
-
-    async def close(self) -> None:
-        """End all connections, and what is asked by them."""
-        if self._server is not None:
-            self._server.close()
-        works = [asking.end() for asking in [*self._asking]]
-        await asyncio.gather(*filter(None, works), return_exceptions=True)
-        self.path.unlink(missing_ok=True)
-
-
-class _Asking(asyncio.Protocol):
-    """One connection, for one operation at a time; what is none ends it."""
-
-    def __init__(self, ask: AskStore, all_asking: set[_Asking]) -> None:
-        self._ask = ask
-        self._all = all_asking
-        self._cutter = FrameCutter(MOST_BYTES)
-        self._work: asyncio.Task[None] | None = None
-        self._transport: asyncio.WriteTransport
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.WriteTransport", transport)
-        is_user = views.user_at(transport.get_extra_info("socket")) == os.geteuid()
-        if not is_user or len(self._all) >= MOST_ASKING:
-            self._transport.abort()
-            return
-        self._all.add(self)
-
-    def data_received(self, data: bytes) -> None:
+        self._calling[task] = None
+        cutter = FrameCutter(MOST_BYTES)
         try:
-            for frame in self._cutter.feed(data):
-                if self._work is not None:
-                    raise BadFrame("more was asked before the answer came")
-                operation = store.operation_from(frame)
-                self._work = asyncio.get_running_loop().create_task(self._answer(operation))
-        except BadFrame as error:
-            log.warning("a process of the world asked the store what cannot be read: %s", error)
-            self.end()
+            while data := await reader.read(READ_SIZE):
+                frames = [*cutter.feed(data)]
+                if len(frames) > 1:
+                    raise BadFrame(TOO_SOON)
+                for frame in frames:
+                    writer.write(await self._answer(store.operation_from(frame), reader))
+        except (BadFrame, ConnectionError) as error:
+            log.warning("a process of the world can ask the store no more: %s", error)
 
-    def connection_lost(self, _: Exception | None) -> None:
-        self.end()
-
-    def end(self) -> asyncio.Task[None] | None:
-        """End the connection; what it waits for, if there is anything, ends in the next turn."""
-        self._all.discard(self)
-        self._transport.abort()
-        if self._work is not None:
-            self._work.cancel()
-        return self._work
-
-    async def _answer(self, operation: store.Operation) -> None:
+    async def _answer(self, operation: store.Operation, reader: asyncio.StreamReader) -> bytes:
+        """Return the answer; nothing where the process that asks has ended before."""
+        asked = asyncio.ensure_future(self._ask(operation))
+        more = asyncio.ensure_future(reader.read(1))
         try:
-            frame = store.to_frame(await self._ask(operation))
-        except ConnectionError as error:
-            log.warning("the store cannot be asked any more: %s", error)
-            self._work = None
-            self.end()
-            return
+            await asyncio.wait({asked, more}, return_when=asyncio.FIRST_COMPLETED)
+            if more.done():
+                if more.result():
+                    raise BadFrame(TOO_SOON)
+                return b""
+            frame = store.to_frame(asked.result())
+        finally:
+            await _end(asked, more)
         if len(frame) > MOST_BYTES:
             problem = f"these values have more than {MOST_BYTES >> 20} MiB"
             frame = store.to_frame(store.Refused(problem))
-        self._work = None
-        self._transport.write(frame)
+        return frame

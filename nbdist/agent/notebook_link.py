@@ -32,11 +32,9 @@ from nbdist.wire import messages
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.spec import versions_here
 from nbdist.wire.views import SOCKET, Accepted, Attach, Refused, WorldInfo
-from nbdist.wire.work import Task, task_from
+from nbdist.wire.work import task_from
 
 Result = TypeVar("Result")
-
-# --- the notebook and the next one ------------------------------------------------------------
 
 log = logging.getLogger("nbdist.agent")
 
@@ -132,8 +130,6 @@ class Tether:
         for segment in self._segments.values():
             segment.close()
 
-    # --- messages ------------------------------------------------------------------------
-
     def _receive(self, message: messages.Down) -> None:
         match message:
             case messages.Received():
@@ -147,8 +143,8 @@ class Tether:
                 return
             case messages.Remember():
                 message = self._holding(message)
-                if message.options.get("detach") != self._record.detach:
-                    self._guard.tell(STAYS if message.options.get("detach") else LEAVES)
+                if message.config.detach != self._record.detach:
+                    self._guard.tell(STAYS if message.config.detach else LEAVES)
         self._record.take_down(message)
         if not isinstance(message, messages.Remember):
             self._hand_on(message)
@@ -156,23 +152,17 @@ class Tether:
     def _holding(self, memory: messages.Remember) -> messages.Remember:
         """Hold the memory in which names of set-up cells lie: its owner may end."""
         held: dict[str, Segment] = {}
-        setup = tuple((key, self._held(task, held)) for key, task in memory.setup)
-        for path in self._segments.keys() - held.keys():
-            self._segments[path].close()
-        self._segments = held
-        return memory._replace(setup=setup)
-
-    def _held(self, task: Task, held: dict[str, Segment]) -> Task:
         places: dict[str, SegmentRef] = {}
-        for ref in task.segments:
+        for ref in (ref for _, task in memory.setup for ref in task.segments):
             with suppress(SegmentGone):
                 known = held.get(ref.path) or self._segments.get(ref.path)
                 segment = known or Segment.of_another(ref)
                 held[segment.ref.path] = segment
                 places[ref.path] = segment.ref
-        return task.moved(places)
-
-    # --- one notebook, and the next --------------------------------------------------------
+        for path in self._segments.keys() - held.keys():
+            self._segments[path].close()
+        self._segments = held
+        return memory._replace(setup=tuple((key, task.moved(places)) for key, task in memory.setup))
 
     def _watch(self, end: int) -> None:
         asyncio.get_running_loop().add_reader(end, self._lose)
@@ -224,7 +214,7 @@ class Tether:
 
     def _is_wanted(self) -> bool:
         record = self._record
-        return record.has_world and (record.changes or bool(self._has_machines()))
+        return record.has_world and bool(record.changing or self._has_machines())
 
     def _notebook_lives(self) -> bool:
         """Look at its ends, which may not have been noticed yet."""
@@ -235,19 +225,17 @@ class Tether:
             ends.register(end, select.POLLIN)
         return bool(self._ends) and not ends.poll(0)
 
-    # --- for `Listener` -----------------------------------------------------------------------
-
     def describe(self) -> WorldInfo:
         """Return what is known without asking the ranks."""
-        record, spec = self._record, self._record.known.spec
+        record, spec, run = self._record, self._record.known.spec, self._record.known.run
         return WorldInfo(
             version=__version__,
             host=socket.gethostname(),
-            pool=spec.pool if spec else "",
+            pool=spec.config.pool if spec else "",
             name=spec.name if spec else "",
             workers=len(record.known.pids),
             state=record.state,
-            cell=_line_of(record),
+            cell=task_from(run.task).title[:FIRST_LINE] if run and record.unfinished else "",
             began=record.began,
             notebook=self.notebook_pid if self._notebook_lives() else 0,
             since=self._since,
@@ -265,19 +253,15 @@ class Tether:
                 return Refused(f"it is of nbdist {__version__}, and this is {wanted.version}")
             if held.notebook:
                 return Refused(f"the notebook of process {held.notebook} uses it")
-            if self._end is None and not self._record.changes:
+            if self._end is None and not self._record.changing:
                 break
             if time.monotonic() > deadline:
                 return Refused("its workers are being started or healed just now")
             await asyncio.sleep(CHANGE_STEP)
         if not SOCKET.fullmatch(wanted.socket):
             return Refused("that is no notebook's socket")
-        self._give_to(wanted)
-        return Accepted(os.getpid(), self._guard.pid)
-
-    def _give_to(self, notebook: Attach) -> None:
-        self.notebook_pid = notebook.pid
-        self._end = self._connect(notebook.socket)
+        self.notebook_pid = wanted.pid
+        self._end = self._connect(wanted.socket)
         self._say_hello()
         again = self._record.again()
         for message in (self._record.attached(self._since), *again):
@@ -285,13 +269,7 @@ class Tether:
         self._replayed += len(again)
         self._since = time.time()
         self._watch_process()
-
-
-def _line_of(record: WorldRecord) -> str:
-    run = record.known.run
-    if run is None or not record.unfinished:
-        return ""
-    return task_from(run.task).title[:FIRST_LINE]
+        return Accepted(os.getpid(), self._guard.pid)
 
 
 # --- calls ------------------------------------------------------------------------------------
@@ -311,7 +289,7 @@ class Serving:
     ) -> None:
         self._answer = answer
         self._send = send
-        self._asked: asyncio.Queue[messages.Ask] = asyncio.Queue()
+        self._asked: asyncio.Queue[messages.Ask[Any]] = asyncio.Queue()
         self._gone = asyncio.Event()
         self._fault: BaseException | None = None
 
@@ -335,7 +313,7 @@ class Serving:
         if self._fault is not None:
             raise self._fault
 
-    def call(self, ask: messages.Ask) -> None:
+    def call(self, ask: messages.Ask[Any]) -> None:
         """Do this once all calls before it have been answered."""
         self._asked.put_nowait(ask)
 
@@ -368,14 +346,18 @@ class Serving:
             self._send(messages.Answer(ask.id, await self._answer(ask.request)))
 
 
-def run(runtime: Path, serving: Coroutine[Any, Any, Result]) -> Result:
-    """Serve until that is over; returns with nothing left behind."""
+def run(runtime: Path, serve: Callable[[], Awaitable[Result]]) -> Result:
+    """Call this on a loop, until it is over; returns with nothing left behind."""
+
+    async def serving() -> Result:
+        return await serve()
+
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     adopt_orphans()
     # Until the end: what cleans up after dead agents finds that this one runs.
     folders.join(runtime, folders.runtime(runtime))
     try:
-        return asyncio.run(serving)
+        return asyncio.run(serving())
     finally:
         end_descendants()
         shutil.rmtree(runtime, ignore_errors=True)

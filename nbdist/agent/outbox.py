@@ -32,7 +32,6 @@ from nbdist.values.payload import Payload
 from nbdist.wire import messages
 from nbdist.wire.messages import Outputs
 from nbdist.wire.node_messages import processes
-from nbdist.wire.spec import WorldSpec
 
 # --- what is kept -----------------------------------------------------------------------------
 
@@ -98,7 +97,8 @@ class Backlog:
     def take(self, most: int) -> list[Item]:
         """Remove and return the oldest outputs, rank by rank: `most` characters, and one output."""
         batch: list[Item] = []
-        for rank in [*self._items]:
+        while self._items and most > 0:
+            rank = next(iter(self._items))
             items, count = self._items.pop(rank), 0
             while count < len(items) and most > 0:
                 cell_id, output = items[count]
@@ -109,11 +109,8 @@ class Backlog:
                     self._text[rank] -= len(output.text)
                 else:
                     self._shown -= size_of(output)
-            del items[:count]
-            if items:  # it has its next turn after the others
-                self._items[rank] = items
-            if most <= 0:
-                break
+            if rest := items[count:]:  # it has its next turn after the others
+                self._items[rank] = rest
         return batch
 
     def _forget_update(self, items: list[tuple[str, Output]], display: str) -> None:
@@ -277,10 +274,10 @@ class WorldRecord:
     """
 
     def __init__(self) -> None:
-        self.known = messages.Attached(messages.Remember({}))
+        self.known = messages.Attached(messages.Remember())
         self.began = time.time()
         self.unfinished: set[int] = set()
-        self._changing: dict[int, Changing] = {}
+        self.changing: dict[int, Changing] = {}  # the calls that are under way, by number
         self._tasks = 0
         self._backlog = Backlog()
         self._lent: dict[str, set[int]] = {}
@@ -291,31 +288,24 @@ class WorldRecord:
     @property
     def detach(self) -> bool:
         """Whether the world is to outlive its notebook."""
-        return bool(self.known.memory.options.get("detach"))
+        return self.known.memory.config.detach
 
     @property
     def has_world(self) -> bool:
         """Whether there are workers, or will be."""
-        starts = any(isinstance(each, messages.StartWorld) for each in self._changing.values())
+        starts = any(isinstance(each, messages.StartWorld) for each in self.changing.values())
         return bool(self.known.pids) or starts
-
-    @property
-    def changes(self) -> bool:
-        """Whether the workers are being started, healed, scaled or stopped."""
-        return bool(self._changing)
 
     @property
     def state(self) -> str:
         """What the world is doing, in words."""
-        if self._changing:
+        if self.changing:
             return "changing"
         if not self.known.pids:
             return "no workers"
         if self.unfinished:
             return "busy"
         return "ready" if self.known.is_whole and not self.known.dead else "broken"
-
-    # --- what goes down and comes up ------------------------------------------------------
 
     def take_down(self, message: messages.Down) -> None:
         """Take in what the notebook has sent."""
@@ -325,7 +315,7 @@ class WorldRecord:
             case messages.Ask(number, request):
                 self.known.next_call = max(self.known.next_call, number + 1)
                 if isinstance(request, Changing):
-                    self._changing[number] = request
+                    self.changing[number] = request
             case messages.Run():
                 self._begin(message)
             case messages.Enter(rank, reply):
@@ -336,8 +326,8 @@ class WorldRecord:
     def take_up(self, message: messages.Up) -> None:
         """Take in what the notebook gets, or would get if there was one."""
         match message:
-            case messages.Answer(number, reply) if number in self._changing:
-                self._take_change(self._changing.pop(number), reply)
+            case messages.Answer(number, reply) if number in self.changing:
+                self._take_change(self.changing.pop(number), reply)
             case Outputs(items):
                 for item in items:
                     self._take(*item)
@@ -397,30 +387,26 @@ class WorldRecord:
     def _take_change(self, request: messages.Request, reply: messages.Reply) -> None:
         known = self.known
         match request, reply:
-            case messages.StartWorld(spec), messages.WorldStarted():
+            case messages.StartWorld(), messages.WorldStarted():
                 self._end_world()
                 known = self.known
-                known.spec, known.hosts = reply.spec or spec, reply.hosts
+                known.spec, known.hosts = reply.spec, reply.hosts
                 known.pids, known.logs, known.lacks = reply.pids, reply.logs, reply.lacks
                 self.began = time.time()
             case (_, messages.StartFailure()) | (messages.StopWorld(), _):
                 self._end_world()
-            case messages.Scale(spec), messages.Healed(pids):
-                self._take_healed(spec if len(pids) == spec.world_size else known.spec, reply)
-            case messages.Heal() | messages.Grow(), messages.Healed():
+            case _, messages.Healed():
                 if isinstance(request, messages.Grow):
                     known.came = ()
-                self._take_healed(known.spec, reply)
+                self._take_healed(reply)
 
-    def _take_healed(self, spec: WorldSpec | None, healed: messages.Healed) -> None:
-        known, spec = self.known, healed.spec or spec
+    def _take_healed(self, healed: messages.Healed) -> None:
+        known = self.known
         earlier = processes(known.pids, known.spec.seats if known.spec else ())
         before = {process: rank for rank, process in earlier.items()}
-        if spec is not None and not healed.spec:
-            spec = replace(spec, seats=healed.seats)
-        now = processes(healed.pids, spec.seats if spec else ())
+        now = processes(healed.pids, healed.spec.seats)
         was = {rank: before[process] for rank, process in now.items() if process in before}
-        known.spec, known.pids, known.logs = spec, healed.pids, healed.logs
+        known.spec, known.pids, known.logs = healed.spec, healed.pids, healed.logs
         known.hosts, known.is_whole = healed.hosts, not healed.problem
         known.bound = {rank: known.bound.get(old, {}) for rank, old in was.items()}
         # Those that have died again meanwhile are dead.
@@ -436,8 +422,6 @@ class WorldRecord:
             next_call=self.known.next_call,
         )
         self.unfinished, self._tasks = set(), 0
-
-    # --- for the next notebook --------------------------------------------------------------
 
     def attached(self, since: float) -> messages.Attached:
         """Return the message that says it all, but for what was shown: `again` has that."""

@@ -49,7 +49,7 @@ class Children:
         asyncio.get_running_loop().call_soon(self._reap)
 
     def forget(self, pid: int) -> None:
-        """Expect it no more: its end has been reported by its parent."""
+        """Expect it no more: its end has been reported, or nobody is to learn of it."""
         self._expected.pop(pid, None)
 
     def adopted(self, pid: int) -> None:
@@ -59,12 +59,6 @@ class Children:
         except ChildProcessError:
             if on_exit := self._expected.pop(pid, None):
                 on_exit(-signal.SIGKILL)
-
-    def kill(self, pid: int) -> None:
-        """Kill it and wait for it; its exit code is not reported."""
-        self.forget(pid)
-        os.kill(pid, signal.SIGKILL)
-        await_end(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0))
 
     def close(self) -> None:
         """Kill and reap all that are expected."""
@@ -213,12 +207,10 @@ class Forker:
         self._children = children
         self._server: fork_server.ForkServerProcess | None = started
         self._replies = FrameCutter()
-        self._imported: asyncio.Future[None] | None = None
+        self._imported: asyncio.Future[None]
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[WorkerProcess]] = {}
         self._workers: dict[int, WorkerProcess] = {}
-
-    # --- the agent's calls ----------------------------------------------------------------
 
     def attach(self, on_loss: Callable[[], None] = lambda: None) -> None:
         """Listen to the fork server; `on_loss` is called when its workers are children here."""
@@ -228,7 +220,7 @@ class Forker:
 
     def last_lines(self) -> tuple[str, ...]:
         """Return what the fork server itself has written: why it could not import torch."""
-        log = fork_server.log_file(self._runtime)
+        log = self._runtime / fork_server.LOG
         return tuple(log.read_text(errors="replace").splitlines()) if log.exists() else ()
 
     async def prepare(self) -> None:
@@ -239,7 +231,6 @@ class Forker:
             except OSError as error:
                 raise Lack(word_lack(error.errno)) from error
             self._listen(self._server)
-        assert self._imported is not None
         await self._wait(self._imported, IMPORT_TIMEOUT)
         self._imported.result()
 
@@ -256,9 +247,10 @@ class Forker:
         """End the fork server; its workers are expected children of this process then."""
         if self._server is not None:
             self._stop_listening(self._server)
-            if self._server.popen.returncode is None:
-                self._children.kill(self._server.popen.pid)
-                self._server.popen.returncode = -signal.SIGKILL
+            self._children.forget(self._server.popen.pid)
+            self._server.popen.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._server.popen.wait(END_TIMEOUT)
             self._server = None
             self._adopt_workers()
 
@@ -281,12 +273,6 @@ class Forker:
         try:
             await self._wait(forked, FORK_TIMEOUT)
             return forked.result()
-        except asyncio.CancelledError:  # called off on its way: it comes, and has ended after this
-            await self._wait(forked, FORK_TIMEOUT)
-            if not forked.exception():
-                forked.result().kill()
-                await asyncio.wait([forked.result().exited], timeout=END_TIMEOUT)
-            raise
         finally:
             forked.cancel()  # given up: a worker that comes later is ended
 
@@ -299,26 +285,23 @@ class Forker:
         if not answer.done():
             raise ForkServerLost("the fork server does not answer")
 
-    # --- what it answers ------------------------------------------------------------------
-
     def _listen(self, server: fork_server.ForkServerProcess) -> None:
         loop = asyncio.get_running_loop()
         self._imported, self._replies = loop.create_future(), FrameCutter()
-        loop.add_reader(server.socket, self._read)
-        self._children.expect(server.popen.pid, self._exited)
+        loop.add_reader(server.socket, self._read, server)
+        self._children.expect(server.popen.pid, partial(self._exited, server))
 
-    def _read(self) -> None:
-        assert self._server is not None
+    def _read(self, server: fork_server.ForkServerProcess) -> None:
         try:
-            data = self._server.socket.recv(fork_server.READ_SIZE)
+            data = server.socket.recv(fork_server.READ_SIZE)
         except ConnectionResetError:  # it has ended before it had read a request
             data = b""
         for frame in self._replies.feed(data):
             self._receive(unpack(frame))
         if not data:
             # Only when no process has the other end any more: no further answer can come.
-            self._stop_listening(self._server)
-            self._lose()
+            self._stop_listening(server)
+            self._lose(server)
 
     def _stop_listening(self, server: fork_server.ForkServerProcess) -> None:
         if server.socket.fileno() >= 0:
@@ -328,7 +311,6 @@ class Forker:
     def _receive(self, message: fork_server.FromForkServer) -> None:
         match message:
             case fork_server.Imported():
-                assert self._imported is not None
                 self._imported.set_result(None)
             case fork_server.Forked(number, pid):
                 self._add_worker(number, pid)
@@ -358,22 +340,17 @@ class Forker:
     def _worker_exited(self, pid: int, exit_code: int) -> None:
         self._workers.pop(pid).set_exited(exit_code)
 
-    # --- its end --------------------------------------------------------------------------
+    def _exited(self, server: fork_server.ForkServerProcess, exit_code: int) -> None:
+        server.popen.returncode = exit_code
+        self._lose(server)
 
-    def _exited(self, exit_code: int) -> None:
-        assert self._server is not None
-        self._server.popen.returncode = exit_code
-        self._lose()
-
-    def _lose(self) -> None:
+    def _lose(self, server: fork_server.ForkServerProcess) -> None:
         """Let it go once its exit code is known, and all that it has sent is read."""
-        assert self._server is not None
-        code = self._server.popen.returncode
-        if code is None or self._server.socket.fileno() >= 0:
+        code = server.popen.returncode
+        if code is None or server.socket.fileno() >= 0:
             return
         self._server = None
         gone = ForkServerLost(f"the fork server has ended: it {word_exit(code)}")
-        assert self._imported is not None
         if not self._imported.done():
             self._imported.set_exception(gone)
             self._imported.exception()  # `prepare` raises it too, if it is called

@@ -97,8 +97,7 @@ class StackFile:
         _, start, dump = self._read().rpartition(CRASH)
         if exit_code not in CRASHES or not start:
             return ""
-        number, source = (task.execution_count, task.source) if task else (None, "")
-        frames = with_code(own_frames(frames_of(crash_calls(dump), number, source)))
+        frames = with_code(own_frames(frames_of(crash_calls(dump), task)))
         calls = [line for frame in frames for line in frame.lines] or ["  no Python code"]
         return "\n".join([f"{start}{dump.splitlines()[0]}, in", *calls, ""])
 
@@ -123,15 +122,15 @@ def crash_calls(dump: str) -> tuple[Call, ...]:
     )
 
 
-def frames_of(calls: tuple[Call, ...], number: int | None, source: str) -> list[StackFrame]:
+def frames_of(calls: tuple[Call, ...], task: Task | None) -> list[StackFrame]:
     """Return the calls with the running cell under its name; other cells' numbers are not known."""
     cell = next((file for file, _, _ in reversed(calls) if CELL_FILE.search(file)), "")
-    lines, found = source.splitlines(), []
+    lines, found = task.source.splitlines() if task else [], []
     for file, line, function in calls:
         code, name = "", "Cell In[?]" if CELL_FILE.search(file) else file
-        if file == cell:
+        if file == cell and task:
             code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
-            name = f"Cell In[{number or '?'}]"
+            name = f"Cell In[{task.execution_count or '?'}]"
         found.append(StackFrame(name, line, function, code))
     return found
 

@@ -8,12 +8,12 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nbdist.agent.kernel_link import KernelClient, Message, TaskConnection, as_shown, output_from
+from nbdist.agent.kernel_link import KernelClient, TaskConnection, as_shown
 from nbdist.agent.processes import ProcessSource, WorkerProcess
 from nbdist.agent.stacks import StackFile
 from nbdist.agent.worker_output import WorkerLog, WorkerOutput
@@ -51,6 +51,7 @@ class Worker:
 
     def __init__(self, start: WorkerStart, log_folder: Path | None, emit: Emit) -> None:
         self.rank = start.rank
+        self.given = start
         self.process: WorkerProcess | None = None
         self.task_id = ""  # of the task that it does
         self._packed = b""
@@ -58,10 +59,9 @@ class Worker:
         self.output = WorkerOutput(start.token, self.log, self._take)
         self.stacks = StackFile(start.stack_file)
         self.last_collective: asyncio.Task[Any] | None = None  # while it is being asked for
-        self._start = start
+        self.asks: dict[int, InputRequest] = {}  # what it waits to be typed
         self._emit = emit
         self._errors_sent: set[int] = set()  # the numbers of the cell's error messages
-        self._asks: dict[int, InputRequest] = {}  # what it waits for your input
         self._stopped_task = ""
         self._busy_since = 0.0
         self._oom_kills: OomKills | None = None
@@ -91,13 +91,11 @@ class Worker:
             return "dead"
         return "busy" if self.task_id else "idle"
 
-    # --- start ---------------------------------------------------------------------------
-
     async def start(self, source: ProcessSource) -> None:
         """Start it and wait until its group is formed; ChildProcessError if it ends before."""
         try:
             self._kernel.write_connection_file()
-            process = await source.start(self._start, *self.output.write_ends)
+            process = await source.start(self.given, *self.output.write_ends)
         finally:
             self.output.close_write_ends()
         self.process = process
@@ -113,14 +111,12 @@ class Worker:
                 raise Lack(lines[-1])
             raise ChildProcessError(f"it {word_exit(code)}")
         process.exited.add_done_callback(self._ended)
-        self._count_kills_in(0.0)
+        self._count_kills()
         try:
             await self._kernel.connect(TaskConnection(self.output.place, self._lose))
         except OSError as error:  # its process has ended in this moment, or is about to
             self.kill()
             raise ChildProcessError(f"it cannot be reached: {error}") from error
-
-    # --- run -----------------------------------------------------------------------------
 
     @property
     def task(self) -> Task | None:
@@ -134,17 +130,13 @@ class Worker:
             return
         self.task_id, self._packed = run.id, run.task
         self._busy_since = time.monotonic()
-        self._count_kills_in(COUNT_AFTER)
+        loop = asyncio.get_running_loop()
+        self._counting = loop.call_later(COUNT_AFTER, self._count_kills)
         self._kernel.send(run.task)
-
-    @property
-    def asks(self) -> bool:
-        """Whether it waits for typed input."""
-        return bool(self._asks)
 
     def enter(self, reply: InputReply) -> None:
         """Pass on what was typed for it, if it still waits for that."""
-        if (request := self._asks.pop(reply.number, None)) is None:
+        if (request := self.asks.pop(reply.number, None)) is None:
             return
         self._kernel.send(reply)
         if reply.text is not None:
@@ -174,7 +166,7 @@ class Worker:
         """Ask where it is."""
         seen = await self.ask(control.Locate(), LOCATE_TIMEOUT)
         if isinstance(seen, Place):
-            return replace(seen, asks=self.asks)
+            return replace(seen, asks=bool(self.asks))
         return Place(holds_gil=True, is_stopped=is_stopped(self.pid))
 
     def say(self, text: str) -> None:
@@ -194,18 +186,8 @@ class Worker:
             self.process.send_signal(signal.SIGINT)
             self._kernel.send(SigintSent())
         # Of the main thread it has been given up by then; another would wait on.
-        for number in [*self._asks]:
+        for number in [*self.asks]:
             self.enter(InputReply(number))
-
-    @property
-    def gpu(self) -> str:
-        """Its GPU as CUDA_VISIBLE_DEVICES names it, "" for none."""
-        return self._start.gpu
-
-    @property
-    def environ(self) -> Mapping[str, str]:
-        """The environment of all workers."""
-        return self._start.world.environ
 
     def status(self) -> WorkerStatus:
         """Return what is known of it without asking; `nbdist.agent.inspect` finds out the rest."""
@@ -216,12 +198,10 @@ class Worker:
             state=self.state,
             busy_seconds=time.monotonic() - self._busy_since if self.task_id else 0.0,
             memory=0,
-            device=self._start.device,
+            device=self.given.device,
             cpu_seconds=cpu_seconds(self.pid),
             last_line=self.output.last_line,
         )
-
-    # --- another number ------------------------------------------------------------------
 
     def renumber(self, rank: int, log_folder: Path | None) -> None:
         """Become this rank, and write there."""
@@ -230,11 +210,7 @@ class Worker:
 
     def sit(self, world: WorldSpec) -> None:
         """Take its seat in a world that has others, or more or fewer of them."""
-        seat = world.seat(self.rank)
-        local, of = seat.local_rank, seat.local_world_size
-        self._start = replace(self._start, rank=self.rank, local_rank=local, local_world_size=of)
-
-    # --- stop ----------------------------------------------------------------------------
+        self.given = replace(self.given, rank=self.rank, world=world)
 
     async def stop(self, grace: float) -> None:
         """End the worker: politely for `grace` own seconds, then by SIGKILL; free all."""
@@ -254,14 +230,8 @@ class Worker:
         self.log.close()
         self.stacks.remove()
 
-    def _count_kills_in(self, seconds: float) -> None:
-        """Note how often the kernel has killed so far, to compare with after a death."""
-        if self._counting is not None:
-            self._counting.cancel()
-        loop = asyncio.get_running_loop()
-        self._counting = loop.call_later(seconds, self._count_kills)
-
     def _count_kills(self) -> None:
+        """Note how often the kernel has killed so far, to compare with after a death."""
         self._oom_kills = OomKills(self.pid)
 
     def _ended(self, exited: asyncio.Future[int]) -> None:
@@ -281,8 +251,6 @@ class Worker:
         self._show(self._died)
         self._forget_task()
 
-    # --- what the worker says -------------------------------------------------------------
-
     def _lose(self, problem: BadFrame | None) -> None:
         """End it, which can be given no more tasks, unless it is ending anyway."""
         if self._is_ending:
@@ -297,13 +265,10 @@ class Worker:
         if not is_exiting(self.pid):
             self.kill(why)
 
-    def _read_message(self, message: Message) -> None:
-        if message.number < 1:
-            return
-        output = output_from(message)
+    def _read_message(self, number: int, output: Output | None) -> None:
         if isinstance(output, Failure):
-            self._errors_sent.add(message.number)
-        self.output.receive(message.number, output)
+            self._errors_sent.add(number)
+        self.output.receive(number, output)
 
     def _take(self, item: Output | Said) -> None:
         match item:
@@ -319,7 +284,7 @@ class Worker:
 
     def _take_request(self, request: InputRequest) -> None:
         """Pass it on; after Stop, or without a task, it ends as at the end of a file."""
-        self._asks[request.number] = request
+        self.asks[request.number] = request
         if not self.task_id:
             self.enter(InputReply(request.number, problem=NO_CELL))
         elif self.task_id == self._stopped_task:
@@ -341,7 +306,7 @@ class Worker:
             self._counting.cancel()
 
     def _forget_task(self) -> None:
-        for number in [*self._asks]:  # of a thread that lives on
+        for number in [*self.asks]:  # of a thread that lives on
             self.enter(InputReply(number, problem=NO_CELL))
         self.task_id, self._packed = "", b""
 

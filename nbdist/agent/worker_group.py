@@ -68,14 +68,11 @@ class WorkerGroup:
         self._logs: Path | None = None
         self._aborting: set[asyncio.Task[control.Answer | None]] = set()
 
-    def alive(self, ranks: Iterable[int]) -> list[Worker]:
-        """Return those of them whose process is there and ready."""
-        found = (self.all[rank] for rank in ranks if rank in self.all)
+    def alive(self, ranks: Iterable[int] | None = None) -> list[Worker]:
+        """Return those of them, or of all, whose process is there and ready."""
+        asked = self.all if ranks is None else ranks
+        found = (self.all[rank] for rank in asked if rank in self.all)
         return [worker for worker in found if worker.state in ("idle", "busy")]
-
-    def all_alive(self) -> list[Worker]:
-        """Return all whose process is there and ready."""
-        return self.alive(self.all)
 
     async def ask(
         self, ranks: Iterable[int], request: control.Request, timeout: float
@@ -84,8 +81,6 @@ class WorkerGroup:
         alive = self.alive(ranks)
         answers = await asyncio.gather(*(worker.ask(request, timeout) for worker in alive))
         return dict(zip(alive, answers, strict=True))
-
-    # --- start and end --------------------------------------------------------------------
 
     async def do(self, request: node_messages.PartRequest[Any]) -> Any:
         """Do what `nbdist.agent.forming` asks of the workers of one machine."""
@@ -139,7 +134,7 @@ class WorkerGroup:
             worker, why = failed
             lines = worker.output.last_lines or source.last_lines()
             await self.stop(grace=0.0)
-            return _failure(spec, worker.rank, why, lines)
+            return _failure(spec, worker.rank, str(why), lines)
         # All have the same libraries.
         checked = await self.all[ranks[0]].ask(control.Check(), CHECK_TIMEOUT)
         lacks = checked if isinstance(checked, tuple) else ()
@@ -152,7 +147,8 @@ class WorkerGroup:
             self._run.close()
         # Machines can have one home folder, and each numbers its starts by itself.
         name = spec.name if spec.node is None else f"{spec.name}/{socket.gethostname()}"
-        self._run = RunFolder(Path(spec.log_dir).expanduser(), name) if spec.log_dir else None
+        folder = spec.config.log_dir
+        self._run = RunFolder(Path(folder).expanduser(), name) if folder else None
         self._logs = self._run.new_attempt(attempt - 1) if self._run else None
 
     async def _make_folder(self) -> None:
@@ -161,17 +157,19 @@ class WorkerGroup:
         if self._store is not None:
             await self._store.open()
 
-    async def _start_all(self, source: ProcessSource) -> tuple[Worker, str] | None:
-        """Return the first that could not be started, or was not ready in time, and why."""
-        starts: dict[asyncio.Task[None], Worker] = {}
+    async def _start_all(self, source: ProcessSource) -> tuple[Worker, OSError] | None:
+        """Return one that could not be started, or was not ready in time, and why."""
+        workers = self.all.values()
+        reports = [asyncio.create_task(self._report_up(each)) for each in workers]
         try:
-            async with asyncio.timeout(START_TIMEOUT), asyncio.TaskGroup() as tasks:
-                for worker in self.all.values():
-                    starts[tasks.create_task(worker.start(source))] = worker
-                    tasks.create_task(self._report_up(worker))
-        except* OSError:
-            pass  # looked at below
-        return _first_failed(starts)
+            with CallOff(self._rendezvous.over_file) as call_off:
+                starts = (call_off.start(each, source, START_TIMEOUT) for each in workers)
+                errors = await asyncio.gather(*starts)
+        finally:
+            for each in reports:
+                each.cancel()
+        failed = zip(workers, errors, strict=True)
+        return next(((worker, error) for worker, error in failed if error), None)
 
     async def _report_up(self, worker: Worker) -> None:
         await worker.output.up.wait()
@@ -189,8 +187,6 @@ class WorkerGroup:
         """Close what is kept from world to world, after the workers have been stopped."""
         self._rendezvous.close()
         self.code.close()
-
-    # --- a new generation of the group ------------------------------------------------------
 
     async def _prepare(self, spec: WorldSpec, ranks: Sequence[int]) -> str:
         await self._make_folder()
@@ -228,22 +224,22 @@ class WorkerGroup:
         """Form the survivors' groups, and start new workers that join; return a problem or ""."""
         ends = [worker.process.exited for worker in forms if worker.process is not None]
         with CallOff(self._rendezvous.over_file, ends) as call_off:
-            answers, starts = await asyncio.gather(
+            answers, errors = await asyncio.gather(
                 asyncio.gather(*(call_off.ask(each, forms[each], HEAL_TIMEOUT) for each in forms)),
                 asyncio.gather(*(call_off.start(each, source, HEAL_TIMEOUT) for each in new)),
             )
         silent = (each for each, said in zip(forms, answers, strict=True) if said is None)
         await asyncio.gather(*(each.end_unfit(SILENT) for each in silent))
-        return problem_in(starts, answers)
+        failed = ((each, error) for each, error in zip(new, errors, strict=True) if error)
+        return problem_in((_word_failed(*each) for each in failed), answers)
 
     def _request_of(self, plan: Form, rank: int) -> control.Request:
         """Return what makes a survivor's groups whole, or its world one of another size."""
         spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
         if plan.groups is not None:
-            return control.Regroup(plan.generation, plan.groups, spec.seats, environ)
-        size, seats, threads = spec.world_size, spec.seats, spec.threads
-        return control.Resize(plan.generation, rank, size, seats, threads, plan.missing, environ)
+            return control.Regroup(plan.generation, plan.groups, spec, environ)
+        return control.Resize(plan.generation, rank, spec, plan.missing, environ)
 
     async def abort(self, ranks: Iterable[int]) -> bool:
         """Abort the collectives of these; return True if all have answered in time.
@@ -261,10 +257,8 @@ class WorkerGroup:
             await asyncio.wait(asked, timeout=ABORT_TIMEOUT)
         return all(each.done() and each.result() is not None for each in asked)
 
-    # --- what workers come from -----------------------------------------------------------
-
     def _source(self, spec: WorldSpec) -> ProcessSource:
-        if self._forker and spec.use_fork_server and can_fork_with(spec.environ):
+        if self._forker and spec.config.fork and can_fork_with(spec.environ):
             return self._forker
         return self._spawner
 
@@ -289,7 +283,7 @@ def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldS
         spec,
         environ=environ,
         cwd=cwd,
-        gpus=parse_gpus(spec.gpus_asked, visible) if spec.gpus_asked else visible,
+        gpus=parse_gpus(spec.config.gpus, visible) if spec.config.gpus else visible,
         python=sys.executable,
         threads=spec.threads or max(1, usable_cores() // here),
         interface=interface or spec.interface,
@@ -313,13 +307,9 @@ def problem_in(starts: Iterable[str], answers: Iterable[control.Answer | None]) 
     return lack_in(found) or next(filter(None, found), "")
 
 
-def _first_failed(starts: Mapping[asyncio.Task[None], Worker]) -> tuple[Worker, str] | None:
-    """Find one that has failed, or else the first that was not ready in time, and why."""
-    for start, worker in starts.items():
-        if not start.cancelled() and (error := start.exception()):
-            return worker, str(error)
-    late = (worker for start, worker in starts.items() if start.cancelled())
-    return next(((each, f"it was not ready after {START_TIMEOUT:.0f} s") for each in late), None)
+def _word_failed(worker: Worker, error: OSError) -> str:
+    last = "" if isinstance(error, Lack) else "\n".join(worker.output.last_lines[-1:])
+    return f"rank {worker.rank} could not start: {error} {last}".rstrip()
 
 
 def _failure(spec: WorldSpec, rank: int, why: str, lines: tuple[str, ...]) -> StartFailure:
@@ -375,7 +365,6 @@ class Rendezvous:
 
     def begin_world(self, attempt: int) -> None:
         """Make a new store, for the first generation of a group."""
-        self.make_folder()
         self._drop_store()
         self.attempt = attempt
         self.generation = self.sized_in = 1
@@ -411,11 +400,8 @@ class Rendezvous:
         self, spec: WorldSpec, rank: int, log_folder: Path | None, joins: Groups | None = None
     ) -> WorkerStart:
         """Return what a worker starts with; `joins` are the groups that a later one joins."""
-        seat = spec.seat(rank)
         return WorkerStart(
             rank=rank,
-            local_rank=seat.local_rank,
-            local_world_size=seat.local_world_size,
             world=spec,
             connection_file=f"{self._name_of(rank)}.json",
             token=secrets.token_hex(8),
@@ -447,7 +433,7 @@ class CallOff:
     those that wait in the store.  A new one waits there in C++: it is killed.
     """
 
-    def __init__(self, file: Path, ends: Sequence[asyncio.Future[int]]) -> None:
+    def __init__(self, file: Path, ends: Sequence[asyncio.Future[int]] = ()) -> None:
         self._file = file
         self._ends = ends
         self._event = asyncio.Event()
@@ -471,25 +457,26 @@ class CallOff:
             self._call_off()
         return await asked
 
-    async def start(self, worker: Worker, source: ProcessSource, timeout: float) -> str:
-        """Start a worker in the place of a dead one; return what kept it from that, else ""."""
+    async def start(self, worker: Worker, source: ProcessSource, timeout: float) -> OSError | None:
+        """Start a worker; return what kept it from that, None too where another is the cause."""
         start = asyncio.ensure_future(worker.start(source))
         over = asyncio.ensure_future(self._event.wait())
-        await asyncio.wait({start, over}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        over.cancel()
-        in_time = start.done()
-        while not start.done():
-            worker.kill()
-            await asyncio.wait({start}, timeout=KILL_STEP)
+        try:
+            await asyncio.wait({start, over}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            in_time, is_off = start.done(), self._event.is_set()
+            while not start.done():
+                worker.kill()
+                await asyncio.wait({start}, timeout=KILL_STEP)
+        finally:
+            over.cancel()
+            start.cancel()
         error = start.exception()
-        if error is None or (self._event.is_set() and not in_time):  # the cause is another rank's
-            return ""
+        if error is None or (is_off and not in_time):
+            return None
         self._call_off()
-        if not isinstance(error, ChildProcessError):
+        if not isinstance(error, OSError):
             raise error
-        last = "" if isinstance(error, Lack) else "\n".join(worker.output.last_lines[-1:])
-        why = error if in_time else "not in time"
-        return f"rank {worker.rank} could not start: {why} {last}".rstrip()
+        return error if in_time else TimeoutError(f"it was not ready after {timeout:.0f} s")
 
     def _call_off(self, _: object = None) -> None:
         self._file.touch()

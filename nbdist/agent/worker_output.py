@@ -85,15 +85,16 @@ class WorkerOutput:
         now = time.monotonic()
         self._merger.receive_message(end.number, end, now)
         for _ in range(MARK_READS):
-            if self._merger.has_placed(end.number) or not self._stdout.read():
+            if end.number <= self._merger.placed or not self._stdout.read():
                 break
         self._merger.place_up_to(end.number, now)
         self._pass_on_all()
 
     def drain(self) -> None:
         """Pass on all that is left of a worker that has ended."""
-        self._stdout.drain()
-        self._stderr.drain()
+        for pipe in (self._stdout, self._stderr):
+            while pipe.read():
+                pass
         for item in self._merger.take_all():
             self.pass_on(item)
 
@@ -138,7 +139,7 @@ class WorkerOutput:
     def _pass_on_all(self) -> None:
         for item in self._merger.take(time.monotonic()):
             self.pass_on(item)
-        if self._merger.is_waiting and self._retry is None:
+        if self._merger.queue and self._retry is None:  # a message may have been lost
             self._retry = asyncio.get_running_loop().call_later(LOST_AFTER, self._pass_on_late)
 
     def _pass_on_late(self) -> None:
@@ -160,11 +161,6 @@ class OutputPipe:
         self._loop.add_reader(self._end, self.read)
         self._open = True
 
-    def drain(self) -> None:
-        """Read what is there now, for a worker that has ended."""
-        while self.read():
-            pass
-
     def close(self) -> None:
         """Stop listening; what is still in the pipe is lost."""
         if self._open:
@@ -174,12 +170,12 @@ class OutputPipe:
 
     def read(self) -> bool:
         """Read once, without waiting for the loop to find that there is something."""
-        if not self._open:
-            return False
-        try:
-            data = os.read(self._end, READ_SIZE)
-        except BlockingIOError:
-            return False
+        data = b""
+        if self._open:
+            try:
+                data = os.read(self._end, READ_SIZE)
+            except BlockingIOError:
+                return False
         if data:
             self._read(data)
         else:
@@ -196,9 +192,9 @@ class Merger(Generic[Message]):
     def __init__(self, token: str) -> None:
         self.up = self.ready = False
         self._pattern, self._cut_off = work.mark_pattern(token), work.cut_off_pattern(token)
-        self._queue: deque[Text | int] = deque()  # text, and numbers where messages belong
+        self.queue: deque[Text | int] = deque()  # text, and numbers where messages belong
         self._messages: dict[int, Message] = {}
-        self._placed = 0  # the last number whose place is known; a worker counts them one by one
+        self.placed = 0  # the last number whose place is known; a worker counts them one by one
         self._awaited: dict[int, float] = {}  # numbers in the queue, and since when
         self._arrived = 0.0  # when a message last had its turn
         self._rest = b""
@@ -223,30 +219,26 @@ class Merger(Generic[Message]):
     def receive_stderr(self, data: bytes) -> None:
         """Take in what was read from file descriptor 2, which has no order with the other."""
         if text := self._decoders["pipe"].decode(data):
-            places = (i for i, item in enumerate(self._queue) if isinstance(item, int))
-            self._queue.insert(next(places, len(self._queue)), Text("stderr", text))
+            places = (i for i, item in enumerate(self.queue) if isinstance(item, int))
+            self.queue.insert(next(places, len(self.queue)), Text("stderr", text))
 
     def receive_message(self, number: int, message: Message, now: float) -> None:
         """Take in a numbered message, which waits for its mark, unless that was given up before."""
         self._messages[number] = message
-        if number <= self._placed and number not in self._awaited:
+        if number <= self.placed and number not in self._awaited:
             self._add_place(number, now)
-
-    def has_placed(self, number: int) -> bool:
-        """Return True if the mark of this message has been read."""
-        return number <= self._placed
 
     def place_up_to(self, number: int, now: float) -> None:
         """Expect no more marks of messages up to this one: a worker can lose its stdout."""
-        for lost in sorted(lost for lost in self._messages if self._placed < lost <= number):
+        for lost in sorted(lost for lost in self._messages if self.placed < lost <= number):
             self._add_place(lost, now)
-        self._placed = max(self._placed, number)
+        self.placed = max(self.placed, number)
 
     def take(self, now: float) -> list[Text | Message]:
         """Return all items whose turn has come."""
         items: list[Text | Message] = []
-        while self._queue:
-            head = self._queue[0]
+        while self.queue:
+            head = self.queue[0]
             if isinstance(head, Text):
                 items.append(head)
             elif head in self._messages:
@@ -254,23 +246,16 @@ class Merger(Generic[Message]):
                 self._arrived = now
             elif now - max(self._awaited[head], self._arrived) < LOST_AFTER:
                 break
-            self._queue.popleft()
+            self.queue.popleft()
             if isinstance(head, int):
                 del self._awaited[head]
         return items
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a message is waited for that may have been lost."""
-        return bool(self._queue)
-
     def take_cut_off(self) -> list[Text]:
         """Return what is left of characters that were cut off, once a cell has ended."""
-        ends: list[Text] = []
-        for name, decoder in self._decoders.items():
-            if text := decoder.decode(b"", final=True):
-                ends.append(Text("stdout" if name == "stdout" else "stderr", text))
-        return ends
+        ends = ((name, each.decode(b"", final=True)) for name, each in self._decoders.items())
+        said = ((name, text) for name, text in ends if text)
+        return [Text("stdout" if name == "stdout" else "stderr", text) for name, text in said]
 
     def take_all(self) -> list[Text | Message]:
         """Return everything that is left of a worker that has ended, arrived messages last."""
@@ -288,17 +273,17 @@ class Merger(Generic[Message]):
             self.ready = True
         elif value == "stdout" or value == "stderr":
             self._stream = value
-        elif value == self._placed + 1:  # any other is none of the worker's
-            self._placed = value
+        elif value == self.placed + 1:  # any other is none of the worker's
+            self.placed = value
             self._add_place(value, now)
 
     def _add_place(self, number: int, now: float) -> None:
         self._awaited[number] = now
-        self._queue.append(number)
+        self.queue.append(number)
 
     def _add(self, data: bytes) -> None:
         if text := self._decoders[self._stream].decode(data):
-            self._queue.append(Text(self._stream, text))
+            self.queue.append(Text(self._stream, text))
 
 
 # --- log files ------------------------------------------------------------------------------

@@ -23,10 +23,7 @@ def main() -> None:
     from nbdist.agent.notebook_link import run
     from nbdist.cluster.head import Head
 
-    async def serve() -> None:
-        await Head(runtime, notebook_pid, guard).serve()
-
-    run(runtime, serve())
+    run(runtime, lambda: Head(runtime, notebook_pid, guard).serve())
 
 
 main()

@@ -37,6 +37,7 @@ from nbdist.cluster.ticket import (
 )
 from nbdist.system.processes import Guard
 from nbdist.topology import usable_cores, visible_gpus
+from nbdist.wire import messages
 from nbdist.wire.frames import pack
 from nbdist.wire.messages import Leave, Run
 from nbdist.wire.node_messages import (
@@ -44,8 +45,6 @@ from nbdist.wire.node_messages import (
     NodeFacts,
     NodeHello,
     NodeUp,
-    StoreAnswer,
-    StoreAsk,
     Target,
     node_frames,
     node_message_from,
@@ -89,6 +88,8 @@ class HeadEnd:
     ) -> None:
         """`port` is the MASTER_PORT that is held here."""
         self._way = way
+        place = endpoint(way.address, way.ticket.port)
+        self._place = place.removeprefix("tcp://")
         self._port = port
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Answer]] = {}
@@ -114,7 +115,7 @@ class HeadEnd:
             | zmq.EVENT_CLOSED
         )
         self._watch = ZMQStream(monitor)
-        link.connect(endpoint(way.address, way.ticket.port))
+        link.connect(place)
         self._link = ZMQStream(link)
         self._link.on_recv(self._receive, copy=False)
 
@@ -148,17 +149,12 @@ class HeadEnd:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
-            self.send(StoreAsk(number, operation))
+            self.send(messages.Ask(number, operation))
             return await answer
         finally:
             del self._answers[number]
 
     # --- the connection -------------------------------------------------------------------
-
-    @property
-    def _place(self) -> str:
-        place = endpoint(self._way.address, self._way.ticket.port)
-        return place.removeprefix("tcp://")
 
     def _note(self, frames: list[bytes]) -> None:
         event = parse_monitor_message(frames)["event"]
@@ -193,7 +189,8 @@ class HeadEnd:
             self._looking = loop.create_task(self._look())
 
     async def _look(self) -> None:
-        if await is_refused(self._way.address, self._way.ticket.port):
+        found = await _connect(self._way.address, self._way.ticket.port, REACH_TIMEOUT)
+        if isinstance(found, ConnectionRefusedError):  # no process listens on that port
             self._lose()
 
     def _lose(self, problem: str = "") -> None:
@@ -231,7 +228,7 @@ class HeadEnd:
 
     def _take(self, frame: zmq.Frame, *data: zmq.Frame) -> None:
         match node_message_from(frame.bytes, *(each.buffer for each in data)):
-            case StoreAnswer(number, answer):
+            case messages.Answer(number, answer):
                 asked = self._answers.get(number)
                 if asked is not None and not asked.done():
                     asked.set_result(answer)
@@ -309,11 +306,6 @@ async def first_unreached(targets: Sequence[Target], timeout: float = REACH_TIME
         if isinstance(error, OSError) and not isinstance(error, ConnectionRefusedError):
             return f"{to.name} at {to.address}:{to.port}: {_why(error, timeout)}"
     return ""
-
-
-async def is_refused(address: str, port: int) -> bool:
-    """Return True if the machine refuses the connection: no process listens on that port."""
-    return isinstance(await _connect(address, port, REACH_TIMEOUT), ConnectionRefusedError)
 
 
 async def _connect(address: str, port: int, timeout: float) -> str | OSError:

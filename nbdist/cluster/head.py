@@ -20,8 +20,8 @@ from typing import Any
 from nbdist.agent.forming import nodes_of, shares
 from nbdist.agent.listener import Listener, with_ranks
 from nbdist.agent.notebook_link import Serving, Tether
-from nbdist.cluster.kept_code import KeptCode
 from nbdist.cluster.node import (
+    KeptCode,
     Node,
     NodeLost,
     NoSeats,
@@ -38,7 +38,7 @@ from nbdist.config import WorldConfig
 from nbdist.output.events import Clear, Died, Display, Done, Failure, Text, Update
 from nbdist.system.processes import Guard
 from nbdist.wire import messages
-from nbdist.wire.node_messages import LocateRanks, NodeAnswer, NodeUp, StoreAnswer, StoreAsk
+from nbdist.wire.node_messages import LocateRanks, NodeUp
 from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore, Operation
 from nbdist.wire.transfer import Dropped, Piece, Taken
@@ -125,7 +125,7 @@ class Head:
             ):
                 do(reply(number, rows_of, self._there, request))
             case messages.Ask(number, messages.GetRefused()):
-                refused = self._pool.server.refused if self._pool else 0
+                refused = self._pool.server.refusals.count if self._pool else 0
                 self._send(messages.Answer(number, refused))
             case messages.Ask(number, messages.Consult() as consult):
                 do(reply(number, first_answer, self._parts(consult.ranks), consult))
@@ -151,10 +151,9 @@ class Head:
 
     async def _answer(self, request: messages.Request) -> messages.Reply:
         match request:
-            case messages.StartWorld(spec, wanted):
+            case messages.StartWorld(spec):
                 self._task_of.clear()
-                assert wanted is not None
-                return await self._start(spec, wanted)
+                return await self._start(spec)
             case messages.StopWorld(grace):
                 if self._pool is not None:
                     await self._pool.forming.stop(grace)
@@ -167,8 +166,8 @@ class Head:
                 kills = (ask(node, request._replace(ranks=part)) for node, part in parts)
                 await asyncio.gather(*kills)
             case messages.GetCode() | messages.PutCode():
-                self._code.take(request)
-                return await self._code.bring(self._there)
+                is_whole = self._code.take(request)
+                return await self._code.bring(self._there if is_whole else ())
         return None
 
     # --- to the nodes ---------------------------------------------------------------------
@@ -203,7 +202,7 @@ class Head:
                 self._show(last_words(message), node)
             case _ if node.lost:
                 log.info("%s said more after it was lost: %s", node.name, type(message).__name__)
-            case messages.Answer(number, reply) | NodeAnswer(number, reply):
+            case messages.Answer(number, reply):
                 node.answered(number, reply)
             case messages.Outputs() as outputs:
                 outputs = self._transfers.moved(node.number, outputs)
@@ -215,14 +214,14 @@ class Head:
             case messages.Used(usage):
                 self._usage.update(usage)
                 self._notebook.send(messages.Used(dict(self._usage)))
-            case StoreAsk(number, operation):
+            case messages.Ask(number, operation):
                 self._serving.do(self._ask_store(node, number, operation))
             case messages.Starting(up):
                 self._up[node.number] = up
                 self._send(messages.Starting(sum(self._up.values()), self._coming))
 
     async def _ask_store(self, node: Node, number: int, operation: Operation) -> None:
-        node.send(StoreAnswer(number, await self._store.ask(operation)))
+        node.send(messages.Answer(number, await self._store.ask(operation)))
 
     def _show(self, outputs: messages.Outputs, node: Node | None) -> None:
         """Pass on a batch, and note whose it is: the notebook acknowledges them in this order."""
@@ -251,8 +250,9 @@ class Head:
 
     # --- the world: its start and end -------------------------------------------------------
 
-    async def _start(self, spec: WorldSpec, wanted: WorldConfig) -> messages.Reply:
+    async def _start(self, spec: WorldSpec) -> messages.Reply:
         """Gather agents, and start the workers there; return that world, or the failure."""
+        wanted = spec.config
         try:
             pool = await self._gather(wanted)
             await self._bring_code()
@@ -276,7 +276,7 @@ class Head:
         lacks = started.lacks
         if back := pool.word_way_back():
             lacks += (f"{len(pool.there)} of {wanted.max_nodes} nodes have come. {back}",)
-        return replace(started, spec=spec, hosts=self._hosts, lacks=lacks)
+        return replace(started, hosts=self._hosts, lacks=lacks)
 
     async def _gather(self, wanted: WorldConfig) -> NodePool:
         """Start agents on the machines that are wanted, unless those that are there will do."""
@@ -320,10 +320,9 @@ class Head:
             healed = await self._heal(pool, spec)
         else:
             healed = await self._resize(request, pool, spec)
-        spec = pool.forming.spec or spec
-        self._node_of = nodes_of(spec)
+        self._node_of = nodes_of(healed.spec)
         # Also where it says why it is not what was asked.
-        return replace(healed, spec=spec, hosts=self._hosts, way_back=pool.word_way_back())
+        return replace(healed, hosts=self._hosts, way_back=pool.word_way_back())
 
     async def _heal(self, pool: NodePool, spec: WorldSpec) -> messages.Healed:
         """Form a group of all ranks that can be, also where nodes are lost meanwhile."""
@@ -338,7 +337,7 @@ class Head:
             if not keep:
                 said = await pool.last_word()
                 why = f"all machines are lost: {said}" if said else "all machines are lost"
-                healed = messages.Healed(*forming.whereabouts(), spec.seats, why)
+                healed = messages.Healed(*forming.whereabouts(), forming.spec or spec, why)
                 break
             whole = len(keep) == size
             healed = await (forming.heal(spec) if whole else forming.scale(spec, keep))
@@ -360,7 +359,7 @@ class Head:
             spec = resized(before, size, keep, room_of(pool.wanted, pool.there))
         except (NoSeats, CannotStart) as error:
             whereabouts = pool.forming.whereabouts()
-            return messages.Healed(*whereabouts, before.seats, not_scaled=str(error))
+            return messages.Healed(*whereabouts, before, not_scaled=str(error))
         if isinstance(request, messages.Scale):
             # Machines that come later do not make it another one.
             pool.wanted = pool.wanted.of_size(size)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -15,13 +16,20 @@ from nbdist import __version__, topology
 from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology
 from nbdist.topology import Seats, free_seats, reseat
-from nbdist.wire.messages import Ask, Request, StartFailure
+from nbdist.wire.messages import (
+    Ask,
+    CodeFile,
+    CodeHeld,
+    GetCode,
+    PutCode,
+    Reply,
+    Request,
+    StartFailure,
+)
 from nbdist.wire.node_messages import (
-    AnyReply,
     EndRanks,
     Form,
     GetClock,
-    NodeAsk,
     NodeDown,
     NodeHello,
     PartRequest,
@@ -79,10 +87,7 @@ class Node:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            if isinstance(request, PartRequest):
-                self._send(NodeAsk(number, request))
-            else:
-                self._send(Ask(number, request))
+            self._send(Ask(number, request))
             async with asyncio.timeout(timeout):
                 return await answer
         except TimeoutError:
@@ -90,7 +95,7 @@ class Node:
         finally:
             del self._answers[number]
 
-    def answered(self, number: int, reply: AnyReply) -> None:
+    def answered(self, number: int, reply: Reply) -> None:
         """Take in a reply."""
         answer = self._answers.get(number)
         if answer is not None and not answer.done():
@@ -187,20 +192,18 @@ def seated(spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]) -> World
         backend = topology.default_backend(int(gpus))
     seats = free[:size]
     if topology.uses_nccl(backend or ""):
-        _check_nccl(wanted, nodes, Counter(seat.node for seat in seats), shared=spec.share_gpus)
+        _check_nccl(wanted, nodes, Counter(seat.node for seat in seats))
     spec = replace(spec, world_size=size, seats=seats, backend=backend)
     return led_by_first(spec, nodes)
 
 
-def _check_nccl(
-    wanted: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, int], *, shared: bool
-) -> None:
+def _check_nccl(wanted: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, int]) -> None:
     """Raise NoSeats where a node has no GPU for each of its ranks, or a torch without nccl."""
     for node in nodes:
         number, gpus, name = ranks.get(node.number, 0), len(_gpus(wanted, node)), node.facts.name
         if number and not _has_cuda(node):
             raise NoSeats(f"torch {node.facts.torch} on {name} has no nccl: `--backend gloo`")
-        if number > gpus and not (gpus and shared):
+        if number > gpus and not (gpus and wanted.share_gpus):
             there = f"{name} has {count(gpus, 'GPU')} for {count(number, 'rank')}"
             raise NoSeats(f"{there}, and nccl needs one for each: `--backend gloo`")
 
@@ -274,18 +277,59 @@ def mismatch(name: str, hello: NodeHello, here: Versions) -> str:
 
 def targets(nodes: Sequence[Node]) -> Mapping[int, tuple[Target, ...]]:
     """Choose for each machine, by its number, which others it is to try to reach."""
-    found = {}
-    for at, node in enumerate(nodes):
-        others = [*nodes[at + 1 :], *nodes[:at]][:REACHED]
-        found[node.number] = tuple(
-            Target(other.name, other.facts.address, other.facts.port) for other in others
-        )
-    return found
+    everyone = [Target(node.name, node.facts.address, node.facts.port) for node in nodes]
+    return {
+        node.number: (*everyone[at + 1 :], *everyone[:at])[:REACHED]
+        for at, node in enumerate(nodes)
+    }
 
 
-def unreachable(name: str, problem: str) -> str:
-    """Word that one machine cannot reach another, and what can be done about it."""
-    return (
-        f"{name} cannot reach {problem}; gloo and nccl connect all machines, at ports that the"
-        " kernel chooses. A firewall has to let these through, or `--backend none`"
-    )
+# --- the notebook's folder --------------------------------------------------------------------
+
+CODE_TIMEOUT = 60.0  # seconds for a node to take some megabytes, perhaps over a slow line
+
+
+class KeptCode:
+    """The notebook's files, for each node that has not got them: also one that comes later."""
+
+    def __init__(self) -> None:
+        self._get: GetCode | None = None
+        self._coming: dict[str, CodeFile] = {}
+        self._files: dict[str, CodeFile] = {}
+        self._sent = weakref.WeakKeyDictionary[Node, dict[str, CodeFile]]()
+
+    def take(self, request: GetCode | PutCode) -> bool:
+        """Take in which files there are, or some of them; return True once all are here."""
+        match request:
+            case GetCode():
+                self._get, self._coming = request, {}
+                return False
+            case PutCode(files, is_last):
+                self._coming |= files
+                if is_last and self._get is not None:
+                    known, paths = self._files | self._coming, self._get.paths
+                    self._files = {path: file for path, file in known.items() if path in paths}
+                return is_last
+
+    async def bring(self, nodes: Iterable[Node]) -> CodeHeld:
+        """Bring nodes the files that they lack; return the first problem."""
+        get = self._get
+        held = await asyncio.gather(*(self._bring_to(node, get) for node in nodes if get))
+        problem = next((each for each in held if each.problem), None)
+        is_shared = bool(held) and all(each.is_shared for each in held)
+        return problem or CodeHeld("", is_shared)
+
+    async def _bring_to(self, node: Node, get: GetCode) -> CodeHeld:
+        files, has = self._files, self._sent.pop(node, {})
+        try:
+            held: CodeHeld = await node.ask(get._replace(paths=frozenset(files)), CODE_TIMEOUT)
+            if not held.is_shared:
+                new = ((path, file) for path, file in files.items() if has.get(path) != file)
+                for put in PutCode.of(new):
+                    held = await node.ask(put, CODE_TIMEOUT)
+                    if held.problem:
+                        return replace(held, host=node.name)
+                self._sent[node] = files
+        except NodeLost as lost:
+            return CodeHeld(node.name, problem=str(lost))
+        return held

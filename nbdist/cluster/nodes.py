@@ -12,7 +12,7 @@ from typing import Any
 
 from nbdist.agent.forming import Forming
 from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_launcher, why_refused
-from nbdist.cluster.node import Node, NodeLost, mismatch, room_of, targets, unreachable
+from nbdist.cluster.node import Node, NodeLost, mismatch, room_of, targets
 from nbdist.cluster.server import NodeServer, addresses, listened_at
 from nbdist.config import WorldConfig
 from nbdist.wire.messages import Leave, Silent, StartFailure
@@ -68,9 +68,8 @@ class NodePool:
         self._processes: list[AgentProcess] = []
         self._late: set[asyncio.Task[None]] = set()
         self._by_identity: dict[bytes, Node] = {}
-        self._failure: CannotStart | None = None
+        self._failures: list[CannotStart] = []
         self._versions = versions_here()
-        self._failed = 0
         self._came = asyncio.Event()
         self._has_begun = self._is_leaving = False
 
@@ -80,7 +79,7 @@ class NodePool:
     @property
     def there(self) -> list[Node]:
         """The nodes that are not lost, in order."""
-        return [self.nodes[number] for number in sorted(self.nodes) if not self.nodes[number].lost]
+        return [node for _, node in sorted(self.nodes.items()) if not node.lost]
 
     def will_do(self, wanted: WorldConfig) -> bool:
         """Return True if a restart can have these nodes: enough, and as many as can be."""
@@ -174,8 +173,8 @@ class NodePool:
         while not awaited.have_come(room := self._room()):
             report(launched.news() or awaited.text(room))
             self._came.clear()
-            if self._failure is not None and not (least and self._failed <= launched.nodes - least):
-                raise self._failure
+            if len(self._failures) > (launched.nodes - least if least else 0):
+                raise self._failures[0]
             if (left := end - asyncio.get_running_loop().time()) <= 0:
                 there = {node.number for node in self.there}
                 hosts = [host for at, host in enumerate(launched.hosts) if at not in there]
@@ -209,7 +208,12 @@ class NodePool:
             return  # which is a failure of its own
         for node, problem in zip(there, problems, strict=True):
             if problem:
-                raise CannotStart(node.name, unreachable(node.name, problem))
+                why = (
+                    f"{node.name} cannot reach {problem}; gloo and nccl connect all machines, at "
+                    "ports that the kernel chooses. A firewall has to let these through, or "
+                    "`--backend none`"
+                )
+                raise CannotStart(node.name, why)
 
     async def _try_again(self) -> None:
         """Start agents again where some were lost, or could not be started."""
@@ -315,8 +319,7 @@ class NodePool:
                     self._do_late(asyncio.to_thread(process.end, 0.0))
 
     def _fail(self, failure: CannotStart) -> None:
-        self._failed += 1
-        self._failure = self._failure or failure
+        self._failures.append(failure)
         self._came.set()
 
 

@@ -1,6 +1,8 @@
 """`--launcher ray`: one agent on each node of a Ray cluster that is there, below an actor of Ray's.
 
-The head exchanges pickled messages with the process that speaks with Ray, `ray_driver`.
+The head exchanges pickled messages with the process that speaks with Ray, which Ray calls the
+driver of the actors: `python -m nbdist.cluster.ray`.  Ray's library has threads and handlers of
+signals, and ends its process with the cluster.
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ import importlib.util
 import os
 import pickle
 import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from nbdist import topology
 from nbdist.cluster.launcher import KILL_TIMEOUT, AgentProcess, Launched, agent_command
@@ -41,28 +47,17 @@ TOKEN_WANTED = (
 )
 """What Ray says of that is for its log, or longer than a line."""
 
-DRIVER = "nbdist.cluster.ray_driver"
-
-
 Order = tuple[WorldConfig, bytes]
-"""What the driver is to place, and the line of the ticket; then it gets each `End`."""
+"""What the driver is to place, and the line of the ticket; then it gets each `End`.
 
-Placed = list[str]
-"""Its first answer: the hosts on which actors are about to start agents; else why there are none.
-
-Then it says each `Ended`."""
+Its first answer is a list of the hosts on which actors are about to start agents, else why there
+are none; then it says each `Ended`."""
 
 End = tuple[int, bool]
 """The number of an agent that is to end: by its stdin, or True for its actor by force."""
 
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """An agent, or its actor, has ended: how, and what it wrote last."""
-
-    number: int
-    exit_code: int
-    last_lines: Sequence[str]
+Ended = tuple[int, int, list[str]]
+"""The number of an agent that has ended, or its actor: the exit code, and what it wrote last."""
 
 
 class RayLauncher:
@@ -73,33 +68,33 @@ class RayLauncher:
         if importlib.util.find_spec("ray") is None:
             raise OSError(f"Ray is not installed here: {sys.executable} -m pip install nbdist[ray]")
         driver = Driver(folder / "ray.log")
-        hosts = driver.place((wanted, ticket.to_line()))
-        agents = [RayAgent(driver, number, host, wanted) for number, host in enumerate(hosts)]
-        driver.watch(agents)
-        return Launched(
-            *(agents, len(agents), hosts), arrive_timeout=ARRIVE_TIMEOUT, close=driver.leave
-        )
+        agents = driver.place(wanted, ticket)
+        hosts = [agent.host for agent in agents]
+        return Launched(agents, len(agents), hosts, "", ARRIVE_TIMEOUT, close=driver.leave)
 
 
 class Driver(Child):
     """The process that speaks with Ray, and the thread that hears what it says."""
 
     def __init__(self, log: Path) -> None:
-        super().__init__("", [sys.executable, *MODULE, DRIVER], log, stdout=subprocess.PIPE)
-        self.agents: Sequence[RayAgent] = ()
+        command = [sys.executable, *MODULE, "nbdist.cluster.ray"]
+        super().__init__("", command, log, stdout=subprocess.PIPE)
+        self._agents: Sequence[RayAgent] = ()
         self._listener = threading.Thread(target=self._listen, name="ray", daemon=True)
 
-    def place(self, order: Order) -> Sequence[str]:
-        """Place all actors and return their hosts; raises OSError, with nothing left."""
+    def place(self, wanted: WorldConfig, ticket: Ticket) -> Sequence[RayAgent]:
+        """Place all actors, and note from then on when they end; OSError, with nothing left."""
         too_long = threading.Timer(PLACED_TIMEOUT, self._process.kill)
         too_long.start()
         try:
-            self.tell(order)
+            self.tell((wanted, ticket.to_line()))
             said = read_message(self._process.stdout)
         finally:
             too_long.cancel()
         if isinstance(said, list):
-            return said
+            self._agents = [RayAgent(self, at, host, wanted) for at, host in enumerate(said)]
+            self._listener.start()
+            return self._agents
         self.end(KILL_TIMEOUT)
         lines = self.last_lines()
         self.close()
@@ -107,11 +102,6 @@ class Driver(Child):
             raise OSError(TOKEN_WANTED if any(map(TOKEN.search, [said, *lines])) else said)
         told = " ".join(lines[-1:])
         raise OSError(f"Ray did not place the agents within {PLACED_TIMEOUT:.0f} s: {told}")
-
-    def watch(self, agents: Sequence[RayAgent]) -> None:
-        """Note from now on when these agents end."""
-        self.agents = agents
-        self._listener.start()
 
     def tell(self, message: Order | End) -> None:
         """Send what it is to do."""
@@ -142,10 +132,11 @@ class Driver(Child):
 
     def _listen(self) -> None:
         while (ended := read_message(self._process.stdout)) is not None:
-            self.agents[ended.number].note_end(ended)
+            number, code, lines = ended
+            self._agents[number].note_end(code, lines)
         code = self._process.wait()
-        for agent in self.agents:
-            agent.note_end(Ended(agent.number, code, ()))
+        for agent in self._agents:
+            agent.note_end(code, [])
 
 
 class RayAgent(AgentProcess):
@@ -153,11 +144,12 @@ class RayAgent(AgentProcess):
 
     def __init__(self, driver: Driver, number: int, host: str, wanted: WorldConfig) -> None:
         self.host = host
-        self.number = number
+        self._number = number
         command = " ".join([*wanted.wrapper, *agent_command(wanted.python, number)])
         self.command = f"ray actor {actor_name(wanted, number)}: {command}"
         self._driver = driver
-        self._ended: Ended | None = None
+        self._exit_code: int | None = None
+        self._last_lines: list[str] = []
         self._is_over = threading.Event()
         # Its reading end turns readable when the other is closed.
         self._reader, self._writer = os.pipe()
@@ -166,25 +158,25 @@ class RayAgent(AgentProcess):
         return self._reader
 
     def exit_code(self) -> int | None:
-        return None if self._ended is None else self._ended.exit_code
+        return self._exit_code
 
     def last_lines(self) -> list[str]:
-        return [*self._ended.last_lines] if self._ended else []
+        return self._last_lines
 
     def end(self, timeout: float) -> None:
         """End its stdin at once, its actor by force after `timeout` seconds."""
-        self._driver.tell((self.number, False))
+        self._driver.tell((self._number, False))
         if not self._is_over.wait(timeout):
-            self._driver.tell((self.number, True))
+            self._driver.tell((self._number, True))
             self._is_over.wait(KILL_TIMEOUT)
 
     def close(self) -> None:
         os.close(self._reader)
 
-    def note_end(self, ended: Ended) -> None:
+    def note_end(self, code: int, lines: list[str]) -> None:
         """Count it as ended; the first word holds."""
-        if self._ended is None:
-            self._ended = ended
+        if self._exit_code is None:
+            self._exit_code, self._last_lines = code, lines
             self._is_over.set()
             os.close(self._writer)
 
@@ -203,6 +195,9 @@ def read_message(stream: IO[bytes] | None) -> Any:
         return None
 
 
+# --- what is asked of the cluster's nodes ---------------------------------------------------------
+
+
 CPU, GPU, MEMORY = "CPU", "GPU", "memory"  # Ray's names of them; memory is in bytes
 MOST_TOLD = 6  # nodes whose resources an error lists
 _BYTES = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}  # what a number in `--memory` counts
@@ -211,16 +206,11 @@ _DIGITS = re.compile(r"([0-9]+)")
 Bundle = Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class RayNode:
+class RayNode(NamedTuple):
     """A node of the cluster, with all that it has, used by others or not."""
 
     name: str
     resources: Bundle
-
-    def fits(self, bundle: Bundle) -> bool:
-        """Return True if it has room for this while no other program uses it."""
-        return all(self.resources.get(name, 0) >= much for name, much in bundle.items())
 
 
 class NoRoom(ValueError):
@@ -229,21 +219,31 @@ class NoRoom(ValueError):
 
 def bundles_of(wanted: WorldConfig, nodes: Sequence[RayNode]) -> list[Bundle]:
     """Return what to ask of each node: as many as are wanted and there are; raises NoRoom."""
-    one = _for_worker(wanted, nodes)
-    if isinstance(wanted.per_node, int):
-        bundle = _times(one, wanted.per_node)
-        fitting = sum(node.fits(bundle) for node in nodes)
-        if fitting < wanted.min_nodes:
-            asked = f"{count(wanted.min_nodes, 'node')} with {word_bundle(bundle)} each"
-            raise NoRoom(f"{asked}: {_word_nodes(nodes)}")
-        return [bundle] * min(fitting, wanted.max_nodes or fitting)
-    rooms = sorted((_room(node, one, wanted) for node in nodes), reverse=True)
-    shares = [room for room in rooms if room]
-    if wanted.workers is not None:
-        shares = _filled(shares, wanted.workers)
-    if not shares:
-        asked = count(wanted.workers or 1, "worker")
-        raise NoRoom(f"{asked} with {word_bundle(one)} each: {_word_nodes(nodes)}")
+    per_node, workers = wanted.per_node, wanted.workers
+    has_gpus = any(node.resources.get(GPU) for node in nodes) and wanted.backend != "gloo"
+    one: dict[str, float] = {CPU: wanted.cpus or 1}
+    if has_gpus or per_node == "gpu":
+        one[GPU] = 1
+    if wanted.memory:
+        one[MEMORY] = int(wanted.memory[:-1]) * _BYTES[wanted.memory[-1]]
+    # For how many workers there is room while no other program uses it.
+    each = (min(node.resources.get(n, 0) // much for n, much in one.items()) for node in nodes)
+    rooms = sorted(map(int, each), reverse=True)
+    if isinstance(per_node, int):
+        shares = [per_node for room in rooms if room >= per_node][: wanted.max_nodes]
+        is_enough, of = len(shares) >= wanted.min_nodes, per_node
+        asked = count(wanted.min_nodes, "node")
+    else:
+        if GPU not in one and per_node != "cpu":  # that was left open
+            rooms = [min(room, topology.AUTO_LIMIT) for room in rooms]
+        shares, of = [room for room in rooms if room], 1
+        if workers is not None:
+            pairs = zip(shares, accumulate(shares, initial=0), strict=False)
+            shares = [min(room, workers - before) for room, before in pairs if before < workers]
+        is_enough = sum(shares) >= (workers or 1)
+        asked = count(workers or 1, "worker")
+    if not is_enough:
+        raise NoRoom(f"{asked} with {word_bundle(_times(one, of))} each: {_word_nodes(nodes)}")
     return [_times(one, share) for share in shares]
 
 
@@ -253,34 +253,6 @@ def word_bundle(bundle: Bundle) -> str:
     memory = bundle.get(MEMORY)
     words += [f"{memory / (1 << 30):.1f} GiB of memory"] if memory else []
     return ", ".join(words) or "no CPU"
-
-
-def _for_worker(wanted: WorldConfig, nodes: Sequence[RayNode]) -> Bundle:
-    has_gpus = any(node.resources.get(GPU) for node in nodes) and wanted.backend != "gloo"
-    bundle: dict[str, float] = {CPU: wanted.cpus or 1}
-    if has_gpus or wanted.per_node == "gpu":
-        bundle[GPU] = 1
-    if wanted.memory:
-        bundle[MEMORY] = int(wanted.memory[:-1]) * _BYTES[wanted.memory[-1]]
-    return bundle
-
-
-def _room(node: RayNode, one: Bundle, wanted: WorldConfig) -> int:
-    """Return how many workers a node is asked to have where that was left open."""
-    room = int(min(node.resources.get(name, 0) // much for name, much in one.items()))
-    if GPU in one or wanted.per_node == "cpu" or not room:
-        return room
-    return min(room, topology.AUTO_LIMIT)
-
-
-def _filled(rooms: Sequence[int], workers: int) -> list[int]:
-    """Return the share of each, one after the other; none where there is not enough for all."""
-    shares = []
-    for room in rooms:
-        if workers > 0:
-            shares.append(min(room, workers))
-            workers -= room
-    return shares if workers <= 0 else []
 
 
 def _times(one: Bundle, number: int) -> Bundle:
@@ -301,9 +273,231 @@ def distinct(names: Sequence[str], addresses: Sequence[str]) -> list[str]:
     return [*names]
 
 
-def in_order(names: Sequence[str]) -> list[int]:
-    """List the places of names in the order that a person expects: node2 before node10."""
-    parts = [
-        [int(part) if part.isdigit() else part for part in _DIGITS.split(name)] for name in names
-    ]
-    return sorted(range(len(names)), key=parts.__getitem__)
+def in_order(name: str) -> list[int | str]:
+    """Return a key that sorts names as a person expects: node2 before node10."""
+    return [int(part) if part.isdigit() else part for part in _DIGITS.split(name)]
+
+
+# --- in the driver ------------------------------------------------------------------------------
+
+REACH_TIMEOUT = 5.0  # seconds for the cluster's address to answer
+REACH_TRIES = ("RAY_NUM_REDIS_GET_RETRIES", "3")  # a second apart; by itself Ray tries 20 times
+
+PLACE_TIMEOUT = 20.0
+"""Seconds for nodes that have what is wanted to have it free: a world that has just ended gives it
+back by and by, beside other work over 5 s after its end."""
+
+REMEDY = "`ray start` makes it one, and RAY_ADDRESS names another"
+CURRENT = "ray_current_cluster"
+"""The file in Ray's folder that has the address of the cluster that this machine is a node of."""
+
+APART = """
+import os, subprocess, sys
+try:
+    code = subprocess.call(sys.argv[1:])
+except OSError as error:
+    print(error)
+    sys.exit(127)
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+# Ray kills an actor's children with it, and the process above an agent is to stay until it has
+# ended what a killed one has left: so this is between them.
+
+
+class Agent:
+    """What Ray places on a node, and its dashboard shows: the agent is its child.
+
+    It is pickled with what it names of this module, which is nothing of nbdist: only the agent's
+    interpreter need have that.  It ends when the agent does, and the agent when it does, as that
+    ends the agent's stdin.
+    """
+
+    def __init__(self) -> None:
+        self._child: Any = None
+
+    def run(self, command: Sequence[str], guess: str, ticket: bytes) -> tuple[int, list[str]]:
+        """Run it, or this interpreter for a missing `guess`; return its end and last lines."""
+        own = {guess: sys.executable} if guess and not os.path.exists(guess) else {}
+        # The node's environment, without what Ray has set for the code of its actors.
+        mine = {"SPT_NOENV", "PYTHONBREAKPOINT", "OMP_NUM_THREADS"}
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in mine and (name == "RAY_ADDRESS" or not name.startswith("RAY_"))
+        }
+        before = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT
+        apart = [sys.executable, "-I", "-S", "-c", APART]
+        try:
+            self._child = subprocess.Popen(
+                [*apart, *(own.get(word, word) for word in command)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        last: deque[str] = deque(maxlen=20)
+        with self._child:
+            with suppress(BrokenPipeError):
+                self._child.stdin.write(ticket)
+                self._child.stdin.flush()
+            for line in self._child.stdout:
+                last.append(line.decode(errors="replace").rstrip("\n"))
+                sys.stderr.write(f"{last[-1]}\n")
+        return self._child.returncode, [*last]
+
+    def end(self) -> None:
+        """End the agent's stdin."""
+        if self._child is not None:
+            with suppress(BrokenPipeError):
+                self._child.stdin.close()
+
+
+def drive() -> None:
+    """Place what is wanted, and stay until stdin ends."""
+    # What Ray prints is not for the head to read.
+    told = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    wanted, ticket = read_message(sys.stdin.buffer)
+
+    os.environ.setdefault(*REACH_TRIES)
+    from ray.exceptions import RayError
+
+    try:
+        connect()
+        bundles, names = place(wanted)
+    except (NoRoom, OSError, RuntimeError, ValueError, RayError) as error:
+        # Of a token Ray speaks in the cause alone.
+        wants_token = TOKEN.search(f"{error} {error.__cause__}")
+        say(told, TOKEN_WANTED if wants_token else " ".join(str(error).split()))
+        return
+    agents = start(wanted, ticket, bundles)
+    say(told, names)
+    serve(agents, told)
+
+
+def say(stream: IO[bytes], message: list[str] | str | Ended) -> None:
+    """Send a message to the head at once; one that it is too late for goes nowhere."""
+    with suppress(BrokenPipeError):
+        stream.write(pickle.dumps(message))
+        stream.flush()
+
+
+def connect() -> None:
+    """Connect to the cluster of RAY_ADDRESS, or of this machine; raises OSError, RuntimeError."""
+    import ray
+
+    asked = os.environ.get("RAY_ADDRESS") or "auto"
+    address = current() if asked == "auto" else asked
+    if not address:
+        raise OSError(f"this machine is no node of a Ray cluster; {REMEDY}")
+    probe(address)
+    # By "auto", and not by an address, Ray finds out that the cluster of this machine has a token.
+    ray.init(address=asked, log_to_driver=False, logging_level="WARNING")
+
+
+def current() -> str:
+    """Return the address that `ray start` has noted on this machine, "" for none."""
+    try:
+        return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", CURRENT).read_text().strip()
+    except OSError:
+        return ""
+
+
+def probe(address: str) -> None:
+    """Raise OSError unless something listens there: Ray would look for it for a minute."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT).close()
+    except OSError as error:
+        why = error.strerror or error
+        raise OSError(f"no Ray cluster answers at {address}: {why}; {REMEDY}") from None
+
+
+Reserved = tuple[Any, int, Bundle]
+"""A placement group, a place in it, and the bundle that a node keeps there for the world."""
+
+
+def place(wanted: WorldConfig) -> tuple[list[Reserved], list[str]]:
+    """Reserve a bundle on each node; returns them and the nodes' names, in the order of these."""
+    import ray
+    from ray.util.placement_group import placement_group, placement_group_table
+
+    alive = {each["NodeID"]: each for each in ray.nodes() if each["Alive"]}
+    nodes = [RayNode(each["NodeManagerHostname"], each["Resources"]) for each in alive.values()]
+    bundles = bundles_of(wanted, nodes)
+    group = placement_group(
+        [dict(bundle) for bundle in bundles], "STRICT_SPREAD", name=f"nbdist:{wanted.name}"
+    )
+    if not group.wait(PLACE_TIMEOUT):
+        raise NoRoom(word_busy(bundles, ray.available_resources(), ray.cluster_resources()))
+    at = placement_group_table(group)["bundles_to_node_id"]
+    chosen = [(alive[at[number]], number) for number in range(len(bundles))]
+    chosen.sort(key=lambda each: in_order(each[0]["NodeManagerHostname"]))
+    names = [str(node["NodeManagerHostname"]) for node, _ in chosen]
+    addresses = [str(node["NodeManagerAddress"]) for node, _ in chosen]
+    return [(group, number, bundles[number]) for _, number in chosen], distinct(names, addresses)
+
+
+def word_busy(bundles: Sequence[Bundle], free: Bundle, there: Bundle) -> str:
+    """Word that others use what is wanted, and how much of each is free."""
+    asked = f"{count(len(bundles), 'node')} with {word_bundle(bundles[0])}"
+    return (
+        f"{asked} each: the cluster has that, but it was not free within {PLACE_TIMEOUT:.0f} s; "
+        f"of {word_bundle(there)} there is {word_bundle(free)} free"
+    )
+
+
+def start(wanted: WorldConfig, ticket: bytes, places: Sequence[Reserved]) -> list[tuple[Any, Any]]:
+    """Make the actors, which run agents; return each with what its run will return."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    guess = sys.executable if wanted.python in (None, sys.executable) else ""
+    started = []
+    for number, (group, index, bundle) in enumerate(places):
+        actor = (
+            ray.remote(Agent)
+            .options(
+                name=actor_name(wanted, number),
+                max_concurrency=2,
+                num_cpus=bundle[CPU],
+                num_gpus=bundle.get(GPU, 0),
+                memory=bundle.get(MEMORY),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+            )
+            .remote()
+        )
+        command = [*wanted.wrapper, *agent_command(wanted.python, number)]
+        started.append((actor, actor.run.remote(command, guess, ticket)))
+    return started
+
+
+def serve(agents: Sequence[tuple[Any, Any]], told: IO[bytes]) -> None:
+    """Say how agents end, from a thread of Ray's, and end those that the head names."""
+    import ray
+
+    for number, (_, result) in enumerate(agents):
+        result.future().add_done_callback(lambda of, at=number: say(told, ended(at, of)))
+    while (order := read_message(sys.stdin.buffer)) is not None:
+        number, by_force = order
+        actor, _ = agents[number]
+        ray.kill(actor) if by_force else actor.end.remote()
+
+
+def ended(number: int, result: Future[tuple[int, list[str]]]) -> Ended:
+    """Return how an agent ended; where its actor is gone, as Ray tells it."""
+    error = result.exception()
+    if error is None:
+        return number, *result.result()
+    return number, -signal.SIGKILL, str(error).splitlines()
+
+
+if __name__ == "__main__":
+    drive()

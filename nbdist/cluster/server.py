@@ -82,7 +82,7 @@ class NodeServer:
     ) -> None:
         self.port = 0
         self.link_timeout = LINK_TIMEOUT
-        self._refusals = Refusals()
+        self.refusals = Refusals()
         self._receive = receive
         self._lose = lose
         self._miss = miss
@@ -98,12 +98,8 @@ class NodeServer:
         self._known: dict[bytes, _Line] = {}
 
     def __repr__(self) -> str:
-        return f"<NodeServer port {self.port}, {len(self._known)} agents, {self.refused} refused>"
-
-    @property
-    def refused(self) -> int:
-        """How many connections had no right key, or sent bytes that no agent sends."""
-        return self._refusals.count
+        refused = self.refusals.count
+        return f"<NodeServer port {self.port}, {len(self._known)} agents, {refused} refused>"
 
     def open(self, *addresses: str, link_timeout: float = LINK_TIMEOUT) -> None:
         """Listen from now on, at these or at all, on a port that the kernel chooses."""
@@ -210,22 +206,23 @@ class NodeServer:
     async def _watch(self) -> None:
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
-            refusals = self._refusals
-            if refusals.take(event["event"], event["value"]) and refusals.is_worth_a_line:
+            refusals = self.refusals
+            counts = refusals.take(event["event"], event["value"])
+            # No stranger can fill the log: one line for the first, the second, the fourth...
+            if counts and refusals.count.bit_count() == 1:
                 name = zmq.Event(event["event"]).name
                 log.warning("refused a connection, %d by now: %s", refusals.count, name)
 
 
-FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+HEARD = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-
-HEARD = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
 """The events that are looked at (libzmq 4.3.5)."""
-
-SAID_ALL = 20  # connections logged one by one; of later ones, those whose number is a power of two
 
 
 class Refusals:
@@ -249,26 +246,16 @@ class Refusals:
                 # It is not said which; those who come do so within moments, one after the other.
                 del self._strangers[:1]
             case zmq.EVENT_DISCONNECTED:
-                counts = self._is_unjudged_stranger(descriptor)
+                is_judged, self._is_judged = self._is_judged, False
+                if descriptor in self._strangers:  # it sent no greeting, unless it is judged
+                    self._strangers.remove(descriptor)
+                    counts = not is_judged
             case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._is_judged = True  # it went by itself
             case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 counts = self._is_judged = True
         self.count += counts
         return counts
-
-    @property
-    def is_worth_a_line(self) -> bool:
-        """Whether the last one is logged: no stranger can fill the log."""
-        return self.count <= SAID_ALL or self.count & (self.count - 1) == 0
-
-    def _is_unjudged_stranger(self, descriptor: int) -> bool:
-        """Return True if one ended of which nothing was said before: it sent no greeting."""
-        is_judged, self._is_judged = self._is_judged, False
-        if descriptor not in self._strangers:
-            return False
-        self._strangers.remove(descriptor)
-        return not is_judged
 
 
 OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))

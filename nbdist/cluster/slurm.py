@@ -1,7 +1,9 @@
 """`--launcher slurm`: one agent on each node of an allocation, by a single `srun`.
 
 The allocation is that of SLURM_JOB_ID, or with `--salloc` one that ends with the world, by
-`nbdist.cluster.allocation`.  Ranks are no tasks: Slurm could not start a single one again.
+`python -m nbdist.cluster.slurm SALLOC ...`, which owns it: `salloc` leaves its allocation behind
+when it is killed, and in the queue when the head is.  Ranks are no tasks: Slurm could not start a
+single one again.
 """
 
 from __future__ import annotations
@@ -9,21 +11,24 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import select
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from nbdist.cluster.allocation import CANCEL_TIMEOUT, GRANTED, cancel, run, step_environ
 from nbdist.cluster.launcher import AgentCommand, Launched, LaunchError, agent_command
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
 from nbdist.system.processes import LEFT, MODULE, left_behind
-from nbdist.words import count
+from nbdist.words import count, one_line, word_exit
 
 ASK_TIMEOUT = 10.0  # seconds for Slurm's controller to say something of an allocation
 QUEUE_TIMEOUT = 86_000.0  # seconds that an allocation may wait in Slurm's queue; Stop ends the wait
@@ -57,7 +62,6 @@ _REASON = re.compile(r"(?:salloc|srun): (error|fatal|unrecognized|invalid|option
 _NOT_SLURMS = re.compile(r"task [-0-9,]+: (Exited with|Killed|Terminated)")
 _OWN = re.compile(r"nbdist: (salloc .*)")
 _JOB = re.compile(r"job ([0-9]+)")
-_PENDING = re.compile(r"Pending job allocation ([0-9]+)")
 _ENDED = re.compile(
     r"has expired|Invalid job id|Expired or invalid job|Force Terminated|been revoked|CANCELLED"
 )
@@ -91,7 +95,7 @@ class SlurmLauncher:
             return Launched([owner], nodes, arrive_timeout=QUEUE_TIMEOUT, news=news)
         job = find_job(os.environ)
         nodes = nodes_of(job, wanted)
-        names = _ask("scontrol", "show", "hostnames", job.names).split()
+        names = ask("scontrol", "show", "hostnames", job.names, timeout=ASK_TIMEOUT).split()
         command, environ = srun_command(job.number, nodes, wanted), step_environ(os.environ)
         process = SlurmCommand("", command, ticket, folder, environ)
         process.of = f"allocation {job.number}"
@@ -115,7 +119,7 @@ class Allocation(SlurmCommand):
 
     def __init__(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> None:
         command = salloc_command(wanted)
-        owner = [sys.executable, *MODULE, "nbdist.cluster.allocation"]
+        owner = [sys.executable, *MODULE, "nbdist.cluster.slurm"]
         super().__init__("", [*owner, *command], ticket, folder)
         self.of, self.command = f"`--salloc {wanted.salloc}`", shlex.join(command)
 
@@ -141,12 +145,7 @@ def end_left() -> None:
 
 def srun_command(job: str, nodes: int, wanted: WorldConfig) -> list[str]:
     """Return the command that starts an agent on each of so many nodes of an allocation."""
-    number = f"{nodes}"
-    return [
-        *("srun", f"--jobid={job}", f"--nodes={number}", f"--ntasks={number}"),
-        *_step_options(wanted),
-        *_agents(wanted),
-    ]
+    return ["srun", f"--jobid={job}", f"--nodes={nodes}", f"--ntasks={nodes}", *_step(wanted)]
 
 
 def salloc_command(wanted: WorldConfig) -> list[str]:
@@ -157,24 +156,19 @@ def salloc_command(wanted: WorldConfig) -> list[str]:
     return [
         *("salloc", f"--job-name={wanted.name}", *_resources(wanted)),
         *(*_split(wanted.salloc or ""), nodes),
-        *("env", *unset, "sh", "-c", f'exec {IN_ALLOCATION} "$@"', "sh"),
-        *_step_options(wanted),
-        *_agents(wanted),
+        *("env", *unset, "sh", "-c", f'exec {IN_ALLOCATION} "$@"', "sh", *_step(wanted)),
     ]
 
 
-def _step_options(wanted: WorldConfig) -> list[str]:
-    """Return what makes a step of one task on each node, with all that the job has there."""
+def _step(wanted: WorldConfig) -> list[str]:
+    """Return what makes a step of one task, an agent, on each node, with all that the job has."""
     memory = _memory(wanted) or "0"
     return [
         *("--ntasks-per-node=1", "--overlap", "--kill-on-bad-exit=0", "--wait=0"),
         *(f"--mem={memory}", "--mpi=none", "--cpu-bind=none", "--quiet", "--chdir=/"),
-        f"--job-name={wanted.name}",
+        *(f"--job-name={wanted.name}", "sh", "-c", NUMBERED, "sh"),
+        *(*wanted.wrapper, *agent_command(wanted.python)),
     ]
-
-
-def _agents(wanted: WorldConfig) -> list[str]:
-    return ["sh", "-c", NUMBERED, "sh", *wanted.wrapper, *agent_command(wanted.python)]
 
 
 def _resources(wanted: WorldConfig) -> list[str]:
@@ -240,22 +234,30 @@ def nodes_asked(wanted: WorldConfig) -> tuple[int, int]:
 
 
 def find_job(environ: Mapping[str, str]) -> Job:
-    """Look at the allocation that this process is in; LaunchError for none, or one that ended."""
+    """Look at the allocation that this process is in; LaunchError for none, or one that ended.
+
+    OSError where Slurm does not say.
+    """
     number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not number:
         raise LaunchError(
             "`--launcher slurm`: the notebook is in no allocation of Slurm's. Begin it in one, or "
             'have one made for its workers: `--salloc "-p gpu --gpus-per-node=4"`'
         )
+    state = ""
     try:
-        job = read_job(number, _ask("scontrol", "show", "--oneliner", "job", number))
-    except LaunchError as error:
+        said = ask("scontrol", "show", "--oneliner", "job", number, timeout=ASK_TIMEOUT)
+        job = read_job(number, said)
+        if job.state == "RUNNING":
+            return job
+        state = f" ({job.state})"
+    except OSError as error:
         if not _ENDED.search(str(error)):
             raise
-        raise _refuse(number) from None
-    if job.state != "RUNNING":
-        raise _refuse(number, job.state)
-    return job
+    raise LaunchError(
+        f"allocation {number} has ended{state}. Begin the notebook in a new one; "
+        "`--launcher local` is for this machine, `--salloc` asks for an allocation"
+    )
 
 
 def read_job(number: str, text: str) -> Job:
@@ -289,25 +291,114 @@ def word_complaint(of: str, lines: Sequence[str]) -> str:
 
 def word_queue(lines: Sequence[str]) -> str:
     """Word that salloc waits for an allocation, "" where it has it."""
-    found = [pending for line in lines if (pending := _PENDING.search(line))]
-    is_granted = any(GRANTED in line for line in lines)
-    return f"job {found[-1][1]} waits in Slurm's queue" if found and not is_granted else ""
+    text = "\n".join(lines)
+    found = _NUMBER.findall(text) if GRANTED not in text else []
+    return f"job {found[-1]} waits in Slurm's queue" if found else ""
 
 
-def _refuse(number: str, state: str = "") -> LaunchError:
-    is_said = f" ({state})" if state else ""
-    return LaunchError(
-        f"allocation {number} has ended{is_said}. Begin the notebook in a new one; "
-        "`--launcher local` is for this machine, `--salloc` asks for an allocation"
-    )
+# --- the process that owns an allocation of `--salloc` ------------------------------------
+
+END_TIMEOUT = 3.0  # seconds for agents to leave, and for salloc to give its allocation back
+CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to have ended a job, between looks
+
+LONGEST_LOG = 1 << 20
+
+CARRIED = frozenset(
+    ("PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ")
+)
+"""What goes from this environment to the nodes, whose own Slurm would replace by all of it."""
+
+OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_JWT"))
+"""What Slurm's commands need.  What else an allocation or a step has set asks for tasks,
+memory or nodes of its own: `srun` would start four agents instead of two."""
+
+GRANTED = "Granted job allocation"
+_NUMBER = re.compile(r"(?:Granted|Pending) job allocation ([0-9]+)")
+_ENDS = frozenset(("", "COMPLETING"))
+_FORGOTTEN = "Invalid job id"
 
 
-def _ask(*command: str) -> str:
-    """Return what one of Slurm's commands prints; LaunchError with its complaint."""
+def step_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what Slurm's commands have, and hand on to the nodes."""
+    return {name: value for name, value in environ.items() if name in CARRIED | OF_SLURM}
+
+
+def salloc_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the same with the user's own defaults of salloc, which `--salloc` can override."""
+    own = {name: value for name, value in environ.items() if name.startswith("SALLOC_")}
+    own.pop("SALLOC_NO_SHELL", None)  # there would be no agents
+    return step_environ(environ) | own
+
+
+def own_allocation() -> None:
+    """Run salloc until it ends, or stdin does; then let its job be gone, or say that it is not.
+
+    stderr is a log, from which it learns the job's number.
+    """
+    salloc = subprocess.Popen(sys.argv[1:], env=salloc_environ(os.environ))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who sends it has ended stdin before
+    ends = select.poll()
+    ends.register(os.pidfd_open(salloc.pid), select.POLLIN)
+    ends.register(0, 0)  # a pipe's hang-up
+    ends.poll()
+    salloc.poll()
+    said = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
+    number = found[-1] if (found := _NUMBER.findall(said)) else ""
+    if salloc.returncode is None:
+        if GRANTED not in said:
+            salloc.terminate()  # in the queue, where it reads no stdin
+        with suppress(subprocess.TimeoutExpired):
+            salloc.wait(END_TIMEOUT)
+    elif salloc.returncode < 0:
+        fate = f", and job {number} ends with it" if number else ""
+        sys.stderr.write(f"nbdist: salloc {word_exit(salloc.returncode)}{fate}\n")
+    problem = cancel(number) if number else ""
+    if salloc.poll() is None:
+        salloc.kill()
+    code = salloc.wait()
+    if problem:
+        sys.exit(f"{LEFT}{problem}")
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def cancel(number: str) -> str:
+    """End a job of Slurm's; return what keeps it from that, "" once it is gone."""
+    end = time.monotonic() + CANCEL_TIMEOUT
+    while (state := _state_of(number)) not in _ENDS:
+        with suppress(OSError):
+            ask("scancel", number, timeout=CANCEL_TIMEOUT / 2)
+        if time.monotonic() > end:
+            return f"Slurm's job {number} may still run ({state}): `scancel {number}` ends it"
+        time.sleep(CANCEL_STEP)
+    return ""
+
+
+def _state_of(number: str) -> str:
+    """Return what Slurm says of a job, or its complaint; "" once it has forgotten it."""
+    command = ("squeue", "--noheader", "--format=%T", f"--jobs={number}")
     try:
-        done = run(command, ASK_TIMEOUT)
+        return one_line(ask(*command, timeout=CANCEL_TIMEOUT / 2))
+    except OSError as error:
+        return "" if _FORGOTTEN in str(error) else one_line(str(error))
+
+
+def ask(*command: str, timeout: float) -> str:
+    """Return what one of Slurm's commands prints; OSError with its complaint, or for silence."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=step_environ(os.environ),
+        )
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"Slurm has not answered `{command[0]}` in {ASK_TIMEOUT:.0f} s") from None
+        raise OSError(f"Slurm has not answered `{command[0]}` in {timeout:.0f} s") from None
     if done.returncode:
-        raise LaunchError(f"`{shlex.join(command)}`: {done.stderr.strip()}")
+        raise OSError(f"`{shlex.join(command)}`: {done.stderr.strip()}")
     return done.stdout
+
+
+if __name__ == "__main__":
+    own_allocation()

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,7 @@ class KeyPair:
     """A public key and its secret one, in Z85."""
 
     public: str
-    secret: str
-
-    def __repr__(self) -> str:
-        return f"<KeyPair {self.public[:8]}...>"
+    secret: str = field(repr=False)
 
     @classmethod
     def new(cls) -> KeyPair:
@@ -85,22 +82,16 @@ class Ticket:
 def ticket_from(line: bytes) -> Ticket:
     """Read the line; raises BadTicket."""
     try:
-        found = built(json.loads(line), Ticket)
+        ticket: Ticket = built(json.loads(line), Ticket)
     except (ValueError, TypeError) as error:
         raise BadTicket(f"that is no ticket of a world: {type(error).__name__}") from None
-    if not fits(found, Ticket) or not _leads_somewhere(found):
-        raise BadTicket("that is no ticket of a world")
-    ticket: Ticket = found
-    return ticket
-
-
-def _leads_somewhere(ticket: Ticket) -> bool:
-    has_keys = all(
-        len(key) == KEY_LENGTH
-        for key in (ticket.server_key, ticket.keys.public, ticket.keys.secret)
-    )
-    is_place = bool(ticket.addresses) and 0 < ticket.port < 1 << 16
-    return has_keys and is_place and 0 < ticket.link_timeout < 1 << 16
+    if fits(ticket, Ticket):
+        keys = ticket.server_key, ticket.keys.public, ticket.keys.secret
+        is_place = ticket.addresses and 0 < ticket.port < 1 << 16
+        has_keys = all(len(key) == KEY_LENGTH for key in keys)
+        if is_place and has_keys and 0 < ticket.link_timeout < 1 << 16:
+            return ticket
+    raise BadTicket("that is no ticket of a world")
 
 
 def endpoint(address: str, port: int) -> str:
@@ -365,17 +356,15 @@ def _is_taken(ticket: Ticket) -> bool:
         return bool(heard) and heard["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
-# The one that stands nearest to the process comes first: mpirun and torchrun run in Slurm's jobs.
-STARTERS = (
-    ("LOCAL_RANK", "GROUP_RANK"),
-    ("OMPI_COMM_WORLD_LOCAL_RANK", ""),
-    ("MPI_LOCALRANKID", ""),
-    ("PALS_LOCAL_RANKID", ""),
-    ("SLURM_LOCALID", "SLURM_NODEID"),
+LOCAL_RANKS = (
+    *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID"),
+    "SLURM_LOCALID",
 )
-"""The variables by which each numbers processes on a node, and nodes."""
+NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
+"""The variables by which torchrun, MPI, Slurm and Kubernetes number processes on a node, and nodes.
 
-COMPLETION_INDEX = "JOB_COMPLETION_INDEX"  # the number of a pod in an Indexed Job of Kubernetes
+Several may be set: mpirun and torchrun run in Slurm's jobs.
+"""
 
 OF_STARTERS = (
     *("TORCHELASTIC_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "PALS_", "HYDI_"),
@@ -386,12 +375,9 @@ OF_STARTERS = (
 
 def part_of(environ: Mapping[str, str]) -> tuple[bool, int]:
     """Return whether the process with this environment leads its node, and which that is, or -1."""
-    index = _number(environ, COMPLETION_INDEX)
-    for local_rank, node in STARTERS:
-        if (number := _number(environ, local_rank)) >= 0:
-            named = _number(environ, node)
-            return number == 0, named if named >= 0 else index
-    return True, index
+    leads = all(_number(environ, name) <= 0 for name in LOCAL_RANKS)
+    numbers = (_number(environ, name) for name in NODE_NUMBERS)
+    return leads, next((number for number in numbers if number >= 0), -1)
 
 
 def without_starters(environ: Mapping[str, str]) -> dict[str, str]:

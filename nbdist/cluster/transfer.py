@@ -176,12 +176,8 @@ class BulkTransfers:
             return
         self._say_at = now + SAY_EVERY
         for waiting in self._waiting.values():
-            each = (
-                (self._sending[node], path)
-                for node in waiting.lacks
-                for path in waiting.lacks[node]
-            )
-            left = sum(sending.left(path) for sending, path in each)
+            lacks = waiting.lacks.items()
+            left = sum(self._sending[node].left(path) for node, paths in lacks for path in paths)
             waiting.is_told = True
             self._tell(waiting.run, Moved(waiting.total - left, waiting.total))
 

@@ -25,7 +25,6 @@ from nbdist.world.world import World
 
 # --- which lines of a cell in auto mode run here, and which on the ranks; pure ----------------
 
-
 Place = Literal["here", "there", "both", "command"]
 
 REASONS: dict[Place, dict[str, str]] = {
@@ -104,7 +103,11 @@ class Part:
 def parts_of(code: str, side: Side) -> list[Part]:
     """Split a cell, but no block or string, in the order in which its parts run."""
     if (magic := cell_magic(code)) is not None or code.lstrip().startswith("%%!"):
-        is_here = _is_cell_here(magic.name if magic else "!", code, side)
+        name = magic.name if magic else "!"
+        is_here = name in _CELLS or (name not in _PLACES and side.is_ours(f"%%{name}"))
+        if name in AROUND:
+            below = parts_of(code.lstrip().partition("\n")[2], side)
+            is_here = bool(below) and all(part.is_here for part in below)
         return [Part(0, code, is_here=is_here)]
     lines = code.splitlines(keepends=True)
     parts: list[Part] = []
@@ -136,13 +139,6 @@ def in_one(code: str, parts: list[Part], magic: str) -> str:
         at = next(free, len(lines))
         lines[at : at + 1] = [call]
     return "\n".join(lines)
-
-
-def _is_cell_here(name: str, code: str, side: Side) -> bool:
-    if name in AROUND:
-        below = parts_of(code.lstrip().partition("\n")[2], side)
-        return bool(below) and all(part.is_here for part in below)
-    return name in _CELLS or (name not in _PLACES and side.is_ours(f"%%{name}"))
 
 
 def _for_ranks(lines: list[str], first: int, end: int) -> list[Part]:
@@ -180,9 +176,8 @@ def _place_of(found: re.Match[str], above: str, side: Side) -> Place:
         uses = names_filled_in(rest)
         fills_in = any(side.is_theirs(use) or re.search(rf"\b{use}\b", above) for use in uses)
         return "there" if is_bound or fills_in else "here"
-    if place == "both" and (name == "config" and OWN_SETTINGS.match(rest)):
-        return "here"
-    if place == "both" and rest.strip() == "nbdist":  # `%load_ext nbdist`
+    is_own = name == "config" and OWN_SETTINGS.match(rest)
+    if place == "both" and (is_own or rest.strip() == "nbdist"):  # `%load_ext nbdist`
         return "here"
     return "here" if name not in _PLACES and side.is_ours(f"%{name}") else place
 
@@ -202,7 +197,6 @@ def _beginnings(lines: list[str]) -> Iterator[int]:
 
 
 # --- around what runs a cell ----------------------------------------------------------------------
-
 
 TAG = "distributed"  # of a cell, in place of the magic: JupyterLab sends a cell's tags along
 
@@ -289,7 +283,7 @@ class AutoCells:
 
 
 def runs_there(pools: Pools, code: str) -> bool:
-    """Say whether any of a cell runs on the ranks while auto mode is on."""
+    """Return True if any of a cell runs on the ranks while auto mode is on."""
     pool = pools.auto.pool
     return pool is not None and not all(part.is_here for part in parts_for(pools, pool, code))
 
@@ -312,7 +306,7 @@ def _is_theirs(world: World | None, ours: dict[str, Any], name: str) -> bool:
 
 
 def _is_ours(shell: Any, loaded: frozenset[str], magic: str) -> bool:
-    """Say whether the notebook has a magic that is not IPython's, and the ranks have not."""
+    """Return True if the notebook has a magic that is not IPython's, and the ranks have not."""
     find = shell.find_cell_magic if magic.startswith("%%") else shell.find_line_magic
     found = find(magic.lstrip("%"))
     if found is None:

@@ -87,7 +87,7 @@ def magic_at(code: str, cursor: int) -> MagicLine | None:
 
 
 def as_comment(code: str) -> str:
-    """Give the cell as Python with each character in its place: the magic's line is a comment."""
+    """Return the cell as Python with each character in its place: the magic's line is a comment."""
     found = _FIRST.match(code)
     if found is None:
         return code
@@ -103,7 +103,6 @@ def root_at(code: str, cursor: int) -> tuple[str, bool]:
 
 
 # --- what may stand around a cell's magic besides what IPython itself understands -------------
-
 
 MAGICS = ("distributed", "rank", "local")
 
@@ -128,7 +127,7 @@ class LineMagic:
 
 
 def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> list[str]:
-    """Have a cell of ours begin with its magic; all lines below keep their numbers.
+    """Put the magic of a cell of ours first; all lines below keep their numbers.
 
     Comments above it change places with it, and so does `%load_ext nbdist`, which has been done.
     `%%rank[0,1]`, nbdistributed's, is `%%rank 0,1`.  A cell of `%%local` is a plain one, but not in
@@ -212,7 +211,6 @@ def _is_comment(line: str) -> bool:
 
 # --- a cell as it was typed -------------------------------------------------------------------
 
-
 LOADING = ("load_ext", "reload_ext", "unload_ext")
 
 REMEDIES = {
@@ -239,7 +237,7 @@ class CellSyntaxError(UsageError, SyntaxError):
 
 
 def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
-    """Give the cell as Python, magics transformed; raises when it is none, before anything runs."""
+    """Return the cell as Python, magics transformed; raises before anything runs if it is none."""
     source = in_notebook_lines(first_line, cell)
     try:
         python: str = shell.transform_cell(source)
@@ -263,7 +261,7 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
 
 
 def is_python(shell: InteractiveShell, cell: str) -> bool:
-    """Say whether a cell is Python, with its magics transformed."""
+    """Return True if a cell is Python, with its magics transformed."""
     try:
         _compiled(shell.transform_cell(cell))
     except SyntaxError:
@@ -342,15 +340,12 @@ def not_first(name: str, where: str) -> UsageError:
     return UsageError(f"%{name} must be the first line of its cell: split the cell {where}.")
 
 
-def refuse_place(shell: InteractiveShell, name: str, text: str) -> None:
+def refuse_place(name: str, text: str) -> None:
     """Raise that error, as the line magic `%distributed`, which IPython makes of such a line.
 
-    `text` says where where `transform_first_lines` has made it; else that is found in the cell.
+    `text` says where, as `transform_first_lines` has made it.
     """
-    cell = [*shell.history_manager.input_hist_raw][-1]  # type: ignore[union-attr]
-    found = misplaced(cell.splitlines(keepends=True))
-    where = f"{AT}{found[1]}" if found else "there"
-    raise not_first(name, text if text.startswith(AT) else where)
+    raise not_first(name, text if text.startswith(AT) else "there")
 
 
 def in_notebook_lines(first_line: str, cell: str) -> str:
@@ -366,14 +361,19 @@ def in_notebook_lines(first_line: str, cell: str) -> str:
 
 
 def execution_count(shell: InteractiveShell) -> int:
-    """Give the number of the cell that is running: IPython has stored its input already."""
+    """Return the number of the cell that is running: IPython has stored its input already."""
     inputs = shell.history_manager.input_hist_parsed  # type: ignore[union-attr]
     return max(1, len(inputs) - 1)
 
 
 def cell_id(shell: InteractiveShell) -> str:
-    """Give the front end's id of the cell that is running; "" where it gives none."""
+    """Return the front end's id of the cell that is running; "" where it gives none."""
     return str(request_of(shell).get("metadata", {}).get("cellId") or "")
+
+
+def page_id(shell: InteractiveShell) -> str:
+    """Return the id of the page that the cell was run from, each load has its own; "" for none."""
+    return str(request_of(shell).get("header", {}).get("session", ""))
 
 
 def request_of(shell: InteractiveShell) -> dict[str, Any]:

@@ -23,16 +23,15 @@ from nbdist.notebook.cell_text import (
     check_source,
     execution_count,
     in_notebook_lines,
+    page_id,
 )
-from nbdist.notebook.display import CellDisplay
-from nbdist.notebook.free_names import gathered_text
+from nbdist.notebook.display import CellDisplay, progress, progress_text
 from nbdist.notebook.idle import met_stops, raised_stops
 from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import at_once
 from nbdist.notebook.outcome import last_values, why_of
 from nbdist.notebook.pool import Pool
-from nbdist.notebook.shipping import plan
-from nbdist.notebook.transfer import Progress, Shipment, on_its_way_text, packed
+from nbdist.notebook.shipping import Shipment, plan
 from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call, Source, Task, Work
@@ -47,7 +46,9 @@ from nbdist.world.world import World
 
 R = TypeVar("R")
 
-Pack = Callable[[NameTable], Shipment | None]
+LONG_CELL = 2.0  # seconds: in the middle of a shorter one hardly anybody reloads
+
+Pack = Callable[[NameTable], Shipment]
 """Packs the variables to send, by who has which; called before each attempt."""
 
 
@@ -82,9 +83,10 @@ def prepare(
     world = pool.ensure(options, display) if options else pool.mended(display)
     if world is None:
         raise WorldNotStarted("The cell")
-    if pool.page.has_missed(pool.shell, pool.last):
-        assert pool.last is not None
-        number = pool.last.task.execution_count
+    last, page, pool.page = pool.last, pool.page, page_id(pool.shell)
+    is_another = page and pool.page and page != pool.page
+    if is_another and last is not None and last.transcript.elapsed() >= LONG_CELL:
+        number = last.task.execution_count
         cell = f"cell [{number}]" if number else "the last cell"
         display.note(f"the page was reloaded while {cell} ran: `%dist_output -2` shows its output")
     on = parse_ranks("all" if ranks is None else ranks, world.size)
@@ -164,10 +166,10 @@ def outcome_of(
     return result_of(pool, world, running)
 
 
-def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment | None:
+def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
     """Pack what has to go along; what ranks have changed since it was sent stays theirs."""
     shipment = pack(names)
-    if shipment is None or not shipment.replaces:
+    if not shipment.replaces:
         return shipment
     ranks = sorted(frozenset().union(*shipment.replaces.values()))
     task = world.task(Call("values.changed", {"names": (*shipment.replaces,)}), ranks=ranks)
@@ -177,7 +179,7 @@ def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment 
     world.session.names.changed_in_place(changed)
     if names is not world.session.names:
         names.changed_in_place(changed)
-    again = pack(names) or Shipment()
+    again = pack(names)
     return replace(again, notices=(*shipment.notices, *again.notices))
 
 
@@ -185,20 +187,18 @@ def _attempt(
     pool: Pool,
     world: World,
     task: Task,
-    shipment: Shipment | None,
+    shipment: Shipment,
     display: CellDisplay,
     patience: Patience | None,
     setup: str,
 ) -> Generator[RunningTask, float | None, RunningTask]:
-    segment, shipped = None, None
-    if packing := packed(shipment, display, alone=bool(setup)):
-        task = replace(task, names=packing.payload, stays=shipment.stays if shipment else {})
-        segment, shipped = packing.segment, packing.records
+    payload, segment = shipment.packed(display)
+    task = replace(task, names=payload, stays=shipment.stays)
     try:
         # Ranks may run it before it is followed: a Stop meanwhile is met as one that comes later.
         with met_stops(partial(world.session.meet_stop, task)):
             machines = world.session.machines
-            running = pool.last = world.session.submit(task, patience, shipped)
+            running = pool.last = world.session.submit(task, patience, shipment.records)
             pool.tell_of_deaths(world, display, machines)
             if world.session.code and (left := world.session.code.take_note()):
                 display.note(left)
@@ -267,8 +267,10 @@ def _show_news(
     running: RunningTask, news: News, display: CellDisplay, *, is_attended: bool
 ) -> None:
     waits, asks = running.waits, running.prompts.text
-    if not waits and display.can_change:  # as lines below one another there would be too many
-        waits = on_its_way_text(*running.bytes_moved, running.age)
+    done, total = running.bytes_moved
+    # As lines below one another there would be too many.
+    if not waits and display.can_change and done < total:
+        waits = progress_text("big variables are being sent", done, total, running.age)
     if asks and not is_attended:
         waits = f"{asks} · you will be asked when a cell waits for this one"
     display.show(running.transcript, news, waits, usage_text(running.usage.values()))
@@ -284,7 +286,7 @@ def check_end(
         find = f"`%dist_attach {world.session.spec.name}` in the next one finds them"
         raise Interrupted((), fate=f"the kernel ends, and the workers keep running: {find}")
     if cause := running.transcript.root_cause():
-        pool.failed, pool.failed_at = cause, time.monotonic()
+        pool.failed = time.monotonic(), *cause
     killed = running.killed_by_stop
     stopped = bool(running.stops) if stopped is None else stopped
     if stopped and not running.unfinished and (killed or not running.deaths):
@@ -292,7 +294,10 @@ def check_end(
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, fate)
     if not running.lacking and cause and (name := undefined_name(cause[1])) in pool.gathered:
-        running.lacking = f"{gathered_text(name)}."
+        running.lacking = (
+            f"`{name}` was gathered from the ranks, so it is not sent by itself; "
+            f"`%dist_push {name}` sends it."
+        )
     if error := running.error():
         world.session.told(running.fated)
         _keep_why(pool, running)
@@ -308,15 +313,15 @@ def bring(
 ) -> dict[int, Any]:
     """Run a task without showing it, but for how far `what` it brings back has come; return it."""
     pool.wait_for_job(pool.display())
-    progress = Progress(display, what) if display else None
+    show = progress(display, what) if display else None
     with met_stops(partial(world.session.meet_stop, task)):
         machines = world.session.machines
         running = world.submit(task)
         pool.tell_of_deaths(world, display or pool.display(), machines)
         for _ in follow_steps(pool, world, running, None):
             with running.counting_stops():
-                if progress and running.moved:
-                    progress.at(*running.bytes_moved)
+                if show and running.moved:
+                    show(*running.bytes_moved)
     check_end(pool, world, running)
     found = {**running.result().by_rank}
     world.session.let_go(running)
@@ -331,7 +336,7 @@ def bind(
     display: CellDisplay | None = None,
     shipped: Mapping[str, Shipped] | None = None,
 ) -> None:
-    """Have all ranks bind what they take with a task, or none; with a display that is shown."""
+    """Bind what a task brings on all its ranks, or on none; shown where there is a display."""
     machines = world.session.machines
     for running in binding(world.session, take, work, shipped):
         pool.tell_of_deaths(world, display or pool.display(), machines)

@@ -6,6 +6,7 @@ import argparse
 import dis
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from nbdist.errors import Interrupted, UsageError, WorkerError, WorldNotStarted
 from nbdist.notebook import commands
 from nbdist.notebook.cell_text import without_comment
 from nbdist.notebook.cells import bring
-from nbdist.notebook.display import CellDisplay, Shown, below, block
+from nbdist.notebook.display import CellDisplay, Shown
 from nbdist.notebook.idle import command_stops, is_in_subshell
 from nbdist.notebook.options import (
     Magic,
@@ -67,7 +68,8 @@ class Line:
         self.cell = cell
         ours, self.words = command.split(command.run, text)
         self.options: argparse.Namespace = parse(command.run, command.shown_name, ours)
-        self.hint = old_flags(ours, flags_of(command.run))
+        for said in old_flags(ours, flags_of(command.run)):
+            sys.stdout.write(f"{said}\n")
         self.pool = pools.at(self.options.pool)
         self.pools = [self.pool] if self.options.pool else [*pools]
         self.pool_of = pools.at
@@ -100,11 +102,11 @@ class Line:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Those of `-r`, by default all."""
-        return self.ranks_of("all" if self.options.ranks is None else self.options.ranks)
+        return self.ranks_of(self.options.ranks)
 
-    def ranks_of(self, text: str) -> tuple[int, ...]:
+    def ranks_of(self, text: str | None) -> tuple[int, ...]:
         """Select ranks, also of workers that have ended; UsageError for what selects none."""
-        return parse_ranks(text, (self.pool.world or self.world).size)
+        return parse_ranks("all" if text is None else text, (self.pool.world or self.world).size)
 
     def call(self, op: str, **arguments: Any) -> dict[int, Any]:
         """Call an op of `nbdist.worker.ops` on these ranks, and bring what it returns, by rank."""
@@ -124,14 +126,18 @@ class Value:
     value: Any
 
 
+Returned = Shown | Value | str | None
+"""What a magic returns to be shown; None where it has shown it."""
+
+
 @dataclass(frozen=True, repr=False)
 class Command:
-    """A magic: `run` gets its line, and returns what is shown, or None where it has shown it.
+    """A magic: `run` gets its line.
 
     `looks` are the options with which it only looks, "" for none that is needed.
     """
 
-    run: Callable[[Line], Shown | Value | str | None]
+    run: Callable[[Line], Returned]
     kind: Literal["line", "cell"]
     split: Split
     summary: str = ""
@@ -154,7 +160,7 @@ class Command:
         how = f"`{self.shown_name} {option}`"
 
         @wraps(self.run)  # with its parser
-        def run(line: Line) -> Shown | Value | str | None:
+        def run(line: Line) -> Returned:
             return self.run(line)
 
         said, _, usage = (self.run.__doc__ or "").partition("\n\n::\n\n")
@@ -169,10 +175,6 @@ class Command:
             short_for=how,
         )
 
-    def only_looks(self, options: argparse.Namespace) -> bool:
-        """Return True if it may run while a cell does, with these options."""
-        return any(not name or getattr(options, name) for name in self.looks)
-
     @property
     def looking(self) -> list[str]:
         """The ways to call it while a cell runs: `%dist_status`, `%dist_output --log`."""
@@ -185,14 +187,13 @@ class Command:
         def magic(text: str, cell: str = "") -> Any:
             text = without_comment(text)
             line = Line(self, pools, text, cell)
-            if not self.only_looks(line.options) and is_in_subshell(pools.shell):
+            only_looks = any(not each or getattr(line.options, each) for each in self.looks)
+            if not only_looks and is_in_subshell(pools.shell):
                 looking = sorted(how for each in find_commands() for how in each.looking)
                 raise UsageError(
                     f"`{self.shown_name}` cannot run in a subshell, beside other cells; "
                     f"these can run: {', '.join(f'`{how}`' for how in looking)}."
                 )
-            if line.hint and cell:
-                line.display.note(line.hint, at_once=False)
             try:
                 with command_stops():
                     shown = self.run(line)
@@ -202,12 +203,9 @@ class Command:
                 raise raised(error) from None
             match shown:
                 case Shown():
-                    shown = below([shown, block(line.hint)]) if line.hint else shown
                     shown.on(line.display)
                 case str():
-                    line.display.say(" · ".join(filter(None, [shown, line.hint])))
-                case _ if line.hint and not cell:
-                    line.display.say(line.hint)
+                    line.display.say(shown)
             return shown.value if isinstance(shown, Value) and is_used() else None
 
         return magic
@@ -241,21 +239,21 @@ def command(
     *options: Callable[[Magic], Magic],
     kind: Literal["line", "cell"] = "line",
     split: Split = lambda _, line: (line, []),
-    looks: bool | tuple[str, ...] = False,
+    looks: tuple[str, ...] = (),
     in_a_line: bool = False,
-) -> Callable[[Callable[[Line], Shown | Value | str | None]], Command]:
+) -> Callable[[Callable[[Line], Returned]], Command]:
     """Make a magic of a function that is called as it, and has its help as docstring.
 
     Args:
         options: in the order in which the help shows them; all magics have `--pool`.
         kind: whether it stands before a cell.
         split: for lines that are not options alone.
-        looks: whether it only looks, with `Line.look`, and may do so while a cell runs; or with
-            which of its options it does.
+        looks: the options with which it only looks, with `Line.look`, and may do so while a cell
+            runs; "" for none that is needed.
         in_a_line: whether its cell can be one line, below no other: `%distributed x = 1`.
     """
 
-    def decorate(run: Callable[[Line], Shown | Value | str | None]) -> Command:
+    def decorate(run: Callable[[Line], Returned]) -> Command:
         # Those of the world last: they are in groups, to which all that follows would belong.
         own = [option for option in options if option is not world_options]
         shown = (*own, pool_option, *(set(options) - set(own)))
@@ -266,9 +264,7 @@ def command(
         made = _usage(run, shown)
         escape = "%%" if kind == "cell" else "%"
         run.__doc__ = f"{said}\n\n{made.replace('  %', f'  {escape}', 1)}\n"
-        summary = said.partition("\n")[0]
-        ways = (("",) if looks else ()) if isinstance(looks, bool) else looks
-        return Command(run, kind, split, summary, ways, in_a_line)
+        return Command(run, kind, split, said.partition("\n")[0], looks, in_a_line)
 
     return decorate
 
@@ -345,7 +341,6 @@ def _stopped(stop: KeyboardInterrupt, world: World | None) -> KeyboardInterrupt:
 
 # --- whether a magic's value is used ----------------------------------------------------------
 
-
 BETWEEN = ("nbdist.", "IPython.")
 """Modules whose calls stand between the cell's own code and the magic."""
 
@@ -354,7 +349,7 @@ UNUSED = {("POP_TOP", ""), ("PRINT_EXPR", ""), ("CALL_INTRINSIC_1", "INTRINSIC_P
 
 
 def is_used() -> bool:
-    """Say whether the code that has called IPython, or us, goes on with what that returns."""
+    """Return True if the code that has called IPython, or us, uses what that returns."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith(BETWEEN):
         frame = frame.f_back

@@ -114,13 +114,20 @@ class Completion:
             root, needs_root = token_at_cursor(text, cursor).partition(".")[0], True
         else:
             root, needs_root = root_at(text, cursor)
-        world = self._pools.world_of(magic.pool)
-        if world is None or (needs_root and not self._is_theirs(world, root)):
+        world, shell = self._pools.world_of(magic.pool), self._pools.shell
+        if world is None:
+            return None
+        if needs_root and root in shell.user_ns and not world.session.names.ranks_that_own(root):
             return None
         theirs = _asked(world, magic, question._replace(code=text))
-        if isinstance(theirs, Completions) and not needs_root:
-            return self._with_ours(theirs, text[theirs.start : cursor])
-        return theirs
+        begun = text[theirs.start : cursor] if isinstance(theirs, Completions) else ""
+        if needs_root or not isinstance(theirs, Completions) or not begun:
+            return theirs
+        ours = {**shell.user_ns}
+        there = {each.text for each in theirs.candidates}.union(shell.user_ns_hidden)
+        names = sorted(name for name in ours if name.startswith(begun) and name not in there)
+        more = (Candidate(name, kind_of(ours[name])) for name in names)
+        return replace(theirs, candidates=(*theirs.candidates, *more))
 
     def _in_line(self, question: Question) -> Completions | Description | None:
         """Answer for the line of a magic of ours; None elsewhere, and for nothing."""
@@ -145,22 +152,6 @@ class Completion:
             return MagicLine(CELL_MAGICS[0], f"--pool {auto.pool}", 0)
         return magic
 
-    # --- the workers --------------------------------------------------------------------------
-
-    def _is_theirs(self, world: World, name: str) -> bool:
-        own = world.session.names.ranks_that_own(name)
-        return bool(own) or name not in self._pools.shell.user_ns
-
-    def _with_ours(self, theirs: Completions, begun: str) -> Completions:
-        there = {each.text for each in theirs.candidates}
-        names = {**self._pools.shell.user_ns} if begun else {}
-        ours = (
-            Candidate(name, kind_of(names[name]))
-            for name in sorted(names.keys() - self._pools.shell.user_ns_hidden - there)
-            if name.startswith(begun)
-        )
-        return replace(theirs, candidates=(*theirs.candidates, *ours))
-
 
 def _asked(world: World, magic: MagicLine, question: Question) -> Completions | Description | None:
     try:
@@ -184,12 +175,11 @@ def workers_cell(code: str, cursor: int) -> MagicLine | None:
 
 
 def plain_text(code: str, cursor: int) -> str:
-    """Give what IPython is asked about in place of a cell: of the workers' the Python in it."""
+    """Return what IPython is asked about in place of a cell: of the workers' the Python in it."""
     return as_comment(code) if workers_cell(code, cursor) else code
 
 
 # --- what can stand in a magic's line ---------------------------------------------------------
-
 
 WORDS = {
     "backend": ("gloo", "nccl", "cpu:gloo,cuda:nccl", "none"),
@@ -294,7 +284,7 @@ class WhileBusy:
         return True
 
     def end(self) -> None:
-        """Have everything as it was."""
+        """Put everything back as it was."""
         self._shell.events.unregister("pre_execute", self._begin_cell)
         self._shell.events.unregister("post_execute", self._end_cell)
         self._runs_cell = False
@@ -306,12 +296,10 @@ class WhileBusy:
         loop.add_callback(lambda: stream.on_recv(receive, copy=False))
 
     def _begin_cell(self) -> None:
-        if not is_in_subshell(self._shell):
-            self._runs_cell = True
+        self._runs_cell = self._runs_cell or not is_in_subshell(self._shell)
 
     def _end_cell(self) -> None:
-        if not is_in_subshell(self._shell):
-            self._runs_cell = False
+        self._runs_cell = self._runs_cell and is_in_subshell(self._shell)
 
     # --- in the thread that receives ----------------------------------------------------------
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
@@ -14,8 +14,8 @@ from typing import TypeAlias
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import clear_output, display, update_display
 
-from nbdist.notebook.cell_text import cell_magic, request_of
-from nbdist.notebook.figures import EMPTY, NOTHING, Below, can_draw, save_figures
+from nbdist.notebook.cell_text import cell_magic
+from nbdist.notebook.figures import EMPTY, NOTHING, Below, save_figures
 from nbdist.notebook.options import NbDist
 from nbdist.output.bars import merged_line
 from nbdist.output.html import figures, panel_html
@@ -23,8 +23,9 @@ from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import PlainLines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import dim, panel
-from nbdist.words import aligned
-from nbdist.world.running import News, RunningTask
+from nbdist.values.shared_memory import Made, Steps
+from nbdist.words import aligned, size_text
+from nbdist.world.running import News
 from nbdist.world.workers import MovingLine
 
 FIRST_DRAWING = 0.15  # seconds before anything is drawn, so that a fast cell does not flash
@@ -96,7 +97,7 @@ class PanelDisplay:
         self._begin()
 
     def _begin(self) -> None:
-        """Have the next drawing make a display of its own."""
+        """Begin a display of its own with the next drawing."""
         self._id = f"nbdist-{uuid.uuid4().hex}"
         self._is_there = False
 
@@ -169,7 +170,6 @@ class PlainDisplay:
         self._lines: PlainLines | None = None
         self._waits = ""
         self._stream = sys.stdout
-        self._draws = sys.stdout.isatty() and can_draw(os.environ)
         self._bars = MovingLine(self._stream)
 
     def note(self, text: str, *, at_once: bool = True, stays: bool = True) -> None:
@@ -217,7 +217,7 @@ class PlainDisplay:
             self._write(self._lines.finish(time.monotonic()))
         shown = final_layout(transcript, logs, now=time.monotonic())
         self._write(failures_text(shown, colours=self._colours))
-        self._write(save_figures(transcript, logs, draws=self._draws))
+        self._write(save_figures(transcript, logs))
         is_silent = transcript.is_finished and not shown.states
         done = f"✓ {len(transcript.ranks)}" if is_silent else ""
         self.say(" · ".join(filter(None, [head_text(shown), done, *self._notes])))
@@ -225,7 +225,7 @@ class PlainDisplay:
 
     def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         self.say(panel_text(final_layout(transcript, logs, now=time.monotonic())))
-        self._write(save_figures(transcript, logs, draws=self._draws))
+        self._write(save_figures(transcript, logs))
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         pass
@@ -252,13 +252,12 @@ def make_display(
 
 
 def is_of_magic(cell: str) -> bool:
-    """Say whether all that a cell shows is shown by one magic: it holds nothing else."""
+    """Return True if all that a cell shows is shown by one magic: it holds nothing else."""
     text = cell.strip()
     return cell_magic(text) is not None or (text.startswith("%") and "\n" not in text)
 
 
 # --- what commands show that is more than a line ----------------------------------------------
-
 
 _CELL = "padding:0 16px 0 0;text-align:left;border:none;font-family:monospace"
 _SHORT = 24  # characters that stay in one line, such as `busy 7.5 s`, also on a narrow page
@@ -312,21 +311,38 @@ def _cell(text: str, colours: Mapping[str, str]) -> str:
     return f'<td style="{style}">{escape(text)}</td>'
 
 
-# --- notices that the page was reloaded -------------------------------------------------------
+# --- how far values have come on their way, shown where it takes longer than a moment ---------
+
+FIRST_SHOWN = 1.0  # seconds that a transfer has taken before anything is said of it
 
 
-LONG_CELL = 2.0  # seconds: in the middle of a shorter one hardly anybody reloads
+def progress(display: CellDisplay, what: str) -> Callable[[int, int], None]:
+    """Return what shows how many bytes of how many have come, and how fast, if it is time."""
+    started = time.monotonic()
+    due = started + FIRST_SHOWN
+
+    def show(done: int, total: int) -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due:
+            # Where lines cannot take one another's place the time doubles.
+            due = now + (REDRAW if display.can_change else now - started)
+            display.wait_for(progress_text(what, done, total, now - started))
+
+    return show
 
 
-class Page:
-    """Remembers which page has run the last distributed cell; each has a session of its own."""
+def progress_text(what: str, done: int, total: int, seconds: float) -> str:
+    """Write `shipping data: 1.2 GiB of 4 GiB · 1.1 GiB/s`."""
+    return f"{what}: {size_text(done)} of {size_text(total)} · {size_text(done / seconds)}/s"
 
-    def __init__(self) -> None:
-        self._session = ""
 
-    def has_missed(self, shell: InteractiveShell, last: RunningTask | None) -> bool:
-        """Return True once for a page that was loaded after `last` had begun, a long cell."""
-        session = str(request_of(shell).get("header", {}).get("session", ""))
-        before, self._session = self._session, session
-        is_another = bool(before and self._session) and before != self._session
-        return is_another and last is not None and last.transcript.elapsed() >= LONG_CELL
+def moved(steps: Generator[int, None, Made], total: int, display: CellDisplay, what: str) -> Made:
+    """Take all steps of something that yields how many bytes are done, and return what it makes.
+
+    Stop ends it between two of them, and what it has made so far is released.
+    """
+    show = progress(display, what)
+    with closing(Steps(steps)) as found:
+        for done in found:
+            show(done, total)
+    return found.made

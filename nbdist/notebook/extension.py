@@ -20,7 +20,7 @@ from nbdist.errors import NbdistError, UsageError, WrongVersion
 from nbdist.notebook.cell_text import MAGICS, refuse_place, transform_first_lines
 from nbdist.notebook.free_names import names_filled_in
 from nbdist.notebook.options import NbDist, hint_on_magic
-from nbdist.system.requirements import requirements
+from nbdist.plugins import requirements
 from nbdist.words import name_ranks
 from nbdist.world.link import Link
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
@@ -78,7 +78,7 @@ def register(
     wanted: list[tuple[Callable[..., Any], str, str]] = [
         (each.magic(pools), each.kind, each.name) for each in commands
     ]
-    wanted += [(partial(refuse_place, shell, f"%{name}"), "line", f"%{name}") for name in MAGICS]
+    wanted += [(partial(refuse_place, f"%{name}"), "line", f"%{name}") for name in MAGICS]
     wanted += [(each.line_magic(pools), "line", each.name) for each in commands if each.in_a_line]
     manager: Any = shell.magics_manager
     also_there: Any = vars(manager.user_magics)
@@ -117,8 +117,6 @@ def help_at_border(
             (shell, "run_cell", auto.run_cell),
             (shell.Completer, "completions", completion.completions),
         ]
-    # Not every kernel is an ipykernel.
-    undone = [wrap(*each) for each in wanted if hasattr(each[0], each[1])]
     while_busy = WhileBusy(shell, completion)
     if while_busy.begin():
         stack.callback(while_busy.end)
@@ -126,20 +124,19 @@ def help_at_border(
     transform = partial(transform_first_lines, local_is_plain=kernel is not None)
     shell.input_transformers_cleanup.insert(0, transform)
     stack.callback(shell.input_transformers_cleanup.remove, transform)
-    for undo in undone:
-        stack.callback(undo)
+    for each in wanted:
+        if hasattr(each[0], each[1]):  # not every kernel is an ipykernel
+            stack.callback(wrap(*each))
 
 
 # --- methods of the shell and of its kernel, wrapped on the one object, and given back --------
 
 
-Around = Callable[..., Any]  # called with the method as it was, and its arguments
+def wrap(holder: object, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Wrap a method of one object; call what is returned to have it as it was.
 
-
-def wrap(holder: object, name: str, around: Around) -> Callable[[], None]:
-    """Put something around a method of one object; call what is returned to have it as it was.
-
-    Where somebody else has wrapped it since, ours stays inside, and only passes on.
+    `around` is called with the method as it was, and its arguments.  Where somebody else has
+    wrapped it since, ours stays inside, and only passes on.
     """
     was_its_own, original, is_on = name in vars(holder), getattr(holder, name), True
 
@@ -210,7 +207,7 @@ class RestOfCell:
         return failed
 
     def _rest(self, result: ExecutionResult | None) -> str:
-        """Give the cell as nbdist has it read, if that is otherwise; else ""."""
+        """Return the cell as nbdist has it read, if that is otherwise; else ""."""
         cell = str(getattr(getattr(result, "info", None), "raw_cell", None) or "")
         lines = cell.splitlines(keepends=True)
         is_ours = transform_first_lines(lines) != lines
@@ -226,7 +223,6 @@ class RestOfCell:
 
 
 # --- what is said where a plain cell uses a name of the workers, or a magic is misspelt -----------
-
 
 OURS = os.path.dirname(nbdist.__file__) + os.sep
 

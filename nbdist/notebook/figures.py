@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from binascii import Error as BadBase64
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import groupby
@@ -29,26 +29,11 @@ SUFFIXES = {
     "image/svg+xml": "svg",
 }
 
-
 FIGURES = "figures"  # in the log folder, where those of ranks on other machines go
 
-KITTY_TERMINALS = ("xterm-kitty", "xterm-ghostty")
-CHUNK = 4096  # characters of one of kitty's escape sequences for images
 
-
-def can_draw(environ: Mapping[str, str]) -> bool:
-    """Say whether the terminal takes images as kitty does, by what it says of itself."""
-    is_wrapped = "TMUX" in environ or "STY" in environ
-    is_kin = environ.get("TERM") in KITTY_TERMINALS or environ.get("TERM_PROGRAM") == "WezTerm"
-    return is_kin and not is_wrapped
-
-
-def save_figures(
-    transcript: Transcript, logs: Mapping[int, str], *, draws: bool = False
-) -> Iterator[str]:
+def save_figures(transcript: Transcript, logs: Mapping[int, str]) -> Iterator[str]:
     """Write each figure of a cell to a file, and say which: `figure of rank 0: PATH`.
-
-    With `draws` a PNG follows as what has kitty draw it.
 
     One for ranks that have the same; its name is made of what is in it, so that it is written
     once however often it is shown.  `logs` are the log files of ranks.
@@ -58,20 +43,6 @@ def save_figures(
             if (found := _image(shown.display.data)) is not None:
                 where = _saved(*found, logs.get(group.ranks[0]))
                 yield f"figure of {name_ranks(group.ranks)}: {where}"
-                if draws and found[0] == "png":
-                    yield drawn(found[1])
-
-
-def drawn(png: bytes) -> str:
-    """Write what has kitty draw an image: its graphics protocol, and nothing in reply."""
-    text = b64encode(png).decode()
-    chunks = [text[start : start + CHUNK] for start in range(0, len(text), CHUNK)]
-    more = [*[1] * (len(chunks) - 1), 0]
-    first = "f=100,a=T,"
-    return "".join(
-        f"\x1b_G{'' if number else first}q=2,m={left};{chunk}\x1b\\"
-        for number, (chunk, left) in enumerate(zip(chunks, more, strict=True))
-    )
 
 
 def _image(data: MimeBundle) -> tuple[str, bytes] | None:
@@ -106,7 +77,6 @@ def _saved(suffix: str, image: bytes, log: str | None) -> str:
 
 # --- what a panel cannot embed, in displays of its own below it -------------------------------
 
-
 NOTHING = "<span></span>"  # what a page draws of a figure that the panel shows already
 
 EMPTY = Display({"text/html": NOTHING, "text/plain": ""}, {})
@@ -140,7 +110,7 @@ class Below:
 
 
 def below_panel(transcript: Transcript, of: Collection[int] | None = None) -> list[Display]:
-    """Give what the page has to render itself, each run of it below a caption.
+    """Return what the page has to render itself, each run of it below a caption.
 
     `MOST_BELOW` at most, unless it is `of` these ranks alone; a line says which have more.
     """

@@ -287,13 +287,12 @@ def _is_python(text: str) -> bool:
 
 
 def _is_the_shells(name: str, text: str) -> bool:
-    """Say whether the command itself gives it a value: `for i in 1 2; do echo $i; done`."""
+    """Return True if the command gives it a value itself: `for i in 1 2; do echo $i; done`."""
     given = rf"(?:\bfor\s+{name}\s+in\b|\bread\s+(?:\w+\s+)*{name}\b|(?:^|[\s;]){name}=)"
     return re.search(given, text) is not None
 
 
 # --- which variables of the notebook are the ranks' values, as gather has bound them ----------
-
 
 _NOTHING = object()
 
@@ -312,7 +311,7 @@ class Gathered:
 
     @property
     def has_any(self) -> bool:
-        """Whether there is anything to look after."""
+        """True if there is anything to look after."""
         return bool(self._values)
 
     def add(self, names: Iterable[str]) -> None:
@@ -333,29 +332,16 @@ class Gathered:
         self._of_this_cell.clear()
 
 
+GATHERS = "get_ipython().run_line_magic('dist_gather'"
+
+
 def assigned_in(source: str) -> frozenset[str]:
     """Find the names of `x = %dist_gather y` in a cell, as IPython has made Python of it."""
-    if "run_line_magic('dist_gather'" not in source:
-        return frozenset()
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Assign(
-                targets,
-                ast.Call(
-                    func=ast.Attribute(attr="run_line_magic"),
-                    args=[ast.Constant("dist_gather"), *_],
-                ),
-            ):
-                inside = (each for target in targets for each in ast.walk(target))
-                names = (each for each in inside if isinstance(each, ast.Name))
+    if GATHERS in source:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(GATHERS):
+                inside = [each for target in node.targets for each in ast.walk(target)]
+                names = [each for each in inside if isinstance(each, ast.Name)]
                 found |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
     return frozenset(found)
-
-
-def gathered_text(name: str) -> str:
-    """Say why the ranks do not have it, and what sends it."""
-    return (
-        f"`{name}` was gathered from the ranks, so it is not sent by itself; "
-        f"`%dist_push {name}` sends it"
-    )

@@ -30,20 +30,21 @@ PAUSES_PER_NOTICE = 4  # what a drawing takes, four times as long is none
 
 
 class IdleWatch:
-    """Have the event loop that runs the notebook's cells call `notice` on deaths and late output.
+    """Has the event loop that runs the notebook's cells call `notice` on deaths and late output.
 
-    While something `goes_on` also on all else that comes, and every `PAUSE` seconds.  A loop that
-    runs between cells is what an ipykernel has; in a terminal each prompt has one of its own.
+    While something `goes_on`, a task that nobody waits for, also on all else that comes, and every
+    `PAUSE` seconds.  A loop that runs between cells is what an ipykernel has; in a terminal each
+    prompt has one of its own.
     """
 
-    def __init__(self, notice: Callable[[], None]) -> None:
+    def __init__(self, notice: Callable[[], None], goes_on: Callable[[], bool]) -> None:
         self._notice = notice
+        self._goes_on = goes_on
         self._link: Link | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._asides = -1
         self._notice_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._goes_on = False
 
     def __repr__(self) -> str:
         return f"<IdleWatch of {self._link}>"
@@ -64,23 +65,16 @@ class IdleWatch:
         # In no cell's context: what is shown belongs to the cell that ran last, not to this one.
         contextvars.Context().run(loop.add_reader, self._asides, self._wake)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether a task runs that nobody waits for."""
-        return self._goes_on
-
-    @goes_on.setter
-    def goes_on(self, goes_on: bool) -> None:
-        self._goes_on = goes_on
+    def update(self) -> None:
+        """Begin to look again and again, or end that; called where what `goes_on` has changed."""
         if self._link is not None:
-            self._link.tells_all = goes_on
-        if goes_on and self.loop is not None and self._timer is None:
+            self._link.tells_all = self._goes_on()
+        if self._goes_on() and self.loop is not None and self._timer is None:
             # In no cell's context, as in `follow`.
             self._timer = contextvars.Context().run(self.loop.call_later, PAUSE, self._notice_now)
 
     def stop(self) -> None:
         """Watch nothing."""
-        self._goes_on = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -103,7 +97,7 @@ class IdleWatch:
             # A rank may write without end; each time what is shown is drawn anew.
             wait = max(0.0, self._notice_at - time.monotonic())
             self._timer = loop.call_later(wait, self._notice_now)
-        elif self._goes_on:
+        elif self._goes_on():
             # It shows what there is as often as it should; more waits to be taken in.
             self._timer.cancel()
             self._timer = loop.call_later(0.0, self._notice_now)
@@ -114,12 +108,10 @@ class IdleWatch:
         contextvars.Context().run(self._notice)
         now = time.monotonic()
         self._notice_at = now + min(LONGEST_PAUSE, max(PAUSE, PAUSES_PER_NOTICE * (now - started)))
-        if self._goes_on:
-            self.goes_on = True
+        self.update()
 
 
 # --- what ranks say after their cell has ended, and later changes of what it has shown --------
-
 
 OUTPUTS_KEPT = 1000
 
@@ -131,8 +123,8 @@ class Ended:
     """The cells that have ended, newest last, with the displays that they have."""
 
     def __init__(self) -> None:
-        self._cells: deque[tuple[Transcript, CellDisplay]] = deque(maxlen=CELLS_KEPT)
-        self._past: deque[Transcript] = deque(maxlen=CELLS_KEPT)
+        # Without a display those of workers before, which say nothing more.
+        self._cells: deque[tuple[Transcript, CellDisplay | None]] = deque(maxlen=CELLS_KEPT)
         self._left: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
         self._changed: dict[int, tuple[Transcript, CellDisplay]] = {}
         self._show_at = 0.0
@@ -140,15 +132,14 @@ class Ended:
     def add(self, transcript: Transcript, display: CellDisplay) -> None:
         """Keep one more that has ended."""
         self._cells.append((transcript, display))
-        self._past.append(transcript)
 
     def past(self, last: Transcript) -> list[Transcript]:
         """Return what cells have shown, also those of workers before; `last` is the newest."""
-        return [*(each for each in self._past if each is not last), last]
+        return [*(each for each, _ in self._cells if each is not last), last]
 
     def forget(self) -> None:
-        """Forget all: the workers are new."""
-        self._cells.clear()
+        """Show nothing more in these cells: the workers are new."""
+        self._cells = deque([(each, None) for each, _ in self._cells], CELLS_KEPT)
         self._changed.clear()
         self._left.clear()
 
@@ -161,13 +152,13 @@ class Ended:
                 self._left.append((rank, output))
             else:
                 cell[0].receive(rank, output, time.monotonic())
-                self._changed[id(cell)] = cell
+                self._changed[id(cell[0])] = cell
 
     def again(self, transcript: Transcript) -> None:
         """Show this one once more, with what changes next."""
-        for cell in self._cells:
-            if cell[0] is transcript and cell[1].can_change:
-                self._changed[id(cell)] = cell
+        for each, display in self._cells:
+            if each is transcript and display is not None and display.can_change:
+                self._changed[id(each)] = each, display
 
     def show(self, logs: Mapping[int, str], *, at_once: bool = True) -> None:
         """Show the cells that have changed; unless `at_once`, a few times a second at most."""
@@ -184,11 +175,11 @@ class Ended:
         return late_texts(left)
 
     def _cell_of(self, rank: int, output: Output) -> tuple[Transcript, CellDisplay] | None:
-        for cell in reversed(self._cells):
-            if rank not in cell[0].by_rank:
+        for transcript, display in reversed(self._cells):
+            if rank not in transcript.by_rank or display is None:
                 continue
-            if not isinstance(output, Update) or cell[0][rank].has_display(output.display_id):
-                return cell if cell[1].can_change else None
+            if not isinstance(output, Update) or transcript[rank].has_display(output.display_id):
+                return (transcript, display) if display.can_change else None
         return None
 
 
@@ -221,12 +212,11 @@ def _text_of(output: Output) -> str:
 
 
 def is_in_subshell(shell: InteractiveShell) -> bool:
-    """Say whether the cell that asks runs in one."""
+    """Return True if the cell that asks runs in one."""
     return request_of(shell).get("header", {}).get("subshell_id") is not None
 
 
 # --- stop (SIGINT) where it must not raise ----------------------------------------------------
-
 
 LOOK_AGAIN = 0.25  # seconds until it is looked again whether a cell still runs
 
@@ -254,7 +244,7 @@ class Stops:
 
 @contextmanager
 def _handled_by(take: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Have Stops inside call this; in other threads than the main one there are none."""
+    """Call this at each Stop inside; in other threads than the main one there are none."""
     if not is_main_thread():
         yield
         return
@@ -266,7 +256,7 @@ def _handled_by(take: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
 
 
 def command_stops() -> AbstractContextManager[None]:
-    """Have `met_stops` inside meet Stops, where these raise KeyboardInterrupt."""
+    """Let `met_stops` inside meet Stops, where these raise KeyboardInterrupt."""
     is_raised = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     return _handled_by(Stops(of_command=True).take) if is_raised else nullcontext()
 
@@ -296,7 +286,7 @@ def counted_stops(stops: Stops | None = None) -> Iterator[Stops]:
 
 @contextmanager
 def held_stops() -> Iterator[None]:
-    """Have a Stop that comes inside come once this has been left."""
+    """Hold back a Stop that comes inside until this has been left."""
     stops = Stops()  # it is there, should one come before they are counted
     try:
         with counted_stops(stops):
@@ -307,7 +297,7 @@ def held_stops() -> Iterator[None]:
 
 
 def raised_stops() -> AbstractContextManager[None]:
-    """Have Stop raise KeyboardInterrupt again inside `counted_stops` and `held_stops`."""
+    """Raise KeyboardInterrupt at Stop again, inside `counted_stops` and `held_stops`."""
     is_taken = _in_use() is not None
     return _handled_by(signal.default_int_handler) if is_taken else nullcontext()
 
@@ -318,12 +308,12 @@ def _in_use() -> Stops | None:
 
 
 def is_main_thread() -> bool:
-    """Say whether signals are handled in this thread."""
+    """Return True if signals are handled in this thread."""
     return threading.current_thread() is threading.main_thread()
 
 
 class IdleStop:
-    """Have Stop call `stop` while no cell runs, as long as that is wanted: ipykernel ignores it.
+    """Calls `stop` at Stop while no cell runs, as long as that is wanted: ipykernel ignores it.
 
     It has a handler of its own while it runs a cell, and puts back after it what was there
     before; so ours is put in place, and taken away, by the event loop between cells.

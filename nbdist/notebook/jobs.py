@@ -9,7 +9,7 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias
 
@@ -68,9 +68,7 @@ class Job:
         self._was_waited_for = self._was_drawn_between = False
 
     def __repr__(self) -> str:
-        transcript = self.running.transcript
-        seconds = seconds_text(transcript.elapsed(time.monotonic()))
-        if not self._ended.is_set():
+        if not self.has_ended:
             word = "stopping" if self.running.is_stopping else "running"
             said = self.running.waits or self.running.doing
         elif self._error is not None:
@@ -78,7 +76,8 @@ class Job:
             said = str(self._error)
         else:
             word, said = "done", ""
-        parts = [f"Job {word}", ranks_text(transcript.ranks), seconds, said]
+        ranks = ranks_text(self.running.transcript.ranks)
+        parts = [f"Job {word}", ranks, seconds_text(self.seconds), said]
         return f"<{' · '.join(filter(None, parts))}>"
 
     def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:  # noqa: FBT001
@@ -105,7 +104,7 @@ class Job:
                 break
             before = now
             self.step(AT_ONCE)
-        return self._ended.is_set()
+        return self.has_ended
 
     def __await__(self) -> Generator[Any, None, CellResult[Any]]:
         """Wait as `result` does, while the event loop goes on: `await job`, `asyncio.gather`."""
@@ -123,7 +122,7 @@ class Job:
             return
         try:
             self.step()
-            if self._ended.is_set():
+            if self.has_ended:
                 found.set_result(self.result())
                 return
         except StopIteration as error:  # which asyncio takes for its own
@@ -141,23 +140,27 @@ class Job:
         KeyboardInterrupt after Stop, which ends the waiting alone.
         """
         self._was_waited_for = True
-        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
-        with counted_stops() as stops:
-            while not self._ended.is_set() and not stops.count:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                if is_main_thread():
-                    self.step(min(TICK, left))
-                else:  # a subshell: the main thread takes the steps
-                    self._ended.wait(min(TICK, left))
-        if not self._ended.is_set():
-            if stops.count:
+        stops = self._step_on(float("inf") if timeout is None else timeout)
+        if not self.has_ended:
+            if stops:
                 raise Interrupted((), fate=self.runs_on)
             raise JobTimeout(self.title, timeout or 0.0, self.running.waits or self.running.doing)
         if self._error is not None:
             error = raised(self._error) if isinstance(self._error, WorkerError) else self._error
             raise error.with_traceback(None)
+
+    def _step_on(self, timeout: float, show: Callable[[], None] = lambda: None) -> int:
+        """Take steps until it has ended, or Stop is pressed; return how often it was."""
+        deadline = time.monotonic() + timeout
+        with counted_stops() as stops:
+            while not (self.has_ended or stops.count) and time.monotonic() < deadline:
+                show()
+                longest = max(0.0, min(TICK, deadline - time.monotonic()))
+                if is_main_thread():
+                    self.step(longest)
+                else:  # a subshell: the main thread takes the steps
+                    self._ended.wait(longest)
+        return stops.count
 
     def result(self, timeout: float | None = None) -> CellResult[Any]:
         """Wait as `wait` does; return the last value of the cell by rank: `.rank(0)`."""
@@ -166,8 +169,8 @@ class Job:
         return self._result
 
     def interrupt(self) -> None:
-        """Have its ranks leave it, as Stop does; again, with less patience.  Returns at once."""
-        if not self._ended.is_set():
+        """Make its ranks leave it, as Stop does; again, with less patience.  Returns at once."""
+        if not self.has_ended:
             self.running.stops += 1
             self.step()
 
@@ -182,17 +185,18 @@ class Job:
     def wait_for_turn(self, display: CellDisplay) -> None:
         """Wait until the workers are free; Stop ends the waiting, not what is waited for."""
         said = ""
-        with counted_stops() as stops:
-            while not (self.has_ended or stops.count):
-                text = (
-                    f"Waiting for {self.title} ({self.seconds:.0f} s). "
-                    "Stop cancels this cell only; that one keeps running."
-                )
-                if not said or (display.can_change and said != text):
-                    said = text
-                    display.wait_for(text)
-                self.step(TICK)
-        if stops.count and not self.has_ended:
+
+        def show() -> None:
+            nonlocal said
+            text = (
+                f"Waiting for {self.title} ({self.seconds:.0f} s). "
+                "Stop cancels this cell only; that one keeps running."
+            )
+            if not said or (display.can_change and said != text):
+                said = text
+                display.wait_for(text)
+
+        if self._step_on(float("inf"), show) and not self.has_ended:
             raise Interrupted((), fate=f"This cell has not run; {self.runs_on}")
 
     @property
@@ -202,12 +206,12 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there are no more steps to take."""
+        """True if there are no more steps to take."""
         return self._ended.is_set()
 
     @property
     def _can_step(self) -> bool:
-        return not (self._ended.is_set() or self._is_stepping) and is_main_thread()
+        return not (self.has_ended or self._is_stepping) and is_main_thread()
 
     def take_unheard(self) -> str:
         """Say once that it failed, where nobody has waited for it; else ""."""
@@ -217,7 +221,7 @@ class Job:
         return f"{self.title} has failed: {one_line(str(self._error))}"
 
     def take_drawn_between(self) -> bool:
-        """Whether something was shown between cells since this was last asked."""
+        """Return True if something was shown between cells since this was last asked."""
         was, self._was_drawn_between = self._was_drawn_between, False
         return was
 
@@ -245,7 +249,7 @@ class Job:
 
     def lose(self, why: str) -> None:
         """Take no more steps: its workers are gone."""
-        if not self._ended.is_set():
+        if not self.has_ended:
             self._end(JobLost(self.title, self.seconds, why))
             self._steps.close()
 
@@ -266,12 +270,12 @@ class CellPlace:
 
     @property
     def is_known(self) -> bool:
-        """Whether a kernel has run it; a terminal's cells have no place but the last line."""
+        """True if a kernel has run it; a terminal's cells have no place but the last line."""
         return self._parent is not None
 
     @contextmanager
     def within(self, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001
-        """Have what is shown belong to that cell, where a kernel shows it."""
+        """Show what is shown inside in that cell, where a kernel shows it."""
         if not (is_wanted and self.is_known):
             yield
             return

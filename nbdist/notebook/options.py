@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError as IPythonUsageError
-from IPython.core.magic_arguments import argument, argument_group, parse_argstring
+from IPython.core.magic_arguments import argument, argument_group
 from traitlets import Bool, Enum, default
 from traitlets.config import Configurable
 
-from nbdist.config import DEFAULT_POOL, OPTIONS, Option, WorldConfig, read_restarts, unquoted
+from nbdist.config import DEFAULT_POOL, OPTIONS, Option, WorldConfig, read_restarts
 from nbdist.errors import UsageError, WorldSizeMismatch
 
 if TYPE_CHECKING:
@@ -24,13 +25,10 @@ if TYPE_CHECKING:
 POOL = re.compile(r"(?<!\S)--pool(?:\s*=\s*|\s+)(\S+)")
 
 RANKS = re.compile(r"(?<!\S)(?:-r|--ranks)(?:\s*=\s*|\s+)(\[[^\]]*\]|\S+)")
-"""`-r -1,0` would be read as an option without a value, and `-r [0, 2]` as two words."""
 
-QUOTED = re.compile(r"""(?<!\S)(--[\w-]+)(?:=|\s+)(\w+=)?(["'])(.*?)\3(?!\S)""")
-"""`--wrap="nice -n 5"` and `--env A="1 2"`, which IPython would split at the spaces."""
-
-FLAG = re.compile(r"\s*(--?[A-Za-z][\w-]*)(=\S+)?(?=\s|$)")
-VALUE = re.compile(r"""\s+(\[[^\]]*\]|"[^"]*"|'[^']*'|\S+)""")
+OPTION = re.compile(r"\s*(--?[A-Za-z][\w-]*)(?=[=\s]|$)")
+WORD = re.compile(r"""\s*((\w+=)?("[^"]*"|'[^']*'|\[[^\]]*\])(?!\S)|\S+)""")
+"""Also `"nice -n 5"`, `A="1 2"` and `[0, 2]`, which IPython would split at the spaces."""
 
 GROUPS = {
     "n": "which workers",
@@ -62,7 +60,7 @@ def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
     elif name == "env":
         how |= {"action": "append", "metavar": option.metavar}
     else:
-        how |= {"type": lambda text: option.read(unquoted(text)), "metavar": option.metavar}
+        how |= {"type": option.read, "metavar": option.metavar}
     return argument(option.flag, **how)
 
 
@@ -133,43 +131,73 @@ ARGPARSE = (
 
 def parse(magic: Magic, name: str, line: str) -> argparse.Namespace:
     """Read the options in a magic's line; UsageError in one line that says where to read more."""
-    flags = flags_of(magic)
     try:
-        line = in_our_words(line, flags)
-        line = RANKS.sub(lambda found: f"--ranks={''.join(found[1].split())}", line)
-        options = parse_argstring(magic, QUOTED.sub(r"\1 \3\2\4\3", line))
+        return magic.parser.parse_args([word for word, *_ in words_of(magic, line)])  # type: ignore[attr-defined, no-any-return]
     except (IPythonUsageError, ValueError) as error:
         text = str(error)
-        said = meant_by(text, flags)
+        said = meant_by(text, flags_of(magic))
         if not said:
             for theirs, ours in ARGPARSE:
                 text = theirs.sub(ours, text)
             said = f"{text.rstrip('.')}."
         raise UsageError(f"`{name}`: {said} `{name}?` shows all options.") from None
-    for option, value in vars(options).items():
-        setattr(options, option, _unquoted(value))
-    return options  # type: ignore[no-any-return]
+
+
+def words_of(magic: Magic, line: str) -> Iterator[tuple[str, bool, int]]:
+    """Yield each word, whether it is an option, then with its value, and where it ends.
+
+    Options are written as ours, with `=`: `-r -1` would be read as an option without a value.
+    ValueError for a quote that is not closed.
+    """
+    flags, at = flags_of(magic), 0
+    while line[at:].strip():
+        if not (found := OPTION.match(line, at)):
+            word, at = _word(line, at)
+            yield word, False, at
+            continue
+        option, at = our_flag(found[1], flags), found.end()
+        is_given = line.startswith("=", at)
+        is_next = _takes_value(option, flags) and not OPTION.match(line, at) and line[at:].strip()
+        if is_given or is_next:
+            value, at = _word(line, at + is_given)
+            option = f"{option}={value}"
+        yield option, True, at
+
+
+def _takes_value(flag: str, flags: Mapping[str, argparse.Action]) -> bool:
+    # It may be cut short, as argparse allows.
+    known = flags.get(flag) or next((flags[each] for each in flags if each.startswith(flag)), None)
+    theirs = _dashed(flag)
+    return known.nargs != 0 if known else theirs in TORCHRUN and theirs not in _WITHOUT_VALUE
+
+
+def _word(line: str, at: int) -> tuple[str, int]:
+    """Return the word there, without quotes around it or its value, and where it ends."""
+    found = WORD.match(line, at)
+    if found is None:
+        return "", len(line)
+    word, name, group = found[1], found[2] or "", found[3]
+    if word[0] in "\"'" and line.count(word[0], at) == 1:
+        raise ValueError("No closing quotation")
+    if group:
+        word = name + ("".join(group.split()) if group.startswith("[") else group[1:-1])
+    return word, found.end()
 
 
 def split_code(magic: Magic, line: str) -> tuple[str, str]:
     """Divide `-r 0 x = 1` into the options that come first and the code after them."""
-    flags, at = flags_of(magic), 0
-    while found := FLAG.match(line, at):
-        option, at = flags.get(our_flag(found[1], flags)), found.end()
-        if option and option.nargs != 0 and not found[2] and (value := VALUE.match(line, at)):
-            at = value.end()
-    return line[:at].strip(), line[at:].strip()
+    end = 0
+    with suppress(ValueError):  # what follows will be no code
+        for _, is_option, after in words_of(magic, line):
+            if not is_option:
+                break
+            end = after
+    return line[:end].strip(), line[end:].strip()
 
 
 def names_in(words: Iterable[str]) -> list[str]:
     """Divide what was typed at its commas too: `a b`, `a, b` and `a,b` are two names."""
     return [name for word in words for name in word.split(",") if name]
-
-
-def _unquoted(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_unquoted(each) for each in value]
-    return unquoted(value) if isinstance(value, str) else value
 
 
 # --- what options and arguments a magic has ---------------------------------------------------
@@ -181,12 +209,11 @@ def arguments_of(magic: Magic) -> list[argparse.Action]:
 
 
 def flags_of(magic: Magic) -> dict[str, argparse.Action]:
-    """Give its options by each of their flags."""
+    """Return its options by each of their flags."""
     return {flag: each for each in arguments_of(magic) for flag in each.option_strings}
 
 
 # --- what people type who come from elsewhere, or in haste ------------------------------------
-
 
 SAME = {
     "--nproc-per-node": "-n",  # torchrun
@@ -268,27 +295,16 @@ _FLAG = re.compile(r"(?<!\S)--?[A-Za-z][\w-]*(?=[=\s]|$)")
 NEAR_FLAG, NEAR_MAGIC = 0.7, 0.75  # how alike, from 0 to 1, what was typed has to be
 
 
-def in_our_words(line: str, flags: Collection[str]) -> str:
-    """Write others' flags in a magic's line as ours, where the magic has these alone."""
-    return _FLAG.sub(lambda found: our_flag(found[0], flags), line)
-
-
-def old_flags(line: str, flags: Collection[str]) -> str:
-    """Say what flags of ours in a magic's line are called now; "" where none has changed."""
-    typed = dict.fromkeys(flag for flag in _FLAG.findall(line) if flag in OLD)
-    said = (f"`{flag}` is now `{OLD[flag]}`" for flag in typed if OLD[flag] in flags)
-    return ", ".join(said)
+def old_flags(line: str, flags: Collection[str]) -> list[str]:
+    """Say what old flags of ours in a magic's line are called now, a text for each."""
+    typed = {*_FLAG.findall(line)}
+    return [f"`{o}` is now `{now}`" for o, now in OLD.items() if o in typed and now in flags]
 
 
 def our_flag(flag: str, flags: Collection[str]) -> str:
-    """Give our flag for one of others', for an old one or with underscores; or the same flag."""
+    """Return our flag for one of others', for an old one or with underscores; or the same flag."""
     ours = SAME.get(flag) or OLD.get(flag) or _dashed(flag)
     return ours if ours in flags and flag not in flags else flag
-
-
-def takes_value(flag: str) -> bool:
-    """Say whether the word after an option of torchrun's belongs to it."""
-    return _dashed(flag) in TORCHRUN and _dashed(flag) not in _WITHOUT_VALUE
 
 
 def _dashed(flag: str) -> str:

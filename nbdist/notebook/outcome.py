@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,54 +46,48 @@ Bring = Callable[[tuple[int, ...]], Mapping[int, Any]]  # brings the values of t
 class LastValues(Mapping[int, Any]):
     """By rank; each is brought once, and all that are missing together where all are wanted."""
 
-    def __init__(self, here: Mapping[int, Any], elsewhere: Mapping[int, str], bring: Bring) -> None:
-        """`elsewhere` has for each value that is not here what is shown in its place."""
-        self._ranks = tuple(sorted({*here, *elsewhere}))
+    def __init__(self, values: Mapping[int, Any], bring: Bring) -> None:
+        """Takes `Elsewhere` for those that are not here."""
+        self._values = dict(sorted(values.items()))
         self._bring = bring
-        self._here = {**here}
-        self._elsewhere = {rank: _Elsewhere(text) for rank, text in elsewhere.items()}
 
     def __repr__(self) -> str:
-        return repr(self._shown())
+        return repr(self._values)
 
     def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:  # noqa: FBT001
-        printer.text("{...}") if cycle else printer.pretty(self._shown())
-
-    def _shown(self) -> dict[int, Any]:
-        return {rank: self._here.get(rank, self._elsewhere.get(rank)) for rank in self._ranks}
+        printer.text("{...}") if cycle else printer.pretty(self._values)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self.items()),)
 
     def __getitem__(self, rank: int) -> Any:
-        if rank not in self._ranks:
-            raise KeyError(rank)
-        self._want(rank)
-        return self._here[rank]
+        self._want([rank])
+        return self._values[rank]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._ranks)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._ranks)
+        return len(self._values)
 
     def values(self) -> ValuesView[Any]:
         """Bring them all."""
-        self._want(*self._ranks)
+        self._want(self._values)
         return super().values()
 
     def items(self) -> ItemsView[int, Any]:
         """Bring them all."""
-        self._want(*self._ranks)
+        self._want(self._values)
         return super().items()
 
-    def _want(self, *ranks: int) -> None:
-        if missing := tuple(rank for rank in ranks if rank not in self._here):
-            self._here.update(self._bring(missing))
+    def _want(self, ranks: Iterable[int]) -> None:
+        missing = tuple(each for each in ranks if isinstance(self._values[each], Elsewhere))
+        if missing:
+            self._values.update(self._bring(missing))
 
 
-class _Elsewhere(str):
-    """Shown as it is, without quotes."""
+class Elsewhere(str):
+    """Shown as it is, without quotes, in place of a value that is not here."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -106,23 +100,22 @@ def last_values(
     session: Session, running: RunningTask, bring: Callable[[Task], Mapping[int, Brought]]
 ) -> LastValues:
     """Read those that came along with the end of a cell; `bring` runs a task for the others."""
-    here: dict[int, Any] = {}
-    elsewhere: dict[int, str] = {}
+    values: dict[int, Any] = {}
     unread: dict[int, str] = {}
     for track in running.transcript:
         if (done := track.done) is None or done.status != "ok":
             continue
         if done.kept is not None:
             size = f"{size_text(done.kept)}, " if done.kept else ""
-            elsewhere[track.rank] = f"<{size}still on the rank>"
+            values[track.rank] = Elsewhere(f"<{size}still on the rank>")
             continue
         try:
-            here[track.rank] = running.value(done)
+            values[track.rank] = running.value(done)
         except Exception as error:  # noqa: BLE001 (a class can raise anything while it is rebuilt)
             said = one_line(f"{type(error).__name__}: {error}")
             unread[track.rank] = f"cannot be read in the notebook: {said}"
-            elsewhere[track.rank] = f"<{unread[track.rank]}>"
-    return LastValues(here, elsewhere, partial(_brought, session, running, bring, unread))
+            values[track.rank] = Elsewhere(f"<{unread[track.rank]}>")
+    return LastValues(values, partial(_brought, session, running, bring, unread))
 
 
 def _brought(
@@ -153,7 +146,6 @@ def _brought(
 
 
 # --- the last failure, with all that is known of it -----------------------------------------------
-
 
 TRACEBACK_LINES, WIDTH = 1000, 2000
 LAST_LINES = 20
@@ -247,7 +239,7 @@ class Routine:
     newest: Snapshot | None = field(default=None, repr=False)
 
     def is_due(self) -> bool:
-        """Count a cell that succeeded; whether a snapshot is to be taken after it."""
+        """Count a cell that succeeded; return True if a snapshot is to be taken after it."""
         self.cells += bool(self.every)
         return bool(self.every) and self.cells % self.every == 0
 

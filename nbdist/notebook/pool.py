@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -12,7 +13,7 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, UsageError
 from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode
-from nbdist.notebook.display import CellDisplay, Page, make_display
+from nbdist.notebook.display import CellDisplay, make_display
 from nbdist.notebook.free_names import Gathered, assigned_in, names_bound
 from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, is_in_subshell
 from nbdist.notebook.jobs import Job
@@ -34,7 +35,7 @@ class Pool:
     """The world that a pool's cells run in; only IPython's own thread uses it.
 
     `last` is the cell that ran last, `ended` are the displays of earlier ones, `why` is the
-    last failure, `failed` the rank that was first in it, with its error, `failed_at` when.
+    last failure, `failed` the rank that was first in that of a cell, with its error, and when.
     `prestarted` leads to the agent that `%load_ext` has started, until the first world has it.
     """
 
@@ -47,14 +48,13 @@ class Pool:
         self.last: RunningTask | None = None
         self.ended = Ended()
         self.why: Why | None = None
-        self.failed: tuple[int, RankError] | None = None
-        self.failed_at = 0.0
+        self.failed: tuple[float, int, RankError] | None = None
         self.routine = Routine()
-        self.page = Page()
+        self.page = ""  # the one that has run the last cell
         self.shown_size = 0
         self._displayed_in = 0  # so many cells had been typed then
         self.prestarted: Link | None = None
-        self._idle = IdleWatch(self._notice)
+        self._idle = IdleWatch(self._notice, lambda: self.job is not None)
         self._job: Job | None = None
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class Pool:
 
     @property
     def has_workers(self) -> bool:
-        """Whether there are worker processes to look at or to end."""
+        """True if there are worker processes to look at or to end."""
         return self.world is not None and self.world.state.has_workers
 
     @property
@@ -76,10 +76,10 @@ class Pool:
         world = self.world
         if world is None or not world.state.has_workers:
             return "no workers are running · `%%distributed -n 4` or `%dist_init -n 4` starts them"
-        name = f" · {world.session.config.name}" if world.session.config.name else ""
-        shape = "" if world.session.layout.startswith("1x") else f" as {world.session.layout}"
-        who = f"{self._title}{count(world.size, 'worker')}{shape} on {world.session.machines}"
-        return f"{who} · {world.session.backend} · {world.state.value}{name}"
+        session, workers = world.session, count(world.size, "worker")
+        shape = "" if session.layout.startswith("1x") else f" as {session.layout}"
+        parts = [f"{self._title}{workers}{shape} on {session.machines}", session.backend]
+        return " · ".join(filter(None, [*parts, world.state.value, session.config.name]))
 
     @property
     def ready_text(self) -> str:
@@ -123,7 +123,7 @@ class Pool:
     # --- life -----------------------------------------------------------------------------
 
     def ensure(self, options: argparse.Namespace, display: CellDisplay) -> World:
-        """Give the running world, or start one; UsageError when the options describe another."""
+        """Return the running world, or start one; UsageError when the options describe another."""
         if (world := self.mended(display)) is not None:
             check_same(world, options)
             world.session.on_failure = options.on_failure or world.session.on_failure
@@ -161,14 +161,14 @@ class Pool:
         return self.world
 
     def attach(self, world: World) -> None:
-        """Have a world that was there already, and not the agent that `%load_ext` started."""
+        """Take a world that was there already, and not the agent that `%load_ext` started."""
         self._started(world)
         self._close_prestarted()
 
     def restart(
         self, options: argparse.Namespace, keep: Sequence[str], display: CellDisplay
     ) -> None:
-        """Have new workers, as the ones before but for what the options say."""
+        """Start new workers, as the ones before but for what the options say."""
         world, changes = self.world, given(options)
         if world is None:
             self._start(self._new_world(options), display)
@@ -251,7 +251,7 @@ class Pool:
     def watch_prompt(self) -> None:
         """Notice what workers do while a terminal's prompt is open; called on its loop."""
         self._watch_while_idle()
-        self._idle.goes_on = self.job is not None
+        self._idle.update()
 
     def _watch_while_idle(self) -> None:
         self._idle.follow(self.world.session.link if self.world and self.has_workers else None)
@@ -264,8 +264,7 @@ class Pool:
 
     def _notice(self) -> None:
         world = self.world
-        if self._idle.goes_on:
-            self.take_step()
+        self.take_step()
         if world is None or not world.session.is_idle or not world.state.has_workers:
             return
         display = self.display()
@@ -309,9 +308,9 @@ class Pool:
         return self._job if self._job is not None and not self._job.has_ended else None
 
     def begin(self, job: Job) -> None:
-        """Have the event loop take its steps from now on, and Stop interrupt it."""
+        """Let the event loop take its steps from now on, and Stop interrupt it."""
         self._job = job
-        self._idle.goes_on = True
+        self._idle.update()
 
     def wait_for_job(self, display: CellDisplay) -> None:
         """Wait until the workers are free; Stop ends the waiting alone."""
@@ -330,12 +329,11 @@ class Pool:
             self.show_late()
 
     def take_step(self) -> None:
-        """Have the job go on, and Stop reach it while no cell runs."""
+        """Take a step of the job, and let Stop reach it while no cell runs."""
         if (job := self.job) is not None and self._idle.loop is not None:
             self._pools.idle_stop.update(self._idle.loop)
             job.step(in_its_cell=True)
         if self.job is None:
-            self._idle.goes_on = False
             self._pools.idle_stop.update()
 
     def _lose_job(self, why: str) -> None:
@@ -374,7 +372,7 @@ class Pools:
         return self._pools[DEFAULT_POOL]
 
     def at(self, name: str | None) -> Pool:
-        """Give the pool of this name, which may be new; UsageError for what is no name."""
+        """Return the pool of this name, which may be new; UsageError for what is no name."""
         if os.getpid() != self._pid:
             raise ForkedProcess("`%%distributed` and nbdist's other magics")
         name = name or DEFAULT_POOL
@@ -401,9 +399,15 @@ class Pools:
             if prompt is not None:
                 prompt.app.pre_run_callables.append(pool.watch_prompt)
         cell = getattr(result.info, "raw_cell", None) or ""
-        bound = self._bound_by(cell)
+        bound, python = frozenset[str](), ""
+        is_theirs = cell.lstrip().startswith(("%%distributed", "%%rank"))
+        has_worlds = any(pool.world is not None for pool in self)
+        if not is_theirs and (has_worlds or self.gathered.has_any):
+            with suppress(SyntaxError):  # it has bound nothing
+                python = self.shell.transform_cell(cell)
+                bound = names_bound(python)
         if bound and result.success:
-            self.gathered.add(assigned_in(self.shell.transform_cell(cell)))
+            self.gathered.add(assigned_in(python))
         self.gathered.bound_in_notebook(bound)
         for pool in self:
             if pool.world is not None:
@@ -430,13 +434,3 @@ class Pools:
             if pool.job is not None:
                 pool.job.running.stops += 1
                 pool.take_step()
-
-    def _bound_by(self, raw_cell: str) -> frozenset[str]:
-        has_worlds = any(pool.world is not None for pool in self)
-        is_theirs = raw_cell.lstrip().startswith(("%%distributed", "%%rank"))
-        if is_theirs or not (has_worlds or self.gathered.has_any):
-            return frozenset()
-        try:
-            return names_bound(self.shell.transform_cell(raw_cell))
-        except SyntaxError:
-            return frozenset()  # it bound nothing

@@ -8,22 +8,77 @@ from __future__ import annotations
 import hashlib
 import sys
 import types
-from collections.abc import Collection, Container, Hashable, Iterable, Mapping
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.errors import UsageError, VariableNotSent
+from nbdist.notebook.display import CellDisplay, moved
 from nbdist.notebook.free_names import dotted_names, names_used
-from nbdist.notebook.transfer import BIG, Shipment
 from nbdist.values.definitions import SYSTEM_NAMES, Import
-from nbdist.values.payload import OPTIMIZER, Identity, is_atomic, kind_of, size_of
-from nbdist.values.pickling import Pickled, digest_of, join, pickle
+from nbdist.values.payload import (
+    OPTIMIZER,
+    Identity,
+    Payload,
+    is_atomic,
+    kind_of,
+    packing,
+    size_of,
+)
+from nbdist.values.pickling import Pickled, digest_of, pickle
+from nbdist.values.shared_memory import Buffer, Segment
 from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in, parts
 from nbdist.words import count, format_ranks, name_ranks, size_text
-from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped, check_are_free
+from nbdist.world.names import (
+    WORKERS_MODULES,
+    WORKERS_OWN,
+    NameTable,
+    Shipped,
+    check_are_free,
+    list_names,
+)
+
+BIG = 64 << 20  # from this many bytes on a notice is shown before something is sent
 
 _MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """Names with their values, ready to travel; without names there is something to say only.
+
+    `notices` are lines for the user, to be shown before it is sent; `big` are others, on what is
+    large of it or sent again: they follow "sending", or "sent".  `records` say what is sent.
+    `frames` show the values' own memory: pack them before these change.  `replaces` says on which
+    ranks it would take the place of what they were sent before, which they may have changed,
+    `stays` which names a rank is not to bind, as it has them.
+    """
+
+    notices: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    frames: Sequence[Buffer] = ()
+    records: Mapping[str, Shipped] = field(default_factory=dict)
+    replaces: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    stays: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    big: tuple[str, ...] = ()
+
+    def packed(self, display: CellDisplay) -> tuple[Payload | None, Segment | None]:
+        """Pack the names, and show what there is to say of them.
+
+        Keep the segment open until the ranks have the payload.
+        """
+        for notice in self.notices:
+            display.note(notice)
+        if not self.names:
+            return None, None
+        if self.big and display.can_change:
+            display.wait_for(" · ".join(f"sending {each}" for each in self.big))
+        what = f"sending {list_names(self.names)}"
+        made = moved(packing(self.frames), size_of(self.frames), display, what)
+        for each in self.big:
+            display.note(f"sent {each}")
+        return made
 
 
 def plan(
@@ -32,20 +87,20 @@ def plan(
     ranks: Iterable[int],
     hidden: Mapping[str, Any] | None = None,
     gathered: Container[str] = (),
-) -> Shipment | None:
-    """Pack what has to go to `ranks` for this cell; None when they have it all.
+) -> Shipment:
+    """Pack what has to go to `ranks` for this cell.
 
     `source` is the cell after IPython's transformations, `hidden` IPython's table of
     names that are not the user's (`shell.user_ns_hidden`), `gathered` has names whose values
-    are the ranks'.  A shipment without names has something to say only.  Raises
-    `VariableNotSent`, and SyntaxError; nothing has been sent or recorded then.
+    are the ranks'.  Raises `VariableNotSent`, and SyntaxError; nothing has been sent or recorded
+    then.
     """
     plan = _Plan(table, frozenset(ranks), hidden or {}, dotted_names(source), gathered)
     plan.follow(names_used(source))
     return plan.shipment()
 
 
-def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Shipment | None:
+def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Shipment:
     """Pack these names, and what their functions need, whatever the table says of them.
 
     Raises `VariableNotSent`, UsageError for a name that each worker has of its own, and
@@ -74,6 +129,7 @@ class _Look:
     record: Shipped
     changed: bool
     pickled: Pickled | None = None
+    is_theirs: bool = False  # the ranks have changed it in place: it is not sent
 
 
 @dataclass(slots=True)
@@ -87,7 +143,6 @@ class _Plan:
     _gathered: Container[str] = ()
     _looks: dict[str, _Look] = field(default_factory=dict)
     _forced: frozenset[str] = frozenset()
-    _theirs: dict[str, _Look] = field(default_factory=dict)
     _asked_for: list[str] = field(default_factory=list)
     _notices: list[str] = field(default_factory=list)
     _big: list[str] = field(default_factory=list)
@@ -120,7 +175,7 @@ class _Plan:
             self.follow(look.record.needs)
 
     def _is_ours(self, name: str) -> bool:
-        """Say whether the notebook's value of a name is for the workers; note why not."""
+        """Return True if the notebook's value of a name is for the workers; note why not."""
         value = self._names[name]
         if SYSTEM_NAMES.fullmatch(name) or self._hidden.get(name, _MISSING) is value:
             return False
@@ -226,12 +281,12 @@ class _Plan:
 
     # --- what belongs together ------------------------------------------------------------
 
-    # Pickled apart, an object that two names share would be two objects in the workers.  So
-    # names are pickled in groups, each of those whose sketches have objects in common; an
-    # unchanged name goes along with the changed one that it shares with.
+    # Sent apart, an object that two names share would be two objects in the workers.  So an
+    # unchanged name goes along with the changed one that it shares objects with, as their sketches
+    # say.  Whether a rank has it all already, or has changed it, is a question for such a group.
 
-    def shipment(self) -> Shipment | None:
-        """Pack what changed, with what shares objects with it; None if there is nothing."""
+    def shipment(self) -> Shipment:
+        """Pack what changed, with what shares objects with it, in one pickle."""
         plain = {
             name: Import(look.value, look.record.version[2])  # type: ignore[index]
             if isinstance(look.value, types.ModuleType)
@@ -241,41 +296,38 @@ class _Plan:
         }
         groups = self._groups()
         self._say_changed()
-        if not plain and not groups:
-            return Shipment(tuple(self._notices)) if self._notices else None
-        packed = [(group, self._pickle_group(group)) for group in groups]
-        for group, pickled in packed:
-            if pickled.size >= BIG:
-                paths = filter(None, map(self._heaviest, group))
-                blame = "".join(f", most of it in {path}" for path in paths)
-                size, to = size_text(pickled.size), count(len(self._ranks), "rank")
-                self._big.append(f"{', '.join(group)} ({size}{blame}) to {to}")
-        of_groups = [pickled for _, pickled in packed]
-        frames = join([self._pickle(plain), *of_groups] if plain else of_groups)
-        names = [*plain, *(name for group in groups for name in group)]
-        several = [(group, pickled) for group, pickled in packed if len(pickled.frames) > 2]
-        # Memory is kept whole: not for a small part of it.
-        much = 2 * sum(pickled.size for _, pickled in several) >= size_of(frames)
-        many = frozenset(name for group, _ in several for name in group if much)
-        known = (kept for name in many for kept in self._table.kept(name))
+        values = {name: self._looks[name].value for group in groups for name in group}
+        if not plain and not values:
+            return Shipment(tuple(self._notices))
+        names = (*plain, *values)
+        pickled = self._looks[names[0]].pickled if len(names) == 1 else None
+        if pickled is None or pickled.is_sketch:
+            pickled = self._pickle({**plain, **values})
+        if pickled.size >= BIG:
+            self._big.append(self._big_text(pickled.size, values))
         return Shipment(
-            names=tuple(names),
-            frames=frames,
-            bytes=size_of(frames),
+            names=names,
+            frames=pickled.frames,
             notices=tuple(self._notices),
             records={name: self._looks[name].record for name in names},
-            known=tuple(dict.fromkeys(known)),
-            many=many,
-            replaces=self._replaces(groups),
+            replaces=self._replaces(values),
             stays=self._stays(groups),
             big=tuple(self._big),
         )
 
-    def _replaces(self, groups: list[list[str]]) -> dict[str, frozenset[int]]:
+    def _big_text(self, size: int, names: Collection[str]) -> str:
+        """Write `corpus (191 MiB) to 4 ranks`, with the names that make up most of it."""
+        looks = {name: self._looks[name].pickled for name in names}
+        heavy = [name for name, look in looks.items() if look and look.size >= BIG // 2] or names
+        blame = [f", most of it in {path}" for path in map(self._heaviest, heavy) if path]
+        to = count(len(self._ranks), "rank")
+        return f"{', '.join(heavy)} ({size_text(size)}{''.join(blame)}) to {to}"
+
+    def _replaces(self, names: Iterable[str]) -> dict[str, frozenset[int]]:
         """Say what would be taken from which ranks; of definitions the notebook's are wanted."""
         found = {
             name: self._table.holders(name) & self._ranks
-            for name in (name for group in groups for name in group)
+            for name in names
             if name not in self._forced
             and not isinstance(self._looks[name].value, type | types.FunctionType)
         }
@@ -291,48 +343,39 @@ class _Plan:
                 found[rank] = found.get(rank, frozenset()).union(group)
         return found
 
-    def _pickle_group(self, group: list[str]) -> Pickled:
-        known = self._looks[group[0]].pickled
-        if len(group) == 1 and known is not None and not known.is_sketch:
-            return known
-        return self._pickle({name: self._looks[name].value for name in group})
-
     def _groups(self) -> list[list[str]]:
         """Group the changed names that were pickled, each with those that share objects with it."""
         changed = [name for name, look in self._looks.items() if look.changed and look.pickled]
-        if not any(look.record.holds_objects for look in map(self._looks.get, changed) if look):
+        if not any(self._looks[name].record.holds_objects for name in changed):
             return [[name] for name in changed]
-        candidates = [*changed, *self._unchanged_with_objects(), *self._changed_there()]
+        self._look_at_others_with_objects()
+        self._look_at_theirs()
+        candidates = [name for name, look in self._looks.items() if look.pickled]
         if len(candidates) == 1:  # to know what it holds takes longer than to pickle it
             return [changed]
         groups: list[list[str]] = []
-        taken: set[str] = set()
         for name in changed:
-            if name not in taken:
+            if not any(name in group for group in groups):
                 groups.append(self._connected(name, candidates))
-                taken.update(groups[-1])
         groups = [group for group in groups if not self._is_held_back(group, changed)]
-        for name in {name for group in groups for name in group}.difference(changed):
-            look = self._looks[name]
-            if look.pickled:  # It may have changed since a cell last used it.
-                look.record = _record_of(look.value, look.pickled)
         for group in groups:
+            for look in (self._looks[name] for name in group if name not in changed):
+                if look.pickled:  # It may have changed since a cell last used it.
+                    look.record = _record_of(look.value, look.pickled)
             if again := [f"`{name}`" for name in group if name not in changed]:
                 because = ", ".join(f"`{name}`" for name in group if name in changed)
                 self._big.append(f"{', '.join(again)} again: shares objects with {because}")
         return groups
 
-    def _unchanged_with_objects(self) -> list[str]:
+    def _look_at_others_with_objects(self) -> None:
         for name in self._table.holding_objects():
             if name not in self._looks and self._is_ours(name):
                 value = self._names[name]
-                try:
+                # This cell does not use it; the one that does will say why it cannot be sent.
+                with suppress(*PICKLING_ERRORS):
                     pickled = pickle({name: value}, self._names, sketch=True)
-                except PICKLING_ERRORS:
-                    continue  # This cell does not use it; the one that does will say so.
-                record = self._table.record(name) or _record_of(value, pickled)
-                self._looks[name] = _Look(value, record, changed=False, pickled=pickled)
-        return [name for name, look in self._looks.items() if look.pickled and not look.changed]
+                    record = self._table.record(name) or _record_of(value, pickled)
+                    self._looks[name] = _Look(value, record, changed=False, pickled=pickled)
 
     def _connected(self, name: str, candidates: list[str]) -> list[str]:
         group, objects = [name], set(self._shared(name))
@@ -347,24 +390,24 @@ class _Plan:
         return group
 
     def _shared(self, name: str) -> frozenset[int]:
-        look = self._looks.get(name) or self._theirs[name]
-        return look.pickled.shared if look.pickled else frozenset()
+        pickled = self._looks[name].pickled
+        return pickled.shared if pickled else frozenset()
 
     # --- what ranks have changed in place ---------------------------------------------------
 
     # It is theirs, as what they have bound; and what shares objects with it stays here too: it
     # would bring its own copy of these, or take theirs along.
 
-    def _changed_there(self) -> list[str]:
+    def _look_at_theirs(self) -> None:
         for name in self._table.changed_names():
-            if name not in self._looks and name not in self._theirs and name in self._names:
+            if name not in self._looks and name in self._names:
                 with suppress(VariableNotSent, *PICKLING_ERRORS):
-                    self._theirs[name] = self._look(name)
-        return [*self._theirs]
+                    look = self._looks[name] = self._look(name)
+                    look.changed, look.is_theirs = False, True
 
     def _is_held_back(self, group: list[str], changed: list[str]) -> bool:
-        """Say whether a group cannot go, and why; UsageError where it is wanted nevertheless."""
-        theirs = [name for name in group if name in self._theirs]
+        """Return True if a group cannot go, and say why; UsageError where it was asked for."""
+        theirs = [name for name in group if self._looks[name].is_theirs]
         for name in group if theirs else ():
             text = (
                 f"{self._done_there(theirs[0])}; `{name}` shares objects with it and was not "
@@ -388,11 +431,13 @@ class _Plan:
                 send = f"`%dist_push {name}` sends the notebook's"
                 lack = f"{name_ranks(without)} {verb} not have it"
                 self._note(name, f"{done}; {lack}: {copy}, {send}")
-            elif self._table.was_noticed(name) or name not in self._changed_there():
-                continue
-            elif self._theirs[name].record.version != version:
+            elif not self._table.was_noticed(name):
+                self._look_at_theirs()
+                if name not in self._looks or self._looks[name].record.version == version:
+                    continue
                 own = self._shared(name)
-                shares = (each for each in self._theirs if own & self._shared(each))
+                theirs = [each for each, look in self._looks.items() if look.is_theirs]
+                shares = (each for each in theirs if own & self._shared(each))
                 together = [*dict.fromkeys((name, *shares))]
                 it = "it" if len(together) == 1 else "them"
                 push = f"`%dist_push {' '.join(together)}` sends {it}"
@@ -435,7 +480,6 @@ def _record_of(value: Any, pickled: Pickled) -> Shipped:
 
 # --- how a value looked when it was last shipped, to find whether it has changed ------------------
 
-
 WHOLE_LIMIT = 4 << 30  # up to this many bytes a value is compared whole, at some 5 GB each second
 PICKLE_LIMIT = 64 << 20
 """Up to this many bytes of Python objects are pickled for each cell that uses them."""
@@ -472,7 +516,7 @@ def content_version(pickled: Pickled) -> bytes:
 
 
 def is_compared_whole(pickled: Pickled) -> bool:
-    """Say whether its `content_version` differs whenever a byte of it does."""
+    """Return True if its `content_version` differs whenever a byte of it does."""
     return pickled.size <= WHOLE_LIMIT
 
 

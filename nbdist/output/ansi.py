@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from html import escape
 from typing import NamedTuple
@@ -69,6 +70,16 @@ def _coloured(style: Style, code: int, colour: str) -> Style:
     return style._replace(foreground=colour) if code == 38 else style._replace(background=colour)
 
 
+def styled(text: str) -> Iterator[tuple[str, Style]]:
+    """Yield the parts of a text without its codes, each with its style."""
+    first, *rest = SGR.split(text)
+    yield first, PLAIN
+    style = PLAIN
+    for parameters, part in zip(rest[::2], rest[1::2], strict=True):
+        style = restyle(style, parameters)
+        yield part, style
+
+
 def strip(text: str) -> str:
     """Take a text's colours out."""
     return SGR.sub("", text) if "\x1b" in text else text
@@ -116,30 +127,16 @@ def ansi_html(text: str) -> str:
     """Escape the text, its colours as `<span style=...>`; other escapes must be gone."""
     if "\x1b" not in text:
         return escape(text, quote=False)
-    parts: list[str] = []
-    style, position = PLAIN, 0
-    for code in SGR.finditer(text):
-        parts.append(_span(text[position : code.start()], style))
-        style, position = restyle(style, code[1]), code.end()
-    parts.append(_span(text[position:], style))
-    return "".join(parts).replace("\x1b", "")
-
-
-def _span(text: str, style: Style) -> str:
-    if not text:
-        return ""
-    css = _css(style)
-    escaped = escape(text, quote=False)
-    return f'<span style="{css}">{escaped}</span>' if css else escaped
+    html = ""
+    for part, style in styled(text):
+        css, escaped = _css(style), escape(part, quote=False)
+        html += f'<span style="{css}">{escaped}</span>' if css and part else escaped
+    return html.replace("\x1b", "")
 
 
 @lru_cache(maxsize=4096)
 def _css(style: Style) -> str:
-    rules = [rule for attribute, rule in _RULES.items() if attribute in style.attributes]
-    return ";".join([*_colour_rules(style), *rules])
-
-
-def _colour_rules(style: Style) -> list[str]:
+    rules = []
     front, back = _rgb(style.foreground), _rgb(style.background)
     if INVERSE in style.attributes:
         # The page's own colours are not known: grey stands for the text's as a background.
@@ -148,34 +145,33 @@ def _colour_rules(style: Style) -> list[str]:
         low, high = sorted((_luminance(front), _luminance(back)))
         if (high + 0.05) / (low + 0.05) < _FAINT:  # WCAG's contrast, 1 for equal colours
             front = (0, 0, 0) if _luminance(back) > _MIDDLE else (255, 255, 255)
-        return [f"color:{_hex(front)}", f"background-color:{_hex(back)}"]
-    if front:
-        return [f"color:{_hex(_legible(front))}"]
-    if back:
-        return ["background-color:rgba({},{},{},{})".format(*back, _MARKED)]
-    return []
+        rules += [f"color:{_hex(front)}", f"background-color:{_hex(back)}"]
+    elif front:
+        rules.append(f"color:{_hex(_legible(front))}")
+    elif back:
+        rules.append("background-color:rgba({},{},{},{})".format(*back, _MARKED))
+    rules += [rule for attribute, rule in _RULES.items() if attribute in style.attributes]
+    return ";".join(rules)
 
 
 def _rgb(colour: str) -> Rgb | None:
     match [int(code) for code in colour.split(";") if code]:
-        case [_, 5, number]:
-            return _from_256(number)
         case [_, 2, red, green, blue]:
             return red, green, blue
+        case [_, 5, number]:
+            pass
         case [code]:
-            return _from_256(code % 10 + (8 if code >= 90 else 0))
-    return None
-
-
-def _from_256(number: int) -> Rgb:
+            number = code % 10 + (8 if code >= 90 else 0)
+        case _:
+            return None
     if number < 16:
         red, green, blue = _NAMED[3 * number : 3 * number + 3]
         return red, green, blue
-    if number >= 232:
-        grey = 8 + 10 * (number - 232)
-        return grey, grey, grey
-    number -= 16
-    return _CUBE[number // 36], _CUBE[number // 6 % 6], _CUBE[number % 6]
+    if number < 232:
+        number -= 16
+        return _CUBE[number // 36], _CUBE[number // 6 % 6], _CUBE[number % 6]
+    grey = 8 + 10 * (number - 232)
+    return grey, grey, grey
 
 
 def _legible(colour: Rgb) -> Rgb:

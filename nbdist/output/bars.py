@@ -24,7 +24,7 @@ from nbdist.output.wording import (
     line,
     table,
 )
-from nbdist.words import format_ranks, name_ranks
+from nbdist.words import aligned, format_ranks, name_ranks
 
 MOST_ROWS, SLOWEST_ROWS = 16, 6
 _LOOK_BACK = 24
@@ -71,16 +71,9 @@ class RankBars(NamedTuple):
             share = bar.position + (share / whole if whole else 0.0)
         return share
 
-    @property
-    def whole_share(self) -> float | None:
-        """The part of the outermost bar that is done, of the innermost where that has no end."""
-        if not self.around or not number_of(self.outer.total):
-            return self.bar.fraction
-        return min(1.0, self.overall)
-
 
 class BarTable(NamedTuple):
-    """A row for each of the ranks, of many the slowest; `summary` says where the others are.
+    """A row for each of the ranks, of many the slowest; `summary` says where all are.
 
     `behind` says how far the slowest is; `beside` are last lines of text, each with its ranks.
     """
@@ -97,7 +90,9 @@ class BarTable(NamedTuple):
 
         Of ranks in other epochs those in the first ones come first, whatever their bars say.
         """
-        share = bars.whole_share
+        share = bars.bar.fraction
+        if bars.around and number_of(bars.outer.total):
+            share = min(1.0, bars.overall)
         epochs = sorted({each.numbers for each in self.rows})
         if share is None or self.slowest is None or len(epochs) == 1:
             return share
@@ -146,7 +141,11 @@ def bar_table(transcript: Transcript) -> BarTable | None:
     ranks, rows, summary = tuple(bars.rank for bars in found), found, ""
     if len(found) > MOST_ROWS:
         rows = sorted(found, key=lambda bars: (_way(bars), bars.rank))[:SLOWEST_ROWS]
-        summary = _summary(found)
+        low, middle, high = _spread(found)
+        left = _longest_left(found)
+        parts = [_common_name(found), f"min {low} · median {middle} · max {high}"]
+        parts += [] if left is None else [f"ETA {clock_text(left)}"]
+        summary = " · ".join(filter(None, [*parts, "slowest first:"]))
     said = fold_ranks({bars.rank: bars.line for bars in found if bars.line})
     beside = [(text, tuple(of)) for text, of in said.items()][:_MOST_BESIDE]
     slowest, behind = _slowest(found)
@@ -203,14 +202,6 @@ def _common_name(found: Sequence[RankBars]) -> str:
         done = low.done if low.done == high.done else f"{low.done}-{high.done}"
         outer.append(f"{low.name} {low._replace(done=done).amount}".strip())
     return ", ".join(filter(None, [*outer, inner.pop()]))
-
-
-def _summary(found: Sequence[RankBars]) -> str:
-    low, middle, high = _spread(found)
-    left = _longest_left(found)
-    end = "" if left is None else f"ETA {clock_text(left)}"
-    said = [f"min {low} · median {middle} · max {high}", end, "slowest first:"]
-    return " · ".join(filter(None, [_common_name(found), *said]))
 
 
 def _spread(found: Sequence[RankBars]) -> tuple[str, str, str]:
@@ -284,19 +275,16 @@ def _row(shown: BarTable, bars: RankBars) -> list[tuple[str, str]]:
 
 def bars_text(shown: BarTable) -> list[str]:
     """Write the same in lines of which each names its rank, its columns below one another."""
-    rows = [_words(bars, shown.share(bars)) for bars in shown.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [shown.summary] if shown.summary else []
-    for bars, row in zip(shown.rows, rows, strict=True):
-        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True) if width)
-        mark = "  slowest" if bars.rank == shown.slowest else ""
-        lines.append("  ".join(cells).rstrip() + mark)
-    return lines
-
-
-def _words(bars: RankBars, share: float | None) -> list[str]:
-    name, percent, amount, times, rate, rest = _columns(bars)
-    whole, part = divmod(round((share or 0.0) * _CELLS * 8), 8)
-    blocks = ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)
-    drawn = "" if share is None else f"|{blocks}|"
-    return [name_ranks([bars.rank]), name, drawn, percent.rjust(4), amount, times, rate, rest]
+    rows = []
+    for bars in shown.rows:
+        name, percent, *others = _columns(bars)
+        share = shown.share(bars)
+        whole, part = divmod(round((share or 0.0) * _CELLS * 8), 8)
+        blocks = ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)
+        drawn = "" if share is None else f"|{blocks}|"
+        rows.append([name_ranks([bars.rank]), name, drawn, percent.rjust(4), *others])
+    columns = filter(any, zip(*rows, strict=True))
+    lines = aligned([*zip(*columns, strict=True)])
+    marks = ("  slowest" if bars.rank == shown.slowest else "" for bars in shown.rows)
+    summary = [shown.summary] if shown.summary else []
+    return [*summary, *map("".join, zip(lines, marks, strict=True))]

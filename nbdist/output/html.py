@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 
 from nbdist.output.ansi import strip
@@ -80,11 +79,6 @@ class _Room:
     def widths(self) -> tuple[int, ...]:
         return _LIVE_WIDTHS if self.is_live else _WIDTHS
 
-    @property
-    def drawn(self) -> int:
-        """How wide a line is at most that was cut, and says so."""
-        return self.widths[0] + 200
-
 
 def panel_html(shown: Panel) -> str:
     """Write the panel; its text says the same."""
@@ -104,10 +98,9 @@ def panel_html(shown: Panel) -> str:
     is_calm = not shown.is_live or all(
         any(isinstance(item, Shown) for item in block.items) for block in others
     )
-    write = partial(_block, room=room)
-    parts = [head, *(write(block, "") for block in failed), bars]
+    parts = [head, *(_block(block, room) for block in failed), bars]
     runs = tiled(others) if is_calm else ([block] for block in others)
-    parts += [_side_by_side(run, write) for run in runs]
+    parts += [_side_by_side(run, room) for run in runs]
     return panel(*parts, rows, _rest(shown.rest, room) if shown.rest else "", last)
 
 
@@ -130,23 +123,24 @@ def _head(shown: Panel) -> str:
 
 def _rows(rows: Sequence[Row], most: int, room: _Room) -> str:
     """Write which ranks are there, and their line, in about `most` bytes."""
-    found = table(
-        [(_VALUE, dim(name_ranks(row.ranks))), (_VALUE, _fitted(row.line, most // len(rows), room))]
-        for row in rows
-    )
-    return f'<div style="max-height:560px;overflow:auto">{found}</div>'
+    found = []
+    for row in rows:
+        fitted, _ = _fitted(row.line, most // len(rows), room)
+        shown = lines_html([fitted], opens=not room.is_live)
+        found.append([(_VALUE, dim(name_ranks(row.ranks))), (_VALUE, shown)])
+    return f'<div style="max-height:560px;overflow:auto">{table(found)}</div>'
 
 
-def _fitted(text: Line, budget: int, room: _Room) -> str:
-    """Write a line so wide as there is room for it, at least the narrowest."""
+def _fitted(text: Line, budget: int, room: _Room) -> tuple[Line, int]:
+    """Cut a line so that there is room for its HTML, or as narrow as can be; return its bytes."""
     for width in room.widths:
         clipped = Line(clip(text.text, width), text.stderr)
         # No HTML is shorter than its text, and it takes long to be written.
         if len(clipped.text) <= budget or width == room.widths[-1]:
-            html = lines_html([clipped], room.drawn)
-            if size(html) <= budget:
+            cost = size(lines_html([clipped], opens=not room.is_live))
+            if cost <= budget:
                 break
-    return html
+    return clipped, cost
 
 
 def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
@@ -160,12 +154,12 @@ def _rest(blocks: tuple[Block, ...], room: _Room) -> str:
             left = [rank for missing in blocks[done:] for rank in missing.group.ranks]
             parts.append(line(dim(f"{name_ranks(left)}: %dist_output -r {format_ranks(left)}")))
             break
-        parts.append(_side_by_side(run, partial(_block, room=room)))
+        parts.append(_side_by_side(run, room))
         done += len(run)
     return details(f"{title} {said}", "".join(parts), GREY, is_open=False)
 
 
-def _block(block: Block, style: str, room: _Room) -> str:
+def _block(block: Block, room: _Room, style: str = "") -> str:
     share = room.left // room.blocks
     room.blocks -= 1
     error = _error(block, share // 2, room)
@@ -196,12 +190,12 @@ def _output(block: Block, budget: int, room: _Room) -> tuple[str, int]:
                 parts.append(item)
             case Shown():
                 html = _display(item, room)
-                of_image = size(html) if _is_image(item) and not room.is_live else 0
-                if size(html) - of_image > budget:
+                is_free = _is_image(item) and not room.is_live
+                if (0 if is_free else size(html)) > budget:
                     # While it runs its text is enough; then it is hidden like a line.
                     html = _plain(item, room) if room.is_live else ""
-                budget -= size(html) - of_image if html else 0
-                free += of_image if html else 0
+                budget -= 0 if is_free else size(html)
+                free += size(html) if is_free else 0
                 parts.append(html or Hidden(1, in_log_only=False))
             case lines:
                 kept = _newest(lines, budget, room)
@@ -217,23 +211,17 @@ def _newest(lines: list[Line], budget: int, room: _Room) -> tuple[str, Hidden | 
     kept: list[Line] = []
     used = 0
     for each in reversed(lines):
-        for width in room.widths:
-            line_here = Line(clip(each.text, width), each.stderr)
-            if len(line_here.text) > budget - used:
-                continue  # No HTML is shorter, and it takes long to be written.
-            cost = size(lines_html([line_here], room.drawn))
-            if used + cost <= budget:
-                break
-        else:
+        fitted, cost = _fitted(each, budget - used, room)
+        if used + cost > budget:
             break
-        kept.append(line_here)
+        kept.append(fitted)
         used += cost
     left = len(lines) - len(kept)
     return _text(kept[::-1], room), Hidden(left, in_log_only=False) if left else None
 
 
 def _text(lines: list[Line], room: _Room) -> str:
-    html = lines_html(lines, room.drawn)
+    html = lines_html(lines, opens=not room.is_live)
     is_tall = len(lines) > _TALL_LINES and not room.is_live
     return f'<div style="{_TALL}"><div>{html}</div></div>' if is_tall else html
 
@@ -288,10 +276,7 @@ def tiled(blocks: Iterable[Block]) -> Iterator[list[Block]]:
     """Yield runs of neighbours that stand side by side, and the others one by one."""
     for side_by_side, run in groupby(blocks, key=is_tile):
         found = [*run]
-        if side_by_side:
-            yield found
-        else:
-            yield from ([block] for block in found)
+        yield from [found] if side_by_side else ([block] for block in found)
 
 
 def is_tile(block: Block) -> bool:
@@ -316,19 +301,19 @@ def _fits(rows: list[str], width: int) -> bool:
     return len(rows) <= _MOST_LINES and max(map(len, rows)) <= width
 
 
-def _side_by_side(blocks: list[Block], write: Callable[[Block, str], str]) -> str:
+def _side_by_side(blocks: list[Block], room: _Room) -> str:
     """Write the blocks of a run, whose figures share the width.
 
     Three beside one another where there is room, but two and four are two in a row.
     """
     if len(blocks) == 1:
-        return write(blocks[0], "")
-    tiles = []
+        return _block(blocks[0], room)
+    figure = _FIGURE.format(45 if len(blocks) in (2, 4) else 30)
+    tiles = ""
     for block in blocks:
         has_figure = any(isinstance(item, Shown) and _is_image(item) for item in block.items)
-        figure = _FIGURE.format(45 if len(blocks) in (2, 4) else 30)
-        tiles.append(write(block, figure if has_figure else _OTHER))
-    return f'<div style="{_ROW}">{"".join(tiles)}</div>'
+        tiles += _block(block, room, figure if has_figure else _OTHER)
+    return f'<div style="{_ROW}">{tiles}</div>'
 
 
 # --- what is not part of the panel --------------------------------------------------------

@@ -5,11 +5,9 @@ A live layout is bounded, and drawn as a whole a few times a second; a final one
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import NamedTuple, TypeAlias, TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, groupby
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import MOST_ROWS, BarTable, RankBars, bar_table
@@ -17,7 +15,14 @@ from nbdist.output.events import Failure, Skipped
 from nbdist.output.fingerprint import read_bar
 from nbdist.output.rank_transcript import Look, RankTranscript, Shown
 from nbdist.output.screen import Line, Screen
-from nbdist.output.transcript import Group, Likeness, Transcript, fold_shown, fold_tail
+from nbdist.output.transcript import (
+    Group,
+    Transcript,
+    fold_shown,
+    fold_tail,
+    spread,
+    unlike_most,
+)
 from nbdist.output.wording import error_text, in_log_only, lines_text, ranks_text, seconds_text
 from nbdist.words import count, format_ranks
 
@@ -34,12 +39,6 @@ MARKS: dict[Look, str] = {
 _WITH_WORDS: dict[Look, str] = {"released": "{} released", "stopped": "■ {} stopped"}
 MANY_RANKS = 16
 _MOST_SQUARES = 128
-_LIKENESS: dict[Likeness, str] = {
-    "same": "same",
-    "bars": "same except for bars",
-    "places": "same except for {…}",
-    "line": "stopped in the same line",
-}
 
 # Of live layouts.
 _LIVE_LINES, _LIVE_LINES_OF_FAILED, _LIVE_LINES_OF_ASKING = 24, 8, 60
@@ -177,12 +176,7 @@ def live_layout(
     each = max(2, lines // max(1, len(in_blocks)))
     shown = [*rows.items(), *(bars.beside if bars else ())]
     left_out = [each.ranks for each in in_blocks[MOST_ROWS:]] + [of for _, of in shown[MOST_ROWS:]]
-    return Panel(
-        ranks_text(transcript.ranks),
-        seconds_text(transcript.elapsed(now)),
-        state_counts(transcript),
-        "",
-        *_squares_of(transcript),
+    return _of_all(transcript, now)._replace(
         note=note,
         is_live=True,
         now=" · ".join(filter(None, [usage, bars.behind if bars else ""])),
@@ -198,36 +192,25 @@ def _asks(group: Group) -> bool:
     return any(each.asks is not None for each in group.members)
 
 
-def _live_block(transcript: Transcript, group: Group, limit: int) -> Block:
-    items: list[Item] = []
-    earlier = group.shown.line_count
-    for item in group.tail(_LIVE_LINES_OF_ASKING if _asks(group) else limit):
-        match item:
-            case Shown():
-                items.append(item)
-            case Skipped(lines=lines):
-                items.append(Hidden(lines, in_log_only=True))
-                earlier -= lines
-            case Line():
-                if not (items and isinstance(items[-1], list)):
-                    items.append([])
-                cast(list[Line], items[-1]).append(item)
-                earlier -= 1
-    words = [sameness(group), f"… {earlier:,} earlier" if earlier > 0 else ""]
-    return Block(group, tuple(filter(None, words)), tuple(items), _failed_with(group, transcript))
+def _live_block(transcript: Transcript, group: Group, most: int) -> Block:
+    most = _LIVE_LINES_OF_ASKING if _asks(group) else most
+    items, earlier = _items(group, most, is_live=True)
+    words = [sameness(group), f"… {earlier:,} earlier" if earlier else ""]
+    return Block(group, tuple(filter(None, words)), items, _failed_with(group, transcript))
 
 
 def _by_last_line(groups: Iterable[Group]) -> dict[Line, list[int]]:
     found: dict[Line, list[int]] = {}
     for group in groups:
-        line = Line("", stderr=False)
-        match group.tail(1):
-            case [Line() as line]:
+        match group.last:
+            case Line() as line:
                 pass
-            case [Shown() as shown]:
+            case Shown() as shown:
                 line = Line(shown.plain.split("\n")[0], stderr=False)
-            case [Skipped(lines=lines)]:
+            case Skipped(lines=lines):
                 line = Line(in_log_only(lines), stderr=False)
+            case None:
+                line = Line("", stderr=False)
         found.setdefault(line, []).extend(group.ranks)
     return found
 
@@ -243,25 +226,24 @@ def final_layout(
 ) -> Panel:
     """Lay out a finished cell, or one broken off at `now`; `logs` has the names of log files."""
     logs = logs or {}
-    ranks, seconds = ranks_text(transcript.ranks), seconds_text(transcript.elapsed(now))
+    shown = _of_all(transcript, now)._replace(pace=_pace(transcript), note=note)
     if transcript.is_silent and not transcript.failed:
-        return Panel(ranks, seconds, pace=_pace(transcript), note=note)
+        return shown._replace(states=(), squares=(), more_squares=0)
     groups = transcript.groups(failed_first=True)
     silent = [group for group in groups if group.shown.is_silent and group.shown.state == "ok"]
     failed = [group for group in groups if group.has_failed]
     others = [group for group in groups if group not in failed and group not in silent]
-    rows = _values(others)
-    main, rest = ([], []) if rows else _parted(others, transcript.ranks[0])
-    return Panel(
-        ranks,
-        seconds,
-        state_counts(transcript),
-        _pace(transcript),
-        *_squares_of(transcript),
-        note=note,
+    rest: list[Group] = []
+    if rows := _values(others):
+        others = []
+    elif len(others) > _MANY_GROUPS:
+        seen = {transcript.ranks[0], *unlike_most(others)}
+        rest = [each for each in others if each.ranks[0] not in seen and len(each.ranks) == 1]
+        others = [group for group in others if group not in rest]
+    return shown._replace(
         spread=spread(transcript),
         bars=_bars(rows),
-        blocks=_final_blocks(transcript, [*failed, *main], logs, _OPEN_LINES),
+        blocks=_final_blocks(transcript, [*failed, *others], logs, _OPEN_LINES),
         rows=rows,
         rest=_final_blocks(transcript, rest, logs, 0),
         silent=tuple(sorted(rank for group in silent for rank in group.ranks)),
@@ -295,10 +277,10 @@ def _value(group: Group) -> Line | None:
     """Find the single short line that is all a rank has shown."""
     if group.shown.state != "ok" or len(group.shown.said) != 1:
         return None
-    match group.shown.said[0], group.tail(1):
-        case Screen() as screen, [Line() as line] if screen.end == 1:
+    match group.shown.said[0], group.last:
+        case Screen(end=1), Line() as line:
             line = _bar(group.shown) or line
-        case _, [Shown(display=display) as shown] if list(display.data) == ["text/plain"]:
+        case _, Shown(display=display) as shown if list(display.data) == ["text/plain"]:
             line = Line(shown.plain, stderr=False)
         case _:
             return None
@@ -317,15 +299,6 @@ def _bars(rows: Sequence[Row]) -> BarTable | None:
     return BarTable(tuple(each.rank for each in bars), tuple(bars))
 
 
-def _parted(groups: list[Group], first: int) -> tuple[list[Group], list[Group]]:
-    """Part the groups with a block each from those that stand back where they are too many."""
-    if len(groups) <= _MANY_GROUPS:
-        return groups, []
-    seen = {first, *unlike_most(groups)}
-    main = [group for group in groups if group.ranks[0] in seen or len(group.ranks) > 1]
-    return main, [group for group in groups if group not in main]
-
-
 def _final_blocks(
     transcript: Transcript, groups: Iterable[Group], logs: Mapping[int, str], room: int
 ) -> tuple[Block, ...]:
@@ -333,7 +306,7 @@ def _final_blocks(
     blocks = []
     most = _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
     for group in groups:
-        items = _items_of(group, most)
+        items, _ = _items(group, most)
         lines = sum(len(item) for item in items if isinstance(item, list))
         is_first = group.ranks[0] == transcript.ranks[0]
         is_open = is_first or group.has_failed or lines <= max(room, _SHORT)
@@ -346,29 +319,8 @@ def _final_blocks(
             "aborted" if group.shown.state == "aborted" else "",
         ]
         failed, log = _failed_with(group, transcript), logs.get(group.ranks[0])
-        blocks.append(Block(group, tuple(filter(None, words)), tuple(items), failed, log, is_open))
+        blocks.append(Block(group, tuple(filter(None, words)), items, failed, log, is_open))
     return tuple(blocks)
-
-
-def _items_of(group: Group, limit: int) -> list[Item]:
-    """Take all displays and the last `limit` lines; what is left out is counted in its place."""
-    found: list[Item] = []
-    for pieces in reversed(group.pieces):
-        match pieces[0]:
-            case Shown():
-                found.append(fold_shown([piece for piece in pieces if isinstance(piece, Shown)]))
-            case Skipped(lines=lines):
-                found.append(Hidden(lines, in_log_only=True))
-            case Screen() as piece:
-                lines_here = fold_tail(group, pieces, min(limit, len(piece)))
-                if lines_here:
-                    found.append([row for rows in lines_here for row in rows])
-                if len(piece) > len(lines_here):
-                    found.append(Hidden(len(piece) - len(lines_here), in_log_only=False))
-                if piece.dropped:
-                    found.append(Hidden(piece.dropped, in_log_only=True))
-                limit -= len(lines_here)
-    return merged(found[::-1])
 
 
 def _pace(transcript: Transcript) -> str:
@@ -392,9 +344,42 @@ def _amount(said: RankTranscript) -> str:
     return ", ".join(parts)
 
 
+# --- parts of both ----------------------------------------------------------------------
+
+
+def _items(group: Group, most: int, *, is_live: bool = False) -> tuple[tuple[Item, ...], int]:
+    """Take all displays and the last `most` lines, and count the lines that are left out.
+
+    In a finished cell these are counted in their places too, and each bar has a row.  In a running
+    one a display takes the room of a line, and nothing is shown of what came before.
+    """
+    found: list[Item] = []
+    left = group.shown.line_count
+    for pieces in reversed(group.pieces):
+        if is_live and most <= 0:
+            break
+        match pieces[0]:
+            case Shown():
+                found.append(fold_shown([piece for piece in pieces if isinstance(piece, Shown)]))
+                most -= is_live
+            case Skipped(lines=lines):
+                found.append(Hidden(lines, in_log_only=True))
+                most, left = most - is_live, left - lines
+            case Screen() as piece:
+                rows = fold_tail(group, pieces, min(most, len(piece)), each_bar=not is_live)
+                if rows:
+                    found.append([*chain.from_iterable(rows)])
+                if not is_live and len(piece) > len(rows):
+                    found.append(Hidden(len(piece) - len(rows), in_log_only=False))
+                if not is_live and piece.dropped:
+                    found.append(Hidden(piece.dropped, in_log_only=True))
+                most, left = most - len(rows), left - len(rows)
+    return tuple(merged(found[::-1])), left
+
+
 def sameness(group: Group) -> str:
     """Say `same`, and what the ranks of the group differ in; "" for a rank of its own."""
-    return _LIKENESS[group.likeness] if len(group.ranks) > 1 else ""
+    return group.likeness if len(group.ranks) > 1 else ""
 
 
 def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
@@ -409,16 +394,21 @@ def state_counts(transcript: Transcript) -> tuple[tuple[Look, str], ...]:
     )
 
 
-def _squares_of(transcript: Transcript) -> tuple[tuple[tuple[str, Look], ...], int]:
-    """Make one for each of many ranks, or for runs of ranks where those would be too many."""
-    states = [(each.rank, each.look) for each in transcript]
-    if len(states) <= MANY_RANKS:
-        return (), 0
-    squares = [(str(rank), state) for rank, state in states]
-    if len(states) > _MOST_SQUARES:
-        runs = groupby(states, key=lambda item: item[1])
-        squares = [(format_ranks(rank for rank, _ in run), state) for state, run in runs]
-    return tuple(squares[:_MOST_SQUARES]), max(0, len(squares) - _MOST_SQUARES)
+def _of_all(transcript: Transcript, now: float | None) -> Panel:
+    """Begin a panel with what is said of all ranks; of many each, or each run, has a square."""
+    squares = [(str(each.rank), each.look) for each in transcript]
+    if len(squares) <= MANY_RANKS:
+        squares = []
+    elif len(squares) > _MOST_SQUARES:
+        runs = groupby(transcript, key=lambda each: each.look)
+        squares = [(format_ranks(each.rank for each in run), look) for look, run in runs]
+    return Panel(
+        ranks_text(transcript.ranks),
+        seconds_text(transcript.elapsed(now)),
+        state_counts(transcript),
+        squares=tuple(squares[:_MOST_SQUARES]),
+        more_squares=max(0, len(squares) - _MOST_SQUARES),
+    )
 
 
 def _failed_with(group: Group, transcript: Transcript) -> str:
@@ -431,87 +421,3 @@ def _failed_with(group: Group, transcript: Transcript) -> str:
         same = "as" if said == error_text(cause[1]) else "in the same place as"
         return f"{said} ({same} on rank {cause[0]})"
     return said
-
-
-# --- short outputs of ranks held against one another ------------------------------------------
-
-SHORT_LINES, _LONGEST_LINE = 12, 400
-_MOST_ODD, _MOST_SPREADS = 8, 4
-_FEWEST_RANKS, _SEEN_AT_A_GLANCE = 3, 8
-
-_UNITS = r"(?:\s?(?:ns|[\u00b5\u03bcmu]s|s|min|[KMG]i?B|kB|%)(?!\w))"
-# A number that stands by itself, not one in a name, an address or a time; with its unit.
-_NUMBER = re.compile(
-    r"(?<![\w.:/-])(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
-    rf"(?={_UNITS}?(?![\w/-]|[.:]\d))"
-)
-_UNIT = re.compile(_UNITS)
-_DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
-_LABEL = re.compile(r"([A-Za-z_][\w./-]*)[\"']?\s*[:=]?\s*$")
-
-Words: TypeAlias = tuple[tuple[str, ...], ...]
-Numbers: TypeAlias = tuple[tuple[str, ...], ...]
-"""Of a short output, line by line: what stands between its numbers, and these."""
-
-
-def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
-    """Find the first ranks of the groups whose short output has other words than that of most."""
-    words = {group.ranks[0]: _short(group.shown) for group in groups if group.shown.state == "ok"}
-    counted = Counter[Words]()
-    for group in groups:
-        if short := words.get(group.ranks[0]):
-            counted[short[0]] += len(group.ranks)
-    if not counted:
-        return frozenset()
-    usual, ranks = counted.most_common(1)[0]
-    odd = [rank for rank, short in words.items() if short and short[0] != usual]
-    is_usual = 2 * ranks > sum(len(group.ranks) for group in groups)
-    return frozenset(odd) if is_usual and len(odd) <= _MOST_ODD else frozenset()
-
-
-def spread(transcript: Transcript) -> str:
-    """Say how far numbers lie apart: `loss 2.23 (rank 7) to 2.3 (rank 0)`; "" of few lines."""
-    said = {each.rank: short for each in transcript if (short := _short(each))}
-    usual = Counter(words for words, _ in said.values()).most_common(1)
-    if not usual:
-        return ""
-    most, ranks = usual[0]
-    if ranks < _FEWEST_RANKS or ranks * len(most) <= _SEEN_AT_A_GLANCE:
-        return ""
-    same = {rank: numbers for rank, (words, numbers) in said.items() if words == most}
-    # Of what comes in several lines the last counts: the end of a training.
-    found = dict(_spreads(most, same))
-    return " · ".join(f"{name} {text}".strip() for name, text in [*found.items()][-_MOST_SPREADS:])
-
-
-def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, str]]:
-    for index, line in enumerate(words):
-        for place in range(len(line) - 1):
-            values = {rank: lines[index][place] for rank, lines in numbers.items()}
-            is_own = all(float(value) == rank for rank, value in values.items())
-            if is_own or len(set(values.values())) == 1:
-                continue
-            low, high = (pick(values, key=lambda rank: float(values[rank])) for pick in (min, max))
-            label, found = _LABEL.search(line[place]), _UNIT.match(line[place + 1])
-            unit = found[0] if found else ""
-            text = f"{values[low]}{unit} (rank {low}) to {values[high]}{unit} (rank {high})"
-            yield label[1] if label else "", text
-
-
-def _short(said: RankTranscript) -> tuple[Words, Numbers] | None:
-    """Take a rank's lines apart, if it has said only some short ones and has not failed."""
-    if said.state != "ok" or said.displays or not 0 < said.line_count <= SHORT_LINES:
-        return None
-    lines = said.tail(SHORT_LINES)
-    if any(not isinstance(line, Line) or len(line.text) > _LONGEST_LINE for line in lines):
-        return None
-    parts = [_parts(strip(line.text)) for line in lines if isinstance(line, Line)]
-    return tuple(words for words, _ in parts), tuple(numbers for _, numbers in parts)
-
-
-def _parts(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    if bar := read_bar(text):
-        return (f"\0{bar.name}",), ()
-    found = _NUMBER.split(text)
-    # Other digits are in names: of a device, a file, an address.
-    return tuple(_DIGITS.sub("0", part) for part in found[::2]), tuple(found[1::2])

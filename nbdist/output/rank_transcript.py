@@ -180,7 +180,7 @@ class RankTranscript:
         self.version += self._take(output, now)
 
     def begin(self, now: float) -> None:
-        """Have the rank run the cell from now on, if it did not before."""
+        """Note that the rank runs the cell from now on, if it did not before."""
         if self.started is None:
             self.started = now
         if self.state == "waiting":

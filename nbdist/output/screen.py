@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import reduce
 from io import StringIO
 from itertools import groupby, islice, repeat
 from typing import NamedTuple
 
-from nbdist.output.ansi import PLAIN, RESET, SGR, Style, restyle, strip
+from nbdist.output.ansi import PLAIN, RESET, SGR, Style, restyle, strip, styled
 from nbdist.output.fingerprint import Digest, Key
 
 # A line longer than this is cut in two, so that dots without a newline have an end.
@@ -53,11 +53,8 @@ class _OpenRow:
         self._styles: list[Style] | None = None  # None: all plain
         self._rendered: str | None = None
         self.width = 0
-        style, position = PLAIN, 0
-        for code in SGR.finditer(text):
-            self.put(self.width, text[position : code.start()], style)
-            style, position = restyle(style, code[1]), code.end()
-        self.put(self.width, text[position:], style)
+        for part, style in styled(text):
+            self.put(self.width, part, style)
 
     def put(self, column: int, text: str, style: Style) -> None:
         """Write over what is at `column`, or append."""
@@ -215,7 +212,7 @@ class Screen:
                 self._drop(max(1, self._row // 8))
 
     def _is_simple(self, text: str) -> bool:
-        """Say whether the text only appends: lines and colours, with the cursor at the end."""
+        """Return True if the text only appends: lines and colours, with the cursor at the end."""
         width = self._open.width if self._open else len(self._rows[self._row])
         if self._row != len(self._rows) - 1 or self._column != width:
             return False
@@ -245,7 +242,7 @@ class Screen:
         """Return the line such that its colours neither come from another line nor leave it."""
         before = self._style
         if "\x1b" in line:
-            self._style = _restyle_all(before, tuple(SGR.findall(line)))
+            self._style = reduce(restyle, SGR.findall(line), before)
         start = f"\x1b[{before.codes}m" if before != PLAIN else ""
         return f"{start}{line}{RESET if self._style != PLAIN else ''}"
 
@@ -380,13 +377,6 @@ class Screen:
             del self._rows[:count], self._flags[:count]
             self._first += count
             self._row -= count
-
-
-@lru_cache(maxsize=4096)
-def _restyle_all(style: Style, codes: tuple[str, ...]) -> Style:
-    for parameters in codes:
-        style = restyle(style, parameters)
-    return style
 
 
 _ORIGINS = bytes(flag & _STDERR for flag in range(256))

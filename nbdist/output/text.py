@@ -164,20 +164,61 @@ class _Rank:
     queue: deque[tuple[float, str]] = field(default_factory=deque)
     waiting: Counter[str] = field(default_factory=Counter)  # The texts in the queue.
 
-    @property
-    def head(self) -> str | None:
-        return self.queue[0][1] if self.queue else None
+    def take(self, output: events.Output, now: float) -> None:
+        """Queue the lines that an output completes."""
+        match output:
+            case events.Text(stream=stream, text=text):
+                for start in range(0, len(text), _SLICE):
+                    self.screen.write(stream, text[start : start + _SLICE])
+                    # Nested progress bars go back up to lines that were complete before.
+                    self.taken = min(self.taken, self.screen.changed_from)
+                    self.screen.changed_from = self.screen.cursor
+                    self._take_lines(self.screen.cursor, now)
+            case events.Display(data=data) | events.Update(data=data):
+                self._say(events.plain_of(data), now)
+            case events.Skipped(lines=lines, displays=displays):
+                if displays:
+                    self._say(left_out_text(displays), now)
+                if lines:
+                    self._say(in_log_only(lines), now)
+            case events.Failure() | events.Died():
+                self._say(f"✗ {error_text(output)}", now)
+            case events.Done() | events.InputRequest():
+                self.end_screen(now)
+            case events.Typed() | events.Clear():
+                pass  # The terminal has shown what was typed, and what is printed stays.
 
-    def push(self, text: str, now: float) -> None:
-        self.queue.append((now, text))
-        self.waiting[text] += 1
+    def _say(self, text: str, now: float) -> None:
+        self.end_screen(now)
+        self._push(text.split("\n"), now)
+
+    def end_screen(self, now: float) -> None:
+        """Queue the last line too, though it may have no end."""
+        self._take_lines(self.screen.end, now)
+        self.screen, self.taken = Screen(_KEEP), 0
+
+    def _take_lines(self, stop: int, now: float) -> None:
+        self._push((line.text for line in self.screen.lines(self.taken, stop)), now)
+        self.taken = max(self.taken, stop)
+
+    def _push(self, lines: Iterable[str], now: float) -> None:
+        for text in lines:
+            self.queue.append((now, text))
+            self.waiting[text] += 1
+
+    def before(self, text: str) -> int:
+        """Count the lines before this one, if it comes soon."""
+        if text not in self.waiting:
+            return 0
+        soon = islice(self.queue, _LOOK_AHEAD)
+        return next((number for number, (_, line) in enumerate(soon) if line == text), 0)
 
     def pop(self) -> str:
+        """Take the next line out."""
         _, text = self.queue.popleft()
-        if self.waiting[text] == 1:
+        self.waiting[text] -= 1
+        if not self.waiting[text]:
             del self.waiting[text]
-        else:
-            self.waiting[text] -= 1
         return text
 
 
@@ -192,7 +233,7 @@ class PlainLines:
 
     def receive(self, rank: int, output: events.Output, now: float) -> Iterator[str]:
         """Take in an output; yields the lines that need not wait for other ranks."""
-        self._take(self._ranks[rank], output, now)
+        self._ranks[rank].take(output, now)
         yield from self.due(now)
 
     def due(self, now: float) -> Iterator[str]:
@@ -205,12 +246,13 @@ class PlainLines:
             agree = len(heads) == len(self._ranks) and all(head[1] == text for head, _ in heads)
             if not agree and now - since < MERGE_SECONDS:
                 return
-            for number, rank in self._ranks.items():  # first what they said before
-                for _ in range(_before(rank, text)):
+            same = []
+            for number, rank in self._ranks.items():
+                for _ in range(rank.before(text)):  # first what it said before
                     yield f"[{number}] {rank.pop()}"
-            same = [number for number, rank in self._ranks.items() if rank.head == text]
-            for number in same:
-                self._ranks[number].pop()
+                if rank.queue and rank.queue[0][1] == text:
+                    rank.pop()
+                    same.append(number)
             yield f"[{format_ranks(same)}] {text}"
 
     def flush(self) -> Iterator[str]:
@@ -220,54 +262,5 @@ class PlainLines:
     def finish(self, now: float) -> Iterator[str]:
         """Yield all that is left, lines without an end included."""
         for rank in self._ranks.values():
-            self._end_screen(rank, now)
+            rank.end_screen(now)
         yield from self.flush()
-
-    def _take(self, rank: _Rank, output: events.Output, now: float) -> None:
-        match output:
-            case events.Text(stream=stream, text=text):
-                self._write(rank, stream, text, now)
-            case events.Display(data=data) | events.Update(data=data):
-                self._say(rank, events.plain_of(data), now)
-            case events.Skipped(lines=lines, displays=displays):
-                if displays:
-                    self._say(rank, left_out_text(displays), now)
-                if lines:
-                    self._say(rank, in_log_only(lines), now)
-            case events.Failure() | events.Died():
-                self._say(rank, f"✗ {error_text(output)}", now)
-            case events.Done() | events.InputRequest():
-                self._end_screen(rank, now)
-            case events.Typed() | events.Clear():
-                pass  # The terminal has shown what was typed, and what is printed stays.
-
-    def _write(self, rank: _Rank, stream: str, text: str, now: float) -> None:
-        for start in range(0, len(text), _SLICE):
-            rank.screen.write(stream, text[start : start + _SLICE])
-            cursor = rank.screen.cursor
-            # Nested progress bars go back up to lines that were complete before.
-            rank.taken = min(rank.taken, rank.screen.changed_from)
-            rank.screen.changed_from = cursor
-            self._take_lines(rank, cursor, now)
-
-    def _take_lines(self, rank: _Rank, stop: int, now: float) -> None:
-        for line in rank.screen.lines(rank.taken, stop):
-            rank.push(line.text, now)
-        rank.taken = max(rank.taken, stop)
-
-    def _say(self, rank: _Rank, text: str, now: float) -> None:
-        self._end_screen(rank, now)
-        for line in text.split("\n"):
-            rank.push(line, now)
-
-    def _end_screen(self, rank: _Rank, now: float) -> None:
-        self._take_lines(rank, rank.screen.end, now)
-        rank.screen, rank.taken = Screen(_KEEP), 0
-
-
-def _before(rank: _Rank, text: str) -> int:
-    """Count the lines that the rank has said before this one, if it has said it soon after."""
-    if text not in rank.waiting:
-        return 0
-    soon = islice(rank.queue, _LOOK_AHEAD)
-    return next((number for number, (_, line) in enumerate(soon) if line == text), 0)

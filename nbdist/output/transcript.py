@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeAlias
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Failure, Output, RankError
@@ -155,22 +155,20 @@ _PLACES = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _MOST_IN_A_SET = 64
 _MOST_BARS = 16
 
-_Said = TypeVar("_Said", bound=Entry)
-
-
 Part = Literal["none", "first", "same", "other"]
 """What a group's error has to do with the first one of the cell."""
 
-Likeness = Literal["same", "bars", "places", "line"]
+Likeness = Literal[
+    "same", "same except for bars", "same except for {…}", "stopped in the same line"
+]
+"""As it is shown: bars have a row each; places (addresses, devices, process ids) are sets."""
 
 
 class Group(NamedTuple):
     """Ranks whose output and error are alike; `members` are theirs, `shown` is one of them.
 
-    They are the "same", differ in progress "bars", of which each has a row, or in "places"
-    (addresses, device numbers, process ids), which are shown as sets, or Stop has ended them in
-    the same "line".  `error` is what ended the cell there, also with sets; `part` says whether
-    that is the "first" error of all, the "same" as that, or an "other" one.
+    `error` is what ended the cell there, also with sets; `part` says whether that is the "first"
+    error of all, the "same" as that, or an "other" one.
     """
 
     members: tuple[RankTranscript, ...]
@@ -198,10 +196,15 @@ class Group(NamedTuple):
         shown = zip(*(each.displays for each in self.differing), strict=True)
         return [*map(fold_shown, shown)]
 
-    def tail(self, count: int) -> list[Entry]:
-        """Fold their last `count` lines and displays, in order."""
-        tails = [each.tail(count) for each in self.differing]
-        return [*map(_fold_item, _from_the_end(tails))]
+    @property
+    def last(self) -> Entry | None:
+        """Their last line or display; None where they have shown nothing."""
+        entries = [entry for each in self.differing for entry in each.tail(1)]
+        if lines := [entry for entry in entries if isinstance(entry, Line)]:
+            return fold_lines(lines)
+        if shown := [entry for entry in entries if isinstance(entry, Shown)]:
+            return fold_shown(shown)
+        return entries[0] if entries else None
 
     @property
     def differing(self) -> tuple[RankTranscript, ...]:
@@ -218,14 +221,14 @@ def group_of(members: Sequence[RankTranscript], first: int | None, alike: Collec
         part = "same" if members[0].rank in alike else "other"
         part = "first" if shown.rank == first else part
     error = fold_errors([error for each in members if (error := each.error)])
-    likeness: Likeness = "places"
+    likeness: Likeness = "same except for {…}"
     if error is None and shown.error is not None:
-        likeness, error = "line", shown.error
+        likeness, error = "stopped in the same line", shown.error
     elif len({said_by(each.error) for each in members}) == 1:
         if len({each.body.exact for each in members}) == 1:
             likeness = "same"
         elif len({each.body.but_bars for each in members}) == 1:
-            likeness = "bars"
+            likeness = "same except for bars"
     return Group(tuple(members), shown, likeness, error, part)
 
 
@@ -269,11 +272,15 @@ def fold_shown(shown: Sequence[Shown]) -> Shown:
     return first._replace(display=first.display._replace(data=data))
 
 
-def fold_tail(group: Group, pieces: Sequence[Piece], count: int) -> list[list[Line]]:
-    """Fold the last lines of the same screen of its ranks; a row each where they are bars."""
-    tails = [piece.tail(count) for piece in pieces if isinstance(piece, Screen)]
+def fold_tail(
+    group: Group, pieces: Sequence[Piece], count: int, *, each_bar: bool
+) -> list[list[Line]]:
+    """Fold the last lines of the same screen of its ranks; `each_bar` of them can have a row."""
+    tails = [reversed(piece.tail(count)) for piece in pieces if isinstance(piece, Screen)]
     ranks = [each.rank for each in group.differing]
-    return [_rows(lines, ranks) for lines in _from_the_end(tails)]
+    # They end alike, but of the longest lines fewer may be kept.
+    folded = zip(*tails, strict=False)
+    return [_rows(row, ranks) if each_bar else [fold_lines(row)] for row in folded][::-1]
 
 
 def _rows(lines: Sequence[Line], ranks: Sequence[int]) -> list[Line]:
@@ -310,21 +317,6 @@ def said_by(error: RankError | None) -> object:
     return error and error.exit_code
 
 
-def _fold_item(items: tuple[Entry, ...]) -> Entry:
-    match items[0]:
-        case Line():
-            return fold_lines([item for item in items if isinstance(item, Line)])
-        case Shown():
-            return fold_shown([item for item in items if isinstance(item, Shown)])
-        case gap:
-            return gap
-
-
-def _from_the_end(tails: Sequence[list[_Said]]) -> list[tuple[_Said, ...]]:
-    """Pair rows across the lists, which end alike; of the longest line fewer may be kept."""
-    return [*zip(*(reversed(tail) for tail in tails), strict=False)][::-1]
-
-
 def _set(values: tuple[str, ...]) -> str:
     """Write `7` where all are equal, else `{7,9}`."""
     if all(value == values[0] for value in values):
@@ -354,3 +346,87 @@ def _runs(values: Sequence[str], *, counts: bool) -> Iterator[str]:
 
 def _plus(number: str, more: int) -> str:
     return str(int(number) + more).zfill(len(number)) if number.isdecimal() else ""
+
+
+# --- short outputs of ranks held against one another ------------------------------------------
+
+SHORT_LINES, _LONGEST_LINE = 12, 400
+_MOST_ODD, _MOST_SPREADS = 8, 4
+_FEWEST_RANKS, _SEEN_AT_A_GLANCE = 3, 8
+
+_UNITS = r"(?:\s?(?:ns|[\u00b5\u03bcmu]s|s|min|[KMG]i?B|kB|%)(?!\w))"
+# A number that stands by itself, not one in a name, an address or a time; with its unit.
+_NUMBER = re.compile(
+    r"(?<![\w.:/-])(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
+    rf"(?={_UNITS}?(?![\w/-]|[.:]\d))"
+)
+_UNIT = re.compile(_UNITS)
+_DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
+_LABEL = re.compile(r"([A-Za-z_][\w./-]*)[\"']?\s*[:=]?\s*$")
+
+Words: TypeAlias = tuple[tuple[str, ...], ...]
+Numbers: TypeAlias = tuple[tuple[str, ...], ...]
+"""Of a short output, line by line: what stands between its numbers, and these."""
+
+
+def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
+    """Find the first ranks of the groups whose short output has other words than that of most."""
+    words = {group.ranks[0]: _short(group.shown) for group in groups if group.shown.state == "ok"}
+    counted = Counter[Words]()
+    for group in groups:
+        if short := words.get(group.ranks[0]):
+            counted[short[0]] += len(group.ranks)
+    if not counted:
+        return frozenset()
+    usual, ranks = counted.most_common(1)[0]
+    odd = [rank for rank, short in words.items() if short and short[0] != usual]
+    is_usual = 2 * ranks > sum(len(group.ranks) for group in groups)
+    return frozenset(odd) if is_usual and len(odd) <= _MOST_ODD else frozenset()
+
+
+def spread(transcript: Transcript) -> str:
+    """Say how far numbers lie apart: `loss 2.23 (rank 7) to 2.3 (rank 0)`; "" of few lines."""
+    said = {each.rank: short for each in transcript if (short := _short(each))}
+    usual = Counter(words for words, _ in said.values()).most_common(1)
+    if not usual:
+        return ""
+    most, ranks = usual[0]
+    if ranks < _FEWEST_RANKS or ranks * len(most) <= _SEEN_AT_A_GLANCE:
+        return ""
+    same = {rank: numbers for rank, (words, numbers) in said.items() if words == most}
+    # Of what comes in several lines the last counts: the end of a training.
+    found = dict(_spreads(most, same))
+    return " · ".join(f"{name} {text}".strip() for name, text in [*found.items()][-_MOST_SPREADS:])
+
+
+def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, str]]:
+    for index, line in enumerate(words):
+        for place in range(len(line) - 1):
+            values = {rank: lines[index][place] for rank, lines in numbers.items()}
+            is_own = all(float(value) == rank for rank, value in values.items())
+            if is_own or len(set(values.values())) == 1:
+                continue
+            low, high = (pick(values, key=lambda rank: float(values[rank])) for pick in (min, max))
+            label, found = _LABEL.search(line[place]), _UNIT.match(line[place + 1])
+            unit = found[0] if found else ""
+            text = f"{values[low]}{unit} (rank {low}) to {values[high]}{unit} (rank {high})"
+            yield label[1] if label else "", text
+
+
+def _short(said: RankTranscript) -> tuple[Words, Numbers] | None:
+    """Take a rank's lines apart, if it has said only some short ones and has not failed."""
+    if said.state != "ok" or said.displays or not 0 < said.line_count <= SHORT_LINES:
+        return None
+    lines = said.tail(SHORT_LINES)
+    if any(not isinstance(line, Line) or len(line.text) > _LONGEST_LINE for line in lines):
+        return None
+    parts = [_parts(strip(line.text)) for line in lines if isinstance(line, Line)]
+    return tuple(words for words, _ in parts), tuple(numbers for _, numbers in parts)
+
+
+def _parts(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if bar := read_bar(text):
+        return (f"\0{bar.name}",), ()
+    found = _NUMBER.split(text)
+    # Other digits are in names: of a device, a file, an address.
+    return tuple(_DIGITS.sub("0", part) for part in found[::2]), tuple(found[1::2])

@@ -58,7 +58,7 @@ def error_text(error: RankError) -> str:
 
 
 def traceback_text(failure: Failure) -> str:
-    """Give the traceback as IPython prints it, colours and all, and the account below it."""
+    """Return the traceback as IPython prints it, colours and all, and the account below it."""
     traceback = "\n".join(failure.traceback).strip("\n") or error_text(failure)
     return "\n".join([traceback, *failure.account])
 
@@ -159,28 +159,27 @@ def table(rows: Iterable[Iterable[tuple[str, str]]]) -> str:
     return f'<table style="{_TABLE}"><tbody>{cells}</tbody></table>' if cells else ""
 
 
-def lines_html(lines: Iterable[Line], width: int) -> str:
-    """Write lines of text at most `width` wide, those of stderr tinted; a very long one opens."""
+def lines_html(lines: Iterable[Line], *, opens: bool) -> str:
+    """Write lines of text, those of stderr tinted; with `opens` a very long one can be opened."""
     parts = []
     for (is_stderr, is_long), run in groupby(lines, key=_kind):
         style = f"{LINES};{_STDERR}" if is_stderr else LINES
-        texts = [clip(line.text, width) for line in run]
-        if is_long and width > _LONG:
-            parts += [f'<details style="{style}">{_long_line(text)}</details>' for text in texts]
+        if is_long and opens:
+            parts += [f'<details style="{style}">{_long(line.text)}</details>' for line in run]
             continue
         # An empty line would have no height in a block of its own.
-        text = "\n".join(_DRAWN.sub(_BAR, ansi_html(text)) or " " for text in texts)
+        text = "\n".join(_DRAWN.sub(_BAR, ansi_html(line.text)) or " " for line in run)
         parts.append(f'<div style="{style}">{text}</div>')
     return "".join(parts)
 
 
 def _kind(line: Line) -> tuple[bool, bool]:
-    """Say whether it is tinted, as errors and warnings are but not bars, and whether it is long."""
+    """Return if it is tinted, as errors and warnings are but not bars, and if it is long."""
     is_long = len(line.text) > _LONG and len(strip(line.text[: 2 * _LONG])) > _THREE_ROWS
     return line.stderr and read_bar(line.text) is None, is_long
 
 
-def _long_line(text: str) -> str:
+def _long(text: str) -> str:
     start, rest = cut(text, _THREE_ROWS)
     more = dim(f" … {len(rest):,} more characters" if "\x1b" not in rest else " … more characters")
     return opening(ansi_html(start) + more) + ansi_html(rest)
@@ -303,10 +302,9 @@ _FRAME = re.compile(
     r"|\[\.\.\. skipping"
 )
 _NEXT_ERROR = re.compile(r"During handling of the above|The above exception was the direct")
-_LIBRARIES = (
-    re.compile(r"(?:site|dist)-packages/([\w-]+)"),
-    re.compile(r"lib/python\d[\d.]*/([\w-]+)"),
-    re.compile(r"<frozen (\w+)"),
+_PACKAGES = r"(?:site|dist)-packages/"
+_LIBRARY = re.compile(
+    rf"(?:{_PACKAGES}|lib/python\d[\d.]*/(?!{_PACKAGES})|<frozen )(?P<name>[\w-]+)"
 )
 _ARROW = re.compile(r"-+> ?\d*")
 _FEWEST_FOLDED = 3
@@ -334,13 +332,19 @@ def parted(text: str) -> list[Part]:
     kinds = []
     for frame, after in zip_longest(frames, frames[1:]):
         is_last = after is None or _NEXT_ERROR.match(strip(after[0]))
-        kinds.append("" if is_last else _library(frame))
+        head = "" if is_last else strip(frame[0])
+        found = _LIBRARY.search(head) if _FRAME.match(head) else None
+        kinds.append(found["name"] if found else "")  # "": the user's own code
     parts = []
     for in_library, run in groupby(zip(frames, kinds, strict=True), key=lambda pair: bool(pair[1])):
         pairs = [*run]
         rows = tuple(row for frame, _ in pairs for row in frame)
-        is_long = in_library and len(pairs) >= _FEWEST_FOLDED
-        parts.append(Part(rows, _label([kind for _, kind in pairs]) if is_long else ""))
+        folded = ""
+        if in_library and len(pairs) >= _FEWEST_FOLDED:
+            some = [*dict.fromkeys(kind for _, kind in pairs)]
+            some[_MOST_LIBRARIES:] = ["…"] * (len(some) > _MOST_LIBRARIES)
+            folded = f"… {count(len(pairs), 'call')} in {', '.join(some)}"
+        parts.append(Part(rows, folded))
     return parts
 
 
@@ -354,20 +358,6 @@ def _frames(rows: Iterable[str]) -> Iterator[list[str]]:
             frame = []
         frame.append(row)
     yield frame
-
-
-def _library(frame: list[str]) -> str:
-    """Name the library that a call is in, "" for the user's own code."""
-    head = strip(frame[0])
-    if not _FRAME.match(head):
-        return ""
-    return next((found[1] for each in _LIBRARIES if (found := each.search(head))), "")
-
-
-def _label(libraries: list[str]) -> str:
-    some = [*dict.fromkeys(libraries)]
-    some[_MOST_LIBRARIES:] = ["…"] * (len(some) > _MOST_LIBRARIES)
-    return f"… {count(len(libraries), 'call')} in {', '.join(some)}"
 
 
 def shortened(text: str, most: int) -> list[Part]:
@@ -387,15 +377,13 @@ def shortened(text: str, most: int) -> list[Part]:
 
 def traceback_html(text: str, lines: int, width: int) -> str:
     """Write a coloured traceback in about this many lines, with library calls folded."""
-    return "".join(_part_html(part, width) for part in shortened(text, lines))
-
-
-def _part_html(part: Part, width: int) -> str:
-    body = ansi_html("\n".join(clip(row, width) for row in part.rows))
-    html = f'<div style="{LINES}">{body}</div>'
-    if not part.folded:
-        return html
-    return f"<details>{opening(dim(part.folded))}{html}</details>"
+    html = ""
+    for part in shortened(text, lines):
+        body = ansi_html("\n".join(clip(row, width) for row in part.rows))
+        shown = f'<div style="{LINES}">{body}</div>'
+        title = opening(dim(part.folded))
+        html += f"<details>{title}{shown}</details>" if part.folded else shown
+    return html
 
 
 def traceback_rows(text: str, lines: int) -> list[str]:

@@ -235,7 +235,20 @@ class RuntimeFolder:
     """A new folder, held by this process; NoRuntimeFolder says what is wrong with each place."""
 
     def __init__(self) -> None:
-        self.path, self.socket = _make_folder(), SOCKET
+        # In all places: the session that left one may have had another environment.  Others begin
+        # with this name that are users' data, or a running world's from which a cleaner of /tmp
+        # took files: these have no marker of ours, or it is held.
+        for folder in (each for parent in places() for each in parent.glob(PREFIX + "*")):
+            remove(folder, runtime(folder), None)
+        problems = {}
+        for parent in places():
+            try:
+                self.path, self.socket = _make_folder_in(parent), SOCKET
+                break
+            except OSError as error:
+                problems[str(parent)] = error.strerror or str(error)
+        else:
+            raise NoRuntimeFolder(problems)
         self._claim = claim(self.path, runtime(self.path))
 
     def close(self) -> None:
@@ -265,21 +278,6 @@ class JoinedFolder:
         os.close(self._claim)
 
     let_go = close
-
-
-def _make_folder() -> Path:
-    problems = {}
-    # In all of them: the session that left one may have had another environment.  Others begin
-    # with this name that are users' data, or a running world's from which a cleaner of /tmp took
-    # files: these have no marker of ours, or it is held.
-    for folder in (each for parent in places() for each in parent.glob(PREFIX + "*")):
-        remove(folder, runtime(folder), None)
-    for parent in places():
-        try:
-            return _make_folder_in(parent)
-        except OSError as error:
-            problems[str(parent)] = error.strerror or str(error)
-    raise NoRuntimeFolder(problems)
 
 
 def problem_of(parent: Path) -> str:

@@ -59,29 +59,21 @@ def lack_in(last_lines: Iterable[str]) -> str:
 
 def process_limits() -> list[tuple[str, int, int]]:
     """Find all limits of processes and threads: name, limit, how many there are; tightest first."""
-    found = (*_limits_of_user(), *_limits_of_groups())
-    return sorted(found, key=lambda each: each[1] - each[2])
-
-
-def _limits_of_user() -> Iterator[tuple[str, int, int]]:
-    """Yield `ulimit -u`, which root is free of."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if os.getuid() == 0 or most == resource.RLIM_INFINITY:
-        return
-    there = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or shows nothing of itself
-            if process.stat().st_uid == os.getuid():
-                there += len(os.listdir(process / "task"))
-    yield "`ulimit -u`", most, there
-
-
-def _limits_of_groups() -> Iterator[tuple[str, int, int]]:
-    """Yield those of every control group that this process is in."""
+    found = []
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if os.getuid() != 0 and allowed != resource.RLIM_INFINITY:  # root is free of it
+        own = 0
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or shows nothing of itself
+                if process.stat().st_uid == os.getuid():
+                    own += len(os.listdir(process / "task"))
+        found.append(("`ulimit -u`", allowed, own))
     for group in control_groups("pids"):
         with suppress(OSError, ValueError):  # it has none, or it is "max"
             most, there = (group.folder / name for name in ("pids.max", "pids.current"))
-            yield f"pids.max of {group.folder}", int(most.read_text()), int(there.read_text())
+            name = f"pids.max of {group.folder}"
+            found.append((name, int(most.read_text()), int(there.read_text())))
+    return sorted(found, key=lambda each: each[1] - each[2])
 
 
 # --- open files -----------------------------------------------------------------------------
@@ -244,33 +236,24 @@ class OomKills:
     """Counts the processes killed for lack of memory in a process's control group, or anywhere."""
 
     def __init__(self, pid: int) -> None:
-        self._file = next((file for file in _count_files(pid) if _count_in(file) is not None), None)
-        self._before = self._read()
-
-    def __repr__(self) -> str:
-        return f"<OomKills {self._file} {self._before}>"
+        """Count those of this process's groups by now; the most special group comes first."""
+        names = {2: "memory.events", 1: "memory.oom_control"}  # cgroups(7), proc(5)
+        groups = control_groups("memory", pid)
+        files = (*(group.folder / names[group.version] for group in groups), Path("/proc/vmstat"))
+        counts = ((file, _oom_kills_in(file)) for file in files)
+        self.file, self._before = next((each for each in counts if each[1] >= 0), (files[-1], 0))
 
     def text(self, exit_code: int) -> str:
         """Word a line on that one once it has died, "" where lack of memory is not why."""
-        now = self._read()
+        now = _oom_kills_in(self.file)
         if exit_code != -signal.SIGKILL or now <= self._before:
             return ""
-        return f"{LACKED_MEMORY}: oom_kill in {self._file} went from {self._before} to {now}\n"
-
-    def _read(self) -> int:
-        return (_count_in(self._file) or 0) if self._file else 0
+        return f"{LACKED_MEMORY}: oom_kill in {self.file} went from {self._before} to {now}\n"
 
 
-def _count_files(pid: int) -> Iterator[Path]:
-    """Yield where the count may be, the most special first (cgroups(7), proc(5))."""
-    for group in control_groups("memory", pid):
-        yield group.folder / ("memory.events" if group.version == 2 else "memory.oom_control")
-    yield Path("/proc/vmstat")
-
-
-def _count_in(file: Path) -> int | None:
-    try:
+def _oom_kills_in(file: Path) -> int:
+    """Read the count of such kills; -1 where there is none."""
+    with suppress(OSError):
         found = OOM_KILL.search(file.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return None
-    return int(found[1]) if found else None
+        return int(found[1]) if found else -1
+    return -1

@@ -129,7 +129,6 @@ def _seconds(text: str) -> float:
 
 # --- `nbdist enable` --------------------------------------------------------------------------
 
-
 EXTENSION = "nbdist"
 SECTION, TRAIT = "MagicsManager", "lazy_magics"
 """Where IPython looks for them."""

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from nbdist import __version__
 from nbdist.errors import BadTopology, NoRuntimeFolder
+from nbdist.plugins import is_within, requirements
 from nbdist.system.folders import places, problem_of
 from nbdist.system.limits import memory_limits, process_limits, word_lack_of_files
 from nbdist.system.processes import MODULE, safe_environ
-from nbdist.system.requirements import is_within, requirements
 from nbdist.topology import (
     check_start,
     default_backend,

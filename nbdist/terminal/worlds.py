@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import select
@@ -12,8 +11,8 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 
 from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
@@ -23,7 +22,6 @@ from nbdist.world.agents import Found, Worlds, worlds
 from nbdist.world.result import rows, usage_text
 
 # --- `nbdist ps` and `nbdist kill` ------------------------------------------------------------
-
 
 KILL_TIMEOUT = 10.0
 """Seconds for an agent to end in order, and again after it was killed for what is left."""
@@ -67,14 +65,13 @@ def kill_world(name: str) -> int:
             f"Use the number of its process: {processes}."
         )
     (found,) = called
-    is_over = end(found.agent, found.info.guard)
-    said = "ended" if is_over else "does not end"
-    sys.stdout.write(f"{found.name} {said}\n")
+    is_over = _end(found.agent, found.info.guard)
+    sys.stdout.write(f"{found.name} {'ended' if is_over else 'does not end'}\n")
     return 0 if is_over else 1
 
 
-def end(agent: int, guard: int) -> bool:
-    """Have an agent end with all that is its own, by force if need be; say whether all has."""
+def _end(agent: int, guard: int) -> bool:
+    """End an agent with all that is its own, by force if need be; return True if all has ended."""
     with ExitStack() as stack:
         try:
             last = os.pidfd_open(guard)
@@ -101,16 +98,13 @@ def _clock(seconds: float) -> str:
 
 # --- how a world looks in a terminal ----------------------------------------------------------
 
-
 NONE = (
     "none of your worlds runs on this machine: `%%distributed -n 4` in a notebook starts one,"
     " after `%load_ext nbdist`"
 )
 
-
 MADE_UP = re.compile(r"\d{8}-\d{6}-\d+|world|")
 """Names of worlds that nobody has given one."""
-
 
 Before = dict[tuple[str, int], tuple[float, float]]
 """When each process was looked at last, by its host and number, and its seconds by then."""
@@ -134,18 +128,14 @@ Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
 """Worlds, and the processor time of each one's ranks."""
 
 
-@contextmanager
-def looks() -> Iterator[Callable[[], Picture]]:
+def looks() -> Generator[Picture, None, None]:
     """Look at all worlds again and again, in the order of their notebooks."""
     before: Before = {}
     with closing(Worlds(Look(), LOOK_TIMEOUT)) as worlds:
-
-        def look() -> Picture:
+        while True:
             found = [each.info for each in worlds.found()]
             found.sort(key=lambda info: (info.notebook, info.pool))
-            return [(info, cpu_since(before, info)) for info in found]
-
-        yield look
+            yield [(info, cpu_since(before, info)) for info in found]
 
 
 def title(seen: WorldInfo) -> str:
@@ -205,25 +195,26 @@ def as_lines(found: Picture, width: int) -> Iterator[str]:
             yield cut(line, width)
 
 
+def _printed(found: Picture, width: int) -> str:
+    return "".join(f"{line}\n" for line in as_lines(found, width))
+
+
 BETWEEN_LOOKS = 0.5
 """Seconds in which `nbdist status` counts processor time; longer than an answer is kept."""
 
 
 def show_status() -> int:
     """Print all worlds once; 1 where there is none."""
-    with looks() as look:
-        look()
+    with closing(looks()) as seen:
+        next(seen)
         time.sleep(BETWEEN_LOOKS)
-        found = look()
+        found = next(seen)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
-    sys.stdout.write("".join(f"{line}\n" for line in as_lines(found, width)))
+    sys.stdout.write(_printed(found, width))
     return 0 if found else 1
 
 
 # --- draws what runs again and again ----------------------------------------------------------
-
-
-Draw = Callable[[Picture], None]
 
 STATE = re.compile(r"(?<=  )(?:(idle)|(busy)|(dead)|(starting))\b.*?(?=  |$)")
 COLOURS = (32, 34, 31, 33)
@@ -241,30 +232,27 @@ ON, OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 def show_top(every: float, times: int = 0) -> int:
     """Draw all worlds every `every` seconds, until `q` or Ctrl-C, or `times` times."""
-    with suppress(KeyboardInterrupt), looks() as look, _drawing() as draw, _keys_at_once():
-        for number in itertools.count(1):
-            draw(look())
-            if number == times or quits_within(every):
+    is_screen = sys.stdout.isatty()
+    has_keys = is_screen and sys.stdin.isatty()
+    with suppress(KeyboardInterrupt), closing(looks()) as seen, ExitStack() as stack:
+        if is_screen:
+            stack.callback(sys.stdout.write, OFF)
+            sys.stdout.write(ON)
+        if has_keys:
+            before = termios.tcgetattr(sys.stdin)
+            stack.callback(termios.tcsetattr, sys.stdin, termios.TCSADRAIN, before)
+            tty.setcbreak(sys.stdin)
+        for number, found in enumerate(seen, 1):
+            sys.stdout.write(_redrawn(found) if is_screen else _printed(found, 10_000) + "\n")
+            sys.stdout.flush()
+            if number == times or _quits_within(every, has_keys=has_keys):
                 break
     return 0
 
 
-@contextmanager
-def _keys_at_once() -> Iterator[None]:
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def quits_within(seconds: float) -> bool:
+def _quits_within(seconds: float, *, has_keys: bool) -> bool:
     """Wait `seconds`; return True as soon as `q` is typed."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not has_keys:
         time.sleep(seconds)
         return False
     end = time.monotonic() + seconds
@@ -274,31 +262,12 @@ def quits_within(seconds: float) -> bool:
     return False
 
 
-@contextmanager
-def _drawing() -> Iterator[Draw]:
-    if not sys.stdout.isatty():
-        yield _print
-        return
-    sys.stdout.write(ON)
-    try:
-        yield _redraw
-    finally:
-        sys.stdout.write(OFF)
-        sys.stdout.flush()
-
-
-def _print(found: Picture) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in [*as_lines(found, 10_000), ""]))
-    sys.stdout.flush()
-
-
-def _redraw(found: Picture) -> None:
+def _redrawn(found: Picture) -> str:
     """Draw over what is there, which does not flicker as a cleared screen would."""
     size = shutil.get_terminal_size()
     lines = map(coloured, [*as_lines(found, size.columns)][: size.lines - 1])
     text = "".join(f"{line}\x1b[K\r\n" for line in lines)
-    sys.stdout.write(f"\x1b[H{text}\x1b[J")
-    sys.stdout.flush()
+    return f"\x1b[H{text}\x1b[J"
 
 
 def coloured(line: str) -> str:

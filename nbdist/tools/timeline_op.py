@@ -26,7 +26,6 @@ from nbdist.worker.process import CELL_TIMES
 if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
 
-
 MOST_MET = 2_000
 """Collectives; Flight Recorder keeps no more by default."""
 

@@ -10,7 +10,6 @@ import decimal
 import dis
 import enum
 import fractions
-import functools
 import importlib
 import linecache
 import logging
@@ -76,15 +75,11 @@ class Variable:
         return types.CellType, ()
 
 
-class Import:
+class Import(MadeBy):
     """Stands for a module, and for submodules that are reached through it."""
 
     def __init__(self, module: types.ModuleType, submodules: frozenset[str]) -> None:
-        self._module = module
-        self._submodules = submodules
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return import_by_name, (require_importable(self._module), *sorted(self._submodules))
+        super().__init__(with_submodules, module, *sorted(submodules))
 
 
 def require_importable(module: types.ModuleType) -> str:
@@ -100,46 +95,36 @@ def require_importable(module: types.ModuleType) -> str:
 
 def global_names(code: types.CodeType) -> frozenset[str]:
     """Return global names that a function, and the functions and classes inside it, read."""
-    found = _names_of_code.get(code)
-    if found is None:
-        found = frozenset(_read_names(code)).union(
-            *(global_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
-        )
-        _names_of_code[code] = found
-    return found
-
-
-def _read_names(code: types.CodeType) -> Iterator[str]:
-    stored = set()
+    if (known := _names_of_code.get(code)) is not None:
+        return known
+    found, stored = set(), {"__name__"}
     for instruction in dis.get_instructions(code):
         match instruction.opname:
             case "LOAD_GLOBAL" | "DELETE_GLOBAL" | "LOAD_FROM_DICT_OR_GLOBALS":
-                yield instruction.argval
+                found.add(instruction.argval)
             case "STORE_NAME":
                 stored.add(instruction.argval)
             # The body of a class looks in itself first.
-            case "LOAD_NAME" if instruction.argval not in {*stored, "__name__"}:
-                yield instruction.argval
+            case "LOAD_NAME" if instruction.argval not in stored:
+                found.add(instruction.argval)
+    inner = (global_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    _names_of_code[code] = names = frozenset(found).union(*inner)
+    return names
 
 
 def imported_submodules(
     function: types.FunctionType, names: frozenset[str]
 ) -> list[types.ModuleType]:
     """Return submodules that a function reaches by a package: `xml` alone has no `xml.dom`."""
+    used = (function.__globals__.get(name) for name in sorted(names))
+    modules = (each for each in used if isinstance(each, types.ModuleType))
+    paths = [each.__name__ for each in modules if hasattr(each, "__path__")]
     found = []
-    for name in sorted(names):
-        package = function.__globals__.get(name)
-        if isinstance(package, types.ModuleType) and hasattr(package, "__path__"):
-            found += _submodules(package.__name__, function.__code__.co_names)
-    return found
-
-
-def _submodules(package: str, names: tuple[str, ...]) -> list[types.ModuleType]:
-    found = []
-    for name in names:
-        module = sys.modules.get(f"{package}.{name}")
-        if module is not None:
-            found += [module, *_submodules(f"{package}.{name}", names)]
+    for path in paths:  # more as they are found
+        for name in function.__code__.co_names:
+            if (module := sys.modules.get(f"{path}.{name}")) is not None:
+                found.append(module)
+                paths.append(f"{path}.{name}")
     return found
 
 
@@ -161,7 +146,7 @@ def take_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
 
 
 def is_importable(value: Any) -> bool:
-    """Say whether another process finds this very object under its module and name."""
+    """Return True if another process finds this very object under its module and name."""
     found: Any = sys.modules.get(value.__module__)
     if value.__module__ == "__main__":
         return False
@@ -186,7 +171,7 @@ def other_name(kind: type) -> str | None:
 
 @contextmanager
 def receiving(namespace: dict[str, Any] | None) -> Iterator[None]:
-    """Have functions of the sender's `__main__` made in this namespace, while it lasts."""
+    """Make functions of the sender's `__main__` in this namespace, while it lasts."""
     token = _receiver.set(namespace)
     try:
         yield
@@ -204,11 +189,11 @@ MAIN = MadeBy(receiving_namespace)
 """Stands for them in a pickle."""
 
 
-def import_by_name(name: str, *submodules: str) -> types.ModuleType:
-    """Import a module, also one that its package has no attribute for, and its submodules."""
+def with_submodules(module: types.ModuleType, *submodules: str) -> types.ModuleType:
+    """Import these submodules of a module too."""
     for submodule in submodules:
         importlib.import_module(submodule)
-    return importlib.import_module(name)
+    return module
 
 
 def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.CodeType:
@@ -220,7 +205,7 @@ def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.Code
 
 
 def fill_function(function: types.FunctionType, state: Any) -> None:
-    """Give a function the values of its closure, its defaults and attributes."""
+    """Set a function's defaults and attributes, and the values of its closure."""
     values, (_, (attributes, details, _), _) = state
     for cell, contents in zip(function.__closure__ or (), values, strict=True):
         if contents:
@@ -245,18 +230,9 @@ def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str)
 
 
 def fill_class(kind: type, state: Any) -> None:
-    """Give a class that came from another process what it has there."""
+    """Set on a class that came from another process what it has there."""
     if kind in _received:
         by_value._class_setstate(kind, state[1])
-
-
-def make_cached_function(
-    function: Callable[..., Any],
-    maxsize: int | None,
-    typed: bool,  # noqa: FBT001 (arguments of a pickle have no names)
-) -> Callable[..., Any]:
-    """Wrap it in `functools.lru_cache`, empty."""
-    return functools.lru_cache(maxsize, typed)(function)
 
 
 # --- which objects of a pickle another value may share with it -------------------------------
@@ -296,25 +272,20 @@ def mutable_ids(
     """Collect the ids of the objects in a pickler's memo that two values can share."""
     inside = [False] * (len(memo) + 1)
     for begin, end in fences:
-        # The second is missing where the class was still open: never after a pickle.
         for index in range(memo[id(begin)][0], memo[id(end)][0]):
             inside[index] = True
-    others = ((sys.modules.get(library), name) for library, name in _IMMUTABLE_BY_NAME)
-    immutable = (
-        *_IMMUTABLE,
-        *filter(None, (getattr(module, name, None) for module, name in others)),
-    )
-    outside = {
-        key: value
-        for key, (index, value) in memo.items()
+    by_name = (getattr(sys.modules.get(lib), name, None) for lib, name in _IMMUTABLE_BY_NAME)
+    immutable = (*_IMMUTABLE, *filter(None, by_name))
+    found = set()
+    for key, (index, value) in memo.items():
         # Nearly all of them; asking for subclasses takes ten times as long.
-        if type(value) not in _PLAIN and not inside[index]
-    }
-    return frozenset(
-        key
-        for key, value in outside.items()
-        if not isinstance(value, immutable) and not type(value).__module__.startswith(_BY_NAME)
-    ).union(id(value.cell) for value in outside.values() if isinstance(value, Variable))
+        if type(value) in _PLAIN or inside[index]:
+            continue
+        if isinstance(value, Variable):
+            found.add(id(value.cell))
+        elif not (isinstance(value, immutable) or type(value).__module__.startswith(_BY_NAME)):
+            found.add(key)
+    return frozenset(found)
 
 
 # --- the source of cells ----------------------------------------------------------------------
@@ -335,8 +306,7 @@ def cell_source(filename: str) -> CellSource | None:
         case (_, time, list(lines), _) if time is None or not os.path.exists(filename):
             source = "".join(lines)
             return CellSource(source, _number_of(filename, source))
-        case _:
-            return None
+    return None
 
 
 def keep_cell_sources(sources: dict[str, CellSource]) -> None:

@@ -1,24 +1,17 @@
-"""Python values on their way between processes: pickled, big ones in shared memory.
-
-The memory can be kept: of a value that is shipped again only the frames that differ are copied.
-"""
+"""Python values on their way between processes: pickled, big ones in shared memory."""
 
 from __future__ import annotations
 
 import builtins
-import ctypes
 import itertools
-import sys
 import weakref
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from nbdist.errors import UsageError
 from nbdist.values.pickling import pickle
-from nbdist.values.shared_memory import Buffer, Segment, Steps, open_segment, to_end
+from nbdist.values.shared_memory import Buffer, Segment, open_segment, to_end
 from nbdist.values.shared_memory import SegmentRef as SegmentRef
 
 Value = TypeVar("Value")
@@ -30,9 +23,7 @@ INLINE_LIMIT = 64 * 1024
 class Payload(NamedTuple):
     """Frames of one pickle (the first) and its out-of-band buffers (the others).
 
-    Small ones travel in the message; big ones stay in a segment that the sender owns.  With an
-    `order` some are in `others`, where they were before: by frame the number of the memory,
-    0 for the payload's own, and the place in it.
+    Small ones travel in the message; big ones stay in a segment that the sender owns.
 
     `within` is for payloads that were pickled with what is in the frames: by the path that
     their segments have in there, where these are for the reader.
@@ -40,8 +31,6 @@ class Payload(NamedTuple):
 
     frames: tuple[bytes, ...] = ()
     segment: SegmentRef | None = None
-    others: tuple[SegmentRef, ...] = ()
-    order: tuple[tuple[int, int], ...] = ()
     within: tuple[tuple[str, SegmentRef], ...] = ()
 
 
@@ -84,13 +73,7 @@ def pack_names(
 
 def open_payload(payload: Payload) -> list[Buffer]:
     """Return the frames, a segment's as writable copies; raises `SegmentGone`."""
-    own: list[Buffer] = [*payload.frames]
-    if payload.segment is not None:
-        own = [*open_segment(payload.segment)]
-    if not payload.order:
-        return own
-    memory: list[Sequence[Buffer]] = [own, *map(open_segment, payload.others)]
-    return [memory[number][place] for number, place in payload.order]
+    return [*(payload.frames if payload.segment is None else open_segment(payload.segment))]
 
 
 # --- where segments are ----------------------------------------------------------------------
@@ -105,7 +88,7 @@ def refs_in(value: object) -> tuple[SegmentRef, ...]:
 
     def note(payload: Payload) -> Payload:
         within = [ref for _, ref in payload.within]
-        refs.extend(filter(None, [payload.segment, *payload.others, *within]))
+        refs.extend(filter(None, [payload.segment, *within]))
         return payload
 
     _with_payloads(value, note)
@@ -119,9 +102,8 @@ def moved(value: Value, places: Places) -> Value:
         return places.get(ref.path, ref)
 
     def move(payload: Payload) -> Payload:
-        segment, others = payload.segment and now(payload.segment), tuple(map(now, payload.others))
         within = tuple((path, now(ref)) for path, ref in payload.within)
-        return payload._replace(segment=segment, others=others, within=within)
+        return payload._replace(segment=payload.segment and now(payload.segment), within=within)
 
     if not any(ref.path in places for ref in refs_in(value)):
         return value
@@ -149,117 +131,6 @@ def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
 def as_read(value: Value, payload: Payload) -> Value:
     """Return what was pickled in this payload with its own payloads' segments where they are."""
     return moved(value, {path: ref for path, ref in payload.within if path != ref.path})
-
-
-# --- memory that is used again ----------------------------------------------------------------
-
-KEPT_FROM, SMALLEST, MOST_SEGMENTS = 16 << 20, 1 << 12, 16
-"""Bytes of a shipment whose memory is kept (less is copied in some milliseconds), and of a frame
-that is worth a look."""
-
-COMPARED_AT_ONCE = 1 << 20
-"""Bytes: they are in a processor's cache when they are compared."""
-
-_memcmp = ctypes.CDLL(None).memcmp
-
-Place = tuple[Segment, int]
-"""A segment, and which of its frames."""
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """Frames that were shipped, by place; their memory is theirs for as long as this is there."""
-
-    places: tuple[Place, ...]
-
-
-@dataclass(frozen=True)
-class Shipped:
-    """A payload, the segment to keep open until it is opened, and what may be kept of it; bytes."""
-
-    packed: Packed
-    kept: Kept | None
-    copied: int
-    size: int
-
-
-def packing_changed(
-    frames: Sequence[Buffer], known: Sequence[Kept]
-) -> Generator[int, None, Shipped]:
-    """Make a payload of these frames, the `known` ones where they are; yields the bytes copied."""
-    finder = _Finder(known)
-    places = {at: place for at, frame in enumerate(frames) if (place := finder.find(frame))}
-    for segment in _not_worth_it(places.values()):
-        places = {at: place for at, place in places.items() if place[0] is not segment}
-    rest = [at for at in range(len(frames)) if at not in places]
-    with closing(Steps(packing([frames[at] for at in rest]))) as steps:
-        yield from steps
-    payload, new = steps.made
-    copied, size = size_of(frames[at] for at in rest), size_of(frames)
-    own = {at: number for number, at in enumerate(rest)}
-    if places:
-        others = [*dict.fromkeys(segment for segment, _ in places.values())]
-        order = {
-            at: (others.index(segment) + 1, number) for at, (segment, number) in places.items()
-        }
-        order |= {at: (0, number) for at, number in own.items()}
-        refs = tuple(segment.ref for segment in others)
-        payload = payload._replace(others=refs, order=tuple(order[at] for at in sorted(order)))
-    if new is not None:
-        places |= {at: (new, number) for at, number in own.items()}
-    big = sum(memoryview(frame).nbytes >= SMALLEST for frame in frames[1:])
-    is_worth_it = size >= KEPT_FROM and big > 1
-    kept = Kept(tuple(places[at] for at in sorted(places))) if is_worth_it else None
-    return Shipped((payload, new), kept, copied, size)
-
-
-def _not_worth_it(places: Iterable[Place]) -> Iterator[Segment]:
-    """Find segments of which less than half is in use, and those that are too many."""
-    used: Counter[Segment] = Counter()
-    for segment, index in places:
-        used[segment] += segment.ref.sizes[index]
-    ranked = [segment for segment, _ in used.most_common()]
-    for number, segment in enumerate(ranked):
-        if number >= MOST_SEGMENTS or 2 * used[segment] < sum(segment.ref.sizes):
-            yield segment
-
-
-class _Finder:
-    """Finds frames in what is kept, each place once."""
-
-    def __init__(self, known: Iterable[Kept]) -> None:
-        self._by_size: dict[int, list[Place]] = {}
-        for place in dict.fromkeys(place for kept in known for place in kept.places):
-            self._by_size.setdefault(place[0].ref.sizes[place[1]], []).append(place)
-
-    def find(self, frame: Buffer) -> Place | None:
-        """Return where this frame lies."""
-        view = memoryview(frame).cast("B")
-        places = self._by_size.get(view.nbytes, []) if view.nbytes >= SMALLEST else []
-        # In the order in which they were: as a rule the first one is it.
-        found = next((place for place in places if _is_equal(view, place)), None)
-        if found:
-            places.remove(found)
-        return found
-
-
-def _is_equal(view: memoryview, place: Place) -> bool:
-    """Compare them to the last byte, some at a time: Stop comes between two pieces."""
-    segment, number = place
-    at = 0
-    for piece in segment.pieces(number, COMPARED_AT_ONCE):
-        if not _is_same(view[at : at + piece.nbytes], piece):
-            return False
-        at += piece.nbytes
-    return True
-
-
-def _is_same(one: memoryview, other: memoryview) -> bool:
-    if one.readonly:  # whose address ctypes does not tell
-        return bytes(one) == bytes(other)
-    # Python compares two views a byte at a time, 0.2 GB/s.
-    memory = [(ctypes.c_char * view.nbytes).from_buffer(view) for view in (one, other)]
-    return not _memcmp(*map(ctypes.byref, memory), ctypes.c_size_t(one.nbytes))
 
 
 # --- what a name is bound to ------------------------------------------------------------------
@@ -329,14 +200,10 @@ class Identity:
 MODULE, OPTIMIZER, TENSOR, OTHER = range(4)
 """In the order in which people want to hear of them."""
 
+_KINDS = ("torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer", "torch.Tensor")
+
 
 def kind_of(value: Any) -> int:
-    """Say which of these it is, without importing torch."""
-    torch = sys.modules.get("torch")
-    for kind, path in enumerate(("nn.Module", "optim.Optimizer", "Tensor")):
-        found: Any = torch
-        for step in path.split("."):
-            found = getattr(found, step, None)
-        if isinstance(found, type) and isinstance(value, found):
-            return kind
-    return OTHER
+    """Return which of these it is, without importing torch."""
+    names = [f"{each.__module__}.{each.__qualname__}" for each in type(value).__mro__]
+    return next((kind for kind, name in enumerate(_KINDS) if name in names), OTHER)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import importlib
 import io
+import operator
 import pickle as plain_pickle
 import sys
 import types
@@ -17,9 +19,9 @@ import zlib
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
-from operator import itemgetter
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import cloudpickle.cloudpickle as by_value
 
@@ -27,13 +29,12 @@ from nbdist.system.limits import ASKED_FROM, require_memory
 from nbdist.values import definitions
 from nbdist.values.definitions import CellSource, Fence, MadeBy, Variable
 from nbdist.values.shared_memory import Buffer
-from nbdist.values.tensors import TensorReducer, reduce_constant
+from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 
 LONG, READ_FROM, AT_ONCE = 1 << 20, 1 << 20, 64 << 20
 """Bytes of a text that a sketch leaves out, of a pickle that takes some 10 ms to be read, and of
 memory that is read between two looks for Stop."""
 
-Reduced = tuple[Any, ...]
 Reduce = Callable[[Any], Reduced]
 
 
@@ -44,33 +45,21 @@ class Pickled:
         # It keeps every object that it met alive, so that ids stay theirs.
         self._pickler = pickler
         self.frames: list[Buffer] = [pickler.file.getbuffer(), *pickler.buffers]
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Names that the value's functions will look for in the receiver's `__main__`."""
-        return frozenset(self._pickler.needs)
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """torch's counts of in-place changes, of the tensors in the order they were met."""
-        tensors = self._pickler.tensors
-        return tuple(tensors.versions) if tensors else ()
-
-    @property
-    def is_sketch(self) -> bool:
-        """It can be compared with, but not loaded: some of its contents were left out."""
-        tensors = self._pickler.tensors
-        return self._pickler.file.left_out > 0 or (tensors is not None and tensors.sketched)
-
-    @property
-    def size(self) -> int:
+        left_out = pickler.file.left_out
+        self.size = sum(memoryview(each).nbytes for each in self.frames) + left_out
         """The bytes of its frames, with those of texts that a sketch has left out."""
-        return sum(memoryview(each).nbytes for each in self.frames) + self._pickler.file.left_out
+        self.is_sketch = left_out > 0 or pickler.tensors.sketched
+        """It can be compared with, but not loaded: some of its contents were left out."""
+        self.needs = frozenset(pickler.needs)
+        """Names that the value's functions will look for in the receiver's `__main__`."""
+        self.versions = tuple(pickler.tensors.versions)
+        """torch's counts of in-place changes, of the tensors in the order they were met."""
 
     @property
     def objects(self) -> list[Any]:
         """All that was met on the way and can be met again, in that order."""
-        return [met for _, met in sorted(self._pickler.memo.copy().values(), key=itemgetter(0))]
+        memo = self._pickler.memo.copy().values()
+        return [met for _, met in sorted(memo, key=operator.itemgetter(0))]
 
     @functools.cached_property
     def shared(self) -> frozenset[int]:
@@ -82,8 +71,7 @@ class Pickled:
         with without_cycles():
             memo = self._pickler.memo.copy()
         ids = definitions.mutable_ids(memo, self._pickler.fences)
-        tensors = self._pickler.tensors
-        return ids | tensors.addresses if tensors else ids
+        return ids | self._pickler.tensors.addresses
 
 
 def pickle(
@@ -102,12 +90,11 @@ def pickle(
     tensors arrive on the receiver's own device, with `exact` nothing beside what they show.
     `reduce` is asked first how to take an object apart; NotImplemented for as usual.
     """
-    options = (sketch, back_to_device, exact, reduce)
-    pickler = _Pickler(namespace, frozenset(), *options)
+    tensors = TensorReducer(sketch=sketch, back_to_device=back_to_device, exact=exact)
+    pickler = _Pickler(namespace, tensors, reduce)
     pickler.dump_with_cells(value)
-    whole = pickler.tensors.overlapping if pickler.tensors else None
-    if whole:
-        pickler = _Pickler(namespace, whole, *options)
+    if whole := tensors.overlapping:
+        pickler = _Pickler(namespace, replace(tensors, whole=whole), reduce)
         pickler.dump_with_cells(value)
     return Pickled(pickler)
 
@@ -121,18 +108,6 @@ def unpickle(frames: Sequence[Buffer], namespace: dict[str, Any] | None = None) 
     buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
     with definitions.receiving(namespace):
         return load(frames[0], buffers)[0]
-
-
-def join(parts: Sequence[Pickled]) -> list[Buffer]:
-    """Make one list of frames of several pickled mappings; `unpickle` gives their union."""
-    if len(parts) == 1:
-        return parts[0].frames
-    buffers: list[Buffer] = []
-    joined = [[plain_pickle.PickleBuffer(frame) for frame in part.frames] for part in parts]
-    outer = plain_pickle.dumps(
-        (MadeBy(_load_union, joined), None), 5, buffer_callback=buffers.append
-    )
-    return [outer, *buffers]
 
 
 class _FirstFrame(io.BytesIO):
@@ -166,15 +141,9 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
     )
 
     def __init__(
-        self,
-        namespace: dict[str, Any],
-        whole: frozenset[int],
-        sketch: bool,  # noqa: FBT001
-        back_to_device: bool,  # noqa: FBT001
-        exact: bool,  # noqa: FBT001
-        reduce: Reduce | None,
+        self, namespace: dict[str, Any], tensors: TensorReducer, reduce: Reduce | None
     ) -> None:
-        self.file = _FirstFrame(sketch=sketch)
+        self.file = _FirstFrame(sketch=tensors.sketch)
         self.buffers: list[Buffer] = []
         # Nothing that it holds may refer to it: what it met would be kept alive until
         # Python looks for cycles.  `raw` flattens what is contiguous in Fortran's order.
@@ -183,11 +152,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         self.needs: set[str] = set()
         self.sources: dict[str, CellSource] = {}
         self.fences: list[tuple[Fence, Fence]] = []
-        self.tensors: TensorReducer | None = None
-        torch = sys.modules.get("torch")
-        if hasattr(torch, "TypedStorage"):  # Not while it is still being imported.
-            assert torch is not None
-            self.tensors = TensorReducer(torch, whole, sketch, back_to_device, exact)
+        self.tensors = tensors
         self._namespace = namespace
         self._reduce = reduce
         self._variables: dict[int, Variable] = {}
@@ -200,17 +165,17 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         """Take apart what is not a plain built-in.  Called by pickle."""
         if self._reduce is not None:
             reduced = self._reduce(value)
-            if cast(Any, reduced) is not NotImplemented:
+            if reduced is not NotImplemented:
                 return reduced
         kind = type(value)
         if kind is types.FunctionType:
             return self._reduce_function(value)
         if issubclass(kind, type):
             return self._reduce_class(value)
-        if self.tensors is not None and isinstance(value, self.tensors.types):
+        if isinstance(value, self.tensors.types):
             return self.tensors.reduce(value)
         if isinstance(value, types.ModuleType):
-            return definitions.import_by_name, (definitions.require_importable(value),)
+            return importlib.import_module, (definitions.require_importable(value),)
         if isinstance(value, io.TextIOBase):
             return _reduce_stream(value)
         if isinstance(value, ctypes.CDLL):
@@ -219,8 +184,8 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         # Looked for here because the C code asks an object's `__reduce__` before the
         # table when that gives a name.
         if kind is _CACHED and not definitions.is_importable(value):
-            parameters = value.cache_parameters()
-            return definitions.make_cached_function, (value.__wrapped__, *parameters.values())
+            wrap = MadeBy(functools.lru_cache, *value.cache_parameters().values())
+            return operator.call, (wrap, value.__wrapped__)
         if name := _SENTINELS.get(id(value)):
             return getattr, (sys.modules["dataclasses"], name)
         return reduce_constant(value)
@@ -232,13 +197,13 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             self.needs |= names
             return self._rebuild_in(definitions.MAIN, function, names)
         reduced: Reduced = super().reducer_override(function)
-        if cast(Any, reduced) is NotImplemented:
+        if reduced is NotImplemented:
             return reduced  # by its name
         module = sys.modules.get(own.get("__name__", ""))
         if module is not None and module.__dict__ is own:
             # A closure that a library made, for instance by decorating: it belongs to the
             # library's module there as here.
-            there = MadeBy(vars, MadeBy(definitions.import_by_name, module.__name__))
+            there = MadeBy(vars, MadeBy(importlib.import_module, module.__name__))
             return self._rebuild_in(there, function)
         self._keep_source(function.__code__)
         return reduced
@@ -250,16 +215,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         # They get their values after the function is there, because these may lead to it.
         known = self._variables
         closure = [known.setdefault(id(c), Variable(c)) for c in function.__closure__ or ()]
-        details = {
-            "__qualname__": function.__qualname__,
-            "__annotations__": function.__annotations__,
-            "__kwdefaults__": function.__kwdefaults__,
-            "__defaults__": function.__defaults__,
-            "__module__": function.__module__,
-            "__doc__": function.__doc__,
-        }
-        if getattr(function, "__type_params__", ()):
-            details["__type_params__"] = function.__type_params__  # type: ignore[attr-defined]
+        details = {name: getattr(function, name) for name in DETAILS if hasattr(function, name)}
         submodules = definitions.imported_submodules(function, names)
         inner = self._fenced((dict(function.__dict__), details, submodules))
         return (
@@ -274,9 +230,9 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
     def _reduce_class(self, kind: type) -> Reduced:
         if alias := definitions.other_name(kind):
             return getattr, (sys.modules[kind.__module__], alias)
-        reduced = super().reducer_override(kind)
+        reduced: Reduced = super().reducer_override(kind)
         if reduced is NotImplemented or len(reduced) == REFERENCE:
-            return cast(Reduced, reduced)
+            return reduced
         maker, args, state = reduced[:3]
         slots = None if issubclass(kind, Enum) else definitions.take_slots(kind, state[0])
         if slots is not None:
@@ -299,6 +255,12 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             self.sources[name] = source
 
 
+DETAILS = (
+    *("__qualname__", "__annotations__", "__kwdefaults__", "__defaults__", "__module__", "__doc__"),
+    "__type_params__",  # from Python 3.12 on
+)
+"""What a function has besides its code and closure, which may lead to the function itself."""
+
 REFERENCE = 2
 """Items in which cloudpickle takes apart a class that is known by its name; others have a state."""
 
@@ -318,20 +280,13 @@ def _reduce_stream(stream: io.TextIOBase) -> Reduced:
     if isinstance(stream, io.TextIOWrapper):
         # cloudpickle reads the whole file, and sends that.
         raise plain_pickle.PicklingError("an open file cannot be pickled")
-    return cast(Reduced, NotImplemented)
+    return NotImplemented
 
 
 def _reduce_code(code: types.CodeType) -> Reduced:
     _, parts = by_value.Pickler.dispatch_table[types.CodeType](code)
     # cloudpickle drops the file's name from 3.1.3 on; a copy, as it makes one of each text.
     return definitions.make_code, (definitions.PYTHON, "".join(code.co_filename), *parts)
-
-
-def _load_union(parts: list[list[Buffer]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for first, *buffers in parts:
-        values.update(load(first, buffers)[0])
-    return values
 
 
 def load(first: Buffer, buffers: Sequence[Buffer]) -> Any:

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pickle import PickleBuffer
 from typing import Generic, NamedTuple, Self, TypeVar
 
@@ -100,20 +99,6 @@ class Segment(_Open):
     def of_another(cls, ref: SegmentRef) -> Segment:
         """Open another process's segment, for when that closes it; raises `SegmentGone`."""
         return cls(open_file(ref), ref.sizes)
-
-    @cached_property
-    def _offsets(self) -> list[int]:
-        return _layout(self.ref.sizes)[0]
-
-    def pieces(self, number: int, most: int) -> Iterator[memoryview]:
-        """Yield what is in a frame, some bytes at a time, in memory that is used again."""
-        # Reading takes no page faults, as looking at a mapping would for every page.
-        at, left = self._offsets[number], self.ref.sizes[number]
-        memory = memoryview(bytearray(min(most, left)))
-        while left:
-            read = os.preadv(self._fd, [memory[:left]], at)
-            yield memory[:read]
-            at, left = at + read, left - read
 
 
 class Blank(_Open):

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import sys
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pickle import PickleBuffer
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
 
-
-Reduced = tuple[Any, ...]
+Reduced = Any
+"""What an object's `__reduce__` returns, or NotImplemented."""
 
 PINNED_MOST = 1 << 30
 """Bytes of a piece that go from a GPU through pinned memory at most: torch keeps that."""
 
 
+@dataclass(eq=False)
 class _Piece:
     """Some bytes of a storage, which it keeps: another one could get the address of a copy."""
 
-    def __init__(self, storage: torch.UntypedStorage, contents: Any, device: str) -> None:
-        self.storage = storage
-        self.contents = contents
-        self.device = device
+    storage: torch.UntypedStorage
+    contents: Any
+    device: str
 
     def __reduce__(self) -> Reduced:
         return rebuild_storage, (self.contents, self.device)
 
 
+@dataclass(kw_only=True, eq=False)
 class TensorReducer:
     """How tensors and their storages are pickled, for the length of one pickle.
 
@@ -42,26 +43,22 @@ class TensorReducer:
     ones.  With `exact` only memory that a tensor shows is sent.
     """
 
-    def __init__(
-        self,
-        torch: ModuleType,
-        whole: frozenset[int],
-        sketch: bool,  # noqa: FBT001
-        back_to_device: bool,  # noqa: FBT001
-        exact: bool,  # noqa: FBT001
-    ) -> None:
-        self.types = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
-        self.versions: list[int] = []
-        self.sketched = False
-        self._torch = torch
-        self._whole = whole
-        self._sketch = sketch
-        self._back_to_device = back_to_device
-        # What is shown of a memory is worth taking all of it along where it is this part.
-        self._share = 1 if exact else 2
-        self._plain = (torch.Tensor, torch.nn.Parameter)
-        # By address, begin and end; of what was copied together also by its strides.
-        self._pieces: dict[tuple[int, int, int, tuple[int, ...]], _Piece] = {}
+    sketch: bool
+    back_to_device: bool
+    exact: bool
+    whole: frozenset[int] = frozenset()
+    types: Any = field(init=False, default=())
+    versions: list[int] = field(init=False, default_factory=list)
+    sketched: bool = field(init=False, default=False)
+    # By address, begin and end; of what was copied together also by its strides.
+    _pieces: dict[tuple[int, int, int, tuple[int, ...]], _Piece] = field(
+        init=False, default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        self._torch = torch = cast(Any, sys.modules.get("torch"))
+        if hasattr(torch, "TypedStorage"):  # not while it is still being imported
+            self.types = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 
     @property
     def addresses(self) -> frozenset[int]:
@@ -85,15 +82,16 @@ class TensorReducer:
             return rebuild_typed_storage, (value._untyped_storage, value.dtype)
         if isinstance(value, self.types[1]):
             if value.device.type != "cpu":
-                return cast(Reduced, NotImplemented)
-            return _same, (self._piece(value, 0, value.nbytes()),)
+                return NotImplemented
+            # The storage of tensors on it, which pickle makes once.
+            return operator.getitem, ((self._piece(value, 0, value.nbytes()),), 0)
         return self._reduce_tensor(value)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Reduced:
         grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
         if not self._has_plain_memory(tensor):
             if grad is None:
-                return cast(Reduced, NotImplemented)
+                return NotImplemented
             # mypy: the class has it from Python.
             make, args = cast(Any, tensor).__reduce_ex__(5)
             return make, args, {"grad": grad}, None, None, set_attributes
@@ -113,13 +111,12 @@ class TensorReducer:
         return rebuild_tensor, args, attributes, None, None, set_attributes
 
     def _has_plain_memory(self, tensor: torch.Tensor) -> bool:
-        where = tensor.device.type
         return (
-            type(tensor) in self._plain
+            type(tensor) in (self._torch.Tensor, self._torch.nn.Parameter)
             and tensor.layout is self._torch.strided
             and not tensor.is_quantized
             and not tensor.is_nested
-            and where != "meta"
+            and tensor.device.type != "meta"
             and (tensor.numel() == 0 or tensor.data_ptr() != 0)
         )
 
@@ -135,12 +132,13 @@ class TensorReducer:
         # What is expanded is there once.
         once = data[tuple(slice(1) if step == 0 else slice(None) for step in stride)]
         shown = once.numel() * width
+        share = 1 if self.exact else 2
         # Half a storage or more: the rest costs little, and all of its views stay one.
-        if storage.data_ptr() in self._whole or self._share * shown >= storage.nbytes():
+        if storage.data_ptr() in self.whole or share * shown >= storage.nbytes():
             return self._piece(storage, 0, storage.nbytes()), offset, stride
         # A sketch takes nothing from a device.
-        stays = self._sketch and storage.device.type != "cpu"
-        if stays or self._share * shown >= end - start:
+        stays = self.sketch and storage.device.type != "cpu"
+        if stays or share * shown >= end - start:
             return self._piece(storage, start, end), 0, stride
         # Few elements, far apart: copied together, in the order in which they lie there.
         copy = once.clone(memory_format=self._torch.preserve_format)
@@ -157,7 +155,7 @@ class TensorReducer:
         address = storage.data_ptr() if end > start else id(storage)
         known = self._pieces.get((address, start, end, ()))
         if known is None:
-            device = storage.device.type if self._back_to_device else "cpu"
+            device = storage.device.type if self.back_to_device else "cpu"
             known = _Piece(storage, self._contents(storage, start, end), device)
             self._pieces[address, start, end, ()] = known
         return known
@@ -166,7 +164,7 @@ class TensorReducer:
         if end == start:
             return b""
         if storage.device.type != "cpu":
-            if self._sketch:
+            if self.sketch:
                 self.sketched = True
                 return storage.data_ptr(), start, end
             flat = self._torch.empty(0, dtype=self._torch.uint8, device=storage.device)
@@ -198,7 +196,7 @@ def reduce_constant(value: Any) -> Reduced:
             return torch_name, (str(value),)
         case "torch" | "numpy" as library, "finfo" | "iinfo":
             return kind, (getattr(sys.modules[library], str(value.dtype)),)
-    return cast(Reduced, NotImplemented)
+    return NotImplemented
 
 
 # --- the receiver's side ----------------------------------------------------------------
@@ -220,7 +218,7 @@ def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> 
     """Make the `TypedStorage` around a storage."""
     import torch
 
-    make = cast(Callable[..., Any], torch.TypedStorage)
+    make: Any = torch.TypedStorage
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
@@ -243,7 +241,7 @@ def rebuild_tensor(
 
 
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Give a tensor its gradient, and the attributes that Python code had put on it."""
+    """Set a tensor's gradient, and the attributes that Python code had put on it."""
     for name, value in attributes.items():
         if name == "grad" and value.dtype != tensor.dtype:
             tensor.grad_dtype = value.dtype  # else torch refuses it
@@ -258,7 +256,3 @@ def torch_name(path: str) -> Any:
     if start == "torch":
         return getattr(torch, name)
     return functools.reduce(getattr, path.split("."), torch.ops)
-
-
-def _same(value: Any) -> Any:
-    return value

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
-from nbdist.topology import Seats
 from nbdist.wire.frames import BadFrame, object_from
+from nbdist.wire.spec import WorldSpec
 from nbdist.wire.views import Collective, Place, StackFrame
 
 TYPES = "_jupyter_types_experimental"
@@ -155,11 +155,11 @@ class Abort:
 
 
 class Regroup(NamedTuple):
-    """Connect the world's group and these anew, as this generation; all sit where `seats` say."""
+    """Connect the world's group and these anew, as this generation; `environ` follows."""
 
     generation: int
     members: Mapping[str, tuple[int, ...]]
-    seats: Seats
+    world: WorldSpec
     environ: Mapping[str, str]
 
 
@@ -168,9 +168,7 @@ class Resize(NamedTuple):
 
     generation: int
     rank: int
-    world_size: int
-    seats: Seats
-    threads: int
+    world: WorldSpec
     newcomers: tuple[int, ...]
     environ: Mapping[str, str]
 

@@ -6,15 +6,13 @@ import io
 import pickle
 import struct
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _LENGTH = struct.Struct("!Q")
 _MISSING = object()
-
-Check = Callable[[Any], bool]
 
 NOTHING: Mapping[str, Any] = {}
 """What a field is by default; nothing is ever put in."""
@@ -60,12 +58,20 @@ class _Unpickler(pickle.Unpickler):
         return self._classes[module, name]
 
 
-_hints = cache(get_type_hints)
-
-
 def _is_record(kind: Any) -> bool:
     """Return True for a dataclass or a named tuple."""
     return isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields"))
+
+
+@cache
+def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """Return the origin of an annotation, its arguments, and the fields of a record."""
+    hints: dict[str, Any] = {}
+    if _is_record(kind):
+        known = get_type_hints(kind)
+        names = (each.name for each in fields(kind)) if is_dataclass(kind) else kind._fields
+        hints = {name: known[name] for name in names}
+    return get_origin(kind), get_args(kind), hints
 
 
 @cache
@@ -74,63 +80,35 @@ def _classes_by_name(*kinds: Any) -> Mapping[tuple[str, str], type]:
     waiting = [*kinds]
     while waiting:
         each = waiting.pop()
-        if _is_record(each) and each not in found:
+        if each in found:
+            continue
+        if _is_record(each):
             found.add(each)
-            waiting += _hints(each).values()
-        waiting += get_args(each)
+        _, inner, held = _parts_of(each)
+        waiting += [*inner, *held.values()]
     return {(each.__module__, each.__qualname__): each for each in found}
 
 
-def fits(value: object, kind: Any) -> bool:
+def fits(value: Any, kind: Any) -> bool:
     """Return True for a value that is what an annotation says, all the way down."""
-    return _check_of(kind)(value)
-
-
-@cache
-def _check_of(kind: Any) -> Check:
-    """Return the check of an annotation, worked out once."""
-    origin, inner = get_origin(kind), get_args(kind)
+    origin, inner, held = _parts_of(kind)
     if kind is Any:
-        return lambda value: True
-    if kind is None:
-        return lambda value: value is None
+        return True
     if kind is float:
-        return lambda value: isinstance(value, float | int)
+        return isinstance(value, float | int)
     if origin is Literal:
-        return lambda value: any(type(value) is type(each) and value == each for each in inner)
+        return any(type(value) is type(each) and value == each for each in inner)
     if origin in (Union, types.UnionType):
-        checks = [*map(_check_of, inner)]
-        return lambda value: any(check(value) for check in checks)
-    if _is_record(kind):
-        return lambda value: (
-            isinstance(value, kind)
-            and all(check(getattr(value, name, _MISSING)) for name, check in _field_checks(kind))
-        )
+        return any(fits(value, each) for each in inner)
+    if not isinstance(value, origin or kind):
+        return False
     if origin is None:
-        return lambda value: isinstance(value, kind)
-    parts = _parts_check(origin, inner)
-    return lambda value: isinstance(value, origin) and parts(value)
-
-
-@cache
-def _field_checks(kind: Any) -> tuple[tuple[str, Check], ...]:
-    """Work them out when a value is checked: a field can be of the class that has it."""
-    names = (each.name for each in fields(kind)) if is_dataclass(kind) else kind._fields
-    return tuple((name, _check_of(_hints(kind)[name])) for name in names)
-
-
-def _parts_check(origin: type, inner: tuple[Any, ...]) -> Check:
-    """Check the parts of a mapping, a tuple, or a collection of equal things."""
-    checks = [_check_of(each) for each in inner if each is not ...]
+        return all(fits(getattr(value, name, _MISSING), each) for name, each in held.items())
     if issubclass(origin, Mapping):
-        key_fits, value_fits = checks
-        return lambda value: all(key_fits(k) and value_fits(each) for k, each in value.items())
+        return all(fits(k, inner[0]) and fits(each, inner[1]) for k, each in value.items())
     if origin is tuple and inner[-1] is not ...:
-        return lambda value: (
-            len(value) == len(checks)
-            and all(check(each) for check, each in zip(checks, value, strict=True))
-        )
-    return lambda value: all(map(checks[0], value))
+        return len(value) == len(inner) and all(map(fits, value, inner))
+    return all(fits(each, inner[0]) for each in value)
 
 
 def built(value: Any, kind: Any) -> Any:
@@ -143,7 +121,7 @@ def built(value: Any, kind: Any) -> Any:
     if origin in (Union, types.UnionType):  # or None
         return built(value, inner[0])
     if isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
-        known = {name: each for name, each in _hints(kind).items() if name in value}
+        known = {name: each for name, each in _parts_of(kind)[2].items() if name in value}
         return kind(**{name: built(value[name], each) for name, each in known.items()})
     if isinstance(value, list) and origin is tuple:
         return tuple(built(each, inner[0]) for each in value)

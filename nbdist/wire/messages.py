@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from nbdist.config import Patience, WorldConfig
 from nbdist.output.events import Died, Output
 from nbdist.system.folders import MARKER
-from nbdist.topology import Seats
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import Question
-from nbdist.wire.frames import NOTHING
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.views import GetLogs, Place, Usage
 from nbdist.wire.work import InputReply, Task
 
-if TYPE_CHECKING:
-    from nbdist.config import WorldConfig
-
-# --- the notebook's code, by what is in its files ---------------------------------------------
+# --- the notebook's code ----------------------------------------------------------------------
 
 PART = 4 << 20
 """Bytes of files after which a message has enough: other messages need not wait for more."""
@@ -38,22 +33,16 @@ OWN_NAMES = (MARKER, MANIFEST, NEW_FILE)
 
 
 class CodeFile(NamedTuple):
-    """What is in a file, by its digest; a program or not."""
+    """What is in a file; a program or not."""
 
-    digest: bytes
+    content: bytes
     is_program: bool = False
 
     @classmethod
-    def read(cls, path: str) -> tuple[CodeFile, bytes]:
+    def read(cls, path: str) -> CodeFile:
         """Read a file; raises OSError."""
         with open(path, "rb") as file:
-            content, mode = file.read(), os.fstat(file.fileno()).st_mode
-        return cls(digest_of(content), bool(mode & stat.S_IXUSR)), content
-
-
-def digest_of(content: bytes) -> bytes:
-    """Return what two files with the same in them have in common."""
-    return blake2b(content, digest_size=16).digest()
+            return cls(file.read(), bool(os.fstat(file.fileno()).st_mode & stat.S_IXUSR))
 
 
 def landmark(path: str) -> tuple[int, int] | None:
@@ -64,37 +53,13 @@ def landmark(path: str) -> tuple[int, int] | None:
     return None
 
 
-def part_of(
-    lacks: Iterable[CodeFile], read: Callable[[CodeFile], bytes | None]
-) -> dict[CodeFile, bytes]:
-    """Return what is in the first of these files, for one message; {} if none can be read."""
-    part: dict[CodeFile, bytes] = {}
-    size = 0
-    for file in lacks:
-        if size < PART and (content := read(file)) is not None:
-            part[file] = content
-            size += len(content)
-    return part
-
-
-def refusal_of(path: str) -> str:
-    """Return why a node must not write to a path below its folder of code; "" where it may."""
-    steps = path.split("/")
-    if not path or path.startswith("/") or "\0" in path:
-        return "it is no path below a folder"
-    if any(step in ("", ".", "..") for step in steps):
-        return "it leads out of the folder"
-    return "the name is nbdist's own" if steps[0] in OWN_NAMES else ""
-
-
 # --- calls to an agent, each answered by exactly one `Answer` ------------------------------
 
 
 class StartWorld(NamedTuple):
-    """Start all workers and form their group; answered by `WorldStarted`.  A head has `wanted`."""
+    """Start all workers and form their group; answered by `WorldStarted`."""
 
     spec: WorldSpec
-    wanted: WorldConfig | None = None
 
 
 class StopWorld(NamedTuple):
@@ -146,16 +111,32 @@ class Kill(NamedTuple):
 
 
 class GetCode(NamedTuple):
-    """Hold these files, unless the `landmarks` are in the same folder; answered by `CodeHeld`."""
+    """Have a copy of a folder with these files alone, unless the `landmarks` are the very same.
+
+    Answered by `CodeHeld`; where the folder is not shared, `PutCode` follows.
+    """
 
     landmarks: Mapping[str, tuple[int, int]]
-    files: Mapping[str, CodeFile]
+    paths: frozenset[str]
 
 
 class PutCode(NamedTuple):
-    """Take in some of what was missing; answered by `CodeHeld`."""
+    """Write some of the files that are new or have changed; answered by `CodeHeld`."""
 
-    contents: Mapping[CodeFile, bytes]
+    files: Mapping[str, CodeFile]
+    is_last: bool
+
+    @classmethod
+    def of(cls, files: Iterable[tuple[str, CodeFile]]) -> Iterator[PutCode]:
+        """Divide files among messages, none much larger than what one file needs."""
+        part, size = dict[str, CodeFile](), 0
+        for path, file in files:
+            part[path] = file
+            size += len(file.content)
+            if size >= PART:
+                yield cls(part, is_last=False)
+                part, size = {}, 0
+        yield cls(part, is_last=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +154,7 @@ class WorldStarted:
     """All ranks are up and share a group; `logs` are their log folders ("" for none).
 
     `lacks` says what their libraries lack, a sentence each.  Of several machines `hosts` has that
-    of each rank, and `spec` is what the world became.
+    of each rank.  `spec` is what the world became; a part of one has none.
     """
 
     pids: Mapping[int, int]
@@ -198,26 +179,24 @@ class StartFailure:
 class Healed:
     """All ranks share a group again; `problem` says why they do not, "" when they do.
 
-    There are as many as `pids`, where `seats` says; `not_scaled` says why their number is that of
-    before.  `hosts` and `spec` are as in `WorldStarted`; `way_back` brings back lost machines.
+    `spec` is what the world became; `not_scaled` says why it has as many ranks as before.  `hosts`
+    are as in `WorldStarted`; `way_back` brings back lost machines.
     """
 
     pids: Mapping[int, int]
     logs: Mapping[int, str]
-    seats: Seats = ()
+    spec: WorldSpec
     problem: str = ""
     not_scaled: str = ""
     hosts: Mapping[int, str] = field(default_factory=dict)
-    spec: WorldSpec | None = None
     way_back: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeHeld:
-    """What a node lacks of the notebook's files; nothing where it has them, or they `is_shared`."""
+    """The notebook's folder is there, itself where it `is_shared`, or a `problem` prevents that."""
 
     host: str
-    lacks: tuple[CodeFile, ...] = ()
     is_shared: bool = False
     problem: str = ""
 
@@ -228,12 +207,14 @@ Reply = Any
 
 # --- what goes over the link ----------------------------------------------------------------
 
+R = TypeVar("R")
 
-class Ask(NamedTuple):
-    """Notebook to agent: do this and answer under the same id."""
+
+class Ask(NamedTuple, Generic[R]):
+    """Notebook or head to agent, or of its store agent to head: do this, and `Answer`."""
 
     id: int
-    request: Request
+    request: R
 
 
 class Run(NamedTuple):
@@ -258,7 +239,7 @@ class Abort(NamedTuple):
 
 
 class Interrupt(NamedTuple):
-    """Notebook to agent: have these ranks leave what they run (`nbdist.agent.stopping`)."""
+    """Notebook to agent: stop what these ranks run (`nbdist.agent.stopping`)."""
 
     ranks: tuple[int, ...]
 
@@ -286,12 +267,11 @@ class Enter(NamedTuple):
 class Remember(NamedTuple):
     """Notebook to agent: what the next notebook needs that takes the world over.
 
-    `options` are fields of `WorldConfig`, `patience` is that of the next task, `setup` are the
-    set-up cells with their keys.
+    `patience` is that of the next task, `setup` are the set-up cells with their keys.
     """
 
-    options: Mapping[str, Any]
-    patience: Mapping[str, Any] = NOTHING
+    config: WorldConfig = WorldConfig()
+    patience: Patience = Patience()
     setup: tuple[tuple[str, Task], ...] = ()
 
 
@@ -345,7 +325,7 @@ class Attached:
 
 
 class Answer(NamedTuple):
-    """Agent to notebook: the reply to the `Ask` of this id."""
+    """The reply to the `Ask` of this id."""
 
     id: int
     reply: Reply
@@ -401,5 +381,6 @@ class Outputs(NamedTuple):
     items: tuple[tuple[int, str, Output], ...]
 
 
-Down = Ask | Run | Locate | Abort | Interrupt | Spare | LetGo | Enter | Remember | Received | Leave
+OfRanks = Locate | Abort | Interrupt | Spare | LetGo
+Down = Ask[Request] | Run | OfRanks | Enter | Remember | Received | Leave
 Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | Came | Silent

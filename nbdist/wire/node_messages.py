@@ -14,9 +14,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from nbdist.topology import Seats
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.frames import pack, unpack
-from nbdist.wire.messages import Down, Reply, StartFailure, Up, WorldStarted
+from nbdist.wire.messages import Answer, Ask, Down, StartFailure, Up, WorldStarted
 from nbdist.wire.spec import Versions, WorldSpec
-from nbdist.wire.store import Answer as StoreReply
 from nbdist.wire.store import Operation
 from nbdist.wire.transfer import Dropped, Piece, Taken
 from nbdist.wire.views import Place
@@ -88,7 +87,7 @@ class NodeHello(NamedTuple):
     facts: NodeFacts
 
 
-# --- what is asked of an agent, each answered by a `NodeAnswer` ---------------------------------
+# --- what is asked of an agent ------------------------------------------------------------------
 
 
 R = TypeVar("R")
@@ -166,7 +165,7 @@ class GetHeld(PartRequest[Held]):
 
 @dataclass(frozen=True, slots=True)
 class Prepare(PartRequest[str]):
-    """Have what can start these ranks; answered by what keeps it from that, else ""."""
+    """Make ready what starts these ranks; answered by what keeps it from that, else ""."""
 
     spec: WorldSpec
     ranks: tuple[int, ...]
@@ -200,7 +199,7 @@ class Form(PartRequest[Formed]):
 
 @dataclass(frozen=True, slots=True)
 class CallOff(PartRequest[None]):
-    """Have ranks wait no longer for this generation; at once, whatever else is under way."""
+    """Stop ranks from waiting for this generation; at once, whatever else is under way."""
 
     generation: int
 
@@ -224,43 +223,9 @@ class Renumber(PartRequest[None]):
     became: Mapping[int, int]
 
 
-NodeReply = WorldStarted | StartFailure | Held | Formed | Mapping[int, Place] | str | int | None
-
-
-class NodeAsk(NamedTuple):
-    """Head to agent: do this and answer under the same id."""
-
-    id: int
-    request: PartRequest[Any]
-
-
-class NodeAnswer(NamedTuple):
-    """Agent to head: the reply to the `NodeAsk` of this id."""
-
-    id: int
-    reply: NodeReply
-
-
-# --- the store in which ranks of all nodes meet, which the head has ------------------------------
-
-
-class StoreAsk(NamedTuple):
-    """Agent to head: a rank asks the store; answered under the same id."""
-
-    id: int
-    operation: Operation
-
-
-class StoreAnswer(NamedTuple):
-    """Head to agent: what the rank that asks is to be told."""
-
-    id: int
-    answer: StoreReply
-
-
-NodeDown = Down | NodeAsk | StoreAnswer | Piece | Taken | Dropped
-NodeUp = Up | NodeHello | NodeAnswer | StoreAsk | Piece | Taken | Dropped
-AnyReply = Reply | NodeReply
+NodeDown = Down | Ask[Any] | Answer | Piece | Taken | Dropped
+NodeUp = Up | NodeHello | Ask[Operation] | Piece | Taken | Dropped
+"""The ranks of all nodes meet in the head's store."""
 
 
 def node_frames(message: NodeDown | NodeUp) -> list[bytes | memoryview]:

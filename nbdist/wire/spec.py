@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,9 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from nbdist.config import WorldConfig
 from nbdist.errors import UsageError
 from nbdist.system.processes import MODULE
-from nbdist.topology import Seat, Seats, gpus_of, is_slice, ranks_on, seat_of, uses_nccl
+from nbdist.topology import Seat, Seats, is_slice, uses_nccl
 
 Versions = Mapping[str, str]
 """By what it is the version of; "" where it is not there."""
@@ -73,16 +75,15 @@ class WorldSpec:
 
     `environ` is the notebook's whole environment, on other machines what was asked for: with
     secrets.  `threads` is how many each rank may use for one operation; `backend` is None for no
-    process group; without `use_fork_server` each worker is spawned, with `wrap` before its command.
-    `seats` has where each rank sits, () on one node, `room` for how many each simulated node has
-    room; `node` is the one that this spec is for, with its own `gpus`, None on one machine, whose
-    nodes are simulated.  `log_limit` is bytes for each stream of a rank, 0 for no limit.
-    `sys_path` and `argv` are the notebook's; with `own_path` the interpreter's own path follows;
-    with `share_gpus` several ranks of nccl can have one GPU; `gpus_asked` numbers those of each
-    node that are used, "" for all; with `sync_code` edited modules are imported again before each
-    task.  gloo connects ranks by the `interface`; user code's own rank 0 can listen at
+    process group.  `seats` has where each rank sits, () on one node, `room` for how many each
+    simulated node has room; `node` is the one that this spec is for, with its own `gpus`, None on
+    one machine, whose nodes are simulated.  `log_limit` is bytes for each stream of a rank, 0 for
+    no limit.  `sys_path` and `argv` are the notebook's; with `own_path` the interpreter's own path
+    follows.  gloo connects ranks by the `interface`; user code's own rank 0 can listen at
     `master_addr` and `master_port`, 0 for one that the agent holds.  With `torch_store` the ranks
     meet there.  `versions` are the notebook's where the user names an interpreter or a wrapper.
+    `config` is what was asked for, with what the notebook chose where nothing was said: launcher,
+    name, log folder, interpreter elsewhere, and whether workers are forked.
     """
 
     world_size: int
@@ -93,45 +94,61 @@ class WorldSpec:
     threads: int
     python: str
     gpus: tuple[str, ...] = ()
-    name: str = "world"
-    pool: str = "default"
-    log_dir: str = ""
     log_limit: int = 0
-    use_fork_server: bool = True
     seats: Seats = ()
     room: tuple[int, ...] = ()
     node: int | None = None
-    wrap: tuple[str, ...] = ()
     own_path: bool = False
-    share_gpus: bool = False
-    gpus_asked: str = ""
     master_addr: str = "localhost"
     master_port: int = 0
     interface: str = "lo"
     argv: tuple[str, ...] = ("",)
-    sync_code: bool = False
     torch_store: TorchStore | None = None
     versions: Versions = field(default_factory=dict)
+    config: WorldConfig = field(default_factory=WorldConfig)
+
+    @property
+    def name(self) -> str:
+        """The name of the world, which the notebook has chosen if the user has not."""
+        return self.config.name or ""
+
+    @property
+    def wrap(self) -> tuple[str, ...]:
+        """What stands before each worker's command; on other machines agents are wrapped."""
+        return self.config.wrapper if self.node is None else ()
 
     @property
     def command(self) -> tuple[str, ...]:
         """The command line of a worker that is not forked."""
         return (*self.wrap, self.python, *MODULE, "nbdist.worker")
 
+    @property
+    def nodes(self) -> list[int]:
+        """The node of each rank."""
+        return [each.node for each in self.seats] or [0] * self.world_size
+
     def seat(self, rank: int) -> Seat:
-        """Return which node the rank is on, and where there."""
-        return seat_of(rank, self.world_size, self.seats)
+        """Return a rank's seat; as torchrun does it counts nodes that have ranks, without a gap."""
+        node, local_rank = self.seats[rank] if self.seats else (0, rank)
+        there = sorted({*self.nodes})
+        return Seat(local_rank, self.nodes.count(node), there.index(node), len(there))
 
     @property
     def here(self) -> tuple[int, ...]:
         """The ranks of the node that this is for."""
-        if self.node is None:
-            return tuple(range(self.world_size))
-        return ranks_on(self.node, self.world_size, self.seats)
+        return tuple(rank for rank, node in enumerate(self.nodes) if self.node in (None, node))
 
     def gpus_of(self, rank: int) -> tuple[str, ...]:
-        """Choose what CUDA shows the rank: all of its node's, or its own MIG slice."""
-        gpus = gpus_of(rank, self.seats if self.node is None else (), self.gpus)
+        """Choose what CUDA shows the rank: all GPUs of its node, or its own MIG slice.
+
+        Simulated nodes have some each, as CUDA_VISIBLE_DEVICES, so that LOCAL_RANK is a valid
+        index on each; where there are too few GPUs, nodes share some.
+        """
+        gpus, nodes = self.gpus, self.nodes
+        if gpus and self.node is None and len({*nodes}) > 1:
+            node = nodes[rank]
+            first, here = sum(each < node for each in nodes), min(nodes.count(node), len(gpus))
+            gpus = tuple(gpus[(first + each) % len(gpus)] for each in range(here))
         own = self.seat(rank).local_rank % max(1, len(gpus))
         return gpus[own : own + 1] if any(map(is_slice, gpus)) else gpus
 
@@ -148,8 +165,6 @@ class WorkerStart:
     """
 
     rank: int
-    local_rank: int
-    local_world_size: int
     world: WorldSpec
     connection_file: str
     token: str
@@ -161,6 +176,11 @@ class WorkerStart:
     gpus: tuple[str, ...] = ()
     sized_in: int = 1
     store_socket: str = ""
+
+    @property
+    def local_rank(self) -> int:
+        """Its number among the ranks of its node."""
+        return self.world.seat(self.rank).local_rank
 
     @property
     def device(self) -> str:
@@ -185,7 +205,8 @@ class WorkerStart:
     @property
     def log_folder(self) -> Path | None:
         """Where the rank's log files are; torch's error file is beside them."""
-        return Path(self.environ["TORCHELASTIC_ERROR_FILE"]).parent if self.world.log_dir else None
+        has_logs = self.world.config.log_dir
+        return Path(self.environ["TORCHELASTIC_ERROR_FILE"]).parent if has_logs else None
 
     @property
     def stack_file(self) -> str:
@@ -257,6 +278,23 @@ NBDIST_SETS = NBDIST_DECIDES | {
 }
 """All names of `torchrun_variables`."""
 
+
+DEBUG_VARIABLES: Mapping[str, str] = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+    "PYTHONFAULTHANDLER": "1",
+}
+"""torchx's `--debug`; the last is for processes that a worker starts, it has its own.
+
+But for NCCL_DESYNC_DEBUG, with which torch ends a worker whose collective waits too long.
+"""
+
+READ_AT_START = re.compile(
+    r"(LD|MALLOC|KMP|GOMP|MKL|OPENBLAS|GLIBC)_.*|PYTHON(?!_EXEC|FAULTHANDLER|PATH).*"
+    r"|TORCH_(LOGS|LOGS_.*|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES)"
+)
+"""What an interpreter, or a library on import, reads once: too late for a fork of either."""
 
 MULTI_RANK_NCCL = (2, 30)
 """The first version of NCCL that takes several ranks on one GPU by itself."""
@@ -336,7 +374,7 @@ def torchrun_variables(
         "GROUP_WORLD_SIZE": str(seat.nodes),
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": size,
-        "ROLE_NAME": spec.pool,
+        "ROLE_NAME": spec.config.pool,
         "MASTER_ADDR": spec.master_addr,
         "MASTER_PORT": str(spec.master_port or port),
         # Nothing listens on MASTER_PORT: user code's own rank 0 makes a store there.

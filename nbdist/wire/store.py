@@ -22,7 +22,7 @@ that one operation may wait: for longer ones a rank asks again."""
 
 
 class Set(NamedTuple):
-    """Have these values under these keys; answered by None."""
+    """Store these values under these keys; answered by None."""
 
     values: Mapping[str, bytes]
 
@@ -49,7 +49,7 @@ class Add(NamedTuple):
 
 
 class CompareSet(NamedTuple):
-    """Have the value `desired` where it is `expected`, or where none is there and none expected.
+    """Store the value `desired` where it is `expected`, or where none is there and none expected.
 
     Answered by the value then, where there is none by `expected`, as in torch.
     """
@@ -60,7 +60,7 @@ class CompareSet(NamedTuple):
 
 
 class Append(NamedTuple):
-    """Have more bytes at the end of the value; answered by None."""
+    """Add bytes at the end of the value; answered by None."""
 
     key: str
     value: bytes
@@ -108,11 +108,7 @@ def answer_from(frame: bytes) -> Answer:
     return answer
 
 
-@dataclass(eq=False)
-class _Wait:
-    keys: tuple[str, ...]
-    values: asyncio.Future[tuple[bytes, ...]]
-    missing: set[str]
+_Values = tuple[bytes, ...]
 
 
 class HostedStore:
@@ -120,11 +116,11 @@ class HostedStore:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._waiting_for: dict[str, dict[_Wait, None]] = {}
+        self._waits: dict[str, dict[asyncio.Future[_Values], tuple[str, ...]]] = {}
 
     def __repr__(self) -> str:
-        waits = {wait for waits in self._waiting_for.values() for wait in waits}
-        return f"<HostedStore {len(self._values)} keys, {len(waits)} wait>"
+        waiting = {wait for waits in self._waits.values() for wait in waits}
+        return f"<HostedStore {len(self._values)} keys, {len(waiting)} wait>"
 
     async def ask(self, operation: Operation) -> Answer:
         """Return the answer, within the time that the operation gives."""
@@ -139,7 +135,14 @@ class HostedStore:
             case Append(key, value):
                 self._put(key, self._values.get(key, b"") + value)
             case Add(key, amount):
-                return self._add(key, amount)
+                before = self._values.get(key, b"0")
+                try:
+                    total = int(before) + amount
+                except ValueError:
+                    why = f"{key} holds {before[:40]!r}, to which no number can be added"
+                    return Refused(why)
+                self._put(key, b"%d" % total)
+                return total
             case CompareSet(key, expected, desired):
                 # What is not there is as empty.
                 if self._values.get(key, b"") == expected:
@@ -154,46 +157,33 @@ class HostedStore:
     def begin_world(self) -> None:
         """Forget all keys; the ranks of the world before have ended, and so have their waits."""
         self._values.clear()
-        self._waiting_for.clear()
+        self._waits.clear()
 
-    def _add(self, key: str, amount: int) -> int | Refused:
-        before = self._values.get(key, b"0")
-        try:
-            total = int(before) + amount
-        except ValueError:
-            return Refused(f"{key} holds {before[:40]!r}, to which no number can be added")
-        self._put(key, b"%d" % total)
-        return total
-
-    async def _wait_for(self, keys: tuple[str, ...], seconds: float) -> tuple[bytes, ...] | None:
+    async def _wait_for(self, keys: tuple[str, ...], seconds: float) -> _Values | None:
         """Return the values once all are there; None where they do not come in time."""
-        wait = _Wait(keys, asyncio.get_running_loop().create_future(), set())
-        self._look(wait)
+        if (found := self._found(keys)) is not None or not seconds:
+            return found
+        wait: asyncio.Future[_Values] = asyncio.get_running_loop().create_future()
+        for key in keys:
+            self._waits.setdefault(key, {})[wait] = keys
         try:
-            if not wait.values.done() and seconds:
-                await asyncio.wait({wait.values}, timeout=seconds)
-            return wait.values.result() if wait.values.done() else None
+            await asyncio.wait({wait}, timeout=seconds)
+            return wait.result() if wait.done() else None
         finally:
-            self._forget(wait)
+            for key in keys:
+                waits = self._waits.get(key, {})
+                waits.pop(wait, None)
+                if not waits:
+                    self._waits.pop(key, None)
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
-        for wait in self._waiting_for.pop(key, ()):
-            wait.missing.discard(key)
-            if not wait.missing:
-                self._look(wait)
+        for wait, keys in self._waits.get(key, {}).items():
+            if not wait.done() and (found := self._found(keys)) is not None:
+                wait.set_result(found)
 
-    def _look(self, wait: _Wait) -> None:
-        """End a wait whose keys are all there; what was there may have been deleted again."""
-        wait.missing = {key for key in wait.keys if key not in self._values}
-        if not wait.missing:
-            wait.values.set_result(tuple(self._values[key] for key in wait.keys))
-        for key in wait.missing:
-            self._waiting_for.setdefault(key, {})[wait] = None
-
-    def _forget(self, wait: _Wait) -> None:
-        for key in wait.missing:
-            if waits := self._waiting_for.get(key):
-                waits.pop(wait, None)
-            if not waits:
-                self._waiting_for.pop(key, None)
+    def _found(self, keys: tuple[str, ...]) -> _Values | None:
+        """Return the values, None unless all are there."""
+        if all(key in self._values for key in keys):
+            return tuple(self._values[key] for key in keys)
+        return None

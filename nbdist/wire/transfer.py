@@ -66,7 +66,7 @@ class Numbered:
         return self._told < self._read
 
     def message(self, frames: Sequence[Frame]) -> list[Frame]:
-        """Give a message the next number, and keep it."""
+        """Return a message with the next number, and keep it."""
         self._last += 1
         self._kept.append(frames)
         return [self._header(Kind.MESSAGE, self._last), *frames]
@@ -186,12 +186,16 @@ class Sending:
         return None
 
     def taken(self, taken: Taken, now: float) -> bool:
-        """Note an answer; say whether it is the last of its segment, which is there or refused."""
+        """Note an answer; return True for the last of its segment, which is there or refused."""
         path, end = taken.path, taken.end
         if taken.problem:  # to what was sent of it after that there is no answer
             self._under_way = deque(each for each in self._under_way if each[0] != path)
         elif self._under_way:
-            self._adapt(now - self._under_way.popleft()[1])
+            delay = now - self._under_way.popleft()[1]
+            # Fewer at a time where pieces wait for one another: they are in the way of Stop.
+            self._least_delay = min(self._least_delay, delay)
+            step = 1 if delay - self._least_delay < MOST_DELAY else -1
+            self._window = min(max(1, self._window + step), self.most)
         transfer = self._transfers.get(path)
         if transfer is None:
             return False
@@ -224,17 +228,8 @@ class Sending:
 
     def close(self) -> None:
         """Send nothing more."""
-        for transfer in self._transfers.values():
-            os.close(transfer.fd)
-        self._transfers.clear()
+        self.drop([*self._transfers])
         self._under_way.clear()
-
-    def _adapt(self, delay: float) -> None:
-        # Fewer at a time where pieces wait for one another: they are in the way of Stop.
-        self._least_delay = min(self._least_delay, delay)
-        waited = delay - self._least_delay
-        step = 1 if waited < MOST_DELAY else -1
-        self._window = min(max(1, self._window + step), self.most)
 
 
 class Receiving:

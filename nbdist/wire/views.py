@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -293,8 +293,7 @@ LARGEST = 4096
 """No offset is as large; what is read may come from a cell that wrote into the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallLayout:
+class CallLayout(NamedTuple):
     """Where a worker's memory has the calls of its main thread, which its agent reads there.
 
     Addresses of the `thread`'s state and of two types; all else are offsets in bytes.  The state
@@ -322,14 +321,14 @@ class CallLayout:
     other: int
 
     def line(self) -> bytes:
-        """Give it as one line of text."""
-        return " ".join(map(str, astuple(self))).encode() + b"\n"
+        """Write it as one line of text."""
+        return " ".join(map(str, self)).encode() + b"\n"
 
     @classmethod
     def read(cls, line: bytes) -> CallLayout:
         """Read such a line; raises ValueError where it is none."""
         thread, code_type, text_type, *offsets = map(int, line.split())
-        if len(offsets) != len(cls.__slots__) - 3 or not all(0 <= n < LARGEST for n in offsets):
+        if len(offsets) != len(cls._fields) - 3 or not all(0 <= n < LARGEST for n in offsets):
             raise ValueError("these are not the offsets of calls")
         return cls(thread, code_type, text_type, *offsets)
 
@@ -344,8 +343,6 @@ SOCKET = re.compile(r"notebook-[0-9]{1,10}\.sock")
 
 LONGEST_QUESTION, MOST_BYTES = 1 << 16, 16 << 20
 """Of an answer: 1,024 ranks have about one MB."""
-
-_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,14 +448,13 @@ def connect_to(path: Path, timeout: float) -> socket.socket:
 
 def user_at(end: socket.socket) -> int:
     """Return the user whose process has the other end, as the kernel says (unix(7))."""
-    return _credentials(end)[1]
+    return _peer(end)[1]
 
 
 def process_at(end: socket.socket) -> int:
     """Return the process that has the other end, or listened there; 0 in another pid namespace."""
-    return _credentials(end)[0]
+    return _peer(end)[0]
 
 
-def _credentials(end: socket.socket) -> tuple[int, ...]:
-    found = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(found)
+def _peer(end: socket.socket) -> tuple[int, ...]:
+    return struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

@@ -166,12 +166,8 @@ class SigintSent:
     """SIGINT was sent before this, and is for no task that comes after it."""
 
 
-ToWorker = Task | InputReply | SigintSent
-"""What a worker is sent of tasks, each as a frame."""
-
-
 def failure_in_words(name: str, message: str) -> Failure:
-    """Give one from outside the cell's code, as one line."""
+    """Return a failure from outside the cell's code, as one line."""
     return Failure(name, message, (f"{name}: {message}",), time.time_ns())
 
 

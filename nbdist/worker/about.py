@@ -8,22 +8,15 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from typing import TypedDict
+from typing import Any
 
 
-class About(TypedDict):
-    """Versions are "" where there is none; `said` is what torch has warned of."""
+def about() -> dict[str, Any]:
+    """Import torch, and look.
 
-    torch: str
-    device: str  # what this build is for: `CUDA 12.8`, `ROCm 6.4`, `CPU`
-    gpus: list[str]
-    gloo: bool
-    nccl: str
-    said: list[str]
-
-
-def about() -> About:
-    """Import torch, and look."""
+    `device` is what this build is for, such as `CUDA 12.8`; `nccl` is "" where there is none;
+    `said` is what torch has warned of.
+    """
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         import torch

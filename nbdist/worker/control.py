@@ -7,14 +7,12 @@ import asyncio
 import builtins
 import inspect
 import keyword
-import os
 import re
 import threading
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ from nbdist.wire.frames import pack, unpack
 from nbdist.wire.spec import WorkerStart
 from nbdist.worker.compat import ipython, models
 from nbdist.worker.compat import torch as compat
-from nbdist.worker.environment import ready_names, share_gpu
+from nbdist.worker.environment import change_environ, ready_names, share_gpu
 from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel
@@ -52,7 +50,11 @@ class ControlThread:
 
     def answer(self, stream: Any, ident: Any, message: dict[str, Any]) -> None:
         """Answer a request; called by ipykernel."""
-        send = partial(self._send, stream, ident, message)
+
+        def send(answer: control.Answer) -> None:
+            session, buffers = self._kernel.session, [pack(answer)]
+            session.send(stream, control.REPLY, {}, message, ident, buffers=buffers)
+
         with reserve():
             request = unpack(message["buffers"][0])
             if isinstance(request, Question):
@@ -84,12 +86,6 @@ class ControlThread:
             answer = Description({**answer.data, "text/plain": text})
         send(answer)
 
-    def _send(
-        self, stream: Any, ident: Any, message: dict[str, Any], answer: control.Answer
-    ) -> None:
-        buffers = [pack(answer)]
-        self._kernel.session.send(stream, control.REPLY, {}, message, ident, buffers=buffers)
-
     def _answer_to(self, request: control.Request) -> control.Answer:
         probe, group = self._probe, self._group
         match request:
@@ -120,58 +116,32 @@ class ControlThread:
             case control.Regroup() | control.Resize():
                 probe.start_over()
                 check_room_for_threads()
-                if isinstance(request, control.Regroup):
-                    self._regroup(request)
-                else:
-                    self._resize(request)
+                self._form_again(request)
         return control.Ok()
 
-    # --- groups formed anew, and what cells find then; while no task runs ---------------------
-
-    def _regroup(self, regroup: control.Regroup) -> None:
+    def _form_again(self, request: control.Regroup | control.Resize) -> None:
+        """Connect the group anew, and show cells what has changed; while no task runs."""
+        before, world, number = self._start, request.world, request.generation
+        after = replace(before, world=world, environ=request.environ)
+        if isinstance(request, control.Resize):
+            after = replace(after, rank=request.rank, generation=number, sized_in=number)
         if self._group is not None:
-            self._group.regroup(regroup.generation, regroup.members)
-        world = replace(self._start.world, seats=regroup.seats)
-        self._take(replace(self._start, world=world, environ=regroup.environ))
-
-    def _resize(self, resize: control.Resize) -> None:
-        before, size = self._start, resize.world_size
-        world = replace(before.world, world_size=size, seats=resize.seats, threads=resize.threads)
-        after = replace(
-            before,
-            rank=resize.rank,
-            world=world,
-            environ=resize.environ,
-            generation=resize.generation,
-            sized_in=resize.generation,
-        )
-        if self._group is not None:
-            self._group.resize(after, resize.newcomers)
-        self._take(after)
-        if after.rank != before.rank:
-            share_gpu(self._start)
-        # Threads are a matter of the thread that starts an operation.  What the loop is
-        # given now it does before it takes the next cell.
-        self._loop.call_soon_threadsafe(change_threads, before.world.threads, resize.threads)
-
-    def _take(self, after: WorkerStart) -> None:
-        """Show cells this start from now on."""
-        seat = after.world.seat(after.rank)
-        after = replace(after, local_rank=seat.local_rank, local_world_size=seat.local_world_size)
-        before, self._start = self._start, after
+            if isinstance(request, control.Resize):
+                self._group.resize(after, request.newcomers)
+            else:
+                self._group.regroup(number, request.members)
+        self._start = after
         # CUDA reads it once.
         follows = {k: v for k, v in after.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-        change_environment(before.environ, follows)
+        change_environ(before.environ, follows)
         for name in ("rank", "local_rank", "world_size"):
             self._kernel.namespace.change(name, ready_names(after)[name])
         self._kernel.session.large.folder = after.log_folder
-
-
-def change_environment(before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Change the variables that differ; those that the user has set meanwhile stay."""
-    for name, value in after.items():
-        if before.get(name) != value and os.environ.get(name) == before.get(name):
-            os.environ[name] = value
+        if after.rank != before.rank:
+            share_gpu(after)
+        # Threads are a matter of the thread that starts an operation.  What the loop is
+        # given now it does before it takes the next cell.
+        self._loop.call_soon_threadsafe(change_threads, before.world.threads, world.threads)
 
 
 def change_threads(before: int, after: int) -> None:
@@ -308,7 +278,16 @@ def find(names: Mapping[str, Any], path: str) -> Any:
     first, *rest = path.split(".")
     value = names.get(first, vars(builtins).get(first, UNKNOWN))
     for name in rest:
-        value = _read(attributes(value).get(name, UNKNOWN), value)
+        holder, found = value, attributes(value).get(name, UNKNOWN)
+        kind, value = type(found), found
+        if issubclass(kind, IN_C):
+            value = UNKNOWN
+            with suppress(Exception):  # an empty slot, or an object that is half made
+                value = found.__get__(holder, type(holder))
+        elif issubclass(kind, (staticmethod, classmethod)):
+            value = found.__func__
+        elif hasattr(kind, "__get__") and not issubclass(kind, PLAIN):
+            value = UNKNOWN
     return value
 
 
@@ -327,15 +306,3 @@ def own(value: Any) -> dict[str, Any]:
     """Return what an object itself holds: of torch's modules their layers too."""
     held = own_attributes(value)
     return held | models.parts_of(held) if issubclass(type(value), torch.nn.Module) else held
-
-
-def _read(found: Any, holder: Any) -> Any:
-    """Return the value of an attribute; UNKNOWN where users' code computes it."""
-    kind = type(found)
-    if issubclass(kind, IN_C):
-        with suppress(Exception):  # an empty slot, or an object that is half made
-            return found.__get__(holder, type(holder))
-        return UNKNOWN
-    if issubclass(kind, (staticmethod, classmethod)):
-        return found.__func__
-    return found if issubclass(kind, PLAIN) or not hasattr(kind, "__get__") else UNKNOWN

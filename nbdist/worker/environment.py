@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -27,15 +27,13 @@ from nbdist.wire.work import Surroundings
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
 
-WIDGET_BARS = frozenset({"tqdm.autonotebook", "tqdm.notebook"})
-"""The modules of tqdm that choose widgets, or are made of them."""
-
+WIDGET_BARS = "tqdm.notebook"  # `tqdm.autonotebook` takes text where this lacks its other names
 RICH_CONSOLE = "rich.console"
 _NAMES = {"tqdm": "tqdm", "trange": "trange", "tqdm_notebook": "tqdm", "tnrange": "trange"}
 
 
 def prepare_torch(start: WorkerStart) -> None:
-    """Give torch its share of the cores and the rank's GPU."""
+    """Set the rank's GPU, and torch's number of threads."""
     # A forked worker's torch and OpenMP have read OMP_NUM_THREADS and TORCH_DISTRIBUTED_DEBUG in
     # the fork server, which does not have the world's environment.
     torch.set_num_threads(start.world.threads)
@@ -47,8 +45,8 @@ def prepare_torch(start: WorkerStart) -> None:
 
 
 def share_gpu(start: WorkerStart) -> None:
-    """Have NCCL take several ranks on one GPU, where they share it or have slices of it."""
-    if start.gpus and (start.has_slice or start.world.share_gpus):
+    """Allow NCCL several ranks on one GPU, where they share it or have slices of it."""
+    if start.gpus and (start.has_slice or start.world.config.share_gpus):
         version, slices = accelerator.nccl_version(), start.has_slice
         os.environ.update(sharing_variables(start.rank, version, os.environ, slices=slices))
 
@@ -84,7 +82,7 @@ def pickle_cell_definitions_by_value() -> None:
 
 
 class _TextBars(MetaPathFinder, Loader):
-    """Finds tqdm's modules of widgets, with ordinary bars in them, and rich's console of text."""
+    """Finds tqdm's module of widgets, with ordinary bars in it, and rich's console of text."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -99,7 +97,7 @@ class _TextBars(MetaPathFinder, Loader):
 
             loader.exec_module = execute_and_change
             return found
-        return ModuleSpec(fullname, self) if fullname in WIDGET_BARS else None
+        return ModuleSpec(fullname, self) if fullname == WIDGET_BARS else None
 
     def exec_module(self, module: ModuleType) -> None:
         text = import_module("tqdm.std")
@@ -112,7 +110,7 @@ def _write_text(rich_console: ModuleType) -> None:
 
 
 def draw_bars_as_text() -> None:
-    """Have tqdm's and rich's bars drawn as lines, which the notebook shows for each rank.
+    """Draw tqdm's and rich's bars as lines, which the notebook shows for each rank.
 
     With ipywidgets both take widgets in an ipykernel, and a worker's would never move.
     """
@@ -159,7 +157,12 @@ class Around:
         # A rank that has entries of its own keeps them.
         is_own = sys.path != before
         sys.path[:] = merged(sys.path, before, self._path) if is_own else self._path
-        self._follow_environ(around.environ)
+        changed, self._changes = self._changes, around.environ
+        names, given = {**changed, **around.environ}, self._given
+        change_environ(
+            {name: changed.get(name, given.get(name)) for name in names},
+            {name: around.environ.get(name, given.get(name)) for name in names},
+        )
 
     def _path_with(self, path: Sequence[str]) -> list[str]:
         return [*path, *(entry for entry in self._own_path if entry not in path)]
@@ -181,17 +184,16 @@ class Around:
             return
         self._folder = process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
 
-    def _follow_environ(self, changes: Mapping[str, str | None]) -> None:
-        before, self._changes = self._changes, changes
-        for name in {**before, **changes}:
-            at_start = self._given.get(name)
-            if os.environ.get(name) != before.get(name, at_start):
-                continue  # this rank has a value of its own
-            value = changes.get(name, at_start)
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+
+def change_environ(before: Mapping[str, str | None], after: Mapping[str, str | None]) -> None:
+    """Change variables, or remove those that are None `after`; those set meanwhile stay."""
+    for name, value in after.items():
+        if os.environ.get(name) != before.get(name):
+            continue  # this rank has a value of its own
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def merged(own: Sequence[str], before: Sequence[str], after: Sequence[str]) -> list[str]:
@@ -232,11 +234,10 @@ class Source:
 class OwnModules(MetaPathFinder):
     """Notes what is imported, also anew; finds nothing itself."""
 
-    def __init__(self, *, is_kept_in_step: bool = False) -> None:
+    def __init__(self) -> None:
         self._begun: dict[str, int] = {}  # when, of those that have not been looked at
         self._sources: dict[str, Source] = {}
         self._is_reloading = False
-        self._is_kept_in_step = is_kept_in_step
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -251,15 +252,11 @@ class OwnModules(MetaPathFinder):
         `before` is when the task began, in nanoseconds.  Where `%autoreload` is on (`reloads`),
         it reloads them, but for what was edited before it was turned on, which is reloaded here.
         """
-        self._take_new()
         if reloads and not self._is_reloading:
-            for name in self._edited(before):
-                reload_here(name)
-            self._take_new()
+            self.reload(before)
         self._is_reloading = reloads
         told = []
-        for name, edited in self._edited(before).items():
-            source = self._sources[name]
+        for source, edited in self._edited(before).values():
             if reloads:
                 source.imported = edited
             elif edited != source.told:
@@ -267,23 +264,30 @@ class OwnModules(MetaPathFinder):
                 told.append(source.file)
         return tuple(told)
 
-    def keep_in_step(self) -> None:
-        """Reload what was edited, in the order of its import; a task of `--sync-code` begins so."""
-        if self._is_kept_in_step:
-            self._take_new()
-            for name, edited in self._edited(time.time_ns()).items():
-                reload_here(name)
-                self._sources[name].imported = edited
+    def reload(self, before: int) -> None:
+        """Reload what was edited before this time as `%autoreload` does, in the order of import.
 
-    def _edited(self, before: int) -> dict[str, int]:
-        """Return the modules whose files were edited since, with the times of that."""
-        times = ((name, each, _time_of(each.file)) for name, each in self._sources.items())
-        return {
-            name: at for name, each, at in times if at not in (0, each.imported) and at <= before
-        }
+        What other modules have imported from it is the new one too.
+        """
+        for name, (source, edited) in self._edited(before).items():
+            autoreload = import_module("IPython.extensions.autoreload")
+            try:
+                autoreload.superreload(sys.modules[name], old_objects={})
+            except Exception:  # noqa: BLE001 (it is the user's code)
+                print(f"[autoreload of {name} failed: {format_exc(10)}]", file=sys.stderr)  # noqa: T201
+            source.imported = edited
 
-    def _take_new(self) -> None:
-        """Take in what was imported since the last time, if it is the user's."""
+    def forget_edited(self, is_own: Callable[[str], bool]) -> None:
+        """Have a script's own modules imported again if one was edited: they import one another."""
+        edited = self._edited(sys.maxsize)
+        own = [name for name, source in self._sources.items() if is_own(source.file)]
+        if not edited.keys().isdisjoint(own):
+            for name in own:
+                del self._sources[name]
+                sys.modules.pop(name, None)
+
+    def _edited(self, before: int) -> dict[str, tuple[Source, int]]:
+        """Return the user's modules whose files were edited since their import, and when."""
         while self._begun:
             name, begun = self._begun.popitem()
             spec = getattr(sys.modules.get(name), "__spec__", None)
@@ -293,15 +297,12 @@ class OwnModules(MetaPathFinder):
                 edited = _time_of(file)
                 # It may have been edited while the task still ran that has imported it.
                 self._sources[name] = Source(file, edited if edited <= begun + CLOCKS else begun)
-
-
-def reload_here(name: str) -> None:
-    """Reload a module as `%autoreload` does: what was imported from it is the new one too."""
-    autoreload = import_module("IPython.extensions.autoreload")
-    try:
-        autoreload.superreload(sys.modules[name], old_objects={})
-    except Exception:  # noqa: BLE001 (it is the user's code)
-        print(f"[autoreload of {name} failed: {format_exc(10)}]", file=sys.stderr)  # noqa: T201
+        times = {name: (each, _time_of(each.file)) for name, each in self._sources.items()}
+        return {
+            name: (each, at)
+            for name, (each, at) in times.items()
+            if at not in (0, each.imported) and at <= before
+        }
 
 
 def _time_of(file: str) -> int:

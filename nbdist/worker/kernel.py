@@ -26,7 +26,6 @@ from jupyter_client.session import Session
 from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, Done
-from nbdist.values.payload import Payload
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Call, InputReply, Source, Task, Work, failure_in_words
 from nbdist.worker.compat.debugger import is_debugger, leave_debugger, use_debugger
@@ -39,7 +38,7 @@ from nbdist.worker.compat.ipython import (
 )
 from nbdist.worker.environment import Around, OwnModules, draw_bars_as_text, ready_names
 from nbdist.worker.group.group import Group
-from nbdist.worker.memory import Peaks
+from nbdist.worker.memory import PEAKS
 from nbdist.worker.namespace import Context, Namespace, find_op
 from nbdist.worker.ops.memory import forget_errors
 from nbdist.worker.probe import RUNS_CELLS, keep_crashes
@@ -63,8 +62,7 @@ class WorkerKernel(LeavesChildren):
     own_modules: OwnModules
     around: Around
     group: Group | None = None
-    peaks = Peaks()
-    is_at_work = False
+    syncs_code = is_at_work = False
     ask: Callable[..., InputReply]  # (prompt, secret=..., by_debugger=...), by `Tasks`
     shell_class = Type(WorkerShell)
 
@@ -77,7 +75,7 @@ class WorkerKernel(LeavesChildren):
         """Bind the task's names, do its work, which Stop interrupts, and report what came of it."""
         started, began = time.perf_counter(), time.time_ns()
         done, error = Done("error", 0.0, received=False), None
-        context = Context(self.shell, self.namespace, self.group, self.peaks, task_id=task.id)
+        context = Context(self.shell, self.namespace, task_id=task.id)
         self.is_at_work = True
         self.records.begin_task(task.log_level)
         self.session.begin_task()
@@ -85,8 +83,7 @@ class WorkerKernel(LeavesChildren):
             interrupts.begin()
             self._prepare(task, context)
             done = replace(done, received=True)
-            with context.shell.displayhook.noting() if task.keeps else nullcontext():
-                error, value = await self._work(task.work, context)
+            error, value = await self._work(task.work, context)
             done = replace(
                 done,
                 bound=frozenset(context.bound),
@@ -118,7 +115,8 @@ class WorkerKernel(LeavesChildren):
         if self.group is not None:
             self.group.begin_task(task.id)
         self.around.follow(task.around)
-        self.own_modules.keep_in_step()
+        if self.syncs_code:
+            self.own_modules.reload(time.time_ns())
         self.namespace.receive(task.names, task.stays.get(context.rank, ()))
         context.bound |= self.namespace.import_again(task.imports.get(context.rank, {}))
         if task.execution_count is not None:
@@ -133,7 +131,7 @@ class WorkerKernel(LeavesChildren):
             return await self._run_source(work.text, context), context.shell.displayhook.take()
         is_users = work.op in USERS_CODE
         if is_users:
-            self.peaks.begin()
+            PEAKS.begin()
         try:
             with CELL_TIMES if is_users else nullcontext():
                 value = find_op(work.op)(context, **work.arguments)
@@ -148,7 +146,8 @@ class WorkerKernel(LeavesChildren):
             return None
         shell: Any = self.shell
         shell.last_execution_result = None
-        self.peaks.begin()
+        shell.displayhook.take()  # of a cell that Stop has ended
+        PEAKS.begin()
         with context.noting(), CELL_TIMES:
             try:
                 reply: Any = await self.do_execute(text, silent=False, allow_stdin=True)
@@ -182,22 +181,21 @@ class WorkerKernel(LeavesChildren):
             contents = contents_of(error, context.names)
             failure = failure_of(error, said)
             return replace(done, failure=failure, error_number=number, values=contents)
-        values: Payload | None
-        kept: int | None = None
+        values, kept = None, None
         if task.keeps:
             values, kept = self.namespace.keep(value, task.id)
         elif task.fetch:
             values = self.namespace.fetch(task.fetch, task.id)
-        else:
+        elif not isinstance(task.work, Source):
             values = self.namespace.pack(value, task.id, context.title)
         return replace(done, status="ok", values=values, kept=kept)
 
     def raw_input(self, prompt: object = "") -> str:
-        """Return what somebody types in the notebook: `input`, also in scripts and functions."""
+        """Return what is typed in the notebook: `input`, also in scripts and functions."""
         return self._typed(str(prompt), secret=False)
 
     def getpass(self, prompt: object = "Password: ", *_: object, **__: object) -> str:
-        """Do the same, without showing it: `getpass.getpass`."""
+        """Return it without showing it: `getpass.getpass`."""
         return self._typed(str(prompt), secret=True)
 
     def _typed(self, prompt: str, *, secret: bool) -> str:
@@ -287,7 +285,7 @@ def make_app(start: WorkerStart) -> WorkerApp:
     shell.ready = kernel.namespace.ready
     kernel.records = Records(partial(kernel.publish, RECORD), app.log.name)
     kernel.records.watch()
-    kernel.own_modules = OwnModules(is_kept_in_step=start.world.sync_code)
+    kernel.own_modules, kernel.syncs_code = OwnModules(), start.world.config.sync_code
     sys.meta_path.insert(0, kernel.own_modules)
     # So that `%autoreload 2` is all that has to be said.
     shell.magics_manager.register_lazy("autoreload", "IPython.extensions.autoreload")

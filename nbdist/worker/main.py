@@ -102,7 +102,7 @@ def become_worker(start: WorkerStart, *, forked: bool) -> None:
     # The notebook could not send its functions to another Python or torch.
     if start.world.versions and (found := difference(versions_here(), start.world.versions)):
         has = f"{sys.executable} has {found.what} {found.there}, the notebook {found.here}"
-        say_and_end(f"{has}: {found.why}. `--python` names another one", LAST_LINE_SAYS)
+        end(f"{has}: {found.why}. `--python` names another one", LAST_LINE_SAYS)
     try:
         if forked:
             # What the fork server's children share is to be each one's own.
@@ -114,17 +114,19 @@ def become_worker(start: WorkerStart, *, forked: bool) -> None:
             time.tzset()
         run_worker(start)
     except BadEnvironment as error:
-        say_and_end(str(error), 1)
+        end(str(error))
     except Exception as error:  # noqa: BLE001 (whatever it was, it is printed and the process ends)
         why = why_not_started(start.gpu or start.device, error)
-        say_and_end(why or traceback.format_exc().rstrip(), LAST_LINE_SAYS if why else 1)
+        end(why or traceback.format_exc().rstrip(), LAST_LINE_SAYS if why else 1)
 
 
-def say_and_end(why: str, code: int) -> None:
+def end(why: str, code: int = 1) -> None:
     """End without taking the interpreter apart, which could wait for ever for open sockets."""
-    sys.stderr.write(f"{why}\n")
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        sys.stderr.write(f"{why}\n")
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 # --- takes the tasks that come from the agent, and has the main thread do them in turn --------
@@ -161,9 +163,6 @@ class Tasks:
         # One for all: what a cell sets in the context is there for the next.
         self._serving = self._loop.create_task(self._serve())
         self._serving.add_done_callback(_end_unless_closed)
-
-    def __repr__(self) -> str:
-        return f"<Tasks {len(self._waiting)} waiting>"
 
     def close(self) -> None:
         """Take no more: the worker ends."""
@@ -247,7 +246,7 @@ class Tasks:
             self._read(agent)
         except MemoryError as error:
             # What has come stays there, and the loop would call this again for ever.
-            _end("a task could not be read", error)
+            end(f"a task could not be read: {error!r}")
 
     async def _serve(self) -> None:
         while True:
@@ -273,11 +272,4 @@ class Tasks:
 def _end_unless_closed(serving: asyncio.Task[None]) -> None:
     """End a process that can report the end of no task: the notebook would wait for ever."""
     if not serving.cancelled():
-        _end("the end of a cell could not be reported", serving.exception())
-
-
-def _end(why: str, error: BaseException | None) -> None:
-    try:
-        os.write(sys.stderr.fileno(), f"{why}: {error!r}\n".encode())
-    finally:
-        os._exit(1)
+        end(f"the end of a cell could not be reported: {serving.exception()!r}")

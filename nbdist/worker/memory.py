@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import re
 import resource
 import sys
@@ -17,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from nbdist.system.limits import MemoryLimit, memory_limits
@@ -45,7 +45,9 @@ class Peaks:
     def memory(self, pss: int) -> Peak:
         """Return the peak of memory, which is `pss` now; what comes and goes is not shared."""
         most = _most_rss()
-        return Peak(pss + max(0, most - _statm(1)), is_bound=most <= self._rss)
+        return Peak(
+            pss + max(0, most - psutil.Process().memory_info().rss), is_bound=most <= self._rss
+        )
 
     def on_gpu(self) -> Peak:
         """Return the peak of tensors on the rank's GPU, which is in use."""
@@ -53,12 +55,13 @@ class Peaks:
         return Peak(most, is_bound=most <= self._on_gpu)
 
 
+PEAKS = Peaks()  # the worker's
+
+
 # --- measuring --------------------------------------------------------------------------
 
 
-def measure(
-    shell: Any, peaks: Peaks, seconds: float, raised: BaseException | None = None
-) -> Memory:
+def measure(shell: Any, seconds: float, raised: BaseException | None = None) -> Memory:
     """Measure memory, and search what holds it for at most `seconds`; also in what was `raised`."""
     search, hidden, kept = Search(seconds), shell.user_ns_hidden, list[Held]()
     # Without IPython's own names and what it has shown, which comes later.
@@ -77,13 +80,13 @@ def measure(
     pss, gpu, limits = pss_now(), None, [*memory_limits()]
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY:
-        limits.append(MemoryLimit("ulimit -v", most, most - _statm(0)))
+        limits.append(MemoryLimit("ulimit -v", most, most - psutil.Process().memory_info().vms))
     if accelerator.is_in_use():
         (free, total), used = accelerator.room(), accelerator.allocated()
-        gpu = GpuMemory(str(accelerator.index()), total - free, total, used, peaks.on_gpu())
+        gpu = GpuMemory(str(accelerator.index()), total - free, total, used, PEAKS.on_gpu())
     return Memory(
         pss=pss,
-        peak=peaks.memory(pss),
+        peak=PEAKS.memory(pss),
         limit=min(limits, key=lambda each: each.free, default=None),
         gpu=gpu,
         held=_largest(held),
@@ -102,12 +105,6 @@ def pss_now() -> int:
 
 def _largest(held: list[Held]) -> tuple[Held, ...]:
     return tuple(sorted(held, key=lambda each: -each.size)[:MOST_SHOWN])
-
-
-def _statm(field: int) -> int:
-    """Read bytes from proc(5), statm: 0 is the address space, 1 what is in memory."""
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[field]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _most_rss() -> int:
@@ -156,7 +153,7 @@ def account(shell: Any, rank: int, error: BaseException) -> list[str]:
     while _reserved:
         _reserved.pop().close()
     try:
-        return account_lines(rank, measure(shell, Peaks(), SEARCH_SECONDS, error))
+        return account_lines(rank, measure(shell, SEARCH_SECONDS, error))
     except (MemoryError, OSError, RuntimeError):
         return []  # there is no room for that either
     finally:
@@ -208,12 +205,16 @@ LEAST_INSIDE = 1 << 10
 """Bytes of an array inside of an object that is named: libraries have many of their own."""
 
 LARGE_BYTES = 1 << 20  # of plain bytes, which need not be named below that
-NOT_LOOKED_INTO = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, str, int)
-_Path = tuple[str, Any, int]
 
 
 class _Several(list[Any]):
     """Tensors of one container, to be shown as one."""
+
+
+NOT_LOOKED_INTO = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, str, int),
+    _Several,
+)
 
 
 class Search:
@@ -227,20 +228,16 @@ class Search:
         self._most_of_each = int(MOST_OF_A_CONTAINER * min(1.0, max(seconds, 0.1)))
         self._storages: set[tuple[str, int]] = set()
         self._seen: set[int] = set()
-        self._have_several: set[int] = set()
-        self._later: list[_Path] = []
 
     def take(self, names: Mapping[str, Any], where: str = "") -> list[Held]:
         """Look at what names lead to, nearest first; return what is new, named with `where`."""
         known = len(self.held)
-        waiting: deque[_Path] = deque((name, value, 0) for name, value in dict(names).items())
+        waiting = deque((name, value, 0) for name, value in dict(names).items())
         while waiting and self._has_time():
             name, value, depth = waiting.popleft()
             self._looked_at += 1
             try:
                 self._look(f"{name}{where}", value, depth)
-                waiting.extend(self._later)
-                self._later.clear()
                 if depth < DEEPEST and id(value) not in self._seen:
                     waiting.extend((f"{name}{more}", x, depth + 1) for more, x in self._in(value))
             except Exception:  # noqa: BLE001 (a class of the user's can raise anything)
@@ -254,17 +251,11 @@ class Search:
         return self._looked_at < MOST_LOOKED_AT
 
     def _look(self, name: str, value: Any, depth: int) -> None:
-        """Note what it holds itself, or as a container of many tensors."""
+        """Note what it holds itself, or several tensors as one."""
         if isinstance(value, torch.optim.Optimizer):
             self._note_several(f"{name}.state", self._tensors_in(value.state, 3))
         elif isinstance(value, _Several):
             self._note_several(name, value)
-        elif isinstance(value, list | tuple | set | frozenset | deque | dict):
-            tensors = [each for each in _members(value) if isinstance(each, torch.Tensor)]
-            if len(tensors) > SEVERAL:
-                # After what is as near as this: there may be a million of them.
-                self._later.append((name, _Several(tensors), DEEPEST))
-                (self._seen if len(tensors) == len(value) else self._have_several).add(id(value))
         elif (found := self._new(name, value)) is not None:
             is_known = not depth or isinstance(value, torch.Tensor)
             if is_known or found.size >= LEAST_INSIDE:
@@ -310,11 +301,17 @@ class Search:
             named = {name: each for name, each in held.items() if not name.startswith("_")}
             for name, each in (parts_of(held) | named).items():
                 yield f".{name}", each
-        elif isinstance(value, dict | list | tuple | deque):
-            is_known = id(value) in self._have_several
+        elif isinstance(value, list | tuple | set | frozenset | deque | dict):
+            tensors = [each for each in _members(value) if isinstance(each, torch.Tensor)]
+            has_several = len(tensors) > SEVERAL
+            if has_several:
+                # After what is as near as this: there may be a million of them.
+                yield "", _Several(tensors)
+            if isinstance(value, set | frozenset):
+                return
             entries = value.items() if isinstance(value, dict) else enumerate(value)
             for key, each in islice([*entries], self._most_of_each):
-                if not (is_known and isinstance(each, torch.Tensor)):
+                if not (has_several and isinstance(each, torch.Tensor)):
                     is_short = isinstance(key, str | int)
                     yield f"[{key!r}]" if is_short else f"[<{type(key).__name__}>]", each
         elif not isinstance(value, torch.optim.Optimizer):
@@ -381,11 +378,12 @@ def _tensor(name: str, tensor: torch.Tensor) -> tuple[Held, int]:
 
 
 def last_errors(shell: Any, raised: BaseException | None = None) -> Iterator[BaseException]:
-    """Yield the exceptions that Python and IPython keep, `raised`, and those they came from."""
-    known = [raised, getattr(sys, "last_value", None), getattr(sys, "last_exc", None)]
-    if (result := shell.last_execution_result) is not None:
-        known += [result.error_in_exec, result.error_before_exec]
-    waiting, seen = known, set()
+    """Yield `raised`, the exceptions that IPython and Python keep, and those they came from."""
+    result = shell.last_execution_result
+    # What ended the last cell; then what IPython has shown: it shows nothing of BdbQuit.
+    of_cell = [] if result is None else [result.error_in_exec, result.error_before_exec]
+    shown = [getattr(sys, name, None) for name in ("last_exc", "last_value")]
+    waiting, seen = [raised, *of_cell, *shown], set()
     while waiting:
         found = waiting.pop(0)
         if found is not None and id(found) not in seen:

@@ -31,8 +31,6 @@ from nbdist.values.shared_memory import Segment, Steps
 from nbdist.values.unpicklable import blame, fails_in, type_name
 from nbdist.wire.ops import Brought
 from nbdist.worker import ops
-from nbdist.worker.group.group import Group
-from nbdist.worker.memory import Peaks
 from nbdist.worker.received import Homeward, KeptValues, Received, SpreadValue
 from nbdist.worker.tracebacks import Problem
 
@@ -114,7 +112,7 @@ class Namespace:
             segment.close()
 
     def snapshot(self) -> dict[str, Identity]:
-        """Return which object each name is bound to; compare with `bound_since`."""
+        """Return which object each name is bound to, for `changes_since`."""
         # There are many names, and from task to task few are bound to something else.
         known, now = self._identities, self._of_users()
         self._identities = {
@@ -123,14 +121,11 @@ class Namespace:
         }
         return self._identities
 
-    def bound_since(self, before: Mapping[str, Identity]) -> frozenset[str]:
-        """Return names bound to another object now."""
+    def changes_since(self, before: Mapping[str, Identity]) -> tuple[set[str], set[str]]:
+        """Return names bound to another object now, and names bound to nothing any more."""
         now = self._of_users()
-        return frozenset(name for name, value in now if not _is_still(before, name, value))
-
-    def gone_since(self, before: Mapping[str, Identity]) -> frozenset[str]:
-        """Return names that are bound to nothing any more."""
-        return frozenset(before.keys() - self._names.keys())
+        bound = {name for name, value in now if not _is_still(before, name, value)}
+        return bound, before.keys() - self._names.keys()
 
     def _of_users(self) -> list[tuple[str, Any]]:
         """List all names without IPython's own `_`, `_i3`."""
@@ -297,8 +292,6 @@ class Context:
 
     shell: Any
     namespace: Namespace
-    group: Group | None
-    peaks: Peaks = field(default_factory=Peaks)
     title: str = ""
     task_id: str = ""
     bound: set[str] = field(default_factory=set)
@@ -320,26 +313,19 @@ class Context:
         """Pack a value, to be read before the notebook lets go of the task."""
         return self.namespace.lend(value, self.task_id, home or Homeward())
 
-    def noting(self) -> Noting:
-        """Note in `bound` what users' code binds meanwhile."""
-        return Noting(self)
+    def noting(self) -> ExitStack:
+        """Note in `bound` and `gone` what users' code binds and deletes until it is closed."""
+        before = self.namespace.snapshot()
 
+        def note() -> None:
+            bound, gone = self.namespace.changes_since(before)
+            self.bound |= bound
+            self.gone |= gone
 
-class Noting:
-    """Compares the names before and after."""
-
-    # Not a generator's: contextlib sets attributes of what is raised, which a class can refuse.
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def __enter__(self) -> None:
-        self._before = self._context.namespace.snapshot()
-
-    def __exit__(self, *_: object) -> None:
-        namespace = self._context.namespace
-        self._context.bound |= namespace.bound_since(self._before)
-        self._context.gone |= namespace.gone_since(self._before)
+        # No generator: contextlib sets attributes of what is raised, which a class can refuse.
+        noting = ExitStack()
+        noting.callback(note)
+        return noting
 
 
 @cache

@@ -118,10 +118,11 @@ class Probe:
 
     @property
     def waits_for_nccl(self) -> bool:
-        """Whether a cell runs with collectives of nccl's that have not ended, or with an error."""
+        """True while a cell runs whose collectives of nccl's have not ended, or have failed."""
         if not self._uses_nccl or self._group is None:
             return False
-        if not (script.is_running() or self._line(list(frames_of(self._ident)))):
+        spot = self._spot(list(frames_of(self._ident)))
+        if not (spot.line or spot.file):
             return False
         return self._nccl.pending().count > 0 or bool(self._group.nccl_error)
 
@@ -240,6 +241,7 @@ def _is_at_work(tid: str) -> bool:
 # --- stacks of this worker's threads ----------------------------------------------------------
 
 RUNS_CELLS = "run_cell_async"  # IPython's coroutine in whose chain of awaits the cell is
+Result = TypeVar("Result")
 _open: list[IO[bytes]] = []  # faulthandler has the descriptor alone; it must not be closed
 
 
@@ -312,7 +314,7 @@ def handles_stop(ident: int) -> bool:
 
 
 def write_stacks_to(path: str) -> None:
-    """Have crashes append stacks to a new file, whose first line is the main thread's `CallLayout`.
+    """Append stacks of crashes to a new file; its first line is the main thread's `CallLayout`.
 
     The line is empty where that is not known.
     """
@@ -324,7 +326,7 @@ def write_stacks_to(path: str) -> None:
 
 
 def keep_crashes() -> None:
-    """Have crashes write there again: torch's `@record`, for one, changes it."""
+    """Append them there again: torch's `@record`, for one, changes it."""
     if _open:
         faulthandler.enable(file=_open[-1], all_threads=False)
 
@@ -334,9 +336,6 @@ def keep_crashes() -> None:
 # Offsets in structs of its headers, the same in all releases of a minor version: _ts and _PyCFrame
 # (cpython/pystate.h), _PyInterpreterFrame (internal/pycore_frame.h), PyCodeObject (cpython/code.h).
 # In a build whose objects begin otherwise, without a GIL, the reader finds other types there.
-
-
-Result = TypeVar("Result")
 
 OFFSETS = {
     # holder, call; code, previous, instruction, owner; file, name, first_line, lines

@@ -18,7 +18,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 from nbdist.output.events import StreamName
@@ -29,7 +28,6 @@ PLENTY = 65536
 """Descriptors: enough for any data loader, and few for programs that go through all of them."""
 
 RESERVE = 48  # for reading /proc, and for gloo's sockets while a group is formed
-SPARE = 16  # descriptors that are held for the same where user code has lowered the hard limit
 DATA_LOADER = "torch.utils.data.dataloader"
 
 
@@ -38,7 +36,7 @@ class BadEnvironment(Exception):
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent, the agent, ends.
+    """End this process, by the kernel's SIGKILL, when its parent, the agent, ends.
 
     A forked worker becomes the agent's child when the fork server ends, which ends it until then.
     """
@@ -55,35 +53,18 @@ def set_limit() -> None:
     if hard == resource.RLIM_INFINITY:
         hard = PLENTY + RESERVE
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(PLENTY, soft, hard - RESERVE), hard))
-    _hold_spare()
 
 
 @contextmanager
 def reserve() -> Iterator[None]:
-    """Free descriptors, as many as the hard limit allows; called on the control thread."""
+    """Allow more descriptors, as far as the hard limit does; called on the control thread."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = soft + RESERVE if hard == resource.RLIM_INFINITY else min(hard, soft + RESERVE)
-    is_allowed = more > soft
-    if is_allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
-    while _spare and not is_allowed:
-        os.close(_spare.pop())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
     try:
         yield
     finally:
-        if is_allowed:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        else:
-            _hold_spare()
-
-
-_spare: list[int] = []
-
-
-def _hold_spare() -> None:
-    with suppress(OSError):
-        while len(_spare) < SPARE:
-            _spare.append(os.open(os.devnull, os.O_RDONLY))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # --- SIGINT -----------------------------------------------------------------------------------
@@ -142,21 +123,21 @@ class Interrupts:
 
 
 def leave_world_in_children(leave: Callable[[], None] | None) -> None:
-    """Have each child that user code forks call `leave` before it does anything else.
+    """Call `leave` in each child that user code forks, before it does anything else.
 
     It is outside the world: in it `init_process_group` is torch's own, for groups of such children,
     as in torch's tutorial "Writing distributed applications" and Lightning's `ddp_notebook`.
     """
-    os.register_at_fork(after_in_child=partial(_leave, leave))
 
+    def leave_world() -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # A data set asks there for its rank, as it can under torchrun, and for nothing else.
+        calls = (frame.f_globals for frame, _ in traceback.walk_stack(inspect.currentframe()))
+        if leave is not None and all(each.get("__name__") != DATA_LOADER for each in calls):
+            leave()
 
-def _leave(leave: Callable[[], None] | None) -> None:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    # A data set asks there for its rank, as it can under torchrun, and for nothing else.
-    calls = (frame.f_globals for frame, _ in traceback.walk_stack(inspect.currentframe()))
-    if leave is not None and all(each.get("__name__") != DATA_LOADER for each in calls):
-        leave()
+    os.register_at_fork(after_in_child=leave_world)
 
 
 # --- when this worker's last cell ran, and when its main thread waited for other ranks meanwhile --
@@ -211,52 +192,16 @@ os.register_at_fork(
 
 FIRST_PRIVATE = 200  # above the descriptors that people count through to close or to write to them
 
-
-class _Pipes:
-    """The pipes that the agent reads, whatever becomes of descriptors 1 and 2."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, int] = {}
-        self._nodes: dict[int, tuple[int, int]] = {}
-
-    def keep(self) -> None:
-        """Keep descriptors of our own, as high as possible; once, before a user's code runs."""
-        for fd in (1, 2):
-            self._nodes[fd] = _node(fd)
-            try:
-                self._kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE)
-            except OSError:  # the limit is below
-                self._kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
-
-    @property
-    def stdout(self) -> int:
-        """For marks, and for text that is in order with them."""
-        return self._kept.get(1, 1)
-
-    def is_elsewhere(self, fd: int) -> bool:
-        """Return True if a cell has redirected it."""
-        try:
-            return self._nodes.get(fd, node := _node(fd)) != node
-        except OSError:  # closed
-            return False
-
-    def open_again(self) -> None:
-        """Open what a cell has closed: else the next file that it opens would be in its place."""
-        for fd, kept in self._kept.items():
-            try:
-                os.fstat(fd)
-            except OSError:
-                with suppress(OSError):  # ours has been closed too
-                    os.dup2(kept, fd)
-
-
-_pipes = _Pipes()
+_kept = {1: 1, 2: 2}  # by descriptor: ours of the same pipe, whatever a cell does to that one
 _own: dict[StreamName, RankStream] = {}
 
 
-def _node(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
+def _is_elsewhere(fd: int) -> bool:
+    """Return True if a cell has redirected it."""
+    try:
+        return not os.path.sameopenfile(fd, _kept[fd])
+    except OSError:  # closed
+        return False
 
 
 def write_all(data: bytes, fd: int = 1) -> None:
@@ -274,7 +219,7 @@ def write_all(data: bytes, fd: int = 1) -> None:
 def write_mark(token: str, value: Mark) -> None:
     """Mark this place of the output for the agent."""
     with _write_lock:
-        write_all(mark(token, value), _pipes.stdout)
+        write_all(mark(token, value), _kept[1])
 
 
 def flush_streams() -> None:
@@ -285,7 +230,13 @@ def flush_streams() -> None:
         with suppress(Exception):
             getattr(sys, name).flush()
     flush_c_streams()
-    _pipes.open_again()
+    # What a cell has closed: else the next file that it opens would be in its place.
+    for fd, kept in _kept.items():
+        try:
+            os.fstat(fd)
+        except OSError:
+            with suppress(OSError):  # ours has been closed too
+                os.dup2(kept, fd)
 
 
 def flush_c_streams() -> None:
@@ -315,10 +266,10 @@ class _Bytes(io.RawIOBase):
     def write(self, data: Any) -> int:
         said = bytes(data)
         with _write_lock:
-            if _pipes.is_elsewhere(self._fd):
+            if _is_elsewhere(self._fd):
                 write_all(said, self._fd)
             elif said:
-                write_all(self._before + said + self._after, _pipes.stdout)
+                write_all(self._before + said + self._after, _kept[1])
         return len(data)
 
     def close(self) -> None:
@@ -337,7 +288,11 @@ class RankStream(io.TextIOWrapper):
 
 
 def install(token: str) -> None:
-    """Give the process its streams; before a user's code runs."""
-    _pipes.keep()
+    """Replace the process's streams; before a user's code runs."""
+    for fd in _kept:
+        try:
+            _kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE)
+        except OSError:  # the limit is below
+            _kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
     _own.update({"stdout": RankStream("stdout", token), "stderr": RankStream("stderr", token)})
     sys.stdout, sys.stderr = _own["stdout"], _own["stderr"]

@@ -138,9 +138,8 @@ class MarkingSession(Session):
     """Marks in stdout where each ordered message belongs, and numbers the message alike."""
 
     token = ""
-    about: Mapping[str, object] = {}
-    """What an error message says of its exception besides its words, by `Failure`'s fields."""
-    showing: BaseException | None = None  # that exception, while it is shown
+    announced: tuple[BaseException | None, Mapping[str, object]] = None, {}
+    """While an exception is shown: itself, and more fields of the `Failure` in its message."""
     large = LargeOutputs(None)
     catch_up: Callable[[], None] | None = None
     """Waits until the agent has taken in all that was sent, which nothing else limits."""
@@ -176,7 +175,7 @@ class MarkingSession(Session):
         msg["content"] = self.large.fitting(kind, msg["content"])
         with self._in_order:
             if is_ordered:
-                about = self.about if kind == "error" else {}
+                about = self.announced[1] if kind == "error" else {}
                 ours = {"number": self._sent + 1, "time_ns": time.time_ns(), **about}
                 ident, msg["metadata"] = TOPIC, {**(msg.get("metadata") or {}), "nbdist": ours}
             try:
@@ -190,7 +189,7 @@ class MarkingSession(Session):
                 # Afterwards: a message that cannot be written as JSON has raised by now.
                 self.place()
                 if kind == "error":
-                    self.shown = self.showing, self._sent
+                    self.shown = self.announced[0], self._sent
         if is_ordered and self._ahead > MOST_AHEAD and self.catch_up is not None:
             self._ahead = 0
             self.catch_up()
@@ -258,7 +257,7 @@ class Records:
         self._level, self._sent = level, 0
 
     def end_task(self) -> None:
-        """Say how many there were too many."""
+        """Send how many records were left out."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
             said = f"{dropped:,} records more were not sent: {MOST:,} a cell and rank are"
@@ -278,11 +277,10 @@ class Records:
         self._pass_on(record)
 
     def _pass_on(self, record: logging.LogRecord) -> None:
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self._send(plain(record, self._host, local_rank)._asdict())
+        self._send(plain(record, self._host)._asdict())
 
 
-def plain(record: logging.LogRecord, host: str, local_rank: int) -> Record:
+def plain(record: logging.LogRecord, host: str) -> Record:
     """Return the record with its text made here: what it is made of need not be sendable."""
     try:
         message = record.getMessage()
@@ -290,7 +288,7 @@ def plain(record: logging.LogRecord, host: str, local_rank: int) -> Record:
         message = f"{record.msg!r:.1000} ({type(error).__name__} while it was formatted)"
     return Record(
         host=host,
-        local_rank=local_rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         rank=int(os.environ.get("RANK", "0")),
         name=str(record.name),
         level=int(record.levelno),

@@ -86,44 +86,31 @@ def _part_of(view: memoryview, *, is_big: bool) -> _Part:
     address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     if _are_written(address, view.nbytes):
         return digest_of(view)
-    before, after = map(digest_of, edges(view, address))
-    return address, view.nbytes, before, after
+    # Of pages that it has in part it is read: others may be written to there.
+    before, after = -address % mmap.PAGESIZE, (address + view.nbytes) % mmap.PAGESIZE
+    edges = view[:before], view[max(before, view.nbytes - after) :]
+    return address, view.nbytes, digest_of(edges[0]), digest_of(edges[1])
 
-
-def _are_written(address: int, size: int) -> bool:
-    try:
-        return are_own(address, size)
-    except OSError:
-        return True
-
-
-# --- whether this process has written to memory that it maps from others ----------------------
 
 _PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 """Bits of `/proc/PID/pagemap`, which every process may read for itself; proc_pid_pagemap(5)."""
 
 
-def are_own(address: int, size: int) -> bool:
+def _are_written(address: int, size: int) -> bool:
     """Return True if any page that lies wholly in this memory is this process's own.
 
-    That is once it is written to, or from the start where the memory is no file's.  Raises OSError
+    That is once it is written to, or from the start where the memory is no file's.  True also
     where the kernel does not say.
     """
     first, last = -(-address // mmap.PAGESIZE), (address + size) // mmap.PAGESIZE
-    with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-        pages.seek(8 * first)
-        found = np.frombuffer(pages.read(8 * max(0, last - first)), np.uint64)
-    if len(found) < last - first:
-        raise OSError("the kernel says nothing of these pages")
-    is_there = (found & (_PRESENT | _SWAPPED)) != 0
-    return bool((is_there & ((found & _OF_A_FILE) == 0)).any())
-
-
-def edges(view: memoryview, address: int) -> tuple[memoryview, memoryview]:
-    """Return what lies before the first whole page, and after the last one."""
-    before = -address % mmap.PAGESIZE
-    after = (address + view.nbytes) % mmap.PAGESIZE
-    return view[:before], view[max(before, view.nbytes - after) :]
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            pages.seek(8 * first)
+            found = np.frombuffer(pages.read(8 * max(0, last - first)), np.uint64)
+    except OSError:
+        return True
+    is_own = ((found & (_PRESENT | _SWAPPED)) != 0) & ((found & _OF_A_FILE) == 0)
+    return len(found) < last - first or bool(is_own.any())
 
 
 # --- what has a meaning only among ranks, as something that the notebook can use --------------
@@ -230,30 +217,20 @@ CLEANED = "is gone: `%dist_memory --free` released it"
 
 
 class KeptValues:
-    """Big last values by task, packed; in place of one that is no longer there says why."""
+    """Big last values by task, packed, or why one cannot be had."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Segment | str] = {}
 
-    def __repr__(self) -> str:
-        return f"<KeptValues {len(self._segments)}, {size_text(self._size)}>"
-
-    @property
-    def _segments(self) -> dict[str, Segment]:
-        return {of: each for of, each in self._kept.items() if isinstance(each, Segment)}
-
-    @property
-    def _size(self) -> int:
-        return sum(sum(segment.ref.sizes) for segment in self._segments.values())
-
     def keep(self, task_id: str, value: Segment | str) -> None:
         """Keep a value, or why it cannot be had; the oldest ones make room."""
         self._kept[task_id] = value
-        for of, segment in [*self._segments.items()][:-1]:
-            if len(self._segments) <= MOST and self._size <= MOST_BYTES:
-                break
-            segment.close()
-            self._kept[of] = REPLACED
+        count = size = 0
+        for of, each in reversed([*self._kept.items()]):
+            if isinstance(each, Segment):
+                count, size = count + 1, size + sum(each.ref.sizes)
+                if count > 1 and (count > MOST or size > MOST_BYTES):
+                    self.let_go(of)
         while len(self._kept) > 16 * MOST:
             self.let_go(next(iter(self._kept)))
 
@@ -268,6 +245,7 @@ class KeptValues:
 
     def clean(self) -> None:
         """Release all of them."""
-        for of, segment in self._segments.items():
-            segment.close()
-            self._kept[of] = CLEANED
+        for of, each in self._kept.items():
+            if isinstance(each, Segment):
+                each.close()
+                self._kept[of] = CLEANED

@@ -66,25 +66,14 @@ class CellEvents(EventManager):
 
 
 class NotingHook(ZMQShellDisplayHook):
-    """A display hook that notes the last value of a cell, also that of `x;`, while asked to."""
+    """A display hook that notes the last value of a cell, also that of `x;`."""
 
-    _is_noting = False
     _last: object = None
 
     def __call__(self, result: Any = None) -> None:
         """Show the value; called for the last expression of a cell."""
-        if self._is_noting:
-            self._last = result
+        self._last = result
         super().__call__(result)
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note values meanwhile."""
-        self._is_noting, self._last = True, None
-        try:
-            yield
-        finally:
-            self._is_noting = False
 
     def take(self) -> object:
         """Return the value that was noted last, None for none, and hold it no longer."""
@@ -99,7 +88,7 @@ class WorkerShell(AnnouncesErrors):
     displayhook_class = Type(NotingHook)
 
     def init_events(self) -> None:
-        """Have Stop end a cell at its events too; called by IPython at the start."""
+        """Let Stop end a cell at its events too; called by IPython at the start."""
         super().init_events()
         callbacks = self.events.callbacks
         self.events = CellEvents(self, callbacks)
@@ -162,18 +151,20 @@ class WorkerShell(AnnouncesErrors):
 
     @contextmanager
     def announcing(self, kind: type[BaseException], error: BaseException) -> Iterator[None]:
-        """Have the error message that is sent meanwhile say what is known besides its words."""
+        """Send with the error message what is known besides its words."""
         session: Any = self.kernel.session
-        session.about = {
-            "kinds": classes_of(kind),
-            "connections": connections_after(message_of(error)),
-            "account": [*map(sendable, remedies(self, int(self.ready.get("rank", 0)), error))],
-        }
-        session.showing = error
+        session.announced = (
+            error,
+            {
+                "kinds": classes_of(kind),
+                "connections": connections_after(message_of(error)),
+                "account": [*map(sendable, remedies(self, int(self.ready.get("rank", 0)), error))],
+            },
+        )
         try:
             yield
         finally:
-            session.about, session.showing = {}, None
+            session.announced = None, {}
 
     def shorten_tracebacks(self) -> None:
         """Format Stop, lost connections and syntax errors without what is not the user's."""
@@ -223,7 +214,7 @@ def show(shell: Any, *args: Any, **options: Any) -> None:
 
 
 def show_cell_lines() -> None:
-    """Have warnings name the cell's line that led to them; where none did, as ever."""
+    """Name in warnings the cell's line that led to them; where none did, nothing changes."""
     usual = warnings.formatwarning
 
     def formatwarning(

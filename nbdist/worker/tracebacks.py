@@ -91,7 +91,7 @@ def classes_of(kind: type[BaseException]) -> tuple[str, ...]:
 
 
 def short_traceback(tb: TracebackType | None) -> list[str]:
-    """Give a line for each call, with its code where that is a cell's."""
+    """Return a line for each call, with its code where that is a cell's."""
     cells = cell_numbers()
     lines = []
     for frame, number in traceback.walk_tb(tb):
@@ -201,7 +201,20 @@ FULL = (
 
 def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
     """Return lines that say what to do about an error; none for most."""
-    return [*account(shell, rank, error), *_hints(shell.user_ns, error)]
+    lines, names = account(shell, rank, error), shell.user_ns
+    if type(error) is NameError and error.name:
+        near = did_you_mean(error.name, [*names, *vars(builtins)]).strip()
+        lines += [near] if near else []
+    elif isinstance(error, AssertionError | RuntimeError) and NO_GPU.search(str(error)):
+        device = names.get("device", "cpu")
+        lines += [
+            f"There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is {device}."
+        ]
+    elif why := _of_gpu(error):
+        lines.append(f"The GPU cannot be used: {why}.")
+    elif lasting_error(error) and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+        lines.append("To see which call failed: `%dist_restart --debug`, then this cell again.")
+    return lines
 
 
 def why_not_started(gpu: str, error: Exception) -> str:
@@ -214,19 +227,6 @@ def _of_gpu(error: BaseException) -> str:
     said = str(error) if isinstance(error, AssertionError | RuntimeError) else ""
     found = next((why for sign, why in OF_GPUS.items() if re.search(sign, said)), "")
     return found.format(torch=torch.__version__, cuda=torch.version.cuda)
-
-
-def _hints(names: dict[str, Any], error: BaseException) -> Iterator[str]:
-    if type(error) is NameError and error.name:
-        if near := did_you_mean(error.name, [*names, *vars(builtins)]).strip():
-            yield near
-    elif isinstance(error, AssertionError | RuntimeError) and NO_GPU.search(str(error)):
-        device = names.get("device", "cpu")
-        yield f"There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is {device}."
-    elif why := _of_gpu(error):
-        yield f"The GPU cannot be used: {why}."
-    elif lasting_error(error) and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
-        yield "To see which call failed: `%dist_restart --debug`, then this cell again."
 
 
 # --- GPU errors that last ---------------------------------------------------------------------

@@ -23,7 +23,6 @@ from nbdist import __version__, plugins
 from nbdist.config import DEFAULT_POOL, LOCAL
 from nbdist.errors import UsageError
 from nbdist.system import folders
-from nbdist.system.folders import PREFIX, places
 from nbdist.system.limits import OomKills
 from nbdist.system.processes import MODULE, Child, children_of, last_lines_of, safe_environ
 from nbdist.wire import views
@@ -59,7 +58,7 @@ def launcher_names() -> list[str]:
 
 
 def module_of(launcher: str) -> str:
-    """Say what to start here for a launcher; UsageError, with those there are, for none."""
+    """Return the module to start here for a launcher; UsageError names those there are."""
     names = launcher_names()
     if launcher not in names:
         raise UsageError(f"`--launcher {launcher}`: available: {', '.join(names)}.")
@@ -72,7 +71,6 @@ def module_of(launcher: str) -> str:
 
 ANSWER_TIMEOUT = 15.0  # seconds; what is only slow, on a busy machine, is not to be missing
 ADMIT_TIMEOUT = 30.0  # seconds; longer than a notebook has to wait while workers start or heal
-AGENTS = (AGENT.encode(), HEAD.encode())  # in their command lines, before the runtime folder
 MOST_LISTED = 6  # worlds that an error names
 READ_SIZE = 1 << 18
 
@@ -97,7 +95,7 @@ class Found:
         return not self.info.notebook
 
     def refusal(self, why: object) -> UsageError:
-        """Return the error that says why it cannot be attached to."""
+        """Return the error of one that cannot be attached to."""
         return UsageError(f"World {self.name} cannot be attached to: {why}.")
 
     def is_called(self, name: str) -> bool:
@@ -150,27 +148,25 @@ class Worlds:
 
     def found(self) -> list[Found]:
         """Ask all, and wait `timeout` seconds for all answers; for a stopped one only once."""
-        folders = runtime_folders()
-        for folder in self._asked.keys() - {*folders}:
+        there, found = runtime_folders(), []
+        for folder in self._asked.keys() - {*there}:
             self._asked.pop(folder).close()
-        for folder in folders:
+        for folder in there:
             with suppress(OSError):  # it has ended
                 if folder not in self._asked:
                     self._asked[folder] = Asking(folder, self._question, self._timeout)
-        return [*self._answers(time.monotonic() + self._timeout)]
-
-    def _answers(self, deadline: float) -> Iterator[Found]:
+        deadline = time.monotonic() + self._timeout
         for folder, asking in [*self._asked.items()]:
             try:
-                left = 0.0 if asking.is_late else deadline - time.monotonic()
-                info = asking.answer(left)
+                info = asking.answer(0.0 if asking.is_late else deadline - time.monotonic())
                 if isinstance(info, WorldInfo):
-                    yield Found(folder, asking.process, info)
+                    found.append(Found(folder, asking.process, info))
             except (TimeoutError, BlockingIOError):
                 continue
             except (OSError, BadFrame):  # it has ended, or is about to
                 pass
             self._asked.pop(folder).close()
+        return found
 
     def close(self) -> None:
         """End all connections."""
@@ -186,50 +182,45 @@ def worlds() -> list[Found]:
 
 
 def to_attach(found: Sequence[Found], name: str | None) -> Found:
-    """Choose the world of that name, or the only one that nobody has; UsageError for none."""
-    free = [each for each in found if each.is_detached]
-    asked = f"`%dist_attach {name or ''}".rstrip() + "`"
-    if name is None:
-        if len(free) > 1:
-            raise UsageError(f"{asked}: there are {_listed(free)}. `%dist_attach NAME` takes one.")
-        if not free:
-            raise UsageError(f"{asked}: none of your worlds on this machine is without a notebook.")
-        return _checked(free[0], asked)
-    called = [each for each in found if each.is_called(name)]
-    chosen = [each for each in called if each.is_detached] or called
-    if not chosen:
+    """Choose the world of that name, or the only detached one; UsageError for none."""
+    called = [each for each in found if name is None or each.is_called(name)]
+    free = [each for each in called if each.is_detached]
+    chosen, asked = free or called, f"%dist_attach {name or ''}".rstrip()
+    if name is None and not free:
+        problem = "none of your worlds on this machine is without a notebook"
+    elif name is None and len(free) > 1:
+        problem = f"there are {_listed(free)}. `%dist_attach NAME` takes one"
+    elif not chosen:
         there = f"there {'is' if len(found) == 1 else 'are'} {_listed(found)}" if found else "none"
-        raise UsageError(
-            f"{asked}: none of your worlds on this machine has this name ({there}). "
-            "`nbdist ps` in a terminal lists them."
-        )
-    if len(chosen) > 1:
-        raise UsageError(
-            f"{asked}: {len(chosen)} worlds have this name, {_listed(chosen)}. "
-            f"Use the number of its process: `%dist_attach {chosen[0].agent}`."
-        )
-    return _checked(chosen[0], asked)
+        problem = f"none of your worlds on this machine has this name ({there}). "
+        problem += "`nbdist ps` in a terminal lists them"
+    elif len(chosen) > 1:
+        problem = f"{len(chosen)} worlds have this name, {_listed(chosen)}. "
+        problem += f"Use the number of its process: `%dist_attach {chosen[0].agent}`"
+    else:
+        problem = _why_not(chosen[0])
+    if problem:
+        raise UsageError(f"`{asked}`: {problem}.")
+    return chosen[0]
 
 
-def _checked(found: Found, asked: str) -> Found:
-    info = found.info
+def _why_not(found: Found) -> str:
+    """Return why this process cannot take it over, and what to do; "" if it can."""
+    info, world = found.info, f"world {found.name}"
     if info.version != __version__:
-        raise UsageError(
-            f"{asked}: world {found.name} runs nbdist {info.version}, and this is {__version__}. "
-            f"`nbdist kill {info.name}` in a terminal ends it."
-        )
+        kill = f"`nbdist kill {info.name}` in a terminal ends it"
+        return f"{world} runs nbdist {info.version}, and this is {__version__}. {kill}"
     if differs := difference(info.versions, versions_here()):
-        raise UsageError(
-            f"{asked}: world {found.name} runs {differs.what} {differs.there}, and this notebook "
-            f"{differs.here}: {differs.why}. Attach from an environment like the world's."
-        )
+        there, here = f"{differs.what} {differs.there}", f"this notebook {differs.here}"
+        remedy = "Attach from an environment like the world's"
+        return f"{world} runs {there}, and {here}: {differs.why}. {remedy}"
+    if info.notebook == os.getpid():
+        return f"{world} cannot be attached to: this notebook uses it. Its cells run there"
     if info.notebook:
         whose = f"the notebook of process {info.notebook} still uses it"
         remedy = "`%unload_ext nbdist` there releases it" if info.detach else "It ends with that"
-        if info.notebook == os.getpid():
-            whose, remedy = "this notebook uses it", "Its cells run there"
-        raise UsageError(f"{asked}: world {found.name} cannot be attached to: {whose}. {remedy}.")
-    return found
+        return f"{world} cannot be attached to: {whose}. {remedy}"
+    return ""
 
 
 def _listed(found: Sequence[Found]) -> str:
@@ -239,59 +230,51 @@ def _listed(found: Sequence[Found]) -> str:
 
 def runtime_folders() -> list[Path]:
     """Find those of worlds; none that another user could have put there."""
-
-    def is_of_user(folder: Path) -> bool:
+    found = set()
+    for folder in _possible_folders():
         with suppress(OSError):
             folders.check_private(folder)
-            return (folder / DOOR).is_socket()
-        return False
-
-    return sorted(filter(is_of_user, {*_possible_folders()}))
+            if (folder / DOOR).is_socket():
+                found.add(folder)
+    return sorted(found)
 
 
 def _possible_folders() -> Iterator[Path]:
-    for place in (Path(f"/run/user/{os.geteuid()}"), *places()):
+    for place in (Path(f"/run/user/{os.geteuid()}"), *folders.places()):
         with suppress(OSError):
-            yield from place.glob(f"{PREFIX}*")
+            yield from place.glob(f"{folders.PREFIX}*")
     # A notebook can have another environment than this process.
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if process.stat().st_uid == os.geteuid():
                 words = (process / "cmdline").read_bytes().split(b"\0")
-                for agent in AGENTS:
-                    if agent in words[:-2]:
-                        yield Path(os.fsdecode(words[words.index(agent) + 1]))
+                for agent in {AGENT.encode(), HEAD.encode()} & {*words[:-2]}:
+                    yield Path(os.fsdecode(words[words.index(agent) + 1]))
 
 
 class AttachedAgent:
     """An agent that another process has started: it is this one's while a connection lasts."""
 
-    def __init__(self, found: Found, asking: Asking, admitted: views.Accepted) -> None:
-        self.host = found.info.host
-        self.pid = admitted.agent
-        self.command = f"the agent of world {found.name}"
-        self._asking = asking
-        log = found.folder / "agent.log"
-        self._log = (log if log.exists() else Path(os.devnull)).open("rb")  # also once it has gone
-        # The guard is the last to end.
-        self._guard = os.pidfd_open(admitted.guard)
-        self._agent = os.pidfd_open(admitted.agent)
-
-    @classmethod
-    def admitted(cls, found: Found, socket: str) -> AttachedAgent:
-        """Ask at the door of this world to be connected to; UsageError where it refuses."""
+    def __init__(self, found: Found, socket: str) -> None:
+        """Ask at the door of this world to connect to `socket`; UsageError where it refuses."""
+        self.host, self.command = found.info.host, f"the agent of world {found.name}"
         try:
-            asking = Asking(found.folder, views.Attach(__version__, os.getpid(), socket))
-            try:
+            with ExitStack() as opened:
+                asking = Asking(found.folder, views.Attach(__version__, os.getpid(), socket))
+                opened.callback(asking.close)
                 answer = asking.answer(ADMIT_TIMEOUT)
                 if not isinstance(answer, views.Accepted):
                     raise found.refusal(getattr(answer, "why", "its agent says something else"))
-                return cls(found, asking, answer)
-            except BaseException:
-                asking.close()
-                raise
+                log = found.folder / "agent.log"  # also once it has gone
+                self._log = opened.enter_context(open(log if log.exists() else os.devnull, "rb"))
+                self._guard = os.pidfd_open(answer.guard)  # which is the last to end
+                opened.callback(os.close, self._guard)
+                self._agent = os.pidfd_open(answer.agent)
+                opened.callback(os.close, self._agent)
+                self._opened = opened.pop_all()
         except (OSError, BadFrame) as error:
             raise found.refusal(error) from None
+        self.pid = answer.agent
 
     def __repr__(self) -> str:
         return f"<AttachedAgent {self.pid}>"
@@ -313,10 +296,7 @@ class AttachedAgent:
                 signal.pidfd_send_signal(self._agent, number)
 
     def close(self) -> None:
-        self._asking.close()
-        self._log.close()
-        os.close(self._guard)
-        os.close(self._agent)
+        self._opened.close()
 
 
 class AgentProcess(Child):

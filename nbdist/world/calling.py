@@ -11,16 +11,16 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from importlib.machinery import ModuleSpec, PathFinder
-from itertools import accumulate
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from nbdist.errors import UsageError, VariableNotSent, WorkerError
 from nbdist.output.ansi import strip
 from nbdist.output.bars import merged_line
-from nbdist.output.events import Died, Failure, RankError
+from nbdist.output.events import Failure, RankError
 from nbdist.output.text import PlainLines
 from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.values.payload import pack_frames
@@ -74,10 +74,10 @@ def _find_module(name: str) -> tuple[str, str]:
             f"`-m {name}`: give either a script or `-m module`. Leave out `-m` to run the "
             f"script, or name the module: `-m {module}`."
         )
-    spec = _find_spec(name)
+    full, spec = name, _find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = _find_spec(f"{name}.__main__")
-        if spec is None:
+        full = f"{name}.__main__"
+        if (spec := _find_spec(full)) is None:
             raise UsageError(f"`-m {name}`: it is a package without a `__main__` module.")
     if spec is None:
         raise UsageError(
@@ -88,36 +88,22 @@ def _find_module(name: str) -> tuple[str, str]:
         return "", ""
     root = os.path.dirname(spec.origin)
     if "site-packages" not in root:
-        root = os.path.abspath(os.path.join(root, *[".."] * spec.name.count(".")))
+        root = os.path.abspath(os.path.join(root, *[".."] * full.count(".")))
     return spec.origin, root
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
     """Do as `importlib.util.find_spec`, without importing the packages that it is in."""
-    path: list[str] | None = None
-    spec: ModuleSpec | None = None
-    for full in accumulate(name.split("."), "{}.{}".format):
-        if (spec := _find_one(full, path)) is None:
-            return None
-        locations = spec.submodule_search_locations
-        # A namespace package's would look for its parent among the imported modules.
-        path = list(getattr(locations, "_path", locations) or ())
+    first, *others = name.split(".")
+    spec = PathFinder.find_spec(first, [os.getcwd()])
+    if spec is None:
+        with suppress(ValueError):  # no name, or `__main__`
+            spec = find_spec(first)  # also by the finders of editable installations
+    for part in others:
+        # By the last part of its name, as a namespace package looks for its parent if it has one.
+        path = spec.submodule_search_locations if spec else None
+        spec = PathFinder.find_spec(part, [*path] if path else [])
     return spec
-
-
-def _find_one(name: str, path: list[str] | None) -> ModuleSpec | None:
-    if path is None and (spec := PathFinder.find_spec(name, [os.getcwd()])):
-        return spec
-    for finder in sys.meta_path:  # editable installations have finders of their own
-        try:
-            if spec := finder.find_spec(name, path):
-                return spec
-        except KeyError:  # a folder without `__init__.py`, in a package that is not imported
-            spec = ModuleSpec(name, None, is_package=True)
-            folders = [os.path.join(folder, name.rpartition(".")[2]) for folder in path or ()]
-            spec.submodule_search_locations = [*filter(os.path.isdir, folders)]
-            return spec
-    return None
 
 
 def _find_executable(name: str) -> tuple[str, str]:
@@ -163,10 +149,7 @@ TRACEBACK_HEAD = "Traceback (most recent call last)"
 
 
 def run_call(
-    session: Session,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    session: Session, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CellResult[Any]:
     """Call the function on all ranks at once, and wait; raises what a cell raises."""
     pickled = _pickled_call(session.namespace, function, args, kwargs)
@@ -226,17 +209,14 @@ def _write(lines: Iterable[str], bars: MovingLine) -> None:
         sys.stdout.flush()
 
 
-def _rank_lines(error: RankError | None) -> list[str]:
+def _rank_lines(error: RankError | None) -> Sequence[str]:
     """Return a failed rank's traceback, without colours, or its last lines."""
-    match error:
-        case Failure() as failure:
-            lines = strip("\n".join([*failure.traceback, *failure.account])).splitlines()
-            # IPython begins with a rule, and with the exception's name, which comes again.
-            heads = [i for i, line in enumerate(lines[:2]) if line.endswith(TRACEBACK_HEAD)]
-            return lines[heads[0] + 1 :] if heads else lines
-        case Died(last_lines=last_lines):
-            return list(last_lines)
-    return []
+    if not isinstance(error, Failure):
+        return error.last_lines if error else ()
+    lines = strip("\n".join([*error.traceback, *error.account])).splitlines()
+    # IPython begins with a rule, and with the exception's name, which comes again.
+    heads = [i for i, line in enumerate(lines[:2]) if line.endswith(TRACEBACK_HEAD)]
+    return lines[heads[0] + 1 :] if heads else lines
 
 
 def title_of(function: Callable[..., Any]) -> str:
@@ -249,7 +229,7 @@ def _pickled_call(
     namespace: dict[str, Any],
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    kwargs: dict[str, Any],
 ) -> Pickled:
     """Return a call and the names of `__main__` that it uses in one pickle, for shared objects."""
 
@@ -269,9 +249,9 @@ def _pickled_call(
             return pickle((function, args, kwargs, names), namespace)
         except PICKLING_ERRORS as problem:
             # The parts have the names that people know them by.
-            parts = {f"argument {index}": value for index, value in enumerate(args, 1)} | {**kwargs}
+            parts = {f"argument {index}": value for index, value in enumerate(args, 1)} | kwargs
             with suppress(TypeError, ValueError):  # no signature, or it does not fit
-                parts = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
+                parts = inspect.signature(function).bind(*args, **kwargs).arguments
             for name, value in {title_of(function): function, **parts}.items():
                 sketch(name, value)
             refuse(title_of(function), (function, args, kwargs), problem)

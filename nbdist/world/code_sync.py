@@ -12,15 +12,23 @@ import stat
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from fnmatch import translate
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import NamedTuple
 
 from nbdist.errors import CodeNotSent
-from nbdist.wire import messages
-from nbdist.wire.messages import OWN_NAMES, CodeFile, Starting
+from nbdist.wire.messages import (
+    OWN_NAMES,
+    CodeFile,
+    CodeHeld,
+    GetCode,
+    PutCode,
+    Starting,
+    landmark,
+)
 from nbdist.wire.views import PACKAGES
 from nbdist.words import count, size_text
 
@@ -31,7 +39,6 @@ MOST_LOOKED_AT = 50_000  # files and folders below the notebook's: with more it 
 FULL_FOLDER = 500  # files in one folder, apart from Python's, from which on they are taken for data
 FRESH = 2 * 10**9  # nanoseconds after a change in which a second one may not show in a file's times
 NAMED = 3  # how many files are named of those that stay here
-TRIES = 3  # as many times as files may change while they are being sent
 LANDMARKS, LANDMARKS_LOOKED_AT = 3, 100  # files by which a node tells whether it shares the folder
 GIT_TIMEOUT = 5.0  # seconds for git; without an answer all is sent that is small
 
@@ -47,8 +54,7 @@ def _any_of(patterns: str) -> re.Pattern[str]:
 
 QUIET = _any_of(
     ".git/ .hg/ .svn/ __pycache__/ .ipynb_checkpoints/ .*_cache/ node_modules/ .venv/ .tox/ .nox/ "
-    ".eggs/ *.egg-info/ .idea/ .vscode/ *.py[co] *.ipynb *.sw[op] .~* *~ .DS_Store "
-    + " ".join(OWN_NAMES)
+    ".eggs/ *.egg-info/ .idea/ .vscode/ *.py[co] *.ipynb *.sw[op] .~* *~ .DS_Store"
 )
 """Files that ranks do not need, left out without a word; folders end with a slash."""
 HEAVY = _any_of(
@@ -59,26 +65,29 @@ ENVIRONMENT = ("pyvenv.cfg", "conda-meta")  # in a folder that venv, virtualenv 
 
 Stamp = tuple[int, int, int, int]  # what differs of a file or a folder once it has changed
 _Found = tuple[str, os.stat_result, bool]  # a file's path, what there is of it, is it asked for
-Asks = Callable[[messages.Request], Generator[Starting, None, messages.Reply]]  # `Link.calling`
+Asks = Callable[[GetCode | PutCode], Generator[Starting, None, CodeHeld]]  # `Link.calling`
 
 
-class Rule:
+class Rule(NamedTuple):
     """A line of `.nbdistignore`, as in .gitignore: what it matches stays or, after `!`, is sent."""
 
-    def __init__(self, line: str) -> None:
-        self.sends = line.startswith("!")
-        text = line.removeprefix("!")
-        self._is_path = "/" in text.rstrip("/")
-        self.text = text.strip("/")
-        slash = "/" if text.endswith("/") else "/?"
-        self._pattern = re.compile(translate(self.text).removesuffix(r"\Z") + slash)
+    sends: bool
+    text: str
+    pattern: re.Pattern[str]
 
-    def matches(self, path: str) -> bool:
-        """Return True if it is about this path, below the notebook's folder."""
-        start = path.rfind("/", 0, -1) + 1  # of its name, which ends with a slash for a folder
-        if self.sends and start and self.matches(path[:start]):
-            return True
-        return bool(self._pattern.fullmatch(path if self._is_path else path[start:]))
+    @classmethod
+    def of(cls, line: str) -> Rule:
+        """Read a line.  Paths are relative to the notebook's folder; of folders they end with `/`.
+
+        What lies in a folder that is sent is sent too; of one that stays nothing is looked at.
+        """
+        sends, name = line.startswith("!"), line.removeprefix("!")
+        pattern = translate(name.strip("/")).removesuffix(r"\Z")
+        if "/" not in name.rstrip("/"):  # wherever it is
+            pattern = "(?:.*/)?" + pattern.replace(".*", "[^/]*")
+        below = ".*" if sends else ""
+        end = f"/{below}" if name.endswith("/") else f"(?:/{below})?"
+        return cls(sends, name.strip("/"), re.compile(pattern + end))
 
 
 class CodeListing:
@@ -89,18 +98,19 @@ class CodeListing:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[str, CodeFile] = {}
+        self.files: dict[str, Stamp | None] = {}  # None where another change may not show
         self.left_out: dict[str, int] = {}
         self._is_cut_short = False
         self._root = f"{folder}/"
-        self._stamps: dict[str, Stamp | None] = {}  # None where another change may not show
+        self._folders: dict[str, Stamp | None] = {}
 
-    def look(self) -> bool:
-        """Look again; return True if any file differs from the last time.  Raises OSError."""
-        before = self.files
-        if not self._is_as_it_was():
-            self._list()
-        return self.files != before
+    def look(self) -> None:
+        """Look again which files there are, and which have changed.  Raises OSError."""
+        with suppress(OSError):
+            stamps = [*self._folders.items(), *self.files.items()]
+            if stamps and all(_stamp(os.stat(self._root + path)) == each for path, each in stamps):
+                return
+        self._list()
 
     def why_not(self, path: str) -> str:
         """Return what keeps a file of the folder here; "" for one that is sent."""
@@ -130,42 +140,27 @@ class CodeListing:
             f"{size_text(LARGEST)}. `!{largest[0]}` in {IGNORE_FILE} sends it."
         )
 
-    def _is_as_it_was(self) -> bool:
-        with suppress(OSError):
-            stamps = self._stamps.items()
-            now = (_stamp(os.stat(self._root + path)) == stamp for path, stamp in stamps)
-            return bool(stamps) and all(now)
-        return False
-
     def _list(self) -> None:
-        def by_use(item: _Found) -> tuple[bool, bool, int, str]:
-            path, found, is_asked_for = item
-            return not is_asked_for, not path.endswith(".py"), found.st_size, path
-
-        self.left_out = {}
-        files: dict[str, CodeFile] = {}
-        stamps: dict[str, Stamp | None] = {}
+        self.files, self.left_out, self._folders = {}, {}, {}
         room = MOST_BYTES
-        # Code first, and what is small: where there is no room for all, data stays here.
-        for path, found, is_asked_for in sorted(self._walk(stamps), key=by_use):
+        # Code first, and what is near: where there is no room for all, data stays here.
+        by_use = sorted(self._walk(), key=lambda each: (not each[2], not each[0].endswith(".py")))
+        for path, found, is_asked_for in by_use:
             size = found.st_size
-            if is_asked_for or (size <= min(LARGEST, room) and len(files) < MOST_FILES):
-                with suppress(OSError):
-                    is_known = self._stamps.get(path) == _stamp(found)
-                    file = self.files[path] if is_known else CodeFile.read(self._root + path)[0]
-                    files[path], stamps[path] = file, _lasting_stamp(found)
-                    room -= 0 if is_asked_for else size
-                    continue
-            self.left_out[path] = size
-        self.files, self._stamps = files, stamps
+            has_room = size <= min(LARGEST, room) and len(self.files) < MOST_FILES
+            if (is_asked_for or has_room) and os.access(self._root + path, os.R_OK):
+                self.files[path] = _lasting_stamp(found)
+                room -= 0 if is_asked_for else size
+            else:
+                self.left_out[path] = size
 
-    def _walk(self, stamps: dict[str, Stamp | None]) -> Iterator[_Found]:
-        """Yield the files that may be sent, those far down last; add their folders to `stamps`."""
+    def _walk(self) -> Iterator[_Found]:
+        """Yield the files that may be sent, those far down last; note their folders."""
         rules, ignored = _rules_in(self.folder), _ignored_by_git(self.folder)
         waiting, looked_at = deque([("", os.stat(self._root))]), 0
         while waiting:
             (folder, found), entries = waiting.popleft(), list[os.DirEntry[str]]()
-            stamps[folder] = _lasting_stamp(found)
+            self._folders[folder] = _lasting_stamp(found)
             with suppress(OSError) if folder else nullcontext():  # one may not be to be read
                 entries = [*os.scandir(self._root + folder)]
             looked_at += len(entries)
@@ -175,7 +170,7 @@ class CodeListing:
             data = sum(not each.name.endswith(".py") and each.is_file() for each in entries)
             if data > FULL_FOLDER:
                 self.left_out[folder or "./"] = 0
-            for each in entries:
+            for each in (each for each in entries if each.name not in OWN_NAMES):
                 is_folder = each.is_dir(follow_symlinks=False)
                 path = f"{folder}{each.name}{'/' if is_folder else ''}"
                 is_data = data > FULL_FOLDER and not path.endswith(("/", ".py"))
@@ -221,13 +216,13 @@ def _rules_in(root: Path) -> list[Rule]:
     except OSError:
         return []
     lines = reversed([line.strip() for line in text.splitlines()])
-    return [Rule(line) for line in lines if line and not line.startswith("#")]
+    return [Rule.of(line) for line in lines if line and not line.startswith("#")]
 
 
 def _asks_for(rules: Sequence[Rule], path: str) -> bool | None:
     """Return True for what `.nbdistignore` sends, False for what stays; None: it has no line."""
     for rule in rules:
-        if rule.matches(path):
+        if rule.pattern.fullmatch(path):
             return rule.sends
         if rule.sends and path.endswith("/") and rule.text.startswith(path):  # what is in it
             return True
@@ -253,7 +248,8 @@ class CodeSync:
     def __init__(self, folder: Path) -> None:
         self.listing = CodeListing(folder)
         self.is_shared = False
-        self._sent: Mapping[str, CodeFile] | None = None
+        self._brought: dict[str, Stamp | None] | None = None  # as nodes have them
+        self._sent: dict[str, Stamp | None] = {}  # as the agent or the head was sent them
         self._told = ""
 
     def take_note(self) -> str:
@@ -262,49 +258,43 @@ class CodeSync:
         before, self._told = self._told, said
         return said if said != before else ""
 
+    def forget(self) -> None:
+        """Send all files the next time: another agent or head is there."""
+        self._brought, self._sent = None, {}
+
     def bringing(self, asks: Asks, *, to_new: bool = False) -> Generator[Starting, None, None]:
-        """Send the files that nodes do not have; raises CodeNotSent.
+        """Send the files that have changed since the last time; raises CodeNotSent.
 
-        If no file has changed since the last time nodes are asked only with `to_new`.
+        If none has, nodes are asked only with `to_new`: some may have come.
         """
-        for _ in range(TRIES):
-            try:
-                self.listing.look()
-            except OSError as error:
-                raise CodeNotSent("", f"{self.listing.folder}: {error.strerror}") from None
-            if self._sent == self.listing.files and not to_new:
-                return
-            if (yield from self._bring(asks)):
-                return
-        raise CodeNotSent("", "files in it keep changing")
+        try:
+            self.listing.look()
+        except OSError as error:
+            raise CodeNotSent("", f"{self.listing.folder}: {error.strerror}") from None
+        files, sent = self.listing.files, self._sent
+        if files == self._brought and None not in files.values() and not to_new:
+            return
+        self._brought = None
+        held = yield from asks(GetCode(self._landmarks(), frozenset(files)))
+        if not held.is_shared:
+            self._sent = {}
+            new = [path for path in files if files[path] is None or sent.get(path) != files[path]]
+            for put in PutCode.of(self._read(new)):
+                held = yield from asks(put)
+                if held.problem:
+                    raise CodeNotSent(held.host, held.problem)
+            self._sent = files
+        self.is_shared, self._brought = held.is_shared, files
 
-    def _bring(self, asks: Asks) -> Generator[Starting, None, bool]:
-        """Send the files as they were at the last look; return whether they still were."""
-        files, self._sent = self.listing.files, None
-        held = yield from asks(messages.GetCode(self._landmarks(), files))
-        assert isinstance(held, messages.CodeHeld)
-        paths = {file: f"{self.listing.folder}/{path}" for path, file in files.items()}
-
-        def read(file: CodeFile) -> bytes | None:
-            with suppress(OSError):
-                found, content = CodeFile.read(paths[file])
-                return content if found == file else None
-            return None
-
-        while part := messages.part_of(held.lacks, read):
-            held = yield from asks(messages.PutCode(part))
-            assert isinstance(held, messages.CodeHeld)
-        if held.problem:
-            raise CodeNotSent(held.host, held.problem)
-        if held.lacks:
-            return False
-        self.is_shared, self._sent = held.is_shared, files
-        return True
+    def _read(self, paths: Iterable[str]) -> Iterator[tuple[str, CodeFile]]:
+        for path in paths:
+            with suppress(OSError):  # it has just gone, which the next look finds out
+                yield path, CodeFile.read(f"{self.listing.folder}/{path}")
 
     def _landmarks(self) -> dict[str, tuple[int, int]]:
         """Choose files that have not changed for long: other machines may be slow to see that."""
         paths = [f"{self.listing.folder}/{path}" for path in self.listing.files]
-        found = {p: mark for p in paths[:LANDMARKS_LOOKED_AT] if (mark := messages.landmark(p))}
+        found = {p: mark for p in paths[:LANDMARKS_LOOKED_AT] if (mark := landmark(p))}
         oldest = sorted(found, key=lambda path: found[path][1])[:LANDMARKS]
         return {path: found[path] for path in oldest}
 

@@ -17,8 +17,8 @@ from nbdist.errors import BadRanks, UsageError, VariableNotSent, WorkerError
 from nbdist.output.events import NAME_PROBLEM, Died, Failure
 from nbdist.output.wording import fold_ranks
 from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, packing, size_of
-from nbdist.values.pickling import Pickled, pickle, unpickle
-from nbdist.values.shared_memory import Steps
+from nbdist.values.pickling import pickle, unpickle
+from nbdist.values.shared_memory import Buffer, Steps
 from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in
 from nbdist.wire.ops import Brought, Loaded, Mesh, Written
 from nbdist.wire.spec import difference, versions_here
@@ -74,9 +74,8 @@ def _check_spread(found: Mapping[int, Brought], asked: Sequence[int]) -> None:
     """Raise UsageError unless all ranks of a value that is spread are asked, and have it alike."""
     for brought in found.values():
         for number, part in enumerate(brought.spread):
-            there = {rank: found[rank].spread for rank in part.ranks if rank in found}
-            same = [rank for rank in there if there[rank][number : number + 1] == (part,)]
-            lacking = [rank for rank in part.ranks if rank not in same]
+            there = {rank: each.spread[number : number + 1] for rank, each in found.items()}
+            lacking = [rank for rank in part.ranks if there.get(rank) != (part,)]
             over = f"`{brought.of}` is spread over {name_ranks(part.ranks)} (DTensor, FSDP2)"
             if {*lacking} - {*asked}:
                 raise UsageError(
@@ -85,8 +84,7 @@ def _check_spread(found: Mapping[int, Brought], asked: Sequence[int]) -> None:
                     "model, options=StateDictOptions(full_state_dict=True))`."
                 )
             if lacking:
-                do_not = "does not" if len(lacking) == 1 else "do not"
-                who = f"{name_ranks(lacking)} {do_not}"
+                who = f"{name_ranks(lacking)} {'does' if len(lacking) == 1 else 'do'} not"
                 raise UsageError(f"{over}, and {who} have the same of it there.")
 
 
@@ -124,9 +122,7 @@ def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> 
     lack = [rank for rank, each in found.items() if each.missing == name]
     lacking = f"{name_ranks(lack)} {'has no' if len(lack) == 1 else 'have no'}"
     had = session.names.ranks_that_own(name) | session.names.ranks_that_have(name)
-    have = {rank for rank, each in found.items() if each.packed is not None}
-    have |= {rank for rank in had if rank not in found}
-    if have:
+    if have := {r for r, each in found.items() if each.packed is not None} | (had - found.keys()):
         verb = "has" if len(have) == 1 else "have"
         return f"{lacking} `{name}`; {name_ranks(have)} {verb} it: `-r {format_ranks(have)}`."
     lacking = "no rank has" if len(lack) == session.size else lacking
@@ -162,7 +158,7 @@ def binding(
 def commit(
     session: Session, work: Work, shipped: Mapping[str, Shipped] | None = None
 ) -> RunningTask:
-    """Have the ranks of the last task bind what they have taken; raises with nothing bound."""
+    """Let the ranks of the last task bind what they have taken; raises with nothing bound."""
     taken = session.running
     assert taken is not None
     session.receive_waiting()
@@ -217,7 +213,13 @@ class Scatter:
         cut = dict(zip(self.ranks, split(name, value, len(self.ranks), dim), strict=True))
         self._sizes = {rank: length_of(part, dim) for rank, part in cut.items()}
         self._unit = unit_of(value, dim)
-        self._frames = {rank: self._pickle(part).frames for rank, part in cut.items()}
+        self._frames: dict[int, Sequence[Buffer]] = {}
+        for rank, part in cut.items():
+            try:
+                self._frames[rank] = pickle(part, session.namespace, exact=True).frames
+            except PICKLING_ERRORS as problem:
+                found = blame(name, part, fails_in(session.namespace), problem)
+                raise VariableNotSent(name, *found) from None
         self.bytes = sum(map(size_of, self._frames.values()))
 
     def __str__(self) -> str:
@@ -249,14 +251,6 @@ class Scatter:
         """Release the memory of the parts, which the ranks have mapped by then."""
         self._memory.close()
 
-    def _pickle(self, part: Any) -> Pickled:
-        namespace = self._session.namespace
-        try:
-            return pickle(part, namespace, exact=True)
-        except PICKLING_ERRORS as problem:
-            found = blame(self.name, part, fails_in(namespace), problem)
-            raise VariableNotSent(self.name, *found) from None
-
 
 def sync(
     session: Session, names: Sequence[str], source: int, ranks: Sequence[int] | None
@@ -267,7 +261,7 @@ def sync(
     if bad := [name for name in names if not name.isidentifier()]:
         raise UsageError(f"`%dist_sync {bad[0]}`: a name is copied, not an expression.")
     check_are_free(names, "`%dist_sync`")
-    if not session.has_group and session.state.has_workers:
+    if session.spec.backend is None and session.state.has_workers:
         why = "copies through the process group, and these workers have none (`--backend none`)"
         raise UsageError(f"`%dist_sync` {why}.")
     for rank in (source, *(ranks or ())):
@@ -353,11 +347,11 @@ def restore(
         if store.of(missing[0].partition("@")[0]):
             said += f" `%dist_restore --name {missing[0]}` restores the snapshot of this name."
         raise UsageError(said)
-    on = session.everyone if ranks is None else tuple(ranks)
-    sources = _sources(session, snapshot, on, from_rank, are_chosen=ranks is not None)
+    sources = _sources(snapshot, session.size, ranks, from_rank)
+    on = (*sources,)
     if meshes := _meshes(snapshot, session.size, from_rank):
         session.run(session.task(Call("sharded.meshes", {"instead": meshes})))
-    files = {rank: (rank, part.size, part.digest) for rank, part in snapshot.parts.items()}
+    files = {rank: (rank, part.digest) for rank, part in snapshot.parts.items()}
     parts = {rank: files[source] for rank, source in sources.items()}
     everyones = [*files.values()] if meshes and from_rank is not None else []
     arguments = {"folder": str(snapshot.folder), "parts": parts, "everyones": everyones}
@@ -382,36 +376,30 @@ def _on_ranks(
     session: Session, function: str, ranks: Sequence[int] | None, **arguments: Any
 ) -> Any:
     task = session.task(Call(f"snapshot.{function}", arguments), ranks=ranks)
-    return dict(session.run(task).by_rank)
+    return session.run(task).by_rank
 
 
 def _problem(parts: Mapping[int, Written | Loaded]) -> str:
-    problems = {rank: part.problem for rank, part in parts.items() if part.problem}
-    same = [rank for rank, said in problems.items() if said == next(iter(problems.values()))]
-    return f"{name_ranks(same)}: {problems[same[0]]}" if problems else ""
+    problems = fold_ranks({rank: part.problem for rank, part in parts.items() if part.problem})
+    return next((f"{name_ranks(ranks)}: {said}" for said, ranks in problems.items()), "")
 
 
 def _sources(
-    session: Session,
-    snapshot: Snapshot,
-    on: Sequence[int],
-    from_rank: int | None,
-    *,
-    are_chosen: bool,
+    snapshot: Snapshot, size: int, ranks: Sequence[int] | None, from_rank: int | None
 ) -> dict[int, int]:
-    """Return from which rank's file each rank takes its variables."""
-    size = len(snapshot.parts)
+    """Return from which rank's file each rank takes its variables, in a world of this size."""
+    on, before = range(size) if ranks is None else ranks, len(snapshot.parts)
+    of = count(before, "rank") + (f" (0-{before - 1})" if before > 1 else "")
     if from_rank is not None:
         if from_rank not in snapshot.parts:
-            raise UsageError(f"`--from {from_rank}`: `{snapshot.key}` is of {_of(size)}.")
+            raise UsageError(f"`--from {from_rank}`: `{snapshot.key}` is of {of}.")
         return dict.fromkeys(on, from_rank)
-    missing = [rank for rank in on if rank not in snapshot.parts]
-    if missing or (size != session.size and not are_chosen):
+    if not snapshot.parts.keys() >= {*on} or (ranks is None and before != size):
         raise UsageError(
-            f"`{snapshot.key}` is of {_of(size)}, and this world has {session.size}. "
-            f"`-r {format_ranks(range(min(size, session.size)))}` restores these alone, `--from 0` "
+            f"`{snapshot.key}` is of {of}, and this world has {size}. "
+            f"`-r {format_ranks(range(min(before, size)))}` restores these alone, `--from 0` "
             "gives every rank the variables of rank 0 and its part of sharded values, "
-            f"`%dist_restart -n {size}` starts that many."
+            f"`%dist_restart -n {before}` starts that many."
         )
     return {rank: rank for rank in on}
 
@@ -428,7 +416,3 @@ def _meshes(snapshot: Snapshot, size: int, from_rank: int | None) -> dict[Mesh, 
             )
         instead[mesh] = fitted
     return instead
-
-
-def _of(size: int) -> str:
-    return count(size, "rank") + (f" (0-{size - 1})" if size > 1 else "")

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -71,13 +70,12 @@ class Link:
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_woken = False
         self._folder = folder or RuntimeFolder()
-        self._runtime = self._folder.path
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
         # Bound before the agent is started: no port is guessed, no connection retried.
-        self.address = f"ipc://{self._runtime}/{self._folder.socket}"
+        self.address = f"ipc://{self._folder.path}/{self._folder.socket}"
         self._socket.bind(self.address)
         self._wake, self._wake_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.asides, self._asides_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -96,7 +94,7 @@ class Link:
         self._agent: Agent | None = None
         self.module = module
         self._launch: Callable[[], Agent] = partial(
-            AgentProcess, self._runtime, module, fork_server=fork_server
+            AgentProcess, self._folder.path, module, fork_server=fork_server
         )
         self._thread = threading.Thread(target=self._run, name="nbdist-link", daemon=True)
 
@@ -154,7 +152,7 @@ class Link:
         try:
             yield from self._until_done(answer, timeout, tick)
             return answer.result()
-        except FutureTimeoutError:
+        except TimeoutError:
             raise _lost(self.agent) from None
 
     def take_over(self, agent: AttachedAgent) -> Attached:
@@ -165,7 +163,7 @@ class Link:
             pass
         try:
             attached = self._attached.result(HELLO_TIMEOUT)
-        except FutureTimeoutError:
+        except TimeoutError:
             raise self._lost or _lost(self.agent) from None
         self._numbers = itertools.count(attached.next_call)
         return attached
@@ -187,7 +185,7 @@ class Link:
         """Send a message that has no reply; what it leads to arrives in `arrived`."""
         self._is_remembered |= isinstance(message, messages.Remember)
         self._waiting.append(message)
-        self._wake_up()
+        _write_to(self._wake_end)
 
     def wait(self, timeout: float) -> None:
         """Wait until something is in `arrived`, at most `timeout` seconds.
@@ -201,7 +199,7 @@ class Link:
         self._is_woken = False
 
     def wake(self) -> None:
-        """Have `wait` end, now or the next time; may be called by a handler of signals."""
+        """End `wait`, now or the next time; a handler of signals may call it."""
         self._is_woken = True
         self._bell.put(None)
 
@@ -215,7 +213,7 @@ class Link:
             self._last_received = batch
             self._waiting.append(batch)
         if len(self._waiting) > 1 or self._is_remembered:
-            self._wake_up()
+            _write_to(self._wake_end)
 
     def close(self) -> str:
         """End the agents and all they hold; return what they could not end elsewhere, or ""."""
@@ -240,7 +238,7 @@ class Link:
         self._closing = self._is_detached = True
         if self._opened:
             self._launched.wait(LEAVE_TIMEOUT)
-        self._wake_up()
+        _write_to(self._wake_end)
         self._end()
         self._folder.let_go()
 
@@ -258,14 +256,11 @@ class Link:
         for end in ends:
             os.close(end)
 
-    def _wake_up(self) -> None:
-        _write_to(self._wake_end)
-
     def _wait_for_hello(self, tick: float) -> Iterator[Starting]:
         try:
             yield from self._until_done(self._hello, HELLO_TIMEOUT, tick)
             hello = self._hello.result()
-        except FutureTimeoutError:
+        except TimeoutError:
             raise self._start_error(f"did not answer within {HELLO_TIMEOUT:.0f} s") from None
         except AgentLost as lost:
             raise self._start_error("ended at once") from lost
@@ -275,11 +270,11 @@ class Link:
             raise self._start_error(f"is nbdist {hello.version}, the notebook {__version__}")
 
     def _until_done(self, future: Future[Any], timeout: float, tick: float) -> Iterator[Starting]:
-        """Come round until it is done; FutureTimeoutError after `timeout` seconds."""
+        """Come round until it is done; TimeoutError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while wait([future], min(tick, deadline - time.monotonic())).not_done:
             if time.monotonic() >= deadline:
-                raise FutureTimeoutError
+                raise TimeoutError
             yield self._starting
 
     def _start_error(self, why: str) -> StartError:
@@ -373,9 +368,8 @@ class Link:
             _write_to(self._asides_end)
 
     def _fail(self, agent: Agent) -> None:
-        lost = _lost(agent)
+        self._lost = lost = _lost(agent)
         log.debug("agent ended: %s", lost)
-        self._lost = lost
         calls: tuple[Future[Any], ...] = (self._hello, self._attached, *self._answers.values())
         for each in calls:
             if not each.done():
@@ -397,6 +391,5 @@ def _write_to(end: int) -> None:
 def _is_aside(item: Arrived) -> bool:
     """Return True if it can come while no cell runs: a death, or output after a cell."""
     if isinstance(item, tuple):
-        _, cell_id, output = item
-        return not cell_id or isinstance(output, Died)
+        return not item[1] or isinstance(item[2], Died)
     return isinstance(item, AgentLost)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from nbdist.errors import UsageError
 from nbdist.output.events import Done
-from nbdist.values.payload import OTHER, Identity, Kept, is_atomic, kind_of
+from nbdist.values.payload import OTHER, Identity, is_atomic, kind_of
 
 WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 """Names that every worker binds to its own from its start."""
@@ -32,15 +32,13 @@ _OF_ANOTHER = "of another notebook"  # the version of what that has sent
 class Shipped:
     """The notebook's value of a name as it was shipped; `identity` None: it is bound anew since.
 
-    `kept` is its memory where the workers have found it.  Not `is_last`: others have got a later
-    version.
+    Not `is_last`: other ranks have got a later version.
     """
 
     version: Hashable
     identity: Identity | None
     needs: frozenset[str] = frozenset()
     holds_objects: bool = False
-    kept: Kept | None = field(default=None, compare=False)
     is_last: bool = True
 
 
@@ -155,13 +153,6 @@ class NameTable:
                     kind=kind_of(value),
                 )
 
-    def let_go(self) -> None:
-        """Keep no memory of what was shipped: there are no workers any more that have it."""
-        for has in self._ranks.values():
-            for name, entry in has.items():
-                if isinstance(entry, Shipped) and entry.kept is not None:
-                    has[name] = replace(entry, kept=None)
-
     def replaced(self, ranks: Iterable[int], made: Iterable[str] = ()) -> None:
         """Note that these ranks are new processes, without what the last cell `made` either."""
         kinds = {name: [own.kind for own in self._of(name, Own).values()] for name in made}
@@ -221,7 +212,7 @@ class NameTable:
         return tuple(sorted({*self._of(name, Shipped), *self._of(name, Own)}))
 
     def whence(self, name: str) -> str | None:
-        """Say what the name was imported from on the ranks, None where it was not."""
+        """Return what the name was imported from on the ranks, None if it was not."""
         found = (entry.whence for entry in self._of(name, Own).values())
         return next(filter(None, found), None)
 
@@ -237,11 +228,6 @@ class NameTable:
         """Return how the name was when it was last shipped to a rank that has it."""
         shipped = self._of(name, Shipped).values()
         return max(shipped, key=lambda each: bool(each.identity and each.is_last), default=None)
-
-    def kept(self, name: str) -> list[Kept]:
-        """Return memory in which ranks have found what was last shipped to them."""
-        shipped = (entry.kept for entry in self._of(name, Shipped).values())
-        return [*dict.fromkeys(filter(None, shipped))]
 
     def holding_objects(self) -> list[str]:
         """List shipped names of the notebook that may share an object with another name."""

@@ -95,11 +95,11 @@ def _cutter_of_array(name: str, value: Any, dim: int) -> tuple[int, Part]:
             value.format
         )
     # What numpy has in pieces would be copied into the pickle, and from there again.
-    whole = _numpy().ascontiguousarray if before and _is_a(value, "numpy", "ndarray") else None
+    is_copied = bool(before) and _is_a(value, "numpy", "ndarray")
 
     def part(start: int, end: int) -> Any:
         shown = value[(*before, slice(start, end))]
-        return whole(shown) if whole else shown
+        return sys.modules["numpy"].ascontiguousarray(shown) if is_copied else shown
 
     return int(value.shape[dim]), part
 
@@ -216,19 +216,14 @@ def _joined_arrow(values: Sequence[Any]) -> Any:
 
 def _array(how: Literal["stack", "concatenate"], values: Sequence[Any], dim: int) -> Any:
     """Make one array; TypeError where that would be an array of objects."""
-    np = _numpy()
+    import numpy as np  # torch needs it too
+
     if any(isinstance(value, np.ma.MaskedArray) for value in values):
         return getattr(np.ma, how)([*values], dim)  # which keeps what is masked
     made = getattr(np, how)([*values], dim)
     if made.dtype == object and not any(isinstance(value, np.ndarray) for value in values):
         raise TypeError(f"{type_name(values[0])} makes no array")
     return made
-
-
-def _numpy() -> ModuleType:
-    import numpy as np  # torch needs it too
-
-    return np
 
 
 def _library_of(library: str, kind: str, values: Sequence[Any]) -> ModuleType | None:

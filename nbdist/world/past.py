@@ -43,20 +43,15 @@ class Setup:
         self.tasks.clear()
 
     def renumber(self, ranks: Renumbering) -> None:
-        """Have cells follow the ranks that they ran on; those for all are for all there are."""
-        everyone = tuple(range(ranks.before))
+        """Move the ranks of cells along; a cell for all ranks is for all that there are now."""
         for key, task in self.tasks.items():
-            on = task.ranks
-            if on == everyone:
-                on = tuple(range(ranks.after))
+            if task.ranks == tuple(range(ranks.before)):
+                self.tasks[key] = replace(task, ranks=tuple(range(ranks.after)))
             elif ranks.moved:  # else there may be ranks again of which there are none now
-                on = ranks.of(on)
-            self.tasks[key] = replace(task, ranks=on)
+                self.tasks[key] = replace(task, ranks=ranks.of(task.ranks))
 
 
-MOST_TASKS = 2_000
-MOST_CHARACTERS = 8_000_000
-MOST_SENT = 10_000
+MOST_TASKS, MOST_SENT = 2_000, 10_000
 
 Kind = Literal["cell", "push", "script", "call"]
 Status = Literal["ok", "failed", "interrupted"]
@@ -104,7 +99,6 @@ class Past:
         self.gathered: dict[str, None] = {}
         self.sent: deque[Sent] = deque(maxlen=MOST_SENT)
         self._tasks: dict[str, PastTask] = {}
-        self._characters = 0
         self._count = 0
 
     @property
@@ -117,7 +111,7 @@ class Past:
         self._count += 1
         now = self._count
         for name, shipped in running.shipped.items():
-            self.sent.append(Sent(now, name, replace(shipped, kept=None)))
+            self.sent.append(Sent(now, name, shipped))
         task = _past(running, now)
         if task is None:
             match running.task.work:
@@ -128,23 +122,23 @@ class Past:
         key = running.task.key or f"task {now}"
         failed = f"failed {key}"
         if task.status == "ok":
-            self._drop(failed)
-        earlier = self._drop(key if task.status == "ok" else failed)
-        if earlier is not None:
+            self._tasks.pop(failed, None)
+        else:
+            key = failed
+        if earlier := self._tasks.pop(key, None):
             task = replace(task, first=earlier.first, runs=earlier.runs + 1)
-        self._tasks[key if task.status == "ok" else failed] = task
-        self._characters += len(task.text)
-        while len(self._tasks) > MOST_TASKS or self._characters > MOST_CHARACTERS:
-            self._drop(next(iter(self._tasks)))
+        self._tasks[key] = task
+        if len(self._tasks) > MOST_TASKS:
+            del self._tasks[next(iter(self._tasks))]
             self.forgotten += 1
 
     def renumber(self, ranks: Renumbering) -> None:
-        """Have tasks follow the ranks that they ran on; what ran on none that is left is gone."""
-        for key, task in [*self._tasks.items()] if ranks.moved else ():
-            if on := ranks.of(task.ranks):
-                self._tasks[key] = replace(task, ranks=on)
-            else:
-                self._drop(key)
+        """Move the ranks of tasks along; drop tasks that ran on none that is left."""
+        if ranks.moved:
+            now = {
+                key: replace(task, ranks=ranks.of(task.ranks)) for key, task in self._tasks.items()
+            }
+            self._tasks = {key: task for key, task in now.items() if task.ranks}
 
     def knows(self, task: Task) -> bool:
         """Return True if this cell has run before, as a set-up cell has where a rank is new."""
@@ -154,12 +148,6 @@ class Past:
     def sent_before(self, task: int) -> Mapping[str, Sent]:
         """Return how each name of the notebook was last sent, up to this task."""
         return {each.name: each for each in self.sent if each.task <= task}
-
-    def _drop(self, key: str) -> PastTask | None:
-        task = self._tasks.pop(key, None)
-        if task is not None:
-            self._characters -= len(task.text)
-        return task
 
 
 def _past(running: RunningTask, now: int) -> PastTask | None:
@@ -189,11 +177,10 @@ def _past(running: RunningTask, now: int) -> PastTask | None:
         made=running.made,
         shows_value=running.shows_value,
         draws=any(
-            kind.startswith("image/")
+            isinstance(piece, Shown)
+            and any(kind.startswith("image/") for kind in piece.display.data)
             for each in running.transcript
             for piece in each.pieces
-            if isinstance(piece, Shown)
-            for kind in piece.display.data
         ),
         first=now,
         last=now,

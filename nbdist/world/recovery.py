@@ -10,7 +10,7 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping
 from dataclasses import replace as but
 from pathlib import Path
 from typing import TypeAlias
@@ -21,13 +21,11 @@ from nbdist.output import events
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.wire.messages import Abort, Grow, Heal, Healed, Interrupt, Kill, Locate, Scale, Spare
 from nbdist.wire.views import Place
-from nbdist.wire.work import Task
 from nbdist.words import name_ranks, one_line
 from nbdist.world.code_sync import missing_text
 from nbdist.world.hangs import ANSWER_TIMEOUT, differing
 from nbdist.world.names import list_names
 from nbdist.world.running import News, RunningTask, Step
-from nbdist.world.spec import scaled
 from nbdist.world.states import Event, State, size_text
 from nbdist.world.workers import Workers
 
@@ -39,7 +37,6 @@ LEFTOVERS_GRACE = 1.5  # for GPUs to end collectives that all have joined, and n
 HEAL_TIMEOUT = 150.0  # longer than an agent takes when ranks do not meet, one after the other
 HEAL_AFTER_STOP = 8.0  # the same after Stop: control is given back, and the next cell tries again
 SCALE_TIMEOUT = 200.0  # longer than an agent takes that tries it, then goes back to what there was
-KILL_TIMEOUT = 5.0
 
 Following: TypeAlias = Generator[News, float | None, None]
 """What is sent to it is how long it may take to come round again, in seconds; None for `TICK`."""
@@ -52,11 +49,19 @@ LASTING |= {"IndentationError", "TabError"}
 
 
 def follow(workers: Workers, running: RunningTask, *, answers: bool = False) -> Following:
-    """Yield what ranks have shown since the last time, until all have finished: `Session.follow`.
+    """Yield new output of `running` until every rank has finished: `Session.follow`.
 
-    Every `TICK` seconds at least, so that a clock can move on.  After the first Stop it goes on for
-    `Patience.control_timeout` seconds at most.  The end of this process ends it at once, where the
-    workers outlive that.
+        for news in session.follow(running):
+            with running.counting_stops():
+                draw(news)
+
+    The first Stop (KeyboardInterrupt) interrupts the ranks and goes on; the second, or the end of
+    `Patience.control_timeout`, gives control back with ranks unfinished.  Neither raises:
+    `running.stops` counts them.  At the end the group is whole again, as far as the policy says.
+    The end of this process ends it at once, where the workers outlive that.
+
+    With `answers` the caller has to `reply` to prompts; otherwise ranks get an error.  Send the
+    generator the longest time in seconds that it may block, at most `TICK`; 0.0 polls.
     """
     before, longest = running.stops_met, TICK
     while running.unfinished:
@@ -167,7 +172,6 @@ def _end(workers: Workers, running: RunningTask) -> None:
         running.fated = tuple(lost) if workers.on_failure == "heal" else workers.everyone
     running.restart = _restart_text(workers, running)
     running.lacking = _lacking_text(workers, running)
-    running.let_go()
     is_again = workers.setup.is_replaying and workers.past.knows(running.task)
     if not (running.restart or is_again):
         workers.past.add(running)
@@ -176,10 +180,10 @@ def _end(workers: Workers, running: RunningTask) -> None:
 
 def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
     """End collectives of a failed task that no rank completes: the next task's would meet them."""
-    if not running.transcript.errors or workers.state is not State.READY or not workers.has_group:
+    crew = running.crew
+    if not running.transcript.errors or workers.state is not State.READY or not crew.has_group:
         return
-    runs_ahead = running.crew.runs_ahead
-    enough = time.monotonic() + (LEFTOVERS_GRACE if runs_ahead else 0.0)
+    enough = time.monotonic() + (LEFTOVERS_GRACE if crew.runs_ahead else 0.0)
     looks = 0
     while looks < 2 or time.monotonic() < enough:
         places = _locate(workers, running)
@@ -187,7 +191,7 @@ def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
         if not any(place.unfinished for place in places.values()):
             return
         looks += 1
-        if runs_ahead:
+        if crew.runs_ahead:
             workers.receive(EAGER_TICK)
     workers.advance(Event.ABORTED)
     workers.link.send(Abort(workers.everyone))
@@ -222,8 +226,8 @@ def undefined_name(error: RankError) -> str:
 
 # A group is broken once a rank has died or its connections have ended, and the state says so.
 # What is done about it is one request to the agent, `Heal`: new workers in the place of the
-# dead, then one group of all, in place.  `replace` kills first, `scale` has another size.  Each
-# takes in what the agent has then, advances the state, and runs the set-up cells in what is new.
+# dead, then one group of all, in place; `Scale` and `Grow` have another size.  `regroup` takes in
+# what the agent has then, advances the state, and runs the set-up cells in what is new.
 
 
 def heal(workers: Workers) -> tuple[int, ...]:
@@ -238,7 +242,7 @@ def heal(workers: Workers) -> tuple[int, ...]:
         return ()
     if not workers.dead or workers.on_failure == "heal":
         # Workers in the place of the dead, and a group of all.
-        return _regroup(workers, Heal())[0]
+        return regroup(workers, Heal())[0]
     if workers.on_failure == "stop":
         workers.shutdown()
         return ()
@@ -255,47 +259,14 @@ def heal(workers: Workers) -> tuple[int, ...]:
     return ()
 
 
-def grow(workers: Workers) -> None:
-    """Take in machines that have come since the start."""
-    if not workers.have_come or workers.state is not State.READY:
-        return
-    workers.have_come = {}
-    _regroup(workers, Grow())
-
-
-def replace(workers: Workers, ranks: Iterable[int]) -> None:
-    """End these ranks, and start new ones in their places; the other ranks keep their variables."""
-    ending = set(ranks)
-    workers.link.call(Kill(tuple(ending)))
-    deadline = time.monotonic() + KILL_TIMEOUT
-    while not workers.dead.keys() >= ending and time.monotonic() < deadline:
-        workers.receive(max(0.0, deadline - time.monotonic()))
-    if workers.state is State.BROKEN:
-        _regroup(workers, Heal())
-
-
-def scale(workers: Workers, size: int, keep: Sequence[int]) -> None:
-    """Have `size` workers, first those in `keep`; raises ScaleError, or WorldBroken."""
-    before = workers.size
-    spec, workers.warning = scaled(workers.spec, workers.config, size, keep=keep)
-    _, why = _regroup(workers, Scale(spec, tuple(keep)))
-    if workers.lost is not None:
-        raise workers.lost
-    if workers.is_elsewhere:  # where machines come and go, the size changes without being asked for
-        workers.config = workers.config.of_size(workers.size)
-    if workers.state is State.BROKEN:
-        raise WorldBroken(workers.problem)
-    if why:
-        raise errors.ScaleError(before, size, why)
-
-
-def _regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, ...], str]:
+def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, ...], str]:
     """Form another group, set up its new ranks; return those replaced, and why not more."""
     running, replaced, why = workers.running, tuple[int, ...](), ""
-    heals = isinstance(request, Heal)
-    timeout = HEAL_TIMEOUT if heals else SCALE_TIMEOUT
+    event, timeout = Event.SCALE, SCALE_TIMEOUT
+    if isinstance(request, Heal):
+        event, timeout = Event.HEAL, HEAL_TIMEOUT
     made = running.made if running and running.deaths else frozenset()
-    workers.advance(Event.HEAL if heals else Event.SCALE)
+    workers.advance(event)
     outcome, workers.problem = Event.HEAL_FAILED, "it was interrupted"
     try:
         patience = HEAL_AFTER_STOP if running and running.ends_after_stop else timeout
@@ -328,52 +299,28 @@ def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
 
     A set-up cell that ends its worker is not run again in the one after it.
     """
-    setup = workers.setup
+    setup, before = workers.setup, workers.running
     if setup.is_replaying or workers.state is not State.READY:
         return None
-    setup.is_replaying, running, setup.problem = True, workers.running, ""
+    setup.is_replaying, setup.problem = True, ""
     try:
         for kept in [*setup.tasks.values()]:
-            on = tuple(rank for rank in kept.ranks if rank in ranks)
-            if on and (error := _run(workers, but(kept, id=uuid.uuid4().hex, ranks=on))):
+            if not (on := tuple(rank for rank in kept.ranks if rank in ranks)):
+                continue
+            running = workers.send(but(kept, id=uuid.uuid4().hex, ranks=on))
+            for _ in follow(workers, running):
+                pass
+            if running.stops:
+                raise KeyboardInterrupt
+            if error := running.error():
                 setup.problem = f" A `--setup` cell failed there: {one_line(str(error))}"
                 return error
     finally:
-        setup.is_replaying, workers.running = False, running
+        setup.is_replaying, workers.running = False, before
     return None
 
 
-def _run(workers: Workers, task: Task) -> NbdistError | None:
-    running = workers.send(task)
-    for _ in follow(workers, running):
-        pass
-    if running.stops:
-        raise KeyboardInterrupt
-    return running.error()
-
-
 # --- what it means for the next task -----------------------------------------------------------
-
-
-def refusal(workers: Workers) -> NbdistError | None:
-    """Return why no task can be sent now, with the remedy; None where one can."""
-    if workers.state is State.READY:
-        return None
-    if workers.state in (State.STOPPED, State.STARTING, State.STOPPING):
-        return errors.WorldNotStarted("The cell")
-    if workers.lost is not None:
-        return workers.lost
-    running = workers.running
-    if running is not None and running.unfinished:
-        if running.is_stopping:
-            return running.not_stopped
-        return errors.WorldBusy(running.unfinished, running.age)
-    # Why they share no group is said again for every task until a restart.
-    if running is not None and running.deaths:
-        running.fate = healing_text(workers, running.deaths)
-        if error := running.error():
-            return error
-    return death(workers, workers.dead) if workers.dead else WorldBroken(workers.problem)
 
 
 def death(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
@@ -406,7 +353,7 @@ def _restart_text(workers: Workers, running: RunningTask) -> str:
 
 
 def healing_text(workers: Workers, dead: Iterable[int]) -> str:
-    """Say what became of a world some of whose workers have died."""
+    """Describe what became of a world some of whose workers have died."""
     if workers.state is State.BROKEN:
         if not workers.problem:
             return "`%dist_restart` restarts all workers; their variables are lost."
@@ -438,8 +385,8 @@ def stop_text(workers: Workers, killed: Iterable[int]) -> str:
     if workers.state is State.BROKEN or workers.on_failure != "heal":
         return f"{said}. {healing_text(workers, ranks)}"
     said += " and was restarted" if len(ranks) == 1 else " and were restarted"
-    lost = workers.names.lacking(ranks)
-    said += f"; variables lost: {lost}" if lost else ""
+    if lost := workers.names.lacking(ranks):
+        said += f"; variables lost: {lost}"
     return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
 
 

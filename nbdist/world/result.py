@@ -6,16 +6,8 @@ import logging
 import socket
 import sys
 import traceback
-from collections.abc import (
-    Collection,
-    ItemsView,
-    Iterable,
-    Iterator,
-    KeysView,
-    Mapping,
-    Sequence,
-    ValuesView,
-)
+from collections import abc
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -25,7 +17,7 @@ from nbdist.output.transcript import Transcript
 from nbdist.output.wording import clip
 from nbdist.values.payload import Payload, open_payload
 from nbdist.values.pickling import unpickle
-from nbdist.wire.views import Gpu, Usage, WorkerStatus
+from nbdist.wire.views import Collective, Gpu, Usage, WorkerStatus
 from nbdist.wire.work import Source, Task
 from nbdist.words import name_ranks, size_range, size_text
 from nbdist.world.hangs import doing_of
@@ -76,16 +68,15 @@ def as_raised(
     `error.original` is what the rank raised, with our line as a note.
     """
     contents = contents or Contents()
-    for name in kinds:
-        original = _known(name)
+    for original in map(_known, kinds):
         if original is Exception:
             break
         if original is None or issubclass(original, BaseExceptionGroup):
             continue
         if (both := _also(error, original, contents)) is not None:
             return both
-        if (alone := _as_it_is(error, original, contents)) is not None:
-            error.original = alone
+        error.original = _as_it_is(error, original, contents)
+        if error.original is not None:
             break
     return error
 
@@ -94,9 +85,9 @@ def raised(error: WorkerError) -> BaseException:
     """Return what is to be raised of it: itself, or what the rank raised, with notes."""
     if (original := error.original) is None:
         return error
-    notes = {"__notes__": [str(error), *getattr(error, "__notes__", ())]}
     # The class may refuse to have attributes set.
-    object.__getattribute__(original, "__dict__").update(notes)
+    own: dict[str, Any] = object.__getattribute__(original, "__dict__")
+    own["__notes__"] = [str(error), *getattr(error, "__notes__", ())]
     return original
 
 
@@ -151,7 +142,7 @@ def _as_it_is(
 
 
 def _fill(made: BaseException, contents: Contents, ours: Mapping[str, Any]) -> None:
-    """Give it the arguments and attributes, but those that are ours."""
+    """Set the arguments and attributes, except those that are ours."""
     BaseException.args.__set__(made, contents.args)  # type: ignore[attr-defined]
     own: dict[str, Any] = object.__getattribute__(made, "__dict__")
     for name, value in contents.attributes.items():
@@ -237,15 +228,15 @@ class CellResult(Generic[R_co]):
             raise NoValue(rank, self.by_rank)
         return self.by_rank[rank]
 
-    def keys(self) -> KeysView[int]:
+    def keys(self) -> abc.KeysView[int]:
         """Return the ranks that have a value."""
         return self.by_rank.keys()
 
-    def values(self) -> ValuesView[R_co]:
+    def values(self) -> abc.ValuesView[R_co]:
         """Return the values in rank order."""
         return self.by_rank.values()
 
-    def items(self) -> ItemsView[int, R_co]:
+    def items(self) -> abc.ItemsView[int, R_co]:
         """Return ranks and values."""
         return self.by_rank.items()
 
@@ -270,16 +261,15 @@ def usage_text(used: Collection[Usage]) -> str:
     memory = [each.memory for each in used if each.memory]
     parts = [f"cpu {size_range(memory)}"] if memory else []
     if gpus := [each.gpu for each in used if each.gpu]:
-        parts.append(f"gpu {gpu_memory_text(gpus)}")
-        if busy := [gpu.busy for gpu in gpus if gpu.busy is not None]:
-            parts.append(f"{_range(busy)} %")
+        parts.append(f"gpu {_gpus_text(gpus, ' · ')}")
     return " · ".join(parts)
 
 
-def gpu_memory_text(gpus: Collection[Gpu]) -> str:
-    """Write `61/80 GiB`, `3.5-12/80 GiB`: used of total."""
+def _gpus_text(gpus: Collection[Gpu], between: str = " ") -> str:
+    """Write `61/80 GiB 97 %`, `3.5-12/80 GiB`: used of total, and how busy they are."""
     used, total = ([getattr(gpu, name) / GIB for gpu in gpus] for name in ("used", "total"))
-    return f"{_range(used)}/{_range(total)} GiB"
+    busy = [gpu.busy for gpu in gpus if gpu.busy is not None]
+    return f"{_range(used)}/{_range(total)} GiB" + (f"{between}{_range(busy)} %" if busy else "")
 
 
 def _range(numbers: Collection[float]) -> str:
@@ -287,9 +277,8 @@ def _range(numbers: Collection[float]) -> str:
     return high if low == high else f"{low}-{high}"
 
 
-HEADINGS = ("rank", "host", "state", "pid", "device", "memory")
-MORE_HEADINGS = ("cpu", "gpu", "where", "last collective", "last line")
-"""Shown where any rank has an entry."""
+ALWAYS = {"rank", "state", "pid", "device", "memory"}
+"""Columns of the status that are shown though no rank has an entry."""
 
 
 def rows(
@@ -298,40 +287,32 @@ def rows(
     lines: Mapping[int, str] | None = None,
 ) -> list[tuple[str, ...]]:
     """Lay out headings and a row per rank; `cpu` is in per cent of a core, `lines` are the last."""
-    if not workers:
-        return []
-    table = [
-        (*HEADINGS, *MORE_HEADINGS),
-        *(_row(each, (cpu or {}).get(each.rank), (lines or {}).get(each.rank)) for each in workers),
-    ]
+    cpu, lines = cpu or {}, lines or {}
     has_several = len({each.host for each in workers}) > 1
-    shown = [
-        index
-        for index, (heading, *entries) in enumerate(zip(*table, strict=True))
-        if (has_several if heading == "host" else heading in HEADINGS or any(entries))
+    table = [
+        {
+            "rank": str(each.rank),
+            "host": each.host if has_several else "",
+            "state": f"busy {each.busy_seconds:.0f} s" if each.state == "busy" else each.state,
+            "pid": str(each.pid),
+            "device": each.device,
+            "memory": size_text(each.memory),
+            "cpu": f"{cpu[each.rank]:.0f} %" if each.rank in cpu else "",
+            "gpu": _gpus_text([each.gpu]) if each.gpu else "",
+            "where": doing_of([each.rank], each.place, each.code) if each.place else "",
+            "last collective": _collective_text(each.collective),
+            "last line": lines.get(each.rank, ""),
+        }
+        for each in workers
     ]
-    return [tuple(line[index] for index in shown) for line in table]
+    if not table:
+        return []
+    shown = [each for each in table[0] if each in ALWAYS or any(row[each] for row in table)]
+    return [tuple(shown), *(tuple(row[each] for each in shown) for row in table)]
 
 
-def _row(worker: WorkerStatus, cpu: float | None, line: str | None) -> tuple[str, ...]:
-    collective = worker.collective
-    done = "done" if collective and collective.is_done else "not done"
-    gpu = gpu_memory_text([worker.gpu]) if worker.gpu else ""
-    if worker.gpu and worker.gpu.busy is not None:
-        gpu += f" {worker.gpu.busy} %"
-    return (
-        str(worker.rank),
-        worker.host,
-        f"busy {worker.busy_seconds:.0f} s" if worker.state == "busy" else worker.state,
-        str(worker.pid),
-        worker.device,
-        size_text(worker.memory),
-        "" if cpu is None else f"{cpu:.0f} %",
-        gpu,
-        doing_of([worker.rank], worker.place, worker.code) if worker.place else "",
-        f"{collective}, {done}" if collective else "",
-        line or "",
-    )
+def _collective_text(last: Collective | None) -> str:
+    return f"{last}, {'done' if last.is_done else 'not done'}" if last else ""
 
 
 # --- what workers log -------------------------------------------------------------------------
@@ -345,17 +326,17 @@ def _row(worker: WorkerStatus, cpu: float | None, line: str | None) -> tuple[str
 def wanted_level(*, is_shown: bool) -> int | None:
     """Return the level from which on records are handled here; None where there is no handler."""
     # Without a handler logging itself would print them, which the worker's has done.
-    known = [*logging.Logger.manager.loggerDict.items()]
-    below = [logger for name, logger in known if name.startswith("nbdist.")]
-    # A logger that has neither a level nor handlers is as the one above it.
-    own = [each for each in below if isinstance(each, logging.Logger)]
-    loggers = [logging.getLogger("nbdist"), *(each for each in own if each.handlers or each.level)]
+    loggers = [logging.getLogger("nbdist")]
+    for name, each in [*logging.Logger.manager.loggerDict.items()]:
+        # A logger that has neither a level nor handlers is as the one above it.
+        if name.startswith("nbdist.") and isinstance(each, logging.Logger):
+            loggers += [each] if each.handlers or each.level else []
     listening = (each for each in loggers if any(_handlers(each, is_shown)))
     return min((each.getEffectiveLevel() for each in listening), default=None)
 
 
 def hand_over(record: Record, *, is_shown: bool) -> None:
-    """Have this process's handlers handle a worker's record, if there are any."""
+    """Pass a worker's record to the handlers of this process, if there are any."""
     logger = logging.getLogger(f"nbdist.{record.host}.{record.local_rank}")
     handlers = [*_handlers(logger, is_shown)]
     if not logger.isEnabledFor(record.level) or not handlers:
@@ -393,15 +374,12 @@ def as_logged(record: Record) -> logging.LogRecord:
         *(None, None, record.function, record.stack or None),
     )
     vars(logged).update(
+        {name: getattr(record, name) for name in ("created", "host", "rank", "local_rank")},
         levelname=record.level_name,
-        created=record.created,
         msecs=record.created % 1 * 1000,
         threadName=record.thread,
         process=record.pid,
         processName=f"rank{record.rank}",
         exc_text=record.exception or None,
-        host=record.host,
-        rank=record.rank,
-        local_rank=record.local_rank,
     )
     return logged

@@ -13,18 +13,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Self
 
+from nbdist import errors
 from nbdist.config import CONTROL_TIMEOUT, Patience
-from nbdist.errors import (
-    KEPT,
-    AgentLost,
-    Blame,
-    CellTimeout,
-    NbdistError,
-    RanksNotStopped,
-    RanksReleased,
-    WorkerDied,
-    WorkerError,
-)
+from nbdist.errors import KEPT, NbdistError
 from nbdist.output import events
 from nbdist.output.events import Died, Done, Failure, Output
 from nbdist.output.transcript import Transcript, follows
@@ -121,7 +112,7 @@ class RunningTask:
         self.spared: frozenset[int] = frozenset()  # these are ended only if Stop comes again
         self.give_up_at = float("inf")
         self.is_stopping = self.is_over = self.shows_value = self.was_stalled = False
-        self.lost: AgentLost | None = None
+        self.lost: errors.AgentLost | None = None
         self.fate = self.restart = self.why_died = self.differing = self.lacking = ""
         self.fated: tuple[int, ...] = ()
         self.timed_out: str | None = None  # where its ranks were
@@ -140,8 +131,8 @@ class RunningTask:
     def found(cls, there: Attached, crew: Crew) -> Self:
         """Make the task that ranks were given by another notebook, as it was then."""
         assert there.run is not None
-        patience = Patience(**there.memory.patience)
-        if patience.control_timeout is None:  # somebody waits for it now
+        patience = there.memory.patience
+        if patience.control_timeout is None:  # a cell waits for it now
             patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
         started, task = (there.started, there.started_ns), task_from(there.run.task)
         return cls(task, patience, crew, started=started, ended=there.ended)
@@ -166,7 +157,7 @@ class RunningTask:
 
     @property
     def age(self) -> float:
-        """Seconds since it was sent, without those in which a rank waited for somebody to type."""
+        """Seconds since it was sent, without those in which a rank waited for input."""
         now = time.monotonic()
         return now - self._started - self.prompts.seconds(now)
 
@@ -215,14 +206,14 @@ class RunningTask:
     @property
     def doing(self) -> str:
         """Where those are that have not finished, as far as is known."""
-        places = {rank: self._watch.places.get(rank) for rank in self.unfinished}
-        known = {rank: place for rank, place in places.items() if place is not None}
+        places, unfinished = self._watch.places, self.unfinished
+        known = {rank: places[rank] for rank in unfinished if rank in places}
         return hangs.waits_text(known, self.task.source)
 
     @property
-    def not_stopped(self) -> RanksNotStopped:
-        """Say who has not left it, and whether that may still cost variables."""
-        return RanksNotStopped(self.unfinished, self.doing, is_safe=self._is_safe)
+    def not_stopped(self) -> errors.RanksNotStopped:
+        """The error that names the ranks that have not left it, and if they may lose variables."""
+        return errors.RanksNotStopped(self.unfinished, self.doing, is_safe=self._is_safe)
 
     @property
     def _is_safe(self) -> bool:
@@ -246,7 +237,7 @@ class RunningTask:
                 yield Step.END_SURVIVORS
             elif self.crew.has_group:
                 yield Step.ABORT_FOR_DEAD
-        # Whoever waits for a rank that somebody debugs does not wait in vain.
+        # A rank that waits for one in the debugger does not wait in vain.
         if not self.crew.has_group or self.prompts.ranks:
             return
         # Ranks that do not run the task will not join either.
@@ -267,7 +258,7 @@ class RunningTask:
         return () if self.crew.runs_ahead else self._watch.aborted_in_vain(self.unfinished)
 
     def seconds_to_look(self, now: float) -> float:
-        """Say how long there is nothing to ask the ranks for, and nothing to do about them."""
+        """Return for how many seconds there is nothing to ask the ranks, and nothing to do."""
         return max(0.0, min(self._watch.wait(now), self._seconds_left(now)))
 
     def _seconds_left(self, now: float) -> float:
@@ -313,57 +304,49 @@ class RunningTask:
         self.is_stopping = True
         self.was_stalled = any(place.stalled for place in self.places.values())
         self.interrupts, self.spared = self.interrupts + 1, frozenset()
-        for rank in self.prompts.ranks:  # nobody is to answer them now
+        for rank in self.prompts.ranks:  # their answers come too late
             self.prompts.drop(rank, now)
         self.give_up_at = float("inf") if wait is None else now + wait
         self._watch.hurry(now)
 
     @property
     def ends_after_stop(self) -> bool:
-        """Whether somebody who has pressed Stop waits for what is done at its end."""
+        """Whether Stop was pressed in a cell that waits for what is done at its end."""
         return self.raises_stops and self.stops > 0 and self.patience.control_timeout is not None
 
     def wants_control(self, before: int) -> bool:
-        """Say whether Stop came a second time, to somebody who waits; `before` were met then."""
+        """Return True if Stop came twice since `before`, to a cell that waits for control."""
         return self.patience.control_timeout is not None and self.stops > before + 1
 
-    def take(self, news: Located | Aborted | Silent | Used) -> None:
+    def take(self, news: Located | Aborted | Silent | Used, now: float) -> None:
         """Take in what its agent says of it."""
         match news:
             case Located(places):
-                self.take_places(places, time.monotonic())
+                self.places, unfinished = dict(places), self.unfinished
+                known = {rank: place for rank, place in places.items() if rank in unfinished}
+                self._watch.take(known, now, sum(place.in_flight for place in places.values()))
             case Aborted(places):
-                self.take_aborted(places, time.monotonic())
+                self.aborted.update(places)
+                self._watch.start_over(now)
             case Silent():
                 self.silent = news
             case Used(usage):
                 self.usage = usage
 
-    def take_places(self, places: Mapping[int, Place], now: float) -> None:
-        """Take in where ranks are."""
-        self.places = dict(places)
-        known = {rank: place for rank, place in places.items() if rank in self.unfinished}
-        self._watch.take(known, now, sum(place.in_flight for place in places.values()))
-
-    def take_aborted(self, places: Mapping[int, Place], now: float) -> None:
-        """Note that the collectives are being aborted in which these ranks wait."""
-        self.aborted.update(places)
-        self._watch.start_over(now)
-
     def abort(self, now: float) -> None:
         """Note that its ranks can never go on, and that their collectives are being aborted."""
         unfinished, places = self.unfinished, self.places
-        self.take_aborted({rank: self._watch.places[rank] for rank in unfinished}, now)
+        self.take(Aborted({rank: self._watch.places[rank] for rank in unfinished}), now)
         ran, failed, size = self.task.ranks, {*self.transcript.errors, *unfinished}, self.crew.size
         self.differing = hangs.differing(places)
         self._why_aborted = hangs.why_aborted(self.aborted, places, ran, failed, size)
 
     def explains_death(self, places: Mapping[int, Place]) -> str:
-        """Say why gloo has ended a rank, by where the others were; "" for other deaths."""
+        """Return why gloo has ended a rank, by where the others were; "" for other deaths."""
         said = (hangs.why_died(rank, died, places) for rank, died in sorted(self.deaths.items()))
         return next(filter(None, said), "")
 
-    def take_loss(self, lost: AgentLost) -> None:
+    def take_loss(self, lost: errors.AgentLost) -> None:
         """Note that the agent has ended, and so have the ranks."""
         self.lost = lost
         for rank in self.unfinished:
@@ -412,10 +395,6 @@ class RunningTask:
         was_refused = isinstance(error, Failure) and error.name == events.NAME_PROBLEM
         return {} if was_refused else self.shipped
 
-    def let_go(self) -> None:
-        """Keep no memory of what was shipped: a task is kept for longer than its names."""
-        self.shipped = {name: replace(each, kept=None) for name, each in self.shipped.items()}
-
     @property
     def made(self) -> frozenset[str]:
         """Names that it bound on any rank, without what it imported."""
@@ -438,32 +417,32 @@ class RunningTask:
         if self.timed_out is not None and is_of_stop:
             late, timeout = self.unfinished, self.patience.timeout or 0.0
             is_safe = self._is_safe and not self.killed_by_stop
-            return CellTimeout(timeout, self.timed_out, late, is_safe=is_safe)
+            return errors.CellTimeout(timeout, self.timed_out, late, is_safe=is_safe)
         if self.unfinished:
             return self.not_stopped
         if cause is None:
             return None
         rank, first = cause
         host, pid = self.crew.machines.name(rank), self.crew.pids.get(rank, 0)
-        errors = self.transcript.errors
-        blame = Blame(rank, host, pid, errors)
-        own = {rank: error for rank, error in errors.items() if not follows(error)}
+        failed = self.transcript.errors
+        blame = errors.Blame(rank, host, pid, failed)
+        own = {rank: error for rank, error in failed.items() if not follows(error)}
         seconds, deaths = self.seconds_until(first.time_ns), self.deaths.values()
         why_ended = next((f"{each.why}." for each in deaths if each.why and not each.by_stop), "")
         if isinstance(first, Died):
-            died = WorkerDied(blame, seconds, first.exit_code, first.end)
+            died = errors.WorkerDied(blame, seconds, first.exit_code, first.end)
             for fact in filter(None, (why_ended, self.why_died, self.fate)):
                 died.add(fact)
             return died
         if not own and self.aborted and not self.is_stopping:
-            return RanksReleased(blame, self._why_aborted, self.fate)
+            return errors.RanksReleased(blame, self._why_aborted, self.fate)
+        blame = errors.Blame(rank, host, pid, own or failed)
         who, said = self.crew.machines.who([rank]), (first.name, first.message)
-        blame = Blame(rank, host, pid, own or errors)
-        error = WorkerError(blame, len(self.task.ranks), seconds, said, who)
-        if self.aborted:
-            error.add(f"{hangs.released_text(self.aborted)}{'' if self.fate else KEPT}.")
-        differing = f"Before that: {self.differing}." if self.differing else ""
-        for fact in filter(None, (why_ended, self.fate, differing, self.lacking)):
+        error = errors.WorkerError(blame, len(self.task.ranks), seconds, said, who)
+        kept, differing = "" if self.fate else KEPT, self.differing
+        released = f"{hangs.released_text(self.aborted)}{kept}." if self.aborted else ""
+        differing = f"Before that: {differing}." if differing else ""
+        for fact in filter(None, (released, why_ended, self.fate, differing, self.lacking)):
             error.add(fact)
         done = self.transcript[rank].done
         contents = Contents.read(done.values if done else None, self.crew.namespace)
@@ -471,8 +450,8 @@ class RunningTask:
 
     def payloads(self) -> dict[int, Payload]:
         """Return the values that were fetched, as they came."""
-        fetched = {rank: done.values for rank, done in self._done().items()}
-        return {rank: each for rank, each in fetched.items() if isinstance(each, Payload)}
+        found = {rank: done.values for rank, done in self._done().items()}
+        return {rank: each for rank, each in found.items() if isinstance(each, Payload)}
 
     def _done(self) -> dict[int, Done]:
         return {track.rank: track.done for track in self.transcript if track.done is not None}
@@ -481,8 +460,6 @@ class RunningTask:
         """Read what a rank has brought back."""
         if not isinstance(done.values, Payload):
             return None
-        values = unpickle(open_payload(done.values), self.crew.namespace)
-        values = as_read(values, done.values)
-        if len(self.task.fetch) == 1 and not self.task.keeps:
-            return values[self.task.fetch[0]]
-        return values
+        values = as_read(unpickle(open_payload(done.values), self.crew.namespace), done.values)
+        is_one = len(self.task.fetch) == 1 and not self.task.keeps
+        return values[self.task.fetch[0]] if is_one else values

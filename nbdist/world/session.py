@@ -6,22 +6,22 @@ In the notebook's process, on the thread that made the world; `nbdist.world.reco
 from __future__ import annotations
 
 import operator
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from nbdist import topology
+from nbdist import errors, topology
 from nbdist.config import Patience, read_restarts
-from nbdist.errors import AgentLost, BadRanks, Interrupted, StartError, UsageError, WorldNotStarted
+from nbdist.errors import AgentLost, BadRanks, UsageError, WorldNotStarted
 from nbdist.values.payload import open_payload, pack_frames
 from nbdist.values.shared_memory import Segment
 from nbdist.wire.control import Question
-from nbdist.wire.messages import Consult, Enter, LetGo, Reply, Request
+from nbdist.wire.messages import Consult, Enter, Grow, Heal, Kill, LetGo, Reply, Request, Scale
 from nbdist.wire.views import WorkerStatus
 from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
@@ -30,10 +30,11 @@ from nbdist.world.agents import module_of
 from nbdist.world.names import Shipped
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
+from nbdist.world.spec import parse_size, scaled
 from nbdist.world.states import Renumbering, State
 from nbdist.world.workers import Workers
 
-LOOK_TIMEOUT = 10.0
+LOOK_TIMEOUT, KILL_TIMEOUT = 10.0, 5.0
 LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped one
 
 Kept = dict[int, list[bytes]]  # by rank, the frames of a pickle of what outlives its worker
@@ -50,18 +51,14 @@ class Session(Workers):
         self, work: Work | str = "", *, ranks: Sequence[int] | None = None, **fields: Any
     ) -> Task:
         """Make a task with such `fields`, on all ranks by default; a text is a cell's source."""
-        on = self.everyone if ranks is None else self._checked(ranks)
+        # Before the start it is not known yet how many there will be.
+        most = self.size if self.state.has_workers else sys.maxsize
+        for rank in () if ranks is None else ranks:
+            if not (hasattr(rank, "__index__") and 0 <= rank < most):  # numpy's too
+                raise BadRanks(str(ranks), self.size, f"{rank!r} is none of them, by its number")
+        on = self.everyone if ranks is None else tuple(map(operator.index, ranks))
         work = Source(work) if isinstance(work, str) else work
         return Task(uuid.uuid4().hex, on, work, **fields)
-
-    def _checked(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        # Before the start it is not known yet how many there will be.
-        size = self.size if self.state.has_workers else None
-        for rank in ranks:
-            is_number = hasattr(rank, "__index__")  # numpy's too
-            if not is_number or rank < 0 or (size is not None and rank >= size):
-                raise BadRanks(str(ranks), self.size, f"{rank!r} is none of them, by its number")
-        return tuple(map(operator.index, ranks))
 
     def submit(
         self,
@@ -86,28 +83,14 @@ class Session(Workers):
         return self.send(self.of_those_there(task, before), patience, shipped)
 
     def of_those_there(self, task: Task, before: Sequence[int]) -> Task:
-        """Return a task that was for all ranks for those that there are now, more or fewer."""
+        """Return a task with its ranks limited to the world's present size."""
         if task.ranks == before:
             return replace(task, ranks=self.everyone)
         if missing := [rank for rank in task.ranks if rank >= self.size]:
             raise BadRanks(format_ranks(task.ranks), self.size, f"there is no rank {missing[0]}")
         return task
 
-    def follow(self, running: RunningTask, *, answers: bool = False) -> recovery.Following:
-        """Yield new output of `running` until every rank has finished.
-
-            for news in session.follow(running):
-                with running.counting_stops():
-                    draw(news)
-
-        The first Stop (KeyboardInterrupt) interrupts the ranks and goes on; the second gives
-        control back, with ranks unfinished.  Neither raises: `running.stops` counts them.  At the
-        end the group is whole again, as far as the policy says.
-
-        With `answers` the caller has to `reply` to prompts; otherwise ranks get an error.  Send the
-        generator the longest time in seconds that it may block; 0.0 polls.
-        """
-        return recovery.follow(self, running, answers=answers)
+    follow = recovery.follow
 
     def meet_stop(self, task: Task) -> bool:
         """Count a Stop for `follow`, for a handler of signals; False where it is to be raised."""
@@ -115,11 +98,12 @@ class Session(Workers):
         if running is None or running.task.id != task.id or running.raises_stops:
             return False
         running.stops += 1
-        self.wake()
+        if self._link is not None:
+            self._link.wake()
         return True
 
     def reply(self, running: RunningTask, answers: Mapping[int, str | None]) -> None:
-        """Give each of these ranks what was typed for it, None for the end of all input."""
+        """Send each of these ranks what was typed for it, None for the end of all input."""
         for rank, text in answers.items():
             self.link.send(Enter(rank, InputReply(running.prompts[rank].number, text)))
             running.prompts.answered(rank, time.monotonic())
@@ -150,18 +134,18 @@ class Session(Workers):
         """Raise the error of a task that has been followed, or KeyboardInterrupt after Stop."""
         if running.stops:
             fate = recovery.late_stop_text(running)
-            raise Interrupted((), fate=fate) if fate else KeyboardInterrupt
+            raise errors.Interrupted((), fate=fate) if fate else KeyboardInterrupt
         if error := running.error():
             self.told(running.fated)
             raise error
 
     def interrupt(self) -> None:
-        """Have the ranks that run a task leave it; does nothing when none does."""
+        """Interrupt the ranks that run a task; does nothing when none does."""
         if self.running is not None:
             recovery.interrupt(self, self.running)
 
     def wait_for_stop(self) -> None:
-        """Give ranks time again that had not left yet when Stop gave control back."""
+        """Wait again for ranks that had not left yet when Stop gave control back."""
         running = self.running
         if running is None or not (running.is_stopping and running.unfinished):
             return
@@ -179,24 +163,41 @@ class Session(Workers):
         self.remember()
 
     def let_go(self, running: RunningTask) -> None:
-        """Have workers release the values that it fetched, which have been read."""
+        """Let workers release the values that it fetched, which have been read."""
         payloads = running.payloads().items()
         self.let_go_of(running.task, (rank for rank, payload in payloads if payload.segment))
 
     def let_go_of(self, task: Task, ranks: Iterable[int]) -> None:
-        """Have these ranks release values that were lent inside of what they returned."""
+        """Let these ranks release values that were lent inside of what they returned."""
         if lent := tuple(ranks):
             self.link.send(LetGo(task.id, lent))
 
     def check_ready(self) -> None:
-        """Raise the error that says why no task can be sent now."""
-        if error := recovery.refusal(self):
-            raise error
+        """Raise the error that says why no task can be sent now, with the remedy."""
+        running = self.running
+        if self.state is State.READY:
+            return
+        if self.state in (State.STOPPED, State.STARTING, State.STOPPING):
+            raise WorldNotStarted("The cell")
+        if self.lost is not None:
+            raise self.lost
+        if running is not None and running.unfinished:
+            if running.is_stopping:
+                raise running.not_stopped
+            raise errors.WorldBusy(running.unfinished, running.age)
+        # Why they share no group is said again for every task until a restart.
+        if running is not None and running.deaths:
+            running.fate = recovery.healing_text(self, running.deaths)
+            if error := running.error():
+                raise error
+        raise recovery.death(self, self.dead) if self.dead else errors.WorldBroken(self.problem)
 
     def heal(self) -> None:
-        """Do about deaths and broken collectives what `on_failure` says; take in who has come."""
+        """Do about deaths and broken collectives what `on_failure` says; take in new machines."""
         recovery.heal(self)
-        recovery.grow(self)
+        if self.have_come and self.state is State.READY:
+            self.have_come = {}
+            recovery.regroup(self, Grow())
 
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
         """End all workers and start new ones, out of every state; with what `keep` names."""
@@ -206,11 +207,11 @@ class Session(Workers):
         after = before.but(n, **changes)
         if is_moved := after.machines != before.machines:
             module_of(after.launched_by)  # UsageError, with all workers left as they are
-        self.configure(after)
+        self.configure(after, name=self.spec.name)
         try:
             self.start_anew(agent_too=is_moved)
-        except StartError:
-            self.configure(before)
+        except errors.StartError:
+            self.configure(before, name=self.spec.name)
             raise
         # Only now: on other machines it is known late how many there are.
         self.setup.renumber(Renumbering(size, self.size, {}))
@@ -225,29 +226,45 @@ class Session(Workers):
         others = set(self.unfinished) - set(ranks)
         if others or self.state not in (State.READY, State.BROKEN, State.STUCK):
             self.check_ready()
-        kept = self.take(keep, ranks)
-        recovery.replace(self, ranks)
+        kept, ending = self.take(keep, ranks), {*ranks}
+        self.link.call(Kill((*ending,)))
+        deadline = time.monotonic() + KILL_TIMEOUT
+        while not self.dead.keys() >= ending and time.monotonic() < deadline:
+            self.receive(max(0.0, deadline - time.monotonic()))
+        if self.state is State.BROKEN:
+            recovery.regroup(self, Heal())
         self.give_back(kept)
 
     def scale(self, n: int | str | None = None, ranks: Sequence[int] | None = None) -> None:
-        """Have as many workers as `n` says, or only these ranks; nothing where there are."""
+        """Change the number of workers to `n`, or keep these ranks; ScaleError, or WorldBroken."""
         self.receive_waiting()
         if self.is_idle:
             self.heal()
         if not self.state.has_workers:
             raise self.lost or WorldNotStarted("`%dist_scale`")
         self.check_ready()
+        before = self.size
         if ranks is not None:
-            keep = topology.parse_ranks(",".join(map(str, ranks)), self.size)
+            keep = topology.parse_ranks(",".join(map(str, ranks)), before)
             size = len(keep)
         elif n is not None:
-            size = topology.parse_size(n, self.size)
+            size = parse_size(n, before)
             keep = self.everyone[:size]
         else:
             forms = "a number of workers (4, +2) or the ranks to keep (`-r 0,2-3`)"
             raise UsageError(f"`%dist_scale` takes {forms}.")
-        if size != self.size:
-            recovery.scale(self, size, keep)
+        if size == before:
+            return
+        spec, self.warning = scaled(self.spec, size, keep=keep)
+        _, why = recovery.regroup(self, Scale(spec, keep))
+        if self.lost is not None:
+            raise self.lost
+        if self.is_elsewhere:  # machines come and go, and the size changes without being asked for
+            self.config = self.config.of_size(self.size)
+        if self.state is State.BROKEN:
+            raise errors.WorldBroken(self.problem)
+        if why:
+            raise errors.ScaleError(before, size, why)
 
     def take(self, names: Sequence[str], ranks: Iterable[int]) -> Kept:
         """Fetch these names from these ranks, to outlive their workers; raises as `run` does."""
@@ -291,8 +308,16 @@ class Session(Workers):
         asked = self._asked(request)
         try:
             return () if asked is None else self._named(asked.result(LOOK_TIMEOUT))
-        except (AgentLost, FutureTimeoutError):
+        except (AgentLost, TimeoutError):
             return ()
+
+    def _named(self, reply: Reply) -> Any:
+        """Name machines in the rows of a status as elsewhere."""
+        match reply:
+            case (WorkerStatus(), *_):
+                name = self.machines.name
+                return tuple(replace(row, host=name(row.rank) or row.host) for row in reply)
+        return reply
 
     def consult(self, question: Question, ranks: Iterable[int]) -> Future[Reply] | None:
         """Put a question about names to one of these ranks, from any thread; None without workers.
@@ -300,13 +325,6 @@ class Session(Workers):
         The reply is None where no rank has answered in time; wait for it with a bound.
         """
         return self._asked(Consult(tuple(ranks), question))
-
-    def _named(self, reply: Reply) -> Any:
-        """Name machines in the rows of a status as elsewhere."""
-        if not (isinstance(reply, tuple) and reply and isinstance(reply[0], WorkerStatus)):
-            return reply
-        name = self.machines.name
-        return tuple(replace(row, host=name(row.rank) or row.host) for row in reply)
 
     def _asked(self, request: Request) -> Future[Reply] | None:
         if not self.state.has_workers or (link := self._link) is None or not link.is_up:

@@ -41,16 +41,6 @@ NO_FILE = f"process {uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True)
-class Part:
-    """One rank's file; `also` are names that functions among `names` need."""
-
-    names: tuple[str, ...]
-    also: tuple[str, ...]
-    size: int
-    digest: str
-
-
-@dataclass(frozen=True)
 class Snapshot:
     """One that lies in its folder; `problem` says what is wrong with it, as far as is seen.
 
@@ -62,7 +52,7 @@ class Snapshot:
     stamp: str
     folder: Path
     time: float = 0.0
-    parts: Mapping[int, Part] = field(default_factory=dict)
+    parts: Mapping[int, Written] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     meshes: tuple[Mesh, ...] = ()
@@ -117,16 +107,13 @@ class SnapshotStore:
 
     def all(self) -> list[Snapshot]:
         """Return the newest first, also within one second."""
-
-        def age(each: Snapshot) -> tuple[str, float, str]:
-            return each.stamp.partition(".")[0], each.time or float("inf"), each.stamp
-
         found = [each for folder in _folders(self.root) for each in self.of(folder.name)]
-        return sorted(found, key=age, reverse=True)
+        found.sort(key=lambda each: (each.time or float("inf"), each.stamp), reverse=True)
+        return sorted(found, key=lambda each: each.stamp.partition(".")[0], reverse=True)
 
     def of(self, name: str) -> list[Snapshot]:
         """Return those of one name, the newest first."""
-        return [_read(name, folder) for folder in sorted(_stamped(self.root / name), reverse=True)]
+        return [_read(name, folder) for folder in _stamped(self.root / name)]
 
     @property
     def default_name(self) -> str:
@@ -141,32 +128,29 @@ class SnapshotStore:
         """
         found = self.all()
         names = {each.name for each in found if each.owner == self.owner}
-        return [
-            each
-            for each in found
-            if each.owner == self.owner or (each.problem and not each.owner and each.name in names)
-        ]
+        lost = [each for each in found if each.problem and not each.owner and each.name in names]
+        return [each for each in found if each.owner == self.owner or each in lost]
 
     def find(self, key: str | None) -> Snapshot:
         """Return this notebook's newest, that of a name, or `NAME@STAMP`; UsageError for none."""
         name, _, stamp = (key or "").partition("@")
-        found = self.of(name) if _is_name(name) else [] if key else self.mine()
+        mine = self.mine()
+        found = self.of(name) if _is_name(name) else [] if key else mine
         found = [each for each in found if not stamp or each.stamp == stamp]
         if found:
-            keys = {each.key for each in self.mine()}
+            keys = {each.key for each in mine}
             return next((each for each in found if each.key in keys), found[0])
         newest = [snapshot.name for snapshot in self.all()]
         there = sorted({*newest})
-        if not there:
-            remedy = "`%dist_snapshot model step` saves one"
-            raise UsageError(f"There are no snapshots in {self.root}. {remedy}.")
         listed = ", ".join(f"`{name}`" for name in there[:6]) + (" …" if len(there) > 6 else "")
-        if key:
-            raise UsageError(f"There is no snapshot `{key}` in {self.root}. Available: {listed}.")
-        raise UsageError(
-            f"No snapshot is known to be this notebook's. Available: {listed}. "
-            f"`%dist_restore --name {newest[0]}` restores one of them."
-        )
+        said = f"No snapshot is known to be this notebook's. Available: {listed}. "
+        if not there:
+            said = f"There are no snapshots in {self.root}. `%dist_snapshot model step` saves one."
+        elif key:
+            said = f"There is no snapshot `{key}` in {self.root}. Available: {listed}."
+        else:
+            said += f"`%dist_restore --name {newest[0]}` restores one of them."
+        raise UsageError(said)
 
     def damaged(self, snapshot: Snapshot, problem: str) -> UsageError:
         """Return the error that names the next older one that looks intact."""
@@ -231,22 +215,19 @@ class SnapshotStore:
             ) from None
 
     def publish(self, folder: Path, name: str, parts: Mapping[int, Written]) -> Snapshot:
-        """Give a complete one its name, and remove the oldest; for `writing`."""
+        """Name a snapshot that `writing` has completed, and remove the oldest."""
         now = time.time()
         stamp = _next_stamp(self.root / name, now)
-        first = next(iter(parts.values()))
         manifest = {
             "format": FORMAT,
-            "name": name,
             "time": now,
-            "world_size": len(parts),
             "nbdist": __version__,
-            "versions": dict(first.versions),
+            "versions": dict(next(iter(parts.values())).versions),
             "owner": self.owner,
             "meshes": [asdict(mesh) for mesh in {m for p in parts.values() for m in p.meshes}],
             "left_out": {n: why for part in parts.values() for n, why in part.left_out.items()},
             "ranks": {
-                rank: asdict(Part(part.names, part.also, part.size, part.digest))
+                rank: {each: getattr(part, each) for each in ("names", "also", "size", "digest")}
                 for rank, part in parts.items()
             },
         }
@@ -296,7 +277,8 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _stamped(folder: Path) -> list[Path]:
-    return [each for each in _folders(folder) if STAMP.fullmatch(each.name)]
+    """Return the folders of snapshots of one name, the newest first."""
+    return sorted((each for each in _folders(folder) if STAMP.fullmatch(each.name)), reverse=True)
 
 
 def _read(name: str, folder: Path) -> Snapshot:
@@ -308,7 +290,7 @@ def _read(name: str, folder: Path) -> Snapshot:
             problem = f"nbdist {manifest['nbdist']} wrote it in another format"
             return Snapshot(name, folder.name, folder, problem=problem)
         parts = {
-            int(rank): Part(tuple(p["names"]), tuple(p["also"]), p["size"], p["digest"])
+            int(rank): Written("", (*p["names"],), (*p["also"],), {}, p["size"], p["digest"])
             for rank, p in manifest["ranks"].items()
         }
         meshes = tuple(Mesh.read(mesh) for mesh in manifest["meshes"])
@@ -324,7 +306,7 @@ def _read(name: str, folder: Path) -> Snapshot:
     return Snapshot(name, folder.name, folder, *found, owner=owner, problem=problem)
 
 
-def _problem_of(path: Path, part: Part) -> str:
+def _problem_of(path: Path, part: Written) -> str:
     try:
         with os.fdopen(folders.open_trusted(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -335,7 +317,7 @@ def _problem_of(path: Path, part: Part) -> str:
 
 def _next_stamp(folder: Path, now: float) -> str:
     """Return the time as a folder's name that sorts after all others, whatever the clock says."""
-    newest = max((each.name for each in _stamped(folder)), default="")
+    newest = next((each.name for each in _stamped(folder)), "")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     if stamp > newest:
         return stamp

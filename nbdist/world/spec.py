@@ -10,26 +10,35 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from inspect import Signature
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from nbdist import topology
-from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
-from nbdist.errors import BadTopology, UsageError
+from nbdist.config import DEFAULT_POOL, LOCAL, OPTIONS, WorldConfig
+from nbdist.errors import BadTopology, UnknownArgument, UsageError
 from nbdist.system import folders
 from nbdist.system.limits import memory_limits
 from nbdist.topology import Position, seat_more
-from nbdist.wire.spec import NBDIST_DECIDES, NBDIST_SETS, WorldSpec, check_nvls, versions_here
+from nbdist.wire.spec import (
+    DEBUG_VARIABLES,
+    NBDIST_DECIDES,
+    NBDIST_SETS,
+    READ_AT_START,
+    WorldSpec,
+    check_nvls,
+    versions_here,
+)
 from nbdist.wire.work import Surroundings
 from nbdist.words import count, one_line, size_text
 
 _LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
 _COMMENT = re.compile(r"\s+#.*|^#.*")
-_SINGLE = re.compile(r"'([^']*)'(.*)")
-_DOUBLE = re.compile(r'"((?:[^"\\]|\\.)*)"(.*)')
+_QUOTED = re.compile(r"""'([^']*)'|"((?:[^"\\]|\\.)*)\"""")
 _ESCAPE = re.compile(r"\\(.)")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 
@@ -38,10 +47,9 @@ def read_env_file(path: str) -> dict[str, str]:
     """Read what a `.env` file sets, with nothing run or expanded; UsageError with file and line."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"`--env-file {path}`: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"`--env-file {path}`: it is not a text in UTF-8.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text in UTF-8"
+        raise UsageError(f"`--env-file {path}`: {why}.") from None
     found = {}
     for number, line in enumerate(text.split("\n"), start=1):
         try:
@@ -62,46 +70,27 @@ def parse_line(line: str) -> dict[str, str]:
     found = _LINE.fullmatch(line)
     if not found:
         raise ValueError("that is no NAME=value")
-    return {found[1]: _value(found[2])}
-
-
-def _value(text: str) -> str:
+    name, text = found.groups()
     if not text.startswith(("'", '"')):
-        return _COMMENT.sub("", text).rstrip()
-    is_single = text[0] == "'"
-    quoted = (_SINGLE if is_single else _DOUBLE).fullmatch(text)
+        return {name: _COMMENT.sub("", text).rstrip()}
+    quoted = _QUOTED.match(text)
     if not quoted:
         raise ValueError("a quote is not closed")
-    if quoted[2].strip() and not _COMMENT.fullmatch(quoted[2]):
+    rest = text[quoted.end() :]
+    if rest.strip() and not _COMMENT.fullmatch(rest):
         raise ValueError("something follows the closing quote")
-    if is_single:
-        return quoted[1]
-    return _ESCAPE.sub(lambda found: _ESCAPED.get(found[1], found[1]), quoted[1])
+    if text[0] == "'":
+        return {name: quoted[1]}
+    return {name: _ESCAPE.sub(lambda found: _ESCAPED.get(found[1], found[1]), quoted[2])}
 
-
-DEBUG_VARIABLES: Mapping[str, str] = {
-    "CUDA_LAUNCH_BLOCKING": "1",
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-    "TORCH_SHOW_CPP_STACKTRACES": "1",
-    "PYTHONFAULTHANDLER": "1",
-}
-"""torchx's `--debug`; the last is for processes that a worker starts, it has its own.
-
-But for NCCL_DESYNC_DEBUG, with which torch ends a worker whose collective waits too long.
-"""
-
-READ_AT_START = re.compile(
-    r"(LD|MALLOC|KMP|GOMP|MKL|OPENBLAS|GLIBC)_.*|PYTHON(?!_EXEC|FAULTHANDLER|PATH).*"
-    r"|TORCH_(LOGS|LOGS_.*|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES)"
-)
-"""What an interpreter, or a library on import, reads once: too late for a fork of either."""
 
 DEFAULT_LOG_LIMIT = "200M"
 LEAST_MEMORY = 20 << 20  # bytes of its own that a worker has at least, of some 45 MB
-HOME_STATE = "~/.local/state"
 
 _SIZE = re.compile(r"([0-9]{1,9})\s*([MG])(?:i?B)?", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WORKERS = re.compile(r"[+-]?[0-9]{1,6}")
+_SIZE_FORMS = "Use `%dist_scale 4`, or `+2` and `-1` for more or fewer."
 _CONNECTION_FILE = re.compile(r"(-f|--f|--IPKernelApp.connection_file)[ =].*\.json( .*)?")
 
 
@@ -125,10 +114,10 @@ def make_spec(
     config: WorldConfig, run: str = "", here: Here | None = None
 ) -> tuple[WorldSpec, str]:
     """Return the spec, by default named `run`, and a warning; UsageError for what cannot be."""
-    here = here or Here()
+    here, launcher, layout = here or Here(), config.launched_by, config.shape
     topology.check_class(config.backend or "", versions_here()["torch"])
     given = given_environ(config)
-    first, is_here = given.get("PYTHONPATH", ""), config.launched_by == LOCAL
+    first, is_here = given.get("PYTHONPATH", ""), launcher == LOCAL
     if not is_here:  # other machines have an environment of their own
         given = {**copied(config.copy_env or "", here.environ), **given}
     environ = {**here.environ, **given} if is_here else given
@@ -136,66 +125,66 @@ def make_spec(
     is_foreign = python != here.python
     is_other = is_here and (is_foreign or bool(config.wrap))
     can_fork = not (is_other or any(map(READ_AT_START.fullmatch, given)))
+    log_dir = default_log_dir(is_here=is_here) if config.log_dir is None else config.log_dir
+    of = "" if config.pool == DEFAULT_POOL else f"-{config.pool}"
+    usual = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{of}"
+    pairs = (" ".join(here.argv[at : at + 2]) for at in range(1, len(here.argv)))
+    is_kernel = any(map(_CONNECTION_FILE.fullmatch, pairs))  # whose arguments are Jupyter's
+    config = replace(
+        config,
+        launcher=launcher,
+        name=config.name or run or usual,
+        log_dir=log_dir,
+        fork=config.fork and can_fork,
+        python=config.python if is_here else config.python or sys.executable,  # a path there
+    )
     spec = WorldSpec(
-        world_size=size_of(config) or 1,
-        backend=_backend(config.backend or "gloo"),
+        world_size=config.workers or (layout.world_size if layout else 1),
+        backend=None if config.backend == "none" else config.backend or "gloo",
         environ=environ,
         cwd=here.cwd,
         sys_path=path_for(here, first, is_foreign=is_foreign),
         threads=config.cpus or 0,
         python=python,
-        name=config.name or run or run_name(config.pool),
-        pool=config.pool,
-        log_dir=default_log_dir(is_here=is_here) if config.log_dir is None else config.log_dir,
         log_limit=log_limit(here.environ),
-        use_fork_server=config.fork and can_fork,
-        wrap=config.wrapper if is_here else (),  # elsewhere agents are wrapped
         versions=versions_here() if is_other else {},
         own_path=is_foreign,
-        share_gpus=config.share_gpus,
-        gpus_asked=config.gpus or "",
-        argv=_argv(here.argv),
-        sync_code=config.sync_code,
+        argv=here.argv[:1] if is_kernel else here.argv,
+        config=config,
     )
     if is_here:
-        return _on_this_machine(spec, config, here)
+        return _on_this_machine(spec, here)
     # The size, seats and backend follow when machines have come, and each one's GPUs and cores.
-    with_gpus = config.backend or topology.GPU_BACKEND
-    return spec, check_nvls(with_gpus, given, shared=config.share_gpus)
+    backend = config.backend or topology.GPU_BACKEND
+    return spec, check_nvls(backend, given, shared=config.share_gpus)
 
 
-def _backend(name: str) -> str | None:
-    return None if name == "none" else name
-
-
-def _on_this_machine(spec: WorldSpec, config: WorldConfig, here: Here) -> tuple[WorldSpec, str]:
+def _on_this_machine(spec: WorldSpec, here: Here) -> tuple[WorldSpec, str]:
+    config = spec.config
     visible = topology.visible_gpus(spec.environ)
     gpus = visible if config.gpus is None else topology.parse_gpus(config.gpus, visible)
     layout = config.shape
     if layout is None:
         workers = topology.parse_workers(str(config.n))
-        layout = topology.Layout(1, topology.resolve(workers, len(gpus), here.cores))
+        layout = topology.Layout(1, topology.resolve(workers, len(gpus), here.cores), 1)
     spec = replace(
         spec,
-        backend=_backend(config.backend or topology.default_backend(len(gpus))),
+        backend=spec.backend if config.backend else topology.default_backend(len(gpus)),
         gpus=gpus,
         room=(layout.per_node,) * layout.nodes if layout.nodes > 1 else (),
     )
-    return scaled(spec, config, size_of(config) or layout.world_size, here.cores)
+    return scaled(spec, config.workers or layout.world_size, here.cores)
 
 
 def scaled(
-    spec: WorldSpec,
-    config: WorldConfig,
-    size: int,
-    cores: int | None = None,
-    keep: Sequence[int] | None = None,
+    spec: WorldSpec, size: int, cores: int | None = None, keep: Sequence[int] | None = None
 ) -> tuple[WorldSpec, str]:
     """Return the spec of `size` workers, otherwise the same, and a warning or "".
 
     The ranks in `keep`, or all, keep their seats, which other machines find themselves.  Raises
     NotEnoughGpus, and UsageError where hosts have no room.
     """
+    config = spec.config
     if config.launched_by != LOCAL:
         config.but(n=size)
         return replace(spec, world_size=size), ""
@@ -206,9 +195,9 @@ def scaled(
     cores = topology.usable_cores() if cores is None else cores
     devices = spec.environ.get("CUDA_VISIBLE_DEVICES")
     warning = topology.check_start(
-        size, len(spec.gpus), cores, spec.backend or "none", devices, share_gpus=spec.share_gpus
+        size, len(spec.gpus), cores, spec.backend or "none", devices, share_gpus=config.share_gpus
     )
-    shared = spec.share_gpus or any(map(topology.is_slice, spec.gpus))
+    shared = config.share_gpus or any(map(topology.is_slice, spec.gpus))
     more = check_nvls(spec.backend or "none", spec.environ, shared=shared)
     # `OMP_NUM_THREADS=4,2` is for nested regions; torch has the outer ones.
     asked = spec.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -226,13 +215,20 @@ def scaled(
     return spec, " ".join(filter(None, (warning, more)))
 
 
-def wanted_elsewhere(config: WorldConfig, spec: WorldSpec) -> WorldConfig | None:
-    """Return the options for a launcher, with what was chosen here; None for this machine."""
-    if (launcher := config.launched_by) == LOCAL:
-        return None
-    python = config.python or sys.executable  # a path on the other machines
-    fork = spec.use_fork_server
-    return replace(config, launcher=launcher, name=spec.name, python=python, fork=fork)
+def parse_size(n: int | str, size: int) -> int:
+    """Count the workers that `n` means for a world of `size`; UsageError for none."""
+    text = str(n).strip()
+    if not _WORKERS.fullmatch(text):
+        raise UsageError(f"`%dist_scale {text}`: that is not a number of workers. {_SIZE_FORMS}")
+    is_relative = isinstance(n, str) and text[0] in "+-"
+    asked = int(text) + (size if is_relative else 0)
+    if asked < 1:
+        there = f" There are {size}." if is_relative else ""
+        raise UsageError(
+            f"`%dist_scale {text}`: it takes at least one worker.{there} "
+            "`%dist_shutdown` ends them all."
+        )
+    return asked
 
 
 def given_environ(config: WorldConfig) -> dict[str, str]:
@@ -247,11 +243,6 @@ def given_environ(config: WorldConfig) -> dict[str, str]:
             if not _VARIABLE.fullmatch(name) or "\0" in value:
                 raise UsageError(f"`{option}`: {name!r} and its value cannot be in an environment.")
     return {**(DEBUG_VARIABLES if config.debug else {}), **in_file, **config.env}
-
-
-def size_of(config: WorldConfig) -> int | None:
-    """Read how many workers are asked for; None where that depends on the machines."""
-    return config.workers or (config.shape.world_size if config.shape else None)
 
 
 def copied(patterns: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -281,19 +272,13 @@ def find_python(config: WorldConfig, environ: Mapping[str, str]) -> str:
     return os.path.abspath(found)
 
 
-def run_name(pool: str) -> str:
-    """Return the name of a world that was given none: when, and of which process."""
-    of = "" if pool == DEFAULT_POOL else f"-{pool}"
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{of}"
-
-
 def default_log_dir(*, is_here: bool = True) -> str:
     """Return `$NBDIST_LOG_DIR` (empty for no log files), else the user's state folder there."""
     if "NBDIST_LOG_DIR" in os.environ:
         return os.environ["NBDIST_LOG_DIR"]
     if is_here or os.environ.get("XDG_STATE_HOME"):
         return folders.state_folder()
-    return f"{HOME_STATE}/nbdist"
+    return "~/.local/state/nbdist"
 
 
 def log_limit(environ: Mapping[str, str]) -> int:
@@ -317,17 +302,39 @@ def path_for(here: Here, given: str, *, is_foreign: bool) -> tuple[str, ...]:
     if not is_foreign:
         return (*first, *here.sys_path)
     roots = tuple(f"{os.path.realpath(root)}/" for root in here.prefixes)
-
-    def is_added(entry: str) -> bool:
-        return not entry or not f"{os.path.realpath(entry)}/".startswith(roots)
-
-    return (*first, *filter(is_added, here.sys_path))
+    inside = {each for each in here.sys_path if f"{os.path.realpath(each)}/".startswith(roots)}
+    return (*first, *(each for each in here.sys_path if not each or each not in inside))
 
 
-def _argv(argv: Sequence[str]) -> tuple[str, ...]:
-    """Return the notebook's command line; of a kernel, whose arguments are Jupyter's, its name."""
-    pairs = (" ".join(argv[at : at + 2]) for at in range(1, len(argv)))
-    return (*argv[:1],) if any(map(_CONNECTION_FILE.fullmatch, pairs)) else (*argv,)
+P = ParamSpec("P")
+S = TypeVar("S")
+
+
+def takes_options(
+    config: Callable[P, WorldConfig],
+) -> Callable[[Callable[[S, WorldConfig], None]], Callable[Concatenate[S, P], None]]:
+    """Let a method that wants a `WorldConfig` take its fields: `help()` and editors show them."""
+
+    def decorate(method: Callable[[S, WorldConfig], None]) -> Callable[Concatenate[S, P], None]:
+        def taking(self: S, /, *args: P.args, **options: P.kwargs) -> None:
+            if len(args) > 1:  # all but `n` have names
+                raise UnknownArgument(f"nbdist.{type(self).__name__}", repr(args[1]))
+            if unknown := next((name for name in options if name not in OPTIONS), None):
+                raise UnknownArgument(f"nbdist.{type(self).__name__}", unknown, OPTIONS)
+            method(self, config(*args, **options))
+
+        parameters = [*Signature.from_callable(method).parameters.values()][:1]
+        parameters += Signature.from_callable(config, eval_str=True).parameters.values()
+        taking.__signature__ = Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        taking.__name__, taking.__qualname__ = method.__name__, method.__qualname__
+        lines = (
+            f"    {name}: {'False to ' if option.flag.startswith('--no-') else ''}{option.help}."
+            for name, option in OPTIONS.items()
+        )
+        taking.__doc__ = "\n".join([method.__doc__ or "", *lines])
+        return taking
+
+    return decorate
 
 
 # --- what has changed since the workers were described --------------------------------------
@@ -345,15 +352,12 @@ MOST_NAMES = 6  # variables that one line names
 class NotebookSurroundings:
     """Compares the notebook's surroundings with those that the workers were described with."""
 
-    def __init__(self, config: WorldConfig, spec: WorldSpec) -> None:
-        self._config, self._spec = config, spec
+    def __init__(self, spec: WorldSpec) -> None:
+        self._config, self._spec = spec.config, spec
         self._start = self._seen = Here()
-        self._here: Surroundings | None = None
         self._said: Mapping[str, str | None] = {}
         self._note = ""
-        # A notebook that takes a world over may be in another folder.
-        if spec.cwd != self._start.cwd:
-            self._here = Surroundings(self._start.cwd, spec.cwd)
+        self._here = self._compare()  # a notebook that takes a world over may be elsewhere
 
     def now(self) -> Surroundings | None:
         """Return what has changed since the workers were described; None for nothing."""
@@ -376,9 +380,10 @@ class NotebookSurroundings:
         with suppress(UsageError):  # the file of `--env-file` has gone
             given = given_environ(self._config)
         if now.sys_path != self._start.sys_path:
-            first = given.get("PYTHONPATH", "")
-            path = path_for(now, first, is_foreign=self._spec.own_path)
-        changes, own = changed(self._start.environ, now.environ), {*NBDIST_SETS, *given}
+            path = path_for(now, given.get("PYTHONPATH", ""), is_foreign=self._spec.own_path)
+        before, own = self._start.environ, {*NBDIST_SETS, *given}
+        names = {n for n in {**before, **now.environ} if not n.startswith("NBDIST_")}
+        changes = {n: v for n in names if before.get(n) != (v := now.environ.get(n))}
         followed = {name: "" for name in {**self._said, **changes} if name not in own}
         if self._config.launched_by != LOCAL:  # what is right here need not be on others
             followed = copied(self._config.copy_env or "", followed)
@@ -401,13 +406,6 @@ class NotebookSurroundings:
             said_of = f"{_list(restart)} changed in the notebook after the workers started"
             texts.append(f"{said_of}: `%dist_restart{option}` gives it to them")
         return " · ".join(texts)
-
-
-def changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables of `after` that differ, and None for those that it lacks."""
-    found: dict[str, str | None] = {n: v for n, v in after.items() if before.get(n) != v}
-    found.update(dict.fromkeys(before.keys() - after.keys()))
-    return {name: value for name, value in found.items() if not name.startswith("NBDIST_")}
 
 
 def _list(names: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from nbdist.errors import AgentLost, StartError, WorldNotStarted
 from nbdist.output.events import Died, Done, Failure, InputRequest, Moved, Record, Visible
 from nbdist.wire import messages
 from nbdist.wire.frames import pack
-from nbdist.wire.messages import Attached, Healed, Received, Remember, Starting
+from nbdist.wire.messages import Attached, Enter, Healed, Received, Remember, Starting
 from nbdist.wire.node_messages import processes
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import InputReply, Task
@@ -34,7 +34,7 @@ from nbdist.world.names import NameTable, Shipped
 from nbdist.world.past import Past, Setup
 from nbdist.world.result import hand_over, wanted_level
 from nbdist.world.running import Crew, RunningTask
-from nbdist.world.spec import NotebookSurroundings, make_spec, scaled, wanted_elsewhere
+from nbdist.world.spec import NotebookSurroundings, make_spec
 from nbdist.world.states import NO_INPUT, Event, Machines, Renumbering, State, compare, next_state
 
 log = logging.getLogger("nbdist.world")
@@ -75,13 +75,9 @@ class Workers:
         self.running: RunningTask | None = None
         self.leaving = threading.Event()
         self._link: Link | None = None
-        self._remembered = Remember({})
-        self.config: WorldConfig
-        self.spec: WorldSpec
-        spec = there.spec if there else None
-        if spec is None:
-            spec, self.warning = make_spec(config)
-        self._take_spec(config, spec)
+        self._remembered = Remember()
+        self.config = config
+        self.configure(config, there.spec if there else None)
 
     @property
     def size(self) -> int:
@@ -106,17 +102,12 @@ class Workers:
         return Crew(self.size, self.backend, self.machines, self.pids, self.namespace, heals)
 
     @property
-    def has_group(self) -> bool:
-        """Whether there is a group whose collectives can be aborted."""
-        return self.spec.backend is not None
-
-    @property
     def everyone(self) -> tuple[int, ...]:
         """All ranks."""
         return tuple(range(self.size))
 
     def resolve(self, n: int | str) -> int:
-        """Say how many workers `n` means here."""
+        """Return how many workers `n` means here."""
         workers = topology.parse_workers(str(n))
         if self.config.launched_by != LOCAL and not isinstance(workers, int):
             return self.size  # other machines have been asked
@@ -150,7 +141,7 @@ class Workers:
         self.config = self.config.but(on_failure=policy)
 
     def is_left(self, seconds: float = 0.0) -> bool:
-        """Say whether this process is about to end, and the workers stay; wait for that so long."""
+        """Return True if this process ends and the workers stay; wait for that, in seconds."""
         return self.config.detach and self.leaving.wait(seconds)
 
     # --- what changes ---------------------------------------------------------------------
@@ -159,19 +150,17 @@ class Workers:
         """Go to another state: there is no other door."""
         self.state = next_state(self.state, event)
 
-    def configure(self, config: WorldConfig) -> None:
-        """Work out the spec of the workers; UsageError for what cannot be."""
-        spec, self.warning = make_spec(config, self.spec.name)
-        self._take_spec(config, spec)
-
-    def _take_spec(self, config: WorldConfig, spec: WorldSpec) -> None:
+    def configure(self, config: WorldConfig, spec: WorldSpec | None = None, name: str = "") -> None:
+        """Take or work out the spec of the workers, with this name; UsageError for a bad config."""
+        if spec is None:
+            spec, self.warning = make_spec(config, name)
         self.config, self.spec = config, spec
         self.code = CodeSync(Path(spec.cwd)) if config.sync_code else None
-        self.surroundings = NotebookSurroundings(config, spec)
+        self.surroundings = NotebookSurroundings(spec)
 
     def remember(self, patience: Patience | None = None) -> None:
         """Send the agent what only this process knows, where another may take the world over."""
-        may_be = self.config.detach or self._remembered.options.get("detach")
+        may_be = self.config.detach or self._remembered.config.detach
         if self._link is None or not self._link.is_up or not may_be:
             return
         memory = self.memory(patience or self.config.patience)
@@ -181,18 +170,18 @@ class Workers:
 
     def memory(self, patience: Patience) -> Remember:
         """Return what another notebook has to know, whose usual launcher may be another."""
-        options = {**vars(self.config), "launcher": self.config.launched_by}
-        return Remember(options, dict(vars(patience)), (*self.setup.tasks.items(),))
+        config = replace(self.config, launcher=self.config.launched_by)
+        return Remember(config, patience, (*self.setup.tasks.items(),))
 
     def take_healed(self, healed: Healed) -> None:
         """Take in what the agent says of the workers there are now, more or fewer."""
-        found = compare(processes(self.pids, self.spec.seats), processes(healed.pids, healed.seats))
-        self.pids, self.logs = healed.pids, healed.logs
+        now = processes(healed.pids, healed.spec.seats)
+        found = compare(processes(self.pids, self.spec.seats), now)
         self.problem, self.way_back, after = healed.problem, healed.way_back, found.after
-        if found.before != after and healed.spec is None:
-            self.spec, _ = scaled(self.spec, self.config, after)
+        if found.before != after and not self.is_elsewhere:
             self.config = self.config.of_size(after)
-        self.spec = healed.spec or replace(self.spec, seats=healed.seats)
+        self.spec = healed.spec
+        self._take_there(healed, self.machines.name(0))
         if found.before != after or found.moved:
             self.names.renumbered(found.was, after)
             self.setup.renumber(found)
@@ -203,15 +192,14 @@ class Workers:
             for rank, died in self.dead.items()
             if rank < after and (died.pid == self.pids[rank] or not found.moved)
         }
-        self._place(healed.hosts, self.machines.name(0))
         self.renumbering = found
         self._renumbered = self._renumbered.then(found) if self._renumbered else found
 
-    def _place(self, hosts: Mapping[int, str], host: str) -> None:
-        """Note the machines of all ranks: without `hosts` it is this one."""
-        self.is_elsewhere = bool(hosts)
+    def _take_there(self, there: messages.WorldStarted | Healed | Attached, host: str) -> None:
+        """Note processes, log folders and machines of all ranks; they are on `host` by default."""
+        self.pids, self.logs, self.is_elsewhere = there.pids, there.logs, bool(there.hosts)
         one = Machines.one(host, self.size)
-        self.machines = Machines.of(hosts, self.spec) if hosts else one
+        self.machines = Machines.of(there.hosts, self.spec) if there.hosts else one
 
     def replace_dead(self, made: Collection[str]) -> tuple[int, ...]:
         """Note that the dead were replaced, and lack what the cell in which they died `made`."""
@@ -272,28 +260,27 @@ class Workers:
         try:
             if self._link is None or not self._link.is_up:
                 module = module_of(self.config.launched_by)
-                self._link = Link(module, fork_server=self.spec.use_fork_server)
+                self._link = Link(module, fork_server=self.spec.config.fork)
                 self._link.open()
-            self._remembered = Remember({})
+                if self.code is not None:
+                    self.code.forget()
+            self._remembered = Remember()
             self.remember()
             if self.code is not None:
                 yield from self.code.bringing(self._link.calling, to_new=True)
-            request = messages.StartWorld(self.spec, wanted_elsewhere(self.config, self.spec))
-            timeout = CALL_TIMEOUT if request.wanted is None else COMING_TIMEOUT
-            started = yield from self._link.calling(request, timeout)
-            if isinstance(started, messages.StartFailure):
-                raise StartError(
-                    started.rank, started.host, started.command, started.reason, started.last_lines
-                )
+            timeout = CALL_TIMEOUT if self.config.launched_by == LOCAL else COMING_TIMEOUT
+            request = messages.StartWorld(self.spec)
+            match started := (yield from self._link.calling(request, timeout)):
+                case messages.StartFailure(rank, host, command, reason, last_lines):
+                    raise StartError(rank, host, command, reason, last_lines)
         except BaseException:  # Stop too: whatever has been started is ended
             self.advance(Event.START_FAILED)
             if left := self.close_link():
                 log.warning("%s", left)
             raise
         assert isinstance(started, messages.WorldStarted)
-        self.pids, self.logs, self.lacks = started.pids, started.logs, started.lacks
-        self.spec = started.spec or self.spec  # what other machines decide
-        self._place(started.hosts, self._link.agent.host)
+        self.spec, self.lacks = started.spec or self.spec, started.lacks  # other machines decide
+        self._take_there(started, self._link.agent.host)
         if self.code is not None and self.is_elsewhere:  # now that it is known who shares it
             yield from self.code.bringing(self._link.calling, to_new=True)
         self.advance(Event.STARTED)
@@ -306,10 +293,10 @@ class Workers:
             text = f"starting {count(self.size, 'worker')}: {ready}"
             if far.text:  # how many there will be, machines that come decide
                 text = f"starting: {far.text}" + (f" · {far.up} ready" if far.up else "")
-            is_quiet = time.monotonic() - begun < QUIET_SECONDS and not far.text
-            is_due = text != said and not is_quiet
-            said = text if is_due else said
-            yield text if is_due else ""
+            elif time.monotonic() - begun < QUIET_SECONDS:
+                text = ""
+            yield text if text != said else ""
+            said = text or said
 
     def start(self) -> None:
         """Start them, unless they are there; where it takes long a terminal's stderr says so."""
@@ -342,9 +329,7 @@ class Workers:
         """End them all and their agent; return what of them is left elsewhere, "" for nothing."""
         self.setup.forget()
         self.advance(Event.STOP)
-        left = ""
-        if self._link is not None and self._link.is_up:
-            left = self._stop(STOP_GRACE)
+        left = self._stop(STOP_GRACE) if self._link is not None and self._link.is_up else ""
         left = left or self.close_link()
         self.advance(Event.STOPPED)
         return left
@@ -362,12 +347,11 @@ class Workers:
         self._link, self.namespace = link, namespace
         self.names = NameTable(namespace)
         self.names.found(there.bound, there.pids)
-        self.pids, self.logs, self.lacks = there.pids, there.logs, there.lacks
-        self.dead = dict(there.dead)
+        self.lacks, self.dead = there.lacks, dict(there.dead)
         self.have_come = dict.fromkeys(there.came)
         self.past.forgotten = there.forgotten
         self.setup.tasks |= dict(there.memory.setup)  # the agent holds their names
-        self._place(there.hosts, link.agent.host)
+        self._take_there(there, link.agent.host)
         self.advance(Event.START)
         self.advance(Event.STARTED)
         if there.run is not None:
@@ -389,15 +373,13 @@ class Workers:
 
     def close_link(self) -> str:
         """End the agents, if there are any; return what is left elsewhere, "" for nothing."""
-        self.names.let_go()
         link = self.detach_link()
         return link.close() if link is not None else ""
 
     def refuse(self, running: RunningTask) -> None:
         """Answer all ranks that ask for input that there is none."""
         for rank in running.prompts.ranks:
-            number = running.prompts[rank].number
-            self.link.send(messages.Enter(rank, InputReply(number, problem=NO_INPUT)))
+            self.link.send(Enter(rank, InputReply(running.prompts[rank].number, problem=NO_INPUT)))
             running.prompts.drop(rank, time.monotonic())
 
     # --- what comes up --------------------------------------------------------------------
@@ -406,11 +388,6 @@ class Workers:
         """Take in what ranks have shown; wait for the first of it, at most `timeout` seconds."""
         self.link.wait(timeout)
         self.receive_waiting()
-
-    def wake(self) -> None:
-        """Have `receive` wait no longer; may be called by a handler of signals."""
-        if self._link is not None:
-            self._link.wake()
 
     def receive_waiting(self) -> None:
         """Take in all that has arrived so far; not what comes meanwhile, which may have no end."""
@@ -429,15 +406,14 @@ class Workers:
                 case news if self.running is not None:
                     if isinstance(news, messages.Aborted):
                         self.advance(Event.ABORTED)
-                    self.running.take(news)
+                    self.running.take(news, time.monotonic())
             link.arrived.popleft()
             if self._link is not link:
                 return
 
     def take_late(self) -> list[tuple[int, Any]]:
         """Return what ranks have said outside of tasks since this was last asked."""
-        late = [*self.late]
-        self.late.clear()
+        late, self.late = [*self.late], deque(maxlen=LATE_KEPT)
         return late
 
     def take_loss(self, lost: AgentLost) -> None:
@@ -466,7 +442,7 @@ class Workers:
             self.names.finished(rank, output, received)
         if running is None:
             if isinstance(output, InputRequest):
-                self.link.send(messages.Enter(rank, InputReply(output.number, problem=NO_INPUT)))
+                self.link.send(Enter(rank, InputReply(output.number, problem=NO_INPUT)))
             elif not isinstance(output, Moved):
                 self.late.append((rank, output))
         elif isinstance(output, Moved):

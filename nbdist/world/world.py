@@ -10,12 +10,13 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from itertools import chain
+from typing import Any, ParamSpec, TypeVar, overload
 
-from nbdist.config import Changes, Patience, WorldConfig, takes_changes, takes_options
+from nbdist.config import Patience, WorldConfig
 from nbdist.errors import NbdistError
 from nbdist.system.folders import JoinedFolder
-from nbdist.values.payload import Payload, pack_names
+from nbdist.values.payload import pack_names
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
 from nbdist.wire.views import Stack, WorkerStatus
@@ -31,6 +32,7 @@ from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
+from nbdist.world.spec import takes_options
 from nbdist.world.states import State
 
 log = logging.getLogger("nbdist.world")
@@ -105,7 +107,6 @@ class World:
         """
         self.session.start()
 
-    @takes_changes(Changes)
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
         """End all workers and start new ones, out of every state; only `keep` outlives that.
 
@@ -268,18 +269,10 @@ class World:
             exchange.bind(self.session, *scatter.tasks())
 
     def task(
-        self,
-        work: Work | str = "",
-        *,
-        ranks: Sequence[int] | None = None,
-        names: Payload | None = None,
-        fetch: tuple[str, ...] = (),
-        execution_count: int | None = None,
-        key: str = "",
+        self, work: Work | str = "", *, ranks: Sequence[int] | None = None, **fields: Any
     ) -> Task:
         """Make a task to `submit`, on all ranks by default; a text is a cell's source."""
-        fields = {"names": names, "fetch": fetch, "execution_count": execution_count}
-        return self.session.task(work, ranks=ranks, key=key, **fields)
+        return self.session.task(work, ranks=ranks, **fields)
 
     def submit(self, task: Task, patience: Patience | None = None) -> RunningTask:
         """Send a task to all of its ranks at once, and `follow` what is returned.
@@ -317,7 +310,7 @@ class World:
         self.session.replace(ranks, keep)
 
     def scale(self, n: int | str | None = None, *, ranks: Sequence[int] | None = None) -> None:
-        """Have more workers, or fewer: 3, or "+2", or "-1"; or only these ranks.
+        """Change the number of workers: 3, or "+2", or "-1"; or keep only these ranks.
 
         The others keep process and variables, and all share a group of the new size.  They
         keep their ranks too, but where one before them was ended: with `ranks=[0, 2, 3]` rank
@@ -354,26 +347,19 @@ class World:
         """
         return self.call("memory.clean", ranks)
 
-    def snapshot(
-        self,
-        *variables: str | Sequence[str] | None,
-        name: str | None = None,
-        names: Sequence[str] | None = None,
-    ) -> Snapshot:
+    def snapshot(self, *variables: str | Sequence[str], name: str | None = None) -> Snapshot:
         """Write variables of each rank to the disk: `world.snapshot("model", "step", name="a")`.
 
         By default all that cells have bound, under the name of the notebook.  With the random
         states, for `restore` in this world or a later one.  The 3 newest of a name are kept.
         Raises UsageError where it cannot be written, with nothing changed.
         """
-        wanted = _variables(variables, names)
-        return exchange.save(self.session, self.snapshot_store, wanted, name)
+        return exchange.save(self.session, self.snapshot_store, _names_in(variables), name)
 
     def restore(
         self,
-        *variables: str | Sequence[str] | None,
+        *variables: str | Sequence[str],
         name: str | None = None,
-        names: Sequence[str] | None = None,
         ranks: Sequence[int] | None = None,
         from_rank: int | None = None,
     ) -> exchange.Restored:
@@ -383,7 +369,7 @@ class World:
         rank gets the variables of that one.  Raises UsageError for a snapshot that is damaged
         or of another size, with nothing bound.
         """
-        store, wanted = self.snapshot_store, _variables(variables, names)
+        store, wanted = self.snapshot_store, _names_in(variables)
         found = store.find(name)  # before workers are started for it
         return exchange.restore(self._started, store, found, wanted, ranks, from_rank)
 
@@ -391,14 +377,14 @@ class World:
     def snapshot_store(self) -> SnapshotStore:
         """Where its snapshots lie."""
         config = self.session.config
-        return SnapshotStore(root_folder(self.session.spec.log_dir), owner_of(config.pool))
+        return SnapshotStore(
+            root_folder(self.session.spec.config.log_dir or ""), owner_of(config.pool)
+        )
 
 
-def _variables(
-    given: Sequence[str | Sequence[str] | None], names: Sequence[str] | None
-) -> list[str] | None:
-    words = ([each] if isinstance(each, str) else each or () for each in (*given, names))
-    return [word for some in words for word in some] or None
+def _names_in(given: Sequence[str | Sequence[str]]) -> list[str] | None:
+    some = ([each] if isinstance(each, str) else each for each in given)
+    return [*chain.from_iterable(some)] or None
 
 
 # --- `nbdist.run`, `nbdist.distributed`, `nbdist.attach` ---------------------------------------
@@ -410,42 +396,17 @@ def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellR
     Without GPUs one per core, at most 4.  `distributed` says how many, and more; with
     `World` they stay.  Raises what `World.start` and `World.run` raise.
     """
-    return Distributed(function, {})(*args, **kwargs)
-
-
-class Distributed(Generic[P, R]):
-    """A function whose call starts workers, runs it on all of them, and ends them.
-
-    `function` is the function itself: `world.run(train.function, data)` calls it on workers
-    that exist already.  Raises UsageError for `options` that can never be.
-    """
-
-    def __init__(self, function: Callable[P, R], options: dict[str, Any]) -> None:
-        functools.update_wrapper(self, function)
-        self.function = function
-        self.options = options
-        self._config = WorldConfig(**options)
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> CellResult[R]:
-        try:
-            with World(**vars(self._config)) as world:
-                return world.run(self.function, *args, **kwargs)
-        except NbdistError as error:
-            raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
-
-    def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        return f"<distributed({options}) {self.function!r}>"
+    return distributed(function)(*args, **kwargs)
 
 
 @overload
-def distributed(function: Callable[P, R], /) -> Distributed[P, R]: ...
+def distributed(function: Callable[P, R], /) -> Callable[P, CellResult[R]]: ...
 
 
 @overload
 def distributed(
     *, n: int | str = "auto", **options: Any
-) -> Callable[[Callable[P, R]], Distributed[P, R]]: ...
+) -> Callable[[Callable[P, R]], Callable[P, CellResult[R]]]: ...
 
 
 def distributed(function: Any = None, /, **options: Any) -> Any:
@@ -456,21 +417,32 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
 
         trained = train(model, 100).rank(0)
 
-    `options` are those of `World`; without any, `@nbdist.distributed` will do.
+    `options` are those of `World`; without any, `@nbdist.distributed` will do.  The function
+    itself is its `__wrapped__`.  Raises UsageError for options that can never be.
     """
-    if function is not None:
-        return Distributed(function, options)
-    return functools.partial(Distributed, options=options)
+    if function is None:
+        return functools.partial(distributed, **options)
+    config = WorldConfig(**options)
+
+    @functools.wraps(function)
+    def on_new_workers(*args: Any, **kwargs: Any) -> CellResult[Any]:
+        try:
+            with World(**vars(config)) as world:
+                return world.run(function, *args, **kwargs)
+        except NbdistError as error:
+            raise error.with_traceback(None)  # noqa: B904 (it is the same error, with less to read)
+
+    return on_new_workers
 
 
 def attach(name: str | None = None) -> World:
     """Take over a world that was started with `detach=True` and whose process has gone.
 
     By its name, its pool's, or the number of its agent's process; without, the only one that
-    nobody has.  What it runs goes on: `world.catch_up()` shows what was missed, and waits.
+    is detached.  What it runs goes on: `world.catch_up()` shows what was missed, and waits.
 
     Raises:
-        UsageError: there is no such world, or somebody has it.
+        UsageError: there is no such world, or a notebook still uses it.
     """
     return take_over(to_attach(worlds(), name), sys.modules["__main__"].__dict__)
 
@@ -483,8 +455,8 @@ def take_over(found: Found, namespace: dict[str, Any]) -> World:
     except OSError as error:
         raise found.refusal(error) from None
     try:
-        there = link.take_over(AttachedAgent.admitted(found, folder.socket))
-        session = Session(WorldConfig(**there.memory.options), there)
+        there = link.take_over(AttachedAgent(found, folder.socket))
+        session = Session(there.memory.config, there)
         session.attach(link, there, namespace)
     except BaseException:
         link.detach()

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.sources import Bench, Source
+from tests.agent.sources import Source
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Bench]:
+def bench() -> Iterator[Source]:
     """A fork server for all tests of a module."""
     with tempfile.TemporaryDirectory(prefix="nbt-") as folder, asyncio.Runner() as runner:
-        bench = Bench("fork", Path(folder), runner)
+        bench = Source("fork", Path(folder), runner)
         yield bench
-        bench.close()
+        bench.end()
 
 
 @pytest.fixture
@@ -26,6 +26,6 @@ def source(
     request: pytest.FixtureRequest, runtime: Path, runner: asyncio.Runner
 ) -> Iterator[Source]:
     """A spawner, or of another kind, for the test alone."""
-    bench = Bench(getattr(request, "param", "spawn"), runtime, runner)
-    yield bench.source
-    bench.close()
+    source = Source(getattr(request, "param", "spawn"), runtime, runner)
+    yield source
+    source.end()

@@ -25,8 +25,6 @@ def worker_start(runtime: Path, rank: int = 0) -> WorkerStart:
     spec = WorldSpec(1, None, dict(os.environ), os.getcwd(), tuple(sys.path), 1, sys.executable)
     return WorkerStart(
         rank=rank,
-        local_rank=rank,
-        local_world_size=1,
         world=spec,
         connection_file=str(runtime / f"{rank}.json"),
         token=TOKEN,
@@ -38,57 +36,44 @@ def worker_start(runtime: Path, rank: int = 0) -> WorkerStart:
 
 
 class Source:
-    """A source of either kind on a running loop, and the workers it has started."""
+    """A source of either kind, and the workers it has started, on a loop that a test runs."""
 
-    def __init__(self, kind: str, runtime: Path) -> None:
-        self._runtime = runtime
+    def __init__(self, kind: str, runtime: Path, runner: asyncio.Runner) -> None:
+        self.runtime, self.runner = runtime, runner
+        self.forker: Forker | None = None
+        self._faults: list[dict[str, object]] = []  # in callbacks, by which an agent would end
+        adopt_orphans()  # as an agent does
+        runner.run(self._open(kind))
+
+    async def _open(self, kind: str) -> None:
+        handler = lambda _, fault: self._faults.append(fault)  # noqa: E731
+        asyncio.get_running_loop().set_exception_handler(handler)
         self.children = Children()
         self.children.attach()
-        self.source: ProcessSource
-        self.forker: Forker | None = None
+        self.source: ProcessSource = Spawner(self.children)
         if kind == "fork":
-            self.source = self.forker = Forker(runtime, self.children, start_fork_server(runtime))
+            server = start_fork_server(self.runtime)
+            self.source = self.forker = Forker(self.runtime, self.children, server)
             self.forker.attach()
-        else:
-            self.source = Spawner(self.children)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all processes."""
         if self.forker is not None:
             self.forker.close()
         self.children.close()
 
+    def end(self) -> None:
+        self.runner.run(self.close())
+        adopt_orphans(adopts=False)
+        assert self._faults == []
+
     async def worker(self, rank: int = 0) -> WorkerProcess:
         """A worker that is ready for cells."""
         ports = {f"{channel}_port": n for n, channel in enumerate(CHANNELS, start=1)}
-        file, place = str(self._runtime / f"{rank}.json"), f"{self._runtime}/{rank}"
+        file, place = str(self.runtime / f"{rank}.json"), f"{self.runtime}/{rank}"
         write_connection_file(file, ip=place, transport="ipc", **ports)
-        said = self._runtime / f"{rank}.out"
+        said = self.runtime / f"{rank}.out"
         with said.open("wb") as out:
-            process = await self.source.start(worker_start(self._runtime, rank), out.fileno(), 2)
+            process = await self.source.start(worker_start(self.runtime, rank), out.fileno(), 2)
         await until(lambda: mark(TOKEN, "ready") in said.read_bytes())
         return process
-
-
-class Bench:
-    """What workers come from, on a loop that runs while a test does."""
-
-    def __init__(self, kind: str, runtime: Path, runner: asyncio.Runner) -> None:
-        self.runtime, self.runner = runtime, runner
-        self._kind = kind
-        self._faults: list[dict[str, object]] = []  # in callbacks, by which an agent would end
-        adopt_orphans()  # as an agent does
-        self.source = runner.run(self._make())
-
-    async def _make(self) -> Source:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, fault: self._faults.append(fault))
-        return Source(self._kind, self.runtime)
-
-    def close(self) -> None:
-        async def end() -> None:
-            self.source.close()
-
-        self.runner.run(end())
-        adopt_orphans(adopts=False)
-        assert self._faults == []

@@ -1,258 +1,131 @@
-"""Tests of `nbdist.agent.agent` and `notebook_link`: real agents, and whatever ends them.
-
-An agent whose notebook goes, and the next one that comes.
-"""
+"""Tests of `nbdist.agent.agent` and `notebook_link`: real agents, and whatever ends them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import psutil
 import pytest
-import zmq
 
 from nbdist import __version__
-from nbdist.agent.notebook_link import Serving
-from nbdist.output.events import Died, Done, Text
+from nbdist.agent.notebook_link import Serving, Tether
 from nbdist.wire import messages
-from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Answer, Ask, GetStatus, Kill
-from nbdist.wire.spec import WorldSpec
-from nbdist.wire.views import Accepted, Attach, Describe, Refused, Said, WorldInfo
-from nbdist.wire.work import Source, Task
-from nbdist.world.agents import Asking
+from nbdist.wire.views import Attach, Refused
+from nbdist.world.link import Link
+from tests.agent.sources import worker_start
 from tests.waiting import SOON, wait_until
 
-WITH_GRACE = """
-import runpy
-from nbdist.system import processes
+NOTEBOOK = """
+import nbdist, os, sys
 
-processes.AGENT_GRACE = {}
-runpy.run_module("nbdist.agent", run_name="__main__")
+if __name__ == "__main__":
+    world = nbdist.World(2, backend="none", log_dir="", fork=sys.argv[1] == "fork")
+    world.start()
+    world.execute(sys.argv[2])
+    world.submit(world.task(sys.argv[3]))
+    print(world.session.link.agent.pid, flush=True)
+    sys.stdin.read()
+    world.session.link.close()
+    os._exit(0)
 """
 
+STARTS = """
+import os, subprocess, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+children = [subprocess.Popen(['sleep', '1000'], start_new_session=s) for s in (0, 1)]
+"""
 
-class Notebook:
-    """The notebook's end of a link, with an agent at the other; `life` is its process."""
+IDLE = "os.mknod(f'here{rank}')"
+BUSY = f"for n in (2, 15): signal.signal(n, signal.SIG_IGN)\n{IDLE}\nwhile 1: 0"
 
-    def __init__(self, *, fork: bool = True, grace: float | None = None) -> None:
-        """`grace` is how long a guard waits for an agent that is to leave."""
-        self.runtime = Path(tempfile.mkdtemp(prefix="nbdist-", dir=os.environ["XDG_RUNTIME_DIR"]))
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.linger = 0
-        self.socket.bind(f"ipc://{self.runtime}/notebook.sock")
-        self.life = subprocess.Popen(["sleep", "1000"])
-        program = ["-m", "nbdist.agent"] if grace is None else ["-c", WITH_GRACE.format(grace)]
-        command = [sys.executable, *program, str(self.runtime), str(self.life.pid)]
-        self.agent = subprocess.Popen(
-            command if fork else [*command, "--no-fork"],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self.identity, first = self.receive()
-        (agent,) = psutil.Process(self.agent.pid).children()  # the other one is its guard
-        assert first == messages.Hello(__version__, agent.pid, os.uname().nodename)
-        self.outputs: list[tuple[int, str, Any]] = []
-        self._calls = 0
-
-    def send(self, message: messages.Down) -> None:
-        self.socket.send_multipart([self.identity, pack(message)])
-
-    def receive(self) -> tuple[bytes, messages.Up]:
-        assert self.socket.poll(SOON * 1000), "the agent says nothing"
-        identity, frame = self.socket.recv_multipart()
-        return identity, unpack(frame)
-
-    def take_one(self) -> Answer | None:
-        """The next message; outputs are kept and acknowledged."""
-        _, message = self.receive()
-        match message:
-            case messages.Outputs(items):
-                self.outputs.extend(items)
-                self.send(messages.Received())
-            case Answer():
-                return message
-        return None
-
-    def call(self, request: messages.Request) -> Any:
-        """The reply to a call."""
-        self._calls += 1
-        self.send(Ask(self._calls, request))
-        while (answer := self.take_one()) is None or answer.id != self._calls:
-            pass
-        return answer.reply
-
-    def spec(self, backend: str | None = None) -> WorldSpec:
-        environ, path = {**os.environ}, tuple(sys.path)
-        return WorldSpec(2, backend, environ, os.getcwd(), path, 1, sys.executable)
-
-    def start(self) -> None:
-        assert isinstance(self.call(messages.StartWorld(self.spec())), messages.WorldStarted)
-
-    def begin(self, name: str, source: str) -> None:
-        """Have both ranks run the source, until both have shown something."""
-        self.send(messages.Run(name, (0, 1), pack(Task(name, (0, 1), Source(source)))))
-        while len({rank for rank, task, _ in self.outputs if task == name}) < 2:
-            self.take_one()
-
-    def run(self, source: str) -> None:
-        """Run a cell on both ranks, until both are done."""
-        self.begin(source, source)
-        ends = (Done, Died)
-        while sum(name == source and isinstance(o, ends) for _, name, o in self.outputs) < 2:
-            self.take_one()
-
-    def end_notebook(self) -> None:
-        self.life.kill()
-        self.life.wait()
-
-    def close_stdin(self) -> None:
-        self.agent.stdin.close()
-
-    def close(self) -> None:
-        for process in (self.agent, self.life):
-            process.kill()
-            process.wait()
-        self.close_stdin()
-        self.socket.close()
-        self._context.term()
-        shutil.rmtree(self.runtime, ignore_errors=True)
+Script = subprocess.Popen
 
 
-@pytest.fixture
-def notebook(request: pytest.FixtureRequest) -> Iterator[Notebook]:
-    """One whose agent is started with these options."""
-    with closing(Notebook(**request.param)) as notebook:
-        yield notebook
-
-
-def leave(notebook: Notebook) -> None:
-    notebook.send(messages.Leave())
-
-
-BUSY = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\nprint(1)\nwhile 1: 0"
+def leave(notebook: Script[str]) -> None:
+    notebook.stdin.close()
 
 
 @pytest.mark.own_agent
 @pytest.mark.parametrize(
-    ("notebook", "end", "source"),
-    [({"fork": False}, Notebook.end_notebook, ""), ({}, leave, BUSY)],
-    indirect=["notebook"],
+    ("kind", "source", "end"),
+    [("spawn", IDLE, Script.kill), ("fork", BUSY, leave)],
     ids=["idle", "busy"],
 )
-def test_end(notebook: Notebook, end: Callable[[Notebook], None], source: str) -> None:
+def test_end(tmp_path: Path, kind: str, source: str, end: Callable[[Script[str]], None]) -> None:
     """Whatever ends it: its workers, busy or not, what they started, and its folder go with it."""
-    notebook.start()
-    notebook.agent.send_signal(signal.SIGINT)
-    notebook.run(
-        "import subprocess, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "children = [subprocess.Popen(['sleep', '1000'], start_new_session=s) for s in (0, 1)]"
-    )
-    agent = psutil.Process(notebook.agent.pid)
+    command = [sys.executable, "-c", NOTEBOOK, kind, STARTS, source]
+    with Script(command, cwd=tmp_path, stdin=-1, stdout=-1, text=True) as notebook:
+        guard = psutil.Process(int(notebook.stdout.readline()))
+        folder = Path(guard.cmdline()[-2 if kind == "fork" else -3])
+        guard.send_signal(signal.SIGINT)
+        wait_until(lambda: len([*tmp_path.iterdir()]) == 2, "both have come so far")
 
-    def all_sleep() -> bool:  # a process has no command line yet in the moment of its exec
-        return sum("sleep" in each.cmdline() for each in agent.children(recursive=True)) == 4
+        def all_sleep() -> bool:  # a process has no command line yet in the moment of its exec
+            return sum("sleep" in each.cmdline() for each in guard.children(recursive=True)) == 4
 
-    wait_until(all_sleep, "all that they started is there")
-    if source:
-        notebook.begin("busy", source)
-    processes = agent.children(recursive=True)
-    for process in (agent, *processes):
-        assert process.net_connections("inet") == []
-    assert notebook.runtime.stat().st_mode & 0o777 == 0o700
-    end(notebook)
-    assert notebook.agent.wait(SOON) == 0
-    _gone, alive = psutil.wait_procs(processes, timeout=SOON)
-    assert alive == []
-    assert not notebook.runtime.exists()
+        wait_until(all_sleep, "all that they started is there")
+        processes = [guard, *guard.children(recursive=True)]
+        for process in processes:
+            assert process.net_connections("inet") == []
+        assert folder.stat().st_mode & 0o777 == 0o700
+        end(notebook)
+        _gone, alive = psutil.wait_procs(processes, timeout=SOON)
+        assert alive == []
+        assert not folder.exists()
 
 
 @pytest.mark.own_agent
-@pytest.mark.parametrize("notebook", [{}], indirect=True)
-def test_end_while_starting(notebook: Notebook) -> None:
+def test_end_while_starting() -> None:
     """An agent that is told to end while its fork server still imports ends at once."""
-    notebook.send(Ask(1, messages.StartWorld(notebook.spec("gloo"))))
-    notebook.agent.terminate()
-    assert notebook.agent.wait(SOON) == 0
-    assert not notebook.runtime.exists()
+    link = Link()
+    link.open()
+    try:
+        assert link.call(GetStatus()) == ()
+        link.ask(messages.StartWorld(worker_start(Path()).world))
+        os.kill(link.agent.pid, signal.SIGTERM)
+        wait_until(lambda: link.agent.exit_code() == 0, "it has ended")
+    finally:
+        link.close()
 
 
 @pytest.mark.own_agent
-def test_notebook_that_is_gone_already() -> None:
+def test_a_world_without_workers() -> None:
+    """Nobody can want it: its agent does not outlive the notebook, whatever that has said."""
+    link = Link(fork_server=False)
+    link.open()
+    link.send(messages.Remember({"detach": True}))
+    assert link.call(GetStatus()) == ()
+    guard = psutil.Process(link.agent.pid)
+    link.detach()
+    guard.wait(SOON)
+
+
+@pytest.mark.own_agent
+def test_notebook_that_is_gone_already(runtime: Path) -> None:
     """An agent whose notebook ended before it began ends by itself."""
-    life = subprocess.Popen(["true"])
+    life = Script(["true"])
     life.wait()
-    runtime = Path(tempfile.mkdtemp(prefix="nbdist-", dir=os.environ["XDG_RUNTIME_DIR"]))
-    command = [sys.executable, "-m", "nbdist.agent", str(runtime), str(life.pid)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as agent:
+    (runtime / "agent").mkdir(mode=0o700)
+    command = [sys.executable, "-m", "nbdist.agent", str(runtime / "agent"), str(life.pid)]
+    with Script(command, stdin=-1) as agent:
         assert agent.wait(SOON) == 0
-    wait_until(lambda: not runtime.exists(), "the folder is gone")
+    assert not [*runtime.iterdir()]
 
 
-# --- the next notebook --------------------------------------------------------------------
-
-
-@pytest.mark.own_agent
-@pytest.mark.parametrize("notebook", [{"grace": 0.2}], indirect=True)
-def test_the_next_notebook_gets_all(notebook: Notebook) -> None:
-    """What a cell has said since it began; others are refused in a sentence, why."""
-    following = Attach(__version__, 1, "notebook-1.sock")
-
-    def ask(question: Said) -> Said:
-        with closing(Asking(notebook.runtime, question)) as asking:
-            return asking.answer(SOON)
-
-    def is_alone() -> bool:
-        info = ask(Describe())
-        return isinstance(info, WorldInfo) and info.notebook == 0
-
-    notebook.send(messages.Remember({"detach": True}))
-    notebook.start()
-    wrong = Refused(f"it is of nbdist {__version__}, and this is 0.0")
-    assert ask(Attach("0.0", 1, "notebook-1.sock")) == wrong
-    assert ask(following) == Refused(f"the notebook of process {notebook.life.pid} uses it")
-    notebook.run("stop = False")
-    slow = "print('before', rank)\nimport time\nwhile not stop: time.sleep(0.01)\nprint('after')"
-    notebook.begin("slow", slow)
-    notebook.close_stdin()
-    wait_until(is_alone, "the notebook is gone")
-    notebook.end_notebook()
-    with pytest.raises(subprocess.TimeoutExpired):  # the guard ends no agent that stays
-        notebook.agent.wait(0.5)
-    # The same socket will do: whoever attaches has bound it.
-    notebook.socket.bind(f"ipc://{notebook.runtime}/notebook-1.sock")
-    with closing(Asking(notebook.runtime, following)) as asking:
-        assert isinstance(asking.answer(SOON), Accepted)
-        refused = ask(Attach(__version__, 2, "notebook-1.sock"))
-        assert refused == Refused("the notebook of process 1 uses it")
-        while not isinstance((hello := notebook.receive())[1], messages.Hello):
-            pass  # what nobody has read before
-        notebook.identity = hello[0]
-        came = (message for of, message in iter(notebook.receive, None) if of == hello[0])
-        there, again = next(came), next(came)
-        assert isinstance(there, messages.Attached)
-        assert there.run is not None
-        assert there.run.id == "slow"
-        assert there.bound[0].keys() >= {"stop"}
-        assert isinstance(again, messages.Outputs)
-        for rank in (0, 1):
-            said = [o.text for on, _, o in again.items if on == rank and isinstance(o, Text)]
-            assert "".join(said) == f"before {rank}\n"
-        notebook.send(messages.Received())
-        notebook.call(messages.StopWorld(0.0))
-    # Nothing is kept that nobody can want: a world without workers.
-    assert notebook.agent.wait(SOON) == 0
+async def test_another_version(runtime: Path) -> None:
+    """A notebook of another nbdist is refused, in a sentence."""
+    tether = Tether(runtime, os.getpid(), SimpleNamespace(pid=1), print, print)
+    refused = await tether.admit(Attach("0.0", 1, "notebook-1.sock"))
+    assert refused == Refused(f"it is of nbdist {__version__}, and this is 0.0")
+    await tether.close()
 
 
 async def test_calls_wait_for_one_another_and_other_things_do_not() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nbdist.agent.code_folder import PREFIX, CodeFolder, drop_dead
-from nbdist.wire.messages import CodeFile, CodeHeld, GetCode, PutCode, digest_of, landmark
+from nbdist.wire.messages import CodeFile, CodeHeld, GetCode, PutCode, landmark
 from nbdist.wire.spec import WorldSpec
 
 
@@ -32,13 +32,10 @@ def code(parent: Path) -> Iterator[CodeFolder]:
 
 
 def bring(code: CodeFolder, texts: dict[str, str], programs: tuple[str, ...] = ()) -> CodeHeld:
-    """Send files as the notebook does: what is missing, in one part."""
-    files = {
-        path: CodeFile(digest_of(text.encode()), path in programs) for path, text in texts.items()
-    }
-    contents = {file: texts[path].encode() for path, file in files.items()}
-    held = code.take(GetCode({}, files))
-    return code.take(PutCode({file: contents[file] for file in held.lacks})) if held.lacks else held
+    """Send all files, as the head does to a node that is new."""
+    files = {path: CodeFile(text.encode(), path in programs) for path, text in texts.items()}
+    assert not code.take(GetCode({}, frozenset(files))).is_shared
+    return code.take(PutCode(files, is_last=True))
 
 
 def found(code: CodeFolder) -> dict[str, str]:
@@ -56,21 +53,20 @@ def compile_a(code: CodeFolder) -> None:
     (code.path / "__pycache__" / "a.cpython-311.pyc").write_text("")
 
 
-def test_files_are_as_the_notebook_has_them(code: CodeFolder, parent: Path) -> None:
-    """New, changed and removed ones; only what is missing is asked for."""
-    assert bring(code, {"a.py": "1", "b.py": "2"}) == CodeHeld(code._host)
+def test_files_are_as_the_notebook_has_them(
+    code: CodeFolder, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New, changed and removed ones; what has not changed is not written."""
+    monkeypatch.setattr("socket.gethostname", lambda: "b")
+    assert bring(code, {"a.py": "1", "b.py": "2"}) == CodeHeld("b")
     assert stat.S_IMODE(code.path.stat().st_mode) == 0o700
     assert found(code) == {"a.py": "1", "b.py": "2"}
-    old, new = CodeFile(digest_of(b"1")), CodeFile(digest_of(b"new"))
-    program = CodeFile(digest_of(b"sh"), is_program=True)
-    get = GetCode({}, {"a.py": old, "d/e.py": new, "run": program})
-    assert code.take(get).lacks == (new, program)
-    assert code.take(PutCode({new: b"new"})).lacks == (program,)
-    assert found(code) == {"a.py": "1", "b.py": "2"}
-    assert code.take(PutCode({program: b"sh"})) == CodeHeld(code._host)
+    before = (code.path / "a.py").stat()
+    assert bring(code, {"a.py": "1", "d/e.py": "new", "run": "sh"}, ("run",)) == CodeHeld("b")
     assert found(code) == {"a.py": "1", "d/e.py": "new", "run": "sh"}
+    assert (code.path / "a.py").stat() == before
     assert os.access(code.path / "run", os.X_OK)
-    assert code.take(GetCode({}, {"a.py": old})) == CodeHeld(code._host)
+    code.take(GetCode({}, frozenset({"a.py"})))
     assert found(code) == {"a.py": "1"}
     assert not (code.path / "d").exists()
     code.close()
@@ -140,7 +136,7 @@ def test_a_shared_folder_is_used_as_it_is(code: CodeFolder, parent: Path) -> Non
     path = ("", str(folder), f"{folder}/src", f"{folder}2", "/usr/lib")
     spec = WorldSpec(1, None, {}, str(folder), path, 1, "python")
     file = str(folder / "a.py")
-    get = GetCode({file: landmark(file)}, {"a.py": CodeFile(digest_of(b"1"))})
+    get = GetCode({file: landmark(file)}, frozenset({"a.py"}))
     assert code.take(get).is_shared
     assert (code.path, code.moved(spec)) == (None, spec)
     shutil.copytree(folder, parent / "copy")

@@ -171,7 +171,8 @@ async def test_a_start_on_two_nodes(world: TwoParts) -> None:
     """Each starts its own ranks, at once; where one fails the other is called off."""
     started = await world.forming.start(spec_of(4))
     assert started == WorldStarted(
-        {0: 1, 1: 101, 2: 2, 3: 102}, dict.fromkeys(range(4), ""), ("no nccl",)
+        *({0: 1, 1: 101, 2: 2, 3: 102}, dict.fromkeys(range(4), ""), ("no nccl",)),
+        spec=spec_of(4),
     )
     assert world.one.take_asked() == ["start [0, 2]"]
     assert world.other.take_asked() == ["start [1, 3]"]

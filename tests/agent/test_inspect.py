@@ -291,7 +291,8 @@ def test_the_users_own_signals(world: World) -> None:
 def test_a_rank_that_is_replaced_meanwhile() -> None:
     """Is told without its memory; that it had another process just now ends nothing."""
     status = WorkerStatus(0, os.getpid(), "vm", "starting", 0.0, 0, "cpu")
-    rank = SimpleNamespace(pid=0, rank=0, gpu="", status=lambda: status)
+    given = SimpleNamespace(gpu="")
+    rank = SimpleNamespace(pid=0, rank=0, given=given, status=lambda: status)
     rows = asyncio.run(status_of([rank], UsageWatch(lambda used: None)))
     assert [(row.pid, row.memory) for row in rows] == [(os.getpid(), 0)]
 
@@ -313,7 +314,7 @@ def nvmlShutdown():
 def nvmlDeviceGetCount(): return len(NAMES)
 def nvmlDeviceGetHandleByIndex(index): return index
 def nvmlDeviceGetHandleByUUID(uuid): return 1
-def nvmlDeviceGetName(index): return NAMES[index].encode()
+def nvmlDeviceGetName(index): return NAMES[index]
 def nvmlDeviceGetUUID(index): return f"GPU-{index}f00-1"
 def nvmlDeviceGetMemoryInfo(index): return SimpleNamespace(used=10 + index, total=80)
 def nvmlDeviceGetUtilizationRates(index):

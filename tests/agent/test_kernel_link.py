@@ -23,7 +23,7 @@ from nbdist.agent.kernel_link import (
     message_from,
     output_from,
 )
-from nbdist.output.events import Clear, Display, Done, Failure, Output
+from nbdist.output.events import Clear, Display, Done, Failure, Moved, Output, Record
 from nbdist.values.payload import Payload
 from nbdist.wire.frames import BadFrame, framed
 from nbdist.wire.spec import WorkerStart, WorldSpec
@@ -33,7 +33,7 @@ from nbdist.worker.ops.call import call
 
 
 def message(kind: str, content: Any) -> Message:
-    return Message(kind, content, "", 1, 5, (), "")
+    return Message(kind, content, "", 1, {"time_ns": 5})
 
 
 @pytest.mark.parametrize("function", [wait, call])
@@ -47,6 +47,9 @@ def test_our_own_frames_are_not_shown(function: Any) -> None:
     assert (shown.message, shown.traceback[0][:21]) == ("3", "sys.exit(3) ended the")
 
 
+RECORD = Record("vm", 0, 0, "app", 20, "INFO", "said", 1.5, "a.py", 3, "f", "MainThread", 7)
+
+
 @pytest.mark.parametrize(
     ("kind", "content", "output"),
     [
@@ -56,6 +59,10 @@ def test_our_own_frames_are_not_shown(function: Any) -> None:
         ("display_data", {"data": [1]}, None),
         ("update_display_data", {"data": {}}, None),
         ("error", {}, None),
+        ("nbdist_moved", {"done": 1, "total": 2}, Moved(1, 2)),
+        ("nbdist_moved", {"done": float("inf"), "total": 2}, None),
+        ("nbdist_record", RECORD._asdict(), RECORD),
+        ("nbdist_record", RECORD._replace(message=5)._asdict(), None),
         ("status", {"execution_state": "idle"}, None),
         ("comm_open", {"target_name": "jupyter.widget"}, None),
         ("comm_open", {"target_name": "mine"}, Display({"text/plain": NO_COMM.format("mine")}, {})),
@@ -71,7 +78,7 @@ def test_messages_of_others_are_dropped() -> None:
     ours, others = Session(key=b"ours"), Session(key=b"others")
     message = ours.msg("nbdist_reply", {})
     frames = ours.serialize(message)
-    assert message_from(ours, [*frames, b"buffer"]).buffers == (b"buffer",)
+    assert message_from(ours, [*frames, b"buffer"]).buffers == [b"buffer"]
     assert message_from(ours, [b"garbage"]) is None
     assert message_from(ours, others.serialize(others.msg("nbdist_reply", {}))) is None
 
@@ -82,8 +89,8 @@ DONE = Done("ok", 0.5, frozenset({"x"}), {"np": "numpy"}, Payload((b"1",)))
 def test_the_connection_file_and_what_is_left(tmp_path: Path) -> None:
     """The kernel reads a key and unix sockets from a file that nobody else can; it goes again."""
     spec, file = WorldSpec(1, None, {}, "/", (), 1, "python"), tmp_path / "r0.json"
-    start = WorkerStart(0, 0, 1, spec, str(file), "token", "", "", 1, {})
-    kernel = KernelClient(start, lambda _: None)
+    start = WorkerStart(0, spec, str(file), "token", "", "", 1, {})
+    kernel = KernelClient(start, lambda *_: None)
     kernel.write_connection_file()
     said = json.loads(file.read_text())
     assert (said["transport"], said["ip"]) == ("ipc", f"{tmp_path}/r0")

@@ -135,7 +135,7 @@ async def test_a_notebook_that_is_accepted(lab: Lab) -> None:
     reader, writer = await lab.connect(ATTACH)
     assert views.from_line(await reader.readline()) == views.Accepted(1, 2)
     assert await lab.ask(replace(ATTACH, version="2.0", pid=6)) == views.Refused("no")
-    await until(lambda: "1 call" in repr(lab.listener))
+    await until(lambda: "1 connections" in repr(lab.listener))
     assert lab.gone == []
     writer.close()
     await until(lambda: lab.gone == [5])
@@ -153,7 +153,7 @@ async def test_what_is_no_question(lab: Lab, said: views.Said | bytes) -> None:
     """Ends the connection, and nothing else: the loop learns of nothing, the next is answered."""
     assert await lab.ask(said) is None
     assert await lab.ask(views.Describe()) == INFO
-    assert "0 call" in repr(lab.listener)
+    assert "0 connections" in repr(lab.listener)
 
 
 async def test_no_kind_takes_the_place_of_another(
@@ -163,10 +163,10 @@ async def test_no_kind_takes_the_place_of_another(
     monkeypatch.setattr(listener, "LINE_TIMEOUT", SOON)
     lab.is_open.clear()
     looking = [asyncio.create_task(lab.ask(views.Look())) for _ in range(MOST_CALLING)]
-    await until(lambda: f"{MOST_CALLING} call" in repr(lab.listener))
+    await until(lambda: f"{MOST_CALLING} connections" in repr(lab.listener))
     silent = [await lab.connect() for _ in range(20 * MOST_CALLING)]
     assert await silent[0][0].read() == b""
-    assert f"{2 * MOST_CALLING} call" in repr(lab.listener)
+    assert f"{2 * MOST_CALLING} connections" in repr(lab.listener)
     assert await lab.ask(views.Look()) is None
     assert await lab.ask(views.Describe()) == INFO
     assert await lab.ask(ATTACH) == views.Accepted(1, 2)
@@ -186,8 +186,8 @@ async def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(str(lab.path))
         deaf.sendall(views.to_line(views.Look()))
-        await until(lambda: "1 call" in repr(lab.listener))
-        await until(lambda: "0 call" in repr(lab.listener))
+        await until(lambda: "1 connections" in repr(lab.listener))
+        await until(lambda: "0 connections" in repr(lab.listener))
 
 
 @pytest.mark.parametrize("lab", [False], indirect=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nbdist.agent.outbox import BATCH_SECONDS, BATCHES_UNDER_WAY, Backlog, Outbox, WorldRecord
+from nbdist.config import WorldConfig
 from nbdist.output import events
 from nbdist.output.events import Clear, Display, Done, Failure, Output, Skipped, Text, Update
 from nbdist.values.payload import Payload, SegmentRef
@@ -232,14 +233,11 @@ async def test_what_ranks_show_alike_is_sent_once(notebook: Reader) -> None:
     ]
 
 
-# --- for the next notebook ----------------------------------------------------------------
-
-
 def spec(size: int = 2) -> WorldSpec:
-    return WorldSpec(size, "gloo", {}, "/", (), 1, "python", name="exp")
+    return WorldSpec(size, "gloo", {}, "/", (), 1, "python", config=WorldConfig(name="exp"))
 
 
-STARTED = messages.WorldStarted({0: 10, 1: 11}, {0: "", 1: ""})
+STARTED = messages.WorldStarted({0: 10, 1: 11}, {0: "", 1: ""}, spec=spec())
 DONE = Done("ok", 1.0, frozenset({"x"}))
 
 
@@ -249,7 +247,7 @@ class Lab:
     def __init__(self, *, detach: bool = True) -> None:
         self.record = WorldRecord()
         self._calls = 0
-        self.record.take_down(messages.Remember({"detach": detach}))
+        self.record.take_down(messages.Remember(WorldConfig(detach=detach)))
         self.ask(messages.StartWorld(spec()), STARTED)
 
     def ask(self, request: Any, reply: Any = None) -> None:
@@ -288,9 +286,9 @@ def test_what_workers_become(lab: Lab) -> None:
     lab.ask(messages.StopWorld(1.0))
     assert not lab.record.has_world
     lab.ask(messages.StartWorld(spec()))
-    assert (lab.record.has_world, lab.record.changes) == (True, True)
+    assert (lab.record.has_world, bool(lab.record.changing)) == (True, True)
     lab.record.take_up(messages.Answer(3, messages.StartFailure(0, "", "", "", ())))
-    assert (lab.record.has_world, lab.record.changes) == (False, False)
+    assert (lab.record.has_world, bool(lab.record.changing)) == (False, False)
 
 
 def test_a_cell_that_nobody_saw_end(lab: Lab) -> None:
@@ -329,7 +327,7 @@ def test_ranks_that_died(lab: Lab) -> None:
     lab.say(1, events.Died(-9, 1, pid=11))
     lab.record.seen()
     assert (lab.record.state, [*lab.there.dead]) == ("broken", [1])
-    lab.ask(messages.Heal(), messages.Healed({0: 10, 1: 12}, {0: "", 1: ""}))
+    lab.ask(messages.Heal(), messages.Healed({0: 10, 1: 12}, {0: "", 1: ""}, spec()))
     assert (lab.there.dead, lab.there.pids) == ({}, {0: 10, 1: 12})
     assert lab.there.bound == {0: {"x": None}}
 
@@ -341,20 +339,21 @@ def test_collectives_that_were_aborted(lab: Lab, news: Any) -> None:
     """The group is to be formed anew, until it has been."""
     lab.record.take_up(news)
     assert not lab.there.is_whole
-    lab.ask(messages.Heal(), messages.Healed(STARTED.pids, STARTED.logs))
+    lab.ask(messages.Heal(), messages.Healed(STARTED.pids, STARTED.logs, spec()))
     assert lab.there.is_whole
 
 
 def test_more_workers(lab: Lab) -> None:
     """The spec is that of those there are; a machine that has come is told until it is taken in."""
     three = {0: 10, 1: 11, 2: 12}
-    lab.ask(messages.Scale(spec(4), (0, 1)), messages.Healed(STARTED.pids, {}, not_scaled="no"))
+    kept = messages.Healed(STARTED.pids, {}, spec(), not_scaled="no")
+    lab.ask(messages.Scale(spec(4), (0, 1)), kept)
     assert lab.there.spec == spec()
-    lab.ask(messages.Scale(spec(3), (0, 1)), messages.Healed(three, {}))
+    lab.ask(messages.Scale(spec(3), (0, 1)), messages.Healed(three, {}, spec(3)))
     assert lab.there.spec == spec(3)
     lab.record.take_up(messages.Came("node3"))
     assert lab.there.came == ("node3",)
-    lab.ask(messages.Grow(), messages.Healed({**three, 3: 13}, {}, spec=spec(4)))
+    lab.ask(messages.Grow(), messages.Healed({**three, 3: 13}, {}, spec(4)))
     assert (lab.there.came, lab.there.spec) == ((), spec(4))
 
 

@@ -22,10 +22,10 @@ from nbdist.cluster.node import Node
 from nbdist.topology import Position
 from nbdist.wire import node_messages as asks
 from nbdist.wire.control import HeldGroups
-from nbdist.wire.messages import WorldStarted
+from nbdist.wire.messages import Ask, WorldStarted
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import Answer, HostedStore, Operation
-from tests.agent.sources import Bench, worker_start
+from tests.agent.sources import Source, worker_start
 from tests.agent.test_forming import FakePart
 from tests.waiting import until
 
@@ -68,7 +68,7 @@ def linked(group: WorkerGroup) -> Node:
     """The head's end of a link to an agent that has these workers."""
     tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(asked: asks.NodeAsk) -> None:
+    async def answer(asked: Ask[asks.PartRequest[None]]) -> None:
         node.answered(asked.id, await group.do(asked.request))
 
     def send(message: asks.NodeDown) -> None:
@@ -80,12 +80,12 @@ def linked(group: WorkerGroup) -> Node:
 
 
 @pytest.fixture
-def runner(bench: Bench) -> asyncio.Runner:
+def runner(bench: Source) -> asyncio.Runner:
     return bench.runner
 
 
 @pytest.fixture
-def spec(bench: Bench) -> WorldSpec:
+def spec(bench: Source) -> WorldSpec:
     """A world of two ranks on one machine."""
     seats = (Position(0, 0), Position(0, 1))
     spec = worker_start(bench.runtime).world
@@ -93,12 +93,12 @@ def spec(bench: Bench) -> WorldSpec:
 
 
 @pytest.fixture(params=["fake", "here", "elsewhere"])
-def tried(request: pytest.FixtureRequest, bench: Bench, runner: asyncio.Runner) -> Iterator[Tried]:
+def tried(request: pytest.FixtureRequest, bench: Source, runner: asyncio.Runner) -> Iterator[Tried]:
     """A part of each kind."""
     if request.param == "fake":
         yield fake()
         return
-    is_far, runtime, source = request.param == "elsewhere", bench.runtime, bench.source
+    is_far, runtime, source = request.param == "elsewhere", bench.runtime, bench
     asked = CountingStore()
     store = StoreWindow(runtime, asked.ask) if is_far else None
 

@@ -73,7 +73,7 @@ async def test_workers_and_their_ends(source: Source, runs: Runs) -> None:
     killed.send_signal(signal.SIGTERM)  # to nobody: no error
     assert psutil.pid_exists(last.pid)
     assert not last.exited.done()
-    source.close()
+    await source.close()
     await until(lambda: not psutil.pid_exists(last.pid))
 
 

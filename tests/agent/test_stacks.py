@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from nbdist.agent import stacks
 from nbdist.agent.stacks import Call, StackFile, Torn, calls_in
 from nbdist.wire.views import LARGEST, CallLayout, StackFrame
+from nbdist.wire.work import Source, Task
 from tests.waiting import SOON, wait_until
 
 PROGRAM = """
@@ -133,13 +134,14 @@ def test_frames_of_a_cell() -> None:
     kernel = ("/site-packages/IPython/core/interactiveshell.py", 9, "run_code")
     cell, other = "/tmp/ipykernel_7/1.py", "/tmp/ipykernel_7/2.py"
     calls = ((__file__, 1, "g"), (other, 4, "h"), (cell, 2, "<module>"), kernel)
-    frames = stacks.own_frames(stacks.frames_of(calls, 5, "x = 1\n  f()"))
+    task = Task("a", (0,), Source("x = 1\n  f()"), execution_count=5)
+    frames = stacks.own_frames(stacks.frames_of(calls, task))
     assert stacks.with_code(frames) == (
         StackFrame("Cell In[5]", 2, "<module>", "f()"),
         StackFrame("Cell In[?]", 4, "h"),
         StackFrame(__file__, 1, "g", Path(__file__).read_text().splitlines()[0]),
     )
-    frames = stacks.own_frames(stacks.frames_of((calls[0], kernel), None, ""))
+    frames = stacks.own_frames(stacks.frames_of((calls[0], kernel), None))
     assert frames == [StackFrame(__file__, 1, "g")]
 
 

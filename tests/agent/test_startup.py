@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from nbdist.cluster.ticket import KeyPair, Ticket
-from nbdist.system.processes import end_group
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.world
@@ -152,17 +151,6 @@ def test_the_agent_stays(processes: Processes) -> None:
         guard.wait(1.0)
     processes.agent.kill()
     processes.leave_nothing(signal.SIGKILL)
-
-
-def test_a_process_group_is_ended() -> None:
-    """Its leader and what that started; a group that is no more is no error."""
-    with subprocess.Popen(
-        ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
-    ) as shell:
-        child = psutil.Process(int(shell.stdout.readline()))
-        end_group(shell.pid)
-    child.wait(SOON)
-    end_group(shell.pid)
 
 
 BEGIN = """

@@ -18,7 +18,7 @@ from nbdist.wire.frames import pack
 from nbdist.wire.messages import Run
 from nbdist.wire.work import InputReply, Task
 from nbdist.wire.work import Source as SourceText
-from tests.agent.sources import Bench, worker_start
+from tests.agent.sources import Source, worker_start
 from tests.faults.stops import spinning
 from tests.waiting import SOON, until
 
@@ -63,17 +63,17 @@ RANKS = itertools.count()
 
 
 @pytest.fixture
-def runner(bench: Bench) -> asyncio.Runner:
+def runner(bench: Source) -> asyncio.Runner:
     return bench.runner
 
 
 @pytest.fixture
-def watched(bench: Bench, runner: asyncio.Runner) -> Iterator[Watched]:
+def watched(bench: Source, runner: asyncio.Runner) -> Iterator[Watched]:
     """A worker that is ready, which is ended afterwards."""
 
     async def start() -> Watched:
         watched = Watched(bench.runtime, next(RANKS))
-        await watched.worker.start(bench.source.source)
+        await watched.worker.start(bench.source)
         return watched
 
     watched = runner.run(start())
@@ -244,7 +244,7 @@ async def test_a_lost_connection(watched: Watched) -> None:
     ],
 )
 async def test_a_stop(
-    bench: Bench, tmp_path: Path, watched: Watched, *, busy: bool, grace: float, handler: str
+    bench: Source, tmp_path: Path, watched: Watched, *, busy: bool, grace: float, handler: str
 ) -> None:
     """An idle one may run its exit handlers, for as long as it has; nothing is left of any."""
     worker, end = watched.worker, tmp_path / "end"

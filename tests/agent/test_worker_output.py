@@ -91,11 +91,11 @@ def test_a_message_and_its_mark_wait_for_one_another(merger: Merger[str]) -> Non
     """But for stderr of its own pipe, which is there before what may be the end of the cell."""
     merger.receive_stdout(b"a" + mark(TOKEN, 1) + b"b", now=0.0)
     assert merger.take(now=0.0) == [Text("stdout", "a")]
-    assert merger.is_waiting
+    assert merger.queue
     merger.receive_stderr(b"e")
     merger.receive_message(1, "<1>", now=0.0)
     assert merger.take(now=0.1) == [Text("stderr", "e"), "<1>", Text("stdout", "b")]
-    assert not merger.is_waiting
+    assert not merger.queue
     merger.receive_message(2, "<2>", now=0.2)
     assert merger.take(now=0.2) == []
     merger.receive_stdout(b"c" + mark(TOKEN, 2), now=0.2)
@@ -113,7 +113,7 @@ def test_lost_message_is_waited_for_some_seconds(merger: Merger[str]) -> None:
     assert merger.take(now=LOST_AFTER + 2) == ["<2>", Text("stdout", "2"), "<3>"]
     merger.receive_stdout(mark(TOKEN, 4) + b"after", now=20.0)
     assert merger.take(now=20.0 + LOST_AFTER - 0.1) == []
-    assert merger.is_waiting
+    assert merger.queue
     assert merger.take(now=20.0 + LOST_AFTER) == [Text("stdout", "after")]
 
 
@@ -157,7 +157,8 @@ async def test_all_that_a_process_writes() -> None:
     with subprocess.Popen(command, stdout=pipe.write_end):  # noqa: ASYNC220 (it is the writer)
         await until(lambda: b"bye" in found[-1] if found else False)
     subprocess.run(["echo", "last words"], stdout=pipe.write_end, check=True)  # noqa: ASYNC221
-    pipe.drain()
+    while pipe.read():
+        pass
     pipe.close()
     pipe.close()
     assert not pipe.read()

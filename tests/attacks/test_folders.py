@@ -228,8 +228,8 @@ def test_a_pipe_in_a_files_place(world: World, taken: Snapshot, what: str) -> No
 def test_the_ranks_look_themselves(world: World, taken: Snapshot) -> None:
     """What changes hands after the notebook has looked is read by no rank, of any rank."""
     part = taken.parts[0]
-    own = dict.fromkeys(range(2), (0, part.size, part.digest))
-    every = [(rank, part.size, part.digest) for rank, part in taken.parts.items()]
+    own = dict.fromkeys(range(2), (0, part.digest))
+    every = [(rank, part.digest) for rank, part in taken.parts.items()]
     for rank, everyones in ((1, every), (0, [])):
         file = taken.folder / f"rank{rank}.frames"
         file.chmod(0o602)

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from nbdist import World
-from nbdist.errors import RanksReleased, WorkerError
+from nbdist.errors import WorkerError
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world(3)
@@ -179,17 +179,3 @@ def test_a_rank_that_cannot_take_part_is_replaced_alone(world: World) -> None:
     with pytest.raises(WorkerError, match=r"OSError.* Rank 1 was restarted and its var"):
         world.execute(TAKE_ALL)
     all_go_on(world, pids, lost=1)
-
-
-def test_a_rank_with_a_lower_hard_limit_is_seen(world: World) -> None:
-    """What it waits for is found with the spare descriptors, and nobody loses anything."""
-    pids = dict(world.pids)
-    with pytest.raises(RanksReleased, match=r"rank 1 is in all_reduce .*, ranks 0,2 in barrier"):
-        world.execute(
-            "import resource\n"
-            "if rank == 1: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
-            f"{USE_UP}\n"
-            "if rank == 1: dist.all_reduce(torch.ones(1))\n"
-            "dist.barrier()"
-        )
-    all_go_on(world, pids)

@@ -39,10 +39,8 @@ from nbdist.wire.node_messages import (
     GetHeld,
     Held,
     LocateRanks,
-    NodeAnswer,
-    NodeAsk,
     NodeDown,
-    NodeReply,
+    PartRequest,
     StartPart,
 )
 from nbdist.wire.views import Place, WorkerStatus
@@ -132,18 +130,18 @@ class SimulatedAgent:
                         self._outbox.add(rank, task_id, output)
             case Received():
                 self._outbox.acknowledge()
+            case Ask(number, PartRequest() as request):
+                self.end.send(Answer(number, self._reply(request)))
             case Ask(number, request):
                 rows = None
                 if isinstance(request, GetStatus):
                     row = ("simulated", "idle", 0.0, 0, "cpu")
                     rows = tuple(WorkerStatus(rank, pid, *row) for rank, pid in self._pids.items())
                 self.end.send(Answer(number, rows))
-            case NodeAsk(number, part_request):
-                self.end.send(NodeAnswer(number, self._reply(part_request)))
             case Leave():
                 self._leave()
 
-    def _reply(self, request: object) -> NodeReply:
+    def _reply(self, request: object) -> Any:
         match request:
             case GetClock():
                 return time.time_ns()

@@ -17,8 +17,7 @@ import torch
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.agent.forming import shares
 from nbdist.cluster.head import first_answer, in_time_of_head, last_words, rows_of
-from nbdist.cluster.kept_code import KeptCode
-from nbdist.cluster.node import NodeLost
+from nbdist.cluster.node import KeptCode, NodeLost
 from nbdist.config import Patience
 from nbdist.errors import RanksReleased, ScaleError, WorkerDied, WorkerError
 from nbdist.output.events import Died, Done, Failure, Text
@@ -198,7 +197,7 @@ class Direct:
         if self.is_lost:
             raise NodeLost(f"{self.name} is lost")
         if isinstance(request, PutCode):
-            self.sent += request.contents.values()
+            self.sent += [file.content for file in request.files.values()]
         return self.code.take(request)
 
     @property
@@ -219,17 +218,10 @@ def bring(
     kept: KeptCode, nodes: list[Direct], marks: Mapping[str, object] = {}, **texts: bytes
 ) -> CodeHeld:
     """What the notebook does with `a=b"1"` in `a.py`."""
-    contents = {CodeFile(messages.digest_of(text)): text for text in texts.values()}
-    files = {f"{name}.py": file for name, file in zip(texts, contents, strict=True)}
-
-    async def both() -> CodeHeld:
-        kept.take(GetCode(marks, files))
-        held = await kept.bring(nodes)
-        if held.lacks:
-            kept.take(PutCode({file: contents[file] for file in held.lacks}))
-        return await kept.bring(nodes)
-
-    return asyncio.run(both())
+    files = {f"{name}.py": CodeFile(text) for name, text in texts.items()}
+    assert not kept.take(GetCode(marks, frozenset(files)))
+    assert kept.take(PutCode(files, is_last=True))
+    return asyncio.run(kept.bring(nodes))
 
 
 def test_each_node_gets_what_it_lacks(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:

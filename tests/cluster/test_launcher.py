@@ -24,7 +24,7 @@ from nbdist.cluster.ticket import SUFFIX, KeyPair, Ticket, read_key_file
 from nbdist.config import WorldConfig
 from nbdist.topology import parse_hosts
 from nbdist.world.world import World
-from tests.cluster.launchers import install
+from tests.cluster.conftest import install
 from tests.traces import shows
 from tests.waiting import SOON, wait_until
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.cluster import ray_driver
+from nbdist.cluster import ray as rays
 from nbdist.cluster.launcher import find_launcher
-from nbdist.cluster.ray import NoRoom, RayLauncher, RayNode, bundles_of, distinct, in_order
-from nbdist.cluster.ray_driver import Agent, current, probe, word_busy
+from nbdist.cluster.ray import Agent, NoRoom, RayLauncher, RayNode, bundles_of, distinct
 from nbdist.cluster.ticket import KeyPair, Ticket
 from nbdist.config import WorldConfig
 from tests.waiting import wait_until
@@ -103,7 +102,7 @@ def test_too_little() -> None:
             bundles_of(wanted(**asked), [SMALL, BIG])
     with pytest.raises(NoRoom, match=r"the cluster has 50 nodes: .*; and 44 more$"):
         bundles_of(wanted(layout="51x1"), [SMALL] * 50)
-    said = word_busy([{"CPU": 2}] * 2, {"CPU": 1}, {"CPU": 4})
+    said = rays.word_busy([{"CPU": 2}] * 2, {"CPU": 1}, {"CPU": 4})
     assert said.startswith("2 nodes with 2 CPU each: the cluster has that, but it was not free")
     assert said.endswith("of 4 CPU there is 1 CPU free")
     assert os.linesep not in said
@@ -114,7 +113,8 @@ def test_names_of_nodes() -> None:
     assert distinct(["a", "b"], ["1", "2"]) == ["a", "b"]
     assert distinct(["a", "a", "b"], ["1", "2", "3"]) == ["a-1", "a-2", "b"]
     assert distinct(["a", "a"], ["1", "1"]) == ["a-1-0", "a-1-1"]
-    assert in_order(["node10", "node2", "a", "1b"]) == [3, 2, 1, 0]
+    names = sorted(["node10", "node2", "a", "1b"], key=rays.in_order)
+    assert names == ["1b", "a", "node2", "node10"]
 
 
 # --- the driver ---------------------------------------------------------------------------------
@@ -173,11 +173,11 @@ def test_the_agent_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_the_cluster_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As `ray start` has noted it; a silent address is not asked for long."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert current() == ""
+    assert rays.current() == ""
     (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / ray_driver.CURRENT).write_text("10.0.0.1:6379\n")
-    assert current() == "10.0.0.1:6379"
-    monkeypatch.setattr(ray_driver, "REACH_TIMEOUT", 0.2)
+    (tmp_path / "ray" / rays.CURRENT).write_text("10.0.0.1:6379\n")
+    assert rays.current() == "10.0.0.1:6379"
+    monkeypatch.setattr(rays, "REACH_TIMEOUT", 0.2)
     with pytest.raises(OSError, match=r"no Ray cluster answers at ray://192\.0\.2\.77:10001: "):
-        probe("ray://192.0.2.77:10001")
-    probe("anyscale://mine")
+        rays.probe("ray://192.0.2.77:10001")
+    rays.probe("anyscale://mine")

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from nbdist.cluster.launcher import agent_command
-from nbdist.cluster.server import NodeServer, Refusals, addresses, listened_at
+from nbdist.cluster.server import NodeServer, addresses, listened_at
 from nbdist.cluster.ticket import KeyPair, Ticket, come_with, endpoint
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Leave, Spare, Starting
@@ -105,7 +105,7 @@ async def test_agents_come_and_go(opened: Opened) -> None:
         assert opened.said == [Starting(3)]
         opened.server.send(opened.who[0], Leave())
         assert unpack(await next_message(link)) == Leave()
-        assert (opened.lost, opened.server.refused) == ([], 0)
+        assert (opened.lost, opened.server.refusals.count) == ([], 0)
         link.send_multipart([Numbered().sign(Kind.ENDED), opened.who[0]])
         await until(lambda: opened.lost)
         assert opened.lost == opened.who
@@ -140,24 +140,31 @@ NULL = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(3
 """The greeting of who speaks ZeroMQ without encryption (RFC 23)."""
 
 
-async def test_strangers_are_refused_and_counted(opened: Opened) -> None:
-    """Each once, who has not the keys, or speaks no ZeroMQ; agents come all the same."""
+async def test_strangers_are_refused_and_counted(
+    opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each once, who has not the keys, or speaks no ZeroMQ; agents come all the same.
+
+    Of many refusals few have a line: no stranger can fill the log.
+    """
     ticket, server = opened.ticket, opened.server
     place = ("127.0.0.1", ticket.port)
     with socket.create_connection(place), socket.create_connection(place) as half:
         half.sendall(NULL[:12])
     own, theirs = KeyPair.new(), KeyPair.new().public
     for wrong in (replace(ticket, keys=own), replace(ticket, server_key=theirs)):
-        before = server.refused
+        before = server.refusals.count
         with connect(wrong, again=False) as link:
             link.send_multipart(Numbered().message([pack(Starting(1))]))
-            await until(lambda before=before: server.refused > before)
+            await until(lambda before=before: server.refusals.count > before)
     for garbage in (NULL, b"GET / HTTP/1.1\r\n\r\n" * 10, os.urandom(1 << 16)):
-        before = server.refused
+        before = server.refusals.count
         with socket.create_connection(place) as other, suppress(ConnectionError):
             other.sendall(garbage)
-            await until(lambda before=before: server.refused > before)
+            await until(lambda before=before: server.refusals.count > before)
     assert opened.said == []
+    lines = [each.message for each in caplog.records if "refused a connection" in each.message]
+    assert [line.partition(", ")[2][0] for line in lines] == ["1", "2", "4"]
     with connect(ticket) as link:
         link.send_multipart(Numbered().message([pack(Starting(3))]))
         await until(lambda: opened.said)
@@ -217,7 +224,7 @@ async def test_somebody_on_the_way(opened: Opened) -> None:
                 assert z85.decode(key.encode()) not in recorded
             with socket.create_connection(("127.0.0.1", ticket.port)) as stranger:
                 stranger.sendall(recorded)
-                await until(lambda: opened.server.refused)
+                await until(lambda: opened.server.refusals.count)
             between.changes = True
             link.send_multipart(talk.message([pack(Starting(2))]))
             await until(lambda: len(between.sent) > 1, "it connects again")
@@ -249,15 +256,6 @@ async def test_an_agent_that_is_killed(opened: Opened) -> None:
     os.kill(opened.said[0].pid, signal.SIGKILL)
     await until(lambda: opened.lost)
     await agent.communicate()
-
-
-def test_the_log_cannot_be_filled() -> None:
-    """Of very many, few have a line."""
-    refusals, said = Refusals(), 0
-    for _ in range(10_000):
-        assert refusals.take(zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
-        said += refusals.is_worth_a_line
-    assert said == 20 + 9
 
 
 LOOK = "from nbdist.cluster.server import addresses; print(*addresses(None))"

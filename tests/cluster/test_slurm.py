@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from nbdist.cluster import slurm
-from nbdist.cluster.allocation import salloc_environ, step_environ
 from nbdist.cluster.launcher import LaunchError
 from nbdist.cluster.slurm import Job, SlurmLauncher, nodes_of, salloc_command, word_complaint
 from nbdist.cluster.ticket import KeyPair, Ticket
@@ -78,9 +77,9 @@ def test_what_goes_to_the_nodes() -> None:
     """No secrets, nor what changes a nested srun; salloc has the user's own defaults."""
     kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}
     environ = {**kept, "SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "HF_TOKEN": "secret"}
-    assert step_environ(environ) == kept
+    assert slurm.step_environ(environ) == kept
     defaults = {"SALLOC_PARTITION": "gpu", "SALLOC_TIMELIMIT": "2:00:00"}
-    assert salloc_environ(environ | defaults | {"SALLOC_NO_SHELL": "1"}) == kept | defaults
+    assert slurm.salloc_environ(environ | defaults | {"SALLOC_NO_SHELL": "1"}) == kept | defaults
 
 
 JOB = "JobId=17 JobName=x JobState=RUNNING NodeList=node[1-3] NumNodes=3 NumCPUs=4\n"

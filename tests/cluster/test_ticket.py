@@ -194,7 +194,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: int
 
 
 def test_who_leads_a_node() -> None:
-    """The first there, by whatever stands nearest; without a number it is alone."""
+    """The first there, by all that number it; without a number it is alone."""
     for environ, leads, node in (
         ("", True, -1),
         ("GROUP_RANK=1 LOCAL_RANK=0", True, 1),
@@ -203,7 +203,7 @@ def test_who_leads_a_node() -> None:
         ("OMPI_COMM_WORLD_LOCAL_RANK=1", False, -1),
         ("SLURM_NODEID=2 SLURM_LOCALID=0", True, 2),
         ("SLURM_NODEID=2 SLURM_LOCALID=1", False, 2),
-        ("SLURM_NODEID=2 SLURM_LOCALID=0 OMPI_COMM_WORLD_LOCAL_RANK=1", False, -1),
+        ("SLURM_NODEID=2 SLURM_LOCALID=0 OMPI_COMM_WORLD_LOCAL_RANK=1", False, 2),
         ("SLURM_NODEID=2 SLURM_LOCALID=0 GROUP_RANK=1 LOCAL_RANK=1", False, 1),
         ("JOB_COMPLETION_INDEX=3", True, 3),
         ("JOB_COMPLETION_INDEX=3 OMPI_COMM_WORLD_LOCAL_RANK=1", False, 3),

@@ -21,7 +21,6 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,7 @@ from nbdist.topology import parse_ranks
 from nbdist.words import format_ranks
 from tests.faults.oracle import KINDS, Oracle, Ranks, names_of
 from tests.faults.stops import spinning
-from tests.waiting import press_stop
+from tests.waiting import once, press_stop
 
 RANKS, MOST_RANKS = 4, 5
 
@@ -312,22 +311,12 @@ ACTIONS: list[Callable[[Notebook], None]] = [getattr(Notebook, name) for name in
 @contextmanager
 def stopped_when(is_due: Callable[[], bool]) -> Iterator[None]:
     """Press Stop once it is due and a command of nbdist runs, which takes Stops itself."""
-    over = threading.Event()
 
-    def press() -> None:
-        while not over.wait(0.001):
-            if is_due() and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-                press_stop()
-                return
+    def runs() -> bool:
+        return signal.getsignal(signal.SIGINT) is not signal.default_int_handler
 
-    thread = threading.Thread(target=press)
-    thread.start()
-    with suppress(KeyboardInterrupt):  # where the command has just ended
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    with suppress(KeyboardInterrupt), once(lambda: is_due() and runs(), press_stop):
+        yield  # a Stop may come where the command has just ended
 
 
 def act(seed: int, actions: int, folder: str) -> Counter[str]:

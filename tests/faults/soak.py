@@ -28,6 +28,7 @@ from nbdist.errors import NbdistError
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.faults.stops import spinning
+from tests.waiting import wait_until
 
 RANKS = 4
 POOLED = 2
@@ -131,7 +132,8 @@ def one_fault(world: World, dice: random.Random) -> str:
     dead = world.pids[rank]
     if kind == "killed while idle":
         os.kill(dead, signal.SIGKILL)
-        _wait_until_known(world)
+        is_known = lambda: world.session.receive(0.05) or world.state is not State.READY  # noqa: E731
+        wait_until(is_known, "a death while idle is known", 10.0)
     else:
         running = world.submit(world.task(source))
         for _ in world.follow(running):
@@ -152,14 +154,6 @@ def one_fault(world: World, dice: random.Random) -> str:
         raise AssertionError(f"{kept} instead of {expected} after {kind} of rank {rank}:\n{source}")
     world.execute("kept = rank")
     return kind
-
-
-def _wait_until_known(world: World) -> None:
-    deadline = time.monotonic() + 10
-    while world.state is State.READY:
-        if time.monotonic() > deadline:
-            raise AssertionError("a death while idle was not told within 10 s")
-        world.session.receive(0.05)
 
 
 def soak(seed: int, faults: int) -> tuple[Counter[str], Holdings, Holdings]:

@@ -12,9 +12,8 @@ import pytest
 
 from nbdist.cluster.ticket import KeyPair, Ticket, write_join_key
 from nbdist.world.world import World
-from tests.hosts.launched import Launched, has_seats, inherited, survives_an_agent
 from tests.hosts.network import Host, Network, end
-from tests.hosts.worlds import has_come
+from tests.hosts.worlds import Launched, has_come, has_seats, inherited, survives_an_agent
 from tests.waiting import SOON, wait_until
 
 JOIN = f"{sys.executable} -m nbdist.terminal join"

@@ -23,9 +23,19 @@ from nbdist.values.payload import pack_names
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.hosts.launched import Launched, has_seats, is_clean, named, other_notebook
 from tests.hosts.network import Host, Network
-from tests.hosts.worlds import check_whole, has_come, lose, new_world, ours_on
+from tests.hosts.worlds import (
+    Launched,
+    check_whole,
+    has_come,
+    has_seats,
+    is_clean,
+    lose,
+    named,
+    new_world,
+    other_notebook,
+    ours_on,
+)
 from tests.waiting import once, press_stop, wait_until
 
 pytestmark = pytest.mark.shared_world

@@ -27,9 +27,8 @@ import zmq
 from nbdist.cluster.ray import RayLauncher
 from nbdist.cluster.ticket import KeyPair, Ticket, listen_with
 from nbdist.config import WorldConfig
-from tests.hosts.launched import allocated, has_seats, inherited, survives_an_agent
 from tests.hosts.network import Host, Network, end, hurry
-from tests.hosts.worlds import agent_on, lose
+from tests.hosts.worlds import agent_on, allocated, has_seats, inherited, lose, survives_an_agent
 from tests.traces import shows
 from tests.waiting import SOON, wait_until
 

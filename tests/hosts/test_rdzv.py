@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from nbdist.errors import StartError, WorkerDied, WorkerError
 from nbdist.wire.spec import TorchStore
-from nbdist.worker.group.torch_rendezvous import TorchRendezvous
+from nbdist.worker.group.stores import TorchRendezvous
 from tests.hosts.network import Host, Network, end
 from tests.hosts.worlds import SUM, check_whole, new_world
 from tests.waiting import wait_until

@@ -21,7 +21,8 @@ from nbdist.errors import AgentLost, StartError, WorkerDied
 from nbdist.system.processes import children_of
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.hosts.launched import (
+from tests.hosts.network import Host, Network, end, of_tests
+from tests.hosts.worlds import (
     Launched,
     allocated,
     has_seats,
@@ -29,7 +30,6 @@ from tests.hosts.launched import (
     other_notebook,
     survives_an_agent,
 )
-from tests.hosts.network import Host, Network, end, of_tests
 from tests.waiting import SOON, once, press_stop, wait_until
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scancel")

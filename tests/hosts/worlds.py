@@ -1,20 +1,31 @@
-"""Worlds on the hosts, over ssh, and what their cells run."""
+"""Worlds on the hosts: how they start, live and end by each launcher, and what their cells run.
+
+`tests/hosts/test_membership.py` has all that cells do there, and what goes wrong, over ssh.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 import pytest
 
+import nbdist
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied
 from nbdist.system.processes import agent_command
+from nbdist.world.agents import Found, worlds
 from nbdist.world.world import World
+from tests.hosts.conftest import complain
 from tests.hosts.network import Host, Network
-from tests.waiting import SOON, once
+from tests.waiting import SOON, once, wait_until
 
 AGENT_ARGUMENTS = agent_command("")[1:]
 
@@ -82,3 +93,150 @@ def has_come(world: World) -> bool:
 def ours_on(host: Host) -> list[str]:
     """What is there of a world; daemons take their time to find that nobody is there any more."""
     return [line for line in host.left() if "nbdist" in line and "sshd: " not in line]
+
+
+# --- worlds of two workers on each of two hosts, by any launcher ------------------------------
+
+
+class Launched:
+    """How worlds are started by one launcher; `options` are their arguments.
+
+    `way_back` is what the user is told to do about a host that is lost, "" where it is tried again;
+    `holds` lists what the launcher's own programs still keep for a world.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        way_back: str = "",
+        holds: Callable[[], list[str]] = list,
+    ) -> None:
+        self.name, self.way_back, self.holds = name, way_back, holds
+        self.options = {**options, "log_dir": "", "show": False, "link_timeout": LINK_TIMEOUT}
+
+    def hear(self, said: str) -> None:
+        """Do what somebody is asked for while a world starts."""
+
+    def come_back(self, world: World, host: Host) -> None:
+        """Have all four workers again after `host` was lost, by what the user was told."""
+        world.restart()
+
+
+def allocated(name: str, holds: Callable[[], list[str]]) -> Launched:
+    """One that starts machines at the start alone."""
+    way_back = f"With `--launcher {name}` .*`%dist_restart` asks for all again"
+    options = {"layout": "2x2"} | ({"launcher": name} if name != "slurm" else {})
+    return Launched(name, options, way_back, holds)
+
+
+def is_clean(launched: Launched, network: Network) -> None:
+    """Nothing is left on any host, nor where the launcher keeps its books."""
+    complain(network, launched.name)
+    wait_until(lambda: not launched.holds(), f"{launched.name} has let go of the world")
+
+
+NOTEBOOK = """
+import sys
+from nbdist import World
+world = World(**{options})
+for said in world.session.starting_texts():
+    if said:
+        print(said, flush=True)
+world.execute("import torch, torch.distributed as dist; dist.barrier(); kept = rank + 10")
+print("up", flush=True)
+world.execute('''
+import os, time
+while True:
+    is_open = torch.tensor(float(os.path.exists({gate!r})))
+    dist.all_reduce(is_open, dist.ReduceOp.MIN)
+    if is_open:
+        break
+    time.sleep(0.05)
+''')
+"""
+
+
+@contextmanager
+def other_notebook(launched: Launched, gate: str, **options: object) -> Iterator[None]:
+    """Have a notebook whose ranks are in the middle of a cell, and kill it."""
+    source = NOTEBOOK.format(options={**launched.options, **options}, gate=gate)
+    command = [sys.executable, "-c", source]
+    notebook = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert notebook.stdout is not None
+        with notebook.stdout:
+            for line in notebook.stdout:
+                if line == "up\n":
+                    break
+                launched.hear(line)
+            else:
+                pytest.fail("it did not start")
+            yield
+    finally:
+        notebook.kill()
+        notebook.wait()
+
+
+def named(name: str) -> list[Found]:
+    """The worlds of this machine that have this name."""
+    return [each for each in worlds() if each.info.name == name]
+
+
+@contextmanager
+def inherited(launched: Launched, network: Network) -> Iterator[World]:
+    """A world that has outlived its notebook; after it nothing is left.
+
+    The cell that ran went on when the notebook was killed, and all that it has left is there.
+    """
+    name = f"left-{launched.name}-{os.getpid()}"
+    gate = network.folder / f"gate-{launched.name}"
+    with other_notebook(launched, str(gate), name=name, detach=True):
+        wait_until(lambda: named(name)[0].info.state == "busy", "it runs")
+    wait_until(lambda: named(name)[0].is_detached, "its notebook is gone")
+    with nbdist.attach(name) as world:
+        gate.touch()
+        world.catch_up()
+        assert world.gather("kept") == KEPT
+        check_whole(world)
+        yield world
+    assert named(name) == []
+    is_clean(launched, network)
+
+
+VARIABLES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+PLACES = ["node1", "node1", "node2", "node2"]
+KEPT = [10, 11, 12, 13]
+
+
+def has_seats(world: World) -> None:
+    """Ranks are on the hosts that were named, with torchrun's variables.
+
+    Of the environment they have only the node's own besides.
+    """
+    world.execute("import os, socket")
+    assert world.gather("socket.gethostname()") == PLACES
+    assert world.gather(f"[os.environ[name] for name in {VARIABLES}]") == [
+        [str(rank), str(rank % 2), str(rank // 2), "2", "2"] for rank in range(4)
+    ]
+    assert len({*world.gather("os.environ['MASTER_ADDR']")}) == 1
+    assert world.gather("os.environ.get('PYTEST_CURRENT_TEST')") == [None] * 4
+
+
+def survives_an_agent(world: World, launched: Launched, network: Network) -> None:
+    """The others go on without its ranks, and the user is told how to have them back."""
+    world.execute("kept = rank + 10")
+    host = network.hosts[1]
+    said = lose(world, network, lambda: os.kill(agent_on(host), signal.SIGKILL))
+    assert said.startswith("rank 2 on node2 ")
+    told = rf"now 2 workers; the other ranks keep their variables\. ?{launched.way_back}"
+    # A host that is tried again by itself may be back before the others have a group.
+    is_back = not launched.way_back and world.size == 4
+    assert re.search("Ranks 2-3 were restarted and their var" if is_back else told, said), said
+    assert world.gather("globals().get('kept')") == KEPT[:2] + [None] * (world.size - 2)
+    if launched.way_back:
+        launched.come_back(world, host)
+    else:
+        wait_until(lambda: has_come(world), f"{host} to come by itself")
+    check_whole(world)
+    assert world.gather("__import__('socket').gethostname()") == PLACES

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from nbdist.notebook.display import (
     FIRST_DRAWING,
-    Page,
     PanelDisplay,
     PlainDisplay,
     is_of_magic,
@@ -184,23 +181,3 @@ def test_a_table_says_the_same_in_both_forms():
     long = table("", [("state", "line"), ("busy 7.5 s", "x" * 40)]).html
     assert 'white-space:nowrap">busy 7.5 s' in long
     assert long.count("nowrap") == 1
-
-
-def test_another_page_after_a_long_cell():
-    """It is told once; not the same page, nor after a short cell or as the first one."""
-
-    def shell_of(session: str) -> Any:
-        return SimpleNamespace(get_parent=lambda: {"header": {"session": session}})
-
-    def cell(seconds: float) -> Any:
-        transcript = Transcript([0])
-        transcript.start(0.0)
-        transcript[0].finished = seconds
-        return SimpleNamespace(transcript=transcript)
-
-    page, first, second = Page(), shell_of("a"), shell_of("b")
-    assert not page.has_missed(first, None)
-    assert not page.has_missed(first, cell(60.0))
-    assert page.has_missed(second, cell(60.0))
-    assert not page.has_missed(second, cell(60.0))
-    assert not page.has_missed(first, cell(0.1))

@@ -16,7 +16,7 @@ from traitlets.config import Config
 from nbdist.notebook.cell_text import transform_first_lines
 from nbdist.notebook.extension import RestOfCell, check_libraries, wrap
 from nbdist.output.ansi import strip
-from nbdist.system.requirements import is_within
+from nbdist.plugins import is_within
 from tests.notebook.front_end import Notebook, body, lasting
 
 pytestmark = pytest.mark.shared_world

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nbdist.agent.worker_output import RUN
-from nbdist.notebook.figures import CHUNK, Below, below_panel, can_draw, save_figures
+from nbdist.notebook.figures import Below, below_panel, save_figures
 from nbdist.output.events import Display, Done, Update
 from nbdist.output.html import MOST_BELOW
 from nbdist.output.transcript import Transcript
@@ -62,31 +62,6 @@ def test_where_they_are_saved(
     path = Path(said.removeprefix("figure of rank 0: "))
     assert path.parent == tmp_path / "figures"
     assert path.read_bytes() == b"one"
-
-
-def test_terminals_that_draw():
-    """Those that say so themselves, with nothing in between."""
-    assert can_draw({"TERM": "xterm-kitty"})
-    assert can_draw({"TERM": "xterm-256color", "TERM_PROGRAM": "WezTerm"})
-    for environ in (
-        {"TERM": "xterm-256color", "KITTY_WINDOW_ID": "1", "TERM_PROGRAM": "vscode"},
-        {"TERM": "xterm-kitty", "TMUX": "/tmp/tmux"},
-        {},
-    ):
-        assert not can_draw(environ)
-
-
-def test_what_kitty_draws(logs: dict[int, str]):
-    """The bytes in chunks, the last of which says that it is; nothing is to be answered."""
-    image = bytes(range(256)) * 16
-    said, escapes = save_figures(cell(png(image)), logs, draws=True)
-    assert said.startswith("figure of rank 0: ")
-    *chunks, end = escapes.split("\x1b\\")
-    assert end == ""
-    heads, texts = zip(*(chunk.removeprefix("\x1b_G").split(";") for chunk in chunks), strict=True)
-    assert heads == ("f=100,a=T,q=2,m=1", "q=2,m=0")
-    assert base64.b64decode("".join(texts)) == image
-    assert max(map(len, texts)) == CHUNK
 
 
 def markdown(text: str, display_id: str | None = None) -> Display:

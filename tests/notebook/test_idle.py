@@ -63,7 +63,7 @@ async def test_many_bytes_are_one_notice(link: Any):
         if repr(watch) == "<IdleWatch of None>":
             ended.set()
 
-    watch = IdleWatch(notice)
+    watch = IdleWatch(notice, lambda: False)
     watch.follow(link)
     while len(noticed) < 2:
         os.write(link.end, b"x")
@@ -88,16 +88,18 @@ async def test_what_goes_on(link: Any):
         if len(noticed) == 3:
             third.set()
 
-    watch = IdleWatch(notice)
+    tasks = ["a task"]
+    watch = IdleWatch(notice, lambda: bool(tasks))
     for _ in range(2):
         watch.follow(link)
-    watch.goes_on = True
+    watch.update()
     assert link.tells_all
     await third.wait()
     os.write(link.end, b"x")
     await asyncio.sleep(0.01)
     assert len(noticed) == 4
-    watch.goes_on = False
+    tasks.clear()
+    watch.update()
     assert not link.tells_all
     await asyncio.sleep(2.5 * PAUSE)
     watch.stop()

@@ -20,7 +20,6 @@ from nbdist.notebook.options import (
     flags_of,
     given,
     hint_on_magic,
-    in_our_words,
     meant_by,
     names_in,
     old_flags,
@@ -30,6 +29,7 @@ from nbdist.notebook.options import (
     ranks_option,
     restarts_option,
     split_code,
+    words_of,
     world_options,
 )
 
@@ -176,15 +176,15 @@ SHOWN = [each.shown_name for each in COMMANDS.values()]
     ("line", "ours"),
     [
         ("--nproc_per_node=4 --debug", "-n=4 --debug"),
-        ("--num-processes 2 --gpu-ids 0,1", "-n 2 --gpus 0,1"),
-        ("--targets 0 --name --nproc", "-r 0 --name --nproc"),
-        ("--env X=--targets", "--env X=--targets"),
-        ("--on_failure stop --max_restarts=3", "--on-failure stop --max-restarts=3"),
+        ("--num-processes 2 --gpu-ids 0,1", "-n=2 --gpus=0,1"),
+        ("--targets 0 --name --nproc", "-r=0 --name --nproc"),
+        ("--env X=--targets", "--env=X=--targets"),
+        ("--on_failure stop --max_restarts=3", "--on-failure=stop --max-restarts=3"),
     ],
 )
 def test_what_means_the_same(line: str, ours: str) -> None:
     """It is written as ours, and nothing else is touched."""
-    assert in_our_words(line, FLAGS) == ours
+    assert " ".join(word for word, *_ in words_of(distributed.run, line)) == ours
 
 
 def test_only_where_a_magic_has_ours() -> None:
@@ -193,11 +193,11 @@ def test_only_where_a_magic_has_ours() -> None:
     assert our_flag("--targets", {"-r": 1, "--targets": 1}) == "--targets"
     assert set(SAME.values()) <= set(FLAGS)
     flags = {"-r": 1, "--here-too": 1}
-    assert in_our_words("--local --rank=1", flags) == "--here-too -r=1"
-    said = "`--local` is now `--here-too`, `--rank` is now `-r`"
+    assert [our_flag(each, flags) for each in ("--local", "--rank")] == ["--here-too", "-r"]
+    said = ["`--rank` is now `-r`", "`--local` is now `--here-too`"]
     assert old_flags("--local --rank=1 --local", flags) == said
-    assert old_flags("--rank 1", {"-n": 1}) == ""
-    assert old_flags("-r 1 --here-too", flags) == ""
+    assert old_flags("--rank 1", {"-n": 1}) == []
+    assert old_flags("-r 1 --here-too", flags) == []
 
 
 @pytest.mark.parametrize(

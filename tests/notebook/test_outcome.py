@@ -9,11 +9,12 @@ from pathlib import Path
 
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied
-from nbdist.notebook.outcome import LastValues, Routine, Why, idle_end, why_died, why_of
+from nbdist.notebook.outcome import Elsewhere, LastValues, Routine, Why, idle_end, why_died, why_of
 from nbdist.output.events import IGNORES_STOP, Died, Text
+from nbdist.wire.ops import Written
 from nbdist.wire.work import Source, Task
 from nbdist.world.running import Crew, RunningTask
-from nbdist.world.snapshot_store import Part, Snapshot
+from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.states import Machines
 from tests.output.lab import Panel
 
@@ -68,7 +69,7 @@ def test_only_what_is_asked_for():
         asked.append(ranks)
         return {rank: 10 * rank for rank in ranks}
 
-    values = LastValues({0: None}, dict.fromkeys((1, 3, 4), "<80 KiB>"), bring)
+    values = LastValues({**dict.fromkeys((1, 3, 4), Elsewhere("<80 KiB>")), 0: None}, bring)
     assert repr(values) == "{0: None, 1: <80 KiB>, 3: <80 KiB>, 4: <80 KiB>}"
     assert (values[3], values[3], values[0]) == (30, 30, None)
     assert (len(values), [*values]) == (4, [0, 1, 3, 4])
@@ -84,9 +85,8 @@ def test_snapshots_of_a_routine(tmp_path: Path):
     assert [Routine().is_due() for _ in range(3)] == [False] * 3
     routine = Routine(every=3)
     assert [routine.is_due() for _ in range(7)] == [False, False, True, False, False, True, False]
-    routine = Routine()
+    routine, part = Routine(), Written("", ("model", "x"), size=10)
     assert routine.hint == ""
-    part = Part(("model", "x"), (), 10, "")
     routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path, 0.0, {0: part})
     assert routine.hint.startswith("`%dist_restore --name epoch-3` restores model and x of 19")
     routine.newest = Snapshot("epoch-3", "20200101-120000", tmp_path / "gone", 0.0, {0: part})

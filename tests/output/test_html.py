@@ -69,19 +69,6 @@ def test_values_cannot_break_out() -> None:
 # --- live ---------------------------------------------------------------------------------------
 
 
-def test_live_groups() -> None:
-    """Each group shows its last lines, failed ones first, and what the ranks wait for."""
-    steps = out("".join(f"step {number}\n" for number in range(40)))
-    said = {1: [steps, failure("bad")]}
-    html = live_html(running(4, lambda rank: said.get(rank, [steps])), 12.34, "ranks 0-2 wait")
-    lines = Panel(html).lines
-    assert lines[:2] == ["4 ranks · 12.3 s · ● 3 · ✗ 1", "ranks 0-2 wait"]
-    assert lines[2] == "rank 1 ✗ … 28 earlier"
-    assert lines[-13] == "ranks 0,2-3 ● same · … 28 earlier"
-    assert lines[-1] == "step 39"
-    assert "details" not in html
-
-
 def test_live_figure() -> None:
     """A figure that fits is seen while the cell runs, a bigger one is named."""
     shown = figure("loss")

@@ -13,13 +13,12 @@ from nbdist.output.layout import (
     Row,
     final_layout,
     live_layout,
-    spread,
     state_counts,
-    unlike_most,
 )
 from nbdist.output.rank_transcript import Shown
 from nbdist.output.screen import Line
 from nbdist.output.text import panel_text
+from nbdist.output.transcript import spread, unlike_most
 from tests.output.lab import (
     Panel,
     drawing,
@@ -49,6 +48,11 @@ def test_live_blocks() -> None:
     assert ranks_of(panel.blocks) == [(1,), (0, 2)]
     assert [kinds(block.items) for block in panel.blocks] == [[12], [12]]
     assert [block.words for block in panel.blocks] == [("… 28 earlier",), ("same", "… 18 earlier")]
+    html = panel_html(panel)
+    shown = Panel(html).lines
+    assert shown[:3] == ["4 ranks · 12.3 s · ● 3 · ✗ 1", "a note", "rank 1 ✗ … 28 earlier"]
+    assert shown[-13::12] == ["ranks 0,2 ● same · … 18 earlier", "29"]
+    assert "details" not in html
     # The failed ranks that have no block are named.
     panel = live_layout(running(20, lambda rank: [out(f"{rank}\n"), failure(f"x{rank}")]), 1.0)
     assert len(panel.blocks) == 16

@@ -51,9 +51,9 @@ def test_addresses_devices_processes() -> None:
     assert groups(few) == [(0,), (1,), (2,)]
     many = running(3, lambda rank: [out(said.format(rank, 400 + rank) * 9)])
     (group,) = many.groups()
-    assert (group.ranks, group.likeness) == ((0, 1, 2), "places")
+    assert (group.ranks, group.likeness) == ((0, 1, 2), "same except for {…}")
     folded = "<M at 0x{7f0000000000,7f0000000001,7f0000000002}> cuda:{0-2} pid={400-402}"
-    assert group.tail(1) == [Line(folded, stderr=False)]
+    assert group.last == Line(folded, stderr=False)
     assert running(3, lambda rank: [out("x\n")]).groups()[0].likeness == "same"
     # Equal text does not make ranks equal if their displays differ.
     transcript = running(4, lambda rank: [out("a\n"), drawing("odd" if rank % 2 else "even")])

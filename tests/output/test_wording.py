@@ -66,7 +66,7 @@ def test_clipped(text: str, width: int) -> None:
 def test_stderr_is_tinted() -> None:
     """Lines of one stream come together; an empty one keeps its height."""
     said = [Line("a", stderr=False), Line("", stderr=False), Line("b", stderr=True)]
-    html = lines_html(said, 100)
+    html = lines_html(said, opens=False)
     assert html.count("<div") == 2
     assert html.count("rgba(255,80,80,0.1)") == 1
     assert ">a\n </div>" in html
@@ -77,7 +77,7 @@ def test_long_lines_open(*, length: int, is_coloured: bool) -> None:
     """A line is all there; of a very long one the beginning is seen, and the rest opens."""
     text = (",".join(map(str, range(10_000))))[:length]
     said = f"\x1b[31m{text}\x1b[0m" if is_coloured else text
-    panel = Panel(lines_html([Line("a", stderr=False), Line(said, stderr=False)], 100_000))
+    panel = Panel(lines_html([Line("a", stderr=False), Line(said, stderr=False)], opens=True))
     seen = "".join(panel.words)
     is_long = len(said) > 600
     assert panel.opened == [False] * is_long

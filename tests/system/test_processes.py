@@ -22,7 +22,6 @@ import pytest
 from nbdist.agent.inspect import MemoryGauge
 from nbdist.system import processes
 from nbdist.system.processes import (
-    MODULE,
     Child,
     OwnTime,
     ignores,
@@ -58,19 +57,6 @@ def test_entries_of_pythonpath(path: str, safe: str) -> None:
     assert safe_environ(environ, "/work") == {"A": "1", **({"PYTHONPATH": safe} if safe else {})}
     # Also where the notebook is there: else there would be no nbdist.
     assert safe_path({"PYTHONPATH": ROOT}, ROOT) == ROOT
-
-
-@pytest.mark.world
-def test_a_module_in_the_folder_is_not_imported(tmp_path: Path) -> None:
-    """`random.py` there is the user's."""
-    (tmp_path / "random.py").write_text("raise SystemExit('the one of the user')")
-    (tmp_path / "probe").mkdir()
-    (tmp_path / "probe" / "which.py").write_text("import random; print(random.__file__)")
-    environ = {**os.environ, "PYTHONPATH": f".::{tmp_path}:{tmp_path / 'probe'}"}
-    environ = safe_environ(environ, str(tmp_path))
-    command = [sys.executable, *MODULE, "which"]
-    said = subprocess.check_output(command, cwd=tmp_path, env=environ, text=True, timeout=SOON)
-    assert not said.startswith(str(tmp_path))
 
 
 @pytest.mark.world
@@ -141,22 +127,6 @@ def test_a_wrapper_ends_with_its_parent_and_ignores_stop() -> None:
         assert ignored >> (signal.SIGINT - 1) & 1
         parent.kill()
     child.wait(SOON)
-
-
-def test_orphans_are_adopted() -> None:
-    """A process whose parent ends becomes a child of the one that adopts."""
-    processes.adopt_orphans()
-    try:
-        with start("sleep", "1000") as parent:
-            wait_until(psutil.Process(parent.pid).children)
-            (orphan,) = psutil.Process(parent.pid).children()
-            parent.kill()
-        assert orphan.ppid() == os.getpid()
-        assert orphan.pid in processes.children_of(os.getpid())
-        orphan.kill()
-        assert os.waitpid(orphan.pid, 0)[1] == signal.SIGKILL
-    finally:
-        processes.adopt_orphans(adopts=False)
 
 
 SPINS = "while True: sum(range(100_000))"

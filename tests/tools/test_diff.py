@@ -178,7 +178,7 @@ def test_what_is_compared():
 
 
 def context(**names: Any) -> Context:
-    return Context(SimpleNamespace(user_ns=names), Namespace(names), None, task_id="t")
+    return Context(SimpleNamespace(user_ns=names), Namespace(names), task_id="t")
 
 
 def test_ranks_compare_without_the_notebook():

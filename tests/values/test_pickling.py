@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.values.pickling import READ_FROM, join, load, pickle, unpickle, without_cycles
+from nbdist.values.pickling import READ_FROM, load, pickle, unpickle, without_cycles
 
 Ship = Callable[..., frozenset[str]]
 
@@ -64,20 +64,6 @@ def test_arrays_are_not_copied(notebook: Any) -> None:
     assert (back[0] == array).all()
     assert back[0].flags.f_contiguous
     assert [part.flags.writeable for part in back] == [True, False]
-
-
-def test_joined_pickles_give_the_union(notebook: Any, worker: Any) -> None:
-    """Several pickled mappings travel as one, with their buffers."""
-    numpy = pytest.importorskip("numpy")
-    notebook.run("def f(): return x")
-    parts = [
-        pickle({"f": notebook.names["f"]}, notebook.names),
-        pickle({"x": 3, "a": numpy.arange(4)}, notebook.names),
-        pickle({"b": numpy.ones(3)}, notebook.names),
-    ]
-    worker.bind(join(parts))
-    assert worker.run("f(), a.tolist(), b.tolist()") == (3, [0, 1, 2, 3], [1, 1, 1])
-    assert worker.run("a[0] = 5\nint(a[0])") == 5
 
 
 @pytest.mark.parametrize(("number", "least"), [(1000, 0), (300_000, 20)])

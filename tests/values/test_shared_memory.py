@@ -54,10 +54,6 @@ def test_a_step_at_a_time(monkeypatch: pytest.MonkeyPatch, descriptors: Descript
         assert [bytes(view) for view in views] == [bytes(f) for f in FRAMES]
         for view in filter(len, views):
             assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT == 0
-        pieces = [bytes(piece) for piece in segment.pieces(2, 2000)]
-        assert [len(piece) for piece in pieces] == [2000, 2000, 1000]
-        assert b"".join(pieces) == FRAMES[2]
-        assert [*segment.pieces(1, 10)] == []
     del views, view
     to_end(Segment.filling([b"nobody refers to it"]))
     gc.collect()

@@ -27,7 +27,7 @@ def functions_types_reach_their_results(world: nbdist.World) -> None:
     assert_type(nbdist.run(f, 3, name="a").index("localhost", local_rank=0), list[float])
     assert_type(g(1).rank(0), str)
     assert_type(list(h(1)), list[bytes])
-    assert_type(world.run(g.function, 1), CellResult[str])
+    assert_type(world.run(f, 1), CellResult[list[float]])
 
 
 def their_arguments_are_checked(world: nbdist.World) -> None:

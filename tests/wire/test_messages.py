@@ -17,8 +17,8 @@ from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire import control
 from nbdist.wire.control import Candidate, Completions
 from nbdist.wire.frames import BadFrame, pack
-from nbdist.wire.messages import PART, CodeFile, landmark, part_of, refusal_of
-from nbdist.wire.node_messages import NodeAnswer, node_frames, node_message_from, processes
+from nbdist.wire.messages import PART, Answer, CodeFile, PutCode, landmark
+from nbdist.wire.node_messages import node_frames, node_message_from, processes
 from nbdist.wire.ops import Mesh
 from nbdist.wire.transfer import Piece
 from nbdist.wire.views import Begun, Collective, Place, StackFrame
@@ -108,7 +108,7 @@ def test_bytes_of_a_big_value() -> None:
     frame, data = node_frames(piece)
     assert data is piece.data
     assert node_message_from(bytes(frame), memoryview(data)) == piece
-    assert node_frames(NodeAnswer(1, "x")) == [pack(NodeAnswer(1, "x"))]
+    assert node_frames(Answer(1, "x")) == [pack(Answer(1, "x"))]
 
 
 def test_processes_by_rank() -> None:
@@ -118,22 +118,13 @@ def test_processes_by_rank() -> None:
 
 
 def test_a_message_has_only_so_much() -> None:
-    """No message is much larger than what one file needs; what cannot be read is left out."""
-    files = [CodeFile(bytes([n])) for n in range(5)]
-    contents = dict.fromkeys(files[1:], bytes(PART // 2))
-    part = part_of(files, contents.get)
-    assert [*part] == files[1:3]
-    assert [*part_of(files[3:], contents.get)] == files[3:]
-    assert part_of(files[:1], contents.get) == {}
-
-
-def test_paths_below_the_folder_are_taken() -> None:
-    """Whatever their signs; others are refused, also those that nbdist itself needs."""
-    for path in ("mine.py", "a/b/c.py", "a b/ü.txt", "...", ".hidden/x"):
-        assert refusal_of(path) == ""
-    outside = ["", "/etc/passwd", "..", "../x", "a/../../x"]
-    for path in (*outside, "a//b", "./x", "a/", "a\0b", ".nbdist"):
-        assert refusal_of(path), path
+    """No message is much larger than what one file needs, and the last is known as that."""
+    files = [(f"{number}", CodeFile(bytes(PART // 2))) for number in range(3)]
+    assert [*PutCode.of(files)] == [
+        PutCode(dict(files[:2]), is_last=False),
+        PutCode(dict(files[2:]), is_last=True),
+    ]
+    assert [*PutCode.of([])] == [PutCode({}, is_last=True)]
 
 
 def test_a_landmark_is_the_very_same_file(tmp_path: Path) -> None:

@@ -1,8 +1,4 @@
-"""Tests of `nbdist.wire.spec`: command, seats, device and files of a worker, and its environment.
-
-What torchrun would give each rank, and nccl's part; whether two interpreters can send each other
-functions.
-"""
+"""Tests of `nbdist.wire.spec`: command, seats, device, files and environment of a worker."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nbdist.config import WorldConfig
 from nbdist.errors import UsageError
 from nbdist.topology import Position, Seat, seat_more
 from nbdist.wire.spec import (
@@ -30,13 +27,15 @@ from nbdist.wire.spec import (
     versions_here,
 )
 
-WRAPPED = WorldSpec(4, "gloo", {}, "/", (), 1, "/venv/bin/python", wrap=("nice", "-n", "5"))
-START = WorkerStart(3, 1, 2, WRAPPED, "/run/3.json", "token", "/run/store", "/run/over", 1, {})
+NICE = WorldConfig(wrap="nice -n 5")
+WRAPPED = WorldSpec(4, "gloo", {}, "/", (), 1, "/venv/bin/python", config=NICE)
+START = WorkerStart(1, WRAPPED, "/run/3.json", "token", "/run/store", "/run/over", 1, {})
 
 
 def test_command_of_a_spawned_worker() -> None:
     """Its wrap, seats and files; it crosses over whole, with the environment in no log."""
     assert " ".join(WRAPPED.command) == "nice -n 5 /venv/bin/python -P -m nbdist.worker"
+    assert replace(WRAPPED, node=1).wrap == ()  # there it is the agent that is wrapped
     assert WRAPPED.seat(3) == Seat(3, 4, 0, 1)
     assert replace(WRAPPED, seats=seat_more((), (2, 2), 4)).seat(3) == Seat(1, 2, 1, 2)
     assert START.stack_file == "/run/3.stack"
@@ -44,9 +43,9 @@ def test_command_of_a_spawned_worker() -> None:
     # Log files are beside torch's error file, which has a place also where there are none.
     environ = {"TORCHELASTIC_ERROR_FILE": "/logs/run/0/error.json"}
     for log_dir, folder in (("", None), ("/logs", Path("/logs/run/0"))):
-        world = replace(WRAPPED, log_dir=log_dir)
+        world = replace(WRAPPED, config=WorldConfig(log_dir=log_dir))
         assert replace(START, world=world, environ=environ).log_folder == folder
-    spec = replace(WRAPPED, environ={"HF_TOKEN": "very-secret"})
+    spec = replace(WRAPPED, environ={"A": "secret"}, config=WorldConfig(env={"A": "secret"}))
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert "'gloo'" in repr(spec)
     assert "secret" not in repr(spec)
@@ -65,9 +64,10 @@ def test_one_node_of_several() -> None:
     world = replace(WRAPPED, seats=(Position(0, 0), Position(1, 0), Position(0, 1)), world_size=3)
     real = replace(world, node=0, gpus=("0", "1"))
     assert (real.here, real.gpus_of(2)) == ((0, 2), ("0", "1"))
-    assert (replace(real, node=1).here, replace(real, node=None).here) == ((1,), (0, 1, 2))
+    found = [replace(real, node=node).here for node in (1, 2, None)]
+    assert found == [(1,), (), (0, 1, 2)]
     assert replace(world, gpus=("0", "1", "2")).gpus_of(1) == ("2",)
-    assert replace(WRAPPED, node=0).here == (0, 1, 2, 3)
+    assert [replace(WRAPPED, node=node).here for node in (0, 1)] == [(0, 1, 2, 3), ()]
 
 
 def test_the_first_that_differs() -> None:
@@ -87,9 +87,8 @@ def test_the_first_that_differs() -> None:
 
 
 SEATS = seat_more((), (2, 2), 4)
-SPEC = WorldSpec(
-    4, "gloo", {"MPLBACKEND": "agg"}, "/", (), 3, "py", ("4", "5", "6"), "run", seats=SEATS
-)
+USER, RUN = {"MPLBACKEND": "agg"}, WorldConfig(name="run")
+SPEC = WorldSpec(4, "gloo", USER, "/", (), 3, "py", ("4", "5", "6"), seats=SEATS, config=RUN)
 NCCLS = {*WITH_NCCL, "NCCL_SOCKET_IFNAME"}
 
 

@@ -56,10 +56,10 @@ class Asker:
 
 def test_without_a_group(new_world: NewWorld) -> None:
     """There is none to tell of, to abort or to form anew."""
-    with new_world(1, backend="none"), closing(Asker(0)) as alone:
+    with new_world(1, backend="none") as w, closing(Asker(0)) as alone:
         assert alone.ask(control.ListGroups()) == control.HeldGroups(0, 1, {})
-        for request in (control.LastCollective(), control.Abort(), control.Regroup(2, {}, (), {})):
-            assert alone.ask(request) == control.Ok()
+        asks = control.LastCollective(), control.Abort(), control.Regroup(2, {}, w.session.spec, {})
+        assert {*map(alone.ask, asks)} == {control.Ok()}
 
 
 def test_a_collective_is_aborted(world: World) -> None:

@@ -19,8 +19,8 @@ from nbdist.config import WorldConfig
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Surroundings
 from nbdist.worker.compat import accelerator
-from nbdist.worker.control import change_environment, change_threads
-from nbdist.worker.environment import Around, OwnModules, merged, share_gpu
+from nbdist.worker.control import change_threads
+from nbdist.worker.environment import Around, OwnModules, change_environ, merged, share_gpu
 from nbdist.world.spec import make_spec
 from tests.wire.test_spec import START
 
@@ -38,7 +38,7 @@ def test_ranks_on_one_gpu(
         monkeypatch.setenv(name, "")
         del environ[name]
     monkeypatch.setattr(accelerator, "nccl_version", lambda: (2, 30, 7))
-    world = replace(START.world, share_gpus=shares)
+    world = replace(START.world, config=WorldConfig(share_gpus=shares))
     share_gpu(replace(START, world=world, gpus=()))
     assert [environ.get(name) for name in names[:2]] == [None, None]
     share_gpu(replace(START, world=world, gpus=(gpus,)))
@@ -50,7 +50,7 @@ def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("NBT_SIZE", "2"), ("NBT_OWN", "mine"), ("NBT_SAME", "set")):
         monkeypatch.setenv(name, value)
     before = {"NBT_SIZE": "2", "NBT_OWN": "2", "NBT_SAME": "1"}
-    change_environment(before, {"NBT_SIZE": "4", "NBT_OWN": "4", "NBT_SAME": "1"})
+    change_environ(before, {"NBT_SIZE": "4", "NBT_OWN": "4", "NBT_SAME": "1"})
     assert [environ[name] for name in before] == ["4", "mine", "set"]
     threads = torch.get_num_threads()
     try:
@@ -70,7 +70,7 @@ def around(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Around:
     monkeypatch.setattr(process, "ORIGINAL_DIR", os.getcwd())
     monkeypatch.chdir(tmp_path)
     spec = make_spec(WorldConfig(n=1))[0]
-    return Around(WorkerStart(0, 0, 1, spec, "", "", "", "", 1, {}), [])
+    return Around(WorkerStart(0, spec, "", "", "", "", 1, {}), [])
 
 
 def test_the_notebooks_folder(
@@ -204,17 +204,13 @@ def test_while_autoreload_is_on(
 
 
 def test_what_is_kept_in_step_is_imported_anew(own: OwnModules, module: Edited) -> None:
-    """Before a task, once for each edit; without being told so, nothing is."""
+    """Before a task, once for each edit."""
     edited = importlib.import_module("edited_by_test")
-    before = edited.value
     assert told(own, module.now + SECOND) == ()
     module.write()
-    own.keep_in_step()
-    assert edited.value == before
-    own._is_kept_in_step = True
-    own.keep_in_step()
+    own.reload(time.time_ns())
     assert edited.value == module.now
     edited.value = "mine"
-    own.keep_in_step()
+    own.reload(time.time_ns())
     assert edited.value == "mine"
     assert told(own, module.now + SECOND) == ()

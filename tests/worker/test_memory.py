@@ -16,7 +16,6 @@ from nbdist.system.limits import MemoryLimit
 from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
 from nbdist.worker.compat import accelerator
 from nbdist.worker.memory import (
-    Peaks,
     Search,
     account,
     account_lines,
@@ -46,7 +45,7 @@ def test_names_and_what_is_shown():
     """A user's name counts as his, IPython's as kept by that alone; the largest are named."""
     mine, shown = torch.zeros(1000), torch.zeros(500)
     shell = shell_with(mine=mine, _5=shown, _=shown, _oh={4: mine, 5: shown})
-    found = measure(shell, Peaks(), 5.0)
+    found = measure(shell, 5.0)
     assert [(each.name, each.size) for each in found.held] == [("mine", 4000)]
     assert [(each.name, each.size) for each in found.kept] == [("Out[5]", 2000)]
     assert (found.tensors, found.kept_size, found.is_whole) == (4000, 2000, True)
@@ -54,7 +53,7 @@ def test_names_and_what_is_shown():
     assert found.limit is not None
     assert 0 < found.limit.free < found.limit.limit
     names = {f"x{size}": torch.zeros(size, dtype=torch.uint8) for size in range(1, 31)}
-    found = measure(shell_with(**names), Peaks(), 5.0)
+    found = measure(shell_with(**names), 5.0)
     assert [each.name for each in found.held[:2]] == ["x30", "x29"]
     assert len(found.held) < 30
     assert found.tensors == sum(range(1, 31))
@@ -223,7 +222,7 @@ def test_what_a_traceback_holds(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(sys, name, one, raising=False)
     result = SimpleNamespace(error_in_exec=two, error_before_exec=None)
     kept = [*last_errors(SimpleNamespace(last_execution_result=result), three)]
-    assert [type(each) for each in kept] == [ExceptionGroup, ValueError, KeyError, TypeError]
+    assert [type(each) for each in kept] == [ExceptionGroup, KeyError, ValueError, TypeError]
 
 
 ABSURD = "torch.empty(1 << 50)"

@@ -114,8 +114,7 @@ def test_what_code_binds(names: dict[str, Any], namespace: Namespace) -> None:
     exec("kept = [1]; other = [1]; gone = 1", names)
     before = namespace.snapshot()
     exec("kept.append(2); other = [1]; del gone; new = rank; _ = 6; _i3 = 'x'; rank = 0", names)
-    assert namespace.bound_since(before) == {"other", "new"}
-    assert namespace.gone_since(before) == {"gone"}
+    assert namespace.changes_since(before) == ({"other", "new"}, {"gone"})
 
 
 def test_what_is_bound_often(names: dict[str, Any], namespace: Namespace) -> None:
@@ -131,7 +130,7 @@ def test_what_is_bound_often(names: dict[str, Any], namespace: Namespace) -> Non
             names["x"] = eval(first, names)
             before = namespace.snapshot()
             exec(code.format(times), names)
-            assert "x" in namespace.bound_since(before), (code, times)
+            assert "x" in namespace.changes_since(before)[0], (code, times)
 
 
 def test_threads_that_bind_names(names: dict[str, Any], namespace: Namespace) -> None:
@@ -149,7 +148,7 @@ def test_threads_that_bind_names(names: dict[str, Any], namespace: Namespace) ->
     thread.start()
     try:
         for _ in range(20):
-            assert namespace.bound_since(namespace.snapshot()) <= {"x"}
+            assert namespace.changes_since(namespace.snapshot())[0] <= {"x"}
     finally:
         over.set()
         thread.join()
@@ -268,21 +267,6 @@ def test_what_an_op_returned(namespace: Namespace) -> None:
             namespace.pack(value, "a", "train")
 
 
-def test_what_is_taken(names: dict[str, Any], namespace: Namespace) -> None:
-    """It is bound when that is said, once, and not where it has been let go or taken anew."""
-    namespace.take({"x": 1, "y": 2}, "first")
-    assert "x" not in names
-    assert namespace.bind_taken() == {"x", "y"}
-    assert (names["x"], names["y"]) == (1, 2)
-    namespace.take({"x": 3}, "second")
-    namespace.let_go("first")
-    namespace.take({"x": 4}, "third")
-    namespace.let_go("third")
-    with pytest.raises(VariableError, match="nothing to bind"):
-        namespace.bind_taken()
-    assert names["x"] == 1
-
-
 class Stubborn(KeyError):
     """Refuses to have attributes set, as contextlib does it."""
 
@@ -293,7 +277,7 @@ class Stubborn(KeyError):
 def test_what_users_code_binds_is_noted() -> None:
     """Also where it fails, with whatever exception; what is bound before or after is not."""
     names: dict[str, Any] = {"kept": 1, "before": 1}
-    context = Context(SimpleNamespace(user_ns=names), Namespace(names), None)
+    context = Context(SimpleNamespace(user_ns=names), Namespace(names))
     with context.noting():
         context.names["a"] = 1
     with suppress(Stubborn), context.noting():

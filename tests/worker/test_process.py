@@ -10,14 +10,13 @@ import sys
 import threading
 import time
 
-import psutil
 import pytest
 
 from nbdist.agent.worker_output import Merger
 from nbdist.output.events import Text
 from nbdist.worker import process
 from nbdist.worker.process import RESERVE, CellTimes, Interrupts
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.world
 
@@ -49,24 +48,6 @@ def test_some_descriptors_are_kept(soft: int, kept: int) -> None:
     hard, asks = 4 * RESERVE, (kept + 1) * RESERVE
     found = run(LIMITS.format(soft=soft * RESERVE, hard=hard))
     assert [*map(int, found)] == [kept * RESERVE, hard, asks, hard, kept * RESERVE, hard]
-
-
-PARENT = """
-import os, subprocess, sys
-child = "import os, sys, time; from nbdist.worker.process import die_with_parent;"
-child += "die_with_parent(int(sys.argv[1])); print('up', flush=True); time.sleep(60)"
-for parent in (os.getpid(), 1):
-    command = [sys.executable, "-c", child, str(parent)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    print(process.stdout.readline().strip() or process.wait(), process.pid)
-"""
-
-
-def test_it_ends_with_its_parent() -> None:
-    """At once where that has ended before it could say so."""
-    up, pid, ended, _ = run(PARENT)
-    assert (up, ended) == ("up", "1")
-    wait_until(lambda: not psutil.pid_exists(int(pid)), "the child has ended")
 
 
 async def test_an_interrupt_is_for_the_task_that_runs() -> None:

@@ -101,7 +101,7 @@ def test_who_shows_much_waits_for_the_agent(capfd: pytest.CaptureFixture[str]) -
 def test_which_error_has_been_shown(capfd: pytest.CaptureFixture[str]) -> None:
     """What ended the task is not taken for shown because another one was."""
     session, shown = MarkingSession(), KeyError("x")
-    session.showing = shown
+    session.announced = shown, {}
     with zmq.Context() as context, context.socket(zmq.PUB) as nobody:
         session.send(nobody, "error", {"ename": "KeyError"})
         assert session.number_of(ValueError()) == 0
@@ -179,13 +179,13 @@ def test_what_a_record_is_made_of() -> None:
         raise Odd
     except Odd as error:
         made.exc_info = (Odd, error, error.__traceback__)
-    found = plain(made, "host", 0)
+    found = plain(made, "host")
     assert found.message == "'%d steps' (TypeError while it was formatted)"
     assert "Odd" in found.exception
     made = record(logging.ERROR)
     made.exc_info = (ZeroDivisionError, ZeroDivisionError("division by zero"), None)
     made.stack_info = "Stack (most recent call last):"
-    found = plain(made, "host", 0)
+    found = plain(made, "host")
     assert found.exception.endswith("ZeroDivisionError: division by zero")
     assert found.stack == "Stack (most recent call last):"
-    assert plain(record(), "host", 0).exception == ""
+    assert plain(record(), "host").exception == ""

@@ -24,7 +24,7 @@ from nbdist import __version__
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.errors import UsageError, WorkerDied
 from nbdist.system.folders import PREFIX, RuntimeFolder
-from nbdist.wire.messages import CodeFile, GetCode, PutCode
+from nbdist.wire.messages import CodeFile, PutCode
 from nbdist.wire.spec import versions_here
 from nbdist.wire.views import DOOR, Describe, WorldInfo
 from nbdist.world import agents
@@ -66,9 +66,8 @@ def test_an_agent_that_hangs_is_killed(
     """Its guard ends what it has left, and itself; a guard that hangs is killed after it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    code, file = CodeFolder(), CodeFile(b"digest")
-    code.take(GetCode({}, {"a.py": file}))
-    code.take(PutCode({file: b"x = 1"}))
+    code = CodeFolder()
+    code.take(PutCode({"a.py": CodeFile(b"x = 1")}, is_last=True))
     os.close(code._claim)  # as the kernel does at a process's end
     agent, guarded = AgentProcess(runtime.path, fork_server=True), RuntimeFolder()
     other = AgentProcess(guarded.path, fork_server=False)

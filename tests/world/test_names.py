@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nbdist.output.events import Done
-from nbdist.values.payload import Identity, Kept
+from nbdist.values.payload import Identity
 from nbdist.world.names import NameTable, Shipped, list_names
 
 
@@ -81,19 +81,6 @@ def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
     assert (table.bound(0), table.bound(1)) == (["x"], [])
     table.finished(0, Done("ok", 0.0, gone=frozenset({"model", "x", "unknown"})), {})
     assert table.owners() == {name: ("notebook", {1}) for name in ("x", "model")}
-
-
-def test_memory_of_what_was_shipped(table: NameTable) -> None:
-    """It is kept while some rank has the name from the notebook, and there are workers."""
-    memory = Kept(())
-    ship(table, "model", "x", kept=memory)
-    table.bound_in_notebook(["model", "x"])
-    for rank in (0, 1):
-        assert table.kept("model") == [memory]
-        bind(table, rank, "model")
-    assert (table.kept("model"), table.kept("x")) == ([], [memory])
-    table.let_go()
-    assert table.kept("x") == []
 
 
 @pytest.mark.parametrize("name", ["x", "model"])

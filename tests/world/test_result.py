@@ -296,7 +296,7 @@ def test_nothing_travels_where_nobody_listens(
     assert "to nobody" in running.transcript[0].tail(9)[0].text  # type: ignore[union-attr]
     capsys.readouterr()
     logged = logging.makeLogRecord({"msg": "x", "levelno": logging.ERROR})
-    hand_over(plain(logged, "host", 0), is_shown=True)
+    hand_over(plain(logged, "host"), is_shown=True)
     assert capsys.readouterr() == ("", "")
 
 

@@ -10,7 +10,7 @@ import pytest
 from nbdist.config import CONTROL_TIMEOUT, Patience
 from nbdist.errors import AgentLost, CellTimeout, RanksNotStopped, RanksReleased, WorkerDied
 from nbdist.output.events import Died, Done, Failure, InputRequest, Moved, Text
-from nbdist.wire.messages import Silent
+from nbdist.wire.messages import Located, Silent
 from nbdist.wire.views import Place
 from nbdist.wire.work import Source, Task
 from nbdist.world.running import Crew, RunningTask, Step
@@ -35,7 +35,7 @@ def looks(task: RunningTask, now: float) -> list[Step]:
     steps: list[Step] = []
     for number in range(3):
         steps += task.next_steps(now + 1.5 * (number + 1))
-        task.take_places({0: WAITS, 1: Place()}, now + 1.5 * (number + 1))
+        task.take(Located({0: WAITS, 1: Place()}), now + 1.5 * (number + 1))
     return steps
 
 
@@ -104,9 +104,9 @@ def test_a_gpu_has_just_ended_a_collective() -> None:
     task.receive(1, Done("error", 0.1))
     seems = Place(line=2, operation="all_reduce")
     for tenths in range(13):
-        task.take_places({0: seems, 1: Place()}, now + tenths / 10)
+        task.take(Located({0: seems, 1: Place()}), now + tenths / 10)
         assert Step.ABORT not in task.next_steps(now + tenths / 10)
-    task.take_places({0: seems, 1: Place()}, now + 2)
+    task.take(Located({0: seems, 1: Place()}), now + 2)
     assert [*task.next_steps(now + 2)] == [Step.ABORT]
 
 
@@ -130,7 +130,7 @@ def test_it_takes_too_long(backend: str) -> None:
     assert Step.TIME_OUT not in task.next_steps(now + 600)
     task.prompts.drop(0, now + 600)
     assert Step.TIME_OUT in task.next_steps(now + 1101)
-    task.take_places({0: WAITS, 1: Place(line=1)}, now)
+    task.take(Located({0: WAITS, 1: Place(line=1)}), now)
     task.timed_out = task.doing
     task.stop(now + 1101)
     assert Step.TIME_OUT not in task.next_steps(now + 1200)
@@ -170,7 +170,7 @@ def test_what_nothing_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> No
     while len(steps) < 4:
         now += 1.0
         goes_on = replace(WAITS, moved=len(steps))
-        task.take_places({0: WAITS, 1: goes_on, 2: Place()}, now)
+        task.take(Located({0: WAITS, 1: goes_on, 2: Place()}), now)
         for step in set(task.next_steps(now)) - {Step.LOCATE}:
             steps.append(step)
             assert task.unwakeable == (ended if len(steps) == 4 else ())
@@ -181,7 +181,7 @@ def test_what_nothing_wakes_is_ended(backend: str, ended: tuple[int, ...]) -> No
 def test_who_waits_where() -> None:
     """It is said once it may be in vain; machines and networks that are silent come first."""
     task = running(patience=Patience(hang_timeout=0.0))
-    task.take_places({0: WAITS, 1: Place(line=2)}, 1.0)
+    task.take(Located({0: WAITS, 1: Place(line=2)}), 1.0)
     assert task.doing == task.waits == "rank 0 waits in barrier, line 1 · rank 1 is in line 2"
     task.receive(1, Done("ok", 0.1))
     assert task.waits.endswith("· rank 1 finished")
@@ -191,5 +191,5 @@ def test_who_waits_where() -> None:
     task.silent = Silent(("hosta", "hostb"), 2.5)
     assert task.waits == "hosta and hostb do not respond and count as lost after 2.5 s"
     task.silent = Silent((), 2.5)
-    task.take_places({0: replace(WAITS, stalled=(("10.0.0.1", "10.0.0.2"),))}, 1.0)
+    task.take(Located({0: replace(WAITS, stalled=(("10.0.0.1", "10.0.0.2"),))}), 1.0)
     assert task.waits == "the network between 10.0.0.2 and here is stalled"

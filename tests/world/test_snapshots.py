@@ -192,7 +192,7 @@ def test_variables_and_names(world: World) -> None:
     """By position they are variables; which snapshot is said by name, as a refusal recalls."""
     world.execute("x, y = 1, 2")
     assert world.snapshot("x", "y", name="a").names == ["x", "y"]
-    assert world.snapshot(name="c", names=["y"]).names == ["y"]
+    assert world.snapshot(["y"], name="c").names == ["y"]
     with pytest.raises(UsageError, match=r"no rank has `z`\. .*: `%dist_snapshot x --name z`"):
         world.snapshot("z", "x")
     assert world.restore("y", name="a").names == ("y",)

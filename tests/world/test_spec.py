@@ -15,7 +15,7 @@ from nbdist.errors import BadTopology, NotEnoughGpus, UsageError
 from nbdist.topology import seat_more
 from nbdist.wire.spec import NBDIST_SETS, WorldSpec, torchrun_variables
 from nbdist.world import spec
-from nbdist.world.spec import Here, make_spec, parse_line, read_env_file, scaled, wanted_elsewhere
+from nbdist.world.spec import Here, make_spec, parse_line, read_env_file, scaled
 
 
 @pytest.fixture(autouse=True)
@@ -82,12 +82,12 @@ def test_threads_are_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_a_fork_would_miss_is_spawned() -> None:
     """What an interpreter reads as it starts, and other interpreters, need a new one."""
-    assert spec_of(n=1).use_fork_server
-    assert not spec_of(n=1, wrap="nice -n 5").use_fork_server
-    assert not spec_of(n=1, debug=True).use_fork_server
-    assert not spec_of(n=1, python="/bin/sh").use_fork_server
+    assert spec_of(n=1).config.fork
+    assert not spec_of(n=1, wrap="nice -n 5").config.fork
+    assert not spec_of(n=1, debug=True).config.fork
+    assert not spec_of(n=1, python="/bin/sh").config.fork
     for name in ("TORCH_LOGS", "LD_LIBRARY_PATH"):
-        assert not spec_of(n=1, env={name: "x"}).use_fork_server
+        assert not spec_of(n=1, env={name: "x"}).config.fork
 
 
 def test_another_interpreter_has_its_own_packages(
@@ -111,10 +111,10 @@ def test_several_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotEnoughGpus, match="`--share-gpus` for several on one"):
         spec_of(n=4)
     spec, said = make_spec(WorldConfig(n=4, share_gpus=True))
-    assert (spec.share_gpus, spec.gpus, spec.backend) == (True, ("0",), "cpu:gloo,cuda:nccl")
+    assert (spec.gpus, spec.backend) == (("0",), "cpu:gloo,cuda:nccl")
     slow = " ranks of nccl on 1 GPU with `--share-gpus`: slow"
     assert said.startswith(f"4{slow}")
-    assert scaled(spec, WorldConfig(), 8)[1].startswith(f"8{slow}")
+    assert scaled(spec, 8)[1].startswith(f"8{slow}")
 
 
 def test_a_class_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_ranks_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "installed_gpus", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
     spec, said = make_spec(WorldConfig(n=2))
-    assert (spec.share_gpus, spec.backend, said) == (False, "cpu:gloo,cuda:nccl", "")
+    assert (spec.backend, said) == ("cpu:gloo,cuda:nccl", "")
     assert [spec.gpus_of(rank) for rank in (0, 1)] == [("MIG-a",), ("MIG-b",)]
     with pytest.raises(NotEnoughGpus, match="3 ranks asked, 2 GPUs visible"):
         spec_of(n=3)
@@ -192,23 +192,23 @@ def test_what_workers_take_after() -> None:
 
 def test_simulated_nodes_are_scaled_as_they_were() -> None:
     """Fewer ranks leave room that later ones take; more than there is room for get new nodes."""
-    config = WorldConfig(layout="2x2")
-    spec = make_spec(config, "run", HERE)[0]
+    spec = make_spec(WorldConfig(layout="2x2"), "run", HERE)[0]
     assert spec.seats == seat_more((), (2, 2), 4)
-    one = scaled(spec, config, 1, 8)[0]
+    one = scaled(spec, 1, 8)[0]
     assert (one.seat(0).nodes, one.seat(0).local_world_size) == (1, 1)
-    assert scaled(one, config, 3, 8)[0].seats == seat_more((), (2, 2), 3)
-    assert scaled(one, config, 5, 8)[0].seats == seat_more((), (2, 2, 2), 5)
+    assert scaled(one, 3, 8)[0].seats == seat_more((), (2, 2), 3)
+    assert scaled(one, 5, 8)[0].seats == seat_more((), (2, 2, 2), 5)
 
 
-def test_what_a_launcher_is_told() -> None:
-    """The options, with what was chosen here; nothing of a world on this machine."""
-    config = WorldConfig(salloc="-p x", copy_env="LD_*")
+def test_what_goes_along_of_the_options() -> None:
+    """All of them, with what was chosen here where nothing was said."""
+    config = WorldConfig(salloc="-p x", copy_env="LD_*", log_dir="/logs")
     here = replace(HERE, environ={"LD_LIBRARY_PATH": "/x"})
-    wanted = wanted_elsewhere(config, make_spec(config, "run", here)[0])
     chosen = {"launcher": "slurm", "name": "run", "python": sys.executable, "fork": False}
-    assert wanted == replace(config, **chosen)  # type: ignore[arg-type]
-    assert wanted_elsewhere(WorldConfig(2), spec_of(n=2)) is None
+    spec = make_spec(config, "run", here)[0]
+    assert spec.config == replace(config, **chosen)  # type: ignore[arg-type]
+    config = make_spec(WorldConfig(2), "run", HERE)[0].config
+    assert (config.launcher, config.name, config.python) == ("local", "run", None)
 
 
 def test_which_environment_goes_along() -> None:
@@ -225,11 +225,11 @@ def test_a_world_elsewhere_is_not_judged_by_this_machine(monkeypatch: pytest.Mon
     monkeypatch.setattr(topology, "installed_gpus", lambda: 0)
     config = WorldConfig(hosts="a:4,b:2", gpus="0,1", env={"LD_LIBRARY_PATH": "/x"})
     spec, said = make_spec(config, "run", HERE)
-    assert (spec.gpus, spec.gpus_asked, spec.use_fork_server, said) == ((), "0,1", False, "")
+    assert (spec.gpus, spec.config.fork, said) == ((), False, "")
     there = replace(spec, backend="nccl", seats=seat_more((), (4, 2), 6), world_size=6)
-    assert scaled(there, config, 5) == (replace(there, world_size=5), "")
+    assert scaled(there, 5) == (replace(there, world_size=5), "")
     with pytest.raises(UsageError, match="`-n 7 --hosts a:4,b:2`: the hosts have room for 6 w"):
-        scaled(there, config, 7)
+        scaled(there, 7)
 
 
 def test_lines_of_env_files() -> None:

@@ -150,7 +150,7 @@ def test_who_was_replaced_is_said_once() -> None:
     workers = Workers(WorldConfig(n=2, log_dir=""))
     workers.names.finished(1, Done("ok", 0.0, frozenset("x")), {})
     workers.dead = {1: Died(-9, 0), 2: Died(-9, 0)}
-    workers.take_healed(Healed({0: 1, 1: 2}, {0: "", 1: ""}))
+    workers.take_healed(Healed({0: 1, 1: 2}, {0: "", 1: ""}, workers.spec))
     assert workers.replace_dead({"late"}) == (1,)
     assert (workers.dead, workers.names.lacking([1])) == ({}, "late and x")
     assert [workers.take_replaced(), workers.take_replaced()] == [{1: Died(-9, 0)}, {}]
@@ -160,23 +160,24 @@ def test_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many there will be, in what layout and group, by which launcher."""
     there = Workers(WorldConfig(layout="2x2", log_dir=""))
     assert (there.state, there.size, there.layout) == (State.STOPPED, 4, "2x2")
-    assert (there.everyone, there.has_group, there.is_idle) == ((0, 1, 2, 3), True, True)
+    assert (there.everyone, there.backend, there.is_idle) == ((0, 1, 2, 3), "gloo", True)
     assert there.resolve("3") == 3
     with pytest.raises(WorldNotStarted):
         _ = there.link
-    assert not Workers(WorldConfig(1, backend="none", log_dir="")).has_group
+    assert Workers(WorldConfig(1, backend="none", log_dir="")).backend == "none"
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     there = Workers(WorldConfig(2, log_dir=""))
     memory = there.memory(there.config.patience)
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert WorldConfig(**memory.options).launched_by == "slurm"
+    assert memory.config.launched_by == "slurm"
 
 
 def test_ranks_that_have_other_numbers_now() -> None:
     """By node and process it is known who became whom, once for whoever asks."""
     there = Workers(WorldConfig(layout="2x1", log_dir=""))
     there.pids = {0: 100, 1: 101}
-    there.take_healed(Healed({0: 101}, {0: ""}, (Position(1, 0),)))
+    spec = replace(there.spec, world_size=1, seats=(Position(1, 0),))
+    there.take_healed(Healed({0: 101}, {0: ""}, spec))
     assert (there.size, there.pids) == (1, {0: 101})
     assert [there.take_moved(), there.take_moved()] == [{1: 0}, {}]
     assert Workers(there.config).size == 1  # after a restart, too
@@ -274,7 +275,7 @@ def test_on_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     """Only what `--copy-env` names is right there; of all else is said how to set it."""
     monkeypatch.chdir(tmp_path)
     config = WorldConfig(n=2, hosts="node1", copy_env="NBT_A*", env={"NBT_C": "1"})
-    found = NotebookSurroundings(config, make_spec(config)[0])
+    found = NotebookSurroundings(make_spec(config)[0])
     assert found.now() is None
     for name in "ABC":
         monkeypatch.setenv(f"NBT_{name}", "2")
@@ -282,6 +283,5 @@ def test_on_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     said = found.take_note()
     assert "`NBT_A` changed in the notebook, and on the ranks too" in said
     assert said.endswith("`%dist_restart --env NBT_B=...` gives it to them")
-    config = WorldConfig(n=2)
-    spec = replace(make_spec(config)[0], cwd="/earlier")
-    assert NotebookSurroundings(config, spec).now() == Surroundings(os.getcwd(), "/earlier")
+    spec = replace(make_spec(WorldConfig(n=2))[0], cwd="/earlier")
+    assert NotebookSurroundings(spec).now() == Surroundings(os.getcwd(), "/earlier")

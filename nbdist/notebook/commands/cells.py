@@ -69,7 +69,7 @@ def send(line: Line, steps: Steps) -> None:
 
 
 def _awaits(shell: InteractiveShell, cell: str) -> bool:
-    """Say whether the cell has a top-level `await`; False for what is no Python."""
+    """Return True if the cell has a top-level `await`; False for what is no Python."""
     try:
         transformed = shell.transform_cell(cell)
     except SyntaxError:
@@ -262,7 +262,8 @@ MACHINES = (
 
 
 @command(
-    argument("--all", action="store_true", dest="everything", help="short forms too"), looks=True
+    argument("--all", action="store_true", dest="everything", help="short forms too"),
+    looks=("",),
 )
 def dist_help(line: Line) -> Shown:
     """List all magics, a line each. A `?` after the name of one shows its options."""
@@ -287,5 +288,5 @@ def dist_help(line: Line) -> Shown:
 
 
 def summary(command: Command) -> str:
-    """Give the first sentence of its help."""
+    """Return the first sentence of its help."""
     return command.summary.partition(". ")[0].rstrip(".")

@@ -17,6 +17,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.config import number_of_seconds, whole_number
 from nbdist.errors import UsageError
+from nbdist.notebook.cell_text import page_id
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.figures import Below
@@ -49,7 +50,6 @@ from nbdist.world.session import Session
 from nbdist.world.spec import default_log_dir
 
 # --- the last lines of the ranks' log files, read from their ends ---------------------------------
-
 
 TAIL = whole_number("--tail", "a number, such as `--tail 1`")
 ATTEMPT = whole_number("--attempt", "a number, such as `--attempt 1`", least=0)
@@ -152,7 +152,6 @@ def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator
 
 # --- states, stacks, the last cell's output and the last failure ------------------------------
 
-
 SHORTEST = 0.5  # seconds between two looks: to ask often is not to cost the ranks their time
 
 DOCTOR_TIMEOUT = 180.0
@@ -170,7 +169,7 @@ STATE_COLOURS = {"idle": "#2aa44f", "busy": "#1f77e0", "dead": "#d03030", "start
     argument("--doctor", action="store_true",
              help="show what will not work on this machine instead, and what to do"),
     ranks_option,
-    looks=True,
+    looks=("",),
 )  # fmt: skip
 def dist_status(line: Line) -> None:
     """Show each rank's state, process, device, memory, line of the cell, last collective.
@@ -212,7 +211,12 @@ def examined() -> Shown:
 
 def _shown_of(line: Line, pool: Pool) -> Shown:
     if line.options.stack:
-        return stacks_of(line, pool)
+        if pool.world is None:
+            return shown_stacks(pool.headline, ())
+        ranks = parse_ranks(line.options.ranks or "all", pool.world.size)
+        stacks = line.look(pool, GetStacks(ranks))
+        # The headline after the stacks: asking for them is how a lost agent is noticed.
+        return shown_stacks(pool.headline, stacks, pool.world.session.machines.who)
     workers = line.look(pool, GetStatus())
     if line.options.ranks is not None:
         ranks = parse_ranks(line.options.ranks, len(workers))
@@ -234,16 +238,6 @@ def _shown_of(line: Line, pool: Pool) -> Shown:
 OPEN_LINES = 60
 
 Who = Callable[[Iterable[int]], str]  # names ranks, and their machines where there are several
-
-
-def stacks_of(line: Line, pool: Pool) -> Shown:
-    """Draw the stacks of a pool's ranks, of those that `-r` names."""
-    if pool.world is None:
-        return shown_stacks(pool.headline, ())
-    ranks = parse_ranks(line.options.ranks or "all", pool.world.size)
-    stacks = line.look(pool, GetStacks(ranks))
-    # The headline after the stacks: asking for them is how a lost agent is noticed.
-    return shown_stacks(pool.headline, stacks, pool.world.session.machines.who)
 
 
 def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> Shown:
@@ -320,7 +314,7 @@ def dist_output(line: Line) -> Shown | str | None:
     pool, everything = line.pool, line.options.everything
     if pool.last is None or pool.world is None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
-    pool.page.has_missed(pool.shell, None)  # it misses nothing any more
+    pool.page = page_id(pool.shell)  # it misses nothing any more
     pool.show_job()
     past, number = pool.ended.past(pool.last.transcript), line.options.cell
     if not -len(past) <= number < 0:

@@ -15,10 +15,10 @@ from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import at_once, given, ranks_option, world_options
 from nbdist.output.transcript import follows
 from nbdist.output.wording import seconds_text
-from nbdist.topology import parse_size
 from nbdist.words import count, name_ranks
 from nbdist.world.agents import Found, to_attach, worlds
 from nbdist.world.recovery import healing_text, scaled_text
+from nbdist.world.spec import parse_size
 from nbdist.world.world import take_over
 
 

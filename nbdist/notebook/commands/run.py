@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from argparse import Action
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,14 +24,13 @@ from nbdist.notebook.display import Shown, below, table
 from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import (
     Magic,
-    flags_of,
-    our_flag,
     ranks_option,
     restarts_option,
-    takes_value,
+    split_code,
     world_options,
 )
 from nbdist.notebook.pool import Pool, Pools
+from nbdist.notebook.shipping import Shipment
 from nbdist.output.events import Died
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.ops import Cleaned, Held, Memory, Peak
@@ -53,23 +51,11 @@ NO_PYTHON_MODULE = (
 def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
     """Divide a line into our options, and the words from the first one on that is none."""
     try:
-        words = shlex.split(line)
+        ours, program = split_code(magic, line)
+        words = shlex.split(program)
     except ValueError as error:  # a quote that is not closed
         raise UsageError(f"`%{magic.__name__}`: {str(error).lower()}.") from None
-    flags, index = flags_of(magic), 0
-    while index < len(words) and words[index].startswith("-") and words[index] != "--":
-        words[index] = our_flag(words[index], flags)
-        index += 2 if _takes_next(flags, words[index]) else 1
-    rest = words[index:]
-    return shlex.join(words[:index]), rest[1:] if rest[:1] == ["--"] else rest
-
-
-def _takes_next(flags: Mapping[str, Action], word: str) -> bool:
-    """Say whether an option's value is the next word; it may be cut short as argparse allows."""
-    names = [word] if word in flags else [flag for flag in flags if flag.startswith(word)]
-    if not names:
-        return takes_value(word)
-    return word.strip("-") != "" and flags[names[0]].nargs != 0
+    return ours, words[1:] if words[:1] == ["--"] else words
 
 
 @command(
@@ -104,7 +90,7 @@ def _steps(line: Line) -> Steps:
     program, *words = line.words
     script = find_script(kind, program, words, local_rank=options.pass_local_rank)
     task, world = prepare(line.pool, script, options.ranks, line.display, options)
-    steps = attempt_steps(line.pool, world, task, lambda _: None, line.display, options)
+    steps = attempt_steps(line.pool, world, task, lambda _: Shipment(), line.display, options)
     return (yield from steps)
 
 
@@ -138,7 +124,7 @@ def failed_rank(pool: Pool) -> int:
     """Choose the rank that failed first in the last cell that did; UsageError for none."""
     if pool.failed is None:
         raise UsageError("`%dist_debug`: no rank has failed yet. `-r 2` says which to look at.")
-    rank, error = pool.failed
+    _, rank, error = pool.failed
     if isinstance(error, Died):
         raise UsageError(
             f"`%dist_debug`: rank {rank} {error.end}, so its exception is lost. "
@@ -156,13 +142,12 @@ def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs
         return original(*args, **kwargs)
     if isinstance(error, UsageError) and shell.call_pdb:
         return None  # nothing has run that could be looked at
-    failed = [pool for pool in pools if pool.failed is not None]
-    name = max(failed, key=lambda pool: pool.failed_at).name if failed else DEFAULT_POOL
+    failed = [(pool.failed[0], pool.name) for pool in pools if pool.failed is not None]
+    _, name = max(failed, default=(0.0, DEFAULT_POOL))
     return shell.run_line_magic("dist_debug", "" if name == DEFAULT_POOL else f"--pool {name}")
 
 
 # --- what the memory of the workers is used for, by name; and what nothing uses any more, freed ---
-
 
 MOST_ROWS = 12
 

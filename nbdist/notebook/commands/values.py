@@ -14,11 +14,10 @@ from nbdist.config import whole_number
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.cells import bind, bring, settled
 from nbdist.notebook.command import Line, Value, command, is_used
-from nbdist.notebook.display import Shown, block
+from nbdist.notebook.display import Shown, block, moved
 from nbdist.notebook.options import names_in, ranks_option
 from nbdist.notebook.pool import Pool
 from nbdist.notebook.shipping import push
-from nbdist.notebook.transfer import moved, packed
 from nbdist.wire.work import Call
 from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line, size_text
 from nbdist.world import exchange
@@ -136,11 +135,11 @@ def dist_push(line: Line) -> None:
     names, pool, world = names_in(line.options.names), line.pool, line.world
     _check_are_here(line, names)
     pack = partial(push, names, ranks=line.ranks)
-    packing = packed(settled(pool, world, world.session.names, pack), line.display)
-    assert packing is not None
-    with packing.segment or nullcontext():
-        take = world.task(Call("values.push", {"packed": packing.payload}), ranks=line.ranks)
-        bind(pool, world, take, Call("values.bind_pushed"), line.display, packing.records)
+    shipment = settled(pool, world, world.session.names, pack)
+    payload, segment = shipment.packed(line.display)
+    with segment or nullcontext():
+        take = world.task(Call("values.push", {"packed": payload}), ranks=line.ranks)
+        bind(pool, world, take, Call("values.bind_pushed"), line.display, shipment.records)
 
 
 def _check_are_here(line: Line, names: Sequence[str]) -> None:
@@ -208,7 +207,6 @@ def dist_sync(line: Line) -> str:
 
 
 # --- snapshots of the workers' variables ------------------------------------------------------
-
 
 EVERY = whole_number("--every", "a number, such as `--every 1`, or 0", least=0)
 MOST_SAID = 20  # variables that are said by name
@@ -293,7 +291,7 @@ def dist_restore(line: Line) -> Shown | str:
     line.display.wait_for("restoring …")
     store = world.snapshot_store
     names = names_in(options.variables)
-    done = world.restore(names=names, name=options.name, ranks=ranks, from_rank=source)
+    done = world.restore(names or (), name=options.name, ranks=ranks, from_rank=source)
     taken = done.snapshot
     of_rank = f" of rank {source}" if source is not None else ""
     said = f"restored {list_names(done.names, MOST_SAID)}{of_rank} on {name_ranks(done.ranks)} "
@@ -302,7 +300,7 @@ def dist_restore(line: Line) -> Shown | str:
 
 
 def _take(pool: Pool, world: World, names: tuple[str, ...] | None, name: str | None) -> Snapshot:
-    pool.routine.newest = taken = world.snapshot(names=names, name=name)
+    pool.routine.newest = taken = world.snapshot(names or (), name=name)
     return taken
 
 

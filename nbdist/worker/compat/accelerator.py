@@ -76,7 +76,7 @@ def reserved() -> int:
 
 
 def release_cached() -> None:
-    """Give back what torch keeps for the next tensors, pinned memory of the CPU too."""
+    """Release what torch keeps for the next tensors, pinned memory of the CPU too."""
     if not is_in_use():
         return
     _module().empty_cache()

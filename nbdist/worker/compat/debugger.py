@@ -179,7 +179,7 @@ LEFT = "`q` left the debugger and ended the cell on this rank"  # BdbQuit has no
 
 
 def use_debugger() -> None:
-    """Have every way into a debugger lead to this one, after IPython has put its own there."""
+    """Make every way into a debugger lead to this one, after IPython has put its own there."""
     for module in (pdb, debugger):
         vars(module)["Pdb"] = Debugger
     pdb.set_trace = debugger.set_trace

@@ -55,7 +55,7 @@ def check() -> tuple[str, ...]:
 
 
 def without_debugger() -> None:
-    """Have ipykernel do without its debugger, whose import takes 70 ms and 7 MB a worker.
+    """Import ipykernel without its debugger, which takes 70 ms and 7 MB a worker.
 
     No front end attaches to a worker.  `import debugpy` in a cell works as ever.
     """
@@ -121,7 +121,7 @@ class AnnouncesErrors(ZMQInteractiveShell):
 
 
 def number_cells(shell: Any) -> None:
-    """Have IPython 7 keep the numbers of cells and show them, as IPython 8 and later do."""
+    """Make IPython 7 keep the numbers of cells and show them, as IPython 8 and later do."""
     compiler, shower = shell.compile, shell.InteractiveTB
     if hasattr(compiler, "_filename_map"):
         return
@@ -170,7 +170,7 @@ def import_jedi() -> None:
 
 
 def write_whole(cache: Any) -> None:
-    """Have files of parso's cache appear under their names when all is in them."""
+    """Make files of parso's cache appear under their names only when they are whole."""
     if not hasattr(cache, "_save_to_file_system") or not hasattr(cache, "_get_hashed_path"):
         return
 

@@ -21,12 +21,12 @@ def parts_of(held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forget_ddp_step(model: Any) -> None:
-    """Have a DDP module forget a step that was broken off."""
+    """Make a DDP module forget a step that was broken off."""
     model._update_process_group(model.process_group)
 
 
 def give_reducer_anew(model: Any, group: ProcessGroup) -> None:
-    """Give a DDP module on this group a reducer as after unpickling."""
+    """Make a new reducer for a DDP module, on this group, as unpickling does."""
     model.process_group = group
     if model.device_ids:
         # A copy from another rank still says which was that one's GPU.
@@ -53,7 +53,7 @@ def buckets_of(model: Any) -> list[list[int]] | None:
 
 
 def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
-    """Have it reduce in these; False if they are not those of its parameters."""
+    """Make it reduce in these; False if they are not those of its parameters."""
     parameters, are_sparse = model._build_params_for_reducer()
     if sorted(number for bucket in buckets for number in bucket) != [*range(len(parameters))]:
         return False
@@ -77,7 +77,7 @@ def set_buckets(model: Any, buckets: Sequence[Sequence[int]]) -> bool:
 
 
 def forget_fsdp_step(module: Any) -> None:
-    """Have an FSDP2 module do so, if it is the root one; from torch 2.13 on."""
+    """Make an FSDP2 module forget it, if it is the root one; from torch 2.13 on."""
     if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
         module.reset_iter_state()
 
@@ -165,15 +165,12 @@ def why_only_here(module: Any) -> str:
         return "its parameters are cast to several dtypes"
     if state and getattr(state._state_ctx, "manual_backward_finalization", False):
         return "its backward is finalized by a call"
-    if any(_has_gathered_grad(parameter) for parameter in parameters):
+    gathered = [getattr(parameter, "_unsharded_param", None) for parameter in parameters]
+    grads = [getattr(parameter, "grad", None) for parameter in gathered]
+    grads += [parameter.unsharded_accumulated_grad for parameter in parameters]
+    if any(grad is not None for grad in grads):
         return "it has gradients that were not reduced yet"
     return ""
-
-
-def _has_gathered_grad(parameter: Any) -> bool:
-    gathered = getattr(parameter, "_unsharded_param", None)
-    accumulated = parameter.unsharded_accumulated_grad
-    return accumulated is not None or getattr(gathered, "grad", None) is not None
 
 
 def _fsdp_state(module: Any) -> Any:

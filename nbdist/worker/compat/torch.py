@@ -103,12 +103,12 @@ def put_back(group: ProcessGroup, entries: Mapping[str, Any]) -> None:
 
 
 def spare(group: ProcessGroup) -> None:
-    """Have the next `destroy_process_group` not shut it down; it empties all tables."""
+    """Keep the next `destroy_process_group` from shutting it down; it empties all tables."""
     del distributed_c10d._world.pg_names[group]
 
 
 def forget_all(destroy: Callable[[], None]) -> list[ProcessGroup]:
-    """Have torch know no group any more, and shut none down; they are not to be collected."""
+    """Make torch forget all groups, and shut none down; they are not to be collected."""
     groups = [*distributed_c10d._world.pg_names]
     if groups:
         distributed_c10d._world.pg_names.clear()
@@ -127,7 +127,7 @@ def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def name_groups(choose: Callable[[str, Sequence[int], bool], str]) -> None:
-    """Have `choose(torch's name, ranks, is_hashed)` name each group that is made."""
+    """Let `choose(torch's name, ranks, is_hashed)` name each group that is made."""
     if not hasattr(distributed_c10d, "_process_group_name"):
         return
     original = distributed_c10d._process_group_name
@@ -157,7 +157,7 @@ def takes_cpu(group: ProcessGroup) -> bool:
 
 
 def when_gloo_is_made(make: Callable[..., None]) -> Callable[..., None]:
-    """Have `make(backend, store, rank, size, ...)` replace their `__init__`, which is returned."""
+    """Let `make(backend, store, rank, size, ...)` replace their `__init__`, which is returned."""
     original = ProcessGroupGloo.__init__
 
     def init(self: ProcessGroupGloo, *args: Any, **options: Any) -> None:
@@ -176,11 +176,6 @@ def gloo_options(device: Any, threads: int, timeout: timedelta | None, *, renewa
     if renewable:
         options.enable_reconfigure = True
     return options
-
-
-def is_renewable(backend: Any) -> bool:
-    """Return True if it was made so: not one that compares first (debug level DETAIL)."""
-    return bool(getattr(backend, "supports_reconfigure", False))
 
 
 def renew(backend: Any, store: Any, rank: int, size: int, number: int, timeout: timedelta) -> None:
@@ -205,7 +200,7 @@ def exchange_handles(
 
 
 def replace_gloo(group: ProcessGroup, backend: Any, number: int) -> None:
-    """Have the group use this backend in the place of its gloo backend; `number` counts.
+    """Make the group use this backend in the place of its gloo backend; `number` counts.
 
     A ProcessGroup keeps a backend whose type it knows, and takes one of a new type as default.
     """
@@ -234,7 +229,7 @@ def comparing(backend: Any, helper: Any) -> Any:
 
 @contextmanager
 def without_comparing() -> Iterator[None]:
-    """Have torch make no such backends meanwhile."""
+    """Keep torch from making such backends meanwhile."""
     level = c10d.get_debug_level()
     c10d.set_debug_level(c10d.DebugLevel.OFF)
     try:
@@ -316,7 +311,7 @@ def can_end_receives() -> bool:
 
 
 def end_receive(work: dist.Work) -> bool:
-    """Have a wait for a receive of gloo's return False; from any thread.  False if it is none."""
+    """Make a wait for a receive of gloo's return False; from any thread.  False if it is none."""
     if (found := _receives()) is None:
         return False
     abort, begin = found

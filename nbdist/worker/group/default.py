@@ -29,9 +29,11 @@ from nbdist.wire.spec import WorkerStart
 from nbdist.worker.compat import models as models_seam
 from nbdist.worker.compat import torch as seam
 
+ID_LENGTH = 12  # characters of a task's id: enough for all tasks that a world ever runs
+
 
 class DefaultGroup:
-    """Takes the group out of its place, and puts it back, as user code asks."""
+    """Takes the group out of its place, and puts it back, as user code asks; names new groups."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.group: ProcessGroup  # once it is formed
@@ -40,6 +42,9 @@ class DefaultGroup:
         self._left: list[ProcessGroup] | None = None
         self._init, self._destroy = dist.init_process_group, dist.destroy_process_group
         self._wrap()
+        self._task = ""
+        self._made: Counter[str] = Counter()
+        seam.name_groups(self._name)
 
     @property
     def is_in_place(self) -> bool:
@@ -60,8 +65,9 @@ class DefaultGroup:
         self._set_timeout(self._own_timeout)
         return is_other
 
-    def begin_task(self) -> None:
+    def begin_task(self, task_id: str) -> None:
         """Put the world's group in its place, whatever the last task did with it."""
+        self.name_after(task_id)
         if self.put_back():
             _say(
                 "The group that an earlier cell initialised has ended; the world's group is "
@@ -74,9 +80,10 @@ class DefaultGroup:
         self._destroy()
 
     def leave(self) -> None:
-        """Have no group, and torch's own functions, in a forked child."""
+        """Go without a group, and with torch's own functions, in a forked child."""
         # The objects stay: their ends would wait for threads that are not there.
         self._left = [*seam.forget_all(self._destroy), self.group]
+        self.name_after("")
 
     def form(self, start: WorkerStart, meeting: Any) -> None:
         """Form it in this store; the one before has been taken out."""
@@ -108,6 +115,19 @@ class DefaultGroup:
         groups = {self.group, default, *seam.subgroups_of(default).values()}
         self._destroy()
         return [*groups]
+
+    def name_after(self, task_id: str) -> None:
+        """Name all groups that are made from now on after this task; as torch does after ""."""
+        self._task = task_id[:ID_LENGTH]
+        self._made.clear()
+
+    def _name(self, torchs: str, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
+        if not self._task:
+            return torchs
+        # A hashed name is one that its members alone agree on: others make no such group.
+        of = f"{self._task}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._task
+        self._made[of] += 1
+        return f"{of}.{self._made[of]}"
 
     def _wrap(self) -> None:
         """Replace the functions that user code calls."""
@@ -208,7 +228,7 @@ _given_layouts: WeakKeyDictionary[Any, list[list[int]]] = WeakKeyDictionary()
 
 
 def forget_broken_off_steps() -> None:
-    """Have DDP and FSDP2 forget a forward or backward that was broken off; on all ranks.
+    """Make DDP and FSDP2 forget a forward or backward that was broken off; on all ranks.
 
     DDP would take the next backward for a second one of the same iteration, and its buckets would
     differ over the ranks; FSDP2 keeps parameters gathered on some ranks alone.
@@ -222,7 +242,7 @@ def forget_broken_off_steps() -> None:
 
 
 def move_models(before: ProcessGroup, after: ProcessGroup) -> None:
-    """Have DDP modules on the one group go on with the other, the default group.
+    """Move DDP modules from the one group to the other, the default group.
 
     With new reducers: the buckets of a model that has run differ from those of one that has not,
     and ranks would add up what does not belong together.  Modules on stale groups raise from now
@@ -240,7 +260,7 @@ def _raise(why: str, *_: Any) -> None:
 
 
 def begin_models_anew() -> None:
-    """Give DDP modules new reducers, as copies from another rank have; on all ranks."""
+    """Make new reducers for DDP modules, as copies from another rank have; on all ranks."""
     default = dist.group.WORLD
     for model in ddp_models():
         if default is not None and model.process_group is default:
@@ -267,47 +287,20 @@ def bucket_layout(net: Any) -> list[list[int]]:
 
 
 def set_bucket_layout(net: Any, layout: list[list[int]]) -> None:
-    """Have a DDP module that was unpickled reduce its gradients in these buckets."""
+    """Set the buckets in which a DDP module that was unpickled reduces its gradients."""
     if models_seam.set_buckets(net, layout):
         _given_layouts[net] = layout
 
 
-# --- names of groups --------------------------------------------------------------------------
-
-ID_LENGTH = 12  # characters of a task's id: enough for all tasks that a world ever runs
+# --- stale groups -----------------------------------------------------------------------------
 
 # What torch says where a mesh, or a functional collective, names a group that it lacks.
 UNKNOWN = re.compile(r"Could not resolve the process group registered under the name (\S+)")
 _stale: dict[str, str] = {}  # why, by the group's name
 
 
-class GroupNames:
-    """Gives torch's `new_group` its names."""
-
-    def __init__(self) -> None:
-        self._task = ""
-        self._made: Counter[str] = Counter()
-        seam.name_groups(self._name)
-
-    def begin_task(self, task_id: str) -> None:
-        """Name all groups that are made from now on after this task."""
-        self._task = task_id[:ID_LENGTH]
-        self._made.clear()
-
-    def _name(self, torchs: str, ranks: Sequence[int], use_hashed_name: bool) -> str:  # noqa: FBT001
-        if not self._task:
-            return torchs
-        # A hashed name is one that its members alone agree on: others make no such group.
-        of = f"{self._task}.{'_'.join(map(str, ranks))}" if use_hashed_name else self._task
-        self._made[of] += 1
-        return f"{of}.{self._made[of]}"
-
-
-# --- stale groups -----------------------------------------------------------------------------
-
-
 def refuse_stale(groups: Iterable[ProcessGroup], before: int, after: int) -> None:
-    """Have every operation of these groups raise RuntimeError; from any thread."""
+    """Make every operation of these groups raise RuntimeError; from any thread."""
     if not _stale:  # only once there are such: each call takes longer
         for name in seam.OPERATIONS:
             if (operation := getattr(ProcessGroup, name, None)) is not None:

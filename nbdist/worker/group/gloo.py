@@ -105,9 +105,8 @@ class Gloo:
         self._device, self._port, self._is_local = _make_device()
         self._opened: set[int] = set()  # inodes of sockets
         self.next_meeting: Meeting | None = None  # of the backend that is made next, if not torch's
-        self._has_left = False
         # Of every backend that can be renewed, for life; it leads to where they meet just then.
-        self.store = AbortableStore(None)
+        self.store = AbortableStore(Meeting(None))
         # A lazy device connects with the first collective, in the store as it is then.
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() in ("1", "y", "yes", "true")
         self.renews = seam.RENEWS_GLOO and not is_lazy
@@ -142,9 +141,6 @@ class Gloo:
         """Stand for ProcessGroupGloo's `__init__`."""
         # The first alone: TORCH_DISTRIBUTED_DEBUG=DETAIL makes a helper besides.
         meeting, self.next_meeting = self.next_meeting, None
-        if self._has_left:
-            self._init(backend, store, rank, size, timeout if options is None else options)
-            return
         if timeout is not None and not isinstance(timeout, timedelta):
             options = timeout
         if options is not None:  # user code's own
@@ -163,15 +159,15 @@ class Gloo:
         self.renew(backend, meeting, rank, size)
 
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
-        """Have a backend connect; DistBackendError where that is called off meanwhile."""
+        """Connect a backend; DistBackendError where that is called off meanwhile."""
         # Nothing else ends a rank's wait in gloo for one that fails after it has given its address.
-        timeout, over = meeting.timeout, meeting.over
         with self._noting_opened():
-            if over is None:
+            if meeting.over is None:
                 connect(meeting.store)
             else:
-                store = AbortableStore(meeting.store, timeout, over)
-                until_over(lambda: connect(store), "connecting gloo", timeout, over)
+                store = AbortableStore(meeting)
+                what = "connecting gloo"
+                until_over(lambda: connect(store), what, meeting.timeout, meeting.over)
 
     @contextmanager
     def _noting_opened(self) -> Iterator[None]:
@@ -205,7 +201,7 @@ class Gloo:
 
     def leave(self) -> None:
         """In a forked child hold none of the rank's sockets, and make backends as torch does."""
-        self._has_left = True
+        seam.when_gloo_is_made(self._init)
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd, inode in [*_sockets()]:
             with suppress(OSError), _borrowed(fd, inode) as found:

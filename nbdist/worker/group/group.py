@@ -31,6 +31,7 @@ from nbdist.worker.group.stores import (
     AgentStore,
     Connections,
     Meeting,
+    TorchRendezvous,
 )
 
 ARRIVED = "arrived"  # where in the store a rank that is new says that it has come to the group
@@ -53,12 +54,8 @@ class Group:
 
     def __init__(self, start: WorkerStart) -> None:
         self._start = start
-        self._rendezvous: Any = None
-        if start.world.torch_store is not None:
-            # Here, as few worlds have one, and the import takes its time.
-            from nbdist.worker.group.torch_rendezvous import TorchRendezvous
-
-            self._rendezvous = TorchRendezvous(start.world.torch_store, start.rank)
+        of_torch = start.world.torch_store
+        self._rendezvous = TorchRendezvous(of_torch, start.rank) if of_torch else None
         asks = start.store_socket and not self._rendezvous
         self._agent = Connections(start.store_socket) if asks else None
         self._stores: dict[str, AgentStore] = {}
@@ -67,16 +64,15 @@ class Group:
             self._file = seam.FileStore(start.store_path, start.world.world_size)
             self._file.set_timeout(timedelta(seconds=FORM_TIMEOUT))
         # The same in all generations: `new_group` meets there.
-        self._meeting = AbortableStore(self._store_of(0, WORLD), FORM_TIMEOUT)
+        self._shared = AbortableStore(Meeting(self._store_of(0, WORLD)))
         self._stand_ins: list[Any] = []
         self.is_whole = True
         self.task_began_ns = 0
-        self._names = default.GroupNames()
         self._gloo = Gloo()
         self.connections = self._gloo.connections
         self._nccl = Nccl(torch.device(start.device)) if self.uses_nccl else None
         of_nccl = [] if self._nccl is None else [self._nccl.store]
-        self._waited_in = [self._meeting, self._gloo.store, *of_nccl]
+        self._waited_in = [self._shared, self._gloo.store, *of_nccl]
         self._default = default.DefaultGroup(timedelta(seconds=COLLECTIVE_TIMEOUT))
 
     def __repr__(self) -> str:
@@ -85,8 +81,7 @@ class Group:
     def begin_task(self, task_id: str) -> None:
         """Put the world's group in its place, and name new groups after this task."""
         self.task_began_ns = time.time_ns()
-        self._names.begin_task(task_id)
-        self._default.begin_task()
+        self._default.begin_task(task_id)
 
     def end(self) -> None:
         """Shut everything down, at the end of the worker."""
@@ -95,12 +90,11 @@ class Group:
             self._agent.close()
 
     def leave(self) -> None:
-        """Have no part in it, in a forked child."""
+        """Take no part in it any more, in a forked child."""
         self._default.leave()
         self._gloo.leave()
         if self._agent is not None:
-            self._agent.leave()
-        self._names.begin_task("")
+            self._agent.close()
 
     def held(self) -> dict[str, tuple[int, ...]]:
         """Return the ranks of each group that this one holds besides the world's, by its name."""
@@ -170,11 +164,11 @@ class Group:
         start = self._start
         if start.sized_in > 1:
             # Its name is in the store's keys, and a mesh of the size before must not find it.
-            self._names.begin_task(f"sized{start.sized_in}")
+            self._default.name_after(f"sized{start.sized_in}")
         # Threads of nccl's look into the store, and must never wait for the GIL where there is a
         # store that needs none.
         needs_none = self.uses_nccl and self._agent is None
-        store = self._store_of(0, WORLD) if needs_none else self._meeting
+        store = self._store_of(0, WORLD) if needs_none else self._shared
         is_first = start.generation == 1
         # torch puts prefixes of its own before; survivors of a death meet without them.
         self._gloo.next_meeting = meeting
@@ -200,8 +194,8 @@ class Group:
         """
         over = over_file(start.over_path, start.generation)
         self._meet(start.generation, start)
-        arrivals = AbortableStore(self._store_of(start.generation, ARRIVED), FORM_TIMEOUT, over)
-        arrivals.wait([str(rank) for rank in newcomers])
+        arrivals = Meeting(self._store_of(start.generation, ARRIVED), over=over)
+        AbortableStore(arrivals).wait([str(rank) for rank in newcomers])
         # From here on the group before is gone, whether the ranks meet or not.
         self.abort()
         sizes = self._start.world.world_size, start.world.world_size
@@ -221,7 +215,7 @@ class Group:
 
         Returns how many connections of gloo's and groups of nccl's it ended.  Raises AbortHangs.
         """
-        self._meeting.abort()
+        self._shared.abort()
         return self._gloo.abort() + self._abort_nccl()
 
     def regroup(self, generation: int, held: Mapping[str, tuple[int, ...]]) -> None:
@@ -280,7 +274,8 @@ class Group:
         if side.group is not None and backend is None:
             return  # nccl's alone
         meeting, rank = self._meeting_of(side.name, generation), self._rank_in(side)
-        if backend is not None and self._gloo.renews and seam.is_renewable(backend):
+        # Not one that compares first (debug level DETAIL).
+        if self._gloo.renews and getattr(backend, "supports_reconfigure", False):
             self._gloo.renew(backend, meeting, rank, len(side.members))
             return
         backend = self._gloo.new(meeting, rank, len(side.members), side.timeout)
@@ -347,7 +342,7 @@ class Group:
             self._file = self._rendezvous.meet(generation, start.world.world_size)
             # To connect a backend anew, torch has ranks compare and set.
             self._gloo.renews = self._gloo.renews and self._rendezvous.compares
-            self._meeting.lead_to(self._store_of(0, WORLD))
+            self._shared.meeting = Meeting(self._store_of(0, WORLD))
 
     def _rank_in(self, side: Side) -> int:
         return side.members.index(self._start.rank)

@@ -45,7 +45,7 @@ class Nccl:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # Of every nccl2 backend, for life; it leads to where they meet just then.
-        self.store = _Claimed(None)
+        self.store = _Claimed(Meeting(None))
         self._is_put_off = False
         seam.when_nccl2_is_made(self._make)
 
@@ -236,8 +236,9 @@ class Recording:
         """Count for each backend in use, by its number."""
         found, unknown = {}, set()
         for number, status in torch_seam.recorded_groups().items():
-            before, counts = self._before.get(number), _counted(status)
+            before, begun = self._before.get(number), int(status["last_enqueued_collective"])
             done = "last_completed_collective"
+            counts = Counts(begun, begun - max(0, int(status[done])))  # -1 for none completed
             if before is None:
                 found[number] = counts
             elif torch_seam.RENEWS_GLOO:
@@ -285,12 +286,6 @@ class Recording:
         """Return those of this generation, from the newest back."""
         entries = torch_seam.recorded_collectives()
         return takewhile(lambda entry: entry["record_id"] >= self._first, entries)
-
-
-def _counted(status: Mapping[str, str]) -> Counts:
-    """Count from counters; -1 stands for none completed."""
-    begun = int(status["last_enqueued_collective"])
-    return Counts(begun, begun - max(0, int(status["last_completed_collective"])))
 
 
 def operation_of(entry: Mapping[str, Any]) -> str:

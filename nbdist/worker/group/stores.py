@@ -1,4 +1,4 @@
-"""The store where new groups meet; a wait in it can be aborted.
+"""The stores where ranks meet: a wait in one can be aborted, whichever other one it leads to.
 
 `new_group`, for one, waits in the store until the other members have come.  FileStore waits in
 C++, where nothing reaches it.  C++ also calls a store that is written in Python, whose wait ends
@@ -8,17 +8,20 @@ cores, torch 2.13).
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +29,10 @@ from torch.distributed import DistBackendError, DistStoreError
 
 from nbdist.wire import store as wire
 from nbdist.wire.frames import BadFrame, FrameCutter
+from nbdist.wire.spec import TorchStore
+from nbdist.words import one_line
 from nbdist.worker.compat.torch import PrefixStore, Store
+from nbdist.worker.process import BadEnvironment
 
 FIRST_STEP, LONGEST_STEP = 0.001, 0.02
 """Seconds between two polls: as short as the others are quick, but no burden for long."""
@@ -84,8 +90,6 @@ def until_over(
 class _PythonStore(Store):
     """A store of which C++ asks all that waits by one method, `awaited`."""
 
-    _timeout: timedelta
-
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
     ) -> list[bytes]:
@@ -112,19 +116,13 @@ class _PythonStore(Store):
     def clone(self) -> Self:
         return self
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
 
 def _passed_on(name: str) -> Any:
-    def method(self: AbortableStore, *args: Any) -> Any:
-        return self.pass_on(name, *args)
-
-    return method
+    return lambda self, *args: self.pass_on(name, *args)
 
 
 class AbortableStore(_PythonStore):
-    """Passes all on to another store, and waits for it."""
+    """Passes all on to the store of a meeting, and waits for it."""
 
     set: Any = _passed_on("set")
     append: Any = _passed_on("append")
@@ -135,12 +133,10 @@ class AbortableStore(_PythonStore):
     num_keys: Any = _passed_on("num_keys")
     has_extended_api: Any = _passed_on("has_extended_api")
 
-    def __init__(self, store: Any, timeout: float = FORM_TIMEOUT, over: Path | None = None) -> None:
-        """`over` is a file; once it is there, waiting is called off."""
+    def __init__(self, meeting: Meeting) -> None:
         super().__init__()
+        self.meeting = meeting
         self._turn = threading.Lock()
-        self._store, self._over = store, over
-        self._timeout = timedelta(seconds=timeout)
         self._aborted = threading.Event()
         self._awaited: Sequence[str] = ()
 
@@ -149,42 +145,37 @@ class AbortableStore(_PythonStore):
         return f"<AbortableStore {state if self._awaited else 'at rest'}>"
 
     def abort(self) -> None:
-        """Have each wait raise ConnectionResetError, also later ones; from any thread."""
+        """Make each wait raise ConnectionResetError, also later ones; from any thread."""
         self._aborted.set()
 
     def start_over(self) -> None:
         """Allow waits again, after `abort`."""
         self._aborted.clear()
 
-    def lead_to(self, store: Any) -> None:
-        """Pass all on to this store from now on."""
-        self._store = store
-
     @contextmanager
     def at(self, meeting: Meeting) -> Iterator[None]:
-        """Pass all on to the store of this meeting meanwhile; one thread at a time."""
+        """Take part in this meeting meanwhile; one thread at a time."""
         if not self._turn.acquire(timeout=meeting.timeout):
             raise RuntimeError("another thread is making a group, and does not come to an end")
-        before = self._store, self._over, self._timeout
-        self._store, self._over = meeting.store, meeting.over
-        self._timeout = timedelta(seconds=meeting.timeout)
+        before, self.meeting = self.meeting, meeting
         try:
             yield
         finally:
-            self._store, self._over, self._timeout = before
+            self.meeting = before
             self._turn.release()
 
     @property
     def is_waited_in(self) -> bool:
         """Whether a thread waits for what is not there; from any thread."""
         awaited = self._awaited
-        return bool(awaited) and not self._store.check(awaited)
+        return bool(awaited) and not self.check(awaited)
 
     def awaited(
         self, keys: Sequence[str], timeout: timedelta | None, *, values: bool
     ) -> list[bytes]:
         """Wait for them, and return their `values`; the probe looks for calls of this function."""
-        allowed, store = self._timeout if timeout is None else timeout, self._store
+        store = self.meeting.store
+        allowed = timedelta(seconds=self.meeting.timeout) if timeout is None else timeout
         self._awaited = keys
         try:
             if isinstance(store, AgentStore):
@@ -217,9 +208,13 @@ class AbortableStore(_PythonStore):
 
     def _look(self) -> None:
         """End the wait where it has been aborted, or called off."""
+        over = self.meeting.over
         # Not a RuntimeError, as the end of a wait is: torch waits again after some.
-        if self._aborted.is_set() or (self._over is not None and self._over.exists()):
+        if self._aborted.is_set() or (over is not None and over.exists()):
             raise ConnectionResetError(ABORTED)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.meeting = replace(self.meeting, timeout=timeout.total_seconds())
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -227,7 +222,7 @@ class AbortableStore(_PythonStore):
 
     def pass_on(self, name: str, *args: Any) -> Any:
         """Call this method of the other store."""
-        return getattr(self._store, name)(*args)
+        return getattr(self.meeting.store, name)(*args)
 
 
 # --- the store in which ranks of several machines meet ----------------------------------------
@@ -248,44 +243,41 @@ class Connections:
     Once one is lost the agent is, and each question raises ConnectionError.
     """
 
+    # No lock: in a forked child one may be held by a thread that is not there.
+
     def __init__(self, path: str) -> None:
         self._path = path
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._free = [self._connect()]
+        self._free = deque([self._connect()])
 
     def __repr__(self) -> str:
         return f"<Connections to {self._path}, {len(self._free)} free>"
 
-    def ask(self, operation: wire.Operation, look: LookOver = lambda: None) -> wire.Answer:
-        """Return the answer.  What `look` raises meanwhile ends the wait for it."""
+    def ask(self, operation: wire.Operation, look: LookOver = lambda: None) -> Any:
+        """Return the answer; ValueError where it is refused.  What `look` raises ends the wait."""
         if os.getpid() != self._pid:
             raise ConnectionError(IN_CHILD)
-        with self._lock:
-            connection = self._free.pop() if self._free else None
-        connection = connection or self._connect()
+        try:
+            connection = self._free.pop()
+        except IndexError:
+            connection = self._connect()
         try:
             answer = self._ask(connection, operation, look)
         except BaseException:  # also Stop's, in whichever line: an answer may be on its way
             connection.close()
             raise
-        with self._lock:
-            if len(self._free) < KEPT:
-                self._free.append(connection)
-                return answer
-        connection.close()
+        if len(self._free) < KEPT:
+            self._free.append(connection)
+        else:
+            connection.close()
+        if isinstance(answer, wire.Refused):
+            raise ValueError(answer.why)
         return answer
 
-    def leave(self) -> None:
-        """Have none: in a forked child, whose lock may be held by a thread that is not there."""
-        for connection in self._free:
-            connection.close()
-        self._pid = -1
-
     def close(self) -> None:
-        """End those that are free, at the end of the worker."""
-        with self._lock:
-            while self._free:
+        """End those that are free, at the end of the worker, or in a forked child."""
+        with suppress(IndexError):
+            while True:
                 self._free.pop().close()
 
     def _connect(self) -> socket.socket:
@@ -345,51 +337,45 @@ class AgentStore(_PythonStore):
         while True:
             left = max(0.0, end - time.monotonic())
             kind = wire.Get if values else wire.Wait
-            answer = self._ask(kind(asked, min(left, wire.LONGEST_WAIT)), look)
+            answer = self._agent.ask(kind(asked, min(left, wire.LONGEST_WAIT)), look)
             if not (answer is None or answer is False):
                 return [*answer] if values else []
             if time.monotonic() >= end:
                 raise DistStoreError(f"wait timeout: {', '.join(asked)} did not come")
-
-    def _ask(self, operation: wire.Operation, look: LookOver = lambda: None) -> Any:
-        answer = self._agent.ask(operation, look)
-        if isinstance(answer, wire.Refused):
-            raise ValueError(answer.why)
-        return answer
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
     # --- what torch calls -----------------------------------------------------------------
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
     def set(self, key: str, value: str | bytes) -> None:
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        named: Mapping[str, bytes] = {
-            self._key(key): _as_bytes(value) for key, value in zip(keys, values, strict=True)
-        }
-        self._ask(wire.Set(named))
+        named = zip(map(self._key, keys), map(_as_bytes, values), strict=True)
+        self._agent.ask(wire.Set(dict(named)))
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask(wire.Append(self._key(key), _as_bytes(value)))
+        self._agent.ask(wire.Append(self._key(key), _as_bytes(value)))
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask(wire.Add(self._key(key), int(value))))
+        return int(self._agent.ask(wire.Add(self._key(key), int(value))))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         operation = wire.CompareSet(self._key(key), _as_bytes(expected), _as_bytes(desired))
-        found: bytes = self._ask(operation)
-        return found
+        return bytes(self._agent.ask(operation))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(wire.Wait(tuple(map(self._key, keys)))))
+        return bool(self._agent.ask(wire.Wait(tuple(map(self._key, keys)))))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(wire.Delete(self._key(key))))
+        return bool(self._agent.ask(wire.Delete(self._key(key))))
 
     def num_keys(self) -> int:
-        return int(self._ask(wire.Count()))
+        return int(self._agent.ask(wire.Count()))
 
     def has_extended_api(self) -> bool:
         return True
@@ -397,3 +383,105 @@ class AgentStore(_PythonStore):
 
 def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+# --- the store where `--rdzv-backend` names one of torch's own rendezvous ---------------------
+
+# torch's registry makes the handler, also one of the user's packages (entry points
+# `torchrun.handlers`).  Each rank takes part, under another name whenever the group is formed, so
+# that a new rank finds the others.  torch's limits hold: c10d's store ends with the rank that has
+# it; nothing there is secret; a wait for ranks cannot be aborted, but ends after `JOIN_TIMEOUT`.
+
+JOIN_TIMEOUT = 25  # seconds for all ranks to come; agents wait 30 s for healing
+ETCD = {"etcd", "etcd-v2"}
+ETCD_TIMEOUT = 3  # seconds for an etcd to answer; its client asks four times
+
+
+class NoStore(BadEnvironment, RuntimeError):
+    """There is none; the message, one line, says why."""
+
+
+class TorchRendezvous:
+    """One rank's part in a rendezvous of torch's."""
+
+    def __init__(self, where: TorchStore, rank: int) -> None:
+        self.compares = True
+        """Whether the store can compare a value and set another one, which etcd's cannot."""
+        self._where, self.rank = where, rank
+        # C++ that has a store keeps alive what it is there, and not what it is in Python; that
+        # of etcd-v2, below the one that the handler gives, is the handler's.
+        self._kept: list[Any] = []
+
+    def meet(self, generation: int, size: int) -> Any:
+        """Return the store of this generation once all ranks have come.  Raises NoStore."""
+        # Here, as few worlds have one, and the import takes its time.
+        from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+
+        # torch would open another port, for a store that is never used.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        where = self._where
+        try:
+            if where.backend in ETCD:
+                _ask_etcd(where.endpoint)
+            handler = registry.get_rendezvous_handler(
+                RendezvousParameters(
+                    backend=where.backend,
+                    endpoint=where.endpoint,
+                    run_id=f"{where.name}-{generation}",
+                    min_nodes=size,
+                    max_nodes=size,
+                    rank=self.rank,
+                    timeout=JOIN_TIMEOUT,
+                    join_timeout=JOIN_TIMEOUT,
+                    read_timeout=ETCD_TIMEOUT if where.backend in ETCD else JOIN_TIMEOUT,
+                )
+            )
+            store = handler.next_rendezvous().store
+            # The handler would watch over the ranks: it ends once all have what it is for.
+            if store.add("nbdist/parted", 1) == size:
+                store.set("nbdist/all", "")
+            store.wait(["nbdist/all"])
+            handler.shutdown()
+            if where.backend in ETCD:
+                store = _EtcdStore(store, where)
+        except Exception as error:  # whatever package the handler is of
+            why = one_line(str(error.__cause__ or error)) or type(error).__name__
+            raise _no_store(where, why) from error
+        self._kept.append((handler, store))
+        try:  # torch has no other way to find out (2.15)
+            store.compare_set("nbdist/compared", "", "yes")
+        except RuntimeError:
+            self.compares = False
+        return store
+
+
+class _EtcdStore(AbortableStore):
+    """The store that user code makes groups in, whose errors name its etcd."""
+
+    def __init__(self, store: Any, where: TorchStore) -> None:
+        super().__init__(Meeting(store))
+        self._where = where
+        self._error = importlib.import_module("etcd").EtcdException
+
+    def pass_on(self, name: str, *args: Any) -> Any:
+        try:
+            return super().pass_on(name, *args)
+        except self._error as error:
+            raise _no_store(self._where, f"no etcd answers there ({error}); start it") from None
+
+
+def _no_store(where: TorchStore, why: str) -> NoStore:
+    return NoStore(f"`--rdzv-backend {where.backend} --rdzv-endpoint {where.endpoint}`: {why}")
+
+
+def _ask_etcd(endpoint: str) -> None:
+    """Raise ConnectionError where none answers: torch's client would ask for minutes."""
+    connection = HTTPConnection(endpoint, timeout=ETCD_TIMEOUT)
+    try:
+        connection.request("GET", "/version")
+        connection.getresponse()
+    except (OSError, HTTPException) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConnectionError(f"no etcd answers there ({why}); start it") from None
+    finally:
+        connection.close()

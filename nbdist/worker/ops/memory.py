@@ -19,7 +19,7 @@ SEARCH_SECONDS = 2.0  # for names: of a list of a million tensors what was found
 
 def memory(context: Context) -> Memory:
     """Measure memory, its peak since the last cell began, and what names and tracebacks hold."""
-    return measure(context.shell, context.peaks, SEARCH_SECONDS)
+    return measure(context.shell, SEARCH_SECONDS)
 
 
 def clean(context: Context) -> Cleaned:
@@ -36,6 +36,7 @@ def clean(context: Context) -> Cleaned:
         del names[name]
         shell.user_ns_hidden.pop(name, None)
     shown._ = shown.__ = shown.___ = ""
+    shown.take()
     names.update({"_": "", "__": "", "___": ""})
     gc.collect()
     accelerator.release_cached()

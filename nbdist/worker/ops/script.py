@@ -12,11 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from bdb import BdbQuit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import decode_source
 from types import CodeType, FrameType
 from typing import Any
@@ -80,11 +80,6 @@ def _as_it_is_here(program: Script) -> Script:
 _running: list[Script] = []  # one, or none
 
 
-def is_running() -> bool:
-    """Return True while the main thread runs a script."""
-    return bool(_running)
-
-
 def spot(frames: Sequence[FrameType]) -> Place | None:
     """Return the innermost line of the script that runs, or of a module beside it."""
     program = next(iter(_running), None)
@@ -114,9 +109,11 @@ def _is_own(file: str, program: Script) -> bool:
 
 def _run_python(shell: Any, program: Script, args: Sequence[str]) -> None:
     """Run it between IPython's events of a cell; raises what ended it, after showing it."""
+    shell.last_execution_result = None  # `%dist_debug` is to find what ends this
     shell.events.trigger("pre_execute")
     try:
-        with _fresh_modules(program), _command_line(program, args), _as_in_a_new_process():
+        shell.kernel.own_modules.forget_edited(partial(_is_own, program=program))
+        with _command_line(program, args), _as_in_a_new_process():
             _execute(*_load(program), shell.user_ns)
     except SystemExit as end:
         if end.code is not None and end.code != 0:
@@ -176,7 +173,7 @@ def _execute(code: CodeType, source: str, names: dict[str, Any], namespace: dict
 
 @contextmanager
 def _command_line(program: Script, args: Sequence[str]) -> Iterator[None]:
-    """Have `sys.argv` and the first entry of `sys.path` as python has; the rest stays."""
+    """Set `sys.argv` and the first entry of `sys.path` as python does; the rest stays."""
     argv = sys.argv
     folder = os.path.dirname(program.file) if program.kind == "file" else os.getcwd()
     sys.argv = [program.name, *args]
@@ -203,34 +200,6 @@ def _as_in_a_new_process() -> Iterator[None]:
         asyncio.set_event_loop(ours)
         asyncio._set_running_loop(ours)
         multiprocessing.set_start_method(before, force=True)
-
-
-_imported: dict[str, tuple[str, float]] = {}
-"""By name what scripts have imported from their own folders: the file, and when that run began."""
-
-
-@contextmanager
-def _fresh_modules(program: Script) -> Iterator[None]:
-    """Import those again if one of them was edited, for they may import one another."""
-    started = time.time()
-    if any(_is_newer(*each) for each in _imported.values()):
-        for name in _imported:
-            sys.modules.pop(name, None)
-        _imported.clear()
-    before = frozenset(sys.modules)
-    try:
-        yield
-    finally:
-        for name, module in [*sys.modules.items()]:
-            file = getattr(module, "__file__", None)
-            if name not in before and isinstance(file, str) and _is_own(file, program):
-                _imported[name] = file, started
-
-
-def _is_newer(file: str, since: float) -> bool:
-    with suppress(OSError):
-        return os.stat(file).st_mtime > since
-    return True  # it is gone, or was moved
 
 
 # --- executables -------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Shard:
     placements: tuple[Any, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    local: torch.Tensor
+    local: torch.Tensor = field(compare=False)
 
 
 @dataclass
@@ -149,7 +149,7 @@ def find_tensor(number: int, requires_grad: bool, is_parameter: bool) -> Any:  #
 
 
 def fill_module(module: Any, state: tuple[dict[str, Any], Sharding | None]) -> None:
-    """Give a module its state; it is sharded at the end."""
+    """Set a module's state; it is sharded at the end."""
     module.__setstate__(state[0])
     if (sharding := state[1]) is not None:
         _, together = _unsharded.pop(id(sharding), (sharding, []))
@@ -170,7 +170,7 @@ def own_tensors(shards: Sequence[Shard]) -> list[Any]:
 
 
 def shard_modules() -> None:
-    """Have `fully_shard` shard the modules that were unpickled, as it had; all ranks call it."""
+    """Shard the modules that were unpickled by `fully_shard`, as before; all ranks call it."""
     waiting = [*_unsharded.values()]
     forget()
     for sharding, modules in waiting:
@@ -235,7 +235,7 @@ def assembled_tensors(files: Mapping[int, Sequence[Shard]], source: int) -> list
     found = []
     for number, own in enumerate(files[source]):
         pieces = [files[rank][number : number + 1] for rank in own.of.ranks]
-        if any([_meta(piece) for piece in each] != [_meta(own)] for each in pieces):
+        if any(each != [own] or each[0].local.dtype != own.local.dtype for each in pieces):
             raise ValueError("the ranks' sharded tensors are not the same ones")
         if own.dims is not None:
             raise ValueError("a sharded tensor is on a part of a mesh")
@@ -244,10 +244,6 @@ def assembled_tensors(files: Mapping[int, Sequence[Shard]], source: int) -> list
         tensor = distribute_tensor(whole, mesh, own.placements, src_data_rank=None)
         found.append(tensor.detach().clone())  # without the rest of the whole
     return found
-
-
-def _meta(shard: Shard) -> tuple[Any, ...]:
-    return shard.of, shard.dims, shard.placements, shard.shape, shard.stride, shard.local.dtype
 
 
 def _assembled(pieces: Sequence[torch.Tensor], shard: Shard) -> torch.Tensor:

@@ -60,34 +60,32 @@ def write_frames(path: Path, frames: Sequence[Buffer]) -> tuple[int, str]:
     return len(head) + sum(view.nbytes for view in views), digest.hexdigest()
 
 
-def map_frames(path: Path, size: int, digest: str) -> list[memoryview]:
+def map_frames(path: Path, digest: str) -> list[memoryview]:
     """Return the frames of a file in its own pages, of which all readers share one copy.
 
     They can be written to, and are not aligned.  Raises Damaged where the file is not the one
     that was written, Untrusted where another user could have written it, and OSError.
     """
     with os.fdopen(folders.open_trusted(path), "rb") as file:
-        if (there := os.fstat(file.fileno()).st_size) != size:
-            raise Damaged(f"{path.name} has {there:,} of {size:,} bytes")
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
             raise Damaged(f"{path.name} has other contents than were written")
         file.seek(len(MAGIC))
         sizes = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         end, frames = file.tell(), []
-        whole = memoryview(mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE))
+        whole = memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE))
     for each in sizes:
         frames.append(whole[end : end + each])
         end += each
     return frames
 
 
-def read_frames(path: Path, size: int, digest: str) -> list[memoryview]:
+def read_frames(path: Path, digest: str) -> list[memoryview]:
     """Return the same in memory of their own, aligned as torch's; raises as `map_frames`.
 
     Some of torch's sums depend on the alignment: training would go on with other last bits.
     """
     frames = []
-    for mapped in map_frames(path, size, digest):
+    for mapped in map_frames(path, digest):
         frame = torch.empty(mapped.nbytes, dtype=torch.uint8).numpy().data
         for own, part in zip(_chunks(frame), _chunks(mapped), strict=True):
             own[:] = part
@@ -210,7 +208,7 @@ def random_states() -> dict[str, Any]:
 
 # --- restore ----------------------------------------------------------------------------
 
-File = tuple[int, int, str]  # of which rank, its size and its digest
+File = tuple[int, str]  # of which rank, and its digest
 _loaded: dict[str, Any] = {}  # what `load` has read, for `bind`
 
 
@@ -222,15 +220,15 @@ def load(
     In two steps, so that no rank binds anything where another one's file is damaged.  With
     `everyones` files sharded tensors are put together from these, and sharded over this world.
     """
-    of_rank, size, digest = parts[context.rank]
+    of_rank, digest = parts[context.rank]
     _loaded.clear()
     if problem := _lacks(folder):
         return Loaded(problem)
     try:
-        contents, shards = _pair(read_frames(_file(folder, of_rank), size, digest))
+        contents, shards = _pair(read_frames(_file(folder, of_rank), digest))
         if everyones:
             shards = []  # its memory is free before there is that of the others
-        mapped = {r: map_frames(_file(folder, r), n, d) for r, n, d in everyones}
+        mapped = {rank: map_frames(_file(folder, rank), each) for rank, each in everyones}
     except Untrusted as error:
         return Loaded(distrust=str(error))
     except (Damaged, OSError, RuntimeError) as error:  # the last where there is no memory

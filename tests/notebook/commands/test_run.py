@@ -46,7 +46,7 @@ def test_first_script_starts_the_workers(kernel: Notebook) -> None:
         ("x.py '' \"a 'b'\"", "", ["x.py", "", "a 'b'"]),
         (
             "--standalone --tee 3 --rdzv_id=7 --nproc_per_node 2 --master-port 9 x.py --tee 1",
-            "--standalone --tee 3 --rdzv_id=7 -n 2 --master-port 9",
+            "--standalone --tee 3 --rdzv_id=7 --nproc_per_node 2 --master-port 9",
             ["x.py", "--tee", "1"],
         ),
     ],
@@ -107,9 +107,9 @@ def test_the_one_that_failed_first(pools: Pools) -> None:
     pool = pools.default
     with pytest.raises(UsageError, match=r"no rank has failed yet. `-r 2`"):
         failed_rank(pool)
-    pool.failed = 3, Failure("ValueError", "bad", (), 0)
+    pool.failed = 1.0, 3, Failure("ValueError", "bad", (), 0)
     assert failed_rank(pool) == 3
-    pool.failed = 2, Died(-9, 0)
+    pool.failed = 2.0, 2, Died(-9, 0)
     said = r"rank 2 was killed by SIGKILL, so .* `%dist_output --failed`"
     with pytest.raises(UsageError, match=said):
         failed_rank(pool)

@@ -67,7 +67,7 @@ def test_one_value_in_place_of_a_list(two: Notebook):
     assert two.value("[each.tolist() for each in (numbers, stacked, s, c, d)]") == [
         [1, 2], [2], [[0.0, 0.0], [1.0, 1.0]], [0.0, 0.0, 1.0, 1.0], [[0.0, 0.0, 1.0, 1.0]]
     ]  # fmt: skip
-    assert two.run("%dist_gather n --rank 1 --as one").text == "`--rank` is now `-r`"
+    assert two.run("%dist_gather n --rank 1 --as one").streams == ["`--rank` is now `-r`\n"]
 
 
 def test_what_cannot_be_had(two: Notebook):

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from nbdist.notebook.free_names import names_bound
-from nbdist.notebook.shipping import plan
-from nbdist.notebook.transfer import Shipment
+from nbdist.notebook.shipping import Shipment, plan
 from nbdist.output.events import Done
-from nbdist.values.shared_memory import to_end
+from nbdist.values.payload import pack_frames
 from nbdist.world.names import NameTable
 
 _here = runpy.run_path(str(Path(__file__).parents[2] / "values" / "receiver.py"))
@@ -56,31 +55,25 @@ class House:
             self.table.finished(rank, Done("ok", 0.0, bound), {})
         return result
 
-    def send(self, shipment: Shipment | None, ranks: tuple[int, ...] = ALL) -> None:
-        if shipment is None:
-            return
+    def send(self, shipment: Shipment, ranks: tuple[int, ...] = ALL) -> None:
         self.notices += [*shipment.notices, *(f"sent {each}" for each in shipment.big)]
         if shipment.names:
-            packing = to_end(shipment.packing())
-            self.notices += [packing.note] if packing.note else []
-            self.worker.bind_payload(packing.payload)
-            self.table.sent(packing.records)
+            payload, segment = pack_frames(shipment.frames)
+            self.worker.bind_payload(payload)
+            self.table.sent(shipment.records)
             for rank in ranks:
-                self.table.finished(rank, Done("ok", 0.0), packing.records)
-            if packing.segment:
-                packing.segment.close()
+                self.table.finished(rank, Done("ok", 0.0), shipment.records)
+            if segment:
+                segment.close()
 
     def names(self, source: str, ranks: tuple[int, ...] = ALL) -> set[str]:
         """What a cell would take along, without sending it."""
-        shipment = plan(source, self.table, ranks)
-        return set(shipment.names) if shipment else set()
+        return set(plan(source, self.table, ranks).names)
 
 
 @pytest.fixture
-def house(process: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+def house(process: Any, monkeypatch: pytest.MonkeyPatch) -> House:
     process.clear()
     notebook = _Notebook()
     monkeypatch.setitem(sys.modules, "__main__", notebook)
-    made = House(notebook, process)
-    yield made
-    made.table.let_go()
+    return House(notebook, process)

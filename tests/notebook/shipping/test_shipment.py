@@ -1,4 +1,4 @@
-"""Tests of `nbdist.notebook.transfer`: values of any shape arrive as they are.
+"""Tests of `nbdist.notebook.shipping`: values of any shape arrive as they are.
 
 With hypothesis: containers, dataclasses, arrays, tensors that share memory, cycles, changed
 here and there in turn.
@@ -14,8 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from nbdist.values import payload
 
 TELL = """
 import numpy as np, zlib
@@ -158,13 +156,11 @@ def change(value: Any, seed: int) -> None:
 )
 def test_what_arrives_is_what_there_is(
     house: Any,
-    monkeypatch: pytest.MonkeyPatch,
     plan: list[Node],
     changes: list[tuple[int, int]],
     second: int,
 ):
     """Two names, with all that they share, after each change here, whatever was done there."""
-    monkeypatch.setattr(payload, "KEPT_FROM", 0)
     house.cell(TELL)
     names = house.notebook.names
     made = make(plan, names["Point"])
@@ -184,23 +180,3 @@ def test_what_arrives_is_what_there_is(
         house.table.bound_in_notebook({"a", "b"})
         names.update(a=[names["a"]], b=[names["b"]])
         check()
-
-
-def test_one_entry_of_a_big_dict(house: Any, monkeypatch: pytest.MonkeyPatch):
-    """It alone is copied, also where only samples of it are looked at; workers' changes go."""
-    monkeypatch.setattr("nbdist.notebook.transfer.BIG", 1 << 20)
-    house.cell("import numpy as np, torch\ndata = {n: np.ones(1_000_000) * n for n in range(10)}")
-    assert house.distributed("float(data[3].sum())") == 3e6
-    assert house.names("data[3]") == set()
-    house.distributed("data[4][:] = -1; data['theirs'] = 1; del data[5]")
-    house.cell("data[3][777_777] = 4")
-    house.notices.clear()
-    total = "float(sum(each.sum() for each in data.values())), len(data)"
-    assert house.distributed(total) == (45e6 + 1, 10)
-    assert house.notices[-1] == "68.7 MiB of that have not changed and were not sent again"
-    assert house.names("data") == set()
-    house.cell("data['new'] = torch.ones(1_000_000).double(); del data[0]")
-    assert house.distributed(total) == (46e6 + 1, 10)
-    assert house.notices[-1].startswith("68.7 MiB")
-    house.cell("data['new'][5] += 1")
-    assert house.distributed(total) == (46e6 + 2, 10)

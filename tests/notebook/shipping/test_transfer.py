@@ -6,9 +6,8 @@ from collections.abc import Generator
 
 import pytest
 
-from nbdist.notebook import transfer
-from nbdist.notebook.display import PlainDisplay
-from nbdist.notebook.transfer import moved, on_its_way_text
+from nbdist.notebook import display
+from nbdist.notebook.display import PlainDisplay, moved, progress_text
 from tests.notebook.front_end import Notebook, lasting
 
 pytestmark = pytest.mark.shared_world
@@ -18,9 +17,7 @@ def test_what_is_said_of_a_transfer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """Nothing at first, nor in lines that cannot change; Stop releases at once what there is."""
-    text = on_its_way_text(1 << 20, 3 << 20, 2.0)
-    assert text == "big variables are being sent: 1 MiB of 3 MiB · 512 KiB/s"
-    assert on_its_way_text(3 << 20, 3 << 20, 2.0) == on_its_way_text(0, 0, 2.0) == ""
+    assert progress_text("x", 1 << 20, 3 << 20, 2.0) == "x: 1 MiB of 3 MiB · 512 KiB/s"
     ended: list[str] = []
 
     def copying() -> Generator[int, None, str]:
@@ -33,7 +30,7 @@ def test_what_is_said_of_a_transfer(
 
     assert moved(copying(), 3072, PlainDisplay(), "shipping x") == "made"
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(transfer, "FIRST_SHOWN", 0.0)
+    monkeypatch.setattr(display, "FIRST_SHOWN", 0.0)
     moved(copying(), 3072, PlainDisplay(), "shipping x")
     assert capsys.readouterr().out.startswith("shipping x: 1 KiB of 3 KiB · ")
 
@@ -48,8 +45,8 @@ def test_what_is_said_of_a_transfer(
 
 
 SLOWLY = """
-import nbdist.notebook.transfer, nbdist.values.shared_memory
-nbdist.notebook.transfer.FIRST_SHOWN = nbdist.notebook.transfer.REDRAW = 0
+import nbdist.notebook.display, nbdist.values.shared_memory
+nbdist.notebook.display.FIRST_SHOWN = nbdist.notebook.display.REDRAW = 0
 nbdist.values.shared_memory.PIECE = 1 << 17
 import numpy as np
 old = np.arange(5)

@@ -11,8 +11,14 @@ import torch
 from nbdist.errors import UsageError
 from nbdist.notebook import shipping
 from nbdist.notebook.free_names import Gathered, assigned_in
-from nbdist.notebook.shipping import atomic_version, content_version, is_compared_whole, plan, push
-from nbdist.notebook.transfer import Shipment
+from nbdist.notebook.shipping import (
+    Shipment,
+    atomic_version,
+    content_version,
+    is_compared_whole,
+    plan,
+    push,
+)
 from nbdist.values.pickling import pickle
 
 
@@ -46,9 +52,7 @@ ALL = (0, 1)
 
 def planned(house: Any, source: str) -> Shipment:
     """What a cell would take along."""
-    sent = plan(source, house.table, ALL)
-    assert sent is not None
-    return sent
+    return plan(source, house.table, ALL)
 
 
 def changed(house: Any, *names: str, ranks: tuple[int, ...] = ALL) -> None:
@@ -65,9 +69,7 @@ def test_ranks_are_asked_only_before_something_is_replaced(house: Any) -> None:
     sent = planned(house, "xs, n, f")
     assert {*sent.names} >= {"xs", "n", "Net"}
     assert sent.replaces == {"xs": {0, 1}}
-    pushed = push(["xs"], house.table, ALL)
-    assert pushed is not None
-    assert pushed.replaces == {}
+    assert push(["xs"], house.table, ALL).replaces == {}
     house.cell("xs = xs + [3]")
     assert planned(house, "xs").replaces == {}
 
@@ -145,7 +147,6 @@ def test_what_shares_objects_with_it(house: Any) -> None:
     assert "`%dist_push inner` sends it" in house.notices[-1]
     changed(house, "outer")
     pushed = push(["outer", "inner"], house.table, ALL)
-    assert pushed is not None
     assert {*pushed.names} == {"outer", "inner"}
     house.send(pushed)
     assert house.distributed("outer[0] is inner, outer, inner") == (True, [[1, 3], 2], [1, 3])
@@ -190,11 +191,10 @@ def test_is_sent_by_push_alone(house: Any) -> None:
     gathered.add(["acc"])
     house.table.gathered("acc")
     first = plan("acc + f()", house.table, ALL, None, gathered)
-    assert first is not None
     said = "`acc` was gathered: the cell uses the ranks' own"
     assert (first.names, first.notices) == ((), (said,))
-    assert plan("acc", house.table, ALL, None, gathered) is None, "it is said once"
+    assert plan("acc", house.table, ALL, None, gathered) == Shipment(), "it is said once"
     house.cell("alias = acc")
     sent = plan("alias", house.table, ALL, None, gathered)
     pushed = push(["acc"], house.table, ALL)
-    assert [each and each.names for each in (sent, pushed)] == [("alias",), ("acc",)]
+    assert [each.names for each in (sent, pushed)] == [("alias",), ("acc",)]

@@ -20,15 +20,10 @@ PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534]"
 FAILS = "if rank == 1: raise ValueError\ndist.all_reduce(torch.ones(1))"
 
 SETUP = """
-import os, pickle, threading, time
+import os, pickle
 from nbdist.worker.group import default
 from torch.nn.parallel import DistributedDataParallel as DDP
 ours = get_ipython().kernel.group
-
-def abort():
-    while not ours.waits_to_meet:
-        time.sleep(0.01)
-    ours.abort()
 
 def made():
     torch.manual_seed(0)
@@ -191,21 +186,6 @@ def test_groups_that_a_rank_holds(world: World) -> None:
     assert [sorted(each.values()) for each in held] == [[(0, 1)], [(0, 1), (1,)]]
     assert [sorted(each) for each in held] == [sorted(each) for each in names]
     assert gone == ({}, {})
-
-
-def test_an_aborted_new_group(world: World) -> None:
-    """A rank that waits in the store for the others is out too."""
-    world.execute(
-        "if rank == 0:\n"
-        "    thread = threading.Thread(target=abort); thread.start()\n"
-        "    try: dist.new_group([0, 1])\n"
-        "    except ConnectionResetError as error: said = str(error)\n"
-        "    thread.join()"
-    )
-    (said,) = world.gather("said", ranks=[0])
-    assert said.startswith("Connection closed by peer")
-    heal(world)
-    world.execute("assert meets(dist.new_group([0, 1]))")
 
 
 def test_groups_are_the_same_ones_afterwards(world: World) -> None:

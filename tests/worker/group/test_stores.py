@@ -20,9 +20,15 @@ from torch.distributed import DistStoreError
 from nbdist.agent.listener import StoreWindow
 from nbdist.wire.spec import TorchStore
 from nbdist.wire.store import Answer, HostedStore, Operation
-from nbdist.worker.group import stores, torch_rendezvous
-from nbdist.worker.group.stores import AbortableStore, AgentStore, Connections
-from nbdist.worker.group.torch_rendezvous import NoStore, TorchRendezvous
+from nbdist.worker.group import stores
+from nbdist.worker.group.stores import (
+    AbortableStore,
+    AgentStore,
+    Connections,
+    Meeting,
+    NoStore,
+    TorchRendezvous,
+)
 from tests.waiting import SOON, wait_until
 
 
@@ -133,9 +139,9 @@ def test_what_never_comes(store: AgentStore, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_a_wait_is_one_question(store: AgentStore, agent: Agent, *, is_nested: bool) -> None:
     """The agent is asked once, also through another store, as gloo's are from torch 2.14 on."""
-    inner = waits = AbortableStore(store)
+    inner = waits = AbortableStore(Meeting(store))
     if is_nested:
-        waits = AbortableStore(PrefixStore("a", inner))
+        waits = AbortableStore(Meeting(PrefixStore("a", inner)))
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(waits.get, "key")
         wait_until(lambda: "1 wait" in repr(agent.store))
@@ -146,7 +152,7 @@ def test_a_wait_is_one_question(store: AgentStore, agent: Agent, *, is_nested: b
 
 def test_aborted(store: AgentStore, agent: Agent, tmp_path: Path) -> None:
     """The wait ends at once, the agent's too, or when called off; the store can be used again."""
-    abortable = AbortableStore(store)
+    abortable = AbortableStore(Meeting(store))
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(PrefixStore("a", abortable).get, "key")
         wait_until(lambda: abortable.is_waited_in and "1 wait" in repr(agent.store))
@@ -159,7 +165,7 @@ def test_aborted(store: AgentStore, agent: Agent, tmp_path: Path) -> None:
         abortable.set("key", "value")
         assert abortable.get("key") == b"value"
         over = tmp_path / "over"
-        abortable = AbortableStore(store, SOON, over)
+        abortable = AbortableStore(Meeting(store, over=over))
         got = pool.submit(abortable.wait, ["other"])
         wait_until(lambda: abortable.is_waited_in)
         over.touch()
@@ -206,7 +212,7 @@ def test_a_forked_child(store: AgentStore, connections: Connections) -> None:
         if (child := os.fork()) == 0:
             try:
                 if leaves:
-                    connections.leave()
+                    connections.close()
                 store.set("key", "the child's")
             except ConnectionError:
                 os._exit(7)
@@ -217,7 +223,7 @@ def test_a_forked_child(store: AgentStore, connections: Connections) -> None:
 
 def test_over_a_store_of_torch(tmp_path: Path) -> None:
     """All that is asked reaches that; each wait ends at once when aborted, also a later one."""
-    over_file = AbortableStore(FileStore(str(tmp_path / "store"), 1), timeout=30.0)
+    over_file = AbortableStore(Meeting(FileStore(str(tmp_path / "store"), 1)))
     asked: Store = PrefixStore("a", over_file)
     answers_all(asked)
     assert asked.num_keys() >= 2
@@ -269,9 +275,9 @@ def test_all_have_one_store(backend: str, endpoint: str) -> None:
     one, other = met([ranks[0], TorchRendezvous(where, 1)], 2)
     assert not one.check(["a/key"])
     other.set("key", "new")
-    abortable = AbortableStore(PrefixStore("b", one))
+    abortable = AbortableStore(Meeting(PrefixStore("b", one)))
     assert abortable.multi_get([]) == []
-    assert AbortableStore(one).multi_get(["key", "key"]) == [b"new", b"new"]
+    assert AbortableStore(Meeting(one)).multi_get(["key", "key"]) == [b"new", b"new"]
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(abortable.get, "never")
         while not abortable.is_waited_in:
@@ -283,7 +289,7 @@ def test_all_have_one_store(backend: str, endpoint: str) -> None:
 
 def test_a_rank_that_does_not_come(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others say so after a while."""
-    monkeypatch.setattr(torch_rendezvous, "JOIN_TIMEOUT", 1)
+    monkeypatch.setattr(stores, "JOIN_TIMEOUT", 1)
     alone = TorchRendezvous(TorchStore("c10d", endpoint, "world"), 0)
     with pytest.raises(NoStore, match=f"^`--rdzv-backend c10d --rdzv-endpoint {endpoint}`: "):
         alone.meet(1, 2)
@@ -301,7 +307,7 @@ def test_an_etcd_that_is_away(backend: str, endpoint: str, monkeypatch: pytest.M
     said = f"--rdzv-endpoint {endpoint}`: no etcd answers there \\(%s\\); start it$"
     with pytest.raises(NoStore, match=said % "Connection refused"):
         TorchRendezvous(where, 0).meet(1, 1)
-    monkeypatch.setattr(torch_rendezvous, "ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(stores, "ETCD_TIMEOUT", 0.1)
     host, _, port = endpoint.rpartition(":")
     with socket.create_server((host, int(port))), pytest.raises(NoStore, match=said % "timed out"):
         TorchRendezvous(where, 0).meet(1, 1)

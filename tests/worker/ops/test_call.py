@@ -14,7 +14,7 @@ from nbdist.output.ansi import strip
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.pickling import pickle
 from nbdist.worker.namespace import Context, Namespace, VariableError
-from nbdist.worker.ops.call import LentNames, call
+from nbdist.worker.ops.call import call, lent_names
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(2)
@@ -40,7 +40,7 @@ class Shell:
 @pytest.fixture
 def context() -> Context:
     shell = Shell()
-    return Context(shell, Namespace(shell.user_ns), None)
+    return Context(shell, Namespace(shell.user_ns))
 
 
 def packed(source: str, *args: Any, **names: Any) -> Payload:
@@ -52,36 +52,34 @@ def packed(source: str, *args: Any, **names: Any) -> Payload:
     return payload
 
 
-def test_names_are_lent() -> None:
+def test_names_are_lent(context: Context) -> None:
     """For as long as the call lasts; what the workers have bound they keep."""
-    names = {"torch": "their torch", "mine": "theirs"}
-    lent = LentNames(names, {"torch": "our torch", "dist": "our dist", "mine": "ours", "k": 1})
-    assert names == {"torch": "our torch", "dist": "our dist", "mine": "theirs", "k": 1}
-    assert sorted(lent._lent) == ["dist", "k", "torch"]
-    lent.take_back(has_bound=False)
+    names = context.names
+    lent = {"torch": "our torch", "dist": "our dist", "mine": "ours", "k": 1}
+    with lent_names(context, lent):
+        assert names == {**lent, "mine": "theirs"}
     assert names == {"torch": "their torch", "mine": "theirs"}
 
 
-def test_names_that_a_call_has_bound_or_deleted() -> None:
+def test_names_that_a_call_has_bound_or_deleted(context: Context) -> None:
     """They stay as it has left them; what may be needed later, until another one comes."""
-    names: dict[str, Any] = {}
-    lent = LentNames(names, {"bound": 1, "deleted": 2, "torch": 3})
-    names.update(bound=5, torch=6)
-    del names["deleted"]
-    lent.take_back(has_bound=True)
+    names = context.names
+    names.clear()
+    with lent_names(context, {"bound": 1, "deleted": 2, "torch": 3}):
+        names.update(bound=5, torch=6)
+        del names["deleted"]
     assert names == {"bound": 5, "torch": 6}
-    lent = LentNames(names, {"deleted": 2, "torch": 3})
-    names.update(torch=7)
-    del names["deleted"]
-    lent.take_back(has_bound=False)
+    with lent_names(context, {"deleted": 2, "torch": 3}):
+        names.update(torch=7)
+        del names["deleted"]
     assert names == {"bound": 5, "torch": 7}
-    names = {}
-    LentNames(names, {"helper": "first", "other": "first"}).take_back(has_bound=True)
+    names.clear()
+    with lent_names(context, {"helper": "first", "other": "first"}):
+        context.bound.add("x")
     assert names == {"helper": "first", "other": "first"}
     names["other"] = "a cell's"
-    lent = LentNames(names, {"helper": "second", "other": "second"})
-    assert names == {"helper": "second", "other": "a cell's"}
-    lent.take_back(has_bound=False)
+    with lent_names(context, {"helper": "second", "other": "second"}):
+        assert names == {"helper": "second", "other": "a cell's"}
     assert names == {"other": "a cell's"}
 
 
@@ -175,6 +173,8 @@ def test_where_it_came_from(
     world.clean()
     assert world.gather("left() is None") == [True, True]
     assert look() == ([False], "")
+    with pytest.raises(WorkerError):
+        world.execute(HOLDS)
     script = write("train.py", "def step(n):\n    return 1 / n\nstep(0)\n")
     with pytest.raises(WorkerError):
         world.run_script(str(script))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.shared_world(3)
 def context() -> Context:
     x = [1]
     names: dict[str, Any] = {"x": x, "both": [x], "lock": {"of": threading.Lock()}}
-    return Context(SimpleNamespace(user_ns=names), Namespace(names), None, task_id="t")
+    return Context(SimpleNamespace(user_ns=names), Namespace(names), task_id="t")
 
 
 def test_values_travel_together(context: Context):
@@ -61,7 +61,7 @@ def test_what_is_pushed():
     namespace = Namespace(names)
     namespace.start_with({"rank": 1})
     names["rank"] = 0
-    context = Context(SimpleNamespace(user_ns=names), namespace, None)
+    context = Context(SimpleNamespace(user_ns=names), namespace)
     packed, _ = pack_frames(pickle({"x": 1, "y": 2}, {}).frames)
     push(context, packed)
     assert names == {"rank": 0, "x": "as it was"}
@@ -77,7 +77,7 @@ def test_what_is_pushed():
 def test_what_was_changed():
     """Whether it came with a task or was pushed; what stays on a rank is not bound again."""
     names: dict[str, Any] = {}
-    context = Context(SimpleNamespace(user_ns=names), Namespace(names), None)
+    context = Context(SimpleNamespace(user_ns=names), Namespace(names))
     packed, _ = pack_frames(pickle({"x": [1], "y": [2]}, {}).frames)
     context.namespace.receive(packed)
     assert changed(context, ("x", "y")) == []
