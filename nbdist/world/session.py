@@ -34,7 +34,8 @@ from nbdist.world.spec import parse_size, scaled
 from nbdist.world.states import Renumbering, State
 from nbdist.world.workers import Workers
 
-LOOK_TIMEOUT, KILL_TIMEOUT = 10.0, 5.0
+LOOK_TIMEOUT = 10.0
+KILL_TIMEOUT = 60.0  # a killed process ends soon, but its agent may get no processor
 LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped one
 
 Kept = dict[int, list[bytes]]  # by rank, the frames of a pickle of what outlives its worker
