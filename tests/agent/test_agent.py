@@ -16,6 +16,7 @@ import pytest
 
 from nbdist import __version__
 from nbdist.agent.notebook_link import Serving, Tether
+from nbdist.config import WorldConfig
 from nbdist.wire import messages
 from nbdist.wire.messages import Answer, Ask, GetStatus, Kill
 from nbdist.wire.views import Attach, Refused
@@ -101,7 +102,7 @@ def test_a_world_without_workers() -> None:
     """Nobody can want it: its agent does not outlive the notebook, whatever that has said."""
     link = Link(fork_server=False)
     link.open()
-    link.send(messages.Remember({"detach": True}))
+    link.send(messages.Remember(WorldConfig(detach=True)))
     assert link.call(GetStatus()) == ()
     guard = psutil.Process(link.agent.pid)
     link.detach()

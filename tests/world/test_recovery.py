@@ -362,7 +362,7 @@ def test_a_stop_at_any_line_while_the_group_is_formed(ready: World) -> None:
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal passed
-        if frame.f_code.co_name in ("_regroup", "advance"):
+        if frame.f_code.co_name in ("regroup", "advance"):
             passed += event == "line"
             if event == "line" and passed == at:
                 signal.raise_signal(signal.SIGINT)
