@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,15 +66,16 @@ def plain_environ() -> dict[str, str]:
 
 
 def torchrun(python: Path, script: Path, ranks: int) -> str:
-    """Run it as people do; what the ranks have printed."""
-    run = [python, "-m", "torch.distributed.run", f"--log-dir={script.parent / 'logs'}"]
+    """Run it as people do; what the ranks have printed, each into a file: torchrun mixes lines."""
+    logs = Path(tempfile.mkdtemp(dir=script.parent))
+    run = [python, "-m", "torch.distributed.run", f"--log-dir={logs}", "--redirects=1"]
     done = subprocess.run(
         [*run, f"--nproc-per-node={ranks}", script], stdin=subprocess.DEVNULL,
         cwd=script.parent, env=plain_environ(), capture_output=True,
         text=True, timeout=RUN_TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return "".join(file.read_text() for file in sorted(logs.rglob("stdout.log")))
 
 
 PLAIN = """\
