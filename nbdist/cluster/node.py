@@ -325,10 +325,11 @@ class KeptCode:
             held: CodeHeld = await node.ask(get._replace(paths=frozenset(files)), CODE_TIMEOUT)
             if not held.is_shared:
                 new = ((path, file) for path, file in files.items() if has.get(path) != file)
-                for put in PutCode.of(new):
+                puts = PutCode.of(new)
+                while not held.problem and (put := next(puts, None)):
                     held = await node.ask(put, CODE_TIMEOUT)
-                    if held.problem:
-                        return replace(held, host=node.name)
+                if held.problem:
+                    return replace(held, host=node.name)
                 self._sent[node] = files
         except NodeLost as lost:
             return CodeHeld(node.name, problem=str(lost))

@@ -279,10 +279,11 @@ class CodeSync:
         if not held.is_shared:
             self._sent = {}
             new = [path for path in files if files[path] is None or sent.get(path) != files[path]]
-            for put in PutCode.of(self._read(new)):
+            puts = PutCode.of(self._read(new))
+            while not held.problem and (put := next(puts, None)):
                 held = yield from asks(put)
-                if held.problem:
-                    raise CodeNotSent(held.host, held.problem)
+            if held.problem:
+                raise CodeNotSent(held.host, held.problem)
             self._sent = files
         self.is_shared, self._brought = held.is_shared, files
 

@@ -341,6 +341,13 @@ def test_only_what_has_changed_is_sent(folder: Path, node: CodeFolder) -> None:
         assert code.take_note().startswith(said)
         bring(code, node)
         assert code.take_note() == ""
+    compiled = node.path / "__pycache__" / "mine.of-a-cell.pyc"
+    compiled.mkdir(parents=True)
+    (folder / "mine.py").unlink()
+    with pytest.raises(CodeNotSent, match=r"mine\.of-a-cell\.pyc: Is a directory"):
+        bring(code, node)
+    shutil.rmtree(compiled.parent)
+    assert bring(code, node) == ["run"]
     shutil.rmtree(folder)
     with pytest.raises(CodeNotSent, match=f"folder: {folder}: No such file or directory"):
         bring(CodeSync(folder), node)
