@@ -52,6 +52,7 @@ class Setup:
 
 
 MOST_TASKS, MOST_SENT = 2_000, 10_000
+MOST_CHARACTERS = 8_000_000  # of all texts
 
 Kind = Literal["cell", "push", "script", "call"]
 Status = Literal["ok", "failed", "interrupted"]
@@ -99,6 +100,7 @@ class Past:
         self.gathered: dict[str, None] = {}
         self.sent: deque[Sent] = deque(maxlen=MOST_SENT)
         self._tasks: dict[str, PastTask] = {}
+        self._characters = 0
         self._count = 0
 
     @property
@@ -122,14 +124,15 @@ class Past:
         key = running.task.key or f"task {now}"
         failed = f"failed {key}"
         if task.status == "ok":
-            self._tasks.pop(failed, None)
+            self._drop(failed)
         else:
             key = failed
-        if earlier := self._tasks.pop(key, None):
+        if earlier := self._drop(key):
             task = replace(task, first=earlier.first, runs=earlier.runs + 1)
         self._tasks[key] = task
-        if len(self._tasks) > MOST_TASKS:
-            del self._tasks[next(iter(self._tasks))]
+        self._characters += len(task.text)
+        while len(self._tasks) > MOST_TASKS or self._characters > MOST_CHARACTERS:
+            self._drop(next(iter(self._tasks)))
             self.forgotten += 1
 
     def renumber(self, ranks: Renumbering) -> None:
@@ -139,6 +142,7 @@ class Past:
                 key: replace(task, ranks=ranks.of(task.ranks)) for key, task in self._tasks.items()
             }
             self._tasks = {key: task for key, task in now.items() if task.ranks}
+            self._characters = sum(len(task.text) for task in self._tasks.values())
 
     def knows(self, task: Task) -> bool:
         """Return True if this cell has run before, as a set-up cell has where a rank is new."""
@@ -148,6 +152,11 @@ class Past:
     def sent_before(self, task: int) -> Mapping[str, Sent]:
         """Return how each name of the notebook was last sent, up to this task."""
         return {each.name: each for each in self.sent if each.task <= task}
+
+    def _drop(self, key: str) -> PastTask | None:
+        task = self._tasks.pop(key, None)
+        self._characters -= len(task.text) if task else 0
+        return task
 
 
 def _past(running: RunningTask, now: int) -> PastTask | None:

@@ -116,6 +116,9 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         past.add(ended(Source("step()")))
     assert [each.text for each in past.tasks] == ["step()"] * 3
     assert past.forgotten == 2
+    monkeypatch.setattr(module, "MOST_CHARACTERS", 12)
+    past.add(ended(Source("x = 1234567")))
+    assert [each.text for each in past.tasks] == ["x = 1234567"]
 
 
 # --- set-up cells -----------------------------------------------------------------------------
