@@ -308,11 +308,11 @@ class GpuGauge:
             return nvml.nvmlDeviceGetHandleByUUID(name)
         every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         if not name.isdigit():  # the beginning of an UUID is enough for CUDA
-            uuids = {nvml.nvmlDeviceGetUUID(each): each for each in every}
+            uuids = {_text(nvml.nvmlDeviceGetUUID(each)): each for each in every}
             return uuids[next((uuid for uuid in uuids if uuid.startswith(name)), name)]
         # CUDA counts the fastest first, unless told otherwise; the driver by their places.
         in_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-        if in_order or len({nvml.nvmlDeviceGetName(each) for each in every}) == 1:
+        if in_order or len({_text(nvml.nvmlDeviceGetName(each)) for each in every}) == 1:
             return every[int(name)]
         raise LookupError(name)
 
@@ -322,6 +322,10 @@ class GpuGauge:
         with suppress(self._nvml.NVMLError):  # a slice of a GPU counts no time
             busy = int(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         return Gpu(int(memory.used), int(memory.total), busy)
+
+
+def _text(said: str | bytes) -> str:
+    return said.decode() if isinstance(said, bytes) else said  # bytes: of pynvml before 11
 
 
 # --- telling it -------------------------------------------------------------------------------

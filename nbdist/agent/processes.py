@@ -49,7 +49,7 @@ class Children:
         asyncio.get_running_loop().call_soon(self._reap)
 
     def forget(self, pid: int) -> None:
-        """Expect it no more: its end has been reported, or nobody is to learn of it."""
+        """Stop expecting it: its end was reported, or is of no interest."""
         self._expected.pop(pid, None)
 
     def adopted(self, pid: int) -> None:

@@ -296,10 +296,12 @@ class WhileBusy:
         loop.add_callback(lambda: stream.on_recv(receive, copy=False))
 
     def _begin_cell(self) -> None:
-        self._runs_cell = self._runs_cell or not is_in_subshell(self._shell)
+        if not is_in_subshell(self._shell):
+            self._runs_cell = True
 
     def _end_cell(self) -> None:
-        self._runs_cell = self._runs_cell and is_in_subshell(self._shell)
+        if not is_in_subshell(self._shell):
+            self._runs_cell = False
 
     # --- in the thread that receives ----------------------------------------------------------
 

@@ -135,8 +135,8 @@ def help_at_border(
 def wrap(holder: object, name: str, around: Callable[..., Any]) -> Callable[[], None]:
     """Wrap a method of one object; call what is returned to have it as it was.
 
-    `around` is called with the method as it was, and its arguments.  Where somebody else has
-    wrapped it since, ours stays inside, and only passes on.
+    `around` is called with the original method and its arguments.  If other code has wrapped it
+    since, ours stays inside and only passes calls on.
     """
     was_its_own, original, is_on = name in vars(holder), getattr(holder, name), True
 

@@ -30,11 +30,11 @@ PAUSES_PER_NOTICE = 4  # what a drawing takes, four times as long is none
 
 
 class IdleWatch:
-    """Has the event loop that runs the notebook's cells call `notice` on deaths and late output.
+    """Calls `notice` on the event loop of the notebook's cells, at deaths and late output.
 
-    While something `goes_on`, a task that nobody waits for, also on all else that comes, and every
-    `PAUSE` seconds.  A loop that runs between cells is what an ipykernel has; in a terminal each
-    prompt has one of its own.
+    While `goes_on()` is true, for a task in the background, it does so at all other news too, and
+    every `PAUSE` seconds.  An ipykernel's loop runs between cells; in a terminal each prompt has
+    a loop of its own.
     """
 
     def __init__(self, notice: Callable[[], None], goes_on: Callable[[], bool]) -> None:

@@ -5,7 +5,6 @@ Who owns a name is in `NameTable`, what has changed and what belongs together in
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import types
 from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ from nbdist.values.payload import (
     packing,
     size_of,
 )
-from nbdist.values.pickling import Pickled, digest_of, pickle
+from nbdist.values.pickling import Pickled, content_version, is_compared_whole, pickle
 from nbdist.values.shared_memory import Buffer, Segment
 from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in, parts
 from nbdist.words import count, format_ranks, name_ranks, size_text
@@ -281,9 +280,9 @@ class _Plan:
 
     # --- what belongs together ------------------------------------------------------------
 
-    # Sent apart, an object that two names share would be two objects in the workers.  So an
-    # unchanged name goes along with the changed one that it shares objects with, as their sketches
-    # say.  Whether a rank has it all already, or has changed it, is a question for such a group.
+    # Sent apart, an object that two names share would become two objects on the workers.  So a
+    # changed name takes along the names that share objects with it, by their sketches: a group.
+    # Whether a rank has all of a group, or has changed it, is asked of the whole group.
 
     def shipment(self) -> Shipment:
         """Pack what changed, with what shares objects with it, in one pickle."""
@@ -480,46 +479,10 @@ def _record_of(value: Any, pickled: Pickled) -> Shipped:
 
 # --- how a value looked when it was last shipped, to find whether it has changed ------------------
 
-WHOLE_LIMIT = 4 << 30  # up to this many bytes a value is compared whole, at some 5 GB each second
 PICKLE_LIMIT = 64 << 20
 """Up to this many bytes of Python objects are pickled for each cell that uses them."""
-
-_SMALL = 4096
-_SAMPLES = 64
 
 
 def atomic_version(value: Any) -> tuple[str, str]:
     """Return what differs whenever the value of an atomic object does."""
     return type(value).__name__, repr(value)
-
-
-def content_version(pickled: Pickled) -> bytes:
-    """Return what differs when the value does: the digest of its pickle, and of its buffers.
-
-    Where these are more than `WHOLE_LIMIT` in all they are looked at here and there only; the
-    count of changes that every tensor keeps makes up for some of it.
-    """
-    first, *buffers = (memoryview(frame) for frame in pickled.frames)
-    digest = hashlib.blake2b(digest_size=16)
-    _add(digest, first)
-    in_full = is_compared_whole(pickled)
-    for buffer in buffers:
-        if in_full:
-            _add(digest, buffer)
-        else:
-            digest.update(str(buffer.nbytes).encode())
-            for start in range(0, buffer.nbytes, max(_SMALL, buffer.nbytes // _SAMPLES)):
-                digest.update(buffer[start : start + _SMALL])
-    if pickled.is_sketch or not in_full:
-        digest.update(repr(pickled.versions).encode())
-    return digest.digest()
-
-
-def is_compared_whole(pickled: Pickled) -> bool:
-    """Return True if its `content_version` differs whenever a byte of it does."""
-    return pickled.size <= WHOLE_LIMIT
-
-
-def _add(digest: hashlib.blake2b, view: memoryview) -> None:
-    # Four times as fast as any hash in hashlib; no value is forged here.
-    digest.update(view if view.nbytes <= 16 * _SMALL else digest_of(view).encode())

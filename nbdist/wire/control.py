@@ -155,7 +155,7 @@ class Abort:
 
 
 class Regroup(NamedTuple):
-    """Connect the world's group and these anew, as this generation; `environ` follows."""
+    """Reconnect the world's group and these, as this generation; then take this `environ`."""
 
     generation: int
     members: Mapping[str, tuple[int, ...]]

@@ -120,7 +120,7 @@ class ControlThread:
         return control.Ok()
 
     def _form_again(self, request: control.Regroup | control.Resize) -> None:
-        """Connect the group anew, and show cells what has changed; while no task runs."""
+        """Reconnect the group, and update what cells see; no task runs meanwhile."""
         before, world, number = self._start, request.world, request.generation
         after = replace(before, world=world, environ=request.environ)
         if isinstance(request, control.Resize):

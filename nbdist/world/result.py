@@ -17,7 +17,7 @@ from nbdist.output.transcript import Transcript
 from nbdist.output.wording import clip
 from nbdist.values.payload import Payload, open_payload
 from nbdist.values.pickling import unpickle
-from nbdist.wire.views import Collective, Gpu, Usage, WorkerStatus
+from nbdist.wire.views import Gpu, Usage, WorkerStatus
 from nbdist.wire.work import Source, Task
 from nbdist.words import name_ranks, size_range, size_text
 from nbdist.world.hangs import doing_of
@@ -300,7 +300,9 @@ def rows(
             "cpu": f"{cpu[each.rank]:.0f} %" if each.rank in cpu else "",
             "gpu": _gpus_text([each.gpu]) if each.gpu else "",
             "where": doing_of([each.rank], each.place, each.code) if each.place else "",
-            "last collective": _collective_text(each.collective),
+            "last collective": f"{last}, {'done' if last.is_done else 'not done'}"
+            if (last := each.collective)
+            else "",
             "last line": lines.get(each.rank, ""),
         }
         for each in workers
@@ -309,10 +311,6 @@ def rows(
         return []
     shown = [each for each in table[0] if each in ALWAYS or any(row[each] for row in table)]
     return [tuple(shown), *(tuple(row[each] for each in shown) for row in table)]
-
-
-def _collective_text(last: Collective | None) -> str:
-    return f"{last}, {'done' if last.is_done else 'not done'}" if last else ""
 
 
 # --- what workers log -------------------------------------------------------------------------

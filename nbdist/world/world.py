@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 from nbdist.config import Patience, WorldConfig
 from nbdist.errors import NbdistError
 from nbdist.system.folders import JoinedFolder
-from nbdist.values.payload import pack_names
+from nbdist.values.payload import Payload, pack_names
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
 from nbdist.wire.views import Stack, WorkerStatus
@@ -269,10 +269,18 @@ class World:
             exchange.bind(self.session, *scatter.tasks())
 
     def task(
-        self, work: Work | str = "", *, ranks: Sequence[int] | None = None, **fields: Any
+        self,
+        work: Work | str = "",
+        *,
+        ranks: Sequence[int] | None = None,
+        names: Payload | None = None,
+        fetch: tuple[str, ...] = (),
+        execution_count: int | None = None,
+        key: str = "",
     ) -> Task:
         """Make a task to `submit`, on all ranks by default; a text is a cell's source."""
-        return self.session.task(work, ranks=ranks, **fields)
+        fields = {"names": names, "fetch": fetch, "execution_count": execution_count}
+        return self.session.task(work, ranks=ranks, key=key, **fields)
 
     def submit(self, task: Task, patience: Patience | None = None) -> RunningTask:
         """Send a task to all of its ranks at once, and `follow` what is returned.

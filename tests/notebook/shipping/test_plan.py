@@ -160,7 +160,7 @@ def test_one_element_of_a_big_value(house: Any) -> None:
 
 def test_what_is_not_compared_as_a_whole(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above some GB samples are, of very many objects nothing is, and a line says so once."""
-    monkeypatch.setattr("nbdist.notebook.shipping.WHOLE_LIMIT", 1 << 20)
+    monkeypatch.setattr("nbdist.values.pickling.WHOLE_LIMIT", 1 << 20)
     monkeypatch.setattr("nbdist.notebook.shipping.PICKLE_LIMIT", 1 << 20)
     house.cell("import numpy as np\nbig = np.zeros(1_000_000)\nmany = [*range(1_000_000)]")
     house.distributed("len(big) + len(many)")

@@ -9,17 +9,10 @@ import pytest
 import torch
 
 from nbdist.errors import UsageError
-from nbdist.notebook import shipping
 from nbdist.notebook.free_names import Gathered, assigned_in
-from nbdist.notebook.shipping import (
-    Shipment,
-    atomic_version,
-    content_version,
-    is_compared_whole,
-    plan,
-    push,
-)
-from nbdist.values.pickling import pickle
+from nbdist.notebook.shipping import Shipment, atomic_version, plan, push
+from nbdist.values import pickling
+from nbdist.values.pickling import content_version, is_compared_whole, pickle
 
 
 def test_contents_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +25,7 @@ def test_contents_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _version(big.copy()) == before
     big[12345] = 1
     assert _version(big) != before
-    monkeypatch.setattr(shipping, "WHOLE_LIMIT", 1 << 20)
+    monkeypatch.setattr(pickling, "WHOLE_LIMIT", 1 << 20)
     big, tensor = numpy.zeros((1 << 20) + 1, dtype="uint8"), torch.zeros(1 << 19)
     assert not is_compared_whole(pickle(big, {}))
     before, of_tensor = _version(big), _version(tensor)
