@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import jedi
 from IPython.core.getipython import get_ipython
@@ -41,7 +42,8 @@ class Kernel:
         self.lists = [(each, [*each]) for each in (sys.path, self.shell.ast_transformers, *hooks)]
 
     def clean(self) -> None:
-        """End what has been started, and forget what has been changed."""
+        """End what has been started, patches too, and forget what has been changed."""
+        patch.stopall()
         for extension in {*self.shell.extension_manager.loaded} - self.extensions:
             self.shell.extension_manager.unload_extension(extension)
         self.shell.extension_manager.loaded = {*self.extensions}

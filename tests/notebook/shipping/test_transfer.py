@@ -45,10 +45,10 @@ def test_what_is_said_of_a_transfer(
 
 
 SLOWLY = """
-import nbdist.notebook.display, nbdist.values.shared_memory
-nbdist.notebook.display.FIRST_SHOWN = nbdist.notebook.display.REDRAW = 0
-nbdist.values.shared_memory.PIECE = 1 << 17
+from unittest.mock import patch
 import numpy as np
+patch.multiple("nbdist.notebook.display", FIRST_SHOWN=0, REDRAW=0).start()
+patch("nbdist.values.shared_memory.PIECE", 1 << 17).start()
 old = np.arange(5)
 """
 
