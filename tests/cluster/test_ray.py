@@ -1,4 +1,4 @@
-"""Tests of `nbdist.cluster.ray` and its driver without a cluster; with one: `tests/hosts`."""
+"""Tests of `nbdist.cluster.ray` and `ray_driver` without a cluster; with one: `tests/hosts`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbdist.cluster import ray as rays
+from nbdist.cluster import ray_driver
 from nbdist.cluster.launcher import find_launcher
-from nbdist.cluster.ray import Agent, NoRoom, RayLauncher, RayNode, bundles_of, distinct
+from nbdist.cluster.ray import RayLauncher
+from nbdist.cluster.ray_driver import Agent, NoRoom, RayNode, bundles_of, distinct
 from nbdist.cluster.ticket import KeyPair, Ticket
 from nbdist.config import WorldConfig
 from tests.waiting import wait_until
@@ -102,7 +103,7 @@ def test_too_little() -> None:
             bundles_of(wanted(**asked), [SMALL, BIG])
     with pytest.raises(NoRoom, match=r"the cluster has 50 nodes: .*; and 44 more$"):
         bundles_of(wanted(layout="51x1"), [SMALL] * 50)
-    said = rays.word_busy([{"CPU": 2}] * 2, {"CPU": 1}, {"CPU": 4})
+    said = ray_driver.word_busy([{"CPU": 2}] * 2, {"CPU": 1}, {"CPU": 4})
     assert said.startswith("2 nodes with 2 CPU each: the cluster has that, but it was not free")
     assert said.endswith("of 4 CPU there is 1 CPU free")
     assert os.linesep not in said
@@ -113,7 +114,7 @@ def test_names_of_nodes() -> None:
     assert distinct(["a", "b"], ["1", "2"]) == ["a", "b"]
     assert distinct(["a", "a", "b"], ["1", "2", "3"]) == ["a-1", "a-2", "b"]
     assert distinct(["a", "a"], ["1", "1"]) == ["a-1-0", "a-1-1"]
-    names = sorted(["node10", "node2", "a", "1b"], key=rays.in_order)
+    names = sorted(["node10", "node2", "a", "1b"], key=ray_driver.in_order)
     assert names == ["1b", "a", "node2", "node10"]
 
 
@@ -173,11 +174,11 @@ def test_the_agent_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_the_cluster_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As `ray start` has noted it; a silent address is not asked for long."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert rays.current() == ""
+    assert ray_driver.current() == ""
     (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / rays.CURRENT).write_text("10.0.0.1:6379\n")
-    assert rays.current() == "10.0.0.1:6379"
-    monkeypatch.setattr(rays, "REACH_TIMEOUT", 0.2)
+    (tmp_path / "ray" / ray_driver.CURRENT).write_text("10.0.0.1:6379\n")
+    assert ray_driver.current() == "10.0.0.1:6379"
+    monkeypatch.setattr(ray_driver, "REACH_TIMEOUT", 0.2)
     with pytest.raises(OSError, match=r"no Ray cluster answers at ray://192\.0\.2\.77:10001: "):
-        rays.probe("ray://192.0.2.77:10001")
-    rays.probe("anyscale://mine")
+        ray_driver.probe("ray://192.0.2.77:10001")
+    ray_driver.probe("anyscale://mine")
