@@ -113,7 +113,7 @@ class Bench:
 
     def all_of(self, sent: Sent, *signs: str) -> str:
         """What it has shown, also below other cells; wait for these signs while more comes."""
-        count, deadline = 0, 0.0
+        count, deadline = 0, time.monotonic() + LATE
         while True:
             elsewhere = self.notebook.elsewhere
             shown = sent.raw + "".join(json.dumps(each.content) for each in elsewhere)
