@@ -306,7 +306,8 @@ def leftovers(bench: Bench) -> Answer:
     while bench.others() and time.monotonic() < deadline:
         time.sleep(0.2)
     count = len(bench.others())
-    return Answer(f"{count} processes" if count else "none", count)
+    text = "1 process" if count == 1 else f"{count} processes"
+    return Answer(text if count else "none", count)
 
 
 def _shows(source: str, *signs: str) -> Callable[[Bench], Answer]:

@@ -196,7 +196,7 @@ def test_the_groups_of_magics(typed: Callable[[str], str]) -> None:
         assert f"%{name}" not in first
         assert re.search(rf"^%{name} +{means}$", every, re.MULTILINE)
     names = [COMMANDS[name].shown_name for name in GROUPS["everyday"]]
-    table = README.read_text().partition("Seven for every day:")[2].partition("\n\n|")[2]
+    table = README.read_text().partition("| seven magics for every day |")[2]
     rows = re.findall(r"^\| `(%%?\w+)", table.partition("\n\n")[0], re.MULTILINE)
     assert rows == names
     assert re.findall(r"^    (%%?\w+)", str(nbdist.__doc__), re.MULTILINE) == names
