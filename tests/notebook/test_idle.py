@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -19,10 +18,8 @@ import pytest
 from nbdist.notebook.display import PanelDisplay, PlainDisplay
 from nbdist.notebook.idle import (
     MOST_CHARACTERS,
-    PAUSE,
     Ended,
     IdleStop,
-    IdleWatch,
     command_stops,
     counted_stops,
     held_stops,
@@ -31,89 +28,9 @@ from nbdist.notebook.idle import (
     raised_stops,
 )
 from nbdist.notebook.jobs import CellPlace, Job
-from nbdist.output.events import Display, Done, Failure, Skipped, Text, Update
+from nbdist.output.events import Display, Done, Failure, Skipped, Update
 from nbdist.output.transcript import Transcript
-
-
-@dataclass
-class Pipe:
-    """As much of a link as is watched: where it writes a byte for each piece of news."""
-
-    asides: int
-    end: int
-    tells_all: bool = False
-
-
-@pytest.fixture
-def link() -> Iterator[Any]:
-    pipe = Pipe(*os.pipe2(os.O_NONBLOCK))
-    yield pipe
-    os.close(pipe.asides)
-    if pipe.end >= 0:
-        os.close(pipe.end)
-
-
-async def test_many_bytes_are_one_notice(link: Any):
-    """A rank may talk without end: the second notice waits.  The end is noticed once."""
-    noticed: list[float] = []
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-    def notice() -> None:
-        noticed.append(loop.time())
-        if repr(watch) == "<IdleWatch of None>":
-            ended.set()
-
-    watch = IdleWatch(notice, lambda: False)
-    watch.follow(link)
-    while len(noticed) < 2:
-        os.write(link.end, b"x")
-        await asyncio.sleep(0.01)
-    os.close(link.end)
-    link.end = -1
-    await ended.wait()
-    assert noticed[1] - noticed[0] >= PAUSE
-
-
-async def test_what_goes_on(link: Any):
-    """It is called again and again, at once where there is news, until it goes on no more.
-
-    Nothing is called after `stop`, and no descriptor is left.
-    """
-    noticed: list[float] = []
-    loop, third = asyncio.get_running_loop(), asyncio.Event()
-    before = os.listdir("/proc/self/fd")
-
-    def notice() -> None:
-        noticed.append(loop.time())
-        if len(noticed) == 3:
-            third.set()
-
-    tasks = ["a task"]
-    watch = IdleWatch(notice, lambda: bool(tasks))
-    for _ in range(2):
-        watch.follow(link)
-    watch.update()
-    assert link.tells_all
-    await third.wait()
-    os.write(link.end, b"x")
-    await asyncio.sleep(0.01)
-    assert len(noticed) == 4
-    tasks.clear()
-    watch.update()
-    assert not link.tells_all
-    await asyncio.sleep(2.5 * PAUSE)
-    watch.stop()
-    assert noticed[2] - noticed[0] >= 2 * PAUSE
-    assert len(noticed) <= 5
-    noticed.clear()
-    os.write(link.end, b"x")
-    await asyncio.sleep(0.01)
-    assert noticed == []
-    assert os.listdir("/proc/self/fd") == before
-
-
-def out(text: str) -> Text:
-    return Text("stdout", text)
+from tests.output.lab import out
 
 
 def ended(*ranks: int) -> Transcript:
@@ -227,10 +144,7 @@ def test_stops_are_counted():
     before = signal.getsignal(signal.SIGINT)
     with raised_stops():
         assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_stop_comes_later():
-    """What is inside is done first; who counts around it counts one."""
+    # One that is held comes when what is inside is done; who counts around it counts one.
     done: list[int] = []
 
     def hold() -> None:
