@@ -39,6 +39,11 @@ class Kernel:
         self.stop = signal.getsignal(signal.SIGINT)
         hooks = (*self.shell.events.callbacks.values(), self.shell.input_transformers_cleanup)
         self.lists = [(each, [*each]) for each in (sys.path, self.shell.ast_transformers, *hooks)]
+        self.constants = [
+            (module, {key: value for key, value in vars(module).items() if key.isupper()})
+            for name, module in sys.modules.items()
+            if name.startswith("nbdist.")
+        ]
 
     def clean(self) -> None:
         """End what has been started, and forget what has been changed."""
@@ -53,6 +58,8 @@ class Kernel:
         os.environ.update(self.environ)
         for each, before in self.lists:
             each[:] = before
+        for module, constants in self.constants:
+            vars(module).update(constants)
         for name in {*sys.modules} - self.modules:
             if not _is_of_a_library(sys.modules[name]):
                 del sys.modules[name]
