@@ -10,7 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
+from nbdist.notebook.command import find_commands
 from tests.notebook.front_end import Notebook, Outcome, body
+from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
 
@@ -223,3 +225,12 @@ def test_init_status_shutdown(notebook: Notebook) -> None:
     # Again and again in its place, until Stop, which is no error.
     assert notebook.run("%dist_status -f 0.1", stop).text.startswith("no workers are running")
     assert stopped
+
+
+def test_help_of_magics(notebook: Notebook) -> None:
+    """`%dist_<TAB>` lists all of them; `%dist_gather?` shows what it does and its options."""
+    reply = notebook.client.complete("%dist_", 6, reply=True, timeout=SOON)
+    magics = sorted(each.shown_name for each in find_commands())
+    assert sorted(reply["content"]["matches"]) == [x for x in magics if x.startswith("%dist_")]
+    (payload,) = notebook.run("%dist_gather?").reply["payload"]
+    assert "--stack" in payload["data"]["text/plain"]

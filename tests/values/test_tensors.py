@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copyreg
 import importlib
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nbdist.values.pickling import Pickled, pickle, unpickle
+from tests.waiting import SOON
 
 torch = pytest.importorskip("torch")
 
@@ -249,6 +252,21 @@ def test_what_torch_has_one_of() -> None:
     storage = torch.arange(3, dtype=torch.uint8).untyped_storage()
     assert bytes(_there_and_back(storage).tolist()) == b"\0\1\2"
     assert torch.Tensor not in copyreg.dispatch_table
+
+
+@pytest.mark.world
+def test_the_receiver_imports_torch_when_a_tensor_comes() -> None:
+    """Not before, and without being told."""
+    frames = [bytes(frame) for frame in _frames({"x": torch.ones(3)})]
+    source = (
+        "import sys\nfrom nbdist.values.pickling import unpickle\n"
+        "assert 'torch' not in sys.modules\n"
+        f"print(unpickle({frames!r})['x'].sum().item())"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=SOON, check=True
+    )
+    assert shown.stdout == "3.0\n"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
