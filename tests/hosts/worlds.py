@@ -50,6 +50,25 @@ def new_world(hosts: str | None = "node1:2,node2:2", **options: Any) -> World:
     return world
 
 
+WRAPPER = """#!/bin/sh
+export PYTHONPATH={folder}
+exec {python} "$@"
+"""
+
+
+def wrapped(host: Host, file: str = "", text: str = "") -> str:
+    """An interpreter of the host, with one more file that comes first on its path."""
+    folder = "/tmp/python"
+    host.run(f"rm -rf {folder} && mkdir {folder}")
+    if file:
+        path = host.path(f"{folder}/{file}")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    host.path(f"{folder}/run").write_text(WRAPPER.format(folder=folder, python=sys.executable))
+    host.run(f"chmod +x {folder}/run")
+    return f"{folder}/run"
+
+
 def agent_on(host: Host) -> int:
     """The process of the agent there, 0 for none.
 
