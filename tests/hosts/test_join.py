@@ -26,7 +26,7 @@ class Joined(Launched):
     def __init__(self, network: Network, offers: Path) -> None:
         super().__init__(
             "join",
-            {"launcher": "join", "layout": "2x2", "address": network.address},
+            {"launcher": "join", "layout": "2x1", "address": network.address},
             "`nbdist join .*` on a machine has it come",
         )
         self._hosts, self._offers, self._place = network.hosts[:2], offers, ""

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 
+from nbdist.cluster.slurm import SlurmLauncher
+from nbdist.cluster.ticket import KeyPair, Ticket
+from nbdist.config import WorldConfig
 from nbdist.errors import AgentLost, StartError, WorkerDied
 from nbdist.system.processes import children_of
 from nbdist.world.states import State
@@ -235,7 +240,7 @@ def test_a_world(
             has_seats(world)
             # By these Lightning would take the node's number for the rank.
             told = "{'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_NODEID'} & {*os.environ}"
-            assert world.gather(f"os.environ['SLURM_JOB_ID'], {told}") == [(str(job), set())] * 4
+            assert world.gather(f"os.environ['SLURM_JOB_ID'], {told}") == [(str(job), set())] * 2
             assert world.session.spec.name in running()
             survives_an_agent(world, launched, network)
 
@@ -286,21 +291,27 @@ def test_a_salloc_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
         (
             "-p nope",
             "`--salloc -p nope`: Slurm says: invalid partition specified: nope; Job submit/allocate"
-            " failed: Invalid partition name specified.",
+            " failed: Invalid partition name specified",
         ),
         (
             "--gpus-per-node=9",
             "`--salloc --gpus-per-node=9`: Slurm says: Job submit/allocate failed: Requested node "
-            "configuration is not available.",
+            "configuration is not available",
         ),
     ],
 )
-def test_what_slurm_refuses(salloc: str, told: str, slurm: Slurm, hosts: list[Host]) -> None:
+def test_what_slurm_refuses(
+    salloc: str, told: str, slurm: Slurm, hosts: list[Host], tmp_path: Path
+) -> None:
     """In one line."""
-    with pytest.raises(StartError) as found:
-        make_world(salloc=salloc).start()
-    assert str(found.value).startswith(f"the workers could not start: {told}")
-    assert "\n" not in str(found.value)
+    ticket = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new(), fork=False)
+    wanted = WorldConfig(launcher="slurm", layout="2x1", salloc=salloc, name="refused")
+    (process,) = SlurmLauncher().launch(wanted, ticket, tmp_path).processes
+    assert select.select([process], [], [], SOON)[0] == [process]
+    assert process.complaint().startswith(told)
+    assert "\n" not in process.complaint()
+    process.end(0.0)
+    process.close()
 
 
 def test_an_allocation_of_its_own(
@@ -318,7 +329,7 @@ def test_an_allocation_of_its_own(
         start_killed_in_queue(make_world(salloc="-p main"))
     wait_until(lambda: slurm.jobs() == [all_taken], "it is in the queue no more")
 
-    world = make_world(salloc=f"--gpus-per-node={GPUS} --mem=500", name="mine", cpus=2)
+    world = make_world("1x1", salloc=f"--gpus-per-node={GPUS} --mem=500", name="mine", cpus=2)
     said = False
     for text in world.session.starting_texts():
         if "waits in Slurm's queue" in text and not said:
@@ -327,8 +338,8 @@ def test_an_allocation_of_its_own(
     with world:
         assert said
         shown = slurm.run("squeue", "--noheader", "--format=%j %D %C %l").stdout
-        assert shown.split() == ["mine", "2", "4", "7:00"]
-        assert world.size == 2
+        assert shown.split() == ["mine", "1", "2", "7:00"]
+        assert world.size == 1
         (head,) = children_of(world.session.link.agent.pid)
         os.kill(head, signal.SIGKILL)
         wait_until(lambda: not slurm.jobs(), "the allocation has ended")
