@@ -131,7 +131,7 @@ def test_c10d_over_hosts(hosts: list[Host]) -> None:
     """
     endpoint = f"{hosts[0].address}:{RDZV_PORT}"
     c10d = {"rdzv_backend": "c10d", "rdzv_endpoint": endpoint}
-    with new_world("node1:1,node2:2", **c10d) as world:
+    with new_world("node1:2,node2:1", **c10d) as world:
         assert RDZV_PORT in hosts[0].listening()
         assert RDZV_PORT not in hosts[1].listening()
         world.execute("kept = rank")
