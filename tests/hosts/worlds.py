@@ -33,10 +33,12 @@ LINK_TIMEOUT = 3
 """Seconds, where a test does not say otherwise: many wait for the loss of a machine."""
 
 FOREVER = """
-import torch, torch.distributed as dist
+import time, torch, torch.distributed as dist
 dist.all_reduce(torch.ones(1))
 open({begun!r}, "w").close()
-while True: dist.all_reduce(torch.ones(1))
+while True:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.01)
 """
 
 SUM = "import torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_reduce(total)"
