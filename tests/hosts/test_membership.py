@@ -34,7 +34,7 @@ from tests.hosts.worlds import (
     named,
     new_world,
     other_notebook,
-    ours_on,
+    wait_until_empty,
 )
 from tests.waiting import once, press_stop, wait_until
 
@@ -99,7 +99,7 @@ def test_a_link_is_taken_down(world: World, hosts: list[Host], network: Network)
     assert world.state is State.READY
     assert seats(world) == [[r, 2, 0, 1, 2, "node1", r] for r in range(2)]
     # With the cable still out: what was started there has found out by itself.
-    wait_until(lambda: not ours_on(hosts[1]), "node2 to be empty")
+    wait_until_empty(hosts[1])
     hosts[1].link_up()
     wait_until(lambda: has_come(world), "node2 to come back")
     there = [["node1", 0], ["node1", 1], ["node2", None], ["node2", None]]
@@ -359,6 +359,7 @@ def test_a_host_is_lost_half_way(world: World, hosts: list[Host], big: torch.Ten
     second = in_order(world, hosts)[1]
     with begun(hosts, second.link_down), pytest.raises(WorkerDied, match=second.name):
         world.execute("done = True", names={"big": big})
+    second.mend()  # its agent is told at once that it is lost
 
 
 # --- what is killed -----------------------------------------------------------------------------
@@ -369,7 +370,7 @@ def test_what_kills_the_head(started: World, hosts: list[Host]) -> None:
     psutil.Process(started.session.link.agent.pid).kill()
     with pytest.raises(AgentLost):
         started.execute("import time\ntime.sleep(99)")
-    wait_until(lambda: not ours_on(hosts[0]), "node1 has ended its agent")
+    wait_until_empty(hosts[0])
 
 
 def test_a_notebook_that_is_killed(path: None, hosts: list[Host], network: Network) -> None:

@@ -9,6 +9,7 @@ import nbformat
 
 from tests.hosts.network import Host
 from tests.hosts.sshd import Sshd
+from tests.hosts.worlds import has_agent
 from tests.notebook.front_end import Notebook
 from tests.notebooks.test_notebooks import MANY_MACHINES, check_run, code_cells, run, text
 from tests.waiting import wait_until
@@ -32,7 +33,7 @@ def test_what_magics_say(sshd: Sshd, hosts: list[Host], tmp_path: Path) -> None:
         size = f"%%distributed\n{size}"
         assert notebook.run(size).text.splitlines()[-1] == "1"
         hosts[1].mend()
-        wait_until(lambda: [*hosts[1].path("/tmp").glob("nbdist-*")], "an agent starts there")
+        wait_until(lambda: has_agent(hosts[1]), "an agent starts there")
         wait_until(lambda: "node2 came · now 2 workers" in notebook.run(size).text, "it has come")
         assert notebook.run("%%distributed\nprint('hello from', rank)").errors == []
         assert "── ranks 0 on node1, 1 on node2 same · idle ──" in notebook.run("%dist_stack").text

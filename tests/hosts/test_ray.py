@@ -28,7 +28,15 @@ from nbdist.cluster.ray import RayLauncher
 from nbdist.cluster.ticket import KeyPair, Ticket, listen_with
 from nbdist.config import WorldConfig
 from tests.hosts.network import Host, Network, end, hurry
-from tests.hosts.worlds import agent_on, allocated, has_seats, inherited, lose, survives_an_agent
+from tests.hosts.worlds import (
+    agent_on,
+    allocated,
+    has_agent,
+    has_seats,
+    inherited,
+    lose,
+    survives_an_agent,
+)
 from tests.traces import shows
 from tests.waiting import SOON, wait_until
 
@@ -247,6 +255,7 @@ def test_agents_that_end(
         (first, second), (one, other) = launched.processes, cluster.hosts
         try:
             assert (first.exit_code(), first.host, second.host) == (None, "node1", "node2")
+            wait_until(lambda: has_agent(one) and has_agent(other), "agents start")
             wait_until(lambda: agent_on(one) and agent_on(other), "agents")
             is_in_no_text(ticket.keys.secret, cluster)
             os.kill(agent_on(one), signal.SIGKILL)

@@ -12,6 +12,7 @@ import select
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,7 @@ from tests.waiting import SOON, once, press_stop, wait_until
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scancel")
 CONTROLLER_PORT, NODE_PORT = 6817, 6818
 CPUS, GPUS = 8, 2
+POLL_SECONDS = 0.1
 
 CONFIG = """\
 ClusterName=nbdist
@@ -85,7 +87,7 @@ class Slurm:
         self._start(self.control, "slurmctld", CONTROLLER_PORT)
         for node in self.nodes:
             self._start(node, "slurmd", NODE_PORT)
-        wait_until(self._is_up, f"Slurm's nodes are not idle; see {self.folder}")
+        self.until(self._is_up, f"Slurm's nodes are not idle; see {self.folder}")
         for child in self.control.processes():  # slurmctld has one to run scripts
             self.control.lasts(child)
 
@@ -105,7 +107,7 @@ class Slurm:
     def cancel(self, job: int) -> None:
         """End an allocation, and wait until Slurm has forgotten what ran in it."""
         self.run("scancel", str(job), check=False)
-        wait_until(lambda: job not in self.jobs(), f"job {job} is still there")
+        self.until(lambda: job not in self.jobs(), f"job {job} is still there")
 
     @contextmanager
     def inside(self, *options: str) -> Iterator[int]:
@@ -120,6 +122,15 @@ class Slurm:
         """The numbers of all that Slurm has not done with."""
         done = self.run("squeue", "--noheader", "--format=%A")
         return [int(line) for line in done.stdout.split()]
+
+    def until(self, is_so: Callable[[], bool], what: str) -> None:
+        """Wait for what Slurm's commands say, each of which is a process."""
+
+        def look() -> bool:
+            time.sleep(POLL_SECONDS)
+            return is_so()
+
+        wait_until(look, what)
 
     def close(self) -> None:
         for process in reversed(self._processes):
@@ -256,7 +267,7 @@ def test_a_notebook_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
     launched = Launched("slurm", {"layout": "1x1", "salloc": "-p main"})
     with other_notebook(launched, "/nowhere"):
         assert len(slurm.jobs()) == 1
-    wait_until(lambda: not slurm.jobs(), "the allocation has ended")
+    slurm.until(lambda: not slurm.jobs(), "the allocation has ended")
 
 
 def test_a_salloc_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
@@ -274,7 +285,7 @@ def test_a_salloc_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
         (salloc,) = (each for each in below if each.name() == "salloc")
         said = dies_when(world, salloc.kill)
         assert f"`--salloc -p main`: salloc was killed by SIGKILL, and job {before} ends" in said
-        wait_until(lambda: slurm.jobs() == [other], "the allocation has ended")
+        slurm.until(lambda: slurm.jobs() == [other], "the allocation has ended")
         world.restart()
         (job,) = {*slurm.jobs()} - {other}
         slurm.control.link_down()
@@ -307,11 +318,11 @@ def test_an_allocation_of_its_own(
     stopping = once(lambda: len(slurm.jobs()) == 2, press_stop, "it is time to stop")
     with stopping, pytest.raises(KeyboardInterrupt):
         make_world(salloc="-p main").start()
-    wait_until(lambda: slurm.jobs() == [all_taken], "it is in the queue no more")
+    slurm.until(lambda: slurm.jobs() == [all_taken], "it is in the queue no more")
 
     with pytest.raises(AgentLost):
         start_killed_in_queue(make_world(salloc="-p main"))
-    wait_until(lambda: slurm.jobs() == [all_taken], "it is in the queue no more")
+    slurm.until(lambda: slurm.jobs() == [all_taken], "it is in the queue no more")
 
     world = make_world("1x1", salloc=f"--gpus-per-node={GPUS} --mem=500", name="mine", cpus=2)
     said = False
@@ -326,6 +337,6 @@ def test_an_allocation_of_its_own(
         assert world.size == 1
         (head,) = children_of(world.session.link.agent.pid)
         os.kill(head, signal.SIGKILL)
-        wait_until(lambda: not slurm.jobs(), "the allocation has ended")
+        slurm.until(lambda: not slurm.jobs(), "the allocation has ended")
         with pytest.raises(AgentLost):
             world.execute("pass")

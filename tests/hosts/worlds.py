@@ -116,6 +116,17 @@ def ours_on(host: Host) -> list[str]:
     return [line for line in host.left() if "nbdist" in line and "sshd: " not in line]
 
 
+def has_agent(host: Host) -> bool:
+    """Whether an agent has its folder there: that costs less to see than its processes."""
+    return any(host.path("/tmp").glob("nbdist-*"))
+
+
+def wait_until_empty(host: Host) -> None:
+    """Wait until nothing of a world is there."""
+    wait_until(lambda: not has_agent(host), f"the agent on {host} has ended")
+    wait_until(lambda: not ours_on(host), f"{host} is empty")
+
+
 # --- worlds of a worker on each of two hosts, by any launcher ----------------------------------
 
 
