@@ -80,6 +80,7 @@ def test_all_are_waited_for(launchers: None, tmp_path: Path) -> None:
 
 def has_ranks(world: World, number: int) -> bool:
     """Whether there are so many, once who has come is taken in."""
+    world.session.receive(0.1)
     world.execute("pass")
     return world.size == number
 

@@ -72,6 +72,7 @@ def has_room(world: World) -> bool:
     """Whether there are four workers again, as soon as the machines for them are there."""
     with suppress(ScaleError):
         world.scale(4)
+    world.session.receive(0.1)
     return world.size == 4
 
 
