@@ -239,7 +239,6 @@ def inherited(launched: Launched, network: Network) -> Iterator[World]:
 VARIABLES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"]
 
 
-
 def has_seats(world: World) -> None:
     """Ranks are on the hosts that were named, with torchrun's variables.
 
