@@ -97,8 +97,8 @@ def test_big_values_on_two_nodes(world: World) -> None:
 def test_c_code_that_is_not_done_when_control_is_back(world: World) -> None:
     """It was said that nothing is lost: the agent of its machine is told, and does not end it."""
     world.execute("kept = rank")
-    source = "print('runs')\nif rank == 3: sum(range(6 * 10 ** 7))"
-    running = world.submit(world.task(source), Patience(control_timeout=0.7))
+    source = "print('runs')\nif rank == 3: sum(range(2 * 10 ** 8))"
+    running = world.submit(world.task(source), Patience(control_timeout=1.0))
     for _ in world.follow(running):
         if all(track.line_count for track in running.transcript):
             break

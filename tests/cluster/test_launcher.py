@@ -105,9 +105,16 @@ def offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def world(offers: Path) -> Iterator[World]:
     """Not started yet."""
-    world = World(layout="3x1", launcher="join", address="127.0.0.1", log_dir="", show=False)
+    world = World(layout="2x1", launcher="join", address="127.0.0.1", log_dir="", show=False)
     yield world
     world.shutdown()
+
+
+def place_in(offers: Path) -> str:
+    """Wait until a world waits, and return the place that it shows."""
+    wait_until(lambda: list(offers.glob(f"*{SUFFIX}")), "a key is there")
+    (file,) = offers.glob(f"*{SUFFIX}")
+    return ":".join(file.stem.rsplit("-", 1))
 
 
 def twice_by_torchrun(place: str) -> list[str]:
@@ -129,50 +136,59 @@ def twice_by_mpirun(place: str) -> list[str]:
 def test_machines_come_by_themselves(
     world: World, offers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever starts the command, one agent comes of it, and all ends with the world.
-
-    An old key is refused in a line; who ends the command takes its ranks along.
-    """
+    """Whatever starts the command, one agent comes of it; all ends with the world."""
     # Torchx calls the torchrun that it finds, and copies the folder in which it is.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     (folder := tmp_path / "cwd").mkdir()
     said: list[str] = []
     start = threading.Thread(target=lambda: said.extend(world.session.starting_texts()))
     start.start()
-    wait_until(lambda: list(offers.glob(f"*{SUFFIX}")), "a key is there")
-    (file,) = offers.glob(f"*{SUFFIX}")
-    place, ticket = ":".join(file.stem.rsplit("-", 1)), read_key_file(file)
-    assert all(secret not in place for secret in (ticket.keys.secret, ticket.keys.public))
-    for changes in ({"keys": KeyPair.new()}, {"server_key": KeyPair.new().public}):
-        old = replace(ticket, **changes).to_line()
-        command = [*COMMAND, place, "--key-file", "-"]
-        refused = subprocess.run(command, input=old, capture_output=True, timeout=SOON)
-        told = f"does not take this key, made for the world at {place}"
-        assert (refused.returncode, told in refused.stderr.decode()) == (2, True)
-    commands = twice_by_torchrun(place), twice_by_mpirun(place), [*COMMAND, place]
-    *others, last = (
+    place = place_in(offers)
+    joined = [
         subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, cwd=folder)
-        for command in commands
-    )
+        for command in (twice_by_torchrun(place), twice_by_mpirun(place))
+    ]
     start.join(SOON)
     world.execute("import os, torch, torch.distributed as dist; t = torch.ones(1)")
     world.execute("dist.all_reduce(t); mpi = [n for n in os.environ if n.startswith('OMPI_')]")
     seen = world.gather("(float(t), world_size, os.environ['GROUP_WORLD_SIZE'], mpi)")
-    assert seen == [(3.0, 3, "3", [])] * 3
-    assert world.session.resolve("auto") == 3  # for a cell that says it again
+    assert seen == [(2.0, 2, "2", [])] * 2
+    assert world.session.resolve("auto") == 2  # for a cell that says it again
     host = os.uname().nodename
     texts = [text for text in said if text]
-    assert f"starting: run `nbdist join {place}` on each machine · 0 of 3 nodes" in texts
-    assert any(text.startswith(f"starting: 3 of 3 nodes: {host} #0 (1), {host}") for text in texts)
-    no_secret_is_to_be_seen(ticket, world)
-    last.terminate()
-    assert last.wait(SOON) == 128 + signal.SIGTERM
-    wait_until(lambda: world.session.receive(0.01) or world.session.dead, "its rank has died")
+    assert f"starting: run `nbdist join {place}` on each machine · 0 of 2 nodes" in texts
+    assert any(text.startswith(f"starting: 2 of 2 nodes: {host} #0 (1), {host}") for text in texts)
     world.shutdown()
-    assert [each.wait(SOON) for each in others] == [0, 0]
+    assert [each.wait(SOON) for each in joined] == [0, 0]
     assert list(offers.iterdir()) == []
     stale = subprocess.run([*COMMAND, place], capture_output=True, text=True, timeout=SOON)
     assert stale.stderr.startswith(f"nbdist: `nbdist join {place}`: no world waits there (Conn")
+
+
+def test_only_who_has_the_key_comes(world: World, offers: Path) -> None:
+    """An old key is refused in a line; who ends the command takes its ranks along."""
+    start = threading.Thread(target=world.start)
+    start.start()
+    place = place_in(offers)
+    (file,) = offers.iterdir()
+    ticket = read_key_file(file)
+    assert all(secret not in place for secret in (ticket.keys.secret, ticket.keys.public))
+    command = [*COMMAND, place, "--key-file", "-"]
+    for changes in ({"keys": KeyPair.new()}, {"server_key": KeyPair.new().public}):
+        old = replace(ticket, **changes).to_line()
+        refused = subprocess.run(command, input=old, capture_output=True, timeout=SOON)
+        said = f"does not take this key, made for the world at {place}"
+        assert (refused.returncode, said in refused.stderr.decode()) == (2, True)
+    right = [subprocess.Popen([*COMMAND, place], stdin=subprocess.DEVNULL) for _ in range(2)]
+    start.join(SOON)
+    assert world.gather("rank") == [0, 1]
+    no_secret_is_to_be_seen(ticket, world)
+    right[1].terminate()
+    assert right[1].wait(SOON) == 128 + signal.SIGTERM
+    wait_until(lambda: world.session.receive(0.01) or world.session.dead, "its rank has died")
+    world.shutdown()
+    assert right[0].wait(SOON) == 0
+    assert list(offers.iterdir()) == []
 
 
 def no_secret_is_to_be_seen(ticket: Ticket, world: World) -> None:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -172,17 +172,8 @@ def test_a_key_of_elsewhere(
             own.accept()
 
 
-def test_bad_input(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A place that is none, stale or silent, a key that is not there or none, an unknown name."""
-    monkeypatch.setattr(tickets, "REACH_TIMEOUT", 0.2)
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
-        for each in [waiting.enter_context(socket.socket()) for _ in range(4)]:
-            each.settimeout(0)
-            each.connect_ex(full.getsockname())
-        told = said(capsys, f"127.0.0.1:{full.getsockname()[1]}")
-    assert ": no world waits there (no answer): " in told
+def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: int) -> None:
+    """A place that is none or stale, a key that is not there or none, an unknown name."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         gone = server.getsockname()[1]
     place, missing = f"127.0.0.1:{port}", str(tmp_path / "missing")

@@ -34,7 +34,7 @@ from tests.hosts.worlds import (
     named,
     new_world,
     other_notebook,
-    wait_until_empty,
+    ours_on,
 )
 from tests.waiting import once, press_stop, wait_until
 
@@ -72,7 +72,6 @@ def has_room(world: World) -> bool:
     """Whether there are four workers again, as soon as the machines for them are there."""
     with suppress(ScaleError):
         world.scale(4)
-    world.session.receive(0.1)
     return world.size == 4
 
 
@@ -100,51 +99,50 @@ def test_a_link_is_taken_down(world: World, hosts: list[Host], network: Network)
     assert world.state is State.READY
     assert seats(world) == [[r, 2, 0, 1, 2, "node1", r] for r in range(2)]
     # With the cable still out: what was started there has found out by itself.
-    wait_until_empty(hosts[1])
+    wait_until(lambda: not ours_on(hosts[1]), "node2 to be empty")
     hosts[1].link_up()
     wait_until(lambda: has_come(world), "node2 to come back")
     there = [["node1", 0], ["node1", 1], ["node2", None], ["node2", None]]
     assert [seat[5:] for seat in seats(world)] == there
 
 
-def test_ranks_of_a_lost_machine_go_where_there_is_room(world: World, hosts: list[Host]) -> None:
-    """With their ranks; what they had is lost, set-up cells have run, and groups are whole.
-
-    Of a big value that was on its way from there nothing is returned.
-    """
+def test_ranks_of_a_lost_machine_go_where_there_is_room(
+    world: World, hosts: list[Host], network: Network
+) -> None:
+    """With their ranks; what they had is lost, set-up cells have run, and groups are whole."""
     world.scale(ranks=[0, 2])
-    world.execute(f"was = rank\nmine = torch.ones({SIZE // 4})")
+    world.execute("was = rank")
     assert [seat[5] for seat in seats(world)] == ["node1", "node2"]
-    hosts[0].limit(LIMIT)
-    with begun([], hosts[0].link_down), pytest.raises(WorkerDied) as caught:
-        world.gather("mine", ranks=[0])
-    said = str(caught.value)
+    said = lose(world, network, hosts[0].link_down)
     assert said.startswith("rank 0 on node1 ")
     assert "was restarted and its variables" in said
     assert seats(world) == [[0, 2, 0, 1, 2, "node2", None], [1, 2, 0, 1, 2, "node2", 1]]
-    assert not segments([])
-    hosts[0].mend()
+    hosts[0].link_up()
     wait_until(lambda: has_room(world), "node1 to come back")
 
 
-def test_one_machine_is_lost_after_the_other(
-    world: World, hosts: list[Host], network: Network
-) -> None:
-    """Whoever was rank 0: the next is, also for stores of users' own.
-
-    Where none is left it is said, and what to do; nothing waits.
-    """
+def test_the_first_machine_is_lost(world: World, hosts: list[Host]) -> None:
+    """Whoever was rank 0: the next is, also for stores of users' own."""
     first, second = in_order(world, hosts)
     first.link_down()
     session = world.session
     wait_until(lambda: session.receive(0.1) or session.dead, f"the loss of {first} is noticed")
     assert seats(world) == [[r, 2, 0, 1, 2, second.name, r + 2] for r in range(2)]
     assert world.gather("os.environ['MASTER_ADDR']") == [second.address] * 2
-    assert "all machines are lost" in lose(world, network, second.link_down)
+
+
+def test_all_machines_are_lost(world: World, hosts: list[Host], network: Network) -> None:
+    """It is said, and what to do; nothing waits."""
+
+    def pull() -> None:
+        for host in hosts[:2]:
+            host.link_down()
+
+    assert "all machines are lost" in lose(world, network, pull)
     assert world.state is State.BROKEN
     for host in hosts[:2]:
         host.link_up()
-    world.restart(4)
+    world.restart()
     assert [seat[5] for seat in seats(world)] == ["node1", "node1", "node2", "node2"]
 
 
@@ -327,7 +325,7 @@ def big(world: World, hosts: list[Host]) -> Iterator[torch.Tensor]:
     """A big value, for the second host over a thin cable; after the test no host has any."""
     hosts[1].limit(LIMIT)
     yield torch.ones(SIZE // 4)
-    world.execute("for name in ('big', 'done'): globals().pop(name, None)")
+    world.execute("for name in ('big', 'mine'): globals().pop(name, None)")
     wait_until(lambda: not segments(hosts), "big values are let go of")
 
 
@@ -356,11 +354,16 @@ def test_stop_before_it_is_there(world: World, hosts: list[Host], big: torch.Ten
 
 
 def test_a_host_is_lost_half_way(world: World, hosts: list[Host], big: torch.Tensor) -> None:
-    """Its ranks count as dead, and the others end the task."""
+    """Its ranks count as dead: the others end the task, and what has come back is no value."""
     second = in_order(world, hosts)[1]
     with begun(hosts, second.link_down), pytest.raises(WorkerDied, match=second.name):
         world.execute("done = True", names={"big": big})
-    second.mend()  # its agent is told at once that it is lost
+    second.mend()
+    wait_until(lambda: has_come(world), f"{second} to come back")
+    world.execute(f"mine = torch.ones({SIZE // 4})")
+    second.limit(LIMIT)
+    with begun([], second.link_down), pytest.raises(WorkerDied, match=second.name):
+        world.gather("mine", ranks=[2])
 
 
 # --- what is killed -----------------------------------------------------------------------------
@@ -371,16 +374,40 @@ def test_what_kills_the_head(started: World, hosts: list[Host]) -> None:
     psutil.Process(started.session.link.agent.pid).kill()
     with pytest.raises(AgentLost):
         started.execute("import time\ntime.sleep(99)")
-    wait_until_empty(hosts[0])
+    wait_until(lambda: not ours_on(hosts[0]), "node1 has ended its agent")
 
 
-def test_a_notebook_that_is_killed(path: None, hosts: list[Host], network: Network) -> None:
-    """Its detached workers go on, whatever they do, and end on all hosts by a command."""
+@pytest.mark.parametrize("detach", [False, True])
+def test_a_notebook_that_is_killed(
+    path: None, hosts: list[Host], network: Network, *, detach: bool
+) -> None:
+    """Its workers end with it, whatever they do, on all hosts; detached ones by a command."""
     ssh, name = Launched("ssh", {"hosts": "node1:1,node2:1"}), f"killed-{os.getpid()}"
-    with other_notebook(ssh, "/nowhere", name=name, detach=True):
+    with other_notebook(ssh, "/nowhere", name=name, detach=detach):
         assert all(host.left() for host in hosts[:2])
-    wait_until(lambda: named(name)[0].is_detached, "its notebook is gone")
-    assert all(host.left() for host in hosts[:2])
-    assert kill_world(name) == 0
-    assert named(name) == []
+    if detach:
+        wait_until(lambda: named(name)[0].is_detached, "its notebook is gone")
+        assert all(host.left() for host in hosts[:2])
+        assert kill_world(name) == 0
+        assert named(name) == []
     is_clean(ssh, network)
+
+
+def test_a_world_begins_at_the_minimum(hosts: list[Host], network: Network, path: None) -> None:
+    """A host that comes later is taken in; its loss restarts all workers, or ends them, as said."""
+    hosts[1].block("tcp dport 22")
+    with new_world("node1,node2", layout="1:2x1", on_failure="restart-all") as world:
+        world.execute(SET_UP, setup=True)
+        world.execute("was = rank")
+        assert seats(world) == [[0, 1, 0, 1, 1, "node1", 0]]
+        hosts[1].mend()
+        wait_until(lambda: has_come(world), "node2 to come")
+        assert [seat[5:] for seat in seats(world)] == [["node1", 0], ["node2", None]]
+        assert "All workers were" in lose(world, network, hosts[1].link_down)
+        assert seats(world) == [[0, 1, 0, 1, 1, "node1", None]]
+        hosts[1].link_up()
+        wait_until(lambda: has_come(world), "node2 to come back")
+        assert [seat[5] for seat in seats(world)] == ["node1", "node2"]
+        world.restart(on_failure="stop")
+        assert "All workers were" in lose(world, network, hosts[1].link_down)
+        assert world.state is State.STOPPED

@@ -9,7 +9,6 @@ import nbformat
 
 from tests.hosts.network import Host
 from tests.hosts.sshd import Sshd
-from tests.hosts.worlds import has_agent
 from tests.notebook.front_end import Notebook
 from tests.notebooks.test_notebooks import MANY_MACHINES, check_run, code_cells, run, text
 from tests.waiting import wait_until
@@ -19,33 +18,21 @@ LOGS = "/tmp/nbt-logs"
 
 
 def test_what_magics_say(sshd: Sshd, hosts: list[Host], tmp_path: Path) -> None:
-    """They name hosts: where ranks and files are, what one lacks, which has come, or is lost.
-
-    The world begins at its minimum, and all of it is restarted where one is lost.
-    """
+    """They name hosts: for each rank, where files are, what one lacks, which is lost and back."""
     (tmp_path / "mine.py").write_text("x = 1\n")
     environ = {**sshd.environ, "NBDIST_LOG_DIR": LOGS}
-    hosts[1].block("tcp dport 22")
     with closing(Notebook(f"%cd -q {tmp_path}", "%load_ext nbdist", env=environ)) as notebook:
-        line = "%%distributed --hosts node1,node2 -j 1:2x1 --name logs --link-timeout 3"
-        size = "print(world_size)"
-        assert notebook.run(f"{line} --on-failure restart-all\n{size}").errors == []
-        size = f"%%distributed\n{size}"
-        assert notebook.run(size).text.splitlines()[-1] == "1"
-        hosts[1].mend()
-        wait_until(lambda: has_agent(hosts[1]), "an agent starts there")
-        wait_until(lambda: "node2 came · now 2 workers" in notebook.run(size).text, "it has come")
-        assert notebook.run("%%distributed\nprint('hello from', rank)").errors == []
+        line = "%%distributed --hosts node1:1,node2:1 --name logs --link-timeout 3"
+        assert notebook.run(f"{line}\nprint('hello from', rank)").errors == []
         assert "── ranks 0 on node1, 1 on node2 same · idle ──" in notebook.run("%dist_stack").text
         last = notebook.run("%dist_status -v").text.splitlines()[-1]
         assert last == "refused connections without this world's keys: none"
 
-        shown = notebook.run("%dist_log --tail 3 --grep hello").text
-        *lines, first, second = shown.splitlines()
-        said = ("── rank 0 on node1 ──", "hello from 0", "── rank 1 on node2 ──", "hello from 1")
-        assert lines == [*said]
-        assert first == f"files: node1:{LOGS}/logs/node1/attempt_0/[0]/[stdout,stderr].log"
-        assert second.startswith(f"files: node2:{LOGS}/logs/node2/attempt_")
+        assert notebook.run("%dist_log --tail 3 --grep hello").text.splitlines() == [
+            *("── rank 0 on node1 ──", "hello from 0", "── rank 1 on node2 ──", "hello from 1"),
+            f"files: node1:{LOGS}/logs/node1/attempt_0/[0]/[stdout,stderr].log",
+            f"files: node2:{LOGS}/logs/node2/attempt_0/[1]/[stdout,stderr].log",
+        ]
         error = notebook.run("%dist_log --attempt 7").error
         assert "`--attempt 7`: there are 0, the last is now." in error
         cell = "%%distributed -r 1\nfrom IPython.display import HTML\nHTML('x' * 10_000_001)"
@@ -56,13 +43,15 @@ def test_what_magics_say(sshd: Sshd, hosts: list[Host], tmp_path: Path) -> None:
         assert "`mine.py` is in the notebook's folder, which node2 does not have: " in error
         assert "rank 1 on node2 (pid " in notebook.run("%dist_why").text
 
+        def is_whole() -> bool:
+            return "2 workers as 2x1 on node1 and node2 " in notebook.run("%dist_status").text
+
         hosts[1].link_down()
-        error = notebook.run("%%distributed\ndist.barrier()").error
-        assert "rank 1 on node2 " in error
-        assert "All workers were restarted (`--on-failure restart-all`)" in error
-        shown = notebook.run(size).text
-        assert "now 1 worker" in shown
-        assert shown.splitlines()[-1] == "1"
+        wait_until(lambda: not is_whole(), "node2 is lost")
+        assert "now 1 worker" in notebook.run("%%distributed\nmark = 1").text
+        hosts[1].link_up()
+        back = lambda: "now 2 workers" in notebook.run("%%distributed\nmark = 1").text  # noqa: E731
+        wait_until(back, "node2 is back")
 
 
 def test_many_machines(hosts: list[Host], path: None, tmp_path: Path) -> None:

@@ -8,21 +8,15 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
 
-from nbdist.cluster.slurm import SlurmLauncher
-from nbdist.cluster.ticket import KeyPair, Ticket
-from nbdist.config import WorldConfig
 from nbdist.errors import AgentLost, StartError, WorkerDied
 from nbdist.system.processes import children_of
 from nbdist.world.states import State
@@ -41,7 +35,6 @@ from tests.waiting import SOON, once, press_stop, wait_until
 DAEMONS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "scancel")
 CONTROLLER_PORT, NODE_PORT = 6817, 6818
 CPUS, GPUS = 8, 2
-POLL_SECONDS = 0.1
 
 CONFIG = """\
 ClusterName=nbdist
@@ -87,7 +80,7 @@ class Slurm:
         self._start(self.control, "slurmctld", CONTROLLER_PORT)
         for node in self.nodes:
             self._start(node, "slurmd", NODE_PORT)
-        self.until(self._is_up, f"Slurm's nodes are not idle; see {self.folder}")
+        wait_until(self._is_up, f"Slurm's nodes are not idle; see {self.folder}")
         for child in self.control.processes():  # slurmctld has one to run scripts
             self.control.lasts(child)
 
@@ -107,7 +100,7 @@ class Slurm:
     def cancel(self, job: int) -> None:
         """End an allocation, and wait until Slurm has forgotten what ran in it."""
         self.run("scancel", str(job), check=False)
-        self.until(lambda: job not in self.jobs(), f"job {job} is still there")
+        wait_until(lambda: job not in self.jobs(), f"job {job} is still there")
 
     @contextmanager
     def inside(self, *options: str) -> Iterator[int]:
@@ -122,15 +115,6 @@ class Slurm:
         """The numbers of all that Slurm has not done with."""
         done = self.run("squeue", "--noheader", "--format=%A")
         return [int(line) for line in done.stdout.split()]
-
-    def until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Wait for what Slurm's commands say, each of which is a process."""
-
-        def look() -> bool:
-            time.sleep(POLL_SECONDS)
-            return is_so()
-
-        wait_until(look, what)
 
     def close(self) -> None:
         for process in reversed(self._processes):
@@ -251,7 +235,7 @@ def test_a_world(
             has_seats(world)
             # By these Lightning would take the node's number for the rank.
             told = "{'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_NODEID'} & {*os.environ}"
-            assert world.gather(f"os.environ['SLURM_JOB_ID'], {told}") == [(str(job), set())] * 2
+            assert world.gather(f"os.environ['SLURM_JOB_ID'], {told}") == [(str(job), set())] * 4
             assert world.session.spec.name in running()
             survives_an_agent(world, launched, network)
 
@@ -267,7 +251,7 @@ def test_a_notebook_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
     launched = Launched("slurm", {"layout": "1x1", "salloc": "-p main"})
     with other_notebook(launched, "/nowhere"):
         assert len(slurm.jobs()) == 1
-    slurm.until(lambda: not slurm.jobs(), "the allocation has ended")
+    wait_until(lambda: not slurm.jobs(), "the allocation has ended")
 
 
 def test_a_salloc_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
@@ -285,7 +269,7 @@ def test_a_salloc_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
         (salloc,) = (each for each in below if each.name() == "salloc")
         said = dies_when(world, salloc.kill)
         assert f"`--salloc -p main`: salloc was killed by SIGKILL, and job {before} ends" in said
-        slurm.until(lambda: slurm.jobs() == [other], "the allocation has ended")
+        wait_until(lambda: slurm.jobs() == [other], "the allocation has ended")
         world.restart()
         (job,) = {*slurm.jobs()} - {other}
         slurm.control.link_down()
@@ -296,17 +280,27 @@ def test_a_salloc_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
         slurm.cancel(each)
 
 
-def test_what_slurm_refuses(slurm: Slurm, hosts: list[Host], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("salloc", "told"),
+    [
+        (
+            "-p nope",
+            "`--salloc -p nope`: Slurm says: invalid partition specified: nope; Job submit/allocate"
+            " failed: Invalid partition name specified.",
+        ),
+        (
+            "--gpus-per-node=9",
+            "`--salloc --gpus-per-node=9`: Slurm says: Job submit/allocate failed: Requested node "
+            "configuration is not available.",
+        ),
+    ],
+)
+def test_what_slurm_refuses(salloc: str, told: str, slurm: Slurm, hosts: list[Host]) -> None:
     """In one line."""
-    ticket = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new(), fork=False)
-    wanted = WorldConfig(launcher="slurm", layout="2x1", salloc="-p nope", name="refused")
-    (process,) = SlurmLauncher().launch(wanted, ticket, tmp_path).processes
-    assert select.select([process], [], [], SOON)[0] == [process]
-    told = process.complaint()
-    assert told.startswith("`--salloc -p nope`: Slurm says: invalid partition specified: nope; Job")
-    assert "\n" not in told
-    process.end(0.0)
-    process.close()
+    with pytest.raises(StartError) as found:
+        make_world(salloc=salloc).start()
+    assert str(found.value).startswith(f"the workers could not start: {told}")
+    assert "\n" not in str(found.value)
 
 
 def test_an_allocation_of_its_own(
@@ -318,13 +312,13 @@ def test_an_allocation_of_its_own(
     stopping = once(lambda: len(slurm.jobs()) == 2, press_stop, "it is time to stop")
     with stopping, pytest.raises(KeyboardInterrupt):
         make_world(salloc="-p main").start()
-    slurm.until(lambda: slurm.jobs() == [all_taken], "it is in the queue no more")
+    wait_until(lambda: slurm.jobs() == [all_taken], "it is in the queue no more")
 
     with pytest.raises(AgentLost):
         start_killed_in_queue(make_world(salloc="-p main"))
-    slurm.until(lambda: slurm.jobs() == [all_taken], "it is in the queue no more")
+    wait_until(lambda: slurm.jobs() == [all_taken], "it is in the queue no more")
 
-    world = make_world("1x1", salloc=f"--gpus-per-node={GPUS} --mem=500", name="mine", cpus=2)
+    world = make_world(salloc=f"--gpus-per-node={GPUS} --mem=500", name="mine", cpus=2)
     said = False
     for text in world.session.starting_texts():
         if "waits in Slurm's queue" in text and not said:
@@ -333,10 +327,10 @@ def test_an_allocation_of_its_own(
     with world:
         assert said
         shown = slurm.run("squeue", "--noheader", "--format=%j %D %C %l").stdout
-        assert shown.split() == ["mine", "1", "2", "7:00"]
-        assert world.size == 1
+        assert shown.split() == ["mine", "2", "4", "7:00"]
+        assert world.size == 2
         (head,) = children_of(world.session.link.agent.pid)
         os.kill(head, signal.SIGKILL)
-        slurm.until(lambda: not slurm.jobs(), "the allocation has ended")
+        wait_until(lambda: not slurm.jobs(), "the allocation has ended")
         with pytest.raises(AgentLost):
             world.execute("pass")

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from nbdist.topology import Position
 from nbdist.values.payload import Payload, SegmentRef
 from nbdist.wire import control
 from nbdist.wire.control import Candidate, Completions
 from nbdist.wire.frames import BadFrame, pack
 from nbdist.wire.messages import PART, Answer, CodeFile, PutCode, landmark
-from nbdist.wire.node_messages import node_frames, node_message_from
+from nbdist.wire.node_messages import node_frames, node_message_from, processes
 from nbdist.wire.ops import Mesh
 from nbdist.wire.transfer import Piece
 from nbdist.wire.views import Begun, Collective, Place, StackFrame
@@ -37,6 +38,12 @@ from nbdist.wire.work import (
 SOURCE = Task("a1", (0, 1), Source("x = 'é\udc80'"), names=Payload((b"",)), execution_count=7)
 SCRIPT = Task("a2", (1,), Script("file", "train.py", (), "/w/train.py", "/w"), execution_count=3)
 CALL = Task("a3", (2,), Call("snapshot.write", {"folder": "/s", "wanted": {0: ["x"]}}))
+
+
+def test_what_people_see_of_the_work() -> None:
+    """The source, the number and the script, where there is one."""
+    seen = [(task.source, task.execution_count, task.script) for task in (SOURCE, SCRIPT, CALL)]
+    assert seen == [("x = 'é\udc80'", 7, None), ("", 3, SCRIPT.work), ("", None, None)]
 
 
 def test_memory_that_a_task_refers_to() -> None:
@@ -102,6 +109,12 @@ def test_bytes_of_a_big_value() -> None:
     assert data is piece.data
     assert node_message_from(bytes(frame), memoryview(data)) == piece
     assert node_frames(Answer(1, "x")) == [pack(Answer(1, "x"))]
+
+
+def test_processes_by_rank() -> None:
+    """With the node of each; without seats all are on one."""
+    assert processes({0: 17, 1: 17}, (Position(0, 0), Position(1, 0))) == {0: (0, 17), 1: (1, 17)}
+    assert processes({3: 17}, ()) == {3: (0, 17)}
 
 
 def test_a_message_has_only_so_much() -> None:

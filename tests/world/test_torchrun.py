@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -53,27 +52,14 @@ def plain_environ() -> dict[str, str]:
     return {**plain, "CUDA_VISIBLE_DEVICES": ""}
 
 
-RUNS = """
-import os, shlex, sys
-from torch.distributed.run import main
-
-children = []
-for options in sys.argv[1:]:
-    if not (child := os.fork()):
-        main(shlex.split(options))
-        os._exit(0)
-    children.append(child)
-sys.exit(any(os.waitpid(child, 0)[1] for child in children))
-"""
-"""The real torchrun, several times beside one another, with one import of torch."""
-
-
-def options_for(folder: Path, *options: str) -> str:
-    """Those of one whose workers write their environments into the folder."""
+def start_torchrun(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    """The real one, whose workers write their environments into the folder."""
     folder.mkdir(exist_ok=True)
     script = folder / "dump.py"
     script.write_text(DUMP)
-    return shlex.join([f"--log-dir={folder}", *options, str(script), str(folder)])
+    run = [sys.executable, "-m", "torch.distributed.run", "--log-dir", str(folder), *options]
+    command = [*run, str(script), str(folder)]
+    return subprocess.Popen(command, env=plain_environ(), stderr=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +69,15 @@ def torchruns(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Environs
     address = ("--master-addr=localhost", f"--master-port={port.number}")
     two = ("--nnodes=2", "--nproc-per-node=2", *address)
     runs = [
-        options_for(folder / "1x3", "--standalone", "--nproc-per-node=3"),
-        *(options_for(folder / "2x2", *two, f"--node-rank={node}") for node in range(2)),
+        start_torchrun(folder / "1x3", "--standalone", "--nproc-per-node=3"),
+        *(start_torchrun(folder / "2x2", *two, f"--node-rank={node}") for node in range(2)),
     ]
-    command, quiet = [sys.executable, "-c", RUNS, *runs], subprocess.DEVNULL
     try:
-        subprocess.run(
-            command, env=plain_environ(), stderr=quiet, check=True, timeout=TORCHRUN_TIMEOUT
-        )
+        assert [run.wait(TORCHRUN_TIMEOUT) for run in runs] == [0, 0, 0]
     finally:
+        for run in runs:
+            run.kill()
+            run.wait()
         port.close()
     return {
         layout: [json.loads((folder / layout / f"{rank}.json").read_text()) for rank in range(size)]

@@ -90,7 +90,7 @@ def test_worker_whose_import_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (tmp_path / "torch.py").write_text("raise ImportError('broken on purpose')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    world = World(1, log_dir="")
+    world = World(2, log_dir="")
     with pytest.raises(StartError, match="broken on purpose"):
         world.start()
     assert world.state is State.STOPPED
@@ -100,12 +100,12 @@ def test_worker_whose_import_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.mark.own_agent
 def test_start_interrupted(new_children: Callable[[], list[psutil.Process]]) -> None:
     """Stop during a start ends all that was started; the world can be started afterwards."""
-    world = World(1, log_dir="")
+    world = World(2, log_dir="")
     starts = once(lambda: world.state is State.STARTING and new_children(), press_stop)
     with starts, pytest.raises(KeyboardInterrupt):
         world.start()
     assert (world.state, new_children()) == (State.STOPPED, [])
-    assert world.gather("rank") == [0]
+    assert world.gather("rank") == [0, 1]
     world.shutdown()
 
 
