@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -85,14 +86,6 @@ def test_what_cells_start(beside: Notebook) -> None:
     assert gathered(beside, source) == [expected] * 2
 
 
-def test_the_same_of_spawned_workers(beside: Notebook, folder: Path) -> None:
-    """Each of them imports everything itself."""
-    assert beside.run("%dist_restart -n 1 --no-fork").errors == []
-    assert (folder / "ran.txt").read_text() == ""
-    expected = beside.value("(sys.path, os.environ['PYTHONPATH'])")
-    assert gathered(beside, "import sys, os\nx = sys.path, os.environ['PYTHONPATH']") == [expected]
-
-
 def test_processes_that_multiprocessing_spawns(
     beside: Notebook, folder: Path, tmp_path: Path
 ) -> None:
@@ -100,7 +93,8 @@ def test_processes_that_multiprocessing_spawns(
     (tmp_path / "yours.py").write_text("def twice(x):\n    return 2 * x\n")
     go = f"os.chdir({str(tmp_path)!r}); os.environ['PYTHONPATH'] = ':'"
     leave = f"sys.path[:] = [entry for entry in sys.path if entry != {str(folder)!r}]"
-    assert beside.run(f"{go}\n{leave}\n%dist_restart -n 1").errors == []
+    before = "before = [*sys.path], os.environ['PYTHONPATH']"
+    assert beside.run(f"{before}\n{go}\n{leave}\n%dist_restart -n 1").errors == []
     source = (
         "import multiprocessing, yours\n"
         "with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
@@ -108,3 +102,15 @@ def test_processes_that_multiprocessing_spawns(
         "del pool"
     )
     assert gathered(beside, source) == [[2, 4]]
+    back = f"os.chdir({str(folder)!r}); sys.path[:], os.environ['PYTHONPATH'] = before"
+    assert beside.run(back).errors == []
+
+
+def test_the_same_of_spawned_workers(beside: Notebook, folder: Path) -> None:
+    """Each of them imports everything itself; and leaves what forked ones do where it crashes."""
+    assert beside.run("%dist_restart -n 1 --no-fork --on-failure stop").errors == []
+    assert (folder / "ran.txt").read_text() == ""
+    expected = beside.value("(sys.path, os.environ['PYTHONPATH'])")
+    assert gathered(beside, "import sys, os\nx = sys.path, os.environ['PYTHONPATH']") == [expected]
+    seen = beside.run("%%distributed\nimport signal; os.kill(os.getpid(), signal.SIGSEGV)").seen
+    assert re.search(r"Fatal Python error: Segmentation fault, in\s+Cell In\[\d+\], line 2\n", seen)

@@ -12,11 +12,16 @@ from pathlib import Path
 import pytest
 
 from nbdist.errors import WorkerError
+from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.hosts.network import Host
+from tests.hosts.network import Host, Network
+from tests.hosts.worlds import LINK_TIMEOUT, SUM, lose, wrapped
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world(2)
+
+LOGS = "/tmp/logs"
+"""Of each host for itself."""
 
 MINE = "def answer():\n    return {}\n"
 
@@ -29,14 +34,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+AHEAD = "import time\nof_kernel = time.time_ns\ntime.time_ns = lambda: of_kernel() + 3600 * 10**9\n"
+
+
 @pytest.fixture(scope="module")
 def started(path: None, hosts_of_module: list[Host], folder: Path) -> Iterator[World]:
-    """Two ranks, each on a host of its own, with code that follows the notebook's."""
+    """Two ranks, each on a host of its own, one over IPv6, with the notebook's code.
+
+    The first host has a clock that is wrong, and hardly a disk for logs.
+    """
+    first, second, _ = hosts_of_module
+    python = wrapped(first, "sitecustomize.py", AHEAD)
+    wrapped(second)
+    first.run(f"mkdir {LOGS} && mount -t tmpfs -o size=16k tmpfs {LOGS}")
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setattr(sys, "path", ["", *sys.path])
-        with World(2, hosts="node1:1,node2:1", sync_code=True, name="logs") as world:
+        patched.setenv("NBDIST_LOG_DIR", LOGS)
+        options = {"python": python, "on_failure": "stop", "link_timeout": LINK_TIMEOUT}
+        hosts = "node1-v6:1,node2:1"
+        with World(2, hosts=hosts, sync_code=True, name="logs", **options) as world:
             yield world
+    first.run(f"umount -l {LOGS} && rm -r {LOGS}")
+    second.run(f"rm -r {LOGS}")
 
 
 def test_code_follows_the_notebook(
@@ -74,7 +94,7 @@ def test_hosts_are_named(world: World) -> None:
     assert result.index(hostname="node2", local_rank=0) == result.rank(1) == "node2"
     with pytest.raises(WorkerError, match="first: rank 1 on node2 after"):
         world.execute("assert rank == 0", ranks=[1])
-    assert [row.host for row in world.status()] == ["node1", "node2"]
+    assert [row.host for row in world.status()] == ["node1-v6", "node2"]
     command = [sys.executable, "-m", "nbdist.terminal", "status"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=SOON).stdout
     _, _, ours = shown.partition(world.session.spec.name)
@@ -103,41 +123,19 @@ def test_where_gloo_listens(world: World, hosts: list[Host]) -> None:
     assert world.gather("found") == [[hosts[0].address], [hosts[1].address]]
 
 
-LOCAL = """
-import sys
-from nbdist import World
-with World(2, log_dir="") as world:
-    world.execute("import torch.distributed as dist; dist.barrier()")
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-
-SCAN = """
-import socket, sys
-for port in range(1, 65536):
-    with socket.socket() as stranger:
-        if stranger.connect_ex((sys.argv[1], port)) == 0:
-            print(port)
-"""
+def test_a_clock_that_is_an_hour_ahead(world: World) -> None:
+    """Which rank failed first is right all the same, and a full disk of logs is in nobody's way."""
+    world.execute("print('x' * 100_000)")
+    source = f"{SUM}\nimport time\nif rank == 0: time.sleep(1)\nassert False, rank"
+    with pytest.raises(WorkerError) as found:
+        world.execute(source)
+    assert found.value.rank == 1
+    assert "first: rank 1 on node2 after " in str(found.value)
+    seconds = float(str(found.value).split(" after ")[1].split(" s:")[0])
+    assert seconds < 1800
 
 
-def test_a_scan_of_a_local_world(world: World, hosts: list[Host]) -> None:
-    """From another host no port is open that was not before; what listens does so on loopback."""
-    host, stranger = hosts[0], hosts[1]
-
-    def listening() -> set[str]:
-        return {line.split()[3] for line in host.run("ss -Hltn").stdout.splitlines()}
-
-    before = listening()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with host.popen([sys.executable, "-c", LOCAL], **pipes) as notebook:
-        assert notebook.stdout is not None
-        assert notebook.stdout.readline() == b"ready\n"
-        new = listening() - before
-        scan = stranger.run([sys.executable, "-c", SCAN, host.address], timeout=SOON)
-        notebook.communicate()
-    found = set(scan.stdout.split())
-    assert found
-    assert found <= {each.rpartition(":")[2] for each in before}
-    assert len(new) == 2  # gloo's, one for each rank
-    assert all(each.startswith("127.0.0.1:") for each in new)
+def test_a_host_is_lost(world: World, hosts: list[Host], network: Network) -> None:
+    """All workers end with it, as was said."""
+    assert "All workers were ended" in lose(world, network, hosts[1].link_down)
+    assert world.state is State.STOPPED

@@ -33,10 +33,12 @@ LINK_TIMEOUT = 3
 """Seconds, where a test does not say otherwise: many wait for the loss of a machine."""
 
 FOREVER = """
-import torch, torch.distributed as dist
+import time, torch, torch.distributed as dist
 dist.all_reduce(torch.ones(1))
 open({begun!r}, "w").close()
-while True: dist.all_reduce(torch.ones(1))
+while True:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.01)
 """
 
 SUM = "import torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_reduce(total)"
@@ -48,6 +50,25 @@ def new_world(hosts: str | None = "node1:2,node2:2", **options: Any) -> World:
     world = World(hosts=hosts, log_dir="", show=False, **options)
     world.start()
     return world
+
+
+WRAPPER = """#!/bin/sh
+export PYTHONPATH={folder}
+exec {python} "$@"
+"""
+
+
+def wrapped(host: Host, file: str = "", text: str = "") -> str:
+    """An interpreter of the host, with one more file that comes first on its path."""
+    folder = "/tmp/python"
+    host.run(f"rm -rf {folder} && mkdir {folder}")
+    if file:
+        path = host.path(f"{folder}/{file}")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    host.path(f"{folder}/run").write_text(WRAPPER.format(folder=folder, python=sys.executable))
+    host.run(f"chmod +x {folder}/run")
+    return f"{folder}/run"
 
 
 def agent_on(host: Host) -> int:

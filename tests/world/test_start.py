@@ -56,7 +56,7 @@ def test_variables_are_there_also_in_a_replaced_rank(world: World, folder: Path)
     assert "GIVEN" not in os.environ
 
 
-def test_a_restart_keeps_what_it_does_not_say(world: World) -> None:
+def test_a_restart_keeps_what_it_does_not_say(world: World, tmp_path: Path) -> None:
     """And a change that cannot be leaves everything as it is."""
     with pytest.raises(UsageError):
         world.restart(name="../x")
@@ -64,6 +64,13 @@ def test_a_restart_keeps_what_it_does_not_say(world: World) -> None:
     said = refused(world, "no-such -x")
     assert "could not start: no-such: No such file or directory." in said
     assert f"`no-such -x {sys.executable} -P -m nbdist.worker`" in said
+    # Versions other than the notebook's are found before torch is imported.
+    (other := tmp_path / "torch-1.9.0.dist-info").mkdir()
+    (other / "METADATA").write_text("Name: torch\nVersion: 1.9.0\n")
+    said = refused(world, f"env PYTHONPATH={tmp_path}")
+    start = f"the workers could not start: {sys.executable} has torch 1.9.0, the notebook "
+    assert said.startswith(f"{start}{version('torch')}: functions and values go")
+    assert said.endswith("`--python` names another one.")
     world.start()
     assert world.gather(f"{ENVIRON}['GIVEN']") == ["1"] * 2
     world.restart(env={"MORE": "2"}, cpus=3)
@@ -80,31 +87,40 @@ def refused(world: World, wrap: str) -> str:
     return said
 
 
-def test_other_versions_than_the_notebooks(world: World, tmp_path: Path) -> None:
-    """They are found before torch is imported; no worker is left."""
-    (other := tmp_path / "torch-1.9.0.dist-info").mkdir()
-    (other / "METADATA").write_text("Name: torch\nVersion: 1.9.0\n")
-    said = refused(world, f"env PYTHONPATH={tmp_path}")
-    start = f"the workers could not start: {sys.executable} has torch 1.9.0, the notebook "
-    assert said.startswith(f"{start}{version('torch')}: functions and values go")
-    assert said.endswith("`--python` names another one.")
-    world.start()
-
-
 @pytest.mark.own_agent
-def test_a_wrapper_that_stays(tmp_path: Path) -> None:
-    """A process between agent and worker: Stop is not for it, and it dies with the agent."""
+def test_wrapped_workers_in_another_interpreter(tmp_path: Path) -> None:
+    """A virtual environment with packages of its own; the wrapper's doings hold in the worker.
+
+    It stays as a process between agent and worker: Stop is not for it, and it dies with the agent.
+    """
+    venv = tmp_path / "venv"
+    command = [sys.executable, "-m", "venv", "--without-pip", str(venv)]
+    subprocess.run(command, check=True, timeout=SOON)
+    (site,) = venv.glob("lib/python*/site-packages")
+    here = [entry for entry in sys.path if entry.endswith("site-packages")]
+    root = str(Path(nbdist.__file__).parent.parent)
+    (site / "packages.pth").write_text("\n".join([*here, root]))
+    (site / "only_there.py").write_text("x = 7\n")
+    python = str(venv / "bin" / "python")
     wrapper = tmp_path / "stays"
     wrapper.write_text('#!/bin/sh\n"$@"\nexit $?\n')
     wrapper.chmod(0o755)
-    with World(1, log_dir="", wrap=shlex.join([str(wrapper)])) as world:
-        (worker,) = world.gather("__import__('os').getpid()")
+    wrap = shlex.join([str(wrapper), "nice", "-n", "5", "env", "WRAPPED=yes"])
+    with World(1, log_dir="", fork=False, python=python, wrap=wrap) as world:
+        world.execute("import os, sys, only_there")
+        found = world.gather("(sys.executable, sys.prefix, only_there.x)")
+        assert found == [(python, str(venv), 7)]
+        mine = f"[{ENVIRON}[name] for name in ('PYTHON_EXEC', 'WRAPPED', 'RANK')]"
+        assert world.gather(mine) == [[python, "yes", "0"]]
+        assert world.gather("os.nice(0)") == [5 + os.nice(0)]
+        (worker,) = world.gather("os.getpid()")
+        assert psutil.Process(worker).cmdline() == [python, "-P", "-m", "nbdist.worker"]
         assert worker != world.pids[0]
         processes = [psutil.Process(pid) for pid in (worker, world.pids[0])]
         running = begin(world, "import time\ntime.sleep(600)")
         world.interrupt()
         assert follow(world, running).failure().name == "KeyboardInterrupt"
-        assert world.gather("__import__('os').getpid()") == [worker]
+        assert world.gather("os.getpid()") == [worker]
         os.kill(world.session.link.agent.pid, signal.SIGKILL)
         assert psutil.wait_procs(processes, timeout=SOON)[1] == []
 
@@ -137,23 +153,3 @@ def test_torchs_debug_level_reaches_a_fork(world: World) -> None:
         with pytest.raises(WorkerError, match=MISMATCH):
             world.execute(f"dist.all_reduce(torch.ones(2 + rank), group={group})")
     world.execute("dist.all_reduce(torch.ones(1), group=group)")
-
-
-def test_wrapped_workers_in_another_interpreter(world: World, tmp_path: Path) -> None:
-    """A virtual environment with packages of its own; the wrapper's doings hold in the worker."""
-    venv = tmp_path / "venv"
-    command = [sys.executable, "-m", "venv", "--without-pip", str(venv)]
-    subprocess.run(command, check=True, timeout=SOON)
-    (site,) = venv.glob("lib/python*/site-packages")
-    here = [entry for entry in sys.path if entry.endswith("site-packages")]
-    root = str(Path(nbdist.__file__).parent.parent)
-    (site / "packages.pth").write_text("\n".join([*here, root]))
-    (site / "only_there.py").write_text("x = 7\n")
-    python = str(venv / "bin" / "python")
-    world.restart(1, python=python, wrap="nice -n 5 env WRAPPED=yes")
-    world.execute("import os, sys, only_there")
-    assert world.gather("(sys.executable, sys.prefix, only_there.x)") == [(python, str(venv), 7)]
-    mine = f"[{ENVIRON}[name] for name in ('PYTHON_EXEC', 'WRAPPED', 'RANK')]"
-    assert world.gather(mine) == [[python, "yes", "0"]]
-    assert world.gather("os.nice(0)") == [5 + os.nice(0)]
-    assert psutil.Process(world.pids[0]).cmdline() == [python, "-P", "-m", "nbdist.worker"]
