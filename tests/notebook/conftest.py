@@ -19,18 +19,8 @@ two = lasting("%load_ext nbdist", "%dist_init -n 2")
 @pytest.fixture
 def notebook(kernel: Notebook) -> Notebook:
     """The notebook with four workers; those of the tests before, if they are in order."""
-    return _with_workers(kernel, 4)
-
-
-@pytest.fixture
-def pair(kernel: Notebook) -> Notebook:
-    """The same with two."""
-    return _with_workers(kernel, 2)
-
-
-def _with_workers(kernel: Notebook, n: int) -> Notebook:
-    if kernel.run(f"%%distributed -n {n}\npass").errors:
-        assert kernel.run(f"%dist_restart -n {n}").errors == []
+    if kernel.run("%%distributed -n 4\npass").errors:
+        assert kernel.run("%dist_restart -n 4").errors == []
     return kernel
 
 

@@ -113,18 +113,21 @@ def test_what_becomes_of_a_value(mode: str) -> None:
     assert seen == []
 
 
-def test_a_mistake(typed: Callable[[str], str]) -> None:
-    """One line shows what is wrong and what is right, before anything is started."""
-    for typed_in, said in (
+@pytest.mark.parametrize(
+    ("typed_in", "said"),
+    [
         ("%%rank\n1", r"needs ranks: `%%rank 0`"),
         ("%%rank 0\n1", r"The cell needs workers, and none are running. A `%%distributed -n 4`"),
         ("%%distributed --gpus 0,9\n1", r"--gpus"),
         ("%%distributed --launcher nowhere\n1", r"launcher.*local"),
         ("%%distributed --timeout 0\nx", r"`--timeout 0`: a number of seconds, such as 30 or 0.5."),
         ("%%distributed --num-gpus 4\nx", r"`--num-gpus`: did you mean `-n`\?"),
+        ("%%distributed --nnodes 2\nx", r"`-j"),
+        ("%%distributed --standalone\nx", r"`--standalone`: leave it out"),
         ("%%distributed -o 1x\nx", r"`-o 1x`: give a name for the result, such as `-o result`."),
         ("%%distributed\n# later", r"no code, so nothing has run. `%dist_init -n 4` starts"),
         ("%dist_init --hosts", r"`--hosts` needs a value"),
+        ("%dist_restart -n x", r"`-n x`"),
         ("%dist_restart --keep 1a", r"names separated by commas, such as `step,history`"),
         ("%dist_restart -r 1 --debug", r"of workers can only be changed for all of them"),
         ("%dist_status 3", r"`%dist_status\?`"),
@@ -145,7 +148,10 @@ def test_a_mistake(typed: Callable[[str], str]) -> None:
         ("%dist_run --no-python -m pkg", r"a module needs python"),
         ("%dist_run --wrong wrong.py", r"unknown option `--wrong`. `%dist_run\?` shows"),
         ('%dist_run "a b.py', r"`%dist_run`: no closing quotation."),
-    ):
-        with pytest.raises(NbdistError, match=said) as raised:
-            typed(typed_in)
-        assert "\n" not in str(raised.value)
+    ],
+)
+def test_a_mistake(typed: Callable[[str], str], typed_in: str, said: str) -> None:
+    """One line shows what is wrong and what is right, before anything is started."""
+    with pytest.raises(NbdistError, match=said) as raised:
+        typed(typed_in)
+    assert "\n" not in str(raised.value)

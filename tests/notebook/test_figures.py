@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nbdist.agent.worker_output import RUN
-from nbdist.notebook.figures import below_panel, save_figures
-from nbdist.output.events import Display, Done
+from nbdist.notebook.figures import Below, below_panel, save_figures
+from nbdist.output.events import Display, Done, Update
 from nbdist.output.html import MOST_BELOW
 from nbdist.output.transcript import Transcript
 
@@ -63,9 +64,9 @@ def test_where_they_are_saved(
     assert path.read_bytes() == b"one"
 
 
-def markdown(text: str) -> Display:
-    plain = "<IPython.core.display.Markdown object>"
-    return Display({"text/markdown": text, "text/plain": plain}, {})
+def markdown(text: str, display_id: str | None = None) -> Display:
+    data = {"text/markdown": text, "text/plain": "<IPython.core.display.Markdown object>"}
+    return Display(data, {}, display_id)
 
 
 def said_by(*said: list[Display]) -> Transcript:
@@ -99,3 +100,23 @@ def test_order_and_captions() -> None:
     assert len([text for text in said if text.startswith("*")]) == MOST_BELOW
     assert said[-1] == "… 5 more displays of rank 1: `%dist_output -r 1` shows them"
     assert len(below_panel(said_by(many), [0])) == 37
+
+
+def test_what_changes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes in its place, and what is no longer there leaves nothing."""
+    page: dict[str, dict[str, Any]] = {}
+
+    def draw(data: dict[str, Any], *, metadata: object, display_id: str, raw: bool) -> None:
+        page[display_id] = data
+
+    for name in ("display", "update_display"):
+        monkeypatch.setattr(f"nbdist.notebook.figures.{name}", draw)
+    transcript = said_by([markdown("one", "a")], [markdown("1", "a")])
+    below = Below()
+    below.show(transcript)
+    assert len(page) == 4
+    for rank in range(2):
+        transcript.receive(rank, Update(markdown("two").data, {}, "a"), 2.0)
+    below.change(transcript)
+    plain = [data["text/plain"] for data in page.values()]
+    assert plain == ["ranks 0-1", "<IPython.core.display.Markdown object>", "", ""]

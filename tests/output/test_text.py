@@ -76,7 +76,20 @@ def test_waits_for_a_moment() -> None:
     assert list(lines.due(0.11)) == ["[0,2] a"]
     assert list(lines.receive(1, out("a\n"), 0.12)) == []
     assert list(lines.due(0.3)) == ["[1] a"]
-    # A line is shown when it is complete, or when the rank has ended.
+
+
+def test_order_within_a_rank() -> None:
+    """Lines of a rank never change places, though equal ones of others are merged."""
+    lines = PlainLines(range(3))
+    said = {0: "a\nb\nc\n", 1: "warning\na\nb\nc\n", 2: "a\nc\n"}
+    for rank, text in said.items():
+        list(lines.receive(rank, out(text), 0.0))
+    shown = list(lines.due(0.2))
+    assert shown == ["[1] warning", "[0-2] a", "[0-1] b", "[0-2] c"]
+
+
+def test_incomplete_lines() -> None:
+    """A line is shown when it is complete, or when the rank has ended."""
     lines = PlainLines([0])
     assert list(lines.receive(0, out("loss "), 0.0)) == []
     assert list(lines.due(5.0)) == []

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from html import unescape
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def in_text(text: str, ranks: int) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for part in parts:
         header, *lines = part.rstrip("\n").split("\n")
-        found.update(of_each([*parse_ranks(HEADER.match(header)[1], ranks)], lines))
+        found.update(of_each([*parse_ranks(HEADER.match(header)[1], ranks)], lines))  # type: ignore[index]
     return found
 
 
@@ -77,6 +78,7 @@ def in_html(html: str, ranks: int) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for part in re.split(r"(?=<details|<tr|<div style=\"border-left)", html)[1:]:
         names = re.search(r"ranks? ([\d,-]+)", part)
+        assert names is not None
         if "more rank" in part:
             continue
         body = re.split(r"</summary>|</td>|</div>", part, maxsplit=1)[1]
@@ -207,3 +209,32 @@ def test_folding_hides_no_difference(numbers: list[list[int]], failed: int) -> N
     text = final_text(make(len(said), lambda rank: [printed(said[rank]), *errors[rank]]))
     shown = in_text(text, len(said))
     assert [shown[rank][: len(lines)] for rank, lines in enumerate(said)] == said
+
+
+@pytest.mark.parametrize("ranks", [4, 40])
+def test_devices(ranks: int) -> None:
+    """`print(device)` has a row per rank, or, where that would be too many, a set."""
+    said = [[f"cuda:{rank}"] for rank in range(ranks)]
+    transcript = make(ranks, lambda rank: [printed(said[rank])])
+    _, *shown = final_text(transcript).split("\n")
+    if ranks == 4:
+        assert shown == [x for rank in range(4) for x in (f"── rank {rank} ──", f"cuda:{rank}")]
+    else:
+        assert shown == ["── ranks 0-39 (same except for {…}) ──", "cuda:{0-39}"]
+    for html in (final_html(transcript), live_html(transcript)):
+        assert in_html(html, ranks) == dict(enumerate(said))
+
+
+def test_errors() -> None:
+    """An error that is each rank's own has a set; the header does not call it the same."""
+    errors = {3: [failure("'missing key 3'", 1)], 1: [failure("'missing key 1'", 2)]}
+    transcript = running(4, lambda rank: [out("x\n"), *errors.get(rank, [])])
+    _, *shown = final_text(transcript).split("\n")
+    expected = ["── ranks 1,3 (same except for {…}) ✗ ──", "x", "-----", "Cell In[1], line 2"]
+    expected += ["E: 'missing key {1,3}'", "── ranks 0,2 (same) ──", "x"]
+    assert shown == expected
+    for text in (final_html(transcript), live_html(transcript), live_text(transcript)):
+        assert "E: 'missing key {1,3}'" in text
+    # Messages that differ only far behind their beginning are not the same.
+    transcript = running(2, lambda rank: [failure("y" * 200_000 + f" rank {rank}")])
+    assert len(transcript.groups()) == 2

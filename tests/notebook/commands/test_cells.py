@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,18 @@ from nbdist.notebook.cell_text import AUTO_NOTE
 from nbdist.notebook.command import Line, find_commands
 from nbdist.notebook.commands.cells import GROUPS, rank, summary
 from nbdist.notebook.pool import Pools
-from tests.notebook.front_end import Notebook, lasting
+from tests.notebook.front_end import Notebook
 from tests.waiting import SOON
 
-pytestmark = pytest.mark.shared_world
 
-auto = lasting("%load_ext nbdist", "%dist_init -n 2", "here = 'notebook'", "%dist_auto on")
+@pytest.fixture(scope="module")
+def auto() -> Iterator[Notebook]:
+    """With two workers, and auto mode on."""
+    first = ("%load_ext nbdist", "%dist_init -n 2", "here = 'notebook'")
+    notebook = Notebook(*first)
+    assert "auto mode is on" in notebook.run("%dist_auto on").text
+    yield notebook
+    notebook.close()
 
 
 def test_plain_cells(auto: Notebook) -> None:
@@ -59,7 +65,7 @@ NOTEBOOKS = [  # a cell as in public notebooks, what the ranks show or None, wha
     ("took = %timeit -o -q -n1 -r1 sum(acc)\ntook.loops", "1", ""),
     ("%%capture out\nprint('said', rank)\nx = 5", "", ""),
     ("out.stdout", "said 1", ""),
-    ("!echo here\nimport json\njson.dumps(x)", "5", "here"),
+    ("%pip --version\nimport json\njson.dumps(x)", "5", "pip "),
     ("!echo file_{x}.bak $x", "file_5.bak 5", ""),
     ("name = f'n{rank}'\n!echo {name}.txt", "n1.txt", ""),
     ("%%writefile {folder}/made.py\nmade = 3", None, "Writing"),
@@ -142,6 +148,9 @@ def test_magics_without_their_sign(auto: Notebook) -> None:
     assert "line 2" in auto.run("%%distributed\nnowhere").panel["text/plain"]
 
 
+pytestmark = pytest.mark.shared_world
+
+
 def test_ranks_of_a_rank_cell(pools: Pools):
     """They may begin with a sign and have spaces between them; `--pool` may stand anywhere."""
     for text, ranks, pool in (
@@ -161,12 +170,9 @@ COMMANDS = {each.name: each for each in find_commands()}
 
 
 def test_all_magics_have_a_line(typed: Callable[[str], str]) -> None:
-    """In their groups, seven for every day first, everywhere; each says what it does.
-
-    What is a short form says so, where all are shown.
-    """
-    first, every = typed("%dist_help"), typed("%dist_help --all")
-    shown = [line.partition(" ") for line in first.splitlines() if line.startswith("%")]
+    """In their groups, the everyday ones first; each says what it does."""
+    text = typed("%dist_help")
+    shown = [line.partition(" ") for line in text.splitlines() if line.startswith("%")]
     names = [name.lstrip("%") for name, _, said in shown if not said.startswith("--")]
     assert [name for name in names if name != "dist_init"] == [
         name for group in GROUPS.values() for name in group if name != "dist_init"
@@ -175,10 +181,15 @@ def test_all_magics_have_a_line(typed: Callable[[str], str]) -> None:
         known = COMMANDS[name.lstrip("%")]
         assert said.strip() == summary(known) or said.startswith("--")
         assert len(said.strip()) > 10
-    assert [line for line in first.splitlines() if line in GROUPS] == [*GROUPS]
+    assert [line for line in text.splitlines() if line in GROUPS] == [*GROUPS]
+
+
+def test_the_groups_of_magics(typed: Callable[[str], str]) -> None:
+    """Each magic is in one or is a short form, and says so; seven are for every day, everywhere."""
     grouped = [name for group in GROUPS.values() for name in group]
     assert sorted(grouped) == sorted(n for n, each in COMMANDS.items() if not each.short_for)
     assert len(GROUPS["everyday"]) == 7
+    first, every = typed("%dist_help"), typed("%dist_help --all")
     short = {n: each.short_for.strip("`") for n, each in COMMANDS.items() if each.short_for}
     assert {*short} == {"dist_stack", "dist_log", "dist_why", "dist_clean"}
     for name, means in short.items():

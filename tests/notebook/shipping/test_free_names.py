@@ -1,15 +1,9 @@
-"""Which names a cell reads and binds, from its source; of programs made by chance, as they run."""
+"""Which names a cell reads and binds, from its source."""
 
 from __future__ import annotations
 
 import builtins
-import contextlib
-import random
-import re
 import sys
-import textwrap
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -36,24 +30,35 @@ USED = {
     "del x": "x",
     "x = 1\ndel x\nx": "x",
     "a, (b, *c) = v\na, b, c": "v",
-    # What may not have run: the rest of it is in programs made by chance
+    # What may not have run
+    "if c:\n    x = 1\nx": "c x",
     "with open_() as f:\n    y = f.x\ny": "open_",
     "try:\n    import a\nexcept E:\n    a = None\na": "E",
     "match v:\n    case 1:\n        x = 1\n    case _:\n        x = 2\nx": "v",
     "if c:\n    x = 1\nelse:\n    raise E\nx": "c E",
+    "for i in xs:\n    y = i\ny, i": "xs y i",
+    "for i in xs:\n    if i: break\nelse:\n    y = 1\ny": "xs y",
+    "with open_() as f:\n    if f: x = 1\nx": "open_ x",
+    "with suppress(E):\n    import a\na": "suppress E a",
     "with f():\n    raise E\nx": "f E x",
     "while 1:\n    x = 1\n    if x: break\nx": "",
+    "if c:\n    del x\nx": "c x",
     "try:\n    x = 1\nexcept E as e:\n    raise\nx, e": "E e",
     "try:\n    pass\nfinally:\n    x = 1\nx": "",
+    "a and (b := c)\nb": "a b c",
     "match v:\n    case {'k': a, **rest} if c:\n        a, rest, b\n    case P(x=q): q": "v c b P",
     # Functions
     "def f():\n    return x\n    x = 1": "",
     "def f():\n    [q := i for i in xs]\n    return q": "xs",
+    "def f(): return k\nf()\nk = 1": "k",
+    "if c:\n    def f(): return a\n    f()\na = 1": "c a",
     "def f(a: A, b=c, *d, **e) -> R:\n    return a, b, d, e, g": "A R c g",
     "def f():\n    global x\n    x = 1\n    return x": "x",
     "def f():\n    x = 1\n    def g():\n        nonlocal x\n        x += y\n    return g": "y",
     "def f():\n    for i in xs: i\n    import m\n    return m, i": "xs",
     "async def f():\n    async with a as b: b\n    async for c in d: c": "a d",
+    "def f(): return g()\ndef g(): return x\nf()": "x",
+    "def f(): return g()\nf()\ndef g(): pass": "g",
     "@deco\ndef f(): return k\nk = 1": "deco k",
     "for k in xs:\n    y = k\n    def f(): return y": "xs",
     "try: a\nexcept E as e:\n    def f(): return e": "a E e",
@@ -79,11 +84,11 @@ if sys.version_info >= (3, 12):
     }
 
 
-def test_names_used() -> None:
+@pytest.mark.parametrize("source", USED)
+def test_names_used(source: str) -> None:
     """Names that are read before they are certainly bound, and no others."""
-    for source, names in USED.items():
-        found = names_used(source) - {"get_ipython"} - set(dir(builtins))
-        assert found == {*names.split()}, source
+    found = names_used(source) - {"get_ipython"} - set(dir(builtins))
+    assert found == set(USED[source].split())
 
 
 BOUND = {
@@ -105,11 +110,10 @@ BOUND = {
 }
 
 
-def test_names_bound() -> None:
+@pytest.mark.parametrize("source", BOUND)
+def test_names_bound(source: str) -> None:
     """Names that a cell may bind at global level, wherever in it."""
-    assert {source: names_bound(source) for source in BOUND} == {
-        source: {*names.split()} for source, names in BOUND.items()
-    }
+    assert names_bound(source) == set(BOUND[source].split())
 
 
 def test_what_is_no_code() -> None:
@@ -123,9 +127,9 @@ def test_what_is_no_code() -> None:
         assert names_used(call) == {call.partition("(")[0].partition(".")[0]}
 
 
-def test_what_a_magic_would_run() -> None:
-    """Statements, and what braces and dollars would fill in; nothing of other languages."""
-    for method, texts, code in (
+@pytest.mark.parametrize(
+    ("method", "texts", "code"),
+    [
         ("run_line_magic", ["time", "x = f(y)"], ["x = f(y)"]),
         ("run_line_magic", ["timeit", "-n 10 -q f(y)"], ["f(y)"]),
         ("run_cell_magic", ["time", "", "a\n%matplotlib inline\nb"], ["a\n\nb"]),
@@ -135,8 +139,11 @@ def test_what_a_magic_would_run() -> None:
         ("run_line_magic", ["time", "return x"], []),
         ("system", ["ls {a:>3} ${b} $$PID"], ["f'{a:>3}'", "f'{b}'", "f'{b}'"]),
         ("ask_exit", ["f(x)"], []),
-    ):
-        assert code_in_magic(method, texts) == code
+    ],
+)
+def test_what_a_magic_would_run(method: str, texts: list[str], code: list[str]) -> None:
+    """Statements, and what braces and dollars would fill in; nothing of other languages."""
+    assert code_in_magic(method, texts) == code
 
 
 def test_names_that_commands_fill_in() -> None:
@@ -145,132 +152,3 @@ def test_names_that_commands_fill_in() -> None:
     in_function = "def f():\n    get_ipython().system('{c}')\n"
     in_class = "class A:\n    get_ipython().run_line_magic('cd', '{d}')\n"
     assert names_in_commands(in_function + source + in_class) == ["b", "a", "d"]
-
-
-# --- programs made by chance, and run: what is read while it is unbound was foreseen ----------
-
-
-NAMES, FUNCTIONS = "abcdef", "pqr"
-PLAIN = (
-    *("@n = 1", "@n = @e", "@n = [@n]", "@e", "import math as @n", "risky()", "raise Oops"),
-    "if '@n' in globals(): del @n",
-)
-NESTED = (
-    *("if maybe():\n@b", "if maybe():\n@b\nelse:\n@b", "while maybe():\n@b"),
-    "for @n in some():\n@b\n if maybe(): break\nelse:\n@b",
-    "try:\n@b\nexcept Oops as @n:\n@b\nfinally:\n@b",
-    "try:\n@b\nexcept Oops:\n@b\nelse:\n@b",
-    *("with manager() as @n:\n@b", "with suppress(Oops):\n@b"),
-    "match some():\n case [@n, *_] if maybe():\n @b",
-    *("def @f(z=@e):\n@b", "def @f():\n global @n\n@b", "@@called\ndef @f():\n@b"),
-    "class @f:\n@b\n def method(self):\n @b",
-)
-EXPRESSIONS = (
-    *("@a", "(@a if maybe() else @a)", "[@a for @a in some()]", "(maybe() and (@n := @a))"),
-    *("(lambda @a: @a)(1)", "call(@f)", "call(@f)", "[@e, @e]"),
-)
-
-
-def program(chance: random.Random, depth: int = 0) -> str:
-    """Write some statements; those that are nested are indented by a space."""
-
-    def statement() -> str:
-        is_nested = depth < 4 and chance.random() < (0.5 if depth else 0.7)
-        name, function = chance.choice(NAMES), chance.choice(FUNCTIONS)
-        made: dict[str, Callable[[], str]] = {
-            "n": lambda: name,
-            "f": lambda: function,
-            "a": lambda: chance.choice(NAMES),
-            "e": lambda: fill(chance.choice(EXPRESSIONS)),
-            "b": lambda: textwrap.indent(program(chance, depth + 1), " "),
-            "@": lambda: "@",
-        }
-
-        def fill(template: str) -> str:
-            return re.sub("( ?)@(.)", lambda found: deeper(found[1], made[found[2]]()), template)
-
-        return fill(chance.choice(NESTED if is_nested else PLAIN))
-
-    return "\n".join(statement() for _ in range(chance.randint(1, 4)))
-
-
-def deeper(space: str, text: str) -> str:
-    """Indent a block once more where a space stands before it; leave expressions as they are."""
-    return textwrap.indent(text, space) if text.startswith(" ") else space + text
-
-
-class Oops(Exception):
-    """What programs raise."""
-
-
-class Globals(dict[str, Any]):
-    """The globals of a program, which note the names that it reads and that are not there."""
-
-    def __init__(self, chance: random.Random) -> None:
-        super().__init__()
-        self.missing: set[str] = set()
-        self._calls = 0
-        self._chance = chance
-        self._helpers = {
-            "maybe": lambda: chance.random() < 0.5,
-            "some": lambda: [1] * chance.randint(0, 2),
-            "risky": self._risky,
-            "call": self.call,
-            "called": self._called,
-            "manager": contextlib.nullcontext,
-            "suppress": contextlib.suppress,
-            "Oops": Oops,
-        }
-
-    def __missing__(self, name: str) -> Any:
-        if name in self._helpers:
-            return self._helpers[name]
-        if name not in (*NAMES, *FUNCTIONS):
-            return getattr(builtins, name)
-        self.missing.add(name)
-        return None
-
-    def call(self, function: Any) -> None:
-        """Call a function, or make an instance and call its method; not too often."""
-        self._calls += 1
-        if self._calls < 30 and callable(function):
-            with contextlib.suppress(NameError):
-                self.call(getattr(function(), "method", None))
-
-    def _risky(self) -> None:
-        if self._chance.random() < 0.3:
-            raise Oops
-
-    def _called(self, function: Any) -> Any:
-        # Its own name is not bound yet: to call itself so early would be an error.
-        known = {*self.missing}
-        with contextlib.suppress(Oops):
-            self.call(function)
-        self.missing -= {function.__name__} - known
-        return function
-
-
-def names_missing(code: Any, seed: int) -> set[str]:
-    """Run a program, and after it its functions; find what was read and was not bound."""
-    found = Globals(random.Random(seed))
-    with contextlib.suppress(Oops, NameError):
-        exec(code, found)
-        for name in {*FUNCTIONS}.intersection(found):
-            found.call(found[name])
-    return found.missing
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_name_is_missed(seed: int) -> None:
-    """Whatever way a program takes, what it reads unbound is among the names that it uses."""
-    chance, runs = random.Random(seed), 0
-    for _ in range(60):
-        source = program(chance)
-        try:
-            code = compile(source, "<program>", "exec")
-        except SyntaxError:  # `global` after a use, or two patterns for one name
-            continue
-        runs += 1
-        missing = set().union(*(names_missing(code, each) for each in range(12)))
-        assert missing <= names_used(source), source
-    assert runs > 20

@@ -82,7 +82,10 @@ def test_ways_in(debug_one: Debug, world: World) -> None:
         assert "----> 3     return a" in said
         assert "[rank 1] ipdb> 6\n" in said
         assert world.gather("result", ranks=[1]) == [7]
-    # PYTHONBREAKPOINT=0 switches all of them off.
+
+
+def test_a_variable_says_what_a_breakpoint_is(debug_one: Debug) -> None:
+    """PYTHONBREAKPOINT=0 switches all of them off."""
     off = "import os; os.environ['PYTHONBREAKPOINT'] = '0'\n"
     on = "\ndel os.environ['PYTHONBREAKPOINT']\nprint('ran')"
     assert debug_one(f"{off}breakpoint(){on}") == "ran\n"
@@ -100,6 +103,7 @@ def test_leaving_ends_the_cell(
     enter("q", "c", "c")
     with pytest.raises(WorkerError, match="BdbQuit"):
         world.run_script(str(script), ranks=[1], max_restarts=3)
+    assert world.session.running is not None
     assert world.session.running.task.attempt.number == 0
     world.run_script(str(script), max_restarts=3)
     assert world.gather("x") == [1, 1]

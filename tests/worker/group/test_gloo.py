@@ -71,7 +71,10 @@ def test_models_that_there_are(world: World) -> None:
         "assert [each is net for each in default.ddp_models()] == [True]\n"
         "del net, kept, Failing"
     )
-    # A step after one that was broken off, or of ranks that differ, is a first one again.
+
+
+def test_steps_of_models(world: World) -> None:
+    """A step after one that was broken off, or of ranks that differ, is a first one again."""
     world.execute(
         "net, unbroken = made(), made()\n"
         "grads = [step(unbroken) for _ in range(2)][-1]\n"
