@@ -5,6 +5,7 @@ The guard in `tests/conftest.py` does the counting, after each test.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,13 +14,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import psutil
 import pytest
 from jupyter_client.blocking import BlockingKernelClient
+from jupyter_core.utils import ensure_event_loop
 
 from tests.notebook import front_end
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON, STEP, wait_until
+
+# jupyter_client's blocking calls run on a loop that lives as long as the process.
+ensure_event_loop()
 
 STARTED = """%%distributed -n 2
 import subprocess
@@ -66,14 +74,12 @@ class Notebook(front_end.Notebook):
         wait_until(lambda: len(self.find("sleep 1002")) > 1, "the daemons run")
         wait_until(lambda: len(self.find("sleep 1000")) == 2, "there is a child of each")
 
-    def begin(self, moment: str, *deaths: str) -> None:
-        """Start a cell that will not end by itself; these die once the workers have it."""
-        if source := MOMENTS[moment]:
+    def begin(self, source: str) -> None:
+        """Start a cell that will not end by itself, and wait until the workers have it."""
+        if source:
             self.client.execute(source, stop_on_error=False)
             # There is no fact to wait for: the moment is arbitrary anyway.
             time.sleep(1.0 if "Timer" in source else 0.5)
-        for death in deaths:
-            DEATHS[death](self)
 
     def find(self, part: str) -> list[psutil.Process]:
         """The kernel's descendants whose command line holds `part`."""
@@ -102,7 +108,7 @@ class Notebook(front_end.Notebook):
         deadline = time.monotonic() + SOON
         while left := [*self.find(""), *(runtime_folders() - self.before)]:
             assert time.monotonic() < deadline, f"left {when}: {left}"
-            time.sleep(0.1)  # each look takes as long as ten steps of other tests
+            time.sleep(STEP)
 
 
 @pytest.fixture
@@ -121,7 +127,10 @@ def kill(*processes: psutil.Process) -> None:
 
 
 DEATHS: dict[str, Callable[[Notebook], object]] = {
+    "kernel": lambda notebook: notebook.process.kill(),
     "kernel and agent": lambda notebook: kill(notebook.process, notebook.agent),
+    "restarted": lambda notebook: notebook.manager.restart_kernel(now=False),
+    "shut down": lambda notebook: notebook.manager.shutdown_kernel(now=False),
     "agent": lambda notebook: notebook.agent.kill(),
     "agent, by SIGTERM": lambda notebook: notebook.agent.send_signal(signal.SIGTERM),
     "fork server": lambda notebook: notebook.fork_server.kill(),
@@ -131,84 +140,136 @@ DEATHS: dict[str, Callable[[Notebook], object]] = {
 }
 
 
-def test_nothing_is_left_of_the_kernel(notebook: Notebook) -> None:
-    """It dies with its agent, after the fork server: all that hung on them goes within seconds."""
-    notebook.begin("in a collective", "fork server", "kernel and agent")
+@pytest.mark.parametrize(
+    ("deaths", "moment"),
+    [
+        (["fork server", "kernel"], "while starting"),
+        (["kernel"], "while healing"),
+        (["fork server", "kernel and agent"], "in a collective"),
+        (["fork server", "restarted"], "while healing"),
+        (["shut down"], "in a collective"),
+    ],
+)
+def test_nothing_is_left_of_the_kernel(notebook: Notebook, deaths: list[str], moment: str) -> None:
+    """It dies, also after the fork server: all that hung on it is gone within seconds."""
+    notebook.begin(MOMENTS[moment])
+    for death in deaths:
+        DEATHS[death](notebook)
 
 
-def test_nothing_is_left_of_kernels_that_are_ended(notebook: Notebook) -> None:
-    """One is restarted, though its fork server is dead, and the one after it shut down."""
-    notebook.begin("while healing", "fork server")
-    notebook.manager.restart_kernel(now=False)
-    notebook.client.wait_for_ready(timeout=SOON)
-    assert not notebook.run("%load_ext nbdist").errors
-    notebook.start_workers()
-    notebook.begin("in a collective")
-    notebook.manager.shutdown_kernel(now=False)
-
-
-def test_nothing_is_left_of_workers_and_agents(notebook: Notebook) -> None:
-    """Children end with their worker, all with guard, agent or kernel; a notebook can go on.
-
-    The kernel is killed at the end, while workers start.
-    """
-
-    def go_on() -> None:
+def test_nothing_is_left_of_the_agent(notebook: Notebook) -> None:
+    """Whoever dies of guard, agent and fork server: the notebook that goes on has nothing left."""
+    for deaths, moment in (
+        (["agent"], "while starting"),
+        (["fork server", "agent"], "in a cell"),
+        (["agent, by SIGTERM"], "in a collective"),
+        (["fork server", "agent, by SIGTERM"], "while healing"),
+        (["fork server", "guard"], "in a loop"),
+    ):
+        notebook.begin(MOMENTS[moment])
+        for death in deaths:
+            DEATHS[death](notebook)
+        notebook.has_nothing(f"after {deaths} {moment}")
         assert not notebook.run("%dist_restart").errors
         notebook.start_workers()
+    assert not notebook.run("%dist_shutdown").errors
+    notebook.has_nothing("after %dist_shutdown")
 
-    for moment, deaths in (
-        ("idle", ["workers"]),
-        ("in a cell", ["fork server", "a worker"]),
-        ("while starting", ["workers"]),
-    ):
+
+def test_nothing_is_left_of_workers(notebook: Notebook) -> None:
+    """Their children end with them, also where the fork server has gone."""
+    for number, moment in enumerate(MOMENTS):
+        notebook.begin(MOMENTS[moment])
         children = {child: child.parent() for child in notebook.find("sleep 1000")}
-        notebook.begin(moment, *deaths)
+        if moment == "in a cell":
+            DEATHS["fork server"](notebook)
+        DEATHS[("workers", "a worker")[number % 2]](notebook)
         for child, worker in children.items():
             if worker and not is_alive(worker):
                 wait_until(lambda child=child: not is_alive(child), f"{child} ends {moment}")
         notebook.manager.interrupt_kernel()
-        go_on()
-    for moment, deaths in (
-        ("while starting", ["agent"]),
-        ("while healing", ["fork server", "agent, by SIGTERM"]),
-        ("in a loop", ["fork server", "guard"]),
-    ):
-        notebook.begin(moment, *deaths)
-        notebook.has_nothing(f"after {deaths} {moment}")
-        go_on()
-    notebook.begin("while starting")
-    notebook.process.kill()
+        if moment == "while healing":  # the notebook waits for a rank that is stopped
+            break
+        assert not notebook.run("%dist_restart").errors
+        notebook.start_workers()
 
 
-SERVER = """
-import sys
-from jupyter_client.manager import KernelManager
+class Server:
+    """A Jupyter server of its own, and kernels that it has started."""
 
-manager = KernelManager(kernel_name="python3", transport="ipc", ip=f"{sys.argv[1]}/kernel")
-manager.start_kernel()
-print(manager.connection_file, flush=True)
-sys.stdin.read()
-"""
-"""Starts a kernel as Jupyter's server does."""
+    def __init__(self, folder: Path) -> None:
+        self._runtime = folder / "runtime"
+        names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+        places = dict(zip(names, ("config", "data", "runtime", "ipython"), strict=True))
+        folders = {name: str(folder / place) for name, place in places.items()}
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jupyter_server", "--no-browser", "--port=0"),
+                *("--allow-root", "--IdentityProvider.token=", f"--ServerApp.root_dir={folder}"),
+                "--ServerApp.disable_check_xsrf=True",
+            ],
+            env={**os.environ, **folders, "NBDIST_LOG_DIR": ""},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._clients: list[BlockingKernelClient] = []
 
+    def start_kernel(self) -> BlockingKernelClient:
+        """Have the server start one, as JupyterLab does, and load nbdist in it."""
+        kernel = self._ask("kernels", {"name": "python3"})["id"]
+        client = BlockingKernelClient()
+        client.load_connection_file(str(self._runtime / f"kernel-{kernel}.json"))
+        # Without the heartbeat, by which a kernel is dead that is busy for a second.
+        client.start_channels(hb=False)
+        self._clients.append(client)
+        client.wait_for_ready(timeout=SOON)
+        for source in ("%load_ext nbdist", STARTED):
+            reply = client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
+            assert reply["content"]["status"] == "ok", reply
+        return client
 
-def test_nothing_is_left_of_the_server(runtime: Path) -> None:
-    """Killed, it takes its kernel along, and all that hangs on that."""
-    environ = {**os.environ, "JUPYTER_RUNTIME_DIR": str(runtime), "NBDIST_LOG_DIR": ""}
-    command = [sys.executable, "-c", SERVER, str(runtime)]
-    client = BlockingKernelClient()
-    with subprocess.Popen(command, env=environ, stdin=-1, stdout=-1, text=True) as server:
-        try:
-            client.load_connection_file(server.stdout.readline().strip())
-            # Without the heartbeat, by which a kernel is dead that is busy for a second.
-            client.start_channels(hb=False)
-            client.wait_for_ready(timeout=SOON)
-            for source in ("%load_ext nbdist", STARTED):
-                reply = client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
-                assert reply["content"]["status"] == "ok", reply
-            client.execute(MOMENTS["while healing"])
-            time.sleep(1.0)  # there is no fact to wait for: the moment is arbitrary anyway
-        finally:
-            server.kill()
+    def close(self) -> None:
+        for client in self._clients:
             client.stop_channels()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(SOON)
+
+    def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        """Ask until the server listens, which it writes down somewhat earlier."""
+        deadline = time.monotonic() + SOON
+        while True:
+            assert self.process.poll() is None, "the server did not start"
+            try:
+                request = Request(
+                    f"{self._url()}api/{path}", json.dumps(body).encode(), method="POST"
+                )
+                with urlopen(request, timeout=SOON) as answer:
+                    return json.load(answer)
+            except (URLError, StopIteration, json.JSONDecodeError):
+                assert time.monotonic() < deadline, "the server does not listen"
+                time.sleep(0.05)
+
+    def _url(self) -> str:
+        return str(json.loads(next(self._runtime.glob("jpserver-*.json")).read_text())["url"])
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "moment"), [(signal.SIGKILL, "while healing"), (signal.SIGTERM, "in a collective")]
+)
+def test_nothing_is_left(server: Server, end: signal.Signals, moment: str) -> None:
+    """No process, socket or folder; the guard in `tests/conftest.py` does the counting."""
+    server.start_kernel().execute(MOMENTS[moment])
+    time.sleep(1.0)  # there is no fact to wait for: the moment is arbitrary anyway
+    server.process.send_signal(end)
+    server.process.wait(SOON)

@@ -209,7 +209,7 @@ import numpy as np
 import nbdist
 
 if __name__ == "__main__":
-    world = nbdist.World(2, detach=True, name="{NAME}", log_dir="")
+    world = nbdist.World(2, detach=True, name="{NAME}", log_dir="", backend=%r)
     world.start()
     world.execute("big = weights.sum()", names={{"weights": np.ones(100_000)}}, setup=True)
     world.execute("import time; x = rank")
@@ -228,9 +228,9 @@ def is_detached() -> bool:
 
 
 @contextmanager
-def script(source: str) -> Iterator[subprocess.Popen[str]]:
+def script(source: str, backend: str) -> Iterator[subprocess.Popen[str]]:
     """A process whose world runs this, and outlives it until the end of the test."""
-    command = [sys.executable, "-c", BEGIN % source]
+    command = [sys.executable, "-c", BEGIN % (backend, source)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "ready\n"
@@ -249,17 +249,12 @@ print("ended", x)
 y = 2 * x
 """
 
-DIES = "import os, time\nif rank == 1: time.sleep(0.5); os._exit(3)\ndist.barrier()"
-
 
 @pytest.mark.own_agent
 def test_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its task ends, variables and set-up cells are there; it can be let go, and had, again.
-
-    Ranks that wait for one that dies meanwhile are released, and catching up raises that.
-    """
+    """Its task ends, variables and set-up cells are there; it can be let go, and had, again."""
     gate = tmp_path / "gate"
-    with script(LOOP.format(gate=str(gate))) as process:
+    with script(LOOP.format(gate=str(gate)), "none") as process:
         with pytest.raises(UsageError, match=f"notebook of process {process.pid} still uses it"):
             attach(NAME)
         process.kill()
@@ -281,19 +276,30 @@ def test_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             world.scale(3)
             assert world.gather("big", rank=2) == 100_000
             assert world.session.config.detach
-            world.submit(world.task(DIES))
             world.session.detach_link().detach()
-            wait_until(lambda: here()[0].info.state == "broken", "all ranks have ended the task")
+            wait_until(is_detached, "it is detached again")
+        world = attach(NAME)
+        assert (world.state, world.size, world.catch_up()) == (State.READY, 3, None)
+        with world:
+            assert world.gather("x", ranks=[0]) == [0]
+            world.restart(1)
+            assert world.gather("big") == [100_000]
+        assert here() == []
+
+
+@pytest.mark.own_agent
+def test_a_rank_that_dies_meanwhile() -> None:
+    """Those that wait for it are freed though nobody is there; catching up raises that."""
+    source = "import os\nif rank: time.sleep(0.5); os._exit(3)\ndist.barrier()"
+    with script(source, "gloo") as process:
+        process.kill()
+        wait_until(lambda: here()[0].info.state == "broken", "all ranks have ended the task")
         with attach(NAME) as world:
             with pytest.raises(WorkerDied, match=r"rank 1 .* exited with code 3"):
                 world.catch_up()
             assert 0.5 <= world.session.running.transcript.elapsed() < 10
             world.execute("dist.barrier()")
-            assert (world.size, world.catch_up()) == (3, None)
             assert world.gather("x", ranks=[0]) == [0]
-            world.restart(1)
-            assert world.gather("big") == [100_000]
-        assert here() == []
 
 
 WHILE_STARTING = f"""
