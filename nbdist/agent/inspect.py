@@ -97,10 +97,11 @@ async def _status_of(worker: Worker) -> WorkerStatus:
     if found.state == "idle":
         with _Turn(worker, STATUS_TIMEOUT) as turn:
             answer = await _last_collective(worker)
+        place = await _of_silent(worker, turn) if answer is None else Place()
+        if place.holds_gil:  # if it is not only slow: it can have waited for a disk or a lock
+            answer = await _last_collective(worker, BRIEF_SAMPLE_TIMEOUT)
         if answer is not None:  # C code does not hold its GIL, but it may be stopped by now
             place = Place(is_stopped=is_stopped(worker.pid))
-        else:
-            place = await _of_silent(worker, turn)
     else:
         place, answer = await asyncio.gather(_place(worker), _last_collective(worker))
     task = worker.task
@@ -186,12 +187,14 @@ class _Turn:
         return replace(place, holds_gil=place.holds_gil and had_turn)
 
 
-async def _last_collective(worker: Worker) -> Collective | control.Ok | None:
+async def _last_collective(
+    worker: Worker, timeout: float = STATUS_TIMEOUT
+) -> Collective | control.Ok | None:
     """Ask for it; None where it takes too long; not again before the answer is there."""
     if worker.last_collective is None or worker.last_collective.done():
         asking = _ask(worker, control.LastCollective(), LAST_TIMEOUT)
         worker.last_collective = asyncio.ensure_future(asking)
-    await asyncio.wait([worker.last_collective], timeout=STATUS_TIMEOUT)
+    await asyncio.wait([worker.last_collective], timeout=timeout)
     seen = worker.last_collective.result() if worker.last_collective.done() else None
     return seen if isinstance(seen, Collective | control.Ok) else None
 

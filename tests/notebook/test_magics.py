@@ -201,7 +201,7 @@ def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
     head, columns, *lines = notebook.run("%dist_status -v").text.splitlines()
     assert head.startswith("2 workers on ")
     assert head.endswith(" · gloo · ready · exp")
-    assert columns.split() == ["rank", "state", "pid", "device", "memory"]
+    assert columns.split() == ["rank", "state", "pid", "device", "memory"], lines
     pids = []
     for rank, line in enumerate(lines[:2]):
         number, state, pid, device, memory, unit = line.split()

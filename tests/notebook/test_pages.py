@@ -117,6 +117,7 @@ def test_a_page(page: str, fresh: Fresh, tmp_path: Path) -> None:
 def run(page: str, fresh: Fresh, folder: Path) -> Iterator[tuple[Block, str, bool]]:
     """Yield each block with what it shows, and whether it fails."""
     notebook: Notebook | None = None
+    before = 0  # the process of the notebook before
     for block in to_run(page):
         if block.kind == "sh":
             yield block, *in_bash(block.code, folder)
@@ -127,11 +128,15 @@ def run(page: str, fresh: Fresh, folder: Path) -> Iterator[tuple[Block, str, boo
         assert block.kind == "python", block
         if notebook is None or block.mark == "new kernel":
             if notebook is not None:
+                before = notebook.process.pid
                 notebook.close()
             begins = bool(re.search("%load_ext|from nbdist import", block.code))
             first = [f"%cd -q {folder}", *["%load_ext nbdist"] * (not begins)]
             notebook = fresh(*first, env={"NBDIST_LOG_DIR": f"{folder}/logs"})
         outcome = notebook.run(block.code)
+        # Tests beside this one have such worlds as well.
+        if others := re.search(rf"there are .*`(\S+-{before})`.* takes one", outcome.seen):
+            outcome = notebook.run(f"%dist_attach {others[1]}")
         yield block, outcome.seen, bool(outcome.errors)
 
 
