@@ -7,11 +7,11 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -23,12 +23,16 @@ from nbdist.notebook.figures import NOTHING
 from nbdist.output.ansi import strip
 from tests.waiting import SOON
 
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
 # jupyter_client's blocking calls run on a loop that lives as long as the process.
 ensure_event_loop()
 
 
 REUSED = "tests.notebook.reused"
 NO_TORCH = "assert 'torch' not in __import__('sys').modules"
+CLEAN = f"__import__('sys').modules[{REUSED!r}].kernel.clean()"
 
 INSIDES = re.compile(r"[^\s\"']*/nbdist/(?:\w+/)*\w+\.py\b")
 """A file of nbdist's, as a traceback names it."""
@@ -128,10 +132,8 @@ class SharedKernels:
         if notebook.manager not in self._taken:
             return False
         self._taken.remove(notebook.manager)
-        is_kept = notebook.manager.is_alive() and not notebook.fails_at(NO_TORCH)
-        if is_kept:
-            cleaning = f"__import__('sys').modules[{REUSED!r}].kernel.clean()"
-            assert not (said := notebook.fails_at(cleaning)), said
+        if is_kept := notebook.manager.is_alive() and not notebook.fails_at(NO_TORCH):
+            assert not (said := notebook.fails_at(CLEAN)), said
             self._free.append(notebook.manager)
         return is_kept
 
@@ -312,6 +314,34 @@ def lasting(*first: str, **env: str) -> Any:
             yield made
 
     return notebook
+
+
+@contextmanager
+def nbclient_manager(kernel: Notebook) -> Iterator[KernelManager]:
+    """The kernel's manager as nbclient and papermill need it; their clients are closed."""
+    manager, opened = kernel.manager, list[Any]()
+    client_class, make = manager.client_class, manager.client
+
+    def client(**options: Any) -> Any:
+        opened.append(make(**options))
+        return opened[-1]
+
+    manager.client_class = "jupyter_client.asynchronous.AsyncKernelClient"
+    manager.client = client  # type: ignore[method-assign]
+    try:
+        yield manager
+    finally:
+        manager.client_class, manager.client = client_class, make  # type: ignore[method-assign]
+        for each in opened:
+            each.stop_channels()
+
+
+def execute(notebook: NotebookNode, kernel: Notebook) -> None:
+    """Run the cells of a notebook file in this kernel, as nbclient does."""
+    from nbclient import NotebookClient  # the environments of tests/matrix have none
+
+    with nbclient_manager(kernel) as manager:
+        NotebookClient(notebook, km=manager, timeout=SOON).execute()
 
 
 def body(outcome: Outcome) -> list[str]:

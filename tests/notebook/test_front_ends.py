@@ -8,17 +8,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import nbformat
 import pexpect
 import psutil
 import pytest
-from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_notebook
 
-from tests.notebook.front_end import Notebook
+from tests.notebook.front_end import Notebook, execute, nbclient_manager
 from tests.waiting import SOON
 
 pytestmark = [pytest.mark.kernel, pytest.mark.shared_world]
@@ -78,26 +78,12 @@ class Terminal:
 
 
 @pytest.fixture(scope="module")
-def terminals() -> Iterator[list[Terminal]]:
-    """Those that have been opened; the last of them is still at its prompt if all is well."""
-    opened: list[Terminal] = []
-    yield opened
-    for each in opened:
-        each.child.close(force=True)
-
-
-@pytest.fixture
-def terminal(terminals: list[Terminal], tmp_path: Path) -> Iterator[Terminal]:
-    """One with two workers, which a test takes over from the one before that went well."""
-    terminal = terminals.pop() if terminals else Terminal(tmp_path)
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    """One for all tests, with two workers."""
+    terminal = Terminal(tmp_path_factory.mktemp("terminal"))
     terminal.enter("%dist_init -n 2")
-    try:
-        yield terminal
-        terminal.enter("None")
-    except BaseException:
-        terminal.child.close(force=True)
-        raise
-    terminals.append(terminal)
+    yield terminal
+    terminal.child.close(force=True)
 
 
 def test_terminal(terminal: Terminal) -> None:
@@ -145,8 +131,7 @@ def test_terminal_ctrl_c(terminal: Terminal) -> None:
     terminal.begin("%%distributed", "kept = rank; print('runs'); import time; time.sleep(600)")
     terminal.child.expect_exact("[0-1] runs")
     terminal.child.sendintr()
-    said = "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost."
-    assert said in terminal.finish()
+    assert "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost." in terminal.finish()
     assert "[1] 1" in terminal.enter("%%distributed", "print(kept)")
 
 
@@ -201,18 +186,9 @@ def a_notebook(*cells: str) -> nbformat.NotebookNode:
     return new_notebook(cells=[new_code_cell(cell) for cell in cells], metadata=metadata)
 
 
-def execute(notebook: nbformat.NotebookNode, **env: str) -> None:
-    """Run it as nbclient does."""
-    kernel = Notebook(env=env)
-    manager, usual = kernel.manager, kernel.manager.client_class
-    manager.client_class = "jupyter_client.asynchronous.AsyncKernelClient"
-    client = NotebookClient(notebook, km=manager, timeout=SOON)
-    try:
-        client.execute()
-    finally:
-        client.kc.stop_channels()
-        manager.client_class = usual
-        kernel.close()
+def run(notebook: nbformat.NotebookNode) -> None:
+    with closing(Notebook()) as kernel:
+        execute(notebook, kernel)
 
 
 def test_nbclient_stops_at_a_failed_cell() -> None:
@@ -222,7 +198,7 @@ def test_nbclient_stops_at_a_failed_cell() -> None:
         *CELLS, slow, "%%distributed\nif rank: raise ValueError('bad')", "after = 1"
     )
     with pytest.raises(CellExecutionError, match="ValueError: bad"):
-        execute(notebook)
+        run(notebook)
     *_, shows, failed, after = notebook.cells
     for cell in (notebook.cells[1], shows):
         (output,) = cell.outputs
@@ -240,7 +216,7 @@ def test_nbclient_cannot_type() -> None:
     """Who asks for something typed is told that nobody can, with the remedy, and nothing waits."""
     notebook = a_notebook(*CELLS, "%%distributed\nbreakpoint()\nx = 1")
     with pytest.raises(CellExecutionError, match=r"breakpoint\(\) need JupyterLab or a terminal"):
-        execute(notebook)
+        run(notebook)
 
 
 def test_nbclient_saves_what_nobody_waited_for(tmp_path: Path) -> None:
@@ -251,7 +227,7 @@ def test_nbclient_saves_what_nobody_waited_for(tmp_path: Path) -> None:
     waits = f"import os, time\nwhile len(os.listdir('{tmp_path}')) < 2: time.sleep(0.1)"
     cells = ("%load_ext nbdist", ends, waits, "None", f"{sent}time.sleep(600)")
     notebook = a_notebook(*cells, "job.done()", "time.sleep(0.5)")
-    execute(notebook)
+    run(notebook)
     (ended,), (broken_off,) = (
         [output.data["text/plain"] for output in notebook.cells[number].outputs]
         for number in (1, 4)
@@ -275,26 +251,27 @@ def test_nbval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         f"%%distributed\nos.path.exists({str(again)!r})",
         "out[1]",
     )
-    execute(notebook)
+    run(notebook)
     nbformat.write(notebook, saved)
     again.touch()
-    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--nbval", str(saved))
-    command = [sys.executable, *options]
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    options = ("-q", "-p", "no:cacheprovider", "-p", "nbval.plugin", "--nbval", str(saved))
+    command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "1 failed, 4 passed" in done.stdout, done.stdout
     assert "saved.ipynb::Cell 3" in done.stdout
 
 
-def test_papermill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_papermill(tmp_path: Path) -> None:
     """papermill runs a notebook with its parameters, which go along to the workers."""
     import papermill
 
-    monkeypatch.setenv("NBDIST_LOG_DIR", "")
     notebook = a_notebook("scale = 1", *CELLS, "%%distributed\nprint('scaled', scale * x)")
     notebook.cells[0].metadata["tags"] = ["parameters"]
     source, target = tmp_path / "in.ipynb", tmp_path / "out.ipynb"
     nbformat.write(notebook, source)
-    papermill.execute_notebook(source, target, {"scale": 10}, progress_bar=False)
+    with closing(Notebook()) as kernel, nbclient_manager(kernel) as manager:
+        papermill.execute_notebook(source, target, {"scale": 10}, progress_bar=False, km=manager)
     said = nbformat.read(target, as_version=4).cells[-1].outputs[0].data["text/plain"]
     assert said.endswith("── rank 0 ──\nscaled 10\n── rank 1 ──\nscaled 20")
 
@@ -316,14 +293,10 @@ def test_terminal_names(terminal: Terminal) -> None:
     terminal.enter("%dist_auto off")
 
 
-def test_terminal_ends_its_workers(tmp_path: Path, terminals: list[Terminal]) -> None:
-    """`exit` of the terminal takes the workers along."""
-    terminal = terminals.pop() if terminals else Terminal(tmp_path)
-    terminal.enter("%dist_init -n 2")
+def test_terminal_ends_its_workers(terminal: Terminal) -> None:
+    """`exit` of the terminal takes the workers along; it is the last test."""
     processes = psutil.Process(terminal.child.pid).children(recursive=True)
     assert len(processes) >= 4
     terminal.child.send("exit\r")
     terminal.child.expect(pexpect.EOF)
-    _gone, alive = psutil.wait_procs(processes, timeout=SOON)
-    assert alive == []
-    terminal.child.close(force=True)
+    assert psutil.wait_procs(processes, timeout=SOON)[1] == []
