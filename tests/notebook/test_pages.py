@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,6 @@ from tests.notebook.front_end import Notebook
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
-
-Fresh = Callable[..., Notebook]
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(f".github/{name}.md" for name in ("CONTRIBUTING", "SECURITY"))]
@@ -41,10 +40,9 @@ MARKS = {
     "drawing": "nothing shows that text",
     "new kernel": "a new notebook begins with it, and the one before has ended",
 }
-LEFT_OUT = MARKS.keys() - {"new kernel"}
 
-OWN_AGENT = {"docs/failures.md": pytest.mark.own_agent}
-"""Of a page with workers that outlive a notebook."""
+MARK = dict.fromkeys(PAGES, pytest.mark.kernel) | {"docs/failures.md": pytest.mark.own_agent}
+"""A page with workers that outlive a notebook has notebooks of its own."""
 
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[\w ]+)(?:: [^>]+)? -->\n)?^```(?P<kind>\w+)\n(?P<code>.*?)^```$"
@@ -71,7 +69,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def to_run(page: str) -> list[Block]:
-    return [block for block in blocks(page) if block.mark not in LEFT_OUT]
+    return [block for block in blocks(page) if block.mark not in MARKS.keys() - {"new kernel"}]
 
 
 def plain(text: str) -> str:
@@ -105,39 +103,41 @@ def test_outputs_are_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(each, marks=OWN_AGENT.get(each, ())) for each in PAGES if to_run(each)]
+    "page", [pytest.param(page, marks=MARK[page]) for page in PAGES if to_run(page)]
 )
-def test_a_page(page: str, fresh: Fresh, tmp_path: Path) -> None:
+def test_a_page(page: str, tmp_path: Path) -> None:
     """Its blocks run one after the other, show what it says, and fail where it says so."""
-    for block, seen, failed in run(page, fresh, tmp_path):
-        assert failed == bool(FAILS.search(block.shown or "")), f"{block.code}\n{seen}"
-        assert block.shown is None or shows(seen, block.shown), f"{block.code}\n{seen}"
+    with closing(run(page, tmp_path)) as outcomes:
+        for block, seen, failed in outcomes:
+            assert failed == bool(FAILS.search(block.shown or "")), f"{block.code}\n{seen}"
+            assert block.shown is None or shows(seen, block.shown), f"{block.code}\n{seen}"
 
 
-def run(page: str, fresh: Fresh, folder: Path) -> Iterator[tuple[Block, str, bool]]:
+def run(page: str, folder: Path) -> Generator[tuple[Block, str, bool]]:
     """Yield each block with what it shows, and whether it fails."""
     notebook: Notebook | None = None
     before = 0  # the process of the notebook before
-    for block in to_run(page):
-        if block.kind == "sh":
-            yield block, *in_bash(block.code, folder)
-            continue
-        if block.kind == "toml":
-            tomllib.loads(block.code)
-            continue
-        assert block.kind == "python", block
-        if notebook is None or block.mark == "new kernel":
-            if notebook is not None:
-                before = notebook.process.pid
-                notebook.close()
-            begins = bool(re.search("%load_ext|from nbdist import", block.code))
-            first = [f"%cd -q {folder}", *["%load_ext nbdist"] * (not begins)]
-            notebook = fresh(*first, env={"NBDIST_LOG_DIR": f"{folder}/logs"})
-        outcome = notebook.run(block.code)
-        # Tests beside this one have such worlds as well.
-        if others := re.search(rf"there are .*`(\S+-{before})`.* takes one", outcome.seen):
-            outcome = notebook.run(f"%dist_attach {others[1]}")
-        yield block, outcome.seen, bool(outcome.errors)
+    with ExitStack() as opened:
+        for block in to_run(page):
+            if block.kind == "sh":
+                yield block, *in_bash(block.code, folder)
+                continue
+            if block.kind == "toml":
+                tomllib.loads(block.code)
+                continue
+            assert block.kind == "python", block
+            if notebook is None or block.mark == "new kernel":
+                before = notebook.process.pid if notebook else 0
+                opened.close()
+                begins = bool(re.search("%load_ext|from nbdist import", block.code))
+                first = [f"%cd -q {folder}", *["%load_ext nbdist"] * (not begins)]
+                notebook = Notebook(*first, env={"NBDIST_LOG_DIR": f"{folder}/logs"})
+                opened.enter_context(closing(notebook))
+            outcome = notebook.run(block.code)
+            # Tests beside this one have such worlds as well.
+            if others := re.search(rf"there are .*`(\S+-{before})`.* takes one", outcome.seen):
+                outcome = notebook.run(f"%dist_attach {others[1]}")
+            yield block, outcome.seen, bool(outcome.errors)
 
 
 def in_bash(code: str, folder: Path) -> tuple[str, bool]:
@@ -180,10 +180,7 @@ def test_links_lead_somewhere() -> None:
         text = BLOCK.sub("", (ROOT / page).read_text())
         for file, anchor in LINK.findall(text):
             target = (ROOT / page).parent / file if file else ROOT / page
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.M) if anchor else ()
+            names = {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
             assert target.exists(), f"{page}: {file}"
-            assert not anchor or anchor in anchors(target), f"{page}: {file}#{anchor}"
-
-
-def anchors(page: Path) -> Iterator[str]:
-    for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE):
-        yield re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+            assert not anchor or anchor in names, f"{page}: {file}#{anchor}"
