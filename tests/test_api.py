@@ -16,8 +16,6 @@ import nbdist
 from nbdist.notebook.command import find_commands
 from tests.waiting import SOON
 
-pytestmark = pytest.mark.own_agent
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -83,42 +81,33 @@ print("done")
 STAGES = """
 import os
 import psutil
-import nbdist
 
-BIG = 100 * 2**20
 me = psutil.Process()
-memory = [me.memory_info().rss]
-
-
-def fill(seed):
-    import torch
-    return float(torch.empty(BIG // 4).fill_(seed).sum() > 0) + int(os.environ["WORLD_SIZE"])
 
 
 def ended():
     assert me.children(recursive=True) == [], me.children(recursive=True)
-    memory.append(me.memory_info().rss)
+    return me.memory_info().rss
 
 
 @nbdist.distributed(n=3)
 def on_three(seed):
     '''Fill memory on three.'''
-    return fill(seed)
+    import torch
+    return float(torch.empty(25 * 2**20).fill_(seed).sum() > 0) + int(os.environ["WORLD_SIZE"])
 
 
+before = ended()
 assert list(on_three(1)) == [4.0] * 3
-ended()
-results = nbdist.run(fill, seed=1)
-assert list(results) == [len(results) + 1.0] * len(results)
-ended()
-print(on_three.__name__, on_three.__doc__, max(memory[2:]) - memory[1] < 8 * 2**20)
+print(on_three.__name__, on_three.__doc__, ended() - before < 8 * 2**20)
 """
 
 
+@pytest.mark.own_agent
 def test_a_script_with_stages(tmp_path: Path) -> None:
     """A model goes in, its trained twin comes out and is saved; no `__main__` guard is needed.
 
-    Worlds of other sizes follow in the process; after each its workers are gone, and their memory.
+    A world of another size follows in the process; then its workers are gone, and their memory.
     """
     done = run_script(tmp_path, TORCHRUNX + STAGES)
     assert (done.stdout, done.stderr) == ("done\non_three Fill memory on three. True\n", "")
@@ -166,6 +155,7 @@ def by_rank(lines: list[str]) -> dict[int, list[str]]:
     return said
 
 
+@pytest.mark.own_agent
 def test_error_in_a_script(tmp_path: Path) -> None:
     """It can be caught by its class; uncaught it is short, and ends as it did on the rank.
 
@@ -202,6 +192,7 @@ with nbdist.World(2, fork=False) as world:
 """
 
 
+@pytest.mark.own_agent
 def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
     """How many workers are ready is told in one line, which is gone when they all are."""
     # Not in the working directory, where nbdist looks for nothing of its own.
@@ -229,6 +220,13 @@ def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
         script.expect(pexpect.EOF)
     finally:
         script.close(force=True)
+
+
+@pytest.mark.world
+def test_a_function_on_new_workers() -> None:
+    """As many as there are cores, or fewer; they end with the call."""
+    results = nbdist.run(lambda seed: (seed, int(os.environ["WORLD_SIZE"])), seed=1)
+    assert list(results) == [(1, len(results))] * len(results)
 
 
 def test_distributed_says_what_it_is() -> None:
