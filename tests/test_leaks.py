@@ -36,7 +36,7 @@ def test_child():
     subprocess.run(["true"], check=True)
 
 
-@pytest.mark.world
+@pytest.mark.own_agent
 def test_orphan():
     subprocess.run(["sh", "-c", "setsid sleep 60 &"], stdin=subprocess.DEVNULL,
                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
@@ -116,12 +116,12 @@ def test_what_is_left_behind_is_an_error(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parent / "conftest.py", tmp_path)
     (tmp_path / "test_leaky.py").write_text(LEAKY)
     segment = f"nbdist-test-{os.getpid()}"
-    environ = os.environ | {"NBDIST_LEAK_TIMEOUT": "0.6", "LEAK": segment}
+    more = {"NBDIST_LEAK_TIMEOUT": "0.6", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "LEAK": segment}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", os.devnull, "-rA"]
     try:
         report = subprocess.run(
             [*command, str(tmp_path)],
-            env=environ,
+            env=os.environ | more,
             capture_output=True,
             text=True,
             timeout=SOON,
