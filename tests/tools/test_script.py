@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 import threading
 import types
@@ -421,7 +422,9 @@ def test_some_ranks(lines: list[str]) -> None:
 def shell() -> Iterator[InteractiveShell]:
     # Without its database, whose thread would outlive it.
     shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    gc.freeze()  # `reset` looks through all objects
     yield shell
+    gc.unfreeze()
     InteractiveShell.clear_instance()
 
 
