@@ -16,10 +16,8 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -72,22 +70,19 @@ def main() -> int:
     timer = threading.Timer(options.limit, over.set)
     timer.daemon = True
     timer.start()
-    # Not a name that nbdist takes for a runtime folder which somebody has left.
-    with tempfile.TemporaryDirectory(prefix="gpu-tests-") as folder:
-        write_metadata(ROOT / "pyproject.toml", Path(folder))
-        environ = _environ(options.device, folder)
-        report = Report(options.device, machine_facts(environ))
-        for stage in STAGES:
-            names = [name for name in stage if name in options.only]
-            with ThreadPoolExecutor(options.jobs) as pool:
-                runs = [pool.submit(_run, name, out, options.k, environ, over) for name in names]
-                try:
-                    wait(runs)
-                except KeyboardInterrupt:
-                    over.set()
-            for run in runs:
-                report.results += run.result()
-            (out / "report.md").write_text("\n".join([*report.lines(), ""]), encoding="utf-8")
+    environ = _environ(options.device)
+    report = Report(options.device, machine_facts(environ))
+    for stage in STAGES:
+        names = [name for name in stage if name in options.only]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            runs = [pool.submit(_run, name, out, options.k, environ, over) for name in names]
+            try:
+                wait(runs)
+            except KeyboardInterrupt:
+                over.set()
+        for run in runs:
+            report.results += run.result()
+        (out / "report.md").write_text("\n".join([*report.lines(), ""]), encoding="utf-8")
     sys.stdout.write(report.summary())
     return 0 if report.is_good else 1
 
@@ -124,9 +119,9 @@ def _run(
     return results_of(name, said.read_text().splitlines(), why)
 
 
-def _environ(device: str, folder: str) -> dict[str, str]:
+def _environ(device: str) -> dict[str, str]:
     """The environment of all tests: nbdist is the checkout, also without being installed."""
-    path = [folder, str(ROOT), os.environ.get("PYTHONPATH", "")]
+    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     return {
         **os.environ,
@@ -190,25 +185,6 @@ def _ask(*command: str, **options: Any) -> tuple[str, str]:
     except OSError as error:
         return "", str(error)
     return answer.stdout.strip(), answer.stderr
-
-
-def write_metadata(project: Path, folder: Path) -> None:
-    """Make `nbdist-*.dist-info` in a folder that is going to be on `sys.path`.
-
-    In it are the entry points of launchers and commands, which an installed nbdist has beside its
-    code, and a checkout has not.  Building one would take hatchling; they are two text files.
-    """
-    about = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-    made = folder / f"nbdist-{about['version']}.dist-info"
-    made.mkdir()
-    head = f"Metadata-Version: 2.1\nName: {about['name']}\nVersion: {about['version']}\n"
-    (made / "METADATA").write_text(head, encoding="utf-8")
-    groups = {"console_scripts": about["scripts"], **about["entry-points"]}
-    sections = [
-        f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
-        for group, entries in groups.items()
-    ]
-    (made / "entry_points.txt").write_text("\n".join(sections), encoding="utf-8")
 
 
 # --- how it went --------------------------------------------------------------------------

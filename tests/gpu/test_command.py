@@ -6,14 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.gpu import __main__ as command
-from tests.gpu.__main__ import Report, results_of, write_metadata
+from tests.gpu.__main__ import Report, results_of
 from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -24,7 +23,7 @@ def test_it_is_ended(tmp_path: Path) -> None:
 
     Each test with its outcome, what it measured, and on what machine that was.
     """
-    only = ["--only", "stop,kills", "-k", "everything and gloo and Python or grows"]
+    only = ["--only", "stop,kills", "-k", "everything and gloo and collective or grows"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.gpu", "--out", str(tmp_path), "--device", "cpu", *only],
         cwd=command.ROOT,
@@ -41,27 +40,14 @@ def test_it_is_ended(tmp_path: Path) -> None:
     assert re.findall("^## (.*): ", page, re.MULTILINE)[-1] == "passed"
     assert {*re.findall("^## (.*): ", page, re.MULTILINE)} <= {"cut off", "not run", "passed"}
     assert re.search(r"^\| torch, CUDA, NCCL \| \d", page, re.MULTILINE)
-    assert re.search(r"\| gloo: Stop, Python code \| [\d.e-]+ s \|", page)
-    assert "| test_stop | test_stop_keeps_everything[gloo-Python code] |" in page
+    assert re.search(r"\| gloo: Stop, one in a collective \| [\d.e-]+ s \|", page)
+    assert "| test_stop | test_stop_keeps_everything[gloo-one in a collective] |" in page
 
 
 def test_every_file_is_in_the_order() -> None:
     """But this one."""
     files = {path.stem for path in command.HERE.glob("test_*.py")}
     assert files - {"test_command"} == {*command.FILES}
-
-
-def test_metadata_of_a_checkout(tmp_path: Path) -> None:
-    """It has the entry points that an installed nbdist has."""
-    write_metadata(command.ROOT / "pyproject.toml", tmp_path)
-    (found,) = metadata.distributions(path=[str(tmp_path)])
-    installed = metadata.distribution("nbdist")
-    assert (found.name, found.version) == (installed.name, installed.version)
-
-    def entries(of: metadata.Distribution) -> set[tuple[str, str, str]]:
-        return {(entry.group, entry.name, entry.value) for entry in of.entry_points}
-
-    assert entries(found) == entries(installed)
 
 
 def test_what_is_reported() -> None:
