@@ -22,7 +22,7 @@ pytestmark = pytest.mark.shared_world(1)
 
 def test_status_and_top(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """A table of each world, with processor time, while a cell runs."""
-    running = world.submit(world.task("while True: pass"))
+    running = world.submit(world.task("import time\ntime.sleep(600)"))
     try:
         command = [sys.executable, "-m", "nbdist.terminal", "status"]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=SOON)
@@ -36,7 +36,7 @@ def test_status_and_top(world: World, capsys: pytest.CaptureFixture[str]) -> Non
     title, headings, row = lines[at - 2 : at + 1]
     assert title.startswith("1 worker · gloo · ")
     assert headings.split()[:4] == ["rank", "state", "pid", "device"]
-    for text in ("busy ", " % ", "line 1: while True: pass"):
+    for text in ("busy ", " % ", "line 2: time.sleep(600)"):
         assert text in row
     assert main(["top", "-n", "2", "-d", "0.5"]) == 0  # so many looks, one below the other
     text = capsys.readouterr().out
@@ -83,7 +83,7 @@ def said(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 def test_a_notebook_without_load_ext(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`%%distributed` works in the first cell of a kernel, and in that of a restarted one."""
     assert said("enable", "--yes", capsys=capsys)[0] == 0
-    notebook = Notebook()
+    notebook = Notebook(env={"NBDIST_PRESTART": "0"})
     try:
         assert "── ranks 0-1" in notebook.run("%%distributed -n 2\nworld_size").text
         notebook.manager.restart_kernel(now=True)
