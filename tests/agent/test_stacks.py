@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -25,41 +24,49 @@ from nbdist.wire.work import Source, Task
 from tests.waiting import SOON, wait_until
 
 PROGRAM = """
-import os, re, signal, sys, threading, time
+import ctypes, os, select, signal, sys, threading, time
 from nbdist.worker.probe import write_stacks_to
 
-def inner(end):
-    {deed}
+def waits():
+    os.read(0, 1)
+
+def holds_the_gil():
+    ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)
+
+def runs():
+    while not select.select([0], [], [], 0)[0]:
+        for rests in [False] * 300 + [True]:
+            one(30, rests)
+            other(30, rests)
+    os.read(0, 1)
+
+def one(n, rests): return one(n - 1, rests) if n else rests and time.sleep(0.02)
+def other(n, rests): return other(n - 1, rests) if n else rests and time.sleep(0.02)
+
+def crashes():
+    os.abort()
 
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 write_stacks_to(sys.argv[1])
-inner(print("ready", flush=True))
+print("ready", flush=True)
+for deed in (waits, holds_the_gil, runs, crashes):
+    deed()
 """
-"""Handles no signal, in any thread: to look at it need not run anything there, and so cannot
-crash it."""
+"""Does one thing after the other, the next whenever it gets a byte; imports torch, for seconds.
 
-HOLDS_THE_GIL = 're.match("(a+)+$", "a" * 60 + "b")'
-
-RUNS = """while True:
-        for rests in [False] * 300 + [True]:
-            one(30, rests)
-            other(30, rests)
-
-def one(n, rests): return one(n - 1, rests) if n else rests and time.sleep(0.02)
-def other(n, rests): return other(n - 1, rests) if n else rests and time.sleep(0.02)
+Handles no signal, in any thread: to look at it need not run anything there, and so cannot crash it.
+While it `runs` it has two stacks in turn, in the same memory; no call of the one is in the other.
 """
-"""Two stacks in turn, in the same memory; no call of the one is in the other."""
 
 
 @contextmanager
-def program(folder: Path, deed: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A process that does this once it has said that it is ready, and the file of its stacks."""
-    (folder / "program.py").write_text(PROGRAM.format(deed=deed))
+def program(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A process that is ready, and the file of its stacks."""
+    (folder / "program.py").write_text(PROGRAM)
     file = folder / "stacks"
-    with subprocess.Popen(
-        [sys.executable, "-m", "program", str(file)], cwd=folder, stdout=subprocess.PIPE
-    ) as process:
+    command = [sys.executable, "-m", "program", str(file)]
+    with subprocess.Popen(command, cwd=folder, stdin=-1, stdout=-1, bufsize=0) as process:
         assert process.stdout.readline() == b"ready\n"
         try:
             yield process, file
@@ -67,32 +74,71 @@ def program(folder: Path, deed: str) -> Iterator[tuple[subprocess.Popen[bytes], 
             process.kill()
 
 
-@contextmanager
-def memory_of(folder: Path, deed: str) -> Iterator[tuple[int, CallLayout]]:
-    """The memory of such a process, which has not ended by then, and what it says of its calls."""
-    with program(folder, deed) as (process, file):
-        layout = CallLayout.read(file.read_bytes().partition(b"\n")[0])
-        with open(f"/proc/{process.pid}/mem", "rb", 0) as memory:
-            yield memory.fileno(), layout
-        assert process.poll() is None
+async def sampled(file: Path, pid: int, innermost: Call) -> list[tuple[Call, ...]]:
+    """What is found of it twice, once it has come there."""
+    stacks = StackFile(str(file))
+    while innermost not in await stacks.sample(pid, SOON):
+        pass
+    return [await stacks.sample(pid, SOON) for _ in range(2)]
+
+
+def check_any_offsets(memory: int, layout: CallLayout) -> None:
+    """Wrong ones lead nowhere, and nothing that is read does harm."""
+
+    def waits() -> tuple[Call, ...]:
+        with suppress(Torn, OSError):
+            return tuple(each for each in calls_in(memory, layout) if each[1:] == (6, "waits"))
+        return ()
+
+    wait_until(waits, "it waits")
+    for index, name in enumerate(CallLayout.__slots__):
+        for wrong in (0, 8, 200, LARGEST - 1, astuple(layout)[index] + 8, 1 << 62, 1 << 80):
+            with suppress(Torn, OSError):
+                calls_in(memory, replace(layout, **{name: wrong}))
+    assert waits()
+
+
+def check_not_mixed(memory: int, layout: CallLayout) -> None:
+    """What is read while it changes is what it was at one time, or nothing."""
+    seen: list[set[str]] = []
+    end = time.monotonic() + 1
+    while time.monotonic() < end or {"one"} not in seen or {"other"} not in seen:
+        with suppress(Torn, OSError):
+            names = {name for _, _, name in calls_in(memory, layout)}
+            seen.append(names & {"one", "other"})
+    assert {"one", "other"} not in seen
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("deed", ["time.sleep(1000)", HOLDS_THE_GIL])
-def test_sample(tmp_path: Path, deed: str) -> None:
-    """The main thread's calls, innermost first, also where C code holds the GIL."""
-    file = str(tmp_path / "program.py")
+def test_calls_of_a_process(tmp_path: Path) -> None:
+    """The main thread's, innermost first, also where C code holds the GIL; with code, of a crash.
 
-    async def twice(stacks: StackFile, pid: int) -> list[tuple[Call, ...]]:
-        while (file, 6, "inner") not in await stacks.sample(pid, SOON):
-            pass  # it has said that it is ready, and not come to it yet
-        return [await stacks.sample(pid, SOON) for _ in range(2)]
-
-    with program(tmp_path, deed) as (process, stack_file):
-        for calls in asyncio.run(twice(StackFile(str(stack_file)), process.pid)):
-            found = [call for call in calls if call[0] == file]
-            assert found == [(file, 6, "inner"), (file, 11, "<module>")]
-            assert calls[-1][2] == "_run_module_as_main"
+    None once it has ended, and none where it did not crash.
+    """
+    place = str(tmp_path / "program.py")
+    with program(tmp_path) as (process, file), open(f"/proc/{process.pid}/mem", "rb", 0) as mem:
+        memory, layout = mem.fileno(), CallLayout.read(file.read_bytes().partition(b"\n")[0])
+        for line, name in ((6, "waits"), (9, "holds_the_gil")):
+            for calls in asyncio.run(sampled(file, process.pid, (place, line, name))):
+                found = [call for call in calls if call[0] == place]
+                assert found == [(place, line, name), (place, 29, "<module>")]
+                assert calls[-1][2] == "_run_module_as_main"
+            if name == "waits":
+                check_any_offsets(memory, layout)
+            process.stdin.write(b"x")
+        check_not_mixed(memory, layout)
+        process.stdin.write(b"x")
+        assert process.wait(SOON) == -signal.SIGABRT
+        with pytest.raises(Torn):
+            calls_in(memory, layout)
+    found = StackFile(str(file))
+    assert found.crash_text(-signal.SIGKILL, None) == ""
+    first, *calls = found.crash_text(-signal.SIGABRT, None).splitlines()
+    assert first == "Fatal Python error: Aborted, in"
+    assert calls[-2:] == [f"  {place}, line 22, in crashes", "    os.abort()"]
+    found.remove()
+    found.remove()
+    assert not file.exists()
 
 
 @pytest.mark.world
@@ -110,20 +156,8 @@ def test_a_process_without_python(tmp_path: Path) -> None:
     assert asyncio.run(found.sample(process.pid, SOON)) == ()
 
 
-@pytest.mark.world
-def test_crash(tmp_path: Path) -> None:
-    """What it was, and the calls with their code; nothing where it did not crash."""
-    with program(tmp_path, "os.abort()") as (process, file):
-        assert process.wait(SOON) == -signal.SIGABRT
-    found = StackFile(str(file))
-    assert found.crash_text(-signal.SIGKILL, None) == ""
-    first, *calls = found.crash_text(-signal.SIGABRT, None).splitlines()
-    assert first == "Fatal Python error: Aborted, in"
-    assert calls[-2:] == [f"  {tmp_path}/program.py, line 6, in inner", "    os.abort()"]
-    found.remove()
-    found.remove()
-    assert not file.exists()
-    # Calls stand under the line for them; a line that cannot be known is 0.
+def test_calls_of_a_crash() -> None:
+    """They stand under the line for them; a line that cannot be known is 0."""
     text = '  File "a.py", line 1 in f\n  File "b.py", line ??? in g\n'
     told = stacks.crash_calls(f"Aborted\n\nStack (most recent call first):\n{text}")
     assert (told, stacks.crash_calls(text)) == ((("a.py", 1, "f"), ("b.py", 0, "g")), ())
@@ -146,19 +180,6 @@ def test_frames_of_a_cell() -> None:
 
 
 # --- what is read while it changes --------------------------------------------------------
-
-
-@pytest.mark.world
-def test_calls_that_change_are_not_mixed(tmp_path: Path) -> None:
-    """What is read of a process that runs is what it was at one time, or nothing."""
-    seen: list[set[str]] = []
-    with memory_of(tmp_path, RUNS) as (memory, layout):
-        end = time.monotonic() + 1
-        while time.monotonic() < end or {"one"} not in seen or {"other"} not in seen:
-            with suppress(Torn, OSError):
-                names = {name for _, _, name in calls_in(memory, layout)}
-                seen.append(names & {"one", "other"})
-    assert {"one", "other"} not in seen
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, stacks.READS - 1])
@@ -194,24 +215,3 @@ def test_lines(module: str) -> None:
 def test_any_bytes_are_lines(table: bytes, at: int) -> None:
     """What is read while it changes can be anything."""
     assert isinstance(stacks.line_at(table, 1, at), int)
-
-
-@pytest.mark.world
-def test_any_numbers_are_offsets(tmp_path: Path) -> None:
-    """Wrong ones lead nowhere, and nothing that is read does harm; nor of one that has ended."""
-
-    def waits() -> tuple[Call, ...]:
-        with suppress(Torn, OSError):
-            return tuple(each for each in calls_in(memory, layout) if each[1:] == (6, "inner"))
-        return ()
-
-    with memory_of(tmp_path, "time.sleep(1000)") as (memory, layout):
-        wait_until(waits, "it waits")
-        for index, name in enumerate(CallLayout.__slots__):
-            for wrong in (0, 8, 200, LARGEST - 1, astuple(layout)[index] + 8, 1 << 62, 1 << 80):
-                with suppress(Torn, OSError):
-                    calls_in(memory, replace(layout, **{name: wrong}))
-        assert waits()
-        kept = os.dup(memory)
-    with os.fdopen(kept, "rb", 0), pytest.raises(Torn):
-        calls_in(kept, layout)
