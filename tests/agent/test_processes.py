@@ -88,33 +88,6 @@ async def test_what_it_started_ends_with_it(tmp_path: Path, source: Source, runs
 
 
 @forked
-async def test_fork_server_that_hangs_or_is_killed(
-    monkeypatch: pytest.MonkeyPatch, source: Source
-) -> None:
-    """A silent one is killed after a while, and another takes its place; its workers live on.
-
-    Their ends are told; of a worker that dies with its fork server perhaps as one that was killed.
-    """
-    first, second = await source.worker(0), await source.worker(1)
-    silent = fork_server_of(first)
-    silent.suspend()
-    monkeypatch.setattr("nbdist.agent.processes.FORK_TIMEOUT", 0.2)
-    asked = asyncio.ensure_future(source.worker(2))
-    await until(lambda: fork_server_of(first) == psutil.Process(), "it is killed")
-    monkeypatch.undo()  # the next one has its time
-    third = await asked
-    another = fork_server_of(third)
-    assert another not in (silent, psutil.Process())
-    assert not silent.is_running()
-    os.kill(second.pid, signal.SIGSEGV)
-    assert await asyncio.wait_for(second.exited, SOON) == -signal.SIGSEGV
-    os.kill(third.pid, signal.SIGSEGV)
-    another.kill()
-    assert await asyncio.wait_for(third.exited, SOON) in (-signal.SIGSEGV, -signal.SIGKILL)
-    assert not first.exited.done()
-
-
-@forked
 @pytest.mark.parametrize("broken", [{"torch": "ImportError"}], indirect=True)
 async def test_fork_server_that_cannot_import_torch(
     runtime: Path, broken: None, source: Source
@@ -129,21 +102,38 @@ async def test_fork_server_that_cannot_import_torch(
 @pytest.mark.parametrize(
     "broken", [{"mpmath": "RuntimeError", "sympy": "ImportError"}], indirect=True
 )
-async def test_fork_server_is_fit_for_forks(
-    idle_imports: None, broken: None, source: Source
+async def test_a_fork_server_and_the_next_one(
+    idle_imports: None, broken: None, monkeypatch: pytest.MonkeyPatch, source: Source
 ) -> None:
     """It has one thread: a fork of it inherits no lock that nobody will release.
 
     Also when it has imported all that it imports while it is idle, and could not import some of
     it, which its log says; who asks before gets a worker, however much there is left to import.
+    A silent one is killed after a while, and another takes its place; its workers live on.  Their
+    ends are told; of a worker that dies with its fork server perhaps as one that was killed.
     """
-    server = fork_server_of(await source.worker(0))
-    await source.worker(1)
+    first, second = await source.worker(0), await source.worker(1)
+    server = fork_server_of(first)
     assert server.num_threads() == 1
     await asyncio.to_thread(wait_until_at_rest, server)
     assert server.num_threads() == 1
-    assert fork_server_of(await source.worker(3)) == server
+    assert fork_server_of(await source.worker(2)) == server
     assert "RuntimeError: broken on purpose" in source.forker.last_lines()
+    server.suspend()
+    with monkeypatch.context() as patched:
+        patched.setattr("nbdist.agent.processes.FORK_TIMEOUT", 0.2)
+        asked = asyncio.ensure_future(source.worker(3))
+        await until(lambda: fork_server_of(first) == psutil.Process(), "it is killed")
+    last = await asked
+    another = fork_server_of(last)
+    assert another not in (server, psutil.Process())
+    assert not server.is_running()
+    os.kill(second.pid, signal.SIGSEGV)
+    assert await asyncio.wait_for(second.exited, SOON) == -signal.SIGSEGV
+    os.kill(last.pid, signal.SIGSEGV)
+    another.kill()
+    assert await asyncio.wait_for(last.exited, SOON) in (-signal.SIGSEGV, -signal.SIGKILL)
+    assert not first.exited.done()
 
 
 def test_requests_and_the_end_of_a_fork_server(runtime: Path) -> None:
