@@ -22,7 +22,6 @@ from nbdist.world.result import usage_text
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
 from tests.waiting import SOON
-from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world(4)
 
@@ -121,6 +120,7 @@ def test_idle_ranks(world: World) -> None:
     until_recorded(world, world.pids)
     for rank, row in statuses(world).items():
         assert (row.state, row.place, row.code) == ("idle", None, "")
+        assert (row.pid, row.device) == (world.pids[rank], "cpu")
         assert row.memory > 1 << 20
         assert str(row.collective) == f"broadcast #{first[rank].number + 1}"
     for rank, stack in stacks(world).items():
@@ -236,14 +236,16 @@ def starved(control_group: Callable[..., Path]) -> Path:
     return group
 
 
-def test_no_processor(new_world: NewWorld, starved: Path) -> None:
+def test_no_processor(world: World, starved: Path) -> None:
     """An idle rank that gets none, and so does not answer, is not said to hold the GIL; 8 s."""
-    with new_world(2) as world:
-        pid = str(world.pids[1])
-        (starved / "cgroup.procs").write_text(pid)
+    pid = str(world.pids[1])
+    (starved / "cgroup.procs").write_text(pid)
+    try:
         for _ in range(10):
-            assert [row.place for row in statuses(world).values()] == [None] * 2
-            assert not any(stack.place.holds_gil for stack in world.stacks())
+            found = statuses(world)
+            assert [found[rank].place for rank in (0, 1)] == [None] * 2
+            assert not any(stack.place.holds_gil for stack in world.stacks([0, 1]))
+    finally:
         (starved.parent / "cgroup.procs").write_text(pid)
 
 
@@ -373,7 +375,8 @@ def test_while_a_cell_runs(world: World, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     running = world.submit(
         world.task(
-            "import os, time\nbig = torch.ones((1 + 200 * rank) * 2**20, dtype=torch.uint8)\n"
+            "import os, time\nsize = 201 if rank == 1 else 1\n"
+            "big = torch.ones(size * 2**20, dtype=torch.uint8)\n"
             f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)"
         )
     )
