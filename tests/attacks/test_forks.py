@@ -114,10 +114,6 @@ def test_a_world_in_a_forked_child(world: World) -> None:
     assert world.gather("rank") == [0, 1]
 
 
-GROUPS = Path("/sys/fs/cgroup/pids")
-if not GROUPS.exists():
-    GROUPS = Path("/sys/fs/cgroup")
-
 SUM = "t = torch.ones(1); dist.all_reduce(t); assert t.item() == world_size"
 
 
@@ -147,44 +143,29 @@ def kill_fork_server(world: World) -> None:
     fork_server.wait(SOON)
 
 
-def test_the_fork_server_is_killed(world: World) -> None:
-    """All ranks live on, and one that is killed afterwards is replaced alone."""
-    pids = dict(world.pids)
-    kill_fork_server(world)
-    world.execute(SUM)
-    assert world.gather("kept") == [0, 1]
-    os.kill(pids[1], signal.SIGKILL)  # the agent hears of it, whose child it is now
-    wait_until(lambda: world.status()[1].state == "dead")
-    world.execute(SUM)
-    assert world.gather("globals().get('kept')") == [0, None]
-    assert world.pids[0] == pids[0]
+@pytest.fixture
+def group(control_group: Callable[..., Path]) -> Path:
+    return control_group("pids", "pids.max")
 
 
 @contextmanager
-def at_most(world: World, more: int) -> Iterator[Path]:
+def at_most(world: World, group: Path, more: int) -> Iterator[None]:
     """Let the agent and its children have only so many more processes and threads."""
-    group = GROUPS / f"nbdist-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        for process in tree(world):
-            (group / "cgroup.procs").write_text(str(process.pid))
-    except OSError:
-        pytest.skip("takes the right to make a control group of pids")
+    for process in tree(world):
+        (group / "cgroup.procs").write_text(str(process.pid))
     (group / "pids.max").write_text(str(int((group / "pids.current").read_text()) + more))
     try:
-        yield group
+        yield
     finally:
         (group / "pids.max").write_text("max")
         for pid in (group / "cgroup.procs").read_text().split():
-            (GROUPS / "cgroup.procs").write_text(pid)
-        wait_until(lambda: not (group / "cgroup.procs").read_text())
-        group.rmdir()
+            (group.parent / "cgroup.procs").write_text(pid)
 
 
-def test_no_further_process_when_scaling(world: World) -> None:
-    """Neither worker nor fork server: a line says which limit, nobody loses anything."""
+def test_no_further_process_when_scaling(world: World, group: Path) -> None:
+    """A line says which limit, and nobody loses anything."""
     pids = dict(world.pids)
-    with at_most(world, 0) as group:
+    with at_most(world, group, 0):
         # Where they get no thread, the old group cannot be made again either.
         with pytest.raises((ScaleError, WorldBroken)) as caught:
             world.scale(3)
@@ -192,20 +173,33 @@ def test_no_further_process_when_scaling(world: World) -> None:
         assert "\n" not in str(caught.value)
         assert {row.state for row in world.status()} == {"idle"}
     world.execute(SUM)
+    assert world.gather("kept") == [0, 1]
+    assert world.pids == pids
+
+
+def test_the_fork_server_is_killed(world: World, group: Path) -> None:
+    """All ranks live on, also where no other can be started; one killed later is replaced alone."""
+    pids = dict(world.pids)
     kill_fork_server(world)
-    with at_most(world, 0) as group:
+    world.execute(SUM)
+    with at_most(world, group, 0):
         with pytest.raises(ScaleError, match=f"pids.max of {group} is "):
             world.scale(3)
         assert world.gather("kept") == [0, 1]
     assert world.pids == pids
+    os.kill(pids[1], signal.SIGKILL)  # the agent hears of it, whose child it is now
+    wait_until(lambda: world.status()[1].state == "dead")
+    world.execute(SUM)
+    assert world.gather("globals().get('kept')") == [0, None]
+    assert world.pids[0] == pids[0]
     world.scale(3)
     world.execute(SUM)
-    assert world.gather("globals().get('kept')") == [0, 1, None]
+    assert world.gather("globals().get('kept')") == [0, None, None]
 
 
-def test_no_further_process_at_the_start(world: World) -> None:
+def test_no_further_process_at_the_start(world: World, group: Path) -> None:
     """A start that fails so names the limit in its first line, and leaves nothing."""
-    with at_most(world, 2) as group:
+    with at_most(world, group, 2):
         with pytest.raises(StartError) as caught:
             world.restart(n=4)
         sys.stdout.write(f"{caught.value}\n")
