@@ -52,7 +52,8 @@ def beside(folder: Path) -> Iterator[Notebook]:
     """
     paths = os.pathsep.join(["", "sub", ".", str(folder)])
     go = f"import os, sys, subprocess; os.chdir({str(folder)!r})"
-    with closing(Notebook(go, f"os.environ['PYTHONPATH'] = {paths!r}")) as notebook:
+    logs = {"NBDIST_LOG_DIR": str(folder / "logs")}
+    with closing(Notebook(go, f"os.environ['PYTHONPATH'] = {paths!r}", env=logs)) as notebook:
         assert notebook.run("sys.path[:0] = ['', '.', os.getcwd()]").errors == []
         (folder / "ran.txt").write_text("")
         assert notebook.run("%load_ext nbdist").errors == []
@@ -114,3 +115,5 @@ def test_the_same_of_spawned_workers(beside: Notebook, folder: Path) -> None:
     assert gathered(beside, "import sys, os\nx = sys.path, os.environ['PYTHONPATH']") == [expected]
     seen = beside.run("%%distributed\nimport signal; os.kill(os.getpid(), signal.SIGSEGV)").seen
     assert re.search(r"Fatal Python error: Segmentation fault, in\s+Cell In\[\d+\], line 2\n", seen)
+    logs = (folder / "logs").rglob("stderr.log")
+    assert "Fatal Python error: Segmentation fault, in\n" in "".join(map(Path.read_text, logs))

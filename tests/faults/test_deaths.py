@@ -9,9 +9,8 @@ import select
 import signal
 import subprocess
 import sys
-import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,13 +20,12 @@ import pytest
 from nbdist.errors import AgentLost, NbdistError, RanksReleased, UsageError, WorkerDied, WorkerError
 from nbdist.output.events import Died
 from nbdist.system.folders import RuntimeFolder
-from nbdist.system.limits import control_groups
 from nbdist.system.processes import children_of
 from nbdist.wire.views import Place
 from nbdist.world.agents import AgentProcess
-from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.cells import follow, run
 from tests.waiting import SOON, once, wait_until
 from tests.worlds import NewWorld
 
@@ -54,16 +52,18 @@ def death(world: World, source: str) -> tuple[Died, list[str]]:
     """How the last rank died in a cell, as cell 5, and what its block in the cell's output says."""
     last = world.size - 1
     pid = world.pids[last]
-    running = world.submit(world.task(source, execution_count=5))
-    world.session.wait(running)
-    died = running.transcript.errors[last]
+    ran = run(world, source, count=5)
+    died = ran.running.transcript.errors[last]
     assert isinstance(died, Died)
     assert died.pid == pid
-    return died, [line.text for line in running.transcript[last].tail(99)]
+    return died, ran.lines(last)
 
 
 def test_crash(logged: World) -> None:
-    """Its calls, from the cell in, are shown and logged; not those of a child before it."""
+    """Its calls, from the cell in, are shown and logged; not those of a child before it.
+
+    The same of a spawned worker: `attacks/test_environments.py`.
+    """
     end = "os.kill(os.getpid(), signal.SIGSEGV)"
     source = f"import os, signal\ndef end():\n    {end}\nprint('hello')\nif rank: end()"
     died, lines = death(logged, source)
@@ -85,30 +85,14 @@ def test_crash(logged: World) -> None:
     assert len(again) == 5
 
 
-def test_crash_of_a_spawned_worker(tmp_path: Path) -> None:
-    """It leaves the same, in its output and in its log."""
-    with World(1, fork=False, on_failure="stop", log_dir=str(tmp_path)) as world:
-        died, lines = death(world, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
-    assert died.exit_code == -signal.SIGSEGV
-    assert lines[:2] == ["Fatal Python error: Segmentation fault, in", "  Cell In[5], line 2"]
-    assert lines[0] in Path(world.logs[0], "stderr.log").read_text().splitlines()
-
-
 @pytest.fixture
-def small_group() -> Iterator[Path]:
-    """A control group of the test's own with little memory; needs root."""
-    for found in control_groups("memory"):
-        group = found.folder / f"nbt-{uuid.uuid4().hex[:8]}"
-        limit = "memory.max" if found.version == 2 else "memory.limit_in_bytes"
-        try:
-            group.mkdir()
-            (group / limit).write_text(str(LIMIT))
-        except OSError:
-            continue
-        yield group
-        group.rmdir()
-        return
-    pytest.skip("no control group can be made here")
+def small_group(control_group: Callable[..., Path]) -> Path:
+    """A control group with little memory."""
+    limits = "memory.max", "memory.limit_in_bytes"
+    group = control_group("memory", *limits)
+    for limit in filter(Path.exists, (group / name for name in limits)):
+        limit.write_text(str(LIMIT))
+    return group
 
 
 def test_an_agent_out_of_memory(small_group: Path) -> None:
@@ -161,38 +145,26 @@ def world(started: World) -> World:
     return started
 
 
-def ends(world: World, running: RunningTask) -> NbdistError | None:
-    """Wait for the end of a cell."""
-    world.session.wait(running)
-    return running.error()
-
-
-def runs(world: World, source: str) -> NbdistError | None:
-    """Run a cell to its end."""
-    return ends(world, world.submit(world.task(source)))
-
-
 def test_restart_all(world: World) -> None:
     """All workers are new after a death, though one had run the cell; it is told once."""
     world.session.on_failure = "restart-all"
     before = dict(world.pids)
-    running = world.submit(
-        world.task(
-            "import os, threading, time\n"
-            "if rank == 3: threading.Timer(0.2, os.kill, (os.getpid(), 9)).start()\n"
-            "elif rank == 1:\n"
-            f"    while os.path.exists('/proc/{before[3]}'): time.sleep(0.01)\n"
-            "    os.kill(os.getpid(), 9)\n"
-            "elif rank == 2: dist.barrier()\n"
-            "else: time.sleep(600)"
-        )
+    ran = run(
+        world,
+        "import os, threading, time\n"
+        "if rank == 3: threading.Timer(0.2, os.kill, (os.getpid(), 9)).start()\n"
+        "elif rank == 1:\n"
+        f"    while os.path.exists('/proc/{before[3]}'): time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "elif rank == 2: dist.barrier()\n"
+        "else: time.sleep(600)",
     )
-    error = ends(world, running)
+    error = ran.error
     assert isinstance(error, WorkerDied)
     assert error.rank == 1
     assert "All workers were restarted (`--on-failure restart-all`); their" in str(error)
     with pytest.raises(WorkerDied):
-        world.session.check(running)
+        world.session.check(ran.running)
     assert world.session.take_replaced() == {}
     assert set(before.values()).isdisjoint(world.pids.values())
     assert world.gather("globals().get('kept')") == [None] * 4
@@ -203,10 +175,10 @@ def test_stop_policy(world: World) -> None:
     """All workers end with a death, not with an exception; a start gives new ones."""
     world.session.on_failure = "stop"
     before = dict(world.pids)
-    error = runs(world, "if rank == 1: raise ValueError\ndist.barrier()")
+    error = run(world, "if rank == 1: raise ValueError\ndist.barrier()").error
     assert isinstance(error, WorkerError)
     assert world.gather("kept") == [0, 1, 2, 3]
-    error = runs(world, f"{DIES}dist.barrier()")
+    error = run(world, f"{DIES}dist.barrier()").error
     assert isinstance(error, WorkerDied)
     assert "All workers were ended (`--on-failure stop`)" in str(error)
     assert world.state is State.STOPPED
@@ -218,7 +190,7 @@ def test_stop_policy(world: World) -> None:
 def test_survivors_are_freed_whoever_they_wait_for(world: World) -> None:
     """Also those of a group without the dead rank, whose cell has failed all the same."""
     waits = "if rank == 2: dist.barrier(group=pair)\nif rank == 3: time.sleep(3)"
-    error = runs(world, f"pair = dist.new_group([2, 3])\n{DIES}{waits}")
+    error = run(world, f"pair = dist.new_group([2, 3])\n{DIES}{waits}").error
     assert isinstance(error, WorkerDied)
     world.execute(SUM)
 
@@ -260,7 +232,7 @@ def test_a_survivor_that_gloo_does_not_wake(world: World, tmp_path: Path) -> Non
             wait_until(lambda: places()[0].operation and rests(), "it sends")
 
     with once(all_wait, die, "the others wait"):
-        error = runs(world, LAST_TO_COME.format(gate=str(gate)))
+        error = run(world, LAST_TO_COME.format(gate=str(gate))).error
     assert isinstance(error, WorkerDied)
     assert "rank 3 on " in str(error)
     assert "Gloo did not wake rank 0 from a collective that had ended." in str(error)
@@ -347,13 +319,13 @@ def test_replace(world: World) -> None:
     running = world.submit(world.task("import time; time.sleep(1)"))
     with pytest.raises(UsageError, match="still running an earlier cell"):
         world.replace([1])
-    assert ends(world, running) is None
+    assert follow(world, running).error is None
 
 
 def test_what_a_failed_cell_has_begun_is_ended(world: World) -> None:
     """The next cell's collectives do not meet those that nobody waited for."""
     begun = "works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]"
-    error = runs(world, f"if rank == 1: raise ValueError('bad')\n{begun}")
+    error = run(world, f"if rank == 1: raise ValueError('bad')\n{begun}").error
     assert isinstance(error, WorkerError)
     assert not isinstance(error, RanksReleased)
     result = world.execute("t = torch.full((1,), 5.0); dist.all_reduce(t)", fetch=("t.item()",))
