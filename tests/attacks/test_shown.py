@@ -15,7 +15,9 @@ import pytest
 from nbconvert import HTMLExporter, LatexExporter
 
 from nbdist.output.rank_transcript import SHOWN_AT_MOST
-from tests.notebook.front_end import Notebook, body
+from tests.notebook.front_end import INSIDES, Notebook, body
+from tests.notebook.test_first_contact import AHEAD, MISTAKES
+from tests.notebook.test_front_ends import Terminal
 from tests.waiting import SOON, once, wait_until
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
@@ -36,20 +38,20 @@ Patience.__init__.__defaults__ = astuple(Patience(control_timeout={SOON}))
 
 @pytest.fixture(scope="module")
 def notebook(folder: Path) -> Iterator[Notebook]:
-    """One notebook with four workers for all tests of the module."""
+    """One notebook with three workers for all tests of the module."""
     with closing(Notebook("%load_ext nbdist", env={"NBDIST_LOG_DIR": str(folder)})) as notebook:
-        assert notebook.run(f"{PATIENCE}%dist_init -n 4").errors == []
+        assert notebook.run(f"{PATIENCE}%dist_init -n 3").errors == []
         yield notebook
 
 
 def test_errors_of_ranks(notebook: Notebook) -> None:
     """Of errors that differ in the rank's number `%dist_why` calls none the same."""
-    outcome = notebook.run("%%distributed\nif rank in (1, 3): raise KeyError(f'missing {rank}')")
-    assert "── ranks 1,3 (same except for {…}) ✗ ──" in outcome.panel["text/plain"]
-    first = 1 if "first: rank 1" in outcome.error else 3
+    outcome = notebook.run("%%distributed\nif rank: raise KeyError(f'missing {rank}')")
+    assert "── ranks 1-2 (same except for {…}) ✗ ──" in outcome.panel["text/plain"]
+    first = 1 if "first: rank 1" in outcome.error else 2
     assert f"KeyError: 'missing {first}'" in outcome.error
     why = notebook.run("%dist_why").text
-    assert f"rank {4 - first}: KeyError: 'missing {4 - first}'" in why
+    assert f"rank {3 - first}: KeyError: 'missing {3 - first}'" in why
     assert "the same" not in why
 
 
@@ -62,9 +64,9 @@ def test_widgets_say_that_they_cannot_be_shown(notebook: Notebook) -> None:
 
 
 FIGURES = """%%distributed
-import matplotlib.pyplot as plt
 print("before")
 for number in range(rank):
+    import matplotlib.pyplot as plt
     plt.plot([1, rank, number]); plt.show()
 """
 
@@ -72,9 +74,9 @@ for number in range(rank):
 def test_figures_for_converters(notebook: Notebook) -> None:
     """Figures are in the panel once, and each is an image for those who look for one."""
     outcome = notebook.run(FIGURES)
-    assert str(outcome.panel["text/html"]).count("<img ") == 6
+    assert str(outcome.panel["text/html"]).count("<img ") == 3
     pngs = [base64.b64decode(shown["data"]["image/png"]) for shown in outcome.figures]
-    assert len(pngs) == 6
+    assert len(pngs) == 3
     assert all(png.startswith(b"\x89PNG") for png in pngs)
     last = {**outcome.displays[0], "data": outcome.panel}
     outputs = [
@@ -83,10 +85,10 @@ def test_figures_for_converters(notebook: Notebook) -> None:
     ]
     document = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(FIGURES, outputs=outputs)])
     latex, resources = LatexExporter().from_notebook_node(document)
-    assert latex.count("\\adjustimage") == 6 == len(resources["outputs"])
+    assert latex.count("\\adjustimage") == 3 == len(resources["outputs"])
     assert "before" in latex
     html, _ = HTMLExporter().from_notebook_node(document)
-    assert html.count('src="data:image/png') == 6
+    assert html.count('src="data:image/png') == 3
 
 
 def test_a_recursion_costs_no_look_at_all_modules(notebook: Notebook) -> None:
@@ -122,7 +124,7 @@ def test_stop_in_a_flood_of_displays(notebook: Notebook, tmp_path: Path) -> None
             "for number in count():\n    display({'application/x': [0.5] * 30_000}, raw=True)\n"
             f"    if number * 900_000 > {SHOWN_AT_MOST}: Path({str(full)!r}).touch()"
         )
-    assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-3. No variables were lost."
+    assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-2. No variables were lost."
     assert body(notebook.run("%%distributed -r 0\nkept"))[-1] == "0"
 
 
@@ -199,3 +201,29 @@ def test_flood_after_a_cell(notebook: Notebook) -> None:
     assert drawn <= 12
     outcome = notebook.run("%%distributed\nover.set()\ntalker.join()")
     assert outcome.errors == []
+
+
+BEGIN, END = "\x1b[200~", "\x1b[201~"
+"""What a terminal puts around text that is pasted."""
+
+EVERY = 4
+"""Of how many mistakes one is tried: there are more than forty."""
+
+
+def test_mistakes_in_a_terminal(tmp_path: Path, empty_snapshot_folder: None) -> None:
+    """What is said is the same as in a notebook, and no line is of nbdist's insides.
+
+    In notebooks `tests.notebook.front_end.Notebook.run` looks at what every test sees.
+    """
+    terminal = Terminal(tmp_path)
+    try:
+        for cell in AHEAD[1:]:
+            terminal.enter(f"{BEGIN}{cell}{END}")
+        for mistake in MISTAKES[::EVERY]:
+            seen = ""
+            for cell in mistake.cells:
+                seen = "\n".join(terminal.enter(f"{BEGIN}{cell}{END}"))
+            assert not INSIDES.findall(seen), seen
+            assert [each for each in mistake.said if each not in seen] == [], seen
+    finally:
+        terminal.child.close(force=True)
