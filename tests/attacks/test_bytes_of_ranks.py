@@ -12,7 +12,7 @@ from nbdist.output.screen import Screen
 from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.waiting import SOON
+from tests.cells import run
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -28,21 +28,15 @@ def started(new_world: NewWorld) -> Iterator[World]:
 def world(started: World) -> Iterator[World]:
     """The world with a variable; rank 1 is a new one afterwards."""
     started.execute("kept = 'kept'")
+    pid = started.pids[1]
     yield started
-    if started.state is State.READY:
+    if started.state is State.READY and started.pids[1] == pid:
         started.replace([1])
 
 
 def ran(world: World, source: str) -> RunningTask:
-    """A cell that has ended; one that does not is ended."""
-    running = world.submit(world.task(source))
-    for _ in world.follow(running):
-        if running.age > SOON:
-            world.interrupt()
-            for _ in world.follow(running):
-                pass
-            pytest.fail(f"still running after {SOON} s: {source}")
-    return running
+    """A cell that has ended."""
+    return run(world, source).running
 
 
 AWAY = {

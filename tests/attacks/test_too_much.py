@@ -92,7 +92,7 @@ def test_a_rank_at_its_limit_of_address_space(new_world: NewWorld) -> None:
 
 pytestmark = pytest.mark.shared_world(2)
 
-PAGE, PAGES = 900_000, 300
+PAGE, PAGES = 900_000, 200
 
 FLOOD = f"""
 from IPython.display import HTML, display
