@@ -124,7 +124,7 @@ def wait_until_at_rest(server: psutil.Process) -> None:
 
 def one_fault(world: World, dice: random.Random) -> str:
     """Make a fault, and check that all goes on; its kind."""
-    kind, rank = dice.choice(list(KINDS)), dice.randrange(RANKS)
+    kind, rank = dice.choice(list(KINDS)), dice.randrange(world.size)
     moment, collective = dice.choice((0, 0.01, 0.2)), dice.choice(COLLECTIVES)
     source = "import os, signal, time\n" + KINDS[kind].format(
         rank=rank, moment=moment, collective=collective
@@ -149,17 +149,17 @@ def one_fault(world: World, dice: random.Random) -> str:
     )
     lost = {rank} if kind in DEADLY else set()
     kept = world.gather("globals().get('kept')")
-    expected = [None if r in lost else r for r in range(RANKS)]
+    expected = [None if r in lost else r for r in range(world.size)]
     if kept != expected or (world.pids[rank] != dead) != bool(lost):
         raise AssertionError(f"{kept} instead of {expected} after {kind} of rank {rank}:\n{source}")
     world.execute("kept = rank")
     return kind
 
 
-def soak(seed: int, faults: int) -> tuple[Counter[str], Holdings, Holdings]:
+def soak(seed: int, faults: int, ranks: int = RANKS) -> tuple[Counter[str], Holdings, Holdings]:
     """Make the faults; how many of each kind, and what was held after `SETTLED` and at the end."""
     dice, kinds = random.Random(seed), Counter[str]()
-    with World(RANKS, log_dir="") as world:
+    with World(ranks, log_dir="") as world:
         world.execute("kept = rank")
         settled = None
         for number in range(faults):
