@@ -29,9 +29,8 @@ from nbdist.worker.publishing import plain
 from nbdist.worker.tracebacks import contents_of
 from nbdist.world.result import CellResult, Contents, as_raised, hand_over, raised, rows, usage_text
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 HOSTS = {0: (socket.gethostname(), 0), 1: ("far", 0), 2: ("far", 1)}
 RESULT = CellResult(
@@ -245,10 +244,9 @@ def said(handler: BufferingHandler) -> list[tuple[int, str]]:
 
 
 @pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2) as world:
-        world.execute("import logging\nlogger = logging.getLogger('train')\nlogger.setLevel(10)")
-        yield world
+def started(started: World) -> World:
+    started.execute("import logging\nlogger = logging.getLogger('train')\nlogger.setLevel(10)")
+    return started
 
 
 @pytest.fixture
