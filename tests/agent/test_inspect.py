@@ -134,10 +134,15 @@ def test_a_collective(world: World, gate: Gate) -> None:
     source = f"{gate.cell}if rank == 1:\n    {WAIT}\ndist.barrier()"
     with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
         until(world, lambda: all(s.rank == 1 or s.place.operation for s in world.stacks()))
-        until(world, lambda: all(row.collective for row in world.status()))  # slow ones have none
-        until_recorded(world, [1])
-        found, shown = statuses(world), stacks(world)
-        late = found.pop(1)
+        found = dict[int, WorkerStatus]()
+
+        def all_have_said() -> bool:  # a slow one says nothing of its last collective
+            found.update(statuses(world))
+            said = [row.collective for row in found.values()]
+            return all(said) and said[1].is_done
+
+        until(world, all_have_said)
+        shown, late = stacks(world), found.pop(1)
         assert (late.place, late.code.strip()) == (Place(line=4), WAIT)
         assert (late.collective.name, late.collective.is_done) == ("all_reduce", True)
         for row in found.values():
