@@ -25,49 +25,59 @@ from tests.agent.sources import worker_start
 from tests.waiting import SOON, wait_until
 
 NOTEBOOK = """
-import nbdist, sys
+import nbdist, os, sys
 
 if __name__ == "__main__":
-    world = nbdist.World(1, backend="none", log_dir="", fork=False)
+    world = nbdist.World(2, backend="none", log_dir="", fork=sys.argv[1] == "fork")
     world.start()
-    world.execute(sys.argv[1])
-    world.submit(world.task(sys.argv[2]))
+    world.execute(sys.argv[2])
+    world.submit(world.task(sys.argv[3]))
     print(world.session.link.agent.pid, flush=True)
     sys.stdin.read()
+    world.session.link.close()
+    os._exit(0)
 """
 
 STARTS = """
-import os, signal, subprocess
+import os, subprocess, signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 children = [subprocess.Popen(['sleep', '1000'], start_new_session=s) for s in (0, 1)]
 """
 
-IS_DEAF = """
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-os.mknod('here')
-while True: signal.pause()
-"""
+IDLE = "os.mknod(f'here{rank}')"
+BUSY = f"for n in (2, 15): signal.signal(n, signal.SIG_IGN)\n{IDLE}\nwhile 1: 0"
+
+Script = subprocess.Popen
+
+
+def leave(notebook: Script[str]) -> None:
+    notebook.stdin.close()
 
 
 @pytest.mark.own_agent
-def test_end(tmp_path: Path) -> None:
-    """Its notebook is killed: a spawned worker that is deaf, all it started, and its folder go."""
-    command = [sys.executable, "-c", NOTEBOOK, STARTS, IS_DEAF]
-    with subprocess.Popen(command, cwd=tmp_path, stdin=-1, stdout=-1, text=True) as notebook:
+@pytest.mark.parametrize(
+    ("kind", "source", "end"),
+    [("spawn", IDLE, Script.kill), ("fork", BUSY, leave)],
+    ids=["idle", "busy"],
+)
+def test_end(tmp_path: Path, kind: str, source: str, end: Callable[[Script[str]], None]) -> None:
+    """Whatever ends it: its workers, busy or not, what they started, and its folder go with it."""
+    command = [sys.executable, "-c", NOTEBOOK, kind, STARTS, source]
+    with Script(command, cwd=tmp_path, stdin=-1, stdout=-1, text=True) as notebook:
         guard = psutil.Process(int(notebook.stdout.readline()))
-        folder = Path(guard.cmdline()[-3])
+        folder = Path(guard.cmdline()[-2 if kind == "fork" else -3])
         guard.send_signal(signal.SIGINT)
-        wait_until((tmp_path / "here").exists, "the worker has come so far")
+        wait_until(lambda: len([*tmp_path.iterdir()]) == 2, "both have come so far")
 
-        def both_sleep() -> bool:  # a process has no command line yet in the moment of its exec
-            return sum("sleep" in each.cmdline() for each in guard.children(recursive=True)) == 2
+        def all_sleep() -> bool:  # a process has no command line yet in the moment of its exec
+            return sum("sleep" in each.cmdline() for each in guard.children(recursive=True)) == 4
 
-        wait_until(both_sleep, "all that it started is there")
+        wait_until(all_sleep, "all that they started is there")
         processes = [guard, *guard.children(recursive=True)]
         for process in processes:
             assert process.net_connections("inet") == []
         assert folder.stat().st_mode & 0o777 == 0o700
-        notebook.kill()
+        end(notebook)
         _gone, alive = psutil.wait_procs(processes, timeout=SOON)
         assert alive == []
         assert not folder.exists()
@@ -102,11 +112,11 @@ def test_a_world_without_workers() -> None:
 @pytest.mark.own_agent
 def test_notebook_that_is_gone_already(runtime: Path) -> None:
     """An agent whose notebook ended before it began ends by itself."""
-    life = subprocess.Popen(["true"])
+    life = Script(["true"])
     life.wait()
     (runtime / "agent").mkdir(mode=0o700)
     command = [sys.executable, "-m", "nbdist.agent", str(runtime / "agent"), str(life.pid)]
-    with subprocess.Popen(command, stdin=-1) as agent:
+    with Script(command, stdin=-1) as agent:
         assert agent.wait(SOON) == 0
     assert not [*runtime.iterdir()]
 
