@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import nbformat
+import psutil
 import pytest
 
 from tests.waiting import SOON, wait_until
@@ -56,6 +58,12 @@ SERVER_OPTIONS = (
 
 # Run All of a notebook.
 RUN_TIMEOUT = 3 * SOON
+
+# Between two looks at a page: by default they are at each frame, which is drawn for that.
+LOOK_MS = 100
+
+NO_IDLE_IMPORTS = f"import os\nos.environ[{IDLE_IMPORTS!r}] = '0'\n"
+"""Begins a notebook that trains nothing."""
 
 SETTINGS = {
     # Nothing is fetched, and no question comes up in mid-test.
@@ -135,6 +143,9 @@ TRUSTED = """() => {
     return shown.every(cell => cell.model.trusted);
 }"""
 
+LIGHT = "JupyterLab Light"
+CHANGE_THEME = "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})"
+
 # How many pixels the page has too few (or too many) for all cells.
 HIDDEN_HEIGHT = """() => {
     const cells = window.jupyterapp.shell.currentWidget.content.widgets;
@@ -191,26 +202,28 @@ class Notebook:
         """Run a cell, and do not wait for it."""
         self.page.evaluate(RUN, ["notebook:run-cell", number])
 
-    def start_all(self) -> None:
-        """Run all cells, and do not wait for them."""
+    def start_all(self, below: int | None = None) -> None:
+        """Run all cells, or those from one on, and do not wait for them."""
         self.wait_until_ready()
-        self.page.evaluate(RUN, ["notebook:run-all-cells", None])
+        command = "notebook:run-all-cells" if below is None else "notebook:run-all-below"
+        self.page.evaluate(RUN, [command, below])
 
     def ended(self) -> list[ShownCell]:
         """What every code cell shows once what was started has ended."""
-        self.page.wait_for_function("window.nbdistRan !== null", timeout=RUN_TIMEOUT * 1000)
+        has_ended = "window.nbdistRan !== null"
+        self.page.wait_for_function(has_ended, timeout=RUN_TIMEOUT * 1000, polling=LOOK_MS)
         assert self.page.evaluate("window.nbdistRan") == "done"
         self.wait_until_ready()
         return self.cells()
 
-    def run_all(self) -> list[ShownCell]:
+    def run_all(self, below: int | None = None) -> list[ShownCell]:
         """What every code cell shows after all of them have run, or the first has failed."""
-        self.start_all()
+        self.start_all(below)
         return self.ended()
 
     def wait_for(self, number: int, text: str) -> str:
         """What a cell shows once it shows this."""
-        self.page.wait_for_function(SAYS, arg=[number, text])
+        self.page.wait_for_function(SAYS, arg=[number, text], polling=LOOK_MS)
         return self.cells()[number].shown
 
     def cells(self) -> list[ShownCell]:
@@ -225,10 +238,12 @@ class Notebook:
         """Write the notebook file."""
         self.page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
 
-    def screenshot(self, name: str, width: int = WIDTH) -> None:
+    def screenshot(self, name: str, width: int = WIDTH, theme: str = "") -> None:
         """A picture of the whole notebook, on a page of this width."""
         if not SHOTS:
             return
+        if theme:
+            self.page.evaluate(CHANGE_THEME, theme)
         if width != WIDTH:
             self.resize(width)
         height = min(HEIGHT + self.page.evaluate(HIDDEN_HEIGHT), TALLEST)
@@ -236,6 +251,8 @@ class Notebook:
         # The last cell is the active one, and JupyterLab scrolls beyond the end.
         self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
         self.picture(name)
+        if theme:
+            self.page.evaluate(CHANGE_THEME, LIGHT)
         self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
 
     def picture(self, name: str) -> None:
@@ -247,7 +264,7 @@ class Notebook:
     def resize(self, width: int) -> None:
         """Make the page so wide; JupyterLab follows some time later."""
         self.page.set_viewport_size({"width": width, "height": HEIGHT})
-        self.page.wait_for_function(LAID_OUT, arg=width)
+        self.page.wait_for_function(LAID_OUT, arg=width, polling=LOOK_MS)
 
 
 class Lab:
@@ -282,7 +299,7 @@ def jupyter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     if not any(map(shutil.which, BROWSERS)):
         names = ", ".join(BROWSERS)
         pytest.skip(f"no browser: none of {names} is on PATH (apt-get install chromium)")
-    # Tutorials train on four ranks: what that needs is imported once, before they are there.
+    # The quickstart trains on four ranks: what that needs is imported once, before they are there.
     with jupyterlab(tmp_path_factory.mktemp("jupyter"), **{IDLE_IMPORTS: "1"}) as lab:
         yield lab
 
@@ -301,7 +318,7 @@ def jupyterlab(place: Path, **variables: str) -> Iterator[Lab]:
         page = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}).new_page()
         page.set_default_timeout(SOON * 1000)
         page.goto(f"{url}lab?reset")
-        page.wait_for_function("window.jupyterapp?.shell.currentWidget?.isVisible")
+        page.wait_for_function("window.jupyterapp?.shell.currentWidget?.isVisible", polling=LOOK_MS)
         # The list of files, which takes a third of the width.
         page.evaluate("window.jupyterapp.commands.execute('application:toggle-left-area')")
         yield Lab(page, folder)
@@ -322,6 +339,22 @@ def lab(jupyter: Lab, request: pytest.FixtureRequest) -> Iterator[Lab]:
     """JupyterLab on an empty folder."""
     with in_folder(jupyter, request.node.name) as lab:
         yield lab
+
+
+def wait_for_idle_imports() -> None:
+    """Return once the fork server rests, with what training needs; else each rank imports that."""
+    found, used = list[psutil.Process](), None
+
+    def is_there() -> bool:
+        ours = psutil.Process().children(recursive=True)
+        for each in psutil.process_iter(["cmdline"]):
+            if "nbdist.agent.fork_server" in (each.info["cmdline"] or ()) and each in ours:
+                found.append(each)
+        return bool(found)
+
+    wait_until(is_there, "there is a fork server")
+    while used != (used := found[0].cpu_times()):
+        time.sleep(0.5)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
-from tests.browser.conftest import Lab, Notebook, in_folder
+from tests.browser.conftest import NO_IDLE_IMPORTS, Lab, Notebook, in_folder
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.shared_world
 
 BOX, PROMPT = ".jp-Stdin-input", ".jp-Stdin-prompt"
-POPUP, TOOLTIP = ".jp-Completer", ".jp-Tooltip"
 
 MODEL = """%%distributed
 class Net(torch.nn.Module):
@@ -91,7 +90,7 @@ def notebook(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Notebook]:
     """With two ranks; in another kernel after a failure, which may have left it stuck."""
     failures = request.session.testsfailed
     notebook = lab.open("cells.ipynb")
-    notebook.fill(["%load_ext nbdist", "%%distributed -n 2\npass"])
+    notebook.fill([NO_IDLE_IMPORTS + "%load_ext nbdist", "%%distributed -n 2\npass"])
     notebook.run_all()
     yield notebook
     if request.session.testsfailed > failures:
@@ -107,17 +106,10 @@ def type_in(notebook: Notebook, index: int, text: str) -> Page:
     return page
 
 
-def offered(notebook: Notebook, name: str, wanted: str) -> str:
+def offered(
+    notebook: Notebook, name: str, wanted: str, key: str = "Tab", kind: str = ".jp-Completer"
+) -> str:
     """Press Tab; the text of the popup in which this is offered."""
-    return _asked(notebook, name, "Tab", POPUP, wanted)
-
-
-def described(notebook: Notebook, name: str, wanted: str) -> str:
-    """Press Shift-Tab; the text of the tooltip that says this."""
-    return _asked(notebook, name, "Shift+Tab", TOOLTIP, wanted)
-
-
-def _asked(notebook: Notebook, name: str, key: str, kind: str, wanted: str) -> str:
     notebook.page.keyboard.press(key)
     answer = notebook.page.locator(kind, has_text=wanted)
     answer.wait_for()
@@ -160,8 +152,8 @@ def test_workers_names(lab: Lab, notebook: Notebook) -> None:
     type_in(notebook, 2, "%%distributed\nnet.")
     assert "encoder" in offered(notebook, "completion-while-busy", "encoder")
     type_in(notebook, 2, "%%distributed\ntrain_for(")
-    text = described(notebook, "completion-signature-while-busy", "Train the net for")
-    assert "steps: int = 3" in text
+    signature = "completion-signature-while-busy", "Train the net for", "Shift+Tab", ".jp-Tooltip"
+    assert "steps: int = 3" in offered(notebook, *signature)
     notebook.wait_until_ready("busy")
     (lab.folder / "go_on").touch()
     notebook.wait_until_ready()

@@ -1,30 +1,27 @@
 """The tutorials: each runs from top to bottom, and is saved with what it shows.
 
-A reader's two first ones run in JupyterLab: `tests/browser`.
+One notebook kernel runs them, the pools first: meanwhile its fork server imports what ranks need.
+A reader's first one is in `tests/browser`, that of many machines in `tests/hosts`.
 """
 
-import os
+from __future__ import annotations
+
 import re
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from tests.worlds import IDLE_IMPORTS
+from tests.notebook.front_end import CLEAN, Notebook, execute
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-MANY_MACHINES = FOLDER / "05-many-machines.ipynb"
-"""It has hosts of its own: `tests/hosts`."""
+pytestmark = pytest.mark.kernel
 
-NOTEBOOKS = sorted({*FOLDER.glob("*.ipynb")} - {MANY_MACHINES})
-FINE_TUNING, REINFORCEMENT = NOTEBOOKS[3:]
-CELL_TIMEOUT = 120
-RUN_TIMEOUT = 280
-EXECUTE = "from nbclient.cli import main; main()"
-FOLDERS = ("CONFIG", "DATA", "RUNTIME")
+QUICKSTART, WRONG, TORCHRUN, FINE_TUNING, MANY_MACHINES, REINFORCEMENT = sorted(
+    Path(__file__).parents[2].glob("notebooks/*.ipynb")
+)
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
@@ -43,9 +40,12 @@ def kinds(cell: NotebookNode) -> set[str]:
 
 def text(notebook: NotebookNode) -> str:
     """All that the cells show, as plain text."""
-    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     return "\n".join(
-        output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs
+        f"{output.ename}: {output.evalue}"
+        if output.output_type == "error"
+        else output.get("text") or output.get("data", {}).get("text/plain", "")
+        for cell in code_cells(notebook)
+        for output in cell.outputs
     )
 
 
@@ -57,24 +57,13 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
     return copy
 
 
-def run(notebook: NotebookNode, folder: Path) -> NotebookNode:
-    """A copy of the notebook, run by nbclient in another folder and another process."""
-    file = folder / "copy.ipynb"
-    nbformat.write(cleared(notebook), file)
-    options = ["--inplace", f"--timeout={CELL_TIMEOUT}", "--kernel_name=python3"]
-    done = subprocess.run(
-        [sys.executable, "-c", EXECUTE, *options, file.name],
-        cwd=folder,
-        env=os.environ
-        | {f"JUPYTER_{name}_DIR": str(folder / name) for name in FOLDERS}
-        | {"NBDIST_LOG_DIR": str(folder / "logs"), IDLE_IMPORTS: "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT,
-    )
-    assert done.returncode == 0, done.stderr
-    return nbformat.read(file, as_version=4)
+def run(notebook: NotebookNode, kernel: Notebook, folder: Path) -> NotebookNode:
+    """A copy of the notebook, run by nbclient in this folder."""
+    copy, environ = cleared(notebook), {"NBDIST_LOG_DIR": str(folder / "logs")}
+    begins = f"os.chdir({str(folder)!r}), os.environ.update({environ!r})"
+    assert not (said := kernel.fails_at(f"(lambda os: ({begins}))(__import__('os'))")), said
+    execute(copy, kernel)
+    return copy
 
 
 def check_run(saved: NotebookNode, fresh: NotebookNode) -> None:
@@ -89,49 +78,60 @@ def check_run(saved: NotebookNode, fresh: NotebookNode) -> None:
         assert counts == list(range(1, len(counts) + 1)), "saved after cells ran out of order"
 
 
-def test_from_torchrun_runs_and_is_saved_as_it_runs(tmp_path: Path) -> None:
-    """It shows torchrun's ways: restarts, snapshots, of which none is left, and changing sizes."""
-    saved = nbformat.read(NOTEBOOKS[2], as_version=4)
-    fresh = run(saved, tmp_path)
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Notebook]:
+    with closing(Notebook()) as kernel:
+        yield kernel
+
+
+def both(file: Path, kernel: Notebook, folder: Path) -> tuple[str, str]:
+    """What a tutorial shows as it was saved, and as it runs now."""
+    saved = nbformat.read(file, as_version=4)
+    try:
+        fresh = run(saved, kernel, folder)
+    finally:
+        assert not (said := kernel.fails_at(CLEAN)), said
     check_run(saved, fresh)
-    assert [*tmp_path.glob("**/snapshots/*")] == []
-    for shown in (text(saved), text(fresh)):
+    return text(saved), text(fresh)
+
+
+@pytest.mark.parametrize(
+    ("file", "numbers", "sign", "times"),
+    [
+        (REINFORCEMENT, r"(\d+) -> (\d+) steps", 1, 1),
+        (FINE_TUNING, r"test loss (\d\.\d\d) -> (\d\.\d\d)", -1, 6),
+    ],
+)
+def test_what_is_trained_gets_better(
+    kernel: Notebook, file: Path, numbers: str, sign: int, times: int, tmp_path: Path
+) -> None:
+    """In cells, under torchrun as a script that is made of them, and when that comes back."""
+    for shown in both(file, kernel, tmp_path):
+        found = re.findall(numbers, shown)
+        assert len(found) == times
+        assert all(sign * (float(after) - float(before)) > 0 for before, after in found)
+
+
+def test_from_torchrun(kernel: Notebook, tmp_path: Path) -> None:
+    """It shows torchrun's ways: restarts, snapshots, of which none is left, and changing sizes."""
+    for shown in both(TORCHRUN, kernel, tmp_path):
         assert "rank 2 was killed by SIGKILL: restart 1 of 3" in shown
         assert shown.count("goes on at epoch 4") == 4
         assert "restored trainer on" in shown
         assert "now 2 workers" in shown
         assert "3 workers, same weights: True" in shown
+    assert [*tmp_path.glob("**/snapshots/*")] == []
 
 
-def test_what_the_first_two_show() -> None:
-    """The saved quickstart has learned; after each failure all ranks have equal weights."""
-    shown = text(nbformat.read(NOTEBOOKS[0], as_version=4))
-    [accuracy] = re.findall(r"accuracy (\d+\.\d)%", shown)
-    assert float(accuracy) > 95
-    assert "I am rank 3 of 4" in shown
-    notebook = nbformat.read(NOTEBOOKS[1], as_version=4)
-    ends = [name for cell in code_cells(notebook) for name in failed(cell)]
-    assert ends == ["WorkerError", "RanksReleased", "WorkerDied", "Interrupted"]
-    same = re.findall(r"same weights: (\w+)", text(notebook))
-    assert len(same) >= 5
-    assert set(same) == {"True"}
-
-
-@pytest.mark.parametrize(
-    ("notebook", "numbers", "sign", "times"),
-    [
-        (FINE_TUNING, r"test loss (\d\.\d\d) -> (\d\.\d\d)", -1, 6),
-        (REINFORCEMENT, r"(\d+) -> (\d+) steps", 1, 1),
-    ],
-)
-def test_what_is_trained_gets_better(
-    notebook: Path, numbers: str, sign: int, times: int, tmp_path: Path
-) -> None:
-    """In cells, under torchrun as a script that is made of them, and when that comes back."""
-    saved = nbformat.read(notebook, as_version=4)
-    fresh = run(saved, tmp_path)
-    check_run(saved, fresh)
-    for shown in (text(saved), text(fresh)):
-        found = re.findall(numbers, shown)
-        assert len(found) == times
-        assert all(sign * (float(after) - float(before)) > 0 for before, after in found)
+def test_all_that_goes_wrong(kernel: Notebook, tmp_path: Path) -> None:
+    """After a failure, a stuck barrier, a death and Stop training goes on, with equal weights."""
+    told = (
+        "Ranks 0-1,3 were waiting in all_reduce (line 4) and were released; no variables",
+        "RanksReleased: ranks 0,2-3 wait in barrier, line 3; rank 1 finished the cell without it.",
+        "WorkerDied: rank 2 on ",
+        "Interrupted: Stopped on ranks 0-3. No variables were lost.",
+    )
+    for shown in both(WRONG, kernel, tmp_path):
+        assert [each for each in told if each not in shown] == []
+        assert shown.count("4 ranks · ✓ 4\n") == 5
+        assert {*re.findall(r"loss \d\.\d+, same weights: (\w+)", shown)} == {"True"}
