@@ -58,7 +58,7 @@ def ran(cells: Any, code: str, *, silent: bool = False, stored: bool = True) -> 
     return str(cells.do_execute(lambda code, *_, **__: code, code, silent, stored))
 
 
-def test_what_stays(cells: Any, shell: Shell) -> None:
+def test_what_stays_and_what_is_sent(cells: Any, shell: Shell) -> None:
     """Magics of the notebook, commands, cells without code; what is silent, and other tags."""
     for code in ("%cd x", "!ls", "ls", "cd /tmp", "%%local\nx", "# a\n\n%%html\nx", "", "# only"):
         assert ran(cells, code) == code
@@ -68,10 +68,8 @@ def test_what_stays(cells: Any, shell: Shell) -> None:
     assert not runs_there(cells._pools, PLAIN)
     for shell.request in ({}, {"tags": ["a"]}, {"tags": "distributed"}, {"tags": None}, []):
         assert ran(cells, PLAIN) == PLAIN
-
-
-def test_what_is_sent(cells: Any, shell: Shell) -> None:
-    """Other cells, as if the magic stood above; to the pool that was named, or for a tag."""
+    # Other cells are sent, as if the magic stood above; to the pool that was named, or for a tag.
+    cells._pools.auto.pool, shell.request = "default", {}
     shell.user_ns["again"] = Macro("y = 2\n")
     for code in (PLAIN, "# a\nx?", "%time x", "%cd x\ny = = 1", "again"):
         sent = "y = 2\n" if code == "again" else code
@@ -123,9 +121,9 @@ def sides(code: str) -> list[tuple[int, str]]:
     return [(part.first, "here" if part.is_here else "there") for part in parts_of(code, SIDE)]
 
 
-@pytest.mark.parametrize(
-    ("code", "where"),
-    [
+def test_where_lines_run() -> None:
+    """Magics of the notebook and commands here, all others on the ranks, in their order."""
+    for code, where in (
         ("x = 1", [(0, "there")]),
         ("%time acc", [(0, "there")]),
         ("%%capture\n!pip install a\n%pip install b", [(0, "here")]),
@@ -148,12 +146,9 @@ def sides(code: str) -> list[tuple[int, str]]:
         ("x = (1,\n%cd there", [(0, "there")]),
         ("\x00", [(0, "there")]),
         ("", []),
-    ],
-)
-def test_where_lines_run(code: str, where: list[tuple[int, str]]) -> None:
-    """Magics of the notebook and commands here, all others on the ranks, in their order."""
-    assert sides(code) == where
-    assert in_one(code, parts_of(code, SIDE), MAGIC) or not where
+    ):
+        assert sides(code) == where
+        assert in_one(code, parts_of(code, SIDE), MAGIC) or not where
 
 
 def test_one_cell_of_them() -> None:

@@ -23,56 +23,42 @@ from nbdist.notebook.cell_text import (
 )
 
 
-@pytest.mark.parametrize(
-    ("code", "name", "pool", "ranks"),
-    [
+def test_the_magic_of_a_cell() -> None:
+    """Its name and whom it is for."""
+    for code, name, pool, ranks in (
         ("%%distributed\nx", "distributed", None, None),
         ("%%distributed -n 4 --pool a -r 0,2-3\nx", "distributed", "a", "0,2-3"),
         ("# why\n\n  # and how\n%%rank 0, 2\nx", "rank", None, "0,2"),
         ("%%rank --pool a -1\nx", "rank", "a", "-1"),
         ("%%timeit\nx", "timeit", None, None),
-    ],
-)
-def test_the_magic_of_a_cell(code: str, name: str, pool: str | None, ranks: str | None) -> None:
-    """Its name and whom it is for."""
-    magic = cell_magic(code)
-    assert magic is not None
-    assert (magic.name, magic.pool, magic.ranks) == (name, pool, ranks)
-    assert code[magic.start :].startswith(magic.text)
+    ):
+        magic = cell_magic(code)
+        assert (magic.name, magic.pool, magic.ranks) == (name, pool, ranks)
+        assert code[magic.start :].startswith(magic.text)
+    # A cell without one is the notebook's own, and no character of it changes.
+    for code in ("x = 1", "x\n%%distributed", "%time x", "", "# %%distributed"):
+        assert cell_magic(code) is None
+        assert as_comment(code) == code
+        assert as_comment(f"# a\n%%distributed -n 4\n{code}") == f"# a\n# distributed -n 4\n{code}"
 
 
-@pytest.mark.parametrize("code", ["x = 1", "x\n%%distributed", "%time x", "", "# %%distributed"])
-def test_a_cell_without_one(code: str) -> None:
-    """It is the notebook's own, and no character of it changes."""
-    assert cell_magic(code) is None
-    assert as_comment(code) == code
-    assert as_comment(f"# a\n%%distributed -n 4\n{code}") == f"# a\n# distributed -n 4\n{code}"
-
-
-@pytest.mark.parametrize(
-    ("code", "wanted"),
-    [
+def test_the_magic_of_a_line() -> None:
+    """That with the cursor; whose attribute is asked for, where it is a name's."""
+    for code, wanted in (
         ("x = 1\n%dist_gather lo", ("dist_gather", " lo")),
         ("# why\n%%distributed -n 2", ("distributed", " -n 2")),
         ("x %dist_gather a", None),
         ("%%distributed -n 2\nx", None),
-    ],
-)
-def test_the_magic_of_a_line(code: str, wanted: tuple[str, str] | None) -> None:
-    """That with the cursor."""
-    magic = magic_at(code, len(code))
-    assert (magic and (magic.name, magic.text)) == wanted
-
-
-def test_whose_attribute() -> None:
-    """The name before the first dot, where it is a name."""
+    ):
+        magic = magic_at(code, len(code))
+        assert (magic and (magic.name, magic.text)) == wanted
     found = [root_at(code, len(code)) for code in ("mod", "x = model.first.we", "f(x).we")]
     assert found == [("mod", False), ("model", True), ("", True)]
 
 
-@pytest.mark.parametrize(
-    ("cell", "becomes"),
-    [
+def test_a_cell_begins_with_its_magic() -> None:
+    """Every line that was below it keeps its number; cells of others stay as they are."""
+    for cell, becomes in (
         ("%%distributed -n 4\nx\n", "%%distributed -n 4\nx\n"),
         ("# why\n%%distributed -n 4\nx\n", "%%distributed -n 4\n# why\nx\n"),
         ("\n  # a\n%%rank 0\nx\n", "%%rank 0\n\n  # a\nx\n"),
@@ -90,20 +76,17 @@ def test_whose_attribute() -> None:
         ("%%writefile a\n%%distributed\n", "%%writefile a\n%%distributed\n"),
         ("%%rank 0\n%%writefile a\n%%rank 0\n", "%%rank 0\n%%writefile a\n%%rank 0\n"),
         ("", ""),
-    ],
-)
-def test_a_cell_begins_with_its_magic(cell: str, becomes: str) -> None:
-    """Every line that was below it keeps its number; cells of others stay as they are."""
-    lines = transform_first_lines(cell.splitlines(keepends=True))
-    assert "".join(lines) == becomes
-    assert transform_first_lines(lines) == lines
+    ):
+        lines = transform_first_lines(cell.splitlines(keepends=True))
+        assert "".join(lines) == becomes
+        assert transform_first_lines(lines) == lines
     # In a terminal, so that such a cell is not complete before it is.
     assert transform_first_lines(["%%local\n", "x\n"], local_is_plain=False)[0] == "%%local\n"
 
 
-@pytest.mark.parametrize(
-    ("cell", "rest", "magics"),
-    [
+def test_what_the_notebook_runs_at_the_end() -> None:
+    """Its own magics below all else, with what their values are bound to."""
+    for cell, rest, magics in (
         ("x = 1\n\n%dist_gather x  # why\n", "x = 1\n\n", [("dist_gather", "x  # why", "")]),
         (
             "x\n%dist_status\n# both\ny = %dist_gather x",
@@ -112,27 +95,19 @@ def test_a_cell_begins_with_its_magic(cell: str, becomes: str) -> None:
         ),
         ("for x in y:\n    %dist_push x\n", "for x in y:\n    %dist_push x\n", []),
         ("x = '''\n%dist_status\n'''", "x = '''\n%dist_status\n'''", []),
-    ],
-)
-def test_what_the_notebook_runs_at_the_end(
-    cell: str, rest: str, magics: list[tuple[str, str, str]]
-) -> None:
-    """Its own magics below all else, with what their values are bound to."""
-    assert divide(cell) == (rest, [LineMagic(*each) for each in magics])
+    ):
+        assert divide(cell) == (rest, [LineMagic(*each) for each in magics])
 
 
-@pytest.mark.parametrize(
-    ("line", "without"),
-    [
+def test_a_comment_ends_a_line() -> None:
+    """After a space and outside of quotes, as in Python and in a shell."""
+    for line, without in (
         ("loss   # a list by rank", "loss  "),
         ('-n 4 # it\'s "big"', "-n 4"),
         ("d['#'] d[\"a # b\"]  # c", "d['#'] d[\"a # b\"] "),
         ("--env K=#x", "--env K=#x"),
-    ],
-)
-def test_a_comment_ends_a_line(line: str, without: str) -> None:
-    """After a space and outside of quotes, as in Python and in a shell."""
-    assert without_comment(line) == without
+    ):
+        assert without_comment(line) == without
 
 
 @pytest.fixture
@@ -167,9 +142,9 @@ def test_a_syntax_error_is_found_first(shell: Any):
     assert last == "Nothing has run on the workers."
 
 
-@pytest.mark.parametrize(
-    ("cell", "said"),
-    [
+def test_what_only_a_compiler_or_tokenizer_finds(shell: Any):
+    """Also what parses, and what IPython cannot transform, is said with its line, and a remedy."""
+    for cell, said in (
         ("x = 1\nreturn 5", "(line 3 of the cell); nothing has run. The last line of a cell is"),
         ("yield 5", "'yield' outside function (line 2 of the cell); nothing has run. `yield`"),
         (
@@ -177,28 +152,22 @@ def test_a_syntax_error_is_found_first(shell: Any):
             "unindent does not match any outer indentation level (line 4",
         ),
         ("def f():\n    x = 1\n    global x", "assigned to before global declaration"),
-    ],
-)
-def test_what_only_a_compiler_or_tokenizer_finds(shell: Any, cell: str, said: str):
-    """Also what parses, and what IPython cannot transform, is said with its line, and a remedy."""
-    with pytest.raises(SyntaxError) as found:
-        check_source(shell, "%%distributed", cell)
-    assert said in str(found.value)
-    shown = found.value._render_traceback_()  # type: ignore[attr-defined]
-    assert cell.splitlines()[-1].strip() in "\n".join(shown)
+    ):
+        with pytest.raises(SyntaxError) as found:
+            check_source(shell, "%%distributed", cell)
+        assert said in str(found.value)
+        shown = found.value._render_traceback_()  # type: ignore[attr-defined]
+        assert cell.splitlines()[-1].strip() in "\n".join(shown)
 
 
-@pytest.mark.parametrize(
-    ("cell", "said"),
-    [
+def test_magics_of_the_notebook(shell: Any):
+    """Ranks have none of them; which line it is, and what to do, is said before anything runs."""
+    for cell, said in (
         ("x = 1\n%dist_gather x\nx", "line 3: `%dist_gather` is for the notebook, not for the"),
         ("if x:\n    y = %dist_gather x", "line 3: `%dist_gather` is for the notebook"),
         ("%distributed x = 1", "line 2: `%distributed` is for the notebook"),
         ("x\n%%rank 0\ny", "%%rank must be the first line of its cell: split the cell at line 3"),
-    ],
-)
-def test_magics_of_the_notebook(shell: Any, cell: str, said: str):
-    """Ranks have none of them; which line it is, and what to do, is said before anything runs."""
-    with pytest.raises(UsageError) as found:
-        check_source(shell, "%%distributed", cell)
-    assert str(found.value).startswith(said)
+    ):
+        with pytest.raises(UsageError) as found:
+            check_source(shell, "%%distributed", cell)
+        assert str(found.value).startswith(said)

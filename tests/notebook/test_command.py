@@ -113,9 +113,9 @@ def test_what_becomes_of_a_value(mode: str) -> None:
     assert seen == []
 
 
-@pytest.mark.parametrize(
-    ("typed_in", "said"),
-    [
+def test_a_mistake(typed: Callable[[str], str]) -> None:
+    """One line shows what is wrong and what is right, before anything is started."""
+    for typed_in, said in (
         ("%%rank\n1", r"needs ranks: `%%rank 0`"),
         ("%%rank 0\n1", r"The cell needs workers, and none are running. A `%%distributed -n 4`"),
         ("%%distributed --gpus 0,9\n1", r"--gpus"),
@@ -148,10 +148,7 @@ def test_what_becomes_of_a_value(mode: str) -> None:
         ("%dist_run --no-python -m pkg", r"a module needs python"),
         ("%dist_run --wrong wrong.py", r"unknown option `--wrong`. `%dist_run\?` shows"),
         ('%dist_run "a b.py', r"`%dist_run`: no closing quotation."),
-    ],
-)
-def test_a_mistake(typed: Callable[[str], str], typed_in: str, said: str) -> None:
-    """One line shows what is wrong and what is right, before anything is started."""
-    with pytest.raises(NbdistError, match=said) as raised:
-        typed(typed_in)
-    assert "\n" not in str(raised.value)
+    ):
+        with pytest.raises(NbdistError, match=said) as raised:
+            typed(typed_in)
+        assert "\n" not in str(raised.value)

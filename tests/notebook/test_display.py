@@ -139,10 +139,7 @@ def test_below_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
         assert "rank 0 waits" not in below["text/plain"]
         assert emptied == {"text/html": NOTHING, "text/plain": ""}
         assert "\na" in last["text/plain"]
-
-
-def test_which_cells_are_of_one_magic() -> None:
-    """What is typed in such a one may be taken away from between its displays."""
+    # In a cell of one magic what is typed may be taken away from between its displays.
     assert all(map(is_of_magic, ("%%distributed\nx", "\n%%rank 0\nx", "%dist_run train.py")))
     assert not is_of_magic("print(1)\n%dist_run train.py")
     assert not is_of_magic("%dist_run a.py\n%dist_run b.py")

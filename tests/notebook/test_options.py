@@ -81,8 +81,13 @@ def test_all_options() -> None:
     assert all_given == OPTIONS.keys() - only_in_python - {"pool"}
 
 
-def test_quotes_around_a_value() -> None:
-    """Of both kinds, and with `=`; commas between names divide as blanks do."""
+def test_values_and_names() -> None:
+    """In quotes of both kinds, and with `=`; a minus sign makes no option of ranks.
+
+    Commas between names divide as blanks do.
+    """
+    for line, ranks in (("-r -1,0", "-1,0"), ("--ranks=::2", "::2"), ("-r 0 a", "0")):
+        assert options(line).ranks == ranks
     for line in ("--wrap='nice -n 5'", '--wrap "nice -n 5"'):
         assert given(options(line)) == {"wrap": "nice -n 5"}
     assert given(options('--env A="1 2"')) == {"env": {"A": "1 2"}}
@@ -91,18 +96,9 @@ def test_quotes_around_a_value() -> None:
         assert names_in(words) == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("line", "ranks"),
-    [("-r -1,0", "-1,0"), ("--ranks=::2", "::2"), ("-r 0 a", "0")],
-)
-def test_ranks(line: str, ranks: str) -> None:
-    """A minus sign makes no option of them."""
-    assert options(line).ranks == ranks
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
+def test_what_cannot_be_is_one_line() -> None:
+    """The option, what is wrong with it, and what would be right."""
+    for line, said in (
         (
             "--backnd gloo",
             "`%magic`: unknown option `--backnd`: did you mean `--backend`? `%magic?`",
@@ -111,14 +107,11 @@ def test_ranks(line: str, ranks: str) -> None:
         ("--hang-timeout soon", "`--hang-timeout soon`: a number of seconds, such as 30 or 0.5."),
         ("--max-restarts -1", "`--max-restarts -1`: a number of attempts after the first, such"),
         ("--name 'x", "`%magic`: No closing quotation. `%magic?` shows all options."),
-    ],
-)
-def test_what_cannot_be_is_one_line(line: str, said: str) -> None:
-    """The option, what is wrong with it, and what would be right."""
-    with pytest.raises(UsageError) as found:
-        given(options(line))
-    assert str(found.value).startswith(said)
-    assert "\n" not in str(found.value)
+    ):
+        with pytest.raises(UsageError) as found:
+            given(options(line))
+        assert str(found.value).startswith(said)
+        assert "\n" not in str(found.value)
 
 
 @pytest.fixture(scope="module")
@@ -136,35 +129,29 @@ def test_what_is_so_may_be_said(world: World) -> None:
         check_same(world, options(line))
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
+def test_what_is_not_so(world: World) -> None:
+    """What the workers have, and the line that starts such ones."""
+    for line, said in (
         ("-j 2x1", "`-j 1x2`, not `-j 2x1`. `%dist_restart -j 2x1` starts new ones."),
         ("--no-fork", "no `--no-fork`. `%dist_restart --no-fork` starts new ones."),
         ("--env TOKEN=y", "`--env TOKEN=...`, not `--env TOKEN=...`. `%dist_restart"),
         ("--wrap 'nice -n 5'", '`--wrap nice`, not `--wrap "nice -n 5"`. `%dist_restart'),
-    ],
-)
-def test_what_is_not_so(world: World, line: str, said: str) -> None:
-    """What the workers have, and the line that starts such ones."""
-    with pytest.raises(UsageError) as found:
-        check_same(world, options(line))
-    assert str(found.value).startswith(f"The running workers have {said}")
+    ):
+        with pytest.raises(UsageError) as found:
+            check_same(world, options(line))
+        assert str(found.value).startswith(f"The running workers have {said}")
 
 
-@pytest.mark.parametrize(
-    ("line", "options", "code"),
-    [
+def test_code_in_a_line() -> None:
+    """What follows the options is code, whatever it looks like."""
+    for line, ours, code in (
         ("-r 0 -x", "-r 0 -x", ""),
         ("-r 0 -1 + x  # c", "-r 0", "-1 + x  # c"),
         ("-n=4 --ranks [0, 1] print(x)", "-n=4 --ranks [0, 1]", "print(x)"),
         ("-np 4 --no-wait --env 'A=1 2' f(-r)", "-np 4 --no-wait --env 'A=1 2'", "f(-r)"),
         ("", "", ""),
-    ],
-)
-def test_code_in_a_line(line: str, options: str, code: str) -> None:
-    """What follows the options is code, whatever it looks like."""
-    assert split_code(distributed.run, line) == (options, code)
+    ):
+        assert split_code(distributed.run, line) == (ours, code)
 
 
 COMMANDS = {each.name: each for each in find_commands()}
@@ -172,19 +159,16 @@ FLAGS = flags_of(COMMANDS["distributed"].run)
 SHOWN = [each.shown_name for each in COMMANDS.values()]
 
 
-@pytest.mark.parametrize(
-    ("line", "ours"),
-    [
+def test_what_means_the_same() -> None:
+    """It is written as ours, and nothing else is touched."""
+    for line, ours in (
         ("--nproc_per_node=4 --debug", "-n=4 --debug"),
         ("--num-processes 2 --gpu-ids 0,1", "-n=2 --gpus=0,1"),
         ("--targets 0 --name --nproc", "-r=0 --name --nproc"),
         ("--env X=--targets", "--env=X=--targets"),
         ("--on_failure stop --max_restarts=3", "--on-failure=stop --max-restarts=3"),
-    ],
-)
-def test_what_means_the_same(line: str, ours: str) -> None:
-    """It is written as ours, and nothing else is touched."""
-    assert " ".join(word for word, *_ in words_of(distributed.run, line)) == ours
+    ):
+        assert " ".join(word for word, *_ in words_of(distributed.run, line)) == ours
 
 
 def test_only_where_a_magic_has_ours() -> None:
@@ -200,9 +184,9 @@ def test_only_where_a_magic_has_ours() -> None:
     assert old_flags("-r 1 --here-too", flags) == []
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
+def test_what_was_meant() -> None:
+    """By what argparse does not know; of other words it has said enough."""
+    for typed, said in (
         ("--num-procs=4", "unknown option `--num-procs`: did you mean `-n 4`?"),
         ("--rdzv-id 7", "`--rdzv-id`: `--name` names the run."),
         (
@@ -213,17 +197,14 @@ def test_only_where_a_magic_has_ours() -> None:
         ),
         ("4", "unexpected `4`: did you mean `-n 4`?"),
         ("model", ""),
-    ],
-)
-def test_what_was_meant(typed: str, said: str) -> None:
-    """By what argparse does not know; of other words it has said enough."""
-    assert meant_by(f"unrecognized arguments: {typed}", FLAGS) == said
+    ):
+        assert meant_by(f"unrecognized arguments: {typed}", FLAGS) == said
     assert meant_by("argument -n: expected one argument", FLAGS) == ""
 
 
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
+def test_a_magic_that_is_not_there() -> None:
+    """One of ours that is spelt nearly so, or what does the same as somebody else's."""
+    for message, said in (
         ("Line magic function `%dist_gahter` not found.", "Did you mean `%dist_gather`?"),
         ("Cell magic `%%distribute` not found.", "Did you mean `%%distributed`?"),
         ("Cell magic `%%px` not found.", "In nbdist begin the cell with `%%distributed`."),
@@ -232,11 +213,8 @@ def test_what_was_meant(typed: str, said: str) -> None:
             "did you mean that instead?).",
             "",
         ),
-    ],
-)
-def test_a_magic_that_is_not_there(message: str, said: str) -> None:
-    """One of ours that is spelt nearly so, or what does the same as somebody else's."""
-    assert hint_on_magic(message, SHOWN) == said
+    ):
+        assert hint_on_magic(message, SHOWN) == said
 
 
 def test_display(monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from tqdm.std import tqdm
 
-from nbdist.output.events import Died, Failure
+from nbdist.output.events import Died
 from nbdist.output.fingerprint import (
     Bar,
     error_keys,
@@ -24,30 +24,27 @@ from nbdist.output.screen import Screen
 from tests.output.lab import failure
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_what_may_differ() -> None:
+    """Addresses, devices and processes are ranks' own; the exact key knows them apart."""
+    for one, other in (
         ("<M at 0x7fa000>", "<M at 0x7fb111>"),
         ("on cuda:0", "on cuda:7"),
         ("GPU 0 has", "GPU 1 has"),
         ("(pid=4000)", "(pid=4001)"),
         ("process 17", "process 18"),
         ("node:12:34 [0] NCCL INFO", "node:15:36 [1] NCCL INFO"),
-    ],
-)
-def test_what_may_differ(one: str, other: str) -> None:
-    """Addresses, devices and processes are ranks' own; the exact key knows them apart."""
-    assert normal(one) == normal(other)
-    assert key_of(one).alike == key_of(other).alike
-    assert key_of(one).exact != key_of(other).exact
+    ):
+        assert normal(one) == normal(other)
+        assert key_of(one).alike == key_of(other).alike
+        assert key_of(one).exact != key_of(other).exact
     # All other numbers are said, and differ.
     for one, other in (("rank 0", "rank 1"), ("0xg", "0xh"), ("cudas:0", "cudas:1"), ("1", "2")):
         assert normal(one) != normal(other)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "alike"),
-    [
+def test_errors() -> None:
+    """Errors of ranks 3 and 5 are alike but for each one's own number."""
+    for one, other, alike in (
         (failure("rank 3 is bad"), failure("rank 5 is bad"), True),
         (failure("5 shards"), failure("5 shards"), True),
         (failure("17 shards"), failure("18 shards"), False),
@@ -57,11 +54,8 @@ def test_what_may_differ(one: str, other: str) -> None:
         (Died(-9, 1), Died(1, 1), False),
         (None, None, True),
         (None, Died(1, 1), False),
-    ],
-)
-def test_errors(one: Failure | Died | None, other: Failure | Died | None, alike: bool) -> None:  # noqa: FBT001
-    """Errors of ranks 3 and 5 are alike but for each one's own number."""
-    assert (not set(error_keys(3, one)).isdisjoint(error_keys(5, other))) is alike
+    ):
+        assert (not set(error_keys(3, one)).isdisjoint(error_keys(5, other))) is alike
 
 
 def test_bars_may_differ() -> None:
@@ -91,7 +85,6 @@ def test_tqdm(*, total, share, elapsed, prefix, postfix, columns, ascii_):
         done, total, elapsed, prefix=prefix, postfix=postfix, ncols=columns, ascii=ascii_
     )
     bar = read_bar(line)
-    assert bar is not None
     assert (bar.name, bar.done, bar.total) == (prefix, str(done), str(total))
     assert bar.fraction == done / total
     assert bar.elapsed == pytest.approx(elapsed, abs=1)
@@ -99,9 +92,9 @@ def test_tqdm(*, total, share, elapsed, prefix, postfix, columns, ascii_):
     assert bar.is_finished == (done == total)
 
 
-@pytest.mark.parametrize(
-    ("line", "bar"),
-    [
+def test_others() -> None:
+    """Bars without an end, of bytes, of other libraries, coloured ones."""
+    for line, bar in (
         ("0it [00:00, ?it/s]", Bar("", "0it", elapsed=0, rate="?it/s")),
         ("x: 15it [00:03,  4.9it/s]", Bar("x", "15it", elapsed=3, rate="4.9it/s")),
         (
@@ -134,23 +127,17 @@ def test_tqdm(*, total, share, elapsed, prefix, postfix, columns, ascii_):
             "|████████--------| 60.00% [6/10 00:03<00:02 loss: 0.3]",
             Bar("", "6", "10", 0.6, 3, 2, "", "loss: 0.3"),
         ),
-    ],
-)
-def test_others(line: str, bar: Bar) -> None:
-    """Bars without an end, of bytes, of other libraries, coloured ones."""
-    assert read_bar(line) == bar
-
-
-def test_how_long_it_will_run() -> None:
-    """As it says itself, else by its pace so far."""
+    ):
+        assert read_bar(line) == bar
+    # How long it will run: as it says itself, else by its pace so far.
     bars = [read_bar(f" 25%|##  | 1/4 [00:06<{left}, ?it/s]") for left in ("00:07", "?")]
     assert [bar and bar.left for bar in bars] == [7, 18]
 
 
-@pytest.mark.parametrize("done", [0, 3, 10])
-def test_rich(done: int) -> None:
+def test_rich() -> None:
     """What rich draws in a terminal is read, with its usual columns and with others."""
-    for more in ([], [MofNCompleteColumn(), TimeElapsedColumn()]):
+    with_numbers = [MofNCompleteColumn(), TimeElapsedColumn()]
+    for done, more in ((0, []), (3, []), (0, with_numbers), (10, with_numbers)):
         written = io.StringIO()
         console = Console(file=written, force_terminal=True, width=100)
         columns = [*Progress.get_default_columns(), *more]
@@ -162,32 +149,25 @@ def test_rich(done: int) -> None:
             screen.write("stdout", written.getvalue())
         (line,) = screen.tail(1)
         bar = read_bar(line.text)
-        assert bar is not None
         assert (bar.name, bar.fraction) == ("training", done / 10)
         assert bar.amount == (f"{done}/10" if more else "")
 
 
-@pytest.mark.parametrize(
-    ("line", "fraction", "rest"),
-    [
+def test_lines_that_were_written_over() -> None:
+    """They need not be drawn as bars, but have to say how far they are."""
+    for line, fraction, rest in (
         ("step 100/1000 loss 2.1", 0.1, "loss 2.1"),
         ("Step: 40% done", 0.4, "done"),
         ("downloaded 3 of 10 files", 0.3, "files"),
         ("2024/12", None, ""),
         ("loading", None, ""),
         ("acc 130%", None, ""),
-    ],
-)
-def test_lines_that_were_written_over(line: str, fraction: float | None, rest: str) -> None:
-    """They need not be drawn as bars, but have to say how far they are."""
-    bar = read_bar(line, is_edited=True)
-    said = None if bar is None else (bar.fraction, bar.rest)
-    assert said == (None if fraction is None else (fraction, rest))
-    assert read_bar(line) is None
-
-
-def test_no_bars() -> None:
-    """Ordinary lines, rules, tables, and a bar behind which something was printed."""
+    ):
+        bar = read_bar(line, is_edited=True)
+        said = None if bar is None else (bar.fraction, bar.rest)
+        assert said == (None if fraction is None else (fraction, rest))
+        assert read_bar(line) is None
+    # Ordinary lines, rules, tables, and a bar behind which something was printed are none.
     ordinary = ["2024/12/31 started", "loss 0.5 acc 90%", "Epoch 1/5", "see http://x/y", ""]
     drawn = ["| a | b |", "-" * 22, "━" * 20, "%" * 100_000, "{'loss': 2.3, 'epoch': 0.1}"]
     for line in [*ordinary, *drawn, "10%|█         | 1/10 [00:00<00:00, 9.9it/s]loss 2.3"]:

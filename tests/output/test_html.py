@@ -79,14 +79,14 @@ def test_live_figure() -> None:
 
 # --- bounds -------------------------------------------------------------------------------------
 
-LINES = "".join(f"step {number} <loss> & \x1b[32m0.{number}\x1b[0m\n" for number in range(50_000))
-WILD = "\x1b[31m<&>\x1b[0m" * 2_000 + "\n"
+LINES = "".join(f"step {number} <loss> & \x1b[32m0.{number}\x1b[0m\n" for number in range(10_000))
+WILD = "\x1b[31m<&>\x1b[0m" * 1_000 + "\n"
 TILES = "\x1b[31m<<<<\x1b[32m&&&&" * 45 + "\x1b[0m\n"
 
 CASES: dict[str, tuple[int, Callable[[int], list[Output]]]] = {
-    "4 x 50,000 lines": (4, lambda rank: [out(f"rank {rank}\n" + LINES)]),
-    "64 ranks": (64, lambda rank: [out(f"{rank}\n" + LINES[:90_000])]),
-    "lines of 10 MB": (2, lambda rank: [out(f"{rank}" + "<" * 10_000_000)]),
+    "4 x 10,000 lines": (4, lambda rank: [out(f"rank {rank}\n" + LINES)]),
+    "64 ranks": (64, lambda rank: [out(f"{rank}\n" + LINES[:30_000])]),
+    "lines of 2 MB": (2, lambda rank: [out(f"{rank}" + "<" * 2_000_000)]),
     "colours everywhere": (64, lambda rank: [out(f"{rank}\n" + WILD * 2)]),
     "64 tracebacks": (
         64,
@@ -126,8 +126,6 @@ def test_jupyterlab_allows_it() -> None:
         pytest.skip("JupyterLab is not installed")
     tags = re.search(r'allowedTags:\[("[^\]]*")\]', scripts[0])
     styles = re.search(r'allowedStyles:\{"\*":\{(.*?)\}\}', scripts[0])
-    assert tags is not None
-    assert styles is not None
     assert set(re.findall(r'"([\w-]+)"', tags[1])) >= TAGS
     assert set(re.findall(r'"?([\w-]+)"?:\[', styles[1])) >= STYLES
 
@@ -214,12 +212,9 @@ def test_bars() -> None:
     html = final_html(make(2, lambda rank: [err(last), err("careful\n"), out(f"rank {rank}\n")]))
     assert sum("100%" in line for line in Panel(html).lines) == 2
     assert html.count("rgba(255,80,80,0.1)") == 2
-
-
-def test_bars_of_many_ranks() -> None:
-    """Six rows below a line on all."""
+    # Of more than 16 ranks the six slowest have rows, below a line on all.
     lines = Panel(live_html(cell(64), 12.3)).lines
-    assert lines[2].startswith("epoch 1 · min 1% · median 54% · max 63% · ETA 00:07")
+    assert lines[2] == "epoch 1 · min 1% · median 54% · max 63% · ETA 00:07 · slowest first:"
     rows = [line.split("epoch")[0] for line in lines[3:]]
     assert rows == [f"rank {rank}" for rank in (3, 7, 11, 15, 19, 23)]
     assert live_text(cell(64), 12.3).split("\n")[2] == lines[2]

@@ -57,10 +57,7 @@ def test_live_blocks() -> None:
     panel = live_layout(running(20, lambda rank: [out(f"{rank}\n"), failure(f"x{rank}")]), 1.0)
     assert len(panel.blocks) == 16
     assert panel.more == (16, 17, 18, 19)
-
-
-def test_live_blocks_of_those_who_ask() -> None:
-    """They stand last, right above the input box, with more lines, also where ranks are many."""
+    # Who asks stands last, right above the input box, with more lines, also where ranks are many.
     asked = [lines(40), InputRequest(1, "> ")]
     panel = live_layout(running(3, lambda rank: asked if rank == 0 else [lines(30)]), 1.0)
     assert ranks_of(panel.blocks) == [(1, 2), (0,)]
@@ -175,10 +172,7 @@ def test_failures() -> None:
     killed = "killed (SIGKILL), often by the system for using too much memory"
     assert [block.failed for block in blocks] == ["", "E: bad (as on rank 1)", killed]
     assert blocks[0].words == ("failed first", "1 line")
-
-
-def test_who_failed_is_one_number() -> None:
-    """Ranks that another one's failure, or Stop, has ended have not failed."""
+    # Ranks that another one's failure, or Stop, has ended have not failed.
     released = Failure("Released", "it waited", ("Released: it waited",), 9, connections="ended")
     said = [failure(), released, released, Failure("KeyboardInterrupt", "", (), 9)]
     transcript = make(4, lambda rank: [said[rank]])

@@ -209,7 +209,7 @@ def traceback_of(*places: str) -> str:
     return "\n".join([HEAD, *frames, END])
 
 
-def test_deep() -> None:
+def test_calls_in_libraries() -> None:
     """Of calls in libraries only the last, which raised it, is seen; all that is one's own is."""
     text = traceback_of("cell", *["torch"] * 5, "own", "torch", "json", "torch", "torch")
     rows = traceback_rows(text, 100)
@@ -223,10 +223,7 @@ def test_deep() -> None:
     rows = [row for row in strip(text).split("\n") if row.strip()]
     assert [line for line in panel.lines if line in rows] == rows
     assert "… 5 calls in torch" in panel.lines
-
-
-def test_flat() -> None:
-    """A short traceback is as it was, whichever IPython wrote it."""
+    # A short traceback is as it was, whichever IPython wrote it.
     for places in (["cell", "torch", "torch", "own"], ["older", "own", "old"], []):
         text = traceback_of(*places)
         assert traceback_rows(text, 100) == text.split("\n")
@@ -236,8 +233,8 @@ def test_flat() -> None:
     ]
 
 
-def test_errors_that_led_to_others() -> None:
-    """Each of them keeps the call that raised it."""
+def test_long_ones() -> None:
+    """Of errors that led to others each of them keeps the call that raised it."""
     one = traceback_of("cell", *["torch"] * 4)
     middle = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
     rows = traceback_rows(one + middle + traceback_of("cell", *["json"] * 4), 100)
@@ -246,10 +243,7 @@ def test_errors_that_led_to_others() -> None:
         "… 3 calls in json",
     ]
     assert sum("_4(x)" in row for row in rows) == 2
-
-
-def test_too_long() -> None:
-    """The cell's own line is seen however few rows there are, and the last rows are."""
+    # The cell's own line is seen however few rows there are, and the last rows are.
     text = traceback_of("cell", *["own"] * 200)
     rows = [strip(row) for row in traceback_rows(text, 6)]
     assert rows[:3] == ["---------", "Cell In[4], line 3", "----> 3 cell_0(x)"]

@@ -53,18 +53,6 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("case", FUNCTIONS)
-def test_functions_work_there(case: str, notebook: Any, worker: Any, ship: Ship) -> None:
-    """A function does there what it does here, with what it needs shipped by name."""
-    source, values = FUNCTIONS[case]
-    notebook.run(source)
-    names, waiting = set(), {"f"}
-    while waiting:
-        names |= waiting
-        waiting = ship(*waiting) - names
-    assert {expression: worker.run(expression) for expression in values} == values
-
-
 def test_functions_use_the_receivers_names(notebook: Any, worker: Any, ship: Ship) -> None:
     """A function that uses `model` finds the worker's, now and after it is bound again."""
     notebook.run("model = list(range(100_000))\ndef f(): return model\nholder = {'f': [f]}")
@@ -168,12 +156,15 @@ CLASSES = {
 }
 
 
-@pytest.mark.parametrize("case", CLASSES)
-def test_classes_work_there(case: str, notebook: Any, worker: Any, ship: Ship) -> None:
-    """A class of a cell does there what it does here."""
-    source, values = CLASSES[case]
+@pytest.mark.parametrize("case", FUNCTIONS | CLASSES)
+def test_it_works_there(case: str, notebook: Any, worker: Any, ship: Ship) -> None:
+    """A function or class of a cell does there what it does here; what it needs goes by name."""
+    source, values = (FUNCTIONS | CLASSES)[case]
     notebook.run(source)
-    ship("B")
+    names, waiting = set(), {"f", "B"} & {*notebook.names}
+    while waiting:
+        names |= waiting
+        waiting = ship(*waiting) - names
     worker.run("import dataclasses")
     assert {expression: worker.run(expression) for expression in values} == values
 

@@ -25,7 +25,6 @@ def test_where_frames_travel() -> None:
     """Below the limit in the message, from it on all frames of a payload in one segment."""
     frames = [b"p", bytearray(INLINE_LIMIT - 1)]
     payload, segment = pack_frames(frames)
-    assert segment is not None
     with segment:
         assert payload == Payload(segment=segment.ref)
         assert open_payload(payload) == frames
@@ -84,10 +83,7 @@ def test_identity_of_an_object() -> None:
         assert identity.is_still(values)
         assert not identity.is_unchanged(values)
     assert values not in gc.get_referents(identity)
-
-
-def test_what_comes_to_the_place_of_another() -> None:
-    """It is not taken for that, which is kept where it is light."""
+    # What is light is kept, so that nothing comes to its place.
     makes: list[Callable[[], object]] = [lambda: float("0.1"), lambda: [1], lambda: [], dict]
     for make in makes:
         value = make()

@@ -93,10 +93,7 @@ def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:
                 os.pwrite(fd, b"X", 0)
         finally:
             os.close(fd)
-
-
-def test_a_closed_segment_cannot_be_opened() -> None:
-    """It is an error that says so, also where a later one has the descriptor."""
+    # Nobody can open one that is closed, also where a later one has the descriptor.
     first = to_end(Segment.filling([b"old"]))
     first.close()
     with pytest.raises(SegmentGone, match=f"{first.ref.path}.*(gone|cannot be opened)"):
