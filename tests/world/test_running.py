@@ -68,7 +68,7 @@ def test_it_is_over_when_all_ranks_are_done() -> None:
 )
 def test_a_death(backend: str, *, heals: bool, step: list[Step]) -> None:
     """The others are freed, or ended as the policy says; once."""
-    task, now = running(backend=backend, heals=heals), time.monotonic()
+    now, task = time.monotonic(), running(backend=backend, heals=heals)
     task.receive(1, Died(-9, time.time_ns()))
     assert [*task.next_steps(now)] == step
     assert [*task.next_steps(now)] == []
