@@ -6,7 +6,6 @@ import builtins
 import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from nbdist.errors import UsageError
@@ -83,7 +82,7 @@ Places = Mapping[str, SegmentRef]
 
 
 def refs_in(value: object) -> tuple[SegmentRef, ...]:
-    """Find the segments of the payloads in mappings, lists, tuples and dataclasses, each once."""
+    """Find the segments of the payloads in mappings, lists and tuples, each once."""
     refs: list[SegmentRef] = []
 
     def note(payload: Payload) -> Payload:
@@ -96,7 +95,7 @@ def refs_in(value: object) -> tuple[SegmentRef, ...]:
 
 
 def moved(value: Value, places: Places) -> Value:
-    """Return the value with its payloads' segments where they are now; itself without any."""
+    """Return the value with its payloads' segments where they are now; itself without places."""
 
     def now(ref: SegmentRef) -> SegmentRef:
         return places.get(ref.path, ref)
@@ -105,9 +104,8 @@ def moved(value: Value, places: Places) -> Value:
         within = tuple((path, now(ref)) for path, ref in payload.within)
         return payload._replace(segment=payload.segment and now(payload.segment), within=within)
 
-    if not any(ref.path in places for ref in refs_in(value)):
-        return value
-    return _with_payloads(value, move)  # type: ignore[no-any-return]
+    # Without places nothing is looked into: it may be the user's, and of any shape.
+    return _with_payloads(value, move) if places else value
 
 
 def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
@@ -121,10 +119,6 @@ def _with_payloads(value: Any, change: Callable[[Payload], Payload]) -> Any:
         case tuple():
             parts = [_with_payloads(each, change) for each in value]
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        case _ if is_dataclass(value) and not isinstance(value, type):
-            names = [each.name for each in fields(value)]
-            changed = {name: _with_payloads(getattr(value, name), change) for name in names}
-            return replace(value, **changed)
     return value
 
 
