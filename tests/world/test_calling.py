@@ -11,6 +11,7 @@ import threading
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,24 @@ def test_whatever_can_be_called(world: World) -> None:
         (closure(3), "<lambda>"),
     ):
         assert (list(world.run(function, 4)), title_of(function)) == ([7, 8], title)
+
+
+@dataclass
+class Fit:
+    loss: float = field(init=False)
+
+
+def test_results_of_any_shape(world: World) -> None:
+    """Nothing looks into them on the way: what is made without arguments, or holds itself."""
+
+    def fit() -> tuple[Fit, list[Any]]:
+        fit, kept = Fit(), list[Any]()
+        fit.loss = 0.5
+        kept.append(kept)
+        return fit, kept
+
+    found, kept = world.run(fit).rank(1)
+    assert (found.loss, kept[0] is kept) == (0.5, True)
 
 
 def test_options_are_checked_where_they_are_written() -> None:
