@@ -160,7 +160,7 @@ def test_what_cannot_live_on_says_what_to_make_anew(world: World) -> None:
 
 def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
     """Until it is copied there; a rank that comes again goes on in its own log."""
-    world.execute("made = torch.nn.Linear(1, 1)")
+    world.execute("made = torch.nn.Linear(1, 1)\nbefore = train")
     world.execute("", names={"given": 1}, ranks=[0])
     log = Path(world.logs[1]).parent / "2" / "stdout.log"
     for text in ("first", "second"):
@@ -172,6 +172,7 @@ def test_new_ranks_run_the_set_up_cells_and_lack_the_rest(world: World) -> None:
     assert "made" in names.lacking([2])
     assert "train" not in names.lacking([2])
     assert world.gather("train.__name__", ranks=[2]) == ["train"]
+    assert world.gather("train is before", ranks=[0, 1]) == [True, True]  # it ran on new ones alone
     assert world.sync(["made", "given"]) == (1, 2)
     assert "made" not in names.lacking([2])
     assert names.ranks_that_own("given") == {0, 1, 2}
