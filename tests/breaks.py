@@ -149,8 +149,8 @@ class Copy:
         cheap = [each for each in room if "Notebook(" not in texts[each]]
         # Those that know least of others first: they are about it.
         importing.sort(key=lambda each: (each.parent != near.parent, len(texts[each])))
-        yield "nearest", self._names([near] if near in texts else importing)
-        yield "room", self._names([*importing, *cheap])
+        yield "nearest", self._names([*dict.fromkeys([*({near} & {*texts}), *importing])])
+        yield "room", self._names(cheap)
         if one.room.partition("/")[0] in ("worker", "agent", "world", "notebook"):
             yield "smoke", self._names([tests / each for each in SMOKE if tests / each in texts])
 

@@ -377,6 +377,16 @@ def test_wait_in_vain_is_not_retried(world: World, write: Write) -> None:
     assert said(world.session.running) == ["0"]
 
 
+def test_a_script_that_always_fails(world: World, write: Write) -> None:
+    """It is run again as often as was said; the last failure promises no further run."""
+    source = "import os\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\nraise ValueError('bad')"
+    write("fails.py", source)
+    with pytest.raises(ValueError, match="bad"):
+        world.run_script("fails.py", max_restarts=1)
+    ran = world.session.running
+    assert (said(ran), ran and ran.restart) == (["1"] * N, "")
+
+
 # --- a line that is written over --------------------------------------------------------
 
 

@@ -204,15 +204,17 @@ def test_variables_and_names(world: World) -> None:
 
 
 def test_another_size(world: World) -> None:
-    """A world of another size says what it can take, and takes it."""
+    """A world of another size says what it can take, and takes it; all its ranks are set up."""
+    world.execute("deep = 1", setup=True)
     world.execute("x = 10 + rank")
     world.snapshot(["x"], name="a")
     world.restart(3)
+    assert world.gather("deep") == [1, 1, 1]
     with pytest.raises(UsageError, match=r"of 2 ranks \(0-1\), and this world has 3\. `-r 0-1`"):
         world.restore(name="a")
     world.restore(name="a", from_rank=1)
     assert world.gather("x") == [11, 11, 11]
-    assert world.session.names.bound(2) == ["x"]
+    assert world.session.names.bound(2) == ["deep", "x"]
     world.restore(name="a", ranks=[0])
     assert world.gather("x") == [10, 11, 11]
     with pytest.raises(UsageError, match=r"`--from 2`: .* is of 2 ranks"):
