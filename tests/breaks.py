@@ -143,13 +143,13 @@ class Copy:
         module = "nbdist." + one.file.removesuffix(".py").replace("/", ".")
         package, _, name = module.rpartition(".")
         direct = re.compile(rf"{module}\b|from {package} import [^#]*\b{name}\b")
-        importing = [each for each, text in texts.items() if direct.search(text)]
         near = tests / one.room / f"test_{name}.py"
+        about = [each for each, text in texts.items() if each == near or direct.search(text)]
         room = [each for each in texts if each.parent == tests / one.room and one.room != "."]
         cheap = [each for each in room if "Notebook(" not in texts[each]]
-        # Those that know least of others first: they are about it.
-        importing.sort(key=lambda each: (each.parent != near.parent, len(texts[each])))
-        yield "nearest", self._names([*dict.fromkeys([*({near} & {*texts}), *importing])])
+        # Its own first, then those that know least of others: they are about it.
+        about.sort(key=lambda each: (each != near, each.parent != near.parent, len(texts[each])))
+        yield "nearest", self._names(about)
         yield "room", self._names(cheap)
         if one.room.partition("/")[0] in ("worker", "agent", "world", "notebook"):
             yield "smoke", self._names([tests / each for each in SMOKE if tests / each in texts])

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import nbformat
 import psutil
 import pytest
 
+from tests.faults.soak import wait_until_at_rest
 from tests.waiting import SOON, wait_until
 from tests.worlds import IDLE_IMPORTS
 
@@ -343,7 +343,7 @@ def lab(jupyter: Lab, request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 def wait_for_idle_imports() -> None:
     """Return once the fork server rests, with what training needs; else each rank imports that."""
-    found, used = list[psutil.Process](), None
+    found = list[psutil.Process]()
 
     def is_there() -> bool:
         ours = psutil.Process().children(recursive=True)
@@ -353,8 +353,7 @@ def wait_for_idle_imports() -> None:
         return bool(found)
 
     wait_until(is_there, "there is a fork server")
-    while used != (used := found[0].cpu_times()):
-        time.sleep(0.5)
+    wait_until_at_rest(found[0])
 
 
 @contextmanager

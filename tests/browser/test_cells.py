@@ -109,7 +109,7 @@ def type_in(notebook: Notebook, index: int, text: str) -> Page:
 def offered(
     notebook: Notebook, name: str, wanted: str, key: str = "Tab", kind: str = ".jp-Completer"
 ) -> str:
-    """Press Tab; the text of the popup in which this is offered."""
+    """Press a key that asks; the text of the popup in which this is offered, or said."""
     notebook.page.keyboard.press(key)
     answer = notebook.page.locator(kind, has_text=wanted)
     answer.wait_for()
