@@ -34,6 +34,7 @@ EAGER_SECONDS, EAGER_TICK = 0.2, 0.05  # the same at first, for a first drawing 
 LEAVE_SECONDS = 0.3  # until Stop is known to begin a restart of the kernel: Jupyter sends both
 SPARE_SECONDS = 0.6  # until it is known, before control is given back, which ranks are not ended
 LEFTOVERS_GRACE = 1.5  # for GPUs to end collectives that all have joined, and nccl2 to notice that
+SLOW_GRACE = 5.0  # for a rank to answer that has finished: a busy machine, or a thread with its GIL
 HEAL_TIMEOUT = 150.0  # longer than an agent takes when ranks do not meet, one after the other
 HEAL_AFTER_STOP = 8.0  # the same after Stop: control is given back, and the next cell tries again
 SCALE_TIMEOUT = 200.0  # longer than an agent takes that tries it, then goes back to what there was
@@ -183,11 +184,14 @@ def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
     crew = running.crew
     if not running.transcript.errors or workers.state is not State.READY or not crew.has_group:
         return
-    enough = time.monotonic() + (LEFTOVERS_GRACE if crew.runs_ahead else 0.0)
+    now = time.monotonic()
+    enough, until = now + (LEFTOVERS_GRACE if crew.runs_ahead else 0.0), now + SLOW_GRACE
     looks = 0
     while looks < 2 or time.monotonic() < enough:
         places = _locate(workers, running)
         running.differing = differing(places)
+        if any(place.holds_gil for place in places.values()) and time.monotonic() < until:
+            continue  # one has not answered
         if not any(place.unfinished for place in places.values()):
             return
         looks += 1

@@ -268,7 +268,12 @@ def test_sizes_and_dtypes_that_differ(world: World) -> None:
     goes_on(world, before)
     # Gloo adds up what has as many bytes; where the cell then fails, it says so.
     source = "t = torch.ones(4, dtype=torch.int32 if rank == 1 else torch.float32)\n"
-    error = fails(world, f"{source}dist.all_reduce(t)\nassert t[0] == world_size")
+    source += "dist.all_reduce(t)\n"
+    # Rank 3 is then slow to say what it met: a thread holds its GIL.
+    slow = "import ctypes, time\nfrom threading import Timer\n"
+    slow += "if rank == 3: Timer(0.1, lambda: ctypes.PyDLL(None).sleep(2)).start()\n"
+    slow += "else: time.sleep(0.4)\n"
+    error = fails(world, f"{source}{slow}assert t[0] == world_size")
     assert "Before that: all_reduce, dtypes differ: ranks 0,2-3 float32, rank 1 int32" in str(error)
 
 
