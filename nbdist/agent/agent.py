@@ -24,7 +24,7 @@ from nbdist.system.processes import Guard
 from nbdist.wire import control, messages, node_messages
 from nbdist.wire.messages import Ask
 from nbdist.wire.transfer import Taken
-from nbdist.wire.views import GetLogs, Place, Stack, WorldInfo, read_logs
+from nbdist.wire.views import GetLogs, Place, WorldInfo, read_logs
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import HeadEnd, Way
@@ -80,7 +80,7 @@ class Agent:
             lambda: self._workers.abort(self._workers.all),
             lambda places: self._send(messages.Aborted(places)),
         )
-        self._listener = Listener(runtime, self._look, tether)
+        self._listener = Listener(runtime, self._look, tether, self._read)
 
     def __repr__(self) -> str:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
@@ -126,11 +126,8 @@ class Agent:
             case Ask(number, messages.GetStatus()):
                 workers = tuple(self._workers.all.values())
                 do(reply(number, status_of, workers, self._usage))
-            case Ask(number, messages.GetStacks(ranks)):
-                do(reply(number, self._stacks, ranks))
-            case Ask(number, GetLogs() as get):
-                found = {rank: worker.log.folder for rank, worker in self._workers.all.items()}
-                do(reply(number, asyncio.to_thread, read_logs, found, get))
+            case Ask(number, messages.GetStacks() | GetLogs() as request):
+                do(reply(number, self._read, request))
             case Ask(number, messages.Consult(ranks, question)):
                 do(reply(number, consulted, self._workers.alive(ranks), question))
             case Ask() as ask:
@@ -184,8 +181,11 @@ class Agent:
     def _busy(self) -> list[Worker]:
         return [worker for worker in self._workers.alive() if worker.state == "busy"]
 
-    async def _stacks(self, ranks: Sequence[int]) -> tuple[Stack, ...]:
-        asked = (self._workers.all[rank] for rank in ranks if rank in self._workers.all)
+    async def _read(self, request: messages.GetStacks | GetLogs) -> tuple[Any, ...]:
+        if isinstance(request, GetLogs):
+            folders = {rank: worker.log.folder for rank, worker in self._workers.all.items()}
+            return await asyncio.to_thread(read_logs, folders, request)
+        asked = (self._workers.all[rank] for rank in request.ranks if rank in self._workers.all)
         return tuple(await asyncio.gather(*map(stack_of, asked)))
 
     async def _do(self, request: node_messages.PartRequest[Any]) -> Any:

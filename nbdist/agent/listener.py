@@ -21,6 +21,7 @@ from nbdist.agent.notebook_link import Tether
 from nbdist.system.folders import PRIVATE_FILE
 from nbdist.wire import store, views
 from nbdist.wire.frames import BadFrame, FrameCutter
+from nbdist.wire.messages import GetStacks
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import MOST_BYTES
 
@@ -99,6 +100,14 @@ class Door:
         raise NotImplementedError
 
 
+Read = Callable[[GetStacks | views.GetLogs], Awaitable[tuple[Any, ...]]]
+"""Reads what a notebook can ask for, too, of ranks on all machines."""
+
+STREAMS = ("stdout", "stderr")
+MOST_LINES, LINES_OF_ALL, LONGEST_LINE = 1000, 8000, 400  # of logs in one answer
+MOST_READ = 256  # ranks whose logs are read for it
+
+
 async def _end(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
@@ -108,8 +117,8 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
 class Listener(Door):
     """Gives each connection one answer, `MOST_CALLING` of one kind at a time.
 
-    `look` adds the ranks to what is known of the world; an agent that is a part of one has no
-    `tether`, and can only be looked at.
+    `look` adds the ranks to what is known of the world, and `read` has more of them; an agent that
+    is a part of one has no `tether`, and can only be looked at.
     """
 
     def __init__(
@@ -117,9 +126,10 @@ class Listener(Door):
         runtime: Path,
         look: Callable[[views.WorldInfo], Awaitable[views.WorldInfo]],
         tether: Tether | None,
+        read: Read | None = None,
     ) -> None:
         super().__init__(runtime / views.DOOR)
-        self._look, self._tether = look, tether
+        self._look, self._tether, self._read = look, tether, read
         self._seen: views.WorldInfo | None = None
         self._seen_at = float("-inf")
         self._lock = asyncio.Lock()
@@ -173,9 +183,26 @@ class Listener(Door):
                         self._seen = await self._look(self._describe())
                         self._seen_at = time.monotonic()
                     return self._seen
+            case views.Inquire() if self._tether and self._read:
+                return await self._find(question, self._tether, self._read)
             case views.Attach() if self._tether:
                 return await self._tether.admit(question)
         return None
+
+    async def _find(self, asked: views.Inquire, tether: Tether, read: Read) -> views.Findings:
+        if asked.about == "tasks":
+            return views.Findings(last=tether.history.last, failed=tether.history.failed)
+        ranks = asked.ranks or tuple(tether.ranks)
+        if asked.about == "stacks":
+            return views.Findings(stacks=await read(GetStacks(ranks)))
+        ranks = ranks[:MOST_READ]
+        share = LINES_OF_ALL // (len(STREAMS) * max(1, len(ranks)))
+        most = max(1, min(asked.most, MOST_LINES, share))
+        found = []
+        for rank, stream, file, lines, *_ in await read(views.GetLogs(ranks, STREAMS, most)):
+            cut = tuple(line[:LONGEST_LINE] for line in lines)
+            found.append(views.LogEnd(rank, stream, file, cut))
+        return views.Findings(logs=tuple(found))
 
     def _describe(self) -> views.WorldInfo:
         if self._tether is None:

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ import zmq
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist import __version__
+from nbdist.agent.history import History
 from nbdist.agent.outbox import WorldRecord
 from nbdist.output.events import Died
 from nbdist.system import folders
@@ -70,6 +71,7 @@ class Tether:
         self._hand_on, self._leave = receive, leave
         self._has_machines = has_machines
         self._record = WorldRecord()
+        self.history = History()
         self._end: ZMQStream | None = self._connect(folders.SOCKET)
         self.notebook_pid = notebook_pid
         self._ends: list[int] = []
@@ -106,6 +108,7 @@ class Tether:
     def send(self, message: messages.Up) -> None:
         """Send a message to the notebook; where there is none, keep what the next one needs."""
         self._record.take_up(message)
+        self.history.take_up(message, len(self._record.known.pids))
         if isinstance(message, messages.Outputs):
             self._live += 1
         if self._end is not None:
@@ -146,6 +149,7 @@ class Tether:
                 if message.config.detach != self._record.detach:
                     self._guard.tell(STAYS if message.config.detach else LEAVES)
         self._record.take_down(message)
+        self.history.take_down(message)
         if not isinstance(message, messages.Remember):
             self._hand_on(message)
 
@@ -224,6 +228,11 @@ class Tether:
         for end in self._ends:
             ends.register(end, select.POLLIN)
         return bool(self._ends) and not ends.poll(0)
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """Those of the world, none before its start."""
+        return self._record.known.pids.keys()
 
     def describe(self) -> WorldInfo:
         """Return what is known without asking the ranks."""

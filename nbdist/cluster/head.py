@@ -74,7 +74,10 @@ class Head:
             *(runtime, notebook_pid, guard, self._receive, self._serving.leave),
             has_machines=lambda: self._there,
         )
-        self._listener = Listener(runtime, self._look, self._notebook)
+        self._listener = Listener(
+            *(runtime, self._look, self._notebook),
+            lambda request: rows_of(self._there, request),
+        )
 
     def __repr__(self) -> str:
         return f"<Head {os.getpid()} of {len(self._node_of)} ranks, {self._pool}>"

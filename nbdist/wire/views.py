@@ -356,6 +356,18 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
+class Inquire:
+    """More of these ranks, or all where there are none named.  Answered by `Findings`.
+
+    `about` their stacks, the last `most` lines of their logs, or the tasks that run and failed.
+    """
+
+    about: Literal["stacks", "logs", "tasks"]
+    ranks: tuple[int, ...] = ()
+    most: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Attach:
     """A notebook, which has bound this socket, wants the world while this connection lasts."""
 
@@ -396,6 +408,65 @@ class WorldInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LogEnd:
+    """The last lines of a rank's log; `file` is "" where it has none."""
+
+    rank: int
+    stream: str
+    file: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """How a task ended on a rank that failed: fields of `Failure`, or without a `name` of `Died`.
+
+    `lines` are the end of its traceback, or what a dead process wrote last; `is_idle`: a process
+    ended while its rank ran nothing.
+    """
+
+    rank: int
+    time_ns: int
+    name: str = ""
+    message: str = ""
+    lines: tuple[str, ...] = ()
+    connections: str = ""
+    exit_code: int | None = None
+    pid: int = 0
+    why: str = ""
+    received_too_much: bool = False
+    is_idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSeen:
+    """A task of these ranks, of so many in the world, and how ranks failed in it or after it.
+
+    `places` are where ranks were when a notebook asked last, `aborted` those that were released
+    from a collective.
+    """
+
+    title: str
+    cell: int | None
+    ranks: tuple[int, ...]
+    size: int
+    began_ns: int
+    troubles: tuple[Trouble, ...]
+    places: tuple[Stack, ...] = ()
+    aborted: tuple[Stack, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What an `Inquire` asked for; the last task, and the last one that failed, if there is any."""
+
+    stacks: tuple[Stack, ...] = ()
+    logs: tuple[LogEnd, ...] = ()
+    last: TaskSeen | None = None
+    failed: TaskSeen | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """The world is this notebook's; `guard` as in `WorldInfo`."""
 
@@ -410,7 +481,7 @@ class Refused:
     why: str
 
 
-Said = Describe | Look | Attach | WorldInfo | Accepted | Refused
+Said = Describe | Look | Inquire | Attach | WorldInfo | Findings | Accepted | Refused
 
 _KINDS: dict[str, Any] = {each.__name__: each for each in get_args(Said)}
 

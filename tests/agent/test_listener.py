@@ -14,14 +14,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
 from nbdist.agent import listener
+from nbdist.agent.history import History
 from nbdist.agent.listener import FRESH, MOST_CALLING, Listener, StoreWindow
 from nbdist.wire import views
 from nbdist.wire.frames import FrameCutter, framed
+from nbdist.wire.messages import GetStacks
 from nbdist.wire.store import (
     Add,
     Answer,
@@ -63,9 +65,11 @@ class Lab:
         self.gone: list[int] = []
         self.is_open = asyncio.Event()
         self.is_open.set()
-        self.ranks: tuple[views.WorkerStatus, ...] = ()
+        self.rows: tuple[views.WorkerStatus, ...] = ()
         self.faults: list[object] = []
-        self.listener = Listener(runtime, self._look, self if has_door else None)
+        self.history, self.ranks = History(), (0, 1)
+        self.read: list[object] = []
+        self.listener = Listener(runtime, self._look, self if has_door else None, self._read)
         self._ends: list[asyncio.StreamWriter] = []
 
     def describe(self) -> views.WorldInfo:
@@ -82,7 +86,13 @@ class Lab:
     async def _look(self, info: views.WorldInfo) -> views.WorldInfo:
         self.looks += 1
         await self.is_open.wait()
-        return replace(info, at=float(self.looks), ranks=self.ranks)
+        return replace(info, at=float(self.looks), ranks=self.rows)
+
+    async def _read(self, request: GetStacks | views.GetLogs) -> tuple[Any, ...]:
+        self.read.append(request)
+        if isinstance(request, GetStacks):
+            return tuple(views.Stack(rank, 1, "idle", views.Place()) for rank in request.ranks)
+        return tuple(views.LogTail(rank, "stdout", "f", ("a" * 999,)) for rank in request.ranks)
 
     async def connect(self, said: views.Said | bytes = b"") -> Streams:
         """One more, that asks this."""
@@ -128,6 +138,21 @@ async def test_all_who_look_see_the_same(lab: Lab) -> None:
     assert await lab.ask(views.Look()) == replace(INFO, at=2.0)
     assert await lab.ask(views.Describe()) == INFO
     assert (lab.looks, lab.gone) == (2, [])
+
+
+async def test_what_assistants_ask(lab: Lab) -> None:
+    """Stacks and logs of the ranks that are named, else of all; bounded, whatever is asked."""
+    found = await lab.ask(views.Inquire("stacks", (1,)))
+    assert isinstance(found, views.Findings)
+    assert [each.rank for each in found.stacks] == [1]
+    found = await lab.ask(views.Inquire("logs", most=10**9))
+    assert isinstance(found, views.Findings)
+    assert found.logs == tuple(views.LogEnd(rank, "stdout", "f", ("a" * 400,)) for rank in (0, 1))
+    assert await lab.ask(views.Inquire("logs", tuple(range(10_000)), 10**9))
+    assert await lab.ask(views.Inquire("tasks")) == views.Findings()
+    one, *logs = lab.read
+    assert one == GetStacks((1,))
+    assert [(len(each[0]), each[2]) for each in logs] == [(2, 1000), (256, 15)]  # type: ignore[index]
 
 
 async def test_a_notebook_that_is_accepted(lab: Lab) -> None:
@@ -180,8 +205,8 @@ async def test_a_long_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comes whole; what does not take it in is not waited for."""
     monkeypatch.setattr(listener, "FRESH", -1.0)
     for length in range(200_000, 800_000, 60_000):
-        lab.ranks = (replace(RANK, last_line="x" * length),)
-        assert await lab.ask(views.Look()) == replace(INFO, at=float(lab.looks), ranks=lab.ranks)
+        lab.rows = (replace(RANK, last_line="x" * length),)
+        assert await lab.ask(views.Look()) == replace(INFO, at=float(lab.looks), ranks=lab.rows)
     monkeypatch.setattr(listener, "LINE_TIMEOUT", 0.2)
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(str(lab.path))
