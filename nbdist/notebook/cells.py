@@ -24,6 +24,7 @@ from nbdist.notebook.cell_text import (
     execution_count,
     in_notebook_lines,
     page_id,
+    request_of,
 )
 from nbdist.notebook.display import CellDisplay, progress, progress_text
 from nbdist.notebook.idle import met_stops, raised_stops
@@ -84,6 +85,7 @@ def prepare(
     if world is None:
         raise WorldNotStarted("The cell")
     last, page, pool.page = pool.last, pool.page, page_id(pool.shell)
+    pool.request = request_of(pool.shell)
     is_another = page and pool.page and page != pool.page
     if is_another and last is not None and last.transcript.elapsed() >= LONG_CELL:
         number = last.task.execution_count

@@ -65,6 +65,11 @@ def load(shell: InteractiveShell) -> None:
     _loaded[shell] = pools, stack
 
 
+def pools_of(shell: InteractiveShell) -> Pools | None:
+    """Return the pools of a shell that has loaded the extension."""
+    return _loaded[shell][0] if shell in _loaded else None
+
+
 def unload(shell: InteractiveShell) -> None:
     """End the workers and leave the shell as it was."""
     _, stack = _loaded.pop(shell)

@@ -68,6 +68,12 @@ def _worlds(options: argparse.Namespace) -> int:
     return worlds.show_top(options.seconds, options.times)
 
 
+def _mcp(options: argparse.Namespace) -> int:
+    from nbdist.terminal.mcp import serve
+
+    return serve(allow_run=options.allow_run)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("nbdist", description="nbdist outside of notebooks.")
     parser.add_argument("--version", action="version", version=f"nbdist {__version__}")
@@ -92,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
     add("ps", _worlds, "list all worlds, including detached ones")
     kill = add("kill", _worlds, "end a world and everything that belongs to it")
     kill.add_argument("name", help="its --name, pool or process, as shown by ps")
+    assistant = "answer an assistant's questions on your worlds (Model Context Protocol, stdio)"
+    serving = add("mcp", _mcp, assistant)
+    also = "it may also run cells, interrupt, restart ranks and save snapshots"
+    serving.add_argument("--allow-run", action="store_true", help=also)
     what = "make the magics available without %%load_ext nbdist"
     enabling = add("enable", lambda asked: enable(asked.profile, is_sure=asked.yes), what)
     enabling.add_argument("-y", "--yes", action="store_true", help="do not ask")

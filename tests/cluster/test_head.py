@@ -19,8 +19,9 @@ from nbdist.agent.forming import shares
 from nbdist.cluster.head import first_answer, in_time_of_head, last_words, rows_of
 from nbdist.cluster.node import KeptCode, NodeLost
 from nbdist.config import Patience
-from nbdist.errors import RanksReleased, ScaleError, WorkerDied, WorkerError
+from nbdist.errors import RanksReleased, ScaleError, UsageError, WorkerDied, WorkerError
 from nbdist.output.events import Died, Done, Failure, Text
+from nbdist.terminal import mcp
 from nbdist.wire import messages
 from nbdist.wire.control import Candidate, Complete, Completions
 from nbdist.wire.messages import CodeFile, CodeHeld, GetCode, Outputs, PutCode, Received
@@ -134,6 +135,21 @@ def test_stop_as_a_batch_is_acknowledged(world: World) -> None:
     for _ in range(3):  # each takes the acknowledgement along that waits for a message
         assert world.gather("kept") == [0, 1, 2, 3]
     assert link.agent.last_lines() == []
+
+
+def test_what_assistants_are_told(world: World) -> None:
+    """Of ranks on both nodes, as of those on one: where they are, and who failed or never came."""
+    (name,) = (str(each.agent) for each in mcp.worlds_here() if each.info.notebook == os.getpid())
+    with pytest.raises(WorkerError):
+        world.execute("if rank == 3: raise ValueError('bad shard')\ndist.all_reduce(total)")
+    assert "first failure: rank 3: ValueError: bad shard" in mcp.why(name)
+    with pytest.raises(RanksReleased):
+        world.execute("if rank < 3: dist.barrier()")
+    assert "ranks 0-2 wait in barrier, line 1; rank 3 finished the cell" in mcp.why(name)
+    assert mcp.stacks(name).startswith("── ranks 0-3 (pid ")
+    assert "no log files" in mcp.output(name)
+    with pytest.raises(UsageError, match="no Jupyter kernel"):
+        mcp.memory(name)
 
 
 def test_other_sizes(world: World) -> None:

@@ -8,6 +8,7 @@ stands for any.  A block fails if the last line says an error.  Comments above b
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -124,6 +125,9 @@ def run(page: str, folder: Path) -> Generator[tuple[Block, str, bool]]:
                 continue
             if block.kind == "toml":
                 tomllib.loads(block.code)
+                continue
+            if block.kind == "json":
+                json.loads(block.code)
                 continue
             assert block.kind == "python", block
             if notebook is None or block.mark == "new kernel":

@@ -1,0 +1,97 @@
+"""What `nbdist mcp` asks of a notebook's kernel; imported there for it alone.
+
+What it runs is shown under the user's last distributed cell, as what it is and by whom: people who
+read the notebook see all that has changed the workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+from IPython.core.getipython import get_ipython
+
+from nbdist.errors import UsageError
+from nbdist.notebook.display import Shown, block
+from nbdist.notebook.extension import pools_of
+from nbdist.notebook.pool import Pool
+from nbdist.output.text import whole_text
+from nbdist.output.wording import BLUE, LINES, barred, bold, panel
+from nbdist.output.wording import line as as_line
+from nbdist.topology import parse_ranks
+from nbdist.words import count
+
+UNSEEN = "no distributed cell has run in this notebook, under which this would be shown"
+TOO_LATE = "the notebook was busy for too long: nothing was run"
+
+
+def look(until: float, pool: str, magic: str, line: str = "") -> None:
+    """Run a command that only looks, for the asker alone."""
+    _do(until, pool, lambda shell, _: shell.run_line_magic(magic, line))
+
+
+def output(until: float, pool: str, number: int, ranks: str) -> None:
+    """Print what these ranks have shown in a cell: -1 is the last one, -2 the one before."""
+
+    def show(_: Any, found: Pool) -> None:
+        past = found.ended.past(found.last.transcript) if found.last else []
+        if not -len(past) <= number < 0:
+            raise UsageError(f"the output of {count(len(past), 'cell')} is kept; -1 is the last")
+        transcript = past[number]
+        wanted = parse_ranks(ranks, max(transcript.ranks) + 1)
+        print(whole_text(transcript, [rank for rank in wanted if rank in transcript.ranks]))  # noqa: T201
+
+    _do(until, pool, show)
+
+
+def run(until: float, pool: str, who: str, magic: str, line: str, cell: str = "") -> None:
+    """Run a magic, and show it in the notebook with all that it shows."""
+    command = f"{'%%' if cell else '%'}{magic} {line}".rstrip()
+    head = f"{who} ran this by `nbdist mcp` at {time.strftime('%H:%M:%S')}:"
+
+    def run_it(shell: Any, found: Pool) -> None:
+        code = "\n".join([command, *cell.splitlines()])
+        body = barred(escape(code, quote=False), BLUE, f";{LINES}")
+        Shown(panel(as_line(bold(head)), body), f"{head}\n{code}").on(found.display())
+        if cell:
+            shell.run_cell_magic(magic, line, cell)
+        else:
+            shell.run_line_magic(magic, line)
+
+    _do(until, pool, run_it, is_seen=True)
+
+
+def note(until: float, pool: str, text: str) -> None:
+    """Show a line under the user's last distributed cell."""
+    _do(until, pool, lambda _, found: block(text).on(found.display()), is_seen=True)
+
+
+def _do(
+    until: float, pool: str, do: Callable[[Any, Pool], object], *, is_seen: bool = False
+) -> None:
+    """Do this with the shell and the pool, if it is not too late; show errors as cells do.
+
+    What `is_seen` is shown under the last cell of the user's page.  What comes up later is shown
+    there in any case, and not to the asker, who has gone.
+    """
+    shell: Any = get_ipython()
+    request: dict[str, Any] = {}
+    try:
+        pools = pools_of(shell)
+        if time.time() > until:
+            raise UsageError(TOO_LATE)
+        if pools is None or (found := pools.known(pool)) is None:
+            raise UsageError("this notebook has no such workers any more")
+        request = found.request
+        if is_seen and not request:
+            raise UsageError(f"{UNSEEN}: nothing was run")
+        if is_seen:
+            shell.set_parent(request)
+        do(shell, found)
+    except Exception:  # noqa: BLE001 (what a cell raises is the user's)
+        shell.showtraceback()
+    finally:
+        if request:
+            shell.set_parent(request)

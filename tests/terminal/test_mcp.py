@@ -1,0 +1,269 @@
+"""Tests of `nbdist mcp`: by real clients, at a real notebook, what may be asked and what not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from nbdist.errors import UsageError
+from nbdist.notebook import guest
+from nbdist.terminal import answers, kernel, mcp
+from nbdist.terminal.__main__ import main
+from nbdist.wire.views import Place, Stack, StackFrame
+from tests.notebook.front_end import Notebook, lasting
+from tests.waiting import SOON, wait_until
+
+WORLD = f"asked-{os.getpid()}"
+SERVER = [sys.executable, "-m", "nbdist.terminal", "mcp"]
+MODEL = "%%distributed\nmodel = torch.nn.Linear(4, 4)\nmodel.weight.data.fill_(rank)"
+
+notebook = lasting(
+    "%load_ext nbdist", f"%dist_init -n 2 --name {WORLD}", MODEL, NBDIST_SNAPSHOT_DIR="{folder}"
+)
+
+
+def test_secrets() -> None:
+    """Values of variables that are called so, tokens of known services, and what is assigned."""
+    token = f"hf_{'a1' * 12}"
+    texts = f"{token} WANDB_API_KEY=abcdef123 'password': 'hunter22' s3cr3t-of-mine keys=3"
+    shown = answers.masked(texts, {"s3cr3t-of-mine"})
+    hidden = answers.HIDDEN
+    code = "max_tokens=4096, tokenizer=AutoTokenizer, author: somebody, pad_token='<eos>'"
+    assert answers.masked(code, {"s3cr3t-of-mine"}) == code
+    assert shown == f"{hidden} WANDB_API_KEY={hidden} 'password': '{hidden}' {hidden} keys=3"
+
+
+@pytest.mark.world
+def test_secrets_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other processes are known too; short values and other variables are not hidden."""
+    monkeypatch.setenv("MY_SECRET_TOKEN", "x-y-z-1234")
+    assert "x-y-z-1234" in answers.secrets_of([])
+    environ = {
+        **os.environ,
+        "AWS_SECRET_ACCESS_KEY": "of-another",
+        "API_KEY": "abc",
+        "N": "eight888",
+    }
+    with subprocess.Popen(["sleep", "60"], env=environ) as process:
+        # Of a process that has just begun the kernel shows none yet.
+        wait_until(lambda: "of-another" in answers.secrets_of([process.pid]))
+        found = answers.secrets_of([process.pid, 2**22 + 1])
+        process.kill()
+    assert not {"abc", "eight888"} & found
+
+
+def test_long_answers() -> None:
+    """Say what was left out, of logs at the beginning; a terminal obeys nothing in them."""
+    lines = "\n".join(map(str, range(9999)))
+    for keep_end in (False, True):
+        shown = answers.bounded(lines, keep_end=keep_end)
+        assert len(shown) < answers.MOST_CHARACTERS + 100
+        said = shown.splitlines()[0 if keep_end else -1]
+        assert re.fullmatch(r"\(\d+ lines left out: ask for fewer ranks or lines\)", said)
+    assert answers.bounded("a\x07b\u202ec") == "a b c"
+    assert answers.bounded("x" * 500).endswith("… (line cut)")
+
+
+def test_equal_stacks() -> None:
+    """Are shown once, with all pids."""
+    frames = (StackFrame("Cell In[5]", 3, "<module>", "f()"),)
+    stacks = [Stack(rank, 100 + rank, "busy", Place(line=3), frames) for rank in range(3)]
+    shown = answers.stacks_text(stacks)
+    assert shown.splitlines()[0] == "── ranks 0-2 (pid 100, 101, 102) ──"
+    assert shown.count("Cell In[5], line 3") == 1
+
+
+@pytest.mark.parametrize(
+    "names", ["", "f()", "a; b", "x=1", "--pool other", "a.b(1)", "x if y", "m['k']", "`id`", "{}"]
+)
+def test_only_names_are_compared(names: str) -> None:
+    """An expression could run anything: to read variables is all that is allowed."""
+    with pytest.raises(UsageError, match="names of variables"):
+        mcp.diff(names)
+
+
+def test_without_the_sdk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says how to install it."""
+    monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)
+    assert main(["mcp"]) == 2
+    assert capsys.readouterr().err == f"nbdist: {mcp.MISSING}\n"
+
+
+def test_what_is_no_kernel() -> None:
+    """A program that has a world, and a process that has ended, cannot be asked."""
+    for pid in (1, 2**22 + 1):
+        with pytest.raises(UsageError, match="no Jupyter kernel"):
+            kernel.connection_file(pid)
+
+
+# --- an assistant that does not keep to the rules -----------------------------------------------
+
+
+class Raw:
+    """A server that is spoken to line by line."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            SERVER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        self.number = 0
+
+    def send(self, *lines: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"".join(line + b"\n" for line in lines))
+        self.process.stdin.flush()
+
+    def call(self, method: str, **params: Any) -> int:
+        self.number += 1
+        said = {"jsonrpc": "2.0", "id": self.number, "method": method, "params": params}
+        self.send(json.dumps(said).encode())
+        return self.number
+
+    def answers(self, count: int) -> dict[int, dict[str, Any]]:
+        """The next answers to calls, by number; what else it says is passed over."""
+        assert self.process.stdout is not None
+        found: dict[int, dict[str, Any]] = {}
+        while len(found) < count:
+            said = json.loads(self.process.stdout.readline())
+            if isinstance(said.get("id"), int):
+                found[said["id"]] = said
+        return found
+
+
+@pytest.fixture
+def raw() -> Iterator[Raw]:
+    pytest.importorskip("mcp")
+    made = Raw()
+    with made.process:
+        yield made
+        made.process.kill()
+
+
+def test_garbage_and_floods(notebook: Notebook, raw: Raw) -> None:
+    """Are answered or passed over; what was not allowed is not there; it ends with its stdin."""
+    raw.send(b"garbage", b"\xff\xfe\x00", b"[]", b'{"jsonrpc": "2.0"}', b"{" * 100_000, b"")
+    about = {"name": "flood", "version": "1"}
+    raw.call("initialize", protocolVersion="2025-06-18", capabilities={}, clientInfo=about)
+    raw.answers(1)
+    raw.send(b'{"jsonrpc": "2.0", "method": "notifications/initialized"}')
+    ends = psutil.Process(raw.process.pid).net_connections("inet")
+    assert ends == []  # nothing listens
+    listed = raw.call("tools/list")
+    tools = {each["name"] for each in raw.answers(1)[listed]["result"]["tools"]}
+    assert tools == {tool.__name__ for tool in mcp.LOOKING}
+    for name in (tool.__name__ for tool in mcp.ACTING):
+        refused = raw.call("tools/call", name=name, arguments={"code": "x = 1", "rank": 0})
+        assert "result" not in (said := raw.answers(1)[refused]) or said["result"]["isError"]
+    flood = [raw.call("tools/call", name="worlds", arguments={}) for _ in range(50)]
+    found = raw.answers(len(flood))
+    assert all(WORLD in found[each]["result"]["content"][0]["text"] for each in flood)
+    wrong = raw.call("tools/call", name="status", arguments={"world": "of-another-user"})
+    assert "is called `of-another-user`" in raw.answers(1)[wrong]["result"]["content"][0]["text"]
+    raw.process.communicate(timeout=SOON)
+    assert raw.process.returncode == 0
+
+
+# --- an assistant that helps ----------------------------------------------------------------------
+
+
+class Assistant:
+    """A client of the official SDK, on a loop in a thread."""
+
+    def __init__(self, portal: Any, client: Any) -> None:
+        self._portal, self._client = portal, client
+
+    def ask(self, tool: str, **arguments: Any) -> str:
+        """The text of an answer, also of one that refuses."""
+        given = {"world": WORLD, **arguments}
+        answer = self._portal.call(self._client.call_tool, tool, given)
+        return "\n".join(each.text for each in answer.content)
+
+
+@pytest.fixture(scope="module")
+def assistant() -> Iterator[Assistant]:
+    sdk = pytest.importorskip("mcp")
+    from anyio.from_thread import start_blocking_portal
+
+    command = sdk.StdioServerParameters(
+        command=SERVER[0], args=[*SERVER[1:], "--allow-run"], env={**os.environ}
+    )
+    client = sdk.Client(command)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(client) as connected:
+        yield Assistant(portal, connected)
+
+
+def test_a_failure(notebook: Notebook, assistant: Assistant) -> None:
+    """Which rank failed first, with its traceback, and what became of the others."""
+    source = "if rank == 1: raise ValueError('bad shard')\ndist.barrier()"
+    notebook.run(f"%%distributed\n{source}")
+    said = assistant.ask("why")
+    assert "first failure: rank 1: ValueError: bad shard" in said
+    assert "----> 2 if rank == 1: raise" in said
+    assert "rank 0: Released: it waited" in said
+    notebook.run("%%distributed\nprint('TOKEN=hf_abcdefghijklmnop', rank)")
+    assert "did not fail; the last failure was before it:" in assistant.ask("why")
+    shown = assistant.ask("output", cell=-1)
+    assert f"TOKEN={answers.HIDDEN}" in shown
+    assert "hf_abc" not in shown
+    assert "the output of" in assistant.ask("output", cell=-99)
+
+
+def test_what_a_notebook_knows(notebook: Notebook, assistant: Assistant) -> None:
+    """Differences, the time of the last cell, memory; the page shows nothing of it."""
+    assert "0.weight" not in (said := assistant.ask("diff", names="model.weight"))
+    assert "rank 1 differs by at most 1.0" in said
+    assert "2 ranks ·" in assistant.ask("timeline")
+    assert "model.weight" in assistant.ask("memory")
+    assert "2 workers · gloo" in assistant.ask("status")
+    count = notebook.value("get_ipython().execution_count")
+    assistant.ask("diff", names="model")
+    assert notebook.value("get_ipython().execution_count") == count + 1
+
+
+def test_a_cell_that_hangs(notebook: Notebook, assistant: Assistant) -> None:
+    """Who waits for whom while it runs; it is stopped, which the notebook shows."""
+    source = "%%distributed\nimport time\nif rank: time.sleep(600)\ndist.barrier()"
+    request = notebook.client.execute(source, stop_on_error=False)
+    wait_until(
+        lambda: "rank 0 waits in barrier, line 4 · rank 1 is in line 3" in assistant.ask("why")
+    )
+    assert "time.sleep(600)" in assistant.ask("stacks", ranks="1")
+    assert "a cell runs" in assistant.ask("memory")
+    assert assistant.ask("interrupt") == "stopped"
+    assert notebook.reply_to(request)["status"] == "error"
+    notebook.next_shown("mcp 0.1.0 stopped this cell by `nbdist mcp`")
+
+
+def test_where_nothing_would_be_seen(notebook: Notebook, assistant: Assistant) -> None:
+    """A notebook that has run no distributed cell shows nobody's: nothing is run."""
+    assert notebook.run(f"%dist_init -n 1 --pool other --name {WORLD}-2").errors == []
+    assert "model" in (said := assistant.ask("diff", names="model", world=f"{WORLD}-2"))
+    assert "differ" not in said  # those workers have none
+    said = assistant.ask("run", code="x = 1", world=f"{WORLD}-2")
+    assert said == f"UsageError: {guest.UNSEEN}: nothing was run"
+    notebook.run("%dist_shutdown --pool other")
+
+
+@pytest.mark.shared_world  # a rank is another process afterwards
+def test_what_it_runs(notebook: Notebook, assistant: Assistant) -> None:
+    """Is shown under the user's last cell, with its output and whose it is."""
+    notebook.run("%%distributed\nbefore = 1")
+    assert "1 to 50,000 characters" in assistant.ask("run", code=" ")
+    said = assistant.ask("run", code="found = rank + 40\nfound")
+    assert "41" in said
+    shown = notebook.next_shown("ran this by `nbdist mcp`", "found = rank + 40")
+    assert "%%distributed" in shown["data"]["text/plain"]
+    assert "41" in notebook.run("%%distributed\nfound").text
+    assert "ZeroDivisionError" in assistant.ask("run", code="1 / 0")
+    assert "rank 1" in assistant.ask("restart", rank=1)
+    assert "saved before of 2 ranks" in assistant.ask("snapshot", names="before")
