@@ -50,7 +50,7 @@ FLOORS = {
     "worker": BETWEEN | {"plugins", "output.events"},
     # The package itself has the public names, which it takes from everywhere on the
     # notebook's side; everybody may ask it for what stands in it.
-    "__init__": OPTIONS | BETWEEN | {"world", "notebook", "output"},
+    "__init__": OPTIONS | BETWEEN | {"world", "notebook", "output", "worker.tracking"},
 }
 
 # Doors between rooms: the fork server becomes a worker when it forks.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import re
 import time
@@ -122,7 +123,20 @@ def _output(kind: str, content: Mapping[str, Any], ours: Mapping[str, Any]) -> e
             return events.Moved(int(content["done"]), int(content["total"]))
         case events.RECORD:
             return events.Record(**content)
+        case events.TRACKED:
+            return _tracked(content)
     return None
+
+
+def _tracked(content: Mapping[str, Any]) -> events.Tracked:
+    curves = {name: tuple(map(float, each)) for name, each in content["curves"].items()}
+    for flat in curves.values():
+        if len(flat) % events.OF_POINT or not all(map(math.isfinite, flat)):
+            raise ValueError("points are no numbers")
+    counted = {name: int(number) for name, number in content["counted"].items()}
+    if any(number > 2**53 for number in counted.values()):
+        raise ValueError("too large a count")
+    return events.Tracked(curves, counted)
 
 
 def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.MimeBundle]:

@@ -24,6 +24,7 @@ from nbdist.output.events import (
     Record,
     Skipped,
     Text,
+    Tracked,
     Update,
     size_of,
 )
@@ -150,7 +151,7 @@ class Backlog:
             for at, (cell_id, output) in enumerate(items):
                 # How a cell failed is said by its last error, what is there by the last clearing.
                 is_over = at != newest[cell_id, type(output)]
-                can_go = isinstance(output, Display | Update | Record | Moved) or (
+                can_go = isinstance(output, Display | Update | Record | Moved | Tracked) or (
                     is_over and isinstance(output, Failure | Clear)
                 )
                 if shown <= share or not can_go:

@@ -20,7 +20,7 @@ from nbdist.notebook.options import NbDist
 from nbdist.output.bars import merged_line
 from nbdist.output.html import figures, panel_html
 from nbdist.output.layout import final_layout, live_layout
-from nbdist.output.text import PlainLines, failures_text, head_text, panel_text
+from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import dim, panel
 from nbdist.values.shared_memory import Made, Steps
@@ -217,6 +217,7 @@ class PlainDisplay:
             self._write(self._lines.finish(time.monotonic()))
         shown = final_layout(transcript, logs, now=time.monotonic())
         self._write(failures_text(shown, colours=self._colours))
+        self._write(curves_lines(shown.curves) if shown.curves else ())
         self._write(save_figures(transcript, logs))
         is_silent = transcript.is_finished and not shown.states
         done = f"✓ {len(transcript.ranks)}" if is_silent else ""

@@ -216,7 +216,21 @@ class Moved(NamedTuple):
     total: int
 
 
-MOVED, RECORD = "nbdist_moved", "nbdist_record"
+class Tracked(NamedTuple):
+    """Numbers that the rank has tracked, by name: `OF_POINT` for each point of the curve.
+
+    These are its step, how many finite numbers it is made of, the lowest, the highest and their
+    mean, and how many others (NaN, infinity).  The steps of `counted` names are calls in the task,
+    of which there were so many by now.
+    """
+
+    curves: Mapping[str, tuple[float, ...]]
+    counted: Mapping[str, int]
+
+
+OF_POINT = 6
+
+MOVED, RECORD, TRACKED = "nbdist_moved", "nbdist_record", "nbdist_tracked"
 """The kinds of messages in which a worker sends these."""
 
 TOPIC = b"nbdist"
@@ -228,7 +242,7 @@ Visible = Text | Skipped | Display | Update | Clear | Failure
 RankError = Failure | Died
 """What ended a task on a rank otherwise than well."""
 
-Output = Visible | Died | Done | Moved | Record | InputRequest | Typed
+Output = Visible | Died | Done | Moved | Record | Tracked | InputRequest | Typed
 
 OF_EACH, OF_VALUE = 100, 32
 """Characters that one counts for besides those that it has, and a number or key of JSON."""
@@ -248,6 +262,8 @@ def size_of(output: Output) -> int:
             return OF_EACH + len(message) + len(exception) + len(stack)
         case Failure(message=message, traceback=frames):
             return OF_EACH + len(message) + sum(map(len, frames))
+        case Tracked(curves=curves):
+            return OF_EACH + OF_VALUE * sum(map(len, curves.values()))
         case Moved() | Clear():
             return OF_EACH
         case _:

@@ -86,6 +86,7 @@ def panel_html(shown: Panel) -> str:
     room = _Room(most, len(shown.blocks) + len(shown.rest), shown.is_live)
     failed, others = shown.parted
     bars, rows = bars_html(shown.bars) if shown.bars else "", ""
+    curves = _curves(shown)
     if shown.rows and (shown.is_live or not bars):
         rows = _rows(shown.rows, most // 2, room)
     if shown.more:
@@ -93,15 +94,23 @@ def panel_html(shown: Panel) -> str:
     last = line(dim(f"{name_ranks(shown.silent)}: no output" if shown.silent else shown.foot))
     head, note = _head(shown) + line(dim(shown.spread)), line(dim(shown.note))
     head, last = (head + note, last) if shown.is_live else (head, last + note)
-    room.left -= size(head + bars + rows + last) + _SMALLEST_BLOCK
+    room.left -= size(head + bars + rows + last + curves * shown.is_live) + _SMALLEST_BLOCK
     # Lines go on coming, and would move what stands beside them.
     is_calm = not shown.is_live or all(
         any(isinstance(item, Shown) for item in block.items) for block in others
     )
-    parts = [head, *(_block(block, room) for block in failed), bars]
+    parts = [head, *(_block(block, room) for block in failed), bars, curves]
     runs = tiled(others) if is_calm else ([block] for block in others)
     parts += [_side_by_side(run, room) for run in runs]
     return panel(*parts, rows, _rest(shown.rest, room) if shown.rest else "", last)
+
+
+def _curves(shown: Panel) -> str:
+    if shown.curves is None:
+        return ""
+    from nbdist.output.chart import curves_html  # most cells track nothing
+
+    return curves_html(shown.curves, is_live=shown.is_live)
 
 
 def _head(shown: Panel) -> str:

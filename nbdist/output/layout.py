@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import MOST_ROWS, BarTable, RankBars, bar_table
+from nbdist.output.curves import Curves
 from nbdist.output.events import Failure, Skipped
 from nbdist.output.fingerprint import read_bar
 from nbdist.output.rank_transcript import Look, RankTranscript, Shown
@@ -100,9 +101,9 @@ class Panel(NamedTuple):
 
     `squares` are numbered, for ranks or runs of ranks where there are many; the ranks of `more`
     have no block and no row; `rest` are blocks behind one line; `bars` come after the blocks of
-    failed ranks, in a finished cell for `rows`; `spread` says how far numbers lie apart; `silent`
-    are ranks without output; `now` is what ranks use, `foot` a last line.  A panel without states
-    is one dim line.
+    failed ranks, in a finished cell for `rows`, then the `curves`, if any; `spread` says how
+    far numbers lie apart; `silent` are ranks without output; `now` is what ranks use, `foot` a
+    last line.  A panel without states is one dim line.
     """
 
     ranks: str
@@ -117,6 +118,7 @@ class Panel(NamedTuple):
     is_live: bool = False
     spread: str = ""
     bars: BarTable | None = None
+    curves: Curves | None = None
     blocks: tuple[Block, ...] = ()
     rows: tuple[Row, ...] = ()
     more: tuple[int, ...] = ()
@@ -408,6 +410,7 @@ def _of_all(transcript: Transcript, now: float | None) -> Panel:
         state_counts(transcript),
         squares=tuple(squares[:_MOST_SQUARES]),
         more_squares=max(0, len(squares) - _MOST_SQUARES),
+        curves=transcript.curves if transcript.curves.by_name else None,
     )
 
 

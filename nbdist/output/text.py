@@ -10,6 +10,7 @@ from itertools import chain, islice
 from nbdist.output import events
 from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_text
+from nbdist.output.curves import Curves
 from nbdist.output.layout import MARKS, Block, Hidden, Panel, sameness
 from nbdist.output.rank_transcript import Entry, Shown
 from nbdist.output.screen import Line, Screen
@@ -42,6 +43,13 @@ def head_text(shown: Panel) -> str:
     return " · ".join(filter(None, [shown.ranks, shown.seconds, *states, shown.pace, shown.now]))
 
 
+def curves_lines(curves: Curves) -> list[str]:
+    """Write what ranks have tracked as tables, below a header."""
+    from nbdist.output.bands import curves_text  # most cells track nothing
+
+    return ["── tracked ──", *curves_text(curves).split("\n")]
+
+
 def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
     """Write what ended a cell, below a header for each group of ranks: one traceback for all."""
     for block in (*shown.blocks, *shown.rest):
@@ -66,6 +74,8 @@ def _body(shown: Panel) -> Iterator[str]:
     if shown.bars and shown.is_live:
         bars = [clip(row, width) for row in bars_text(shown.bars)]
         parts.insert(len(failed), [_header(shown.bars.ranks), *bars])
+    if shown.curves:
+        parts.insert(len(failed), [*curves_lines(shown.curves)])
     yield from chain.from_iterable(parts)
     for row in shown.rows:  # of the other ranks, which have no blocks then
         yield _header(row.ranks, row.sameness)

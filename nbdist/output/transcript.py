@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from nbdist.output.ansi import strip
+from nbdist.output.curves import Curves
 from nbdist.output.events import Failure, Output, RankError
 from nbdist.output.fingerprint import read_bar
 from nbdist.output.rank_transcript import (
@@ -38,6 +39,7 @@ class Transcript:
         shown = min(SHOWN_AT_MOST, max(SHOWN_AT_LEAST, of_each))
         self.by_rank = {rank: RankTranscript(rank, keep_lines, shown) for rank in self.ranks}
         self.started: float | None = None
+        self.curves = Curves()
 
     def __iter__(self) -> Iterator[RankTranscript]:
         return iter(self.by_rank.values())

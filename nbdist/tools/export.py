@@ -173,6 +173,9 @@ IMPORTS = ("import os", "import torch", "import torch.distributed as dist")
 _KNOWN = {*dir(builtins), *WORKERS_OWN, *WORKERS_MODULES, "os", "__file__", "__name__", "__doc__"}
 _KNOWN -= {"display", "get_ipython"}
 
+_IN_PLACE = {"display": "display = print", "track": "track = lambda **_: None"}
+"""What the script has in place of what cells find."""
+
 _EARLY = ("environ", "sys.path", "putenv", "set_start_method", "chdir", "write_text", "subprocess")
 """What an import has to come after where a cell has it before."""
 
@@ -326,8 +329,8 @@ class Composer:
             self._there = {name: v for name, v in self._there.items() if name not in bound}
             text = "\n".join([*section.before, section.text])
             for name in sorted(names_used(text) - there - self._imported()):
-                if name == "display":
-                    self._imports["display = print"] = None
+                if name in _IN_PLACE:
+                    self._imports[_IN_PLACE[name]] = None
                 elif name in self._made:
                     title = _title_of(section.task)
                     self._lost.append(f"{title} uses {name}, which no cell before it binds")

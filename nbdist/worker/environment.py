@@ -26,6 +26,7 @@ from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Surroundings
 from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import torch as seam
+from nbdist.worker.tracking import track
 
 WIDGET_BARS = "tqdm.notebook"  # `tqdm.autonotebook` takes text where this lacks its other names
 RICH_CONSOLE = "rich.console"
@@ -60,6 +61,7 @@ def ready_names(start: WorkerStart) -> dict[str, Any]:
         "device": torch.device(start.device),
         "torch": torch,
         "dist": dist,
+        "track": track,
     }
 
 

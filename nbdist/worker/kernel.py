@@ -25,9 +25,10 @@ from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import Type, default
 
-from nbdist.output.events import MOVED, RECORD, Done
+from nbdist.output.events import MOVED, RECORD, TRACKED, Done
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Call, InputReply, Source, Task, Work, failure_in_words
+from nbdist.worker import tracking
 from nbdist.worker.compat.debugger import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
@@ -79,6 +80,7 @@ class WorkerKernel(LeavesChildren):
         self.is_at_work = True
         self.records.begin_task(task.log_level)
         self.session.begin_task()
+        tracking.begin_task()
         try:
             interrupts.begin()
             self._prepare(task, context)
@@ -107,6 +109,7 @@ class WorkerKernel(LeavesChildren):
             gc.collect()  # what looked at the frames refers to them in cycles
         changed = self.own_modules.news(began, reloads=reloads_modules(self.shell))
         self.records.end_task()
+        tracking.flush()
         flush_streams()
         self.is_at_work = False
         return replace(done, changed=changed, seconds=time.perf_counter() - started)
@@ -285,6 +288,7 @@ def make_app(start: WorkerStart) -> WorkerApp:
     shell.ready = kernel.namespace.ready
     kernel.records = Records(partial(kernel.publish, RECORD), app.log.name)
     kernel.records.watch()
+    tracking.connect(partial(kernel.publish, TRACKED))
     kernel.own_modules, kernel.syncs_code = OwnModules(), start.world.config.sync_code
     sys.meta_path.insert(0, kernel.own_modules)
     # So that `%autoreload 2` is all that has to be said.

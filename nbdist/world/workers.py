@@ -19,7 +19,8 @@ from typing import Any, TextIO
 from nbdist import topology
 from nbdist.config import LOCAL, OnFailure, Patience, WorldConfig
 from nbdist.errors import AgentLost, StartError, WorldNotStarted
-from nbdist.output.events import Died, Done, Failure, InputRequest, Moved, Record, Visible
+from nbdist.output.curves import Curves
+from nbdist.output.events import Died, Done, Failure, InputRequest, Moved, Record, Tracked, Visible
 from nbdist.wire import messages
 from nbdist.wire.frames import pack
 from nbdist.wire.messages import Attached, Enter, Healed, Received, Remember, Starting
@@ -64,6 +65,7 @@ class Workers:
         self.machines = Machines()
         self.is_elsewhere = False  # not, or not all, on the notebook's machine
         self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)  # shown outside of tasks
+        self.curves = Curves()  # of all tasks, whatever workers they ran on
         self.names = NameTable(self.namespace)
         self.dead: dict[int, Died] = {}
         self.replaced: dict[int, Died] = {}  # those that died, and where others are now
@@ -433,6 +435,12 @@ class Workers:
             self.dead[rank] = output
             self.advance(Event.RANK_DIED)
         running = self.running
+        if isinstance(output, Tracked):
+            output = self.curves.placed(task_id, output)
+            self.curves.take(rank, task_id, output, self.size)
+            if running is not None and task_id == running.task.id:
+                running.transcript.curves.take(rank, task_id, output, self.size)
+            return
         if running is not None and task_id != running.task.id:
             # A rank that is done can say more while others still run it.
             is_more = isinstance(output, Visible) and not task_id and running.waits_after(rank)

@@ -345,6 +345,16 @@ class World:
         """
         return exchange.sync(self.session, names, source, ranks)
 
+    def tracked(self, name: str) -> Any:
+        """Return what ranks have tracked under a name, as a pandas DataFrame: a column for each.
+
+        Its rows are steps.  Where a step has gone back there is a column `run`; of curves that
+        have very many points neighbours are one, and this is their mean.
+
+        Raises UsageError where nothing was tracked under this name, or pandas is missing.
+        """
+        return self.session.curves.table(name)
+
     # --- what workers have ----------------------------------------------------------------
 
     def clean(self, ranks: Sequence[int] | None = None) -> CellResult[Cleaned]:

@@ -6,6 +6,7 @@ What of a worker's bytes gets through, what is left.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from nbdist.agent.kernel_link import (
     message_from,
     output_from,
 )
-from nbdist.output.events import Clear, Display, Done, Failure, Moved, Output, Record
+from nbdist.output.events import Clear, Display, Done, Failure, Moved, Output, Record, Tracked
 from nbdist.values.payload import Payload
 from nbdist.wire.frames import BadFrame, framed
 from nbdist.wire.spec import WorkerStart, WorldSpec
@@ -47,6 +48,7 @@ def test_our_own_frames_are_not_shown(function: Any) -> None:
     assert (shown.message, shown.traceback[0][:21]) == ("3", "sys.exit(3) ended the")
 
 
+TRACKED = {"curves": {"loss": [0, 1, 2.0, 2.0, 2.0, 0]}, "counted": {"loss": 1}}
 RECORD = Record("vm", 0, 0, "app", 20, "INFO", "said", 1.5, "a.py", 3, "f", "MainThread", 7)
 
 
@@ -63,6 +65,10 @@ RECORD = Record("vm", 0, 0, "app", 20, "INFO", "said", 1.5, "a.py", 3, "f", "Mai
         ("nbdist_moved", {"done": float("inf"), "total": 2}, None),
         ("nbdist_record", RECORD._asdict(), RECORD),
         ("nbdist_record", RECORD._replace(message=5)._asdict(), None),
+        ("nbdist_tracked", TRACKED, Tracked({"loss": (0, 1, 2, 2, 2, 0)}, {"loss": 1})),
+        ("nbdist_tracked", {**TRACKED, "curves": {"loss": [0, 1, 2, 2, 2]}}, None),
+        ("nbdist_tracked", {**TRACKED, "curves": {"loss": [0, 1, 2, 2, math.nan, 0]}}, None),
+        ("nbdist_tracked", {**TRACKED, "counted": {"loss": 10**20}}, None),
         ("status", {"execution_state": "idle"}, None),
         ("comm_open", {"target_name": "jupyter.widget"}, None),
         ("comm_open", {"target_name": "mine"}, Display({"text/plain": NO_COMM.format("mine")}, {})),

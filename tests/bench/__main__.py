@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tests.bench import cells, drawing, faults, many, shipping, starting
+from tests.bench import cells, drawing, faults, many, shipping, starting, tracking
 from tests.bench.harness import Figure, header, line, to_json
 from tests.bench.lab import CellFailed, Lab
 
@@ -19,7 +19,7 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
         *(cells.ratio, cells.calls, cells.barrier, starting.memory, cells.lines, cells.firstline),
         *(shipping.ship, shipping.differ, shipping.giants, faults.faults),
         *(cells.collect, faults.look, drawing.page, many.many, many.hosts),
-        many.carry,
+        *(many.carry, tracking.track),
     )
 }
 

@@ -215,6 +215,7 @@ def test_notebook_7(notebook: Notebook) -> None:
         [
             "%%distributed\nprint(f'I am rank {rank} of {world_size}')",
             "%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()",
+            "%%distributed\nfor step in range(99): track(loss=1 / (step + 1 + rank))",
             "%dist_gather t",
             "t",
         ]
@@ -225,7 +226,9 @@ def test_notebook_7(notebook: Notebook) -> None:
         cells = Notebook(page, notebook.path).run_all()
         Notebook(page, notebook.path).screenshot("notebook-7")
     assert [cell.errors for cell in cells if cell.errors] == []
-    ranks, reduced, _, gathered = [cell.shown for cell in cells]
+    ranks, reduced, curves, _, gathered = [cell.shown for cell in cells]
+    assert re.search(r"loss 0.01005 · step 98 · 2 ranks 0.01 to 0.0101", curves)
+    assert cells[2].images == 1
     assert "I am rank 0 of 2" in ranks
     assert "I am rank 1 of 2" in ranks
     assert "2.0" in reduced

@@ -57,6 +57,13 @@ for step in (bar := tqdm(range(60), desc="train", mininterval=0)):
 for epoch in tqdm(range(2), desc="epoch"):
     for step in tqdm(range(8), desc="step", leave=False):
         time.sleep(0.02)""",
+    "curves": """%%distributed
+import math, random
+for step in range(200):
+    loss = 2.3 * math.exp(-step / 60) + 0.2 * random.random()
+    track(loss=loss + (rank == 2) * max(0, step - 100) / 80, lr=0.1 * min(step / 50, 0.99**step))
+    time.sleep(0.005)
+    while step == 180 and not os.path.exists("tracked"): time.sleep(0.05)""",
     "short": """%%distributed
 for epoch in range(3):
     print(f"epoch {epoch} loss {2.3 - epoch / 2 + rank / 100:.3f}")""",
@@ -119,6 +126,16 @@ HAS_BARS = """number => {
     return rows.length === 5 && rows.some(row => /rank 3.*slowest/s.test(row.textContent));
 }"""
 
+# Whether the live cell has two curves, with what is said of them.
+HAS_CURVES = """number => {
+    const cells = window.jupyterapp.shell.currentWidget.content.widgets;
+    const shown = cells[number].node.querySelector(".jp-Cell-outputArea");
+    return shown?.querySelectorAll("img").length === 2 && /loss.*4 ranks/s.test(shown.innerText);
+}"""
+
+SCROLL = """number =>
+    window.jupyterapp.shell.currentWidget.content.widgets[number].node.scrollIntoView()"""
+
 
 def number_of(name: str) -> int:
     return [*CELLS].index(name)
@@ -151,6 +168,11 @@ def test_looks(lab: Lab) -> None:
     assert len({round(bar["left"]) for bar in bars}) == 1
     assert re.search(r"rank 3\s+train\s+\d+%\s+\d+/60\s+\d\d:\d\d<\d\d:\d\d.*slowest", live)
 
+    notebook.page.wait_for_function(HAS_CURVES, arg=number_of("curves"), polling=LOOK_MS)
+    notebook.page.evaluate(SCROLL, number_of("curves"))
+    notebook.picture("looks-curves-live")
+    (lab.folder / "tracked").touch()
+
     notebook.ended()
     check(notebook)
     notebook.screenshot("looks")
@@ -175,8 +197,10 @@ def check_file(file: Path) -> None:
     assert sum("text/markdown" in output.get("data", {}) for output in outputs) == 3
     assert "application/vnd.plotly.v1+json" in str(outputs)
     assert "CPU cores" not in str(outputs)
+    assert "── tracked ──\nloss " in saved.cells[number_of("curves")].outputs[0].data["text/plain"]
     html, _ = HTMLExporter().from_notebook_node(saved)
     assert "<strong>done</strong>" in html
+    assert "rank 2 left the band" in html
 
 
 def check(notebook: Notebook) -> None:
@@ -188,6 +212,7 @@ def check(notebook: Notebook) -> None:
         found = re.findall(r"^rank (\d)", cells[name].shown, re.MULTILINE)
         assert found == [str(rank) for rank in range(ranks)]
     assert "loss 1.300 (rank 0) to 1.330 (rank 3)" in cells["short"].shown
+    assert re.search(r"loss \d.*\nrank 2 left the band from step \d+ on", cells["curves"].shown)
     assert "Loading widget" not in cells["widget"].shown
     assert "IntSlider(value=3)" in cells["widget"].shown
     assert "line 3: UserWarning: an old way of doing this" in cells["widget"].shown
@@ -221,6 +246,9 @@ def check(notebook: Notebook) -> None:
     assert in_a_row(images) == [2, 2]
     assert max(image["left"] + image["width"] for image in images) < 700
     assert in_a_row(places(notebook, "tables", ".dataframe"))[0] in (2, 3)
+    curves = places(notebook, "curves", "img")
+    assert in_a_row(curves) == [2]
+    assert max(image["left"] + image["width"] for image in curves) < 700
     for image in images:
         assert 1.1 < image["width"] / image["height"] < 1.6
     notebook.resize(WIDTH)

@@ -185,6 +185,7 @@ def test_gradients_are_averaged(world: World, library: str) -> None:
 def test_lightning(world: World, tmp_path: Path) -> None:
     """`Trainer(devices=2, strategy="ddp")` uses these ranks, whose bars are seen; no processes."""
     needs("lightning")
+    world.call("plot.begin", names=("lightning_loss",))
     found = drawn(
         world,
         tmp_path,
@@ -201,7 +202,9 @@ class Module(lightning.LightningModule):
         x, y = batch
         if number == 2 and rank == 0 and self.current_epoch == 0:
             until_seen(self.bar)
-        return nn.functional.cross_entropy(self.model(x), y)
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        self.log_dict({"lightning_loss": loss, "rank": rank})
+        return loss
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -230,6 +233,9 @@ model = module.model
     assert found.ranks == {(0,)}
     assert in_all(world, "(trainer.world_size, trainer.global_step, children)") == {(2, 8, 0)}
     assert world.gather("trainer.global_rank") == [0, 1]
+    assert {*world.call("plot.end").rank(1)} == {"lightning_loss", "rank"}
+    # Of both trainings, in each of which a rank has had 4 steps in each of 2 epochs.
+    assert [*world.tracked("lightning_loss")["step"]] == 2 * [*range(8)]
     assert in_all(world, "same") == {True}
     assert in_all(world, "dist.get_world_size()") == {2}
 
@@ -238,6 +244,7 @@ def test_transformers(world: World, tmp_path: Path) -> None:
     """Hugging Face's `Trainer` trains a tiny model on both ranks; rank 0 shows how far it is."""
     needs("transformers")
     needs("accelerate")
+    world.call("plot.begin", names=("loss", "lr"))
     found = drawn(
         world,
         tmp_path,
@@ -269,6 +276,9 @@ model = trainer.model
     assert "100%|██████████| 4/4 [" in found.final
     assert in_all(world, "(arguments.world_size, done.global_step)") == {(2, 4)}
     assert world.gather("arguments.process_index") == [0, 1]
+    assert {"lr", "loss", "grad_norm"} <= {*world.call("plot.end").rank(0)}
+    assert [*world.tracked("loss")["step"]] == [1, 2, 3, 4]
+    assert world.tracked("lr")["rank 1"].is_monotonic_decreasing
     assert in_all(world, "same") == {True}
 
 

@@ -102,10 +102,11 @@ def test_the_whole() -> None:
     script = lab.script()
     assert script.text == WHOLE
     assert (script.saved, script.cells, script.lost) == ((), 3, ())
-    lab.ran("display(1)")
+    lab.ran("display(1)\ntrack(loss=1)")
     other = lab.script("mpi").text
     assert 'dist.init_process_group("mpi")' in other
     assert "\ndisplay = print\n" in other
+    assert "\ntrack = lambda **_: None\n" in other
     assert "process_group" not in lab.script("none").text
 
 

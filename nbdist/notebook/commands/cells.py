@@ -247,7 +247,7 @@ def local(line: Line) -> None:
 _GROUPS = {
     "everyday": "distributed dist_gather dist_status dist_output dist_run dist_restart dist_help",
     "values": "dist_push dist_scatter dist_sync dist_diff dist_snapshot dist_restore dist_export",
-    "looking": "dist_memory dist_timeline dist_debug",
+    "looking": "dist_memory dist_plot dist_timeline dist_debug",
     "lifecycle": "dist_init dist_scale dist_interrupt dist_shutdown dist_auto rank local",
     "many machines": "dist_attach",
 }

@@ -1,0 +1,198 @@
+"""Numbers that ranks have tracked, as curves of a bounded number of points.  Pure."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from nbdist.errors import UsageError
+from nbdist.output.events import OF_POINT, Tracked
+from nbdist.words import one_line
+
+MOST_POINTS, FEWEST_POINTS, POINTS_OF_ALL = 2_000, 100, 100_000
+"""Of a rank's curve, and of the curves of all ranks under one name."""
+
+MOST_NAMES, MOST_RUNS = 64, 8
+
+
+class Series:
+    """A rank's numbers of one run; where there are too many, points are as many steps `wide`.
+
+    By columns: the first step, the finite numbers, the lowest, the highest, their mean, others.
+    Points begin at the same steps on all ranks, so that equal numbers stay equal.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.columns = tuple(array("d") for _ in range(OF_POINT))
+        self.wide = 0.0  # each step is a point
+        self._most = most
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __iter__(self) -> Iterator[Point]:
+        return map(Point, *self.columns)
+
+    @property
+    def last_step(self) -> float:
+        """The step of the last point."""
+        return self.columns[0][-1]
+
+    def add(self, point: Point) -> None:
+        """Take one more, whose step is not below the last."""
+        if self.wide:
+            point = point._replace(step=math.floor(point.step / self.wide) * self.wide)
+        if len(self) and point.step <= self.last_step:
+            last = Point(*(column.pop() for column in self.columns))
+            point = last + point
+        for column, value in zip(self.columns, point, strict=True):
+            column.append(value)
+        if len(self) > self._most:
+            self._widen()
+
+    def _widen(self) -> None:
+        """Merge neighbours until there are half as many points."""
+        span = self.last_step - self.columns[0][0]
+        self.wide = self.wide or 2.0 ** math.ceil(math.log2(span / self._most))
+        while len(self) > self._most // 2 + 1:
+            self.wide *= 2
+            points = [*self]
+            for column in self.columns:
+                del column[:]
+            for point in points:
+                self.add(point)
+
+
+class Point(NamedTuple):
+    """Some numbers that follow one another: so many `finite` ones, and `odd` others."""
+
+    step: float
+    finite: float
+    low: float
+    high: float
+    mean: float
+    odd: float
+
+    @property
+    def calls(self) -> float:
+        """How often they were tracked."""
+        return self.finite + self.odd
+
+    def __add__(self, other: object) -> Point:
+        assert isinstance(other, Point)
+        if not self.finite or not other.finite:
+            found = self if self.finite else other
+            return found._replace(step=self.step, odd=self.odd + other.odd)
+        total = self.finite + other.finite
+        mean = self.mean * (self.finite / total) + other.mean * (other.finite / total)
+        low, high = min(self.low, other.low), max(self.high, other.high)
+        return Point(self.step, total, low, high, mean, self.odd + other.odd)
+
+
+Run = dict[int, Series]
+"""Curves of ranks on which steps only grow."""
+
+
+class Curve:
+    """What ranks have tracked under one name: where a step goes back, a run begins."""
+
+    def __init__(self) -> None:
+        self.runs: dict[int, Run] = {}
+        self._at: dict[int, int] = {}  # the run that a rank is in
+        self._begun = ("", 0)  # the last task, and the run that it began in
+
+    @property
+    def last(self) -> Run:
+        """The run that began last."""
+        return self.runs[max(self.runs)]
+
+    def take(self, rank: int, task_id: str, points: Iterable[Point], ranks: int) -> None:
+        """Take a rank's points, of `ranks` in all."""
+        if task_id != self._begun[0]:
+            self._begun = task_id, max(self.runs, default=0)
+        most = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_ALL // max(1, ranks)))
+        at = self._at.setdefault(rank, self._begun[1])
+        for point in points:
+            series = self.runs.get(at, {}).get(rank)
+            if series is not None and point.step < series.last_step:
+                at, series = at + 1, None
+            if series is None:
+                series = self.runs.setdefault(at, {}).setdefault(rank, Series(most))
+                while len(self.runs) > MOST_RUNS:
+                    del self.runs[min(self.runs)]
+            series.add(point)
+        self._at[rank] = at
+
+
+class Curves:
+    """All that was tracked; `more` are names that there was no room for."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Curve] = {}
+        self.more: dict[str, None] = {}
+        self.version = 0
+        self._firsts: dict[str, tuple[str, int]] = {}  # by name: a task, and its first step
+        self._ends: dict[str, int] = {}  # by name, how often it was counted
+        self.drawn: tuple[float, int, str] = 0.0, -1, ""  # when, which version, and the picture
+
+    def placed(self, task_id: str, tracked: Tracked) -> Tracked:
+        """Return it with steps that were counted in its task going on from all that there is."""
+        curves = dict(tracked.curves)
+        for name, counted in tracked.counted.items():
+            # What a thread tracks after its task goes on from that.
+            if name not in self._firsts or task_id not in ("", self._firsts[name][0]):
+                self._firsts[name] = task_id, self._ends.get(name, 0)
+            first = self._firsts[name][1]
+            self._ends[name] = max(self._ends.get(name, 0), first + counted)
+            moved = array("d", curves.get(name, ()))
+            for at in range(0, len(moved), OF_POINT):
+                moved[at] += first
+            curves[name] = tuple(moved)
+        return tracked._replace(curves=curves)
+
+    def take(self, rank: int, task_id: str, tracked: Tracked, ranks: int) -> None:
+        """Take in what a rank has tracked in this task."""
+        self.version += 1
+        for name, flat in tracked.curves.items():
+            if name not in self.by_name and len(self.by_name) >= MOST_NAMES:
+                self.more.setdefault(name)
+                continue
+            points = (Point(*flat[at : at + OF_POINT]) for at in range(0, len(flat), OF_POINT))
+            self.by_name.setdefault(name, Curve()).take(rank, task_id, points, ranks)
+
+    def named(self, name: str) -> Curve:
+        """Return the curve of a name; UsageError where nothing was tracked under it."""
+        if name in self.by_name:
+            return self.by_name[name]
+        there = ", ".join(f"`{one_line(each, 60)}`" for each in [*self.by_name][:8])
+        found = f"Tracked: {there}." if there else "Nothing was tracked."
+        raise UsageError(
+            f"no numbers of `{one_line(name, 60)}`. {found} "
+            "`track(loss=loss)` in a cell tracks a number of each rank."
+        )
+
+    def table(self, name: str) -> Any:
+        """Return it as a pandas DataFrame; UsageError where it is not there, or pandas is not."""
+        curve = self.named(name)
+        try:
+            import pandas
+        except ImportError:
+            raise UsageError(
+                "`world.tracked`: a table needs pandas: `%pip install pandas`. "
+                "`%dist_plot` shows the numbers without it."
+            ) from None
+        rows: dict[tuple[int, float], dict[str, float]] = {}
+        ranks = sorted({rank for run in curve.runs.values() for rank in run})
+        for number, run in enumerate(curve.runs.values()):
+            for rank, series in run.items():
+                for point in series:
+                    mean = point.mean if point.finite else math.nan
+                    rows.setdefault((number, point.step), {})[f"rank {rank}"] = mean
+        order = sorted(rows)
+        found = {} if len(curve.runs) == 1 else {"run": [run for run, _ in order]}
+        steps = [int(step) if step.is_integer() else step for _, step in order]
+        columns = [f"rank {rank}" for rank in ranks]
+        numbers = {each: [rows[at].get(each, math.nan) for at in order] for each in columns}
+        return pandas.DataFrame({**found, "step": steps, **numbers})

@@ -1,0 +1,152 @@
+"""`%dist_plot`, curves of what ranks have tracked, and `%%distributed --plot` for what they log.
+
+TensorBoard's event files are written by its own package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from IPython.core.magic_arguments import argument
+
+from nbdist.errors import NbdistError, UsageError
+from nbdist.notebook.command import CellOption, Line, command
+from nbdist.notebook.display import Shown
+from nbdist.output.curves import Curves, Series
+from nbdist.output.wording import panel
+from nbdist.words import count, name_ranks, one_line
+from nbdist.world.names import list_names
+
+NOTHING = "nothing was tracked: `track(loss=loss)` in a cell, or `%%distributed --plot loss`"
+
+
+@command(
+    argument("names", nargs="*", help="which curves: loss lr; by default all"),
+    argument("--tensorboard", metavar="DIR",
+             help="write them as event files of TensorBoard into a new folder"),
+)  # fmt: skip
+def dist_plot(line: Line) -> Shown | str:
+    """Show what ranks have tracked, over all cells and restarts: `%dist_plot loss`.
+
+    The median of the ranks and the band from the lowest to the highest; a rank that leaves the
+    band has a line of its own.  Where steps went back, earlier runs are grey.
+    """
+    world = line.pool.world
+    if world is not None:
+        world.session.receive_waiting()
+    if world is None or not world.session.curves.by_name:
+        return NOTHING
+    curves = world.session.curves
+    names = chosen(curves, line.options.names)
+    if line.options.tensorboard is not None:
+        return write_events(curves, names, line.options.tensorboard)
+    # `%load_ext` loads this file for its option.
+    from nbdist.output.bands import curves_text
+    from nbdist.output.chart import curves_html
+
+    return Shown(panel(curves_html(curves, names)), curves_text(curves, names))
+
+
+def chosen(curves: Curves, words: Sequence[str]) -> list[str]:
+    """Read which names are meant, by default all; UsageError for what was not tracked."""
+    names = [name for word in words for name in _names_in(curves, word)]
+    for name in names:
+        curves.named(name)
+    return [*dict.fromkeys(names)] or [*curves.by_name]
+
+
+def _names_in(curves: Curves, word: str) -> list[str]:
+    """Divide `loss,lr`, unless that is a name itself."""
+    return [word] if word in curves.by_name else [each for each in word.split(",") if each]
+
+
+def write_events(curves: Curves, names: Sequence[str], folder: str) -> str:
+    """Write event files, a folder for each rank; return what was written."""
+    try:
+        from tensorboard.summary import Writer
+    except ImportError:
+        raise UsageError(
+            "`--tensorboard` needs the package tensorboard: `%pip install tensorboard`."
+        ) from None
+    place = Path(folder).expanduser()
+    parts: dict[str, list[tuple[str, Series]]] = {}
+    ranks: set[int] = set()
+    for name in names:
+        for number, run in enumerate(curves.by_name[name].runs.values(), 1):
+            for rank, series in run.items():
+                ranks.add(rank)
+                title = f"rank{rank}" if number == 1 else f"run{number}-rank{rank}"
+                parts.setdefault(title, []).append((name, series))
+    try:
+        if place.exists() and any(place.iterdir()):
+            raise UsageError(
+                f"`--tensorboard {folder}`: the folder is not empty. Choose another name."
+            )
+        for title, found in parts.items():
+            with closing(Writer(str(place / title))) as writer:
+                for name, series in found:
+                    for point in series:
+                        mean = point.mean if point.finite else math.nan
+                        writer.add_scalar(name, mean, round(point.step))
+    except OSError as error:
+        raise UsageError(f"`--tensorboard {folder}`: {error.strerror or error}.") from None
+    written = sum(len(series) for found in parts.values() for _, series in found)
+    return (
+        f"{place} · {count(written, 'point')} of {name_ranks(ranks)} · "
+        f"`%load_ext tensorboard`, `%tensorboard --logdir {folder}` show them"
+    )
+
+
+# --- `--plot` ----------------------------------------------------------------------------
+
+
+@contextmanager
+def _plotted(line: Line) -> Iterator[None]:
+    """Track what bars and logs of the cell have under these names, and nothing after it."""
+    if line.options.plot is None:
+        yield
+        return
+    names = tuple(each for each in map(str.strip, line.options.plot.split(",")) if each)
+    if not names:
+        raise UsageError("`--plot`: give the names of numbers, such as `--plot loss,lr`.")
+    if line.options.no_wait:
+        raise UsageError(
+            "`--plot`: logs are read while a cell is waited for: not with `--no-wait`. "
+            "`track(loss=loss)` in the cell works there."
+        )
+    line.pool.ensure(line.options, line.display)
+    line.call("plot.begin", names=names)
+    try:
+        yield
+    finally:
+        if said := _end(line, names):
+            line.pool.display().say(said)
+
+
+def _end(line: Line, names: Sequence[str]) -> str:
+    """Stop reading logs; say which names nothing has logged, "" for none."""
+    try:
+        found = line.call("plot.end")
+    except NbdistError as error:
+        return f"`--plot`: {one_line(str(error))}"
+    seen = {name for each in found.values() for name in each or ()}
+    missing = [name for name in names if name not in seen]
+    if not missing:
+        return ""
+    there = sorted(seen.difference(names))
+    those = f"logged were {list_names(there)}" if there else "nothing else was logged"
+    return (
+        f"`--plot`: no bar of tqdm and no log of transformers or Lightning had "
+        f"{list_names(missing)}; {those}. `track(loss=loss)` tracks any number."
+    )
+
+
+PLOT = CellOption(
+    argument("--plot", metavar="NAMES",
+             help="track numbers of these names that tqdm's postfix and the logs of transformers"
+             " and Lightning have: loss,lr"),
+    _plotted,
+)  # fmt: skip

@@ -1,0 +1,163 @@
+"""Numbers of tqdm's postfix and of logs of transformers and Lightning, tracked while a cell runs.
+
+Their methods are wrapped from `begin` to `end`, also in modules that the cell itself imports.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from nbdist.worker.tracking import track
+
+if TYPE_CHECKING:
+    from nbdist.worker.namespace import Context
+
+MOST_SEEN = 50
+ALSO = {"learning_rate": "lr"}
+"""What transformers calls a number that people ask for by a shorter name."""
+
+Numbers = tuple[float | None, Mapping[str, Any]]
+"""A step, None where calls are to be counted, and what was logged."""
+
+
+def begin(context: Context, names: Sequence[str]) -> None:
+    """Track these names from now on."""
+    _stop()
+    _begun.append(Taps(frozenset(names)))
+
+
+def end(context: Context) -> tuple[str, ...]:
+    """Track them no more; return the names of all numbers that were logged."""
+    return _stop()
+
+
+def _stop() -> tuple[str, ...]:
+    return _begun.pop().stop() if _begun else ()
+
+
+# --- what they log ----------------------------------------------------------------------------
+
+
+def _of_postfix(
+    _: Any, ordered_dict: Mapping[str, Any] | None = None, *__: Any, **numbers: Any
+) -> Numbers:
+    numbers.pop("refresh", None)
+    # Bars begin again in each epoch, and their steps with them.
+    return None, {**(ordered_dict or {}), **numbers}
+
+
+def _of_text(_: Any, s: str = "", *__: Any, **___: Any) -> Numbers:
+    parts = (part.partition("=") for part in str(s).split(","))
+    return None, {name.strip(): number for name, _, number in parts}
+
+
+def _of_trainer(trainer: Any, logs: Mapping[str, Any], *_: Any, **__: Any) -> Numbers:
+    return trainer.state.global_step, logs
+
+
+def _of_module(module: Any, name: str, value: Any, *_: Any, **__: Any) -> Numbers:
+    return module.global_step, {name: value}
+
+
+Reader = Callable[..., Numbers]
+
+READERS: dict[str, tuple[str, dict[str, Reader]]] = {
+    "tqdm.std": ("tqdm", {"set_postfix": _of_postfix, "set_postfix_str": _of_text}),
+    "transformers.trainer": ("Trainer", {"log": _of_trainer}),
+    "lightning.pytorch.core.module": ("LightningModule", {"log": _of_module}),
+    "pytorch_lightning.core.module": ("LightningModule", {"log": _of_module}),
+}
+"""By module: a class, its methods that log, and how what they are given is read."""
+
+
+class Taps(MetaPathFinder):
+    """Wraps these methods, until `stop`; finds modules only to wrap what is in them."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._seen: dict[str, None] = {}
+        self._wrapped: list[tuple[type, str, Any, Any]] = []
+        for name in READERS:
+            if (module := sys.modules.get(name)) is not None:
+                self._wrap(module)
+        sys.meta_path.insert(0, self)
+
+    def stop(self) -> tuple[str, ...]:
+        """Put the methods back; what others have wrapped meanwhile does nothing more of this."""
+        self._names = frozenset()
+        sys.meta_path.remove(self)
+        for owner, name, before, ours in self._wrapped:
+            if vars(owner).get(name) is ours:
+                setattr(owner, name, before)
+        return tuple(self._seen)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module of `READERS` as Python does, and wrap its methods once it is there."""
+        if fullname not in READERS or not (found := PathFinder.find_spec(fullname, path)):
+            return None
+        loader: Any = found.loader
+        execute = loader.exec_module
+
+        def execute_and_wrap(module: ModuleType) -> None:
+            execute(module)
+            if self._names:
+                self._wrap(module)
+
+        loader.exec_module = execute_and_wrap
+        return found
+
+    def _wrap(self, module: ModuleType) -> None:
+        owner_name, readers = READERS[module.__name__]
+        owner = getattr(module, owner_name, None)
+        for name, read in readers.items():
+            before = getattr(owner, name, None)
+            if isinstance(owner, type) and before is not None and name in vars(owner):
+                ours = self._wrapper(before, read)
+                self._wrapped.append((owner, name, before, ours))
+                setattr(owner, name, ours)
+
+    def _wrapper(self, before: Callable[..., Any], read: Reader) -> Callable[..., Any]:
+        @wraps(before)
+        def log(*args: Any, **kwargs: Any) -> Any:
+            returned = before(*args, **kwargs)
+            if self._names:
+                self._take(*read(*args, **kwargs))
+            return returned
+
+        return log
+
+    def _take(self, step: float | None, logged: Mapping[str, Any]) -> None:
+        """Track those that are wanted and numbers."""
+        for name, value in _numbers(logged.items()):
+            if (also := ALSO.get(name)) in self._names and also not in logged:
+                name = str(also)
+            is_wanted = name in self._names and name != "step"
+            if len(self._seen) < MOST_SEEN or is_wanted:
+                self._seen.setdefault(name)
+            if is_wanted:
+                with suppress(TypeError):  # no number of its own: part of a tensor, for one
+                    track(step=step, **{name: value})
+
+
+_begun: list[Taps] = []
+"""Those that are in place: one, or none."""
+
+
+def _numbers(logged: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, value in logged:
+        if isinstance(value, str):
+            try:
+                yield name, float(value)
+            except ValueError:
+                continue
+        elif isinstance(value, int | float) or getattr(value, "numel", lambda: 0)() == 1:
+            yield name, value

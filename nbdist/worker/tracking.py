@@ -1,0 +1,208 @@
+"""`track`: a rank's numbers by step, sent to the notebook at most twice a second.
+
+Imported by workers, and by `nbdist.track` everywhere else, where it does nothing.  What comes
+faster than it is sent is aggregated: every message is small, whatever a loop tracks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import chain, groupby
+from time import monotonic
+from typing import Any
+
+EVERY = 0.5  # seconds between two messages
+MOST_WAITING = 4_096  # calls that are kept one by one
+MOST_SENT, FEWEST_SENT = 256, 4  # points of a message for all names, and of one name
+MOST_NAMES, LONGEST_NAME = 64, 100
+
+Call = tuple[float | None, dict[str, Any]]
+
+Point = tuple[float, float, float, float, float, float]
+"""Its step, the finite numbers in it, the lowest, the highest, their mean, and others."""
+
+_waiting: list[Call] = []
+_counts: dict[str, int] = {}
+"""How often the task has tracked each name, without a step."""
+
+_points: dict[str, list[Point]] = {}
+"""By name, what is sent next: of steps that follow one another."""
+
+_counted: set[str] = set()
+_lasts: dict[str, float] = {}
+"""The last step that was sent of each name."""
+
+_refused: list[str] = []  # the first name too many
+
+_lock = threading.RLock()
+_send: Callable[[dict[str, Any]], None] | None = None
+_due = 0.0
+
+
+def track(*, step: float | None = None, **numbers: Any) -> None:
+    """Track numbers of this rank: `track(loss=loss, lr=0.1)`.
+
+    The cell's panel and `%dist_plot` show them as curves over all ranks, `world.tracked("loss")`
+    has them as a table.  Without `step` calls are counted, for each name.  Numbers can be of
+    Python, numpy or tensors of one element, which are read at once; those on a GPU are copied
+    there and read when they are sent.  In a process that is no worker it does nothing.
+
+    Raises TypeError for what is no number.
+    """
+    if _send is None:
+        return
+    for name, value in numbers.items():
+        if type(value) is not float and type(value) is not int:
+            numbers[name] = _number(name, value)
+    if step is not None and type(step) is not int:
+        step = _step(step)
+    _waiting.append((step, numbers))
+    if monotonic() >= _due:
+        flush()
+    elif len(_waiting) >= MOST_WAITING:
+        with _lock:
+            _aggregate()
+
+
+def connect(send: Callable[[dict[str, Any]], None] | None) -> None:
+    """Send by this from now on; with None nothing is tracked."""
+    global _send
+    _send = send
+    _waiting.clear()
+    _points.clear()
+
+
+def begin_task() -> None:
+    """Count from 0 again."""
+    flush()
+    for each in (_counts, _counted, _lasts):
+        each.clear()
+    _refused.clear()
+
+
+def flush() -> None:
+    """Send what there is; called at the end of a task too, from the thread that has run it."""
+    global _due
+    if not (_waiting or _points) or _send is None:
+        return
+    with _lock:
+        _due = monotonic() + EVERY
+        _aggregate()
+        curves = {name: [*chain.from_iterable(points)] for name, points in _points.items()}
+        counted = {name: _counts[name] for name in _counted if name in curves}
+        _lasts.update((name, points[-1][0]) for name, points in _points.items())
+        _points.clear()
+        if curves:
+            _send({"curves": curves, "counted": counted})
+
+
+# A child of a worker is no rank: its data loaders would send under its parent's name.
+os.register_at_fork(after_in_child=lambda: connect(None))
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return it as a float, or a copy on its GPU; TypeError for what is no number."""
+    if hasattr(value, "full_tensor"):  # each rank would wait for the others, at its own time
+        raise TypeError(f"track({name}=...): a DTensor; track its `.full_tensor()`")
+    is_elsewhere = hasattr(value, "detach") and value.device.type not in ("cpu", "meta")
+    try:
+        if is_elsewhere and value.numel() == 1 and not value.is_complex():
+            return value.detach().clone()
+        if not isinstance(value, str | bytes):
+            return float(value.item() if hasattr(value, "item") else value)
+    except OverflowError:  # an integer
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    kind = type(value).__name__
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise TypeError(
+        f"track({name}=...): a {kind}{shape} is no number; "
+        "track numbers or tensors of one element, such as `loss.mean()`"
+    )
+
+
+def _step(value: Any) -> float:
+    """Return it as a number; TypeError for what is none, or is not finite."""
+    number = _number("step", value)
+    if math.isfinite(found := float(number)):
+        return found
+    raise TypeError(f"track(step={found}): a step is a finite number")
+
+
+def _aggregate() -> None:
+    """Make points of the calls that wait, about as many as a message may have."""
+    calls = _waiting[:]
+    del _waiting[: len(calls)]
+    for step, numbers in calls:
+        for name, value in numbers.items():
+            name = name[:LONGEST_NAME]
+            if name not in _counts and len(_counts) >= MOST_NAMES:
+                _refuse(name)
+                continue
+            number = _counts.setdefault(name, 0)
+            if step is None:
+                _counts[name] = number + 1
+                _counted.add(name)
+            _points.setdefault(name, []).append(_point(number if step is None else step, value))
+    share = max(FEWEST_SENT, MOST_SENT // max(1, len(_points)))
+    for name, points in _points.items():
+        if len(points) > share:
+            _points[name] = [*_merged(points, share, _lasts.get(name))]
+
+
+def _point(step: float, value: Any) -> Point:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except RuntimeError:  # its GPU has failed, which the cell says
+        number = math.nan
+    if math.isfinite(number):
+        return step, 1, number, number, number, 0
+    return step, 0, 0.0, 0.0, 0.0, 1
+
+
+def _refuse(name: str) -> None:
+    """Say once that there are too many names."""
+    if not _refused:
+        _refused.append(name)
+        sys.stderr.write(
+            f"track: {MOST_NAMES} names are kept, and `{name}` is one more; "
+            "a number of its own step is `track(step=i, name=...)`\n"
+        )
+
+
+def _merged(points: list[Point], most: int, last: float | None) -> Iterator[Point]:
+    """Yield at most about so many, each of as many steps.
+
+    They begin at multiples of that, so at the same steps on all ranks.  What begins below the
+    `last` step that was sent belongs to that point.
+    """
+    first, span = points[0][0], abs(points[-1][0] - points[0][0])
+    wide = 2.0 ** math.ceil(math.log2(span / most)) if span else 1.0
+    groups = [[*each] for _, each in groupby(points, lambda point: point[0] // wide)]
+    if len(groups) > 2 * most:  # steps that go back and forth
+        size = math.ceil(len(points) / most)
+        groups = [points[at : at + size] for at in range(0, len(points), size)]
+        wide = 0
+    for group in groups:
+        step = group[0][0] // wide * wide if wide else first
+        step = last if last is not None and step < last <= first else step
+        yield _joined(step, group)
+
+
+def _joined(step: float, points: list[Point]) -> Point:
+    finite = [point for point in points if point[1]]
+    odd = sum([point[5] for point in points])
+    if not finite:
+        return step, 0, 0.0, 0.0, 0.0, odd
+    count = sum([point[1] for point in finite])
+    # Divided first: the sum of large numbers can be too large.
+    mean = sum([point[4] * (point[1] / count) for point in finite])
+    low, high = min([point[2] for point in finite]), max([point[3] for point in finite])
+    return step, count, low, high, mean, odd

@@ -1,0 +1,267 @@
+"""Tests of `nbdist.output.curves`, `bands` and `chart`: what ranks tracked, kept, judged, drawn."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from base64 import b64decode
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+from PIL import Image
+
+from nbdist.errors import UsageError
+from nbdist.output.bands import bands_of, curves_text, remarks
+from nbdist.output.chart import MOST_LIVE_BYTES, curves_html
+from nbdist.output.curves import MOST_NAMES, MOST_POINTS, MOST_RUNS, Curves, Point, Series
+from nbdist.output.events import Done, Tracked
+from tests.output.lab import Panel, final_html, final_text, live_html, make
+
+
+def point(step: float, value: float) -> Point:
+    """One number that was tracked."""
+    if math.isfinite(value):
+        return Point(step, 1, value, value, value, 0)
+    return Point(step, 0, 0.0, 0.0, 0.0, 1)
+
+
+def tracked(steps: Iterable[float], value: Callable[[float], float], name: str = "loss") -> Tracked:
+    """Numbers of one name, as a message has them."""
+    return Tracked({name: tuple(n for s in steps for n in point(s, value(s)))}, {})
+
+
+def curves_of(
+    ranks: int, steps: int, value: Callable[[int, float], float], name: str = "loss"
+) -> Curves:
+    """The curves of a task."""
+    curves = Curves()
+    for rank in range(ranks):
+        said = tracked(range(steps), lambda step, rank=rank: value(rank, step), name)
+        curves.take(rank, "task", said, ranks)
+    return curves
+
+
+def falling(rank: int, step: float) -> float:
+    """A loss with noise of its own on each rank."""
+    return 3 * math.exp(-step / 60) + 0.2 * random.Random(f"{rank}-{step}").random()
+
+
+@given(some.lists(some.floats(width=32), min_size=1))
+def test_a_curve_keeps_its_extremes(numbers: list[float]) -> None:
+    """However often its points were merged: the lowest, the highest, the mean and the counts."""
+    series = Series(4)
+    for step, number in enumerate(numbers):
+        series.add(point(step, number))
+    points, finite = [*series], [each for each in numbers if math.isfinite(each)]
+    assert len(points) <= 4
+    assert sum(each.odd for each in points) == len(numbers) - len(finite)
+    assert sum(each.finite for each in points) == len(finite)
+    assert [*series.columns[0]] == sorted({*series.columns[0]})
+    assert points[0].step == 0
+    if finite:
+        assert min(each.low for each in points if each.finite) == min(finite)
+        assert max(each.high for each in points if each.finite) == max(finite)
+        mean = sum(each.mean * each.finite for each in points) / len(finite)
+        near = 1e-6 * max(map(abs, finite))
+        assert mean == pytest.approx(sum(finite) / len(finite), rel=1e-6, abs=near)
+
+
+def test_a_long_curve_is_bounded() -> None:
+    """At half of the resolution each time."""
+    curves = curves_of(1, 3 * MOST_POINTS, lambda rank, step: step)
+    (series,) = curves.by_name["loss"].last.values()
+    assert MOST_POINTS // 2 <= len(series) <= MOST_POINTS
+    assert series.wide == 4
+    assert series.last_step == 3 * MOST_POINTS - 4
+
+
+def test_a_step_that_goes_back_begins_a_run() -> None:
+    """On each rank by itself; the oldest of many runs are left out."""
+    curves = curves_of(2, 5, falling)
+    for _ in range(MOST_RUNS):
+        for rank in (1, 0):
+            curves.take(rank, "next", tracked(range(3), math.sqrt), 2)
+    curve = curves.by_name["loss"]
+    assert len(curve.runs) == MOST_RUNS
+    assert all({*run} == {0, 1} for run in curve.runs.values())
+    assert [len(each) for each in curve.last.values()] == [3, 3]
+    assert "7 earlier runs" in curves_text(curves)
+
+
+def test_counted_steps_go_on() -> None:
+    """The ranks of a task begin at the same step, after all that was there before."""
+    curves = Curves()
+    for task, counts in (("a", (5, 3)), ("b", (2, 2))):
+        for rank, count in enumerate(counts):
+            said = curves.placed(
+                task, Tracked(tracked(range(count), float).curves, {"loss": count})
+            )
+            curves.take(rank, task, said, 2)
+    late = Tracked({"loss": tuple(point(2, 0.5))}, {"loss": 3})
+    curves.take(0, "", curves.placed("", late), 2)
+    (run,) = curves.by_name["loss"].runs.values()
+    assert [*run[0].columns[0]] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert [*run[1].columns[0]] == [0, 1, 2, 5, 6]
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 16])
+def test_a_rank_that_leaves_the_band_is_named(ranks: int) -> None:
+    """With the step, its number and the others'; the band is of the others."""
+    away = lambda rank, step: falling(rank, step) + max(0, step - 100) / 20 * (rank == 1)  # noqa: E731
+    curves = curves_of(ranks, 300, away)
+    bands = bands_of(curves.by_name["loss"].last)
+    (far,) = bands.far
+    assert far.rank == 1
+    assert 100 < far.step < 140
+    assert remarks(bands)[0].startswith(f"rank 1 left the band from step {far.step:.0f} on: ")
+    assert max(each for each in bands.high[200:] if each is not None) < 1
+    header = curves_text(curves).splitlines()[2].split()
+    assert header == ["step", "median", "lowest", "highest", "rank", "1"]
+
+
+def test_noise_names_nobody() -> None:
+    """Of 20 trainings of 4 ranks, with 300 steps each; and of two halves neither is wrong."""
+    for seed in range(20):
+        found = random.Random(seed)
+        curves = curves_of(4, 300, lambda rank, step, found=found: 2 / (1 + step) + found.random())
+        assert bands_of(curves.by_name["loss"].last).far == ()
+    halves = curves_of(4, 50, lambda rank, step: rank % 2 + step / 1000)
+    assert bands_of(halves.by_name["loss"].last).far == ()
+
+
+def test_numbers_that_are_none() -> None:
+    """NaN and infinity are said by rank and step, and leave a gap; nothing else is spoilt."""
+    odd = [math.nan, math.inf, -math.inf]
+    curves = curves_of(4, 30, lambda rank, step: odd[rank] if rank < 3 and step >= 20 else step)
+    run = curves.by_name["loss"].last
+    bands = bands_of(run)
+    assert remarks(bands) == ["ranks 0-2: NaN or infinity from step 20 on"]
+    assert bands.means[0][19:22] == [19, None, None]
+    assert "step 29 · 1 of 4 ranks" in curves_text(curves)
+    gap = curves_of(1, 9, lambda rank, step: math.nan if 3 <= step <= 4 else step)
+    assert bands_of(gap.by_name["loss"].last).means[0][2:6] == [2, None, None, 5]
+    none = curves_of(2, 5, lambda rank, step: math.nan)
+    assert curves_text(none) == "loss · 2 ranks\nranks 0-1: NaN or infinity from step 0 on"
+    assert "<img" not in curves_html(none)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda rank, step: 0.1,
+        lambda rank, step: 1e308 * (-1) ** step,
+        lambda rank, step: 1e-320 * step,
+        lambda rank, step: 1e30 if rank else step,
+        falling,
+    ],
+)
+@pytest.mark.parametrize("steps", [2, 3, 1000])
+def test_a_picture(value: Callable[[int, float], float], steps: int) -> None:
+    """A PNG of any numbers in which something is drawn, and through which the page is seen."""
+    html = curves_html(curves_of(4, steps, value))
+    (image,) = Panel(html).images
+    data = b64decode(str(image["src"]).partition("base64,")[2])
+    picture = Image.open(io.BytesIO(data)).convert("RGBA")
+    assert picture.size == (2 * int(str(image["width"])), 2 * int(str(image["height"])))
+    colours = {colour for _, colour in picture.getcolors() or ()}
+    assert (0, 0, 0, 0) in colours
+    assert (47, 127, 230, 255) in colours
+    assert len(data) < 20_000
+
+
+@pytest.mark.parametrize("size", [1e308, 1e-320, 1.0])
+def test_a_picture_shows_how_numbers_lie(size: float) -> None:
+    """The largest is at the top and the lowest at the bottom, whatever they are."""
+    curves = curves_of(1, 3, lambda rank, step: size * (1, -1, 0)[int(step)])
+    (image,) = Panel(curves_html(curves)).images
+    data = b64decode(str(image["src"]).partition("base64,")[2])
+    picture = Image.open(io.BytesIO(data)).convert("RGBA")
+    middle = picture.width // 2
+    for column, row in ((2, 0.02), (middle, 0.98), (picture.width - 2, 0.5)):
+        pixel = picture.getpixel((column, round(row * picture.height)))
+        assert pixel == (47, 127, 230, 255), (column, row)
+
+
+def test_in_a_panel() -> None:
+    """Below the head, in all forms; of a silent cell too; names are escaped."""
+    name = "<b>x</b>\n& more"
+    transcript = make(2, lambda rank: [])
+    for rank in (0, 1):
+        transcript.curves.take(rank, "task", tracked(range(9), float, name), 2)
+        transcript.receive(rank, Done("ok", 1.0), 1.2)
+    assert Panel(final_html(transcript)).lines[:2] == [
+        "2 ranks · 1.2 s",
+        "<b>x</b> 8 · step 8 · 2 ranks equal",
+    ]
+    assert Panel(live_html(transcript)).images
+    assert "<b>" not in final_html(transcript)
+    assert final_text(transcript).splitlines()[1:3] == [
+        "── tracked ──",
+        "<b>x</b> 8 · step 8 · 2 ranks equal",
+    ]
+
+
+def test_ranks_that_agree() -> None:
+    """Their band has no width, however many steps one column is; the extremes are seen too."""
+    curves = curves_of(3, 3000, lambda rank, step: step + 500 * (step == 1000))
+    bands = bands_of(curves.by_name["loss"].last)
+    assert bands.low == bands.medians == bands.high
+    assert max(each or 0 for each in bands.top[:200]) == 1500
+    assert curves_text(curves).splitlines()[0].endswith("· 3 ranks equal")
+
+
+def test_ranks_that_are_behind() -> None:
+    """What is said is of the last step that all ranks have come to, unless one has ended."""
+    for ended, said in (
+        (80, "loss 79 · step 79 · 2 ranks equal"),
+        (9, "loss 99 · step 99 · 1 of 2 ranks"),
+    ):
+        curves = curves_of(1, 100, lambda rank, step: step)
+        curves.take(1, "task", tracked(range(ended), float), 2)
+        assert curves_text(curves).splitlines()[0] == said
+
+
+def test_one_step_is_no_picture() -> None:
+    """Its numbers are in words."""
+    assert Panel(curves_html(curves_of(2, 1, falling))).images == []
+
+
+def test_many_names_are_bounded() -> None:
+    """A running cell has a page's worth of pictures, a world a bounded number of names."""
+    curves = Curves()
+    found = random.Random(1)
+    for name in range(MOST_NAMES + 5):
+        for rank in range(4):
+            said = tracked(range(400), lambda step: found.random(), f"n{name}")
+            curves.take(rank, "task", said, 4)
+    assert len(curves.by_name) == MOST_NAMES
+    assert "64 names are kept; left out: n64, n65, n66, n67, n68" in curves_text(curves)
+    html = curves_html(curves, is_live=True)
+    assert len(html) < MOST_LIVE_BYTES + 10_000
+    assert "58 more names: `%dist_plot NAME` shows one" in html
+    # It is drawn again twice a second at most.
+    curves.take(0, "task", tracked([400], float, "n0"), 4)
+    assert curves_html(curves, is_live=True) is html
+
+
+def test_what_was_not_tracked() -> None:
+    """The line says what was, and how to."""
+    with pytest.raises(UsageError, match=r"no numbers of `los`\. Nothing was tracked\. `track"):
+        Curves().named("los")
+    with pytest.raises(UsageError, match=r"Tracked: `loss`\."):
+        curves_of(1, 1, falling).named("los")
+
+
+def test_a_table() -> None:
+    """A column for each rank, by steps; with runs where there are several; NaN for a gap."""
+    curves = curves_of(2, 2, lambda rank, step: math.inf if rank and step else step + rank)
+    assert curves.table("loss").fillna(-1).to_dict("list") == {
+        "step": [0, 1],
+        "rank 0": [0.0, 1.0],
+        "rank 1": [1.0, -1.0],
+    }
+    curves.take(0, "next", tracked([0], float), 2)
+    assert [*curves.table("loss")["run"]] == [0, 0, 1]

@@ -1,0 +1,128 @@
+"""Tests of `nbdist.tools.plot`, and its op: `track`, `%dist_plot`, `--plot`, event files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nbdist.errors import UsageError
+from nbdist.tools.plot import NOTHING
+from nbdist.world.world import World
+from tests.notebook.front_end import Notebook
+from tests.output.lab import Panel
+
+pytestmark = pytest.mark.shared_world(2)
+
+TRACKS = """%%distributed -n 2
+for step in range(5):
+    track(loss=torch.tensor(1.0 / (1 + step) + rank), lr=0.1)
+"""
+
+LOGS = """%%distributed --plot err,acc,rate
+from tqdm.auto import tqdm
+for epoch in range(2):
+    bar = tqdm(range(3))
+    for step in bar:
+        bar.set_postfix(err=1.00001 + step + rank, speed=2.5)
+        bar.set_postfix_str("acc=0.5, name=x")
+"""
+
+
+def test_curves_of_cells(kernel: Notebook) -> None:
+    """In the panel of their cell; over all cells, also of workers that were restarted since."""
+    assert kernel.run("%dist_plot").text == NOTHING
+    shown = kernel.run(TRACKS)
+    assert len(Panel(shown.panel["text/html"]).images) == 2
+    assert shown.text.splitlines()[:3] == [
+        "2 ranks",
+        "── tracked ──",
+        "loss 0.7 · step 4 · 2 ranks 0.2 to 1.2",
+    ]
+    kernel.run("%dist_restart")
+    assert "loss 0.7 · step 9 · 2 ranks 0.2 to 1.2" in kernel.run(TRACKS).text
+    shown = kernel.run("%dist_plot loss")
+    assert len(Panel(shown.panel["text/html"]).images) == 1
+    rows = [row.split() for row in shown.text.splitlines()[2:]]
+    assert rows[0] == ["0", "1.5", "1", "2"]
+    assert rows[-1] == ["9", "0.7", "0.2", "1.2"]
+    assert "step 9" in kernel.run("%dist_plot lr,loss").text.splitlines()[0]
+    said = "no numbers of `los`. Tracked: `loss`, `lr`. `track(loss=loss)` in a cell"
+    assert said in kernel.run("%dist_plot los").error
+    # A `track` of the notebook's own is the one that cells have.
+    kernel.run("def track(**numbers): return 'mine'")
+    shown = kernel.run("%%distributed\nprint(track(loss=1))")
+    assert shown.text.splitlines()[1:] == ["── ranks 0-1 (same) ──", "mine"]
+    kernel.run("del track")
+    kernel.run("%%distributed\nfrom nbdist import track")
+
+
+def test_logs(kernel: Notebook) -> None:
+    """Bars give theirs with all digits, where they are asked to; afterwards they do not."""
+    shown = kernel.run(LOGS)
+    panel, note = (each["data"]["text/plain"] for each in shown.displays[-2:])
+    panel = shown.updates[-1]["data"]["text/plain"] if shown.updates else panel
+    assert "err 3.5 · step 5 · 2 ranks 3 to 4" in panel
+    assert "acc 0.5 · step 5 · 2 ranks equal" in panel
+    assert note == (
+        "`--plot`: no bar of tqdm and no log of transformers or Lightning had rate; "
+        "logged were speed. `track(loss=loss)` tracks any number."
+    )
+    shown = kernel.run(LOGS.replace(" --plot err,acc,rate", ""))
+    assert "tracked" not in shown.text
+    for options, said in (
+        ("--plot ,", "give the names of numbers, such as `--plot loss,lr`"),
+        ("--no-wait --plot loss", "not with `--no-wait`. `track(loss=loss)` in the cell works"),
+    ):
+        assert said in kernel.run(f"%%distributed {options}\npass").error
+
+
+def test_tracked(world: World) -> None:
+    """A table of steps and ranks, also while pandas has not been imported; steps can be given."""
+    world.execute("import nbdist\nfor i in range(3): nbdist.track(step=10 * i, acc=rank + i / 10)")
+    assert world.tracked("acc").to_dict("list") == {
+        "step": [0, 10, 20],
+        "rank 0": [0.0, 0.1, 0.2],
+        "rank 1": [1.0, 1.1, 1.2],
+    }
+    with pytest.raises(UsageError, match=r"no numbers of `other`\. Tracked: "):
+        world.tracked("other")
+
+
+def test_what_it_costs(world: World) -> None:
+    """A call of a loop takes some microseconds of a processor, and messages are few."""
+    source = (
+        "import time\nbegun = time.thread_time()\n"
+        "for i in range(20_000): track(loss=0.5, lr=0.1)\n"
+        "took = (time.thread_time() - begun) / 20_000"
+    )
+    world.execute(source)
+    assert max(world.gather("took")) < 30e-6
+
+
+def test_event_files(kernel: Notebook, tmp_path: Path) -> None:
+    """TensorBoard's, a folder for each rank; never beside others."""
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    kernel.run(TRACKS.replace("loss", "written"))
+    folder = tmp_path / "events"
+    shown = kernel.run(f"%dist_plot --tensorboard {folder} written")
+    assert shown.text.startswith(f"{folder} · 10 points of ranks 0-1 · ")
+    events = loading.EventAccumulator(str(folder / "rank1")).Reload()
+    found = [(each.step, each.tensor_proto.float_val[0]) for each in events.Tensors("written")]
+    assert found == [
+        (0, 2.0),
+        (1, 1.5),
+        (2, pytest.approx(4 / 3)),
+        (3, 1.25),
+        (4, pytest.approx(1.2)),
+    ]
+    assert re.search("folder is not empty", kernel.run(f"%dist_plot --tensorboard {folder}").error)
+    (tmp_path / "file").touch()
+    assert "Not a directory" in kernel.run(f"%dist_plot --tensorboard {tmp_path}/file/x").error
+
+
+def test_without_workers(typed: Callable[[str], str]) -> None:
+    """There is nothing to show, and no error."""
+    assert typed("%dist_plot") == f"{NOTHING}\n"

@@ -1,0 +1,172 @@
+"""Tests of `nbdist.worker.tracking`: what a rank's numbers become on their way."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import nbdist
+from nbdist.output.curves import Point, Series
+from nbdist.output.events import OF_POINT
+from nbdist.worker import tracking
+from nbdist.worker.tracking import MOST_NAMES, MOST_SENT, track
+
+
+@pytest.fixture
+def sent() -> Iterator[list[dict[str, Any]]]:
+    """Messages of a task of this process, as if it was a worker."""
+    found: list[dict[str, Any]] = []
+    tracking.connect(found.append)
+    tracking.begin_task()
+    yield found
+    tracking.connect(None)
+
+
+def points(sent: list[dict[str, Any]], name: str) -> list[Point]:
+    """All that was sent of a name, the rest of it now."""
+    tracking.flush()
+    flat = [number for each in sent for number in each["curves"].get(name, ())]
+    return [Point(*flat[at : at + OF_POINT]) for at in range(0, len(flat), OF_POINT)]
+
+
+NUMBERS = [
+    (1, 1.0),
+    (True, 1.0),
+    (np.float32(0.5), 0.5),
+    (np.array([2]), 2.0),
+    (torch.tensor(3), 3.0),
+    (torch.nn.Parameter(torch.tensor([4.0])), 4.0),
+    (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+]
+
+
+@pytest.mark.parametrize(("value", "number"), NUMBERS)
+def test_what_is_a_number(sent: list[dict[str, Any]], value: Any, number: float) -> None:
+    """It is read at once: a tensor that changes later has been what it was."""
+    track(loss=value)
+    if isinstance(value, torch.Tensor):
+        value.data.zero_()
+    assert points(sent, "loss") == [Point(0, 1, number, number, number, 0)]
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("0.5", "a str"),
+        (None, "a NoneType"),
+        (1j, "a complex"),
+        (torch.tensor(1j), r"a Tensor of shape \(\)"),
+        (torch.ones(3), r"a Tensor of shape \(3,\)"),
+        (np.ones((2, 2)), r"a ndarray of shape \(2, 2\)"),
+        (torch.ones((), device="meta"), r"a Tensor of shape \(\)"),
+    ],
+)
+def test_what_is_none(sent: list[dict[str, Any]], value: Any, what: str) -> None:
+    """One line, with what to track instead; nothing of the call is sent."""
+    with pytest.raises(TypeError, match=rf"track\(loss=\.\.\.\): {what} is no number; track"):
+        track(lr=0.1, loss=value)
+    with pytest.raises(TypeError, match=r"a step is a finite number"):
+        track(step=math.nan, loss=1)
+    assert points(sent, "lr") == []
+
+
+def test_odd_numbers(sent: list[dict[str, Any]]) -> None:
+    """NaN and infinity are counted, in JSON that has no such numbers; so is what is too large."""
+    for value in (math.nan, math.inf, 10**400, 1.0):
+        track(loss=value)
+    assert sum(each.odd for each in points(sent, "loss")) == 3
+    assert all(math.isfinite(n) for each in sent for n in each["curves"]["loss"])
+
+
+def test_a_flood_is_aggregated(sent: list[dict[str, Any]]) -> None:
+    """However many there are, messages are few and small, and keep the extremes."""
+    for number in range(20_000):
+        track(loss=number if number != 10_000 else -1.0, lr=0.1)
+    found = points(sent, "loss")
+    assert sum(each.finite for each in found) == 20_000
+    assert min(each.low for each in found) == -1
+    assert max(each.high for each in found) == 19_999
+    assert all(sum(map(len, each["curves"].values())) <= MOST_SENT * OF_POINT for each in sent)
+    assert len(sent) < 20
+    assert sent[-1]["counted"] == {"loss": 20_000, "lr": 20_000}
+
+
+@pytest.mark.parametrize(
+    ("most", "cuts"),
+    [(400, ((700, 2000, 1300), (1, 1999, 2000))), (2000, ((1000,) * 2, (990, 1010)))],
+)
+def test_equal_numbers_stay_equal(
+    sent: list[dict[str, Any]], most: int, cuts: tuple[tuple[int, ...], ...]
+) -> None:
+    """Wherever messages end: points of several steps begin at the same ones on all ranks."""
+    found = []
+    for sizes in cuts:
+        tracking.begin_task()
+        sent.clear()
+        tracking._due = math.inf
+        series = Series(most)
+        for number in range(sum(sizes)):
+            track(lr=number)
+            if number + 1 in accumulate(sizes):
+                tracking.flush()
+                tracking._due = math.inf
+        for each in points(sent, "lr"):
+            series.add(each)
+        found.append([(each.step, each.finite, round(each.mean, 6)) for each in series])
+    assert len(found[0]) > most / 8
+    assert found[0] == found[1]
+
+
+def test_steps(sent: list[dict[str, Any]]) -> None:
+    """Those that are given stay; those of another name are counted."""
+    for step in (10, 20):
+        track(step=step, loss=1.0)
+        track(acc=0.5)
+    assert [each.step for each in points(sent, "loss")] == [10, 20]
+    assert [each.step for each in points(sent, "acc")] == [0, 1]
+    assert sent[-1]["counted"] == {"acc": 2}
+
+
+def test_steps_that_are_fractions(sent: list[dict[str, Any]]) -> None:
+    """Epochs, say: a loop that is fast has as many points of them as of whole steps."""
+    for number in range(3_000):
+        track(step=number / 1000, loss=number)
+    steps = [each.step for each in points(sent, "loss")]
+    assert 100 < len(steps) == len({*steps})
+    assert steps == sorted(steps)
+
+
+def test_too_many_names(sent: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    """Said once; a name for each step is a mistake that fills no memory."""
+    for number in range(3 * MOST_NAMES):
+        track(**{f"loss {number}": 1.0})
+    tracking.flush()
+    assert len({name for each in sent for name in each["curves"]}) == MOST_NAMES
+    assert capsys.readouterr().err.count("track: 64 names are kept, and `loss 64` is one more") == 1
+
+
+@pytest.mark.world
+def test_where_there_is_no_worker(sent: list[dict[str, Any]]) -> None:
+    """A forked child sends nothing; a module can track also where it is run by itself."""
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=_track_there)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert points(sent, "loss") == []
+    tracking.connect(None)
+    nbdist.track(loss=1.0)
+    assert points(sent, "loss") == []
+
+
+def _track_there() -> None:
+    track(loss=1.0)
+    tracking.flush()
+    raise SystemExit(len(tracking._waiting))
