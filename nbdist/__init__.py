@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError
     from nbdist.notebook.jobs import Job
+    from nbdist.tools.steps import watch
     from nbdist.world.result import CellResult
     from nbdist.world.world import World, attach, distributed, run
 
@@ -48,6 +49,7 @@ __all__ = [
     "attach",
     "distributed",
     "run",
+    "watch",
 ]
 
 _MODULES = {
@@ -57,6 +59,7 @@ _MODULES = {
     "attach": "nbdist.world.world",
     "distributed": "nbdist.world.world",
     "run": "nbdist.world.world",
+    "watch": "nbdist.tools.steps",
 }
 
 
