@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError
     from nbdist.notebook.jobs import Job
+    from nbdist.tools.steps import watch
     from nbdist.worker.tracking import track
     from nbdist.world.result import CellResult
     from nbdist.world.world import World, attach, distributed, run
@@ -50,6 +51,7 @@ __all__ = [
     "distributed",
     "run",
     "track",
+    "watch",
 ]
 
 _MODULES = {
@@ -60,6 +62,7 @@ _MODULES = {
     "distributed": "nbdist.world.world",
     "run": "nbdist.world.world",
     "track": "nbdist.worker.tracking",
+    "watch": "nbdist.tools.steps",
 }
 
 

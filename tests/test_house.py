@@ -50,7 +50,7 @@ FLOORS = {
     "worker": BETWEEN | {"plugins", "output.events"},
     # The package itself has the public names, which it takes from everywhere on the
     # notebook's side; everybody may ask it for what stands in it.
-    "__init__": OPTIONS | BETWEEN | {"world", "notebook", "output", "worker.tracking"},
+    "__init__": OPTIONS | BETWEEN | {"world", "notebook", "output", "tools", "worker.tracking"},
 }
 
 # Doors between rooms: the fork server becomes a worker when it forks.
@@ -63,6 +63,7 @@ IMPORTED_LATE = {"terminal/kubernetes.py"}
 
 # Who may import torch when it is imported itself.
 TORCH_ROOMS = ("worker/", "agent/fork_server.py", "tools/diff_op.py", "tools/timeline_op.py")
+TORCH_ROOMS += ("tools/watched/",)
 
 TOP_LEVEL = {"pyproject.toml", "nbdist", "tests", "notebooks", "docs", "README.md", "LICENSE"}
 TOP_LEVEL |= {"CITATION.cff"}  # where GitHub looks for it

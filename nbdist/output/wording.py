@@ -9,14 +9,14 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from html import escape
 from html.parser import HTMLParser
-from itertools import groupby, zip_longest
+from itertools import chain, groupby, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from nbdist.output.ansi import ansi_html, cut, strip
 from nbdist.output.events import Display, Failure, MimeBundle, RankError, text_of
 from nbdist.output.fingerprint import read_bar
 from nbdist.output.screen import Line
-from nbdist.words import count, one_line
+from nbdist.words import count, name_ranks, one_line
 
 _CODES_PER_CHARACTER = 8
 
@@ -29,6 +29,18 @@ def fold_ranks(said: Mapping[int, _Said]) -> dict[_Said, list[int]]:
     for rank in sorted(said):
         found.setdefault(said[rank], []).append(rank)
     return found
+
+
+def difference(values: Mapping[int, Hashable]) -> str:
+    """Say `rank 2 differs from ranks 0-1,3`: from the most that have the same; "" where all do."""
+    first, *others = sorted(fold_ranks(values).values(), key=lambda ranks: (-len(ranks), ranks))
+    ranks = sorted(chain.from_iterable(others))
+    if not ranks:
+        return ""
+    if len(first) == 1 and len(ranks) > 1:
+        return f"{name_ranks(values)} all differ"
+    verb, too = "differs" if len(ranks) == 1 else "differ", " and from each other"
+    return f"{name_ranks(ranks)} {verb} from {name_ranks(first)}{too if len(others) > 1 else ''}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

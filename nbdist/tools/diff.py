@@ -59,7 +59,7 @@ def _compared(line: Line, expression: str) -> Shown | str:
             raise error
     found = Comparison(expression, looked)
     for reference, (others, paths) in found.to_compare().items():
-        found.take(_distances(line, expression, reference, others, paths))
+        found.take(distances(line, expression, reference, others, paths))
     rows = [*found.rows()]
     head, more = found.head(len(rows)), len(rows) - MOST_ROWS
     last = [(f"and {more} more", "", "")] if more > 0 else []
@@ -67,7 +67,7 @@ def _compared(line: Line, expression: str) -> Shown | str:
     return table(head, shown) if rows else head
 
 
-def _distances(
+def distances(
     line: Line, expression: str, reference: int, others: Sequence[int], paths: Sequence[str]
 ) -> Mapping[int, Mapping[str, Distance]]:
     """Compare these parts of the others with those of `reference`, through shared memory."""

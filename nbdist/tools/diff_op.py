@@ -96,7 +96,7 @@ def comparable(leaf: Any) -> torch.Tensor | None:
 def _part_of_tensor(tensor: torch.Tensor) -> Part:
     kind, where = f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", tensor.device.type
     kind, digest = kind if where == "cpu" else f"{kind} on {where}", ""
-    if _is_sharded(tensor):
+    if is_sharded(tensor):
         kind += ", sharded"
     elif tensor.is_sparse:
         kind, both = f"{kind}, sparse", tensor.coalesce()
@@ -109,10 +109,10 @@ def _part_of_tensor(tensor: torch.Tensor) -> Part:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return is_plain and tensor.device.type != "meta" and not _is_sharded(tensor)
+    return is_plain and tensor.device.type != "meta" and not is_sharded(tensor)
 
 
-def _is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> bool:
     """Return True for a DTensor of which ranks have different parts."""
     return not all(place.is_replicate() for place in getattr(tensor, "placements", ()))
 

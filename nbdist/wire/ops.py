@@ -165,6 +165,48 @@ class Distance(NamedTuple):
     odd: int = 0
 
 
+class Input(NamedTuple):
+    """What a watched module's forward got in a step of training: a digest, and its shapes."""
+
+    step: int
+    digest: int
+    shapes: str
+
+
+class Facts(NamedTuple):
+    """What can differ on a rank before its parts do, after a step.
+
+    `generators` are digests of random states, `ran` the modules whose forward ran in this step;
+    `collectives` counts those of gloo that the rank has begun.
+    """
+
+    step: int
+    generators: Mapping[str, str]
+    ran: frozenset[str]
+    collectives: int
+
+
+class Watched(NamedTuple):
+    """What a rank has noted of what is watched: `parts` by expression and path.
+
+    They are of the step `found`, the first after which ranks differ, before it or in its buffers;
+    0 where they are of the end, after all `steps`.  `facts` and `inputs` are the last ones until
+    then.  It compared so many `times`, and left out `sharded` parts; of what is `refused` it says
+    why.  `names` are those of parameters, by what begins the path of an optimizer's state.
+    """
+
+    steps: int
+    times: int
+    found: int
+    parts: Mapping[str, Mapping[str, Part]]
+    sharded: int = 0
+    facts: tuple[Facts, ...] = ()
+    inputs: tuple[Input, ...] = ()
+    refused: Mapping[str, str] = NOTHING
+    names: Mapping[str, str] = NOTHING
+    problem: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """A device mesh in a snapshot: its ranks, the last dimension changing fastest."""

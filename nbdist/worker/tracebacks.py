@@ -39,7 +39,8 @@ from nbdist.worker.memory import account
 MOST_CHARACTERS = 1 << 16
 """Of a message; all of it is in the error message that the kernel sends, where it sends one."""
 
-OURS = os.path.dirname(__file__) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(__file__))
+OURS = tuple(os.path.join(PACKAGE, room) + os.sep for room in ("worker", "tools"))
 IN_IPYTHON = f"{os.sep}IPython{os.sep}"
 DEBUGGERS = (bdb.__file__, pdb.__file__)
 """Files whose calls a debugger has put between those of the user."""

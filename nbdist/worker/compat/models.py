@@ -17,6 +17,16 @@ def parts_of(held: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part for table in tables for name, part in {**table}.items()}
 
 
+def compiles_hooks(model: Any) -> bool:
+    """Return True if `model.compile()` was called, and its hooks are compiled with it."""
+    return getattr(model, "_compiled_call_impl", None) is not None
+
+
+def compiled_in(model: Any) -> Any:
+    """Return the module that `torch.compile` has made this one of; None for any other."""
+    return getattr(model, "_orig_mod", None)
+
+
 # --- DDP --------------------------------------------------------------------------------------
 
 

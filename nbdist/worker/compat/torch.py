@@ -84,6 +84,11 @@ def subgroups_of(default: ProcessGroup) -> dict[str, ProcessGroup]:
     return {str(name): group for group, name in names.items() if group is not default}
 
 
+def default_store() -> Any:
+    """Return the store in which the default group has met."""
+    return distributed_c10d._get_default_store()
+
+
 def entries_of(group: ProcessGroup) -> dict[str, Any]:
     """Return what torch has under this group, for `put_back`."""
     tables = [table for table in TABLES if group in getattr(distributed_c10d._world, table, ())]

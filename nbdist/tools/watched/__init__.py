@@ -1,0 +1,1 @@
+"""The ranks' side of `--watch`, imported where a cell is watched."""

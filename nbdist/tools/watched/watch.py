@@ -1,0 +1,225 @@
+"""Counts a rank's steps while a cell with `--watch` runs, and looks at some of them.
+
+What DDP sends of buffers it sends before a forward: they are compared in the forward after a step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from nbdist.tools import steps
+from nbdist.tools.watched import parts as looks
+from nbdist.tools.watched.exchange import Exchange, RanksDiffer
+from nbdist.tools.watched.forward import Seen
+from nbdist.tools.watched.parts import Parts, Target
+from nbdist.wire.ops import Facts, Watched
+from nbdist.words import one_line
+
+if TYPE_CHECKING:
+    from nbdist.worker.namespace import Context
+
+KEPT_FACTS, KEPT_PARTS = 64, 20_000
+"""Comparisons of which facts are kept, and parts that are: ranks may be so far apart."""
+
+
+class Watch:
+    """One rank's side of a watch; all of it runs on the main thread."""
+
+    def __init__(
+        self, context: Context, wanted: Sequence[str], every: int, exchange: Exchange
+    ) -> None:
+        self._shell, self._names = context.shell, context.names
+        self._wanted, self._every, self._exchange = wanted, every, exchange
+        self._targets: dict[str, Target] = {}
+        self._refused: dict[str, str] = {}
+        self._hooks: list[Any] = []
+        self._seen = Seen(every)
+        self._clock: Any = None
+        self._within: list[Any] = []
+        self._parts: dict[str, Parts] = {}
+        self._facts: deque[Facts] = deque(maxlen=KEPT_FACTS)
+        self.step = self._times = self._sharded = 0
+        self._found = self._problem = ""
+        self._buffers_are_due = False
+
+    def __repr__(self) -> str:
+        return f"<Watch of {', '.join(self._wanted)}, step {self.step}>"
+
+    def open(self) -> None:
+        """Hook into optimizers, and into modules that are there already."""
+        self._hooks.append(register_optimizer_step_pre_hook(self._begins_step))
+        self._hooks.append(register_optimizer_step_post_hook(self._stepped))
+        steps.watching.append(self._counted)
+        self._shell.events.register("post_run_cell", self._cell_ended)
+        self._resolve()
+        self._prepare()
+
+    def close(self) -> None:
+        """Remove all hooks; what was noted stays."""
+        self._seen.close()
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._counted in steps.watching:
+            steps.watching.remove(self._counted)
+            self._shell.events.unregister("post_run_cell", self._cell_ended)
+
+    def _cell_ended(self, _: object) -> None:
+        self.close()
+        self._exchange.end()
+
+    def result(self) -> Watched:
+        """Return what was noted; parts as they are now where no difference was found."""
+        if not self._problem:
+            self._guarded(self._look_at_the_end)
+        found = int(self._found.split()[0]) if self._found else 0
+        last = found or self.step
+        return Watched(
+            steps=self.step,
+            times=self._times,
+            found=found,
+            parts=self._parts.get(self._found, {}),
+            sharded=self._sharded,
+            facts=tuple(each for each in self._facts if each.step <= last),
+            inputs=tuple(each for each in self._seen.noted() if each.step <= last),
+            refused=self._refused,
+            names=looks.names_of(self._targets.values()),
+            problem=self._problem,
+        )
+
+    def _look_at_the_end(self) -> None:
+        self._found = self._found or self._exchange.found()
+        if not self._found:
+            self._resolve()
+            self._parts[""] = self._described()
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def _begins_step(self, optimizer: Any, *_: object) -> None:
+        # One that is there already has failed the last time.
+        self._within[:] = [*takewhile(lambda each: each is not optimizer, self._within), optimizer]
+
+    def _stepped(self, optimizer: Any, *_: object) -> None:
+        """Count a step of the first optimizer that changes what is watched.
+
+        One may use another, as ZeroRedundancyOptimizer does, and go on after its step.
+        """
+        self._within[:] = takewhile(lambda each: each is not optimizer, self._within)
+        if self._within:
+            return
+        if self._clock is None:
+            self._resolve()
+            if looks.share_parameters(self._targets.values(), optimizer):
+                self._clock = optimizer
+        if self._clock is optimizer:
+            self._next()
+
+    def _counted(self) -> None:
+        """Count a step of `nbdist.watch()`, where no optimizer has made one before."""
+        if self._clock is None:
+            self._clock = steps.watch
+        if self._clock is steps.watch:
+            self._next()
+
+    def _next(self) -> None:
+        self.step += 1
+        if self._is_over:
+            return
+        self._seen.step = self.step
+        if self.step == 1 or self.step % self._every == 0:
+            self._guarded(self._look)
+        self._prepare()
+
+    @property
+    def _is_over(self) -> bool:
+        return bool(self._found or self._problem)
+
+    def _guarded(self, look: Callable[[], None]) -> None:
+        """Do it; what goes wrong ends the watch and not the training."""
+        try:
+            look()
+        except RanksDiffer:
+            self._found = self._exchange.found()
+            raise
+        except ConnectionResetError:  # the rank was released while it waited for others
+            self._problem = "a rank that it waited for has failed"
+            raise
+        except Exception as error:  # noqa: BLE001 (users' classes, and the store)
+            self._problem = f"{type(error).__name__}: {one_line(str(error))}"
+
+    def _look(self) -> None:
+        self._resolve()
+        targets = self._targets.values()
+        state = looks.generators(), self._seen.ran(), looks.collectives()
+        self._facts.append(Facts(self.step, *state))
+        parts = self._described()
+        self._buffers_are_due = any(map(looks.has_buffers, targets))
+        self._compare(f"{self.step}", parts)
+        self._times += 1
+
+    def _described(self) -> Parts:
+        """Describe all but what cannot be, such as an optimizer whose state is spread."""
+        parts: Parts = {}
+        self._sharded = 0
+        for expression, target in [*self._targets.items()]:
+            try:
+                parts[expression], sharded = looks.parts_of(target)
+                self._sharded += sharded
+            except Exception as error:  # noqa: BLE001 (users' classes)
+                del self._targets[expression]
+                self._wanted = [each for each in self._wanted if each != expression]
+                self._refused[expression] = f"{type(error).__name__}: {one_line(str(error))}"
+        return parts
+
+    def look_at_buffers(self) -> None:
+        """Compare them, if a step was looked at since the last time: DDP has just sent rank 0's."""
+        if self._buffers_are_due and not self._is_over:
+            self._buffers_are_due = False
+            self._guarded(self._look_at_buffers)
+
+    def _look_at_buffers(self) -> None:
+        found = filter(looks.has_buffers, self._targets.values())
+        parts = {each.expression: looks.buffers_of(each) for each in found}
+        self._compare(f"{self.step} (buffers)", parts)
+
+    def _compare(self, when: str, parts: Parts) -> None:
+        self._parts[when] = parts
+        while sum(map(_count, self._parts.values())) > KEPT_PARTS and len(self._parts) > 2:
+            del self._parts[next(iter(self._parts))]
+        self._found = self._exchange.compare(when, looks.digest_of_all(parts))
+
+    # --- what is watched ----------------------------------------------------------------------
+
+    def _resolve(self) -> None:
+        """Find what the expressions lead to now, and hook into new modules."""
+        for expression in self._wanted:
+            try:
+                value = eval(expression, self._names)
+            except Exception as error:  # noqa: BLE001 (the expression is the user's)
+                if expression not in self._targets:
+                    self._refused[expression] = f"{type(error).__name__}: {error}"
+                continue
+            if why := looks.check(value):
+                self._refused[expression] = why
+                continue
+            self._refused.pop(expression, None)
+            known = self._targets.get(expression)
+            if known is None or known.value is not value:
+                self._targets[expression] = Target(expression, value)
+                self._seen.hook(self._targets[expression], self._names, self.look_at_buffers)
+
+    def _prepare(self) -> None:
+        """Note which modules run in the next step, if that one is looked at."""
+        is_next = self.step == 0 or (self.step + 1) % self._every == 0
+        self._seen.note_modules(on=is_next and not self._is_over)
+
+
+def _count(parts: Parts) -> int:
+    return sum(map(len, parts.values()))

@@ -1,0 +1,240 @@
+"""Tests of `--watch`: what ranks had differently first, and what is none of that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from nbdist.tools.divergence import Divergence
+from nbdist.tools.steps import watch
+from nbdist.tools.watched.parts import ROW, fold
+from nbdist.wire.ops import Facts, Input, Part, Watched
+from nbdist.world.world import World
+from tests.bench.watch import KINDS, case_of, sound_source, verdict, watched
+from tests.notebook.front_end import Notebook
+
+pytestmark = pytest.mark.shared_world(2)
+
+# --- in a notebook ----------------------------------------------------------------------------
+
+MODEL = """%%distributed -n 2
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+model = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+torch.manual_seed(rank)
+def train(steps, at=0):
+    for step in range(1, steps + 1):
+        model(torch.randn(8, 4)).square().mean().backward()
+        if rank == 1 and step == at:
+            net[0].weight.grad[0, 0] += 1
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+ALIKE = "watch: model, optimizer: 18 parts the same on ranks 0-1, compared after 4 of 6 steps"
+
+
+def test_a_cell_is_watched(kernel: Notebook) -> None:
+    """Equal ranks are a line; a difference is a table below the cell and stops nothing, or all."""
+    kernel.run(MODEL)
+    watches = "%%distributed --watch model,optimizer --every 2"
+    assert kernel.run(f"{watches}\ntrain(6)").seen.splitlines()[-1] == ALIKE
+    shown = kernel.run(f"{watches}\ntrain(6, at=3)\nprint('done')")
+    assert shown.errors == []
+    assert "watch: rank 1 differs from rank 0 at step 4" in shown.seen  # while it runs
+    *_, head, titles, weight, state, until, told = shown.seen.splitlines()
+    assert head == "watch: after step 4 rank 1 differs from rank 0"
+    assert titles.split()[:3] == ["part", "type", "ranks,"]
+    assert weight.startswith("model: module.0.weight  ")
+    assert " rank 1 differs by at most " in weight
+    assert " (1 of 16)" in weight
+    assert state.startswith("optimizer: momentum_buffer of module.0.weight  ")
+    assert until.startswith("all were equal after step 2; ")
+    assert told.startswith("  none of these: the data that forward got")
+
+    shown = kernel.run("%%distributed --watch net --stop-on-difference --every 1\ntrain(6)")
+    assert "RanksDiffer: rank 1 differs from rank 0 at step 1; `%dist_debug` " in shown.seen
+    assert "watch: after step 1 rank 1 differs from rank 0" in shown.seen
+    assert "this is the first comparison; what else differs, " in shown.seen
+    debugged = kernel.run("%dist_debug -r 1", typed=["up", "p steps", "q"])
+    assert re.search(r"-> +12 +optimizer.step\(\)", debugged.seen)
+    assert "ipdb> p steps\n6" in debugged.seen
+    assert kernel.run("%%distributed\ntrain(2)").text == "2 ranks"
+
+
+def test_what_cannot_be_watched(kernel: Notebook) -> None:
+    """A line each, before the cell runs where that is known by then; no hook is left."""
+    kernel.run(
+        "%%distributed -n 2\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(2, 2)\n"
+        "x, mixed = 1, model if rank else 3"
+    )
+    for options, said in (
+        ("--watch x", "`x` is of type int. Name modules and optimizers"),
+        ("--watch mixed", "`mixed` is of type int"),
+        ("--watch ,", "name modules and optimizers"),
+        ("--watch model --every 0", "`--every 0`: give a number of steps"),
+        ("--watch model --every x", "`--every x`: give a number of steps"),
+        ("--every 3", "go with `--watch`"),
+        ("--stop-on-difference", "go with `--watch`"),
+        ("--watch model --no-wait", "not with `--no-wait`"),
+    ):
+        assert said in kernel.run(f"%%distributed {options}\nx = 2").error
+    left = "from nbdist.tools import steps, watch_op\nx, watch_op._watches, steps.watching"
+    left = f"%%distributed\n{left}"
+    assert kernel.run(left).text.endswith("(1, [], [])")
+    said = kernel.run("%%distributed --watch modle,model\npass").seen
+    assert "watch: no step was counted" in said
+    assert "`modle` on ranks 0-1 was not compared: NameError: name 'modle' is not" in said
+    loop = "for _ in range(3):\n    model(torch.ones(1, 2))\n    nbdist.watch()"
+    said = kernel.run(f"%%distributed --watch model --every 2\nimport nbdist\n{loop}").seen
+    assert "watch: model: 2 parts " in said
+    assert "compared after 2 of 3 steps" in said
+    watch()  # which is nothing anywhere else
+
+
+# --- in real workers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_divergences(world: World, kind: str) -> None:
+    """A seed of each kind: the step, what differs, and what differed before it."""
+    case = case_of(kind, 0)
+    assert verdict(case, watched(world, case.source, ["net", "optimizer"], kind)) == ""
+
+
+SOUND = (
+    "DDP, BatchNorm, evaluation beside DDP",
+    "DDP, accumulation",
+    "FSDP2, AdamW, layers",
+    "ZeRO, optimizer sharded",
+)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_trainings(world: World, name: str) -> None:
+    """What ranks have of their own on purpose is no difference; what is not compared is said."""
+    found = watched(world, sound_source(name, 1), ["model", "optimizer"], name)
+    assert not found.differs, found.head()
+    said = found.agreement()
+    assert "compared after 7 of 30 steps" in said
+    assert ("sharded parts not compared" in said) == name.startswith("FSDP2")
+    assert ("`optimizer` on ranks 0-1 was not compared" in said) == name.startswith("ZeRO")
+
+
+# --- digests ----------------------------------------------------------------------------------
+
+
+@given(some.integers(1, 3 * ROW * 8), some.integers(0), some.integers(0, 7), some.integers(0, 9))
+def test_one_bit_is_seen(size: int, place: int, bit: int, offset: int) -> None:
+    """Wherever it is; and the same bytes have the same digest wherever they lie."""
+    data = torch.arange(size + offset, dtype=torch.int64).to(torch.uint8)[offset:]
+    before = int(fold(data))
+    assert int(fold(data.clone())) == before
+    data[place % size] ^= 1 << bit
+    assert int(fold(data)) != before
+
+
+def test_what_is_folded() -> None:
+    """Any layout and type that is plain; two rows that change places are another value."""
+    table = torch.randn(64, 2 * ROW)
+    assert int(fold(table)) == int(fold(table.T.contiguous().T))
+    assert int(fold(table)) != int(fold(table.flip(0)))
+    for each in (torch.zeros(0), torch.tensor(1.5), torch.ones(3, dtype=torch.bfloat16),
+                 torch.ones(5, dtype=torch.complex64).conj(), torch.tensor([True])):  # fmt: skip
+        assert fold(each).dtype is torch.int64
+
+
+# --- what is told -----------------------------------------------------------------------------
+
+
+def noted(
+    digest: str = "1", found: int = 4, steps: int = 6, facts: Iterable[Facts] = (),
+    inputs: Iterable[Input] = (), **more: object,
+) -> Watched:  # fmt: skip
+    parts = {"model": {"weight": Part("float32 (2,)", digest), "bias": Part("float32 (1,)", "0")}}
+    return Watched(steps, 3, found, parts, 0, tuple(facts), tuple(inputs), **more)  # type: ignore[arg-type]
+
+
+def facts(step: int, state: str = "a", ran: str = "", collectives: int = 0) -> Facts:
+    return Facts(step, {"torch": state}, frozenset(ran.split()), collectives)
+
+
+def told(*ranks: Watched) -> list[str]:
+    return [*Divergence(["model"], dict(enumerate(ranks))).before()]
+
+
+def test_the_head() -> None:
+    """The step, and the rank against the most that agree."""
+    heads = {
+        "1 1 2": "after step 4 rank 2 differs from ranks 0-1",
+        "1 2 3": "after step 4 ranks 0-2 all differ",
+        "1 1 2 3": "after step 4 ranks 2-3 differ from ranks 0-1 and from each other",
+        "1 2 2 1": "after step 4 ranks 1-2 differ from ranks 0,3",
+    }
+    for digests, said in heads.items():
+        found = Divergence(["model"], dict(enumerate(map(noted, digests.split()))))
+        assert found.head() == f"watch: {said}"
+        ((path, kind, _),) = next(found.comparisons()).rows()
+        assert (path, kind) == ("weight", "float32 (2,)")
+
+
+def test_the_end() -> None:
+    """Where nothing was found on the way, ranks that made as many steps are compared after them."""
+    found = Divergence(["model"], {0: noted(found=0), 1: noted("2", found=0)})
+    assert found.head() == "watch: at the end, after step 6 rank 1 differs from rank 0"
+    found = Divergence(["model"], {0: noted(found=0), 1: noted("2", found=0, steps=5)})
+    assert not found.differs
+    assert found.agreement().endswith("3 of 5 steps · rank 0 made 6 steps, rank 1 made 5 steps")
+    assert not Divergence(["model"], {}).differs
+    late = noted(found=0, problem="RuntimeError: gone")
+    assert "rank 1 stopped comparing: RuntimeError: gone" in Divergence(
+        ["model"], {0: noted(found=0), 1: late}).agreement()  # fmt: skip
+
+
+def test_only_news_is_told() -> None:
+    """What was equal until some step; not what differed all the time, as ranks' own data does."""
+    first = [facts(2, "a"), facts(4, "a")]
+    assert "none of these" in told(noted(facts=first), noted("2", facts=first))[1]
+    always = [facts(2, "b"), facts(4, "c")]
+    assert "none of these" in told(noted(facts=first), noted("2", facts=always))[1]
+    (until, said) = told(noted(facts=first), noted("2", facts=[facts(2, "a"), facts(4, "c")]))
+    assert until.startswith("all were equal after step 2; ")
+    assert said == "  random state of torch, from step 4 on: rank 1 differs from rank 0"
+    # At the first comparison all that differs may be the cause.
+    first, other = [facts(4, "a")], [facts(4, "b")]
+    assert told(noted(facts=first), noted("2", facts=other))[1] == said
+
+
+def test_other_causes() -> None:
+    """A branch that one rank took, a collective that it skipped or all did, and other data."""
+    first = [facts(2, "", "a b", 9), facts(4, "", "a b", 12)]
+    branch = [facts(2, "", "a b", 9), facts(4, "", "a", 12)]
+    assert told(noted(facts=first), noted("2", facts=branch))[1:] == [
+        "  `b` ran forward in step 4 on rank 0 alone"
+    ]
+    skipped = [facts(2, "", "a b", 9), facts(4, "", "a b", 11)]
+    assert told(noted(facts=first), noted("2", facts=skipped))[1:] == [
+        "  collectives begun until step 4: rank 0 12, rank 1 11"
+    ]
+    fewer = [facts(1, "", "", 9), facts(2, "", "", 12), facts(3, "", "", 15), facts(4, "", "", 16)]
+    assert told(noted(facts=fewer), noted("2", facts=fewer))[1:] == [
+        "  all ranks began fewer collectives: 1 a step in the last 1 step, 3 before"
+    ]
+    same = [Input(2, 5, "float32 (8,)"), Input(3, 6, "float32 (8,)")]
+    other = [Input(2, 5, "float32 (8,)"), Input(3, 7, "float32 (8,)")]
+    begin = [facts(2), facts(4)]
+    both = noted(facts=begin, inputs=same), noted("2", facts=begin, inputs=other)
+    assert told(*both)[1:] == [
+        "  the data that forward got, from step 3 on: rank 1 differs from rank 0"
+    ]
+    short = [Input(2, 5, "float32 (8,)"), Input(3, 7, "float32 (5,)")]
+    both = noted(facts=begin, inputs=same), noted("2", facts=begin, inputs=short)
+    assert told(*both)[1:] == [
+        "  shapes of the data that forward got, from step 3 on: rank 0 float32 (8,), "
+        "rank 1 float32 (5,)"
+    ]
