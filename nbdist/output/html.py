@@ -9,7 +9,7 @@ from itertools import groupby
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_html
-from nbdist.output.events import Display, Failure
+from nbdist.output.events import Display, Failure, model_of
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
 from nbdist.output.rank_transcript import Look, Shown
 from nbdist.output.screen import Line
@@ -331,13 +331,18 @@ def leftovers(
     """
     found: dict[object, tuple[list[int], Display]] = {}
     for each in (each for each in transcript if ranks is None or each.rank in ranks):
-        times: Counter[bytes] = Counter()
+        times: Counter[object] = Counter()
         for shown in each.displays:
             if is_leftover(shown.display.data):
-                key = shown.content
+                key = shown.content, model_of(shown.display)
                 found.setdefault((key, times[key]), ([], shown.display))[0].append(each.rank)
                 times[key] += 1
     return [(tuple(those), display) for those, display in found.values()]
+
+
+def has_widgets(transcript: Transcript) -> bool:
+    """Return True where a rank shows one."""
+    return any(model_of(shown.display) for each in transcript for shown in each.displays)
 
 
 def figures(transcript: Transcript) -> list[tuple[str, Display]]:
