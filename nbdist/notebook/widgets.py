@@ -12,9 +12,9 @@ import sys
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
-import ipykernel
 from IPython.core.interactiveshell import InteractiveShell
 from packaging.version import Version
 
@@ -150,7 +150,7 @@ def _states() -> Iterator[tuple[str, Mapping[str, Any], Mapping[tuple[Any, ...],
 
 def create_comm(**options: Any) -> Any:
     """Open a connection to the page, also with an ipykernel that is older than `comm`."""
-    if Version(ipykernel.__version__) < Version("6.18"):
+    if Version(version("ipykernel")) < Version("6.18"):
         from ipykernel.comm import Comm as OwnComm
 
         return OwnComm(**options)

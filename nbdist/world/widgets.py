@@ -230,21 +230,28 @@ def merged(said: Iterable[Comm]) -> Iterator[Comm]:
     """Join the changes of a widget's state that follow one another, with only such between.
 
     A loop that moves a slider would take the page a message for each step, times the ranks; and
-    the server drops what exceeds 1,000 a second.
+    the server drops what exceeds 1,000 a second.  What is no number or text is not left out: for
+    plotly a value is a call, and the None after it its end.
     """
     joined: dict[tuple[str, str], Comm] = {}
     for comm in said:
         state = comm.data.get("state")
-        is_plain = comm.kind == "comm_msg" and isinstance(state, Mapping) and not comm.buffers
-        if not is_plain:
+        is_change = comm.kind == "comm_msg" and isinstance(state, Mapping) and not comm.buffers
+        key = comm.id, str(comm.data.get("method"))
+        before = joined[key].data["state"] if key in joined else {}
+        if not is_change or not all(map(_is_plain, (*before.values(), *state.values()))):
             yield from joined.values()
             joined.clear()
+            before = {}
+        if not is_change:
             yield comm
         elif state:
-            key = comm.id, str(comm.data.get("method"))
-            before = joined[key].data["state"] if key in joined else {}
             joined[key] = comm._replace(data={**comm.data, "state": {**before, **state}})
     yield from joined.values()
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, int | float | str)
 
 
 def as_saved(output: Display | Failure) -> dict[str, Any]:

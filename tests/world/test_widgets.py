@@ -50,6 +50,8 @@ def test_a_loop_is_one_message() -> None:
     custom = Comm("comm_msg", "b", {"method": "custom"}, {})
     said = [changed("a", x=1), changed("b", y=1), changed("a", x=2, z=3), custom, changed("a", x=4)]
     assert [*merged(said)] == [changed("a", x=2, z=3), changed("b", y=1), custom, changed("a", x=4)]
+    calls = [changed("a", call={"y": 1}), changed("a", call=None), changed("a", call={"y": 2})]
+    assert [*merged(calls)] == calls
 
 
 def test_what_an_output_captures(widgets: Widgets) -> None:
