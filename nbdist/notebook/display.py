@@ -18,7 +18,7 @@ from nbdist.notebook.cell_text import cell_magic
 from nbdist.notebook.figures import EMPTY, NOTHING, Below, save_figures
 from nbdist.notebook.options import NbDist
 from nbdist.output.bars import merged_line
-from nbdist.output.html import figures, has_widgets, panel_html
+from nbdist.output.html import all_show_widgets, figures, panel_html
 from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import PlainLines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
@@ -114,8 +114,8 @@ class PanelDisplay:
         clock = time.strftime("%H:%M:%S")
         shown = live_layout(transcript, now, note, usage, clock, turn)
         self._draw(panel_html(shown), panel_text(shown))
-        if has_widgets(transcript):  # what moves is to be seen while it does
-            self._below.follow(transcript)
+        if all_show_widgets(transcript):  # what moves is to be seen while it does
+            self._below.add(transcript)
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Show it as it stays; called once, last."""
@@ -125,7 +125,7 @@ class PanelDisplay:
             clear_output(wait=True)
             self._above, self._is_there, self._below = "", False, Below()
         self._draw_final(transcript, logs)
-        self._below.follow(transcript)
+        self._below.end(transcript)
         # Pages show them in the panel; converters and other programs look for images.
         for caption, figure in figures(transcript):
             text = f"figure of {caption}, shown above"

@@ -95,10 +95,19 @@ class Below:
         for number, shown in enumerate(self._shown):
             self._draw(display, number, shown)
 
-    def follow(self, transcript: Transcript) -> None:
-        """Show those of all ranks while their cell runs, and once more at its end."""
+    def add(self, transcript: Transcript) -> None:
+        """Show what has come, while the cell runs: nothing moves, a page may still be drawing."""
+        now = below_panel(transcript)
+        if now[: len(self._shown)] == self._shown:
+            self._append(now)
+
+    def end(self, transcript: Transcript) -> None:
+        """Show those of all ranks, in the order of these."""
         now = below_panel(transcript)
         self._change(now)
+        self._append(now)
+
+    def _append(self, now: Sequence[Display]) -> None:
         for shown in now[len(self._shown) :]:
             self._draw(display, len(self._shown), shown)
             self._shown.append(shown)

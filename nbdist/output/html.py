@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_html
 from nbdist.output.events import Display, Failure, model_of
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
-from nbdist.output.rank_transcript import Look, Shown
+from nbdist.output.rank_transcript import ENDED, Look, Shown
 from nbdist.output.screen import Line
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
@@ -340,9 +341,11 @@ def leftovers(
     return [(tuple(those), display) for those, display in found.values()]
 
 
-def has_widgets(transcript: Transcript) -> bool:
-    """Return True where a rank shows one."""
-    return any(model_of(shown.display) for each in transcript for shown in each.displays)
+def all_show_widgets(transcript: Transcript) -> bool:
+    """Return True where each rank that still runs shows one: their order is known from then on."""
+    shows = [any(model_of(shown.display) for shown in each.displays) for each in transcript]
+    ended = [each.state in ENDED for each in transcript]
+    return any(shows) and all(map(operator.or_, shows, ended))
 
 
 def figures(transcript: Transcript) -> list[tuple[str, Display]]:

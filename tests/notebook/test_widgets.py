@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from queue import Empty
 from typing import Any
 
@@ -92,6 +93,11 @@ slider = ipywidgets.IntSlider(value=rank)
 slider.observe(lambda change: print("moved to", change.new), "value")
 slider"""
 
+UNTIL = """bar = ipywidgets.IntProgress()
+display(bar)
+bar.value = 5
+while not pathlib.Path({end!r}).exists(): time.sleep(0.02)"""
+
 VALUES = "%%distributed\nprint('has', slider.value)"
 
 INSIDE = """%%distributed
@@ -139,6 +145,20 @@ def test_a_slider_moved_while_no_cell_runs(notebook: Notebook, page: Page) -> No
     page.states[shown[0]] = {}
     page.send(shown[0], method="request_state")
     page.until(lambda: page.states[shown[0]].get("value") == 40)
+
+
+def test_a_widget_moves_while_its_cell_runs(notebook: Notebook, page: Page, tmp_path: Path) -> None:
+    """It is there before the cell has ended, which waits for that."""
+    end = tmp_path / "end"
+
+    def look(outcome: Outcome) -> None:
+        if len(models(outcome)) == 2:
+            end.touch()
+
+    cell = f"%%distributed\nimport ipywidgets, pathlib, time\n{UNTIL.format(end=str(end))}"
+    outcome = notebook.run(cell, meanwhile=look)
+    assert [each["data"]["text/plain"] for each in outcome.displays[1::2]] == ["rank 0", "rank 1"]
+    assert [page.states[name]["value"] for name in models(outcome)] == [5, 5]
 
 
 def test_output_and_interact(notebook: Notebook, page: Page) -> None:
