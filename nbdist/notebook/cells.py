@@ -257,7 +257,7 @@ def follow_steps(
                 display.end(running.transcript, pool.log_files())
             raise
         if display:
-            pool.show_widgets()
+            pool.show_widgets(display)
             for text in notes_on(running.transcript, world.session.names):
                 display.note(text, at_once=False)
             display.end(running.transcript, pool.log_files())

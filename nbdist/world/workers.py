@@ -479,9 +479,9 @@ class Workers:
             if not self.shows_widgets:
                 return None
             # Most worlds have none.
-            from nbdist.world.widgets import Widgets
+            from nbdist.world.widgets import Widgets, version_here
 
-            self.widgets = Widgets()
+            self.widgets = Widgets(version_here())
         if isinstance(output, Died):
             self.widgets.end([rank])
         return self.widgets.take(rank, output)
