@@ -246,11 +246,16 @@ def make_display(
     shell: InteractiveShell, settings: NbDist, cell: str = "", notes: Sequence[str] = ()
 ) -> CellDisplay:
     """Return a panel where the shell is a kernel that a page draws for, else plain lines."""
-    chosen = settings.display
-    if chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel")):
+    if has_panels(shell, settings):
         return PanelDisplay(notes, is_alone=is_of_magic(cell), seconds=settings.seconds)
     is_coloured = sys.stdout.isatty() and str(getattr(shell, "colors", "")).lower() != "nocolor"
     return PlainDisplay(notes, colours=is_coloured)
+
+
+def has_panels(shell: InteractiveShell, settings: NbDist) -> bool:
+    """Return True if cells are shown as panels: on a page, as far as is known."""
+    chosen = settings.display
+    return chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel"))
 
 
 def is_of_magic(cell: str) -> bool:

@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, UsageError
 from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode
-from nbdist.notebook.display import CellDisplay, make_display
+from nbdist.notebook.display import CellDisplay, has_panels, make_display
 from nbdist.notebook.free_names import Gathered, assigned_in, names_bound
 from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, is_in_subshell
 from nbdist.notebook.jobs import Job
@@ -245,8 +245,8 @@ class Pool:
         if self.world is world:
             self.show_late()  # the widgets of the workers before have ended
         self.world, self.shown_size = world, world.size
-        # A terminal has no page.
-        world.session.shows_widgets = hasattr(self.shell, "kernel")
+        is_page = hasattr(self.shell, "kernel") and has_panels(self.shell, self._pools.settings)
+        world.session.shows_widgets = is_page
         self.ended.forget()
         self._watch_while_idle()
 

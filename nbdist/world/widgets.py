@@ -7,7 +7,7 @@ passes on what is new; a page may speak in another thread while a cell runs, hen
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -184,7 +184,7 @@ class Widgets:
         Each with its rank, which is -1 for pages.
         """
         with self._lock:
-            said, self._news = [*merged(map(self._for_page, self._news))], []
+            said, self._news = merged(map(self._for_page, self._news)), []
             found = [(-1, each) for each in said]
             for name in self._written:
                 if model := self.models.get(name):
@@ -235,6 +235,11 @@ class Widgets:
                     self.gone.append(Gone(model.rank, name))
                     self._news.append(Comm("comm_close", name, {}, {}))
 
+    def end_captures(self, rank: int) -> None:
+        """Capture nothing more of this rank: the cell that used an `Output` is over."""
+        with self._lock:
+            self._capturing.pop(rank, None)
+
     def renumber(self, became: Mapping[int, int]) -> None:
         """Note which number each rank has now; one that has none has ended."""
         with self._lock:
@@ -259,28 +264,44 @@ def version_here() -> str:
         return ""
 
 
-def merged(said: Iterable[Comm]) -> Iterator[Comm]:
-    """Join the changes of a widget's state that follow one another, with only such between.
+REFERENCE = "IPY_MODEL_"  # begins what in a state stands for another model
+
+
+def merged(said: Iterable[Comm]) -> list[Comm]:
+    """Join the changes of a widget's state that follow one another, and those of one just opened.
 
     A loop that moves a slider would take the page a message for each step, times the ranks; and
     the server drops what exceeds 1,000 a second.  What is no number or text is not left out: for
-    plotly a value is a call, and the None after it its end.
+    plotly a value is a call, and the None after it its end.  But a page that has not drawn it yet
+    gets a widget as it is: anywidget loses messages that come while a page loads its code.
     """
+    found: list[Comm] = []
+    fresh: dict[str, int] = {}  # by id, the places of those that can take changes in
     joined: dict[tuple[str, str], Comm] = {}
     for comm in said:
         state = comm.data.get("state")
         is_change = comm.kind == "comm_msg" and isinstance(state, Mapping) and not comm.buffers
+        new: dict[str, Any] = {**state} if is_change and state else {}
+        if is_change and comm.id in fresh and REFERENCE not in repr(new):
+            found[fresh[comm.id]] = _changed(found[fresh[comm.id]], new)
+            continue
+        fresh.pop(comm.id, None)
         key = comm.id, str(comm.data.get("method"))
         before = joined[key].data["state"] if key in joined else {}
-        if not is_change or not all(map(_is_plain, (*before.values(), *state.values()))):
-            yield from joined.values()
+        if not is_change or not all(map(_is_plain, (*before.values(), *new.values()))):
+            found += joined.values()
             joined.clear()
-            before = {}
         if not is_change:
-            yield comm
-        elif state:
-            joined[key] = comm._replace(data={**comm.data, "state": {**before, **state}})
-    yield from joined.values()
+            if comm.kind == "comm_open" and not comm.buffers:
+                fresh[comm.id] = len(found)
+            found.append(comm)
+        elif new:
+            joined[key] = _changed(joined[key], new) if key in joined else comm
+    return [*found, *joined.values()]
+
+
+def _changed(comm: Comm, new: Mapping[str, Any]) -> Comm:
+    return comm._replace(data={**comm.data, "state": {**comm.data.get("state", {}), **new}})
 
 
 def _is_plain(value: object) -> bool:

@@ -484,6 +484,8 @@ class Workers:
             self.widgets = Widgets(version_here())
         if isinstance(output, Died):
             self.widgets.end([rank])
+        elif isinstance(output, Done):
+            self.widgets.end_captures(rank)
         return self.widgets.take(rank, output)
 
 

@@ -49,9 +49,20 @@ def test_a_loop_is_one_message() -> None:
     """Changes of a state that follow one another; what opens, closes or is custom has its place."""
     custom = Comm("comm_msg", "b", {"method": "custom"}, {})
     said = [changed("a", x=1), changed("b", y=1), changed("a", x=2, z=3), custom, changed("a", x=4)]
-    assert [*merged(said)] == [changed("a", x=2, z=3), changed("b", y=1), custom, changed("a", x=4)]
+    assert merged(said) == [changed("a", x=2, z=3), changed("b", y=1), custom, changed("a", x=4)]
     calls = [changed("a", call={"y": 1}), changed("a", call=None), changed("a", call={"y": 2})]
-    assert [*merged(calls)] == calls
+    assert merged(calls) == calls
+
+
+def test_a_new_widget_is_opened_as_it_is() -> None:
+    """With all that it became since, unless that refers to widgets which are opened later."""
+    child = changed("box", children=["IPY_MODEL_b"])
+    said = [opened("box", x=1), changed("box", call={}), opened("b"), changed("box", x=2), child]
+    custom = Comm("comm_msg", "b", {"method": "custom"}, {})
+    after = [custom, changed("b", y=1)]
+    assert merged([*said, *after]) == [opened("box", x=2, call={}), opened("b"), child, *after]
+    with_buffer = [opened("image", buffers=(b"png",), image={}), changed("image", image={})]
+    assert merged(with_buffer) == with_buffer
 
 
 def test_what_an_output_captures(widgets: Widgets) -> None:
@@ -77,6 +88,10 @@ def test_what_an_output_captures(widgets: Widgets) -> None:
     assert kinds == ["stream", "display_data", "error"]
     assert shown.data["state"]["outputs"][0]["text"] == "ab\n"
     assert widgets.news() == []
+    widgets.take(0, changed("out", msg_id="8"))
+    assert widgets.take(0, inside[0]) is None
+    widgets.end_captures(0)  # the cell has ended, whatever became of it
+    assert widgets.take(0, inside[0]) == inside[0]
 
 
 def test_widgets_that_no_page_has(widgets: Widgets) -> None:
