@@ -188,6 +188,9 @@ class Pool:
     def shutdown(self) -> str:
         """End the workers and the agent; say what became of them, "" where there were none."""
         had_workers = self.has_workers
+        if self.world is not None and (widgets := self.world.session.widgets) is not None:
+            widgets.end()
+            self.show_late()
         self._end("its workers were shut down")
         left = self.world.session.shutdown() if self.world is not None else ""
         # Not before: where Stop ends the wait, the next `%dist_shutdown` has to find it.
@@ -205,9 +208,6 @@ class Pool:
 
     def _end(self, why: str) -> None:
         self._lose_job(why)
-        if self.world is not None and (widgets := self.world.session.widgets) is not None:
-            widgets.end()
-            self.show_late()
         if self._widgets is not None:
             self._widgets.close()
             self._widgets = None
@@ -278,6 +278,8 @@ class Pool:
             # Most notebooks have none.
             from nbdist.notebook.widgets import WidgetRelay
 
+            if self._widgets is not None:
+                self._widgets.close()
             self._widgets = WidgetRelay(self.shell, widgets, self.world.session)
         self._widgets.show()
         if display is not None and (said := widgets.take_note()):

@@ -61,7 +61,9 @@ class WidgetRelay:
                 known.close()
 
     def close(self) -> None:
-        """Answer pages no more; all widgets have ended."""
+        """Close all connections, and answer pages no more."""
+        self.widgets.end()
+        self.show()
         _RELAYS.remove(self)
         self._shell.events.unregister("post_run_cell", self._answer_pages)
         if not _RELAYS:
