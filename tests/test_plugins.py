@@ -94,7 +94,7 @@ def test_magics_of_a_package() -> None:
     )
     with pytest.raises(UsageError, match="it is no command"):
         found["dist_none"].run(None)
-    assert len(command.cell_options()) == 2  # nbdist's own
+    assert len(command.cell_options()) == 3  # nbdist's own
 
 
 @pytest.mark.usefixtures("package")

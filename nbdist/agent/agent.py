@@ -149,6 +149,9 @@ class Agent:
             case messages.Enter(rank, typed):
                 for worker in self._workers.alive([rank]):
                     worker.enter(typed)
+            case messages.ToWidget(rank, comm):
+                for worker in self._workers.alive([rank]):
+                    worker.send_comm(comm)
             case messages.Received():
                 self._outbox.acknowledge()
             case messages.Leave():

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import zmq
 from jupyter_client.connect import write_connection_file
@@ -23,7 +23,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist.output import events
 from nbdist.wire import control
-from nbdist.wire.frames import BadFrame, FrameCutter, fits, framed, pack
+from nbdist.wire.frames import NOTHING, BadFrame, FrameCutter, fits, framed, pack
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import MOST_BYTES, InputReply, Said, SigintSent, said_from
 
@@ -41,10 +41,8 @@ OURS = (
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
-WIDGET = "application/vnd.jupyter.widget-view+json"
-
-NO_WIDGETS = "(a widget: widgets of workers cannot be shown)"
 WIDGETS = "jupyter.widget"  # how the names of connections begin that belong to widgets
+COMMS = frozenset(get_args(events.CommKind))
 NO_COMM = "(`{}` wants a connection to the page, which ranks cannot open)"
 
 ENDING = "`%dist_shutdown` ends all workers."
@@ -53,7 +51,8 @@ ENDING = "`%dist_shutdown` ends all workers."
 class Message(NamedTuple):
     """A whole message; `number` is its place among those with marks, 0 for none.
 
-    `ours` is what the worker has added to its metadata: of an error, when and why it was raised.
+    `ours` is what the worker has added to its metadata: of an error, when and why it was raised;
+    `metadata` is the rest of it.
     """
 
     kind: str
@@ -62,13 +61,15 @@ class Message(NamedTuple):
     number: int
     ours: Mapping[str, Any]
     buffers: Sequence[bytes | memoryview] = ()
+    metadata: Mapping[str, Any] = NOTHING
 
 
 def message_from(session: Session, frames: list[bytes]) -> Message | None:
     """Read a message; None, and a line in the log, for bytes that are none."""
     try:
         raw = session.deserialize(session.feed_identities(frames)[1])
-        ours = raw["metadata"].get("nbdist", {})
+        metadata = {**raw["metadata"]}
+        ours = metadata.pop("nbdist", {})
         return Message(
             str(raw["header"]["msg_type"]),
             {**raw["content"]},
@@ -76,6 +77,7 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
             int(ours.get("number", 0)),
             ours,
             raw["buffers"],
+            metadata,
         )
     except Exception as error:  # noqa: BLE001 (garbage can make each of these raise anything)
         log.warning("dropped %d frames of a worker's: %.200r", len(frames), error)
@@ -85,7 +87,10 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
 def output_from(message: Message) -> events.Output | None:
     """Read it as an output; None for kinds that nbdist does not relay, and for malformed ones."""
     try:
-        output = _output(message.kind, message.content, message.ours)
+        if message.kind in COMMS:
+            output: events.Output | None = _comm(message)
+        else:
+            output = _output(message.kind, message.content, message.ours)
         if output is not None and not fits(output, type(output)):
             raise TypeError("a field is of another type")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -117,8 +122,6 @@ def _output(kind: str, content: Mapping[str, Any], ours: Mapping[str, Any]) -> e
             return events.Update(*_bundles(content), display)
         case "clear_output":
             return events.Clear(bool(content.get("wait")))
-        case "comm_open" if not (target := str(content["target_name"])).startswith(WIDGETS):
-            return events.Display({"text/plain": NO_COMM.format(target)}, {})
         case events.MOVED:
             return events.Moved(int(content["done"]), int(content["total"]))
         case events.RECORD:
@@ -146,9 +149,18 @@ def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.Mime
         lines = value if isinstance(value, list) else [value]
         if mime.startswith(("text/", "image/")) and not all(isinstance(x, str) for x in lines):
             data[mime] = str(value)
-    if data.pop(WIDGET, None) is not None:  # a page has no model of a worker's widget
-        data["text/plain"] = f"{data.get('text/plain', '')} {NO_WIDGETS}".lstrip()
     return data, {**(content.get("metadata") or {})}
+
+
+def _comm(message: Message) -> events.Output:
+    """Read what a widget says to its model; others than widgets have nobody to talk to."""
+    content, kind = message.content, message.kind
+    target = str(content["target_name"]) if kind == "comm_open" else ""
+    if target and not target.startswith(WIDGETS):
+        return events.Display({"text/plain": NO_COMM.format(target)}, {})
+    buffers = tuple(map(bytes, message.buffers))
+    data: Mapping[str, Any] = content.get("data") or {}
+    return events.Comm(kind, content["comm_id"], data, message.metadata, buffers, target)  # type: ignore[arg-type]
 
 
 def as_shown(failure: events.Failure) -> events.Failure:
@@ -211,6 +223,7 @@ class KernelClient:
         self._session = Session()
         self._iopub: ZMQStream | None = None
         self._control: ZMQStream | None = None
+        self._shell: ZMQStream | None = None  # once a page has something to say to a widget
         self._tasks: asyncio.WriteTransport | None = None
         self._answers: dict[str, asyncio.Future[control.Answer | None]] = {}
 
@@ -265,6 +278,16 @@ class KernelClient:
         if self._tasks is not None:
             self._tasks.write(framed(said if isinstance(said, bytes) else pack(said)))
 
+    def send_comm(self, comm: events.Comm) -> None:
+        """Send what a page says to a widget: the kernel takes it once no cell runs."""
+        if self._control is None:
+            return
+        if self._shell is None:
+            self._shell = self._stream("shell", zmq.DEALER)
+        content = {"comm_id": comm.id, "data": comm.data}
+        message = self._session.msg(comm.kind, content, metadata={**comm.metadata})
+        self._session.send(self._shell, message, buffers=[*comm.buffers])
+
     async def ask(
         self, request: control.Request, timeout: float, ended: asyncio.Future[int]
     ) -> control.Answer | None:
@@ -289,7 +312,7 @@ class KernelClient:
         """Close all connections, and leave nothing of them in the folder."""
         if self._tasks is not None:
             self._tasks.close()
-        for stream in (self._iopub, self._control):
+        for stream in (self._iopub, self._control, self._shell):
             if stream is not None:
                 stream.close(linger=0)
         self._control = None  # what is asked from now on gets no answer

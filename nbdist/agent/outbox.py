@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from nbdist.output.events import (
     Clear,
+    Comm,
     Died,
     Display,
     Done,
@@ -151,15 +152,19 @@ class Backlog:
             for at, (cell_id, output) in enumerate(items):
                 # How a cell failed is said by its last error, what is there by the last clearing.
                 is_over = at != newest[cell_id, type(output)]
-                can_go = isinstance(output, Display | Update | Record | Moved | Tracked) or (
-                    is_over and isinstance(output, Failure | Clear)
+                # Without the message that opens it a widget cannot be shown at all.
+                is_change = isinstance(output, Comm) and output.kind == "comm_msg"
+                can_go = (
+                    isinstance(output, Display | Update | Record | Moved | Tracked)
+                    or is_change
+                    or (is_over and isinstance(output, Failure | Clear))
                 )
                 if shown <= share or not can_go:
                     _append(kept, cell_id, output)
                     continue
                 shown -= size_of(output)
                 self._shown -= size_of(output)
-                if isinstance(output, Display | Failure):
+                if isinstance(output, Display | Failure) or is_change:
                     _append(kept, cell_id, Skipped(0, 0, displays=1))
             self._items[rank] = kept
 

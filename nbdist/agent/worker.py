@@ -17,7 +17,7 @@ from nbdist.agent.kernel_link import KernelClient, TaskConnection, as_shown
 from nbdist.agent.processes import ProcessSource, WorkerProcess
 from nbdist.agent.stacks import StackFile
 from nbdist.agent.worker_output import WorkerLog, WorkerOutput
-from nbdist.output.events import Died, Done, Failure, InputRequest, Output, Text, Typed
+from nbdist.output.events import Comm, Died, Done, Failure, InputRequest, Output, Text, Typed
 from nbdist.system.limits import Lack, OomKills, lack_in
 from nbdist.system.processes import cpu_seconds, is_exiting, is_stopped
 from nbdist.wire import control
@@ -141,6 +141,10 @@ class Worker:
         self._kernel.send(reply)
         if reply.text is not None:
             self.output.pass_on(Typed("" if request.secret else reply.text))
+
+    def send_comm(self, comm: Comm) -> None:
+        """Pass on what a page says to one of its widgets."""
+        self._kernel.send_comm(comm)
 
     async def ask(self, request: control.Request, timeout: float) -> control.Answer | None:
         """Return the answer of its control thread; None if it gives none in time, or ends."""

@@ -143,7 +143,7 @@ class Head:
                 self._pass_on(message, ranks)
             case messages.Abort(ranks) | messages.Spare(ranks):
                 self._pass_on(message, ranks)
-            case messages.Enter(rank):
+            case messages.Enter(rank) | messages.ToWidget(rank):
                 for node in self._parts([rank]):
                     node.send(message)
             case messages.Received():

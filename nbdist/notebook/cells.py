@@ -241,6 +241,7 @@ def follow_steps(
                 is_here = is_here and is_attended
                 with running.counting_stops():
                     if display:
+                        pool.show_widgets()  # first the models, then what shows them
                         _show_news(running, news, display, is_attended=is_attended)
                         pool.show_late(at_once=False)
                     if is_attended and (rank := running.next_to_ask) is not None:
@@ -258,6 +259,7 @@ def follow_steps(
                 display.end(running.transcript, pool.log_files())
             raise
         if display:
+            pool.show_widgets(display)
             for text in notes_on(running.transcript, world.session.names):
                 display.note(text, at_once=False)
             display.end(running.transcript, pool.log_files())

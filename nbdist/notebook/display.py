@@ -18,7 +18,7 @@ from nbdist.notebook.cell_text import cell_magic
 from nbdist.notebook.figures import EMPTY, NOTHING, Below, save_figures
 from nbdist.notebook.options import NbDist
 from nbdist.output.bars import merged_line
-from nbdist.output.html import figures, panel_html
+from nbdist.output.html import all_show_widgets, figures, panel_html
 from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
@@ -114,6 +114,8 @@ class PanelDisplay:
         clock = time.strftime("%H:%M:%S")
         shown = live_layout(transcript, now, note, usage, clock, turn)
         self._draw(panel_html(shown), panel_text(shown))
+        if all_show_widgets(transcript):  # what moves is to be seen while it does
+            self._below.add(transcript)
 
     def end(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Show it as it stays; called once, last."""
@@ -121,9 +123,9 @@ class PanelDisplay:
             # What was typed, and after Stop the box, which a page leaves there.  Not before: a
             # box that waits would go too.
             clear_output(wait=True)
-            self._above, self._is_there = "", False
+            self._above, self._is_there, self._below = "", False, Below()
         self._draw_final(transcript, logs)
-        self._below.show(transcript)
+        self._below.end(transcript)
         # Pages show them in the panel; converters and other programs look for images.
         for caption, figure in figures(transcript):
             text = f"figure of {caption}, shown above"
@@ -245,11 +247,16 @@ def make_display(
     shell: InteractiveShell, settings: NbDist, cell: str = "", notes: Sequence[str] = ()
 ) -> CellDisplay:
     """Return a panel where the shell is a kernel that a page draws for, else plain lines."""
-    chosen = settings.display
-    if chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel")):
+    if has_panels(shell, settings):
         return PanelDisplay(notes, is_alone=is_of_magic(cell), seconds=settings.seconds)
     is_coloured = sys.stdout.isatty() and str(getattr(shell, "colors", "")).lower() != "nocolor"
     return PlainDisplay(notes, colours=is_coloured)
+
+
+def has_panels(shell: InteractiveShell, settings: NbDist) -> bool:
+    """Return True if cells are shown as panels: on a page, as far as is known."""
+    chosen = settings.display
+    return chosen == "panel" or (chosen == "auto" and hasattr(shell, "kernel"))
 
 
 def is_of_magic(cell: str) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import uuid
 from base64 import b64decode
 from binascii import Error as BadBase64
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -95,9 +95,29 @@ class Below:
         for number, shown in enumerate(self._shown):
             self._draw(display, number, shown)
 
+    def add(self, transcript: Transcript) -> None:
+        """Show what has come, while the cell runs: nothing moves, a page may still be drawing."""
+        now = below_panel(transcript)
+        if now[: len(self._shown)] == self._shown:
+            self._append(now)
+
+    def end(self, transcript: Transcript) -> None:
+        """Show those of all ranks, in the order of these."""
+        now = below_panel(transcript)
+        self._change(now)
+        self._append(now)
+
+    def _append(self, now: Sequence[Display]) -> None:
+        for shown in now[len(self._shown) :]:
+            self._draw(display, len(self._shown), shown)
+            self._shown.append(shown)
+
     def change(self, transcript: Transcript) -> None:
         """Show what has changed in its place; there is no room for more displays than before."""
-        now = below_panel(transcript)
+        if self._shown:
+            self._change(below_panel(transcript))
+
+    def _change(self, now: Sequence[Display]) -> None:
         for number, before in enumerate(self._shown):
             shown = now[number] if number < len(now) else EMPTY
             if shown != before:

@@ -154,6 +154,13 @@ class Ended:
                 cell[0].receive(rank, output, time.monotonic())
                 self._changed[id(cell[0])] = cell
 
+    def lose_widgets(self, gone: Mapping[str, int]) -> None:
+        """Show a line where there was a widget of a rank that has ended; widgets are by id."""
+        for transcript, display in self._cells:
+            lost = [each.lose_widgets(gone) for each in transcript]
+            if any(lost) and display is not None and display.can_change:
+                self._changed[id(transcript)] = transcript, display
+
     def again(self, transcript: Transcript) -> None:
         """Show this one once more, with what changes next."""
         for each, display in self._cells:

@@ -6,14 +6,14 @@ import argparse
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, UsageError
 from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode
-from nbdist.notebook.display import CellDisplay, make_display
+from nbdist.notebook.display import CellDisplay, has_panels, make_display
 from nbdist.notebook.free_names import Gathered, assigned_in, names_bound
 from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, is_in_subshell
 from nbdist.notebook.jobs import Job
@@ -29,6 +29,9 @@ from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
 from nbdist.world.states import Machines, State, size_text
 from nbdist.world.world import World
+
+if TYPE_CHECKING:
+    from nbdist.notebook.widgets import WidgetRelay
 
 
 class Pool:
@@ -55,6 +58,7 @@ class Pool:
         self.shown_size = 0
         self._displayed_in = 0  # so many cells had been typed then
         self.prestarted: Link | None = None
+        self._widgets: WidgetRelay | None = None
         self._idle = IdleWatch(self._notice, lambda: self.job is not None)
         self._job: Job | None = None
 
@@ -185,6 +189,9 @@ class Pool:
     def shutdown(self) -> str:
         """End the workers and the agent; say what became of them, "" where there were none."""
         had_workers = self.has_workers
+        if self.world is not None and (widgets := self.world.session.widgets) is not None:
+            widgets.end()
+            self.show_late()
         self._end("its workers were shut down")
         left = self.world.session.shutdown() if self.world is not None else ""
         # Not before: where Stop ends the wait, the next `%dist_shutdown` has to find it.
@@ -202,6 +209,9 @@ class Pool:
 
     def _end(self, why: str) -> None:
         self._lose_job(why)
+        if self._widgets is not None:
+            self._widgets.close()
+            self._widgets = None
         self._idle.stop()
         self._close_prestarted()
 
@@ -233,7 +243,11 @@ class Pool:
         self._started(world)
 
     def _started(self, world: World) -> None:
+        if self.world is world:
+            self.show_late()  # the widgets of the workers before have ended
         self.world, self.shown_size = world, world.size
+        is_page = hasattr(self.shell, "kernel") and has_panels(self.shell, self._pools.settings)
+        world.session.shows_widgets = is_page
         self.ended.forget()
         self._watch_while_idle()
 
@@ -257,9 +271,28 @@ class Pool:
     def _watch_while_idle(self) -> None:
         self._idle.follow(self.world.session.link if self.world and self.has_workers else None)
 
+    def show_widgets(self, display: CellDisplay | None = None) -> None:
+        """Pass on to pages what the ranks' widgets have said since."""
+        if self.world is None or (widgets := self.world.session.widgets) is None:
+            return
+        if self._widgets is None or self._widgets.widgets is not widgets:
+            # Most notebooks have none.
+            from nbdist.notebook.widgets import WidgetRelay
+
+            if self._widgets is not None:
+                self._widgets.close()
+            self._widgets = WidgetRelay(self.shell, widgets, self.world.session)
+        self._widgets.show()
+        if display is not None and (said := widgets.take_note()):
+            display.note(said, at_once=False)
+        if widgets.gone:
+            gone, widgets.gone = widgets.gone, []
+            self.ended.lose_widgets({each.id: each.rank for each in gone})
+
     def show_late(self, *, at_once: bool = True) -> None:
-        """Show what ranks have printed after their cells, below these."""
+        """Show what ranks have printed after their cells, below these; and their widgets."""
         if self.world is not None:
+            self.show_widgets()
             self.ended.receive(self.world.session.take_late())
             self.ended.show(self.log_files(), at_once=at_once)
 

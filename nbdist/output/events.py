@@ -13,6 +13,7 @@ from nbdist.words import word_exit
 StreamName = Literal["stdout", "stderr"]
 MimeBundle = Mapping[str, Any]
 Connections = Literal["", "ended", "timed out"]
+CommKind = Literal["comm_open", "comm_msg", "comm_close"]
 
 _NAME_OF_A_CLASS = re.compile(r"<IPython\.(?:core\.|lib\.)?display\.\w+ object>")
 _READABLE = ("text/markdown", "text/latex", "application/json", "application/geo+json")
@@ -67,6 +68,12 @@ class Display(NamedTuple):
     metadata: MimeBundle
     display_id: str | None = None
     is_result: bool = False
+
+
+def model_of(display: Display) -> str:
+    """Return the id of the widget's model that it shows, "" for something else."""
+    view = display.data.get(WIDGET)
+    return str(view.get("model_id", "")) if isinstance(view, Mapping) else ""
 
 
 class Update(NamedTuple):
@@ -209,6 +216,20 @@ class Typed(NamedTuple):
     text: str
 
 
+class Comm(NamedTuple):
+    """What a widget of a rank and its model on the page say to one another, as Jupyter has it.
+
+    `target` is of the message that opens the model, which its `id` names.
+    """
+
+    kind: CommKind
+    id: str
+    data: MimeBundle
+    metadata: MimeBundle
+    buffers: tuple[bytes, ...] = ()
+    target: str = ""
+
+
 class Moved(NamedTuple):
     """Of what the rank brings back so many bytes of so many have been packed."""
 
@@ -233,6 +254,9 @@ OF_POINT = 6
 MOVED, RECORD, TRACKED = "nbdist_moved", "nbdist_record", "nbdist_tracked"
 """The kinds of messages in which a worker sends these."""
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
+"""The kind of data by which a display shows a widget, whose model the page has."""
+
 TOPIC = b"nbdist"
 """Under which a worker publishes all that its agent waits for, whatever its sender's topic."""
 
@@ -242,7 +266,7 @@ Visible = Text | Skipped | Display | Update | Clear | Failure
 RankError = Failure | Died
 """What ended a task on a rank otherwise than well."""
 
-Output = Visible | Died | Done | Moved | Record | Tracked | InputRequest | Typed
+Output = Visible | Died | Done | Moved | Record | Tracked | InputRequest | Typed | Comm
 
 OF_EACH, OF_VALUE = 100, 32
 """Characters that one counts for besides those that it has, and a number or key of JSON."""
@@ -264,6 +288,8 @@ def size_of(output: Output) -> int:
             return OF_EACH + len(message) + sum(map(len, frames))
         case Tracked(curves=curves):
             return OF_EACH + OF_VALUE * sum(map(len, curves.values()))
+        case Comm(data=data, buffers=buffers):
+            return OF_EACH + _length(data) + sum(map(len, buffers))
         case Moved() | Clear():
             return OF_EACH
         case _:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from itertools import groupby
 
 from nbdist.output.ansi import strip
 from nbdist.output.bars import bars_html
-from nbdist.output.events import Display, Failure
+from nbdist.output.events import Display, Failure, model_of
 from nbdist.output.layout import MARKS, Block, Hidden, Item, Panel, Row, merged
-from nbdist.output.rank_transcript import Look, Shown
+from nbdist.output.rank_transcript import ENDED, Look, Shown
 from nbdist.output.screen import Line
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import (
@@ -340,13 +341,20 @@ def leftovers(
     """
     found: dict[object, tuple[list[int], Display]] = {}
     for each in (each for each in transcript if ranks is None or each.rank in ranks):
-        times: Counter[bytes] = Counter()
+        times: Counter[object] = Counter()
         for shown in each.displays:
             if is_leftover(shown.display.data):
-                key = shown.content
+                key = shown.content, model_of(shown.display)
                 found.setdefault((key, times[key]), ([], shown.display))[0].append(each.rank)
                 times[key] += 1
     return [(tuple(those), display) for those, display in found.values()]
+
+
+def all_show_widgets(transcript: Transcript) -> bool:
+    """Return True where each rank that still runs shows one: their order is known from then on."""
+    shows = [any(model_of(shown.display) for shown in each.displays) for each in transcript]
+    ended = [each.state in ENDED for each in transcript]
+    return any(shows) and all(map(operator.or_, shows, ended))
 
 
 def figures(transcript: Transcript) -> list[tuple[str, Display]]:

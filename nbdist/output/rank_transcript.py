@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
@@ -43,6 +43,8 @@ class Shown(NamedTuple):
         """Make the keys, of what may be very much, once and for all."""
         # A result shows its number in a notebook, but not here: it equals a display.
         data = {kind: value for kind, value in display.data.items() if kind != "text/plain"}
+        if events.WIDGET in data:  # each rank has its own, whose number says nothing
+            data[events.WIDGET] = ""
         plain, content = repr(display.data.get("text/plain")), content_key(data)
         if not data:
             return cls(display, key_of(plain), content)
@@ -263,6 +265,18 @@ class RankTranscript:
         if display is not None:
             self._count(display)
         return display is not None
+
+    def lose_widgets(self, gone: Collection[str]) -> bool:
+        """Leave a line in the place of each of these widgets; False where it has shown none."""
+        lost = False
+        for position, piece in enumerate(self.pieces):
+            if isinstance(piece, Shown) and events.model_of(piece.display) in gone:
+                lost = True
+                text = f"{piece.plain} (this widget ended with its rank)"
+                data = {"text/plain": text}
+                self.pieces[position] = Shown.of(piece.display._replace(data=data))
+        self.version += lost
+        return lost
 
     def _skip(self, skipped: Skipped) -> None:
         if skipped.displays:

@@ -13,7 +13,7 @@ from itertools import chain, groupby, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from nbdist.output.ansi import ansi_html, cut, strip
-from nbdist.output.events import Display, Failure, MimeBundle, RankError, text_of
+from nbdist.output.events import WIDGET, Display, Failure, MimeBundle, RankError, text_of
 from nbdist.output.fingerprint import read_bar
 from nbdist.output.screen import Line
 from nbdist.words import count, name_ranks, one_line
@@ -215,6 +215,7 @@ _KINDS = {
     "application/json": "JSON",
     "application/geo+json": "GeoJSON",
     "application/vnd.plotly.v1+json": "plotly figure",
+    WIDGET: "widget",
 }
 _LONGEST_HTML = 200_000
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]*\Z")

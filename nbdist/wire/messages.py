@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from nbdist.config import Patience, WorldConfig
-from nbdist.output.events import Died, Output
+from nbdist.output.events import Comm, Died, Output
 from nbdist.system.folders import MARKER
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import Question
@@ -264,6 +264,13 @@ class Enter(NamedTuple):
     reply: InputReply
 
 
+class ToWidget(NamedTuple):
+    """Notebook to agent: pass on to this rank what a page says to one of its widgets."""
+
+    rank: int
+    comm: Comm
+
+
 class Remember(NamedTuple):
     """Notebook to agent: what the next notebook needs that takes the world over.
 
@@ -382,5 +389,5 @@ class Outputs(NamedTuple):
 
 
 OfRanks = Locate | Abort | Interrupt | Spare | LetGo
-Down = Ask[Request] | Run | OfRanks | Enter | Remember | Received | Leave
+Down = Ask[Request] | Run | OfRanks | Enter | ToWidget | Remember | Received | Leave
 Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | Came | Silent

@@ -193,6 +193,10 @@ class WorkerKernel(LeavesChildren):
             values = self.namespace.pack(value, task.id, context.title)
         return replace(done, status="ok", values=values, kept=kept)
 
+    def get_parent(self, *channel: Any) -> dict[str, Any]:
+        """Return a parent also for a cell, which is no message here: `Output` asks for its id."""
+        return super().get_parent(*channel) or {"header": {"msg_id": self.ident}}
+
     def raw_input(self, prompt: object = "") -> str:
         """Return what is typed in the notebook: `input`, also in scripts and functions."""
         return self._typed(str(prompt), secret=False)

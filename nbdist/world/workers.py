@@ -14,13 +14,23 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nbdist import topology
 from nbdist.config import LOCAL, OnFailure, Patience, WorldConfig
 from nbdist.errors import AgentLost, StartError, WorldNotStarted
 from nbdist.output.curves import Curves
-from nbdist.output.events import Died, Done, Failure, InputRequest, Moved, Record, Tracked, Visible
+from nbdist.output.events import (
+    Comm,
+    Died,
+    Done,
+    Failure,
+    InputRequest,
+    Moved,
+    Record,
+    Tracked,
+    Visible,
+)
 from nbdist.wire import messages
 from nbdist.wire.frames import pack
 from nbdist.wire.messages import Attached, Enter, Healed, Received, Remember, Starting
@@ -37,6 +47,10 @@ from nbdist.world.result import hand_over, wanted_level
 from nbdist.world.running import Crew, RunningTask
 from nbdist.world.spec import NotebookSurroundings, make_spec
 from nbdist.world.states import NO_INPUT, Event, Machines, Renumbering, State, compare, next_state
+
+if TYPE_CHECKING:
+    from nbdist.output.events import Output
+    from nbdist.world.widgets import Widgets
 
 log = logging.getLogger("nbdist.world")
 
@@ -73,6 +87,8 @@ class Workers:
         self.renumbering = Renumbering(0, 0, {})  # by the last forming of the group
         self._renumbered: Renumbering | None = None  # since `take_moved`
         self.have_come: dict[str, None] = {}  # machines that could be taken in
+        self.widgets: Widgets | None = None  # from the first one on, where a page can show them
+        self.shows_widgets = False
         self.lost: AgentLost | None = None
         self.running: RunningTask | None = None
         self.leaving = threading.Event()
@@ -186,6 +202,8 @@ class Workers:
         self._take_there(healed, self.machines.name(0))
         if found.before != after or found.moved:
             self.names.renumbered(found.was, after)
+            if self.widgets is not None:
+                self.widgets.renumber(found.became)
             self.setup.renumber(found)
             self.past.renumber(found)
         # One that was to be added may have died instead, and numbers are others' now.
@@ -257,6 +275,8 @@ class Workers:
             return
         self.advance(Event.START)
         self.lost, self.dead, self.replaced, self._renumbered = None, {}, {}, None
+        if self.widgets is not None:
+            self.widgets.end()
         self.have_come = {}
         self.names, self.past = NameTable(self.namespace), Past()
         try:
@@ -421,6 +441,8 @@ class Workers:
     def take_loss(self, lost: AgentLost) -> None:
         """Note that the agent has ended, and its workers with it."""
         self.lost = lost
+        if self.widgets is not None:
+            self.widgets.end()
         if self.running is not None:
             self.running.take_loss(lost)
         self.advance(Event.AGENT_LOST)
@@ -431,6 +453,10 @@ class Workers:
             host = self.machines.name(rank) or output.host
             hand_over(output._replace(host=host), is_shown=self.config.show)
             return
+        if self.widgets is not None or isinstance(output, Comm):
+            output = self._take_of_widgets(rank, output)
+            if output is None:
+                return
         if isinstance(output, Died):
             self.dead[rank] = output
             self.advance(Event.RANK_DIED)
@@ -464,6 +490,21 @@ class Workers:
             running.receive(rank, output)
             if not running.unfinished and self.state is not State.BROKEN:
                 self.advance(Event.TASK_DONE)
+
+    def _take_of_widgets(self, rank: int, output: Output) -> Output | None:
+        """Return what is not for widgets, as the cell shows it; these are made for the first."""
+        if self.widgets is None:
+            if not self.shows_widgets:
+                return None
+            # Most worlds have none.
+            from nbdist.world.widgets import Widgets, version_here
+
+            self.widgets = Widgets(version_here())
+        if isinstance(output, Died):
+            self.widgets.end([rank])
+        elif isinstance(output, Done):
+            self.widgets.end_captures(rank)
+        return self.widgets.take(rank, output)
 
 
 REDRAW_SECONDS = 0.25

@@ -24,7 +24,17 @@ from nbdist.agent.kernel_link import (
     message_from,
     output_from,
 )
-from nbdist.output.events import Clear, Display, Done, Failure, Moved, Output, Record, Tracked
+from nbdist.output.events import (
+    Clear,
+    Comm,
+    Display,
+    Done,
+    Failure,
+    Moved,
+    Output,
+    Record,
+    Tracked,
+)
 from nbdist.values.payload import Payload
 from nbdist.wire.frames import BadFrame, framed
 from nbdist.wire.spec import WorkerStart, WorldSpec
@@ -71,6 +81,8 @@ RECORD = Record("vm", 0, 0, "app", 20, "INFO", "said", 1.5, "a.py", 3, "f", "Mai
         ("nbdist_tracked", {**TRACKED, "counted": {"loss": 10**20}}, None),
         ("status", {"execution_state": "idle"}, None),
         ("comm_open", {"target_name": "jupyter.widget"}, None),
+        ("comm_msg", {"comm_id": "a", "data": {"x": 1}}, Comm("comm_msg", "a", {"x": 1}, {})),
+        ("comm_msg", {"comm_id": 5}, None),
         ("comm_open", {"target_name": "mine"}, Display({"text/plain": NO_COMM.format("mine")}, {})),
     ],
 )

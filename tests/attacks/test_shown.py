@@ -55,14 +55,6 @@ def test_errors_of_ranks(notebook: Notebook) -> None:
     assert "the same" not in why
 
 
-def test_widgets_say_that_they_cannot_be_shown(notebook: Notebook) -> None:
-    """A widget is one line, not a dead box that is not found when reopened."""
-    pytest.importorskip("ipywidgets")
-    outcome = notebook.run("%%distributed -r 0\nimport ipywidgets\nipywidgets.IntSlider()")
-    [line] = body(outcome)[1:]
-    assert line == "IntSlider(value=0) (a widget: widgets of workers cannot be shown)"
-
-
 FIGURES = """%%distributed
 print("before")
 for number in range(rank):

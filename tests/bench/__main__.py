@@ -16,7 +16,15 @@ ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     row.__name__.removesuffix("_cell"): row
     for row in (
         *(starting.load, starting.start, starting.restart, starting.training, cells.pass_cell),
-        *(cells.ratio, cells.calls, cells.barrier, starting.memory, cells.lines, cells.firstline),
+        *(
+            cells.widgets,
+            cells.ratio,
+            cells.calls,
+            cells.barrier,
+            starting.memory,
+            cells.lines,
+            cells.firstline,
+        ),
         *(shipping.ship, shipping.differ, shipping.giants, faults.faults),
         *(cells.collect, faults.look, drawing.page, many.many, many.hosts),
         *(many.carry, tracking.track),

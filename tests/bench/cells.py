@@ -155,6 +155,22 @@ def _spread(
         yield Figure(row, f"{what}, p{percent}", "ms", values, limit)
 
 
+WIDGETS = """%%distributed
+import ipywidgets
+sliders = [ipywidgets.IntSlider() for _ in range({number})]"""
+
+
+def widgets(lab: Lab) -> Iterator[Figure]:
+    """What a hundred sliders on each of eight ranks take, and a `pass` cell before and after."""
+    with lab.notebook() as notebook:
+        start_world(notebook, 8)
+        yield from _spread("widgets", "pass cell, n=8", _cells(lab, notebook, PASS))
+        notebook.run(WIDGETS.format(number=1))
+        took = notebook.run(WIDGETS.format(number=100)).seconds
+        yield Figure("widgets", "100 sliders on each of 8 ranks", "s", (took,))
+        yield from _spread("widgets", "pass cell, n=8, after that", _cells(lab, notebook, PASS))
+
+
 CALL_SIZES = (4, 16)
 CALL_BUDGETS = {"execute": 10.0, "run": 4.0, "gather": 4.0, "status": 10.0}
 """Milliseconds, at n=4."""

@@ -67,9 +67,10 @@ NO_IDLE_IMPORTS = f"import os\nos.environ[{IDLE_IMPORTS!r}] = '0'\n"
 
 SETTINGS = {
     # Nothing is fetched, and no question comes up in mid-test.
-    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     # All cells are in the page, wherever it is scrolled to.
-    "notebook-extension/tracker": {"windowingMode": "none"},
+    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
+    "@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": True},
 }
 
 # What the page is doing, from the application's own objects.
@@ -388,7 +389,7 @@ def _environment(folder: Path) -> dict[str, str]:
     }
     settings = Path(folder, "lab-settings")
     for name, values in SETTINGS.items():
-        file = settings / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        file = settings / f"{name}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(values))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER")}

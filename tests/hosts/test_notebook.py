@@ -7,9 +7,11 @@ from pathlib import Path
 
 import nbformat
 
+from nbdist.output.events import WIDGET
 from tests.hosts.network import Host
 from tests.hosts.sshd import Sshd
-from tests.notebook.front_end import Notebook
+from tests.notebook.front_end import Notebook, body
+from tests.notebook.test_widgets import Page
 from tests.notebooks.test_notebooks import MANY_MACHINES, check_run, run, text
 from tests.waiting import wait_until
 
@@ -37,6 +39,14 @@ def test_what_magics_say(sshd: Sshd, hosts: list[Host], tmp_path: Path) -> None:
         assert "`--attempt 7`: there are 0, the last is now." in error
         cell = "%%distributed -r 1\nfrom IPython.display import HTML\nHTML('x' * 10_000_001)"
         assert "node2:/" in notebook.run(cell).text
+
+        # What a page says to a widget finds its way.
+        cell = "%%distributed -r 1\nimport ipywidgets\nslider = ipywidgets.IntSlider()\nslider"
+        outcome = notebook.run(cell)
+        (name,) = (each["data"][WIDGET]["model_id"] for each in outcome.displays[2:])
+        Page(notebook).send(name, method="update", state={"value": 5}, buffer_paths=[])
+        value = "%%distributed -r 1\nprint(slider.value)"
+        wait_until(lambda: body(notebook.run(value))[-1] == "5", "the slider has moved")
 
         error = notebook.run("%%distributed -r 1\nimport mine").error
         assert "rank 1 on node2 after" in error

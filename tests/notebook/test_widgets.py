@@ -1,0 +1,197 @@
+"""Widgets of ranks as a page that speaks Jupyter's messages has them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+from nbconvert import HTMLExporter
+from nbformat.v4 import new_code_cell, new_notebook
+
+from nbdist.output.events import WIDGET
+from tests.notebook.front_end import Notebook, Outcome, body, execute, lasting
+from tests.waiting import SOON
+
+pytestmark = pytest.mark.shared_world
+
+pytest.importorskip("ipywidgets")
+
+notebook = lasting("%load_ext nbdist", "%dist_init -n 2")
+
+LINE = "IntSlider(value=1) (this widget ended with its rank)"
+
+
+class Page:
+    """The models that a page has made of what the kernel has said, by their ids."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._client = notebook.client
+        self.states: dict[str, dict[str, Any]] = {}
+        self.updates: list[dict[str, Any]] = []
+
+    def send(self, name: str, kind: str = "comm_msg", **data: Any) -> None:
+        """Say this to the model's other end."""
+        content = {"comm_id": name, "data": data, "target_name": "jupyter.widget.control"}
+        channel = self._client.shell_channel
+        channel.send(self._client.session.msg(kind, content, metadata={"version": "1.0.0"}))
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Take in what the kernel says until this is so; no cell need run."""
+        deadline = time.monotonic() + SOON
+        while not is_so():
+            assert time.monotonic() < deadline
+            with suppress(Empty):
+                self._client.get_iopub_msg(timeout=0.2)
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Take in one message."""
+        content, kind = message["content"], message["msg_type"]
+        name, data = content.get("comm_id", ""), content.get("data") or {}
+        if kind == "comm_open":
+            self.states[name] = data["state"]
+        elif kind == "comm_close":
+            self.states.pop(name, None)
+        elif kind == "comm_msg" and data.get("method") == "update_states":
+            self.states = {key: each["state"] for key, each in data["states"].items()}
+        elif kind == "comm_msg" and name in self.states:
+            self.states[name] |= data["state"]
+        elif kind == "update_display_data":
+            self.updates.append(content["data"])
+
+    def of(self, model: str) -> set[str]:
+        """The ids of the models of this class."""
+        return {name for name, state in self.states.items() if state["_model_name"] == model}
+
+    def printed(self) -> list[str]:
+        """What the `Output`s show first."""
+        return sorted(self.states[name]["outputs"][0]["text"] for name in self.of("OutputModel"))
+
+
+@pytest.fixture
+def page(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> Page:
+    """A page that sees all that the notebook's kernel says from now on."""
+    page, hear = Page(notebook), notebook.client.get_iopub_msg
+
+    def heard(**options: Any) -> Any:
+        page.take(message := hear(**options))
+        return message
+
+    monkeypatch.setattr(notebook.client, "get_iopub_msg", heard)
+    return page
+
+
+SLIDER = """%%distributed
+import ipywidgets
+slider = ipywidgets.IntSlider(value=rank)
+slider.observe(lambda change: print("moved to", change.new), "value")
+slider"""
+
+UNTIL = """bar = ipywidgets.IntProgress()
+display(bar)
+bar.value = 5
+while not pathlib.Path({end!r}).exists(): time.sleep(0.02)"""
+
+VALUES = "%%distributed\nprint('has', slider.value)"
+
+INSIDE = """%%distributed
+out = ipywidgets.Output()
+with out:
+    print("inside", rank)
+    1 / 0
+print("outside")
+@ipywidgets.interact(step=(0, 10))
+def f(step):
+    print("step", step)"""
+
+
+def models(outcome: Outcome) -> list[str]:
+    """The ids of the widgets that the cell shows, one for each rank."""
+    return [each["data"][WIDGET]["model_id"] for each in outcome.displays[2::2]]
+
+
+def move(page: Page, models: list[str], *values: int) -> None:
+    """Move the widgets as a page does, and wait until the ranks say so."""
+    for name, value in zip(models, values, strict=True):
+        page.send(name, method="update", state={"value": value}, buffer_paths=[])
+    page.until(lambda: [page.states[name]["value"] for name in models] == [*values])
+
+
+def test_a_slider_moved_while_no_cell_runs(notebook: Notebook, page: Page) -> None:
+    """Its value changes on its rank, what that prints is shown late, and a new page has both."""
+    outcome = notebook.run(SLIDER)
+    texts = [each["data"]["text/plain"] for each in outcome.displays[1:]]
+    assert texts == ["rank 0", "IntSlider(value=0)", "rank 1", "IntSlider(value=1)"]
+    shown = models(outcome)
+    assert {*shown} == page.of("IntSliderModel")
+    move(page, shown, 40, 41)
+    page.until(lambda: any("moved to 41" in each["text/plain"] for each in page.updates))
+    assert body(notebook.run(VALUES)) == ["── rank 0 ──", "has 40", "── rank 1 ──", "has 41"]
+
+    notebook.run("import ipywidgets; own = ipywidgets.IntText(7)")
+    before, page.states = page.states, {}
+    page.send("control", "comm_open")
+    page.send("control", method="request_states")
+    page.until(lambda: bool(page.states))
+    assert page.states.keys() == before.keys()
+    assert [page.states[name]["value"] for name in shown] == [40, 41]
+    assert len(page.of("IntTextModel")) == 1
+    page.states[shown[0]] = {}
+    page.send(shown[0], method="request_state")
+    page.until(lambda: page.states[shown[0]].get("value") == 40)
+
+
+def test_a_widget_moves_while_its_cell_runs(notebook: Notebook, page: Page, tmp_path: Path) -> None:
+    """It is there before the cell has ended, which waits for that."""
+    end = tmp_path / "end"
+
+    def look(outcome: Outcome) -> None:
+        if len(models(outcome)) == 2:
+            end.touch()
+
+    cell = f"%%distributed\nimport ipywidgets, pathlib, time\n{UNTIL.format(end=str(end))}"
+    outcome = notebook.run(cell, meanwhile=look)
+    assert [each["data"]["text/plain"] for each in outcome.displays[1::2]] == ["rank 0", "rank 1"]
+    assert [page.states[name]["value"] for name in models(outcome)] == [5, 5]
+
+
+def test_output_and_interact(notebook: Notebook, page: Page) -> None:
+    """What is printed inside of them is shown there, on ranks too, and not in the panel."""
+    notebook.run("%%distributed\nimport ipywidgets")
+    outcome = notebook.run(INSIDE)
+    assert outcome.errors == []
+    assert "ranks 0-1 (same)\noutside\ninteractive(" in outcome.seen.replace(" ──", "")
+    assert "inside" not in outcome.displays[0]["data"]["text/plain"]
+    assert page.printed() == ["inside 0\n", "inside 1\n", "step 5\n", "step 5\n"]
+    move(page, [page.of("IntSliderModel").pop()], 9)
+    page.until(lambda: page.printed()[-1] == "step 9\n")
+    assert body(notebook.run("%%distributed\nprint(len(out.outputs))"))[-1] == "2"
+
+
+def test_a_rank_that_dies_takes_its_widgets(notebook: Notebook, page: Page) -> None:
+    """The page has its models no more, and a line in their place; those of others stay."""
+    kept, lost = models(notebook.run(SLIDER))
+    (pid,) = notebook.run("%%distributed -r 1\nimport os; print(os.getpid())").text.split()[-1:]
+    os.kill(int(pid), signal.SIGKILL)
+    page.until(lambda: lost not in page.states)
+    page.until(lambda: any(LINE in each["text/plain"] for each in page.updates))
+    page.send(lost, method="update", state={"value": 5})
+    move(page, [kept], 6)
+    assert body(notebook.run("%%distributed -r 0\nprint(slider.value)"))[-1] == "6"
+
+
+def test_a_saved_file_has_the_last_state(notebook: Notebook) -> None:
+    """nbclient keeps the states of widgets, and nbconvert's page has them."""
+    moved = f"{SLIDER.removesuffix('slider')}slider.value = 8; display(slider)"
+    saved = new_notebook(cells=[new_code_cell(moved)])
+    execute(saved, notebook)
+    states = saved.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
+    assert sum(each["state"].get("value") == 8 for each in states.values()) == 2
+    html, _ = HTMLExporter().from_notebook_node(saved)
+    assert '"value": 8' in html

@@ -1,0 +1,130 @@
+"""The models of ranks' widgets as the notebook's page is to have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nbdist.output.events import WIDGET, Clear, Comm, Display, Failure, Output, Text
+from nbdist.world.widgets import UNKNOWN, Widgets, merged
+
+VIEW = Display({"text/plain": "IntSlider()", WIDGET: {"model_id": "s"}}, {})
+
+
+def opened(name: str, version: str = "2.1.0", buffers: Any = (), **state: Any) -> Comm:
+    data = {"state": state, "buffer_paths": [["image", "data"]][: len(buffers)]}
+    return Comm("comm_open", name, data, {"version": version}, buffers, "jupyter.widget")
+
+
+def changed(name: str, **state: Any) -> Comm:
+    return Comm("comm_msg", name, {"method": "update", "state": state}, {})
+
+
+@pytest.fixture
+def widgets() -> Widgets:
+    """With the slider of rank 0, of which pages know."""
+    found = Widgets()
+    assert found.take(0, opened("s", value=1, image={}, buffers=(b"png",))) is None
+    found.news()
+    return found
+
+
+def test_changes_from_both_sides(widgets: Widgets) -> None:
+    """The state that a page asks for has what the rank, and what a page, has changed."""
+    widgets.take(0, changed("s", value=2, low=0))
+    assert widgets.from_page(changed("s", low=1)) == 0
+    whole = widgets.whole("s")
+    assert whole is not None
+    assert whole.data["state"] == {"value": 2, "low": 1, "image": {}}
+    assert (whole.data["buffer_paths"], whole.buffers) == ([["image", "data"]], (b"png",))
+    widgets.take(0, changed("s", image={}))
+    assert widgets.models["s"].buffers == {}
+    widgets.take(0, Comm("comm_close", "s", {}, {}))
+    assert widgets.whole("s") is None
+    assert widgets.from_page(changed("s", value=5)) is None
+
+
+def test_a_loop_is_one_message() -> None:
+    """Changes of a state that follow one another; what opens, closes or is custom has its place."""
+    custom = Comm("comm_msg", "b", {"method": "custom"}, {})
+    said = [changed("a", x=1), changed("b", y=1), changed("a", x=2, z=3), custom, changed("a", x=4)]
+    assert merged(said) == [changed("a", x=2, z=3), changed("b", y=1), custom, changed("a", x=4)]
+    calls = [changed("a", call={"y": 1}), changed("a", call=None), changed("a", call={"y": 2})]
+    assert merged(calls) == calls
+
+
+def test_a_new_widget_is_opened_as_it_is() -> None:
+    """With all that it became since, unless that refers to widgets which are opened later."""
+    child = changed("box", children=["IPY_MODEL_b"])
+    said = [opened("box", x=1), changed("box", call={}), opened("b"), changed("box", x=2), child]
+    custom = Comm("comm_msg", "b", {"method": "custom"}, {})
+    after = [custom, changed("b", y=1)]
+    assert merged([*said, *after]) == [opened("box", x=2, call={}), opened("b"), child, *after]
+    with_buffer = [opened("image", buffers=(b"png",), image={}), changed("image", image={})]
+    assert merged(with_buffer) == with_buffer
+
+
+def test_what_an_output_captures(widgets: Widgets) -> None:
+    """What its rank shows inside of it; the page gets that, and so does the rank."""
+    inside: list[Output] = [
+        Text("stdout", "gone"),
+        Clear(wait=True),
+        Text("stdout", "a"),
+        Text("stdout", "b\n"),
+        Display({"text/plain": "x"}, {}),
+        Failure("ValueError", "bad", ("line",), 0),
+    ]
+    widgets.take(0, opened("out", _model_name="OutputModel", outputs=[], msg_id=""))
+    widgets.take(0, changed("out", msg_id="7"))
+    assert [widgets.take(0, each) for each in inside] == [None] * len(inside)
+    assert widgets.take(1, inside[0]) == inside[0]
+    widgets.take(0, changed("out", msg_id=""))
+    assert widgets.take(0, inside[0]) == inside[0]
+    *before, (page, shown), (rank, same) = widgets.news()
+    assert (page, rank, shown) == (-1, 0, same)
+    assert all("msg_id" not in comm.data["state"] for _, comm in before)
+    kinds = [each["output_type"] for each in shown.data["state"]["outputs"]]
+    assert kinds == ["stream", "display_data", "error"]
+    assert shown.data["state"]["outputs"][0]["text"] == "ab\n"
+    assert widgets.news() == []
+    widgets.take(0, changed("out", msg_id="8"))
+    assert widgets.take(0, inside[0]) is None
+    widgets.end_captures(0)  # the cell has ended, whatever became of it
+    assert widgets.take(0, inside[0]) == inside[0]
+
+
+def test_widgets_that_no_page_has(widgets: Widgets) -> None:
+    """Those of an earlier notebook, or of another protocol, are a line with what to do."""
+    assert widgets.take(0, VIEW) == VIEW
+    unknown = VIEW._replace(data={**VIEW.data, WIDGET: {"model_id": "before"}})
+    assert widgets.take(0, unknown) == Display({"text/plain": f"IntSlider() {UNKNOWN}"}, {})
+    widgets.take(0, opened("old", version="1.0"))
+    assert widgets.news() == []
+    old = widgets.take(0, VIEW._replace(data={**VIEW.data, WIDGET: {"model_id": "old"}}))
+    assert isinstance(old, Display)
+    assert "speaks protocol 1, and pages 2: update ipywidgets" in old.data["text/plain"]
+
+
+def test_a_library_of_another_version() -> None:
+    """It is said once, with what to do; the page may have either."""
+    widgets = Widgets("8")
+    module = {"_model_module": "@jupyter-widgets/base"}
+    widgets.take(0, opened("a", **module, _model_module_version="2.0.0"))
+    assert widgets.take_note() == ""
+    widgets.take(1, opened("b", **module, _model_module_version="1.2.0"))
+    widgets.take(2, opened("c", **module, _model_module_version="1.2.0"))
+    assert widgets.take_note().startswith("the ranks have ipywidgets 7, this notebook 8: where")
+    assert (widgets.take_note(), [*widgets.models]) == ("", ["a", "b", "c"])
+
+
+def test_ranks_that_end_or_become_others(widgets: Widgets) -> None:
+    """The widgets of a rank that has ended are closed; others follow their rank's number."""
+    widgets.take(3, opened("t", value=1))
+    widgets.news()
+    widgets.renumber({3: 1})
+    assert [*widgets.models] == ["t"]
+    assert [(comm.kind, comm.id) for _, comm in widgets.news()] == [("comm_close", "s")]
+    assert widgets.from_page(changed("t", value=2)) == 1
+    widgets.end([1])
+    assert [each.id for each in widgets.gone] == ["s", "t"]
