@@ -227,7 +227,16 @@ def diff(names: str, world: str = "") -> str:
     return looked(world, "dist_diff", *words)
 
 
-LOOKING: tuple[Tool, ...] = (worlds, status, stacks, why, output, memory, timeline, diff)
+def metrics(world: str = "") -> str:
+    """Show the numbers that ranks have tracked by step, such as a loss: the median, the lowest and
+    the highest, and ranks that are far from the others. While no cell runs."""
+    return looked(world, "dist_plot")
+
+
+LOOKING: tuple[Tool, ...] = (
+    *(worlds, status, stacks, why, output),
+    *(memory, timeline, diff, metrics),
+)
 
 
 # --- what needs `--allow-run` -----------------------------------------------------------------

@@ -224,6 +224,8 @@ def test_what_a_notebook_knows(notebook: Notebook, assistant: Assistant) -> None
     assert "rank 1 differs by at most 1.0" in said
     assert "2 ranks ·" in assistant.ask("timeline")
     assert "model.weight" in assistant.ask("memory")
+    notebook.run("%%distributed\nfor step in range(9): track(loss=step)")
+    assert "loss 8 · step 8 · 2 ranks equal" in assistant.ask("metrics")
     assert "2 workers · gloo" in assistant.ask("status")
     count = notebook.value("get_ipython().execution_count")
     assistant.ask("diff", names="model")
