@@ -71,7 +71,7 @@ NEEDS = (
     Needs("c10d", "_dump_fr_trace_json", since=(2, 11)),
     Needs("c10d", "_dump_nccl_trace_json", nccl=True),
     Needs("distributed_c10d", "_update_default_pg _check_valid_timeout _set_pg_timeout"),
-    Needs("distributed_c10d", "_process_group_name _new_process_group_helper"),
+    Needs("distributed_c10d", "_process_group_name _new_process_group_helper _get_default_store"),
     Needs("distributed_c10d._world", "pg_map pg_names pg_group_ranks pg_backend_config pg_to_tag"),
     Needs("distributed_c10d._world", "tags_to_pg group_count"),
     Needs("distributed_c10d._world", "pg_flight_recorder_hooks", since=(2, 15)),
@@ -275,6 +275,11 @@ def models() -> Iterator[str]:
     for name in ("has_rebuilt_buckets", "rebuilt_per_bucket_param_indices"):
         if name not in logged:
             yield f"_get_ddp_logging_data()[{name}]"
+    compiled: Any = torch.compile(nn.Linear(2, 2))
+    yield from _lacks("torch.compile(module)", compiled, "_orig_mod")
+    compiled._orig_mod.compile()
+    if compiled._orig_mod._compiled_call_impl is None:
+        yield "Module.compile()._compiled_call_impl"
     static: Any = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
     _steps(static)
     yield from _lacks("DistributedDataParallel", static, "_static_graph_delay_allreduce_enqueued")
