@@ -13,7 +13,18 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from nbdist.output import events
-from nbdist.output.events import WIDGET, Clear, Comm, Display, Failure, Output, Text, Update
+from nbdist.output.events import (
+    WIDGET,
+    Clear,
+    Comm,
+    Died,
+    Display,
+    Done,
+    Failure,
+    Output,
+    Text,
+    Update,
+)
 
 PROTOCOL = "2"  # of the messages between ipywidgets 7 or 8 and a page, its major version
 OTHER_PROTOCOL = "(this widget speaks protocol {}, and pages {}: update ipywidgets on the ranks)"
@@ -94,6 +105,10 @@ class Widgets:
                 case Comm():
                     self._take_comm(rank, output)
                     return None
+                case Died():
+                    self.end([rank])
+                case Done():  # what it does later is in no `Output` of its cell
+                    self._capturing.pop(rank, None)
                 case Text() | Display() | Clear() | Failure(connections="") if inside := (
                     self._capturing.get(rank)
                 ):
@@ -234,11 +249,6 @@ class Widgets:
                     self._forget(name)
                     self.gone.append(Gone(model.rank, name))
                     self._news.append(Comm("comm_close", name, {}, {}))
-
-    def end_captures(self, rank: int) -> None:
-        """Capture nothing more of this rank: the cell that used an `Output` is over."""
-        with self._lock:
-            self._capturing.pop(rank, None)
 
     def renumber(self, became: Mapping[int, int]) -> None:
         """Note which number each rank has now; one that has none has ended."""

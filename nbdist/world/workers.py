@@ -500,10 +500,6 @@ class Workers:
             from nbdist.world.widgets import Widgets, version_here
 
             self.widgets = Widgets(version_here())
-        if isinstance(output, Died):
-            self.widgets.end([rank])
-        elif isinstance(output, Done):
-            self.widgets.end_captures(rank)
         return self.widgets.take(rank, output)
 
 

@@ -275,9 +275,9 @@ def models() -> Iterator[str]:
     for name in ("has_rebuilt_buckets", "rebuilt_per_bucket_param_indices"):
         if name not in logged:
             yield f"_get_ddp_logging_data()[{name}]"
-    compiled: Any = torch.compile(nn.Linear(2, 2))
+    compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
     yield from _lacks("torch.compile(module)", compiled, "_orig_mod")
-    compiled._orig_mod.compile()
+    compiled._orig_mod.compile(backend="eager")
     if compiled._orig_mod._compiled_call_impl is None:
         yield "Module.compile()._compiled_call_impl"
     static: Any = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)

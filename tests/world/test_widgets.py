@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.output.events import WIDGET, Clear, Comm, Display, Failure, Output, Text
+from nbdist.output.events import WIDGET, Clear, Comm, Display, Done, Failure, Output, Text
 from nbdist.world.widgets import UNKNOWN, Widgets, merged
 
 VIEW = Display({"text/plain": "IntSlider()", WIDGET: {"model_id": "s"}}, {})
@@ -90,7 +90,8 @@ def test_what_an_output_captures(widgets: Widgets) -> None:
     assert widgets.news() == []
     widgets.take(0, changed("out", msg_id="8"))
     assert widgets.take(0, inside[0]) is None
-    widgets.end_captures(0)  # the cell has ended, whatever became of it
+    done = Done("error", 0.0)
+    assert widgets.take(0, done) is done  # the cell has ended, whatever became of it
     assert widgets.take(0, inside[0]) == inside[0]
 
 
