@@ -135,7 +135,7 @@ def _step(value: Any) -> float:
 
 
 def _aggregate() -> None:
-    """Make points of the calls that wait, about as many as a message may have."""
+    """Make points of the calls that wait, as many as a message may have."""
     calls = _waiting[:]
     del _waiting[: len(calls)]
     for step, numbers in calls:
@@ -178,13 +178,13 @@ def _refuse(name: str) -> None:
 
 
 def _merged(points: list[Point], most: int, last: float | None) -> Iterator[Point]:
-    """Yield at most about so many, each of as many steps.
+    """Yield at most so many, each of as many steps; twice as many where steps go back and forth.
 
     They begin at multiples of that, so at the same steps on all ranks.  What begins below the
     `last` step that was sent belongs to that point.
     """
     first, span = points[0][0], abs(points[-1][0] - points[0][0])
-    wide = 2.0 ** math.ceil(math.log2(span / most)) if span else 1.0
+    wide = 2.0 ** math.ceil(math.log2(span / (most - 1))) if span else 1.0
     groups = [[*each] for _, each in groupby(points, lambda point: point[0] // wide)]
     if len(groups) > 2 * most:  # steps that go back and forth
         size = math.ceil(len(points) / most)
