@@ -186,12 +186,16 @@ def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
         return
     now = time.monotonic()
     enough, until = now + (LEFTOVERS_GRACE if crew.runs_ahead else 0.0), now + SLOW_GRACE
-    looks = 0
+    looks, may_be_old = 0, True
     while looks < 2 or time.monotonic() < enough:
         places = _locate(workers, running)
         running.differing = differing(places)
-        if any(place.holds_gil for place in places.values()) and time.monotonic() < until:
-            continue  # one has not answered
+        is_slow = any(place.holds_gil for place in places.values()) and time.monotonic() < until
+        # The first answer can be to what was asked while ranks still ran.
+        is_old = may_be_old and any(place.is_in_code for place in places.values())
+        may_be_old = False
+        if is_slow or is_old:
+            continue
         if not any(place.unfinished for place in places.values()):
             return
         looks += 1
