@@ -34,20 +34,19 @@ class History:
     def __repr__(self) -> str:
         return f"<History, {len(self._troubles)} ranks have failed>"
 
-    def take_down(self, message: messages.Down) -> None:
-        """Take in what a notebook has sent; a task is not unpacked unless somebody asks."""
+    def take_down(self, message: messages.Down, size: int) -> None:
+        """Note what the notebook of a world of `size` ranks sent; a task stays packed."""
         match message:
             case messages.Run():
                 self._before = self.failed
-                self._run, self._began_ns = message, time.time_ns()
+                self._run, self._began_ns, self._size = message, time.time_ns(), size
                 self._places, self._aborted, self._troubles = {}, {}, {}
             case messages.Abort(ranks):
                 places = {rank: self._places.get(rank, Place()) for rank in ranks}
                 self._aborted.update((r, place) for r, place in places.items() if place.operation)
 
-    def take_up(self, message: messages.Up, size: int) -> None:
-        """Take in what a notebook gets, of a world of so many ranks."""
-        self._size = size
+    def take_up(self, message: messages.Up) -> None:
+        """Note the failures and places that the notebook gets."""
         match message:
             case messages.Outputs(items):
                 for rank, task_id, output in items:

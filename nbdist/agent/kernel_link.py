@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import zmq
 from jupyter_client.connect import write_connection_file
@@ -42,7 +42,6 @@ OURS = (
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 WIDGETS = "jupyter.widget"  # how the names of connections begin that belong to widgets
-COMMS = frozenset(get_args(events.CommKind))
 NO_COMM = "(`{}` wants a connection to the page, which ranks cannot open)"
 
 ENDING = "`%dist_shutdown` ends all workers."
@@ -87,7 +86,7 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
 def output_from(message: Message) -> events.Output | None:
     """Read it as an output; None for kinds that nbdist does not relay, and for malformed ones."""
     try:
-        if message.kind in COMMS:
+        if message.kind in events.COMMS:
             output: events.Output | None = _comm(message)
         else:
             output = _output(message.kind, message.content, message.ours)
@@ -153,7 +152,7 @@ def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.Mime
 
 
 def _comm(message: Message) -> events.Output:
-    """Read what a widget says to its model; others than widgets have nobody to talk to."""
+    """Read what a widget says to its model; other connections become a line that refuses them."""
     content, kind = message.content, message.kind
     target = str(content["target_name"]) if kind == "comm_open" else ""
     if target and not target.startswith(WIDGETS):

@@ -108,7 +108,7 @@ class Tether:
     def send(self, message: messages.Up) -> None:
         """Send a message to the notebook; where there is none, keep what the next one needs."""
         self._record.take_up(message)
-        self.history.take_up(message, len(self._record.known.pids))
+        self.history.take_up(message)
         if isinstance(message, messages.Outputs):
             self._live += 1
         if self._end is not None:
@@ -149,7 +149,7 @@ class Tether:
                 if message.config.detach != self._record.detach:
                     self._guard.tell(STAYS if message.config.detach else LEAVES)
         self._record.take_down(message)
-        self.history.take_down(message)
+        self.history.take_down(message, len(self.ranks))
         if not isinstance(message, messages.Remember):
             self._hand_on(message)
 

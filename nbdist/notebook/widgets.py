@@ -7,7 +7,6 @@ the rank at once, from whichever thread the kernel hears it in.
 
 from __future__ import annotations
 
-import logging
 import sys
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
@@ -22,8 +21,6 @@ from nbdist.output.events import Comm, CommKind
 from nbdist.wire.messages import ToWidget
 from nbdist.world.session import Session
 from nbdist.world.widgets import Widgets
-
-log = logging.getLogger("nbdist.notebook")
 
 CONTROL = "jupyter.widget.control"
 """By which a page asks for the state of all widgets, once it was reloaded."""

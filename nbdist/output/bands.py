@@ -22,8 +22,8 @@ MOST_COLUMNS, FEWEST_COLUMNS, COLUMNS_OF_ALL = 480, 96, 16_000
 
 
 FAR, FAR_SHARE, LONG = 6.0, 0.08, 3
-"""A rank is far from the others at this many times their usual distance from the median and at
-this part of what the median goes through, for so many columns one after the other."""
+"""A rank is far from the others if its distance from the median is `FAR` times the usual one and
+`FAR_SHARE` of the median's range, in `LONG` columns in a row."""
 
 FEWEST_RANKS = 3  # of which one can be unlike the others
 
@@ -113,14 +113,11 @@ def _columns(series: Series, begin: float, width: float, columns: int) -> list[P
             continue
         if last is not None and (start := found[last]) is not None:
             for between in range(last + 1, at):
-                found[between] = _between(start, point, (between - last) / (at - last))
+                share = (between - last) / (at - last)
+                ends = zip(start, point, strict=True)
+                found[between] = Point(*(a * (1 - share) + b * share for a, b in ends))
         last = at
     return found
-
-
-def _between(start: Point, end: Point, share: float) -> Point:
-    numbers = (a * (1 - share) + b * share for a, b in zip(start, end, strict=True))
-    return Point(*numbers)
 
 
 def _median(numbers: Iterable[float | None]) -> float | None:

@@ -85,7 +85,7 @@ def curves_html(curves: Curves, names: Sequence[str] = (), *, is_live: bool = Fa
 
 
 def _tile(name: str, curve: Curve, most: int) -> str:
-    """Write one name: its numbers, and a picture of at most so many bytes."""
+    """Write the numbers of one name, and its picture if that has at most `most` bytes."""
     bands = bands_of(curve.last)
     title, rest = shown_name(name), headline(name, curve.last, bands)
     head = line(bold(title) + dim(rest.removeprefix(title)))

@@ -66,7 +66,7 @@ class Series:
 
 
 class Point(NamedTuple):
-    """Some numbers that follow one another: so many `finite` ones, and `odd` others."""
+    """Numbers in a row as one: how many are finite, their extremes and mean, how many are `odd`."""
 
     step: float
     finite: float

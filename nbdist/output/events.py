@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from nbdist.words import word_exit
 
@@ -14,6 +14,7 @@ StreamName = Literal["stdout", "stderr"]
 MimeBundle = Mapping[str, Any]
 Connections = Literal["", "ended", "timed out"]
 CommKind = Literal["comm_open", "comm_msg", "comm_close"]
+COMMS: tuple[CommKind, ...] = get_args(CommKind)
 
 _NAME_OF_A_CLASS = re.compile(r"<IPython\.(?:core\.|lib\.)?display\.\w+ object>")
 _READABLE = ("text/markdown", "text/latex", "application/json", "application/geo+json")
@@ -241,8 +242,8 @@ class Tracked(NamedTuple):
     """Numbers that the rank has tracked, by name: `OF_POINT` for each point of the curve.
 
     These are its step, how many finite numbers it is made of, the lowest, the highest and their
-    mean, and how many others (NaN, infinity).  The steps of `counted` names are calls in the task,
-    of which there were so many by now.
+    mean, and how many others (NaN, infinity).  The steps of `counted` names are calls in the task:
+    it has the number of calls up to now.
     """
 
     curves: Mapping[str, tuple[float, ...]]

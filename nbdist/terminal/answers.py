@@ -21,7 +21,7 @@ from nbdist.world import hangs
 from nbdist.world.agents import Found
 
 MOST_CHARACTERS, LONGEST_LINE = 16_000, 400
-"""Of an answer: an agent pays for each of them, and reads no better what is more."""
+"""Characters of an answer, and of a line: an assistant pays for each of them."""
 
 MOST_ROWS = 64
 
@@ -53,7 +53,7 @@ WORDS = (
     *("PRIVATE_?KEY", "CREDENTIAL", "AUTH(?!OR)"),
 )
 SECRET = re.compile("|".join(WORDS), re.IGNORECASE)
-"""In the name of an environment variable whose value nobody is to see."""
+"""A part of the name of an environment variable whose value stays hidden."""
 
 ASSIGNED = re.compile(
     rf"((?:\b[A-Z0-9_]*(?:{SECRET.pattern})[A-Z0-9_]*|\b(?:password|passwd|secret|api_key|"
@@ -201,7 +201,9 @@ def failure_text(task: TaskSeen) -> str:
     errors = {each.rank: error_of(each) for each in task.troubles}
     released = {stack.rank: stack.place for stack in task.aborted if stack.rank in errors}
     places = {**{stack.rank: stack.place for stack in task.places}, **released}
-    own = [rank for rank, error in errors.items() if not _followed(rank, error, released)]
+    # The others were released, or followed from another rank's failure.
+    own = [r for r, e in errors.items()
+           if not (follows(e) or (r in released and isinstance(e, Failure)))]  # fmt: skip
     first = min(own or errors, key=lambda rank: errors[rank].time_ns)
     error = errors[first]
     clock = time.strftime("%H:%M:%S", time.localtime(error.time_ns / 1e9))
@@ -221,11 +223,6 @@ def failure_text(task: TaskSeen) -> str:
     others = {r: _after(r, e, released) for r, e in errors.items() if r != first or not own}
     lines += [f"{name_ranks(ranks)}: {said}" for said, ranks in fold_ranks(others).items()]
     return "\n".join(lines)
-
-
-def _followed(rank: int, error: RankError, released: Mapping[int, Place]) -> bool:
-    """Return True for what came of another rank's failure, or of being released."""
-    return follows(error) or (rank in released and isinstance(error, Failure))
 
 
 def _after(rank: int, error: RankError, released: Mapping[int, Place]) -> str:

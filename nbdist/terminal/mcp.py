@@ -243,7 +243,7 @@ LOOKING: tuple[Tool, ...] = (
 
 
 class Asker:
-    """Who is at the other end, as the notebook is told; one for each server."""
+    """The name of the assistant, which the notebook shows; a server has one assistant."""
 
     name = "an assistant"
 

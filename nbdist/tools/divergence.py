@@ -111,14 +111,12 @@ class Divergence:
             for rank, each in self.noted.items()
         }
 
-    def _alike(self) -> dict[int, Any]:
-        digests = [self._digests(each) for each in self.wanted]
-        return {rank: tuple(each[rank] for each in digests) for rank in self.noted}
-
     def head(self) -> str:
         """Say `watch: after step 50 rank 2 differs from ranks 0-1,3`."""
         when = "at the end, after" if self.is_of_the_end else "after"
-        said = difference(self._alike()) or "ranks differed; in what is no longer known"
+        digests = [self._digests(each) for each in self.wanted]
+        alike = {rank: tuple(each[rank] for each in digests) for rank in self.noted}
+        said = difference(alike) or "ranks differed; in what is no longer known"
         return f"watch: {when} step {self.step} {said}"
 
     def comparisons(self) -> Iterator[Comparison]:

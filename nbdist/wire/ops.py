@@ -191,8 +191,8 @@ class Watched(NamedTuple):
 
     They are of the step `found`, the first after which ranks differ, before it or in its buffers;
     0 where they are of the end, after all `steps`.  `facts` and `inputs` are the last ones until
-    then.  It compared so many `times`, and left out `sharded` parts; of what is `refused` it says
-    why.  `names` are those of parameters, by what begins the path of an optimizer's state.
+    then.  `times` is the number of comparisons, `sharded` that of parts left out; `refused` has the
+    reasons by expression.  `names` are those of parameters, by the start of a path in an optimizer.
     """
 
     steps: int

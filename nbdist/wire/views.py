@@ -440,7 +440,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class TaskSeen:
-    """A task of these ranks, of so many in the world, and how ranks failed in it or after it.
+    """A task of these ranks, in a world of `size`, and how ranks failed in it or after it.
 
     `places` are where ranks were when a notebook asked last, `aborted` those that were released
     from a collective.

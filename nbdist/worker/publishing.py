@@ -21,12 +21,11 @@ from typing import Any
 import zmq
 from jupyter_client.session import Session
 
-from nbdist.output.events import MOVED, RECORD, TOPIC, TRACKED, Record
+from nbdist.output.events import COMMS, MOVED, RECORD, TOPIC, TRACKED, Record
 from nbdist.system.folders import open_private
 from nbdist.worker.process import write_mark
 
 DISPLAYS = ("display_data", "execute_result", "update_display_data")
-COMMS = ("comm_open", "comm_msg", "comm_close")
 ORDERED = {*DISPLAYS, *COMMS, "clear_output", "error", MOVED, RECORD, TRACKED}
 """Messages whose place among the text matters."""
 

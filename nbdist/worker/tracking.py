@@ -178,7 +178,7 @@ def _refuse(name: str) -> None:
 
 
 def _merged(points: list[Point], most: int, last: float | None) -> Iterator[Point]:
-    """Yield at most so many, each of as many steps; twice as many where steps go back and forth.
+    """Yield at most `most`, each of as many steps; twice as many where steps go back and forth.
 
     They begin at multiples of that, so at the same steps on all ranks.  What begins below the
     `last` step that was sent belongs to that point.

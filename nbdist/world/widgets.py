@@ -39,7 +39,7 @@ VERSIONS = {"1": "7", "2": "8"}
 UNKNOWN = "(this page does not have this widget: run the cell again that makes it)"
 
 MOST_OUTPUTS, MOST_TEXT = 500, 200_000
-"""Of an `Output` widget's outputs the last so many are kept, and of a text the last characters."""
+"""The numbers of an `Output` widget's last outputs, and of a text's last characters, to keep."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Widgets:
         self._note = ""
         self.models: dict[str, Model] = {}
         self.gone: list[Gone] = []
-        """Of ranks that have ended, until somebody has shown it."""
+        """Widgets of ranks that have ended, until the notebook has shown that."""
         self._unfit: dict[str, str] = {}  # by id, why no page can have them
         self._news: list[Comm] = []
         self._capturing: dict[int, list[str]] = {}  # by rank the `Output`s, the innermost last
@@ -298,7 +298,8 @@ def merged(said: Iterable[Comm]) -> list[Comm]:
         fresh.pop(comm.id, None)
         key = comm.id, str(comm.data.get("method"))
         before = joined[key].data["state"] if key in joined else {}
-        if not is_change or not all(map(_is_plain, (*before.values(), *new.values()))):
+        values = (*before.values(), *new.values())
+        if not is_change or not all(isinstance(each, int | float | str) for each in values):
             found += joined.values()
             joined.clear()
         if not is_change:
@@ -312,10 +313,6 @@ def merged(said: Iterable[Comm]) -> list[Comm]:
 
 def _changed(comm: Comm, new: Mapping[str, Any]) -> Comm:
     return comm._replace(data={**comm.data, "state": {**comm.data.get("state", {}), **new}})
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, int | float | str)
 
 
 def as_saved(output: Display | Failure) -> dict[str, Any]:

@@ -23,10 +23,10 @@ def test_the_last_failure() -> None:
     """Stays known while later tasks end well; of a task that nobody ran late words are dropped."""
     history = History()
     assert (history.last, history.failed) == (None, None)
-    history.take_down(run(1, 0, 1))
-    history.take_up(Outputs(((1, "task1", BAD),)), 2)
-    history.take_down(run(2, 0, 1))
-    history.take_up(Outputs(((0, "task1", BAD),)), 2)
+    history.take_down(run(1, 0, 1), 2)
+    history.take_up(Outputs(((1, "task1", BAD),)))
+    history.take_down(run(2, 0, 1), 2)
+    history.take_up(Outputs(((0, "task1", BAD),)))
     last, failed = history.last, history.failed
     assert last is not None
     assert failed is not None
@@ -45,9 +45,9 @@ def test_a_death_after_a_task() -> None:
     """Is told of apart from one in it; of very many ranks the first have lines."""
     history = History()
     ranks = tuple(range(WITH_LINES + 2))
-    history.take_down(run(1, *ranks))
+    history.take_down(run(1, *ranks), len(ranks))
     died: Output = Died(-signal.SIGKILL, 9, 123, ("bye",))
-    history.take_up(Outputs(tuple((rank, "", died) for rank in ranks)), len(ranks))
+    history.take_up(Outputs(tuple((rank, "", died) for rank in ranks)))
     assert history.failed is not None
     troubles = history.failed.troubles
     assert all(each.is_idle for each in troubles)
@@ -57,9 +57,9 @@ def test_a_death_after_a_task() -> None:
 def test_where_ranks_were_released() -> None:
     """Those that a notebook has found in a collective before it aborted that."""
     history = History()
-    history.take_down(run(1, 0, 1))
-    history.take_up(Located({0: Place(line=2, operation="barrier"), 1: Place()}), 2)
-    history.take_down(Abort((0, 1)))
+    history.take_down(run(1, 0, 1), 2)
+    history.take_up(Located({0: Place(line=2, operation="barrier"), 1: Place()}))
+    history.take_down(Abort((0, 1)), 2)
     assert history.last is not None
     assert [each.rank for each in history.last.aborted] == [0]
     assert [each.rank for each in history.last.places] == [0, 1]

@@ -1,7 +1,7 @@
 """How ranks compare digests beside the training, in the store where their group has met.
 
-Each leaves its digest there, and the last one to come compares: nobody waits.  Where ranks are to
-stop at a difference, all wait for each other.
+Each rank puts its digest there, and the last rank compares them: no rank waits.  With
+`--stop-on-difference` all ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Exchange:
         return str(self._store.get(key).decode())
 
     def end(self) -> None:
-        """Let nobody wait for this rank any more: its cell has ended."""
+        """End the wait of other ranks for this one, whose cell has ended."""
         if self._waits and self._store is not None:
             self._store.set(f"{self._key}/ended", str(self._rank))
 
