@@ -49,7 +49,7 @@ class Bomb:
         session = {session}
         if {pid} in session.pids.values():
             os.kill({pid}, signal.SIGKILL)
-            while not session.link.arrived: pass
+            while not any("Died" in repr(news) for news in [*session.link.arrived]): pass
         return int, (7,)
 bomb = Bomb()
 """
