@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import psutil
@@ -161,14 +161,16 @@ async def _of_silent(worker: Worker, turn: _Turn) -> Place:
 class _Turn:
     """Whether a rank that does not answer in time has had a processor for it.
 
-    One that is silent while others have the processors need not hold the GIL.  Nothing is read of
-    those that answer at once.
+    One that is silent while others have the processors need not hold the GIL; nor where this
+    process has had none, which takes the answer.  Threads that answer wait one after the other.
+    Nothing is read of those that answer at once.
     """
 
     def __init__(self, worker: Worker, timeout: float) -> None:
         self._pid = worker.pid
         self._timeout = timeout
-        self._clock: OwnTime | None = None
+        self._clocks: list[OwnTime] = []
+        self._started = 0.0
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -179,11 +181,13 @@ class _Turn:
         self._timer.cancel()
 
     def _start(self) -> None:
-        self._clock = OwnTime(self._pid)
+        self._clocks, self._started = [*map(OwnTime, (self._pid, os.getpid()))], time.monotonic()
 
     def judged(self, place: Place) -> Place:
         """Return the place of one that was silent."""
-        had_turn = self._clock is not None and self._clock.seconds() > self._timeout / 2
+        waited = sum(chain.from_iterable(clock.waits() for clock in self._clocks))
+        seconds = time.monotonic() - self._started - waited
+        had_turn = bool(self._clocks) and seconds > self._timeout / 4
         return replace(place, holds_gil=place.holds_gil and had_turn)
 
 

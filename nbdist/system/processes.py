@@ -163,9 +163,12 @@ class OwnTime:
 
     def seconds(self) -> float:
         """Count them; all that pass, where the kernel does not count how long threads wait."""
+        return max(0.0, time.monotonic() - self._since - max(self.waits(), default=0.0))
+
+    def waits(self) -> list[float]:
+        """Return how many seconds each thread has waited for a processor."""
         passed, now = time.monotonic() - self._since, _schedules(self._pid)
-        waits = (self._wait(tid, each, passed) for tid, each in now.items() if each.wakes)
-        return max(0.0, passed - max(waits, default=0.0))
+        return [self._wait(tid, each, passed) for tid, each in now.items() if each.wakes]
 
     def _wait(self, tid: str, now: Schedule, passed: float) -> float:
         before = self._before.get(tid, Schedule())

@@ -187,16 +187,19 @@ def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
     now = time.monotonic()
     enough, until = now + (LEFTOVERS_GRACE if crew.runs_ahead else 0.0), now + SLOW_GRACE
     looks, may_be_old = 0, True
+    known: dict[int, Place] = {}  # of a rank that does not answer this time what it has said before
     while looks < 2 or time.monotonic() < enough:
         places = _locate(workers, running)
-        running.differing = differing(places)
-        is_slow = any(place.holds_gil for place in places.values()) and time.monotonic() < until
         # The first answer can be to what was asked while ranks still ran.
-        is_old = may_be_old and any(place.is_in_code for place in places.values())
-        may_be_old = False
-        if is_slow or is_old:
+        is_old = may_be_old and any(p.is_in_code and not p.holds_gil for p in places.values())
+        may_be_old = may_be_old and not places
+        if is_old:
             continue
-        if not any(place.unfinished for place in places.values()):
+        known.update((rank, place) for rank, place in places.items() if not place.holds_gil)
+        running.differing = differing(known)
+        if not known.keys() >= {*workers.everyone} and time.monotonic() < until:
+            continue
+        if not any(place.unfinished for place in known.values()):
             return
         looks += 1
         if crew.runs_ahead:

@@ -272,7 +272,7 @@ def test_a_rank_whose_stack_cannot_be_read(world: World, gate: Gate) -> None:
     assert len(list(files)) == world.size  # one a worker, however often they were restarted
 
 
-def test_the_users_own_signals(world: World) -> None:
+def test_the_users_own_signals(world: World, gate: Gate) -> None:
     """They are the user's: no stack comes from them, no handler is called, no C code woken up."""
     world.execute(
         "import ctypes, signal\ngot = []\n"
@@ -280,18 +280,18 @@ def test_the_users_own_signals(world: World) -> None:
         "for one in (signal.SIGUSR1, signal.SIGUSR2, *real):\n"
         "    assert signal.signal(one, lambda *_: got.append(1)) == signal.SIG_DFL"
     )
-    source = "left = ctypes.PyDLL(None).sleep(4)"  # it holds the GIL, and would return early
     calls = dict[int, int]()
 
-    def all_hold() -> bool:
-        held = (stack for stack in world.stacks() if stack.place.holds_gil)
+    def all_hold() -> bool:  # a slow one is not always seen to, or cannot be read in time
+        held = (stack for stack in world.stacks() if stack.place.holds_gil and stack.frames)
         calls.update((stack.rank, len(stack.frames)) for stack in held)
         return len(calls) == world.size
 
-    with busy(world, source, lambda pid: thread_state(pid) == "S"):
+    with busy(world, f"{gate.cell}read = {HOLD}", reads_a_pipe):  # which would return early
         until(world, all_hold)
+        gate.open(world.size)
     assert {*calls.values()} == {1}
-    assert world.gather("(left, got)") == [(0, [])] * world.size
+    assert world.gather("(read, got)") == [(1, [])] * world.size
 
 
 @pytest.mark.unit
