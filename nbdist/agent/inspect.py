@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import psutil
@@ -170,7 +170,6 @@ class _Turn:
         self._pid = worker.pid
         self._timeout = timeout
         self._clocks: list[OwnTime] = []
-        self._started = 0.0
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -181,14 +180,15 @@ class _Turn:
         self._timer.cancel()
 
     def _start(self) -> None:
-        self._clocks, self._started = [*map(OwnTime, (self._pid, os.getpid()))], time.monotonic()
+        self._clocks = [OwnTime(self._pid), OwnTime(os.getpid())]
 
     def judged(self, place: Place) -> Place:
         """Return the place of one that was silent."""
-        waited = sum(chain.from_iterable(clock.waits() for clock in self._clocks))
-        seconds = time.monotonic() - self._started - waited
-        had_turn = bool(self._clocks) and seconds > self._timeout / 4
-        return replace(place, holds_gil=place.holds_gil and had_turn)
+        if not (place.holds_gil and self._clocks):
+            return replace(place, holds_gil=False)
+        waited = sum(sum(clock.waits()) for clock in self._clocks)
+        passed = time.monotonic() - self._clocks[0].since
+        return replace(place, holds_gil=passed - waited > self._timeout / 4)
 
 
 async def _last_collective(

@@ -158,16 +158,16 @@ class OwnTime:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._since = time.monotonic()
+        self.since = time.monotonic()
         self._before = _schedules(pid)
 
     def seconds(self) -> float:
         """Count them; all that pass, where the kernel does not count how long threads wait."""
-        return max(0.0, time.monotonic() - self._since - max(self.waits(), default=0.0))
+        return max(0.0, time.monotonic() - self.since - max(self.waits(), default=0.0))
 
     def waits(self) -> list[float]:
         """Return how many seconds each thread has waited for a processor."""
-        passed, now = time.monotonic() - self._since, _schedules(self._pid)
+        passed, now = time.monotonic() - self.since, _schedules(self._pid)
         return [self._wait(tid, each, passed) for tid, each in now.items() if each.wakes]
 
     def _wait(self, tid: str, now: Schedule, passed: float) -> float:

@@ -187,7 +187,7 @@ def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
     now = time.monotonic()
     enough, until = now + (LEFTOVERS_GRACE if crew.runs_ahead else 0.0), now + SLOW_GRACE
     looks, may_be_old = 0, True
-    known: dict[int, Place] = {}  # of a rank that does not answer this time what it has said before
+    known: dict[int, Place] = {}  # the last answer of each rank
     while looks < 2 or time.monotonic() < enough:
         places = _locate(workers, running)
         # The first answer can be to what was asked while ranks still ran.
@@ -195,9 +195,12 @@ def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
         may_be_old = may_be_old and not places
         if is_old:
             continue
-        known.update((rank, place) for rank, place in places.items() if not place.holds_gil)
+        answers = {rank: place for rank, place in places.items() if not place.holds_gil}
+        known.update(answers)
         running.differing = differing(known)
-        if not known.keys() >= {*workers.everyone} and time.monotonic() < until:
+        # What a finished rank had ended stays so; whether the others have, they are asked again.
+        ended = {rank for rank, place in known.items() if not place.unfinished}
+        if not {*answers, *ended}.issuperset(workers.everyone) and time.monotonic() < until:
             continue
         if not any(place.unfinished for place in known.values()):
             return
