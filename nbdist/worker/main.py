@@ -38,6 +38,7 @@ from nbdist.worker.process import (
     flush_streams,
     leave_world_in_children,
     set_limit,
+    threads_without_sigint,
     write_all,
 )
 from nbdist.worker.publishing import MarkingSession
@@ -49,7 +50,8 @@ def run_worker(start: WorkerStart) -> None:
     own_path = list(sys.path)
     prepare_torch(start)
     import_ops()
-    app = make_app(start)
+    with threads_without_sigint():
+        app = make_app(start)
     # Lightning refuses to run several processes where it finds a prompt.
     for prompt in ("ps1", "ps2"):
         if hasattr(sys, prompt):

@@ -119,6 +119,20 @@ class Interrupts:
         self._is_kept = is_there and is_for_task
 
 
+@contextmanager
+def threads_without_sigint() -> Iterator[None]:
+    """Start threads inside that leave SIGINT to the main thread.
+
+    In a process that goes on after SIGSTOP any thread may get it, and note it only when the main
+    thread has read that it was sent before.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 # --- children ---------------------------------------------------------------------------------
 
 
