@@ -261,6 +261,9 @@ WITH_NCCL: Mapping[str, str] = {
     # What it sets up in NVLink's switches does not survive an abort, so healing demands it
     # (NVIDIA's in-process restart does too).
     "NCCL_NVLS_ENABLE": "0",
+    # Else a rank connects with its first collective of a kind, where it waits for the others in
+    # C++ before Flight Recorder has that (NCCL from 2.22 on).
+    "NCCL_RUNTIME_CONNECT": "0",
     # nccl's own monitor listens on TCP and answers everybody; like Flight Recorder it counts what
     # a rank has launched, and knows neither what has ended nor send and recv.
     "NCCL_RAS_ENABLE": "0",

@@ -10,7 +10,7 @@ import keyword
 import re
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -45,6 +45,7 @@ class ControlThread:
         self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
         self._probe = Probe(kernel.group)
         self._full: asyncio.Future[Completions | Description] | None = None
+        self._aborting: asyncio.Future[control.Answer] | None = None
         self._answering: set[asyncio.Task[None]] = set()
         kernel.control_handlers[control.REQUEST] = self.answer
 
@@ -59,15 +60,31 @@ class ControlThread:
             request = unpack(message["buffers"][0])
             if isinstance(request, Question):
                 # That takes a while: what comes next, to free this rank for one, does not wait.
-                task = asyncio.get_running_loop().create_task(self._consult(request, send))
-                self._answering.add(task)
-                task.add_done_callback(self._answering.discard)
-                return
-            try:
-                answer = self._answer_to(request)
-            except Exception as error:  # noqa: BLE001 (the agent waits for an answer, whatever failed)
-                answer = control.Failed(str(error) or repr(error), unfit=not is_of_others(error))
-        send(answer)
+                return self._answer_later(self._consult(request, send))
+            if isinstance(request, control.Abort) and self._probe.uses_nccl:
+                return self._answer_later(self._abort(request, send))
+            answer = self._tried(request)
+        return send(answer)
+
+    def _answer_later(self, answering: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(answering)
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _abort(
+        self, request: control.Request, send: Callable[[control.Answer], None]
+    ) -> None:
+        """Abort, for which nccl can take seconds: who asks where this rank is does not wait."""
+        if self._aborting is None or self._aborting.done():
+            loop = asyncio.get_running_loop()
+            self._aborting = loop.run_in_executor(None, self._tried, request)
+        send(await asyncio.shield(self._aborting))
+
+    def _tried(self, request: control.Request) -> control.Answer:
+        try:
+            return self._answer_to(request)
+        except Exception as error:  # noqa: BLE001 (the agent waits for an answer, whatever failed)
+            return control.Failed(str(error) or repr(error), unfit=not is_of_others(error))
 
     async def _consult(self, question: Question, send: Callable[[control.Answer], None]) -> None:
         """Answer within `FULL_TIMEOUT`; one question at a time gets IPython's answer."""

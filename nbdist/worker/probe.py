@@ -37,6 +37,7 @@ from nbdist.worker.ops.call import call
 
 IN_TORCH = os.path.join("torch", "distributed") + os.sep
 WAITS = "send or recv" if seam.RECORDS_GLOO else "send, recv or an asynchronous collective"
+CALLING, COALESCED = IN_TORCH + "distributed_c10d.py", "_coalescing_manager"
 POINT_TO_POINT = {inspect.unwrap(each).__code__ for each in (dist.send, dist.recv)}
 FUTEX = 202 if os.uname().machine == "x86_64" else 98
 LIBRARIES = (PACKAGES.pattern, "<frozen ", re.escape(os.path.dirname(os.path.dirname(__file__))))
@@ -56,8 +57,8 @@ class Probe:
         # Not `native_id`, which a forked process takes over from its parent (Python 3.11).
         self._native_id = os.getpid()
         self._recording = Recording()
-        self._uses_nccl = group is not None and group.uses_nccl
-        self._nccl = UnderWay(is_used=self._uses_nccl)
+        self.uses_nccl = group is not None and group.uses_nccl
+        self._nccl = UnderWay(is_used=self.uses_nccl)
 
     def locate(self) -> Place:
         """Return where it is, with all that tells whether it can go on."""
@@ -76,12 +77,12 @@ class Probe:
             has_help=bool(operation) and self._has_help(frames),
             is_cleaning_up=handles_stop(self._ident),
             # Who is in the next one of the same name has moved on.
-            counts={**begun, "nccl": nccl.number} if self._uses_nccl else begun,
+            counts={**begun, "nccl": nccl.number} if self.uses_nccl else begun,
             moved=moved,
             in_flight=in_flight,
             stalled=stalled,
             # The kernel's own threads often have something to do; nccl's, on a GPU, cannot be seen.
-            is_calm=not (self._uses_nccl or any(map(_is_at_work, os.listdir("/proc/self/task")))),
+            is_calm=not (self.uses_nccl or any(map(_is_at_work, os.listdir("/proc/self/task")))),
             unfinished=sum(each.unfinished for each in counts.values()) + nccl.count,
         )
 
@@ -119,12 +120,14 @@ class Probe:
     @property
     def waits_for_nccl(self) -> bool:
         """True while a cell runs whose collectives of nccl's have not ended, or have failed."""
-        if not self._uses_nccl or self._group is None:
+        if not self.uses_nccl or self._group is None:
             return False
-        spot = self._spot(list(frames_of(self._ident)))
+        frames = list(frames_of(self._ident))
+        spot = self._spot(frames)
         if not (spot.line or spot.file):
             return False
-        return self._nccl.pending().count > 0 or bool(self._group.nccl_error)
+        is_pending = self._nccl.pending().count > 0 or bool(self._group.nccl_error)
+        return is_pending or _is_calling(frames[0].f_code)
 
     def _stack(self) -> list[FrameType]:
         """Return the thread's frames, or those of a cell that awaits something."""
@@ -161,6 +164,8 @@ class Probe:
             return _called(frames) or "store" if self._group.waits_to_meet else ""
         if nccl.name:
             return nccl.name
+        if self.uses_nccl and _is_calling(frames[0].f_code if frames else None):
+            return _called(frames)
         if not self._is_in_futex():
             return ""
         if begun := self._recording.waited_for(counts):
@@ -213,6 +218,16 @@ def _waits_for_ranks(frames: list[FrameType]) -> bool:
     if inner is None or inner is wait.__code__:
         return inner is not None
     return IN_TORCH in inner.co_filename or inner.co_name == seam.BACKWARD
+
+
+def _is_calling(code: CodeType | None) -> bool:
+    """Return True if it is C++ that a collective's function has called.
+
+    There nccl connects ranks, before it has anything on the GPU or in Flight Recorder.
+    """
+    if code is None or not code.co_filename.endswith(CALLING):
+        return False
+    return code.co_name == COALESCED or not code.co_name.startswith("_")
 
 
 def _is_of_user(ident: int) -> bool:

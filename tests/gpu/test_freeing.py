@@ -94,13 +94,15 @@ def test_one_rank_raises(
 def test_a_rank_raises_in_the_midst(world: World, kind: str, figure: Figure) -> None:
     """Kernels of all ranks run, of collectives of gigabytes, when one raises."""
     before = dict(world.pids)
+    # Each that is aborted still copies its gigabyte, and gloo's go through the CPU.
+    length = lab.big() // (4 if kind == "nccl" else 64)
     source = KEPT_BUSY.format(
-        length=lab.big(), then="if rank == 1 and step == 3: raise ValueError('bad')"
+        length=length, then="if rank == 1 and step == 3: raise ValueError('bad')"
     )
     running, error = lab.ends(world, source)
     assert "ValueError: bad" in str(error)
     assert world.pids == before
-    figure(f"{kind}: raises among all_reduces of {4 * lab.big() >> 20} MiB", running.age, "s")
+    figure(f"{kind}: raises among 30 all_reduces of {4 * length >> 20} MiB", running.age, "s")
     goes_on(world, kind)
 
 

@@ -25,7 +25,9 @@ KERNEL = (
 """A kernel of minutes; on the CPU C code, with the GIL and without."""
 
 
-def stop(world: World, source: str, after: float = 1.0) -> tuple[NbdistError | None, float]:
+def stop(
+    world: World, source: str, after: float = 1.0, times: int = 1
+) -> tuple[NbdistError | None, float]:
     """Stop a cell that would run for ever; its error, and the seconds until idle."""
     world.execute("kept = rank")
     running = world.submit(world.task(source))
@@ -33,8 +35,9 @@ def stop(world: World, source: str, after: float = 1.0) -> tuple[NbdistError | N
         if running.age > after:
             break
     stopped = time.monotonic()
-    world.interrupt()
-    world.session.wait(running)
+    for _ in range(times):
+        world.interrupt()
+        world.session.wait(running)
     seconds = time.monotonic() - stopped
     assert world.state is State.READY
     return running.error(), seconds
@@ -65,13 +68,14 @@ def test_stop_keeps_everything(world: World, kind: str, figure: Figure, name: st
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waited for", "left behind"])
 def test_stop_in_a_kernel(world: World, kind: str, figure: Figure, *, waits: bool) -> None:
-    """A rank whose GPU is busy for minutes is replaced where nothing else helps; others stay."""
+    """A rank whose GPU is busy for minutes is replaced once Stop is pressed again; others stay."""
     kernel = KERNEL.format(
         then="torch.cuda.synchronize()" if waits else "t.item()",
         library="PyDLL" if waits else "CDLL",
     )
     before = dict(world.pids)
-    error, seconds = stop(world, f"t = torch.ones(1)\nif rank == 1:\n    {_indented(kernel)}")
+    source = f"t = torch.ones(1)\nif rank == 1:\n    {_indented(kernel)}"
+    error, seconds = stop(world, source, times=2)
     assert error is not None
     figure(f"{kind}: Stop in a kernel, {'waited for' if waits else 'left behind'}", seconds, "s")
     assert {rank for rank in before if before[rank] != world.pids[rank]} <= {1}

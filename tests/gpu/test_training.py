@@ -7,10 +7,13 @@ a step with what it left: the weights are taken from who knows them, or from a c
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.bench.watch import comparison, watched
 from tests.faults import test_training as faults
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
@@ -98,3 +101,32 @@ def test_another_number_of_ranks(world: World) -> None:
         first, *others = world.gather("weights(net)")
         assert len(others) == size - 1
         assert all(first.equal(other) for other in others)
+
+
+def test_watch(world: World, figure: Figure) -> None:
+    """It names the part that a rank on the GPU had another of, at the next look."""
+    world.execute("net, optimizer = make('DDP')")
+    change = (
+        "if rank == 1 and step == 7:\n        with torch.no_grad(): net.module[0].weight[0, 0] += 1"
+    )
+    began = time.monotonic()
+    found = watched(
+        world,
+        f"for step in range(1, 21):\n    {change}\n    train(net, optimizer, [step])",
+        ["net", "optimizer"],
+        "gpu",
+    )
+    figure("20 watched steps", time.monotonic() - began, "s")
+    assert found.step == 10
+    assert found.head() == "watch: after step 10 rank 1 differs from rank 0"
+    assert next(comparison(found, "net"))[0] == "module.0.weight"
+
+
+def test_track(world: World, figure: Figure) -> None:
+    """Numbers that are on the GPU arrive, each in its place."""
+    began = time.monotonic()
+    world.execute("for step in range(100): track(loss=torch.tensor(step + rank / 2))")
+    figure("100 calls of track with a tensor", 1e3 * (time.monotonic() - began), "ms")
+    table = world.tracked("loss")
+    assert table.iloc[-1].tolist() == [99.0, 99.0, 99.5]
+    assert len(table) == 100

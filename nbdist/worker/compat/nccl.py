@@ -1,20 +1,24 @@
-"""The two classes that "nccl" has been in torch, behind one protocol.  Not run on a GPU yet.
+"""The two classes that "nccl" has been in torch, behind one protocol.
 
 `Legacy` is what "nccl" means up to torch 2.14, "nccl-legacy" from then on, and where
-TORCH_DIST_USE_NCCL2=0; `Nccl2` is what it means from 2.15 on.  Which of them a backend is
-follows from its name, and never from the version of torch.  With nccl2 on 2.14, which is not its
-default, groups heal too, but no rank could be said to wait: torch does not record its collectives.
+TORCH_DIST_USE_NCCL2=0: it was run on an H200 with torch 2.11.  `Nccl2`, which was not run on a GPU
+yet, is what it means from 2.15 on.  Which of them a backend is follows from its name, and never
+from the version of torch.  With nccl2 on 2.14, which is not its default, groups heal too, but no
+rank could be said to wait: torch does not record its collectives.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,12 +57,6 @@ class Adapter(ABC):
     most_renewals: int | None
     """How often a group can be connected anew; None where there is no limit."""
 
-    connects_at_once: bool
-    """Whether each group is connected as soon as it is made or renewed, by all its ranks.
-
-    Else that of the world alone is, and others are with their first collective.
-    """
-
     counts_on: bool  # whether the numbers of a group's collectives go on where it is renewed
 
     @abstractmethod
@@ -70,8 +68,18 @@ class Adapter(ABC):
         """Return what is to be connected: the group's backend, or another one in its place."""
 
     @abstractmethod
+    def new(self, name: str, seat: Seat, timeout: timedelta) -> Any:
+        """Make one, for a group of this name, to be connected."""
+
     def abort(self, backends: Sequence[Any]) -> None:
-        """End their collectives, from any thread; it can take for ever."""
+        """End their collectives, from any thread; it can take for ever.
+
+        All at once: one after the other two could wait for each other, as each waits for all that
+        runs on the GPU.  NCCL's group calls are no help, as torch aborts in a thread of its own.
+        """
+        with ThreadPoolExecutor(len(backends)) as pool:
+            for _ in pool.map(lambda backend: backend.abort(), backends):
+                pass
 
     @abstractmethod
     def dump(self, *, active: bool) -> bytes:
@@ -87,36 +95,35 @@ class Adapter(ABC):
         return entries_in(self.dump(active=False))
 
     def error(self, backend: Any) -> str:
-        """Return what has gone wrong between its ranks; "" for nothing."""
+        """Return what has ended its collectives; "" for nothing."""
         kind = backend.get_error()
         return "" if kind == c10d.ErrorType.SUCCESS else kind.name.lower()
 
+    def end_calls(self, backend: Any) -> None:  # noqa: B027 (one class leaves none)
+        """End what a broken off call has left open on this thread."""
+
 
 class Legacy(Adapter):
-    """torch's first class: aborted in one go, and then replaced by another one in its group."""
+    """torch's first class: aborted, and then replaced by another one in its group."""
 
     most_renewals: int | None = MOST_RENEWALS // 2
-    connects_at_once = counts_on = False
+    counts_on = False
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Connect, instead of with the first collective.
+        """Meet in the store, and connect then, instead of with the first collective.
 
         torch cannot abort a wait there: it has no communicator yet.  Sends and receives use it too.
         """
+        store, size = seat.store, len(seat.members)
+        store.set(f"connects{seat.number}/{seat.position}", "")
+        store.wait([f"connects{seat.number}/{each}" for each in range(size)], timeout)
         return lambda: backend.eager_connect_single_device(seat.device)
 
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
-        """Give the group a new backend, as torch 2.13's `_new_process_group_helper` makes it."""
-        options = dist.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = False
-        options._timeout = timeout
+        """Give the group a new backend."""
         # Asked of one of the backends, which can be another one in a moment.
         name, description = group.group_name, group.group_desc
-        options.group_name = name
-        options.global_ranks_in_group = list(seat.members)
-        backend = dist.ProcessGroupNCCL(seat.store, seat.position, len(seat.members), options)
-        if VERSION < (2, 14):  # from then on it does nothing, and warns
-            backend._set_sequence_number_for_group()
+        backend = self.new(name, seat, timeout)
         # A group takes a backend in another's place where it has not seen its type.
         kind = ProcessGroup.BackendType(LAST_TYPE - seat.number)
         group._register_backend(torch.device("cuda"), kind, backend)
@@ -124,12 +131,33 @@ class Legacy(Adapter):
         group._set_group_desc(description)
         return backend
 
-    def abort(self, backends: Sequence[Any]) -> None:
-        """Abort all together: communicators that depend on each other would wait for ever."""
-        backends[0]._group_start()
-        for backend in backends:
-            backend.abort()
-        backends[0]._group_end()
+    def new(self, name: str, seat: Seat, timeout: timedelta) -> Any:
+        """Make one as torch 2.13's `_new_process_group_helper` does."""
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = False
+        options._timeout = timeout
+        options.group_name = name
+        options.global_ranks_in_group = list(seat.members)
+        backend = dist.ProcessGroupNCCL(seat.store, seat.position, len(seat.members), options)
+        if VERSION < (2, 14):  # from then on it does nothing, and warns
+            backend._set_sequence_number_for_group()
+        return backend
+
+    def error(self, backend: Any) -> str:
+        # Of a collective that is late its watchdog says so for ever, and ends nothing.
+        said = super().error(backend)
+        return "" if said == "timeout" else said
+
+    def end_calls(self, backend: Any) -> None:
+        # `batch_isend_irecv` begins a group call of NCCL's and ends it, which can fail, and then
+        # torch still counts it: making a communicator would end it once more, and fail.  Where
+        # it was left out, all that comes after would wait for it.
+        open_calls = _open_calls()
+        while open_calls is not None and open_calls.value:
+            try:
+                backend._group_end()
+            except RuntimeError:
+                open_calls.value = 0
 
     def dump(self, *, active: bool) -> bytes:
         ask = getattr(c10d, "_dump_nccl_trace_json", None)  # torch for the CPU has none
@@ -140,7 +168,7 @@ class Nccl2(Adapter):
     """torch's other class, reconfigured to connect; its watchdog never ends the process."""
 
     most_renewals: int | None = None
-    connects_at_once = counts_on = True
+    counts_on = True
 
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
         """Connect on the rank's device; that is bounded, raises DistError, and can be repeated."""
@@ -168,11 +196,14 @@ class Nccl2(Adapter):
             group._register_backend(device, kind, backend)
         return backend
 
-    def abort(self, backends: Sequence[Any]) -> None:
-        """Abort all at once: one after the other two could wait for each other."""
-        with ThreadPoolExecutor(len(backends)) as pool:
-            for _ in pool.map(lambda backend: backend.abort(), backends):
-                pass
+    def new(self, name: str, seat: Seat, timeout: timedelta) -> Any:
+        options: Any = c10d._DistributedBackendOptions()
+        options.store, options.timeout = seat.store, timeout
+        options.group_rank, options.group_size = seat.position, len(seat.members)
+        options.global_ranks_in_group = list(seat.members)
+        options.group_id, options.enable_reconfigure = name, True
+        plugins: Any = distributed_c10d.Backend._plugins
+        return plugins["NCCL2"].creator_fn(options, None)
 
     def dump(self, *, active: bool) -> bytes:
         if not RECORDS_NCCL2:
@@ -203,12 +234,6 @@ def _found_in(group: ProcessGroup) -> tuple[Any, Any]:
     return None, None
 
 
-def connects_at_once(group: ProcessGroup) -> bool:
-    """Return True if it has one which all its ranks connect as soon as it is made or renewed."""
-    backend = nccl_of(group)
-    return backend is not None and adapter_of(backend).connects_at_once
-
-
 def adapter_of(backend: Any) -> Adapter:
     """Return what speaks to this nccl backend."""
     return ADAPTERS[backend.name()]
@@ -221,6 +246,41 @@ def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None
             creator = _creator(plugin.creator_fn, make)
             plugins: Any = distributed_c10d.Backend._plugins
             plugins[name.upper()] = plugin._replace(creator_fn=creator)
+
+
+def when_legacy_is_made(made: Callable[[Any, Any, int, int], None]) -> None:
+    """Call `made(backend, store, rank, size)` after each, but for what torch splits from others."""
+    kind: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if kind is None:  # torch for the CPU
+        return
+    original = kind.__init__
+
+    def init(self: Any, store: Any, rank: int, size: int, *options: Any, **named: Any) -> None:
+        original(self, store, rank, size, *options, **named)
+        if getattr(self.options, "split_from", None) is None:
+            made(self, store, rank, size)
+
+    kind.__init__ = init
+
+
+LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so")
+OPEN_CALLS = "_ZN4c10d16ProcessGroupNCCL23ncclActiveGroupCounter_E"
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(LIBRARY)
+    except OSError:
+        return None
+
+
+def _open_calls() -> ctypes.c_uint64 | None:
+    """Return how many group calls of NCCL's torch has open on this thread; None if unknown."""
+    try:
+        return ctypes.c_uint64.in_dll(library, OPEN_CALLS) if (library := _library()) else None
+    except ValueError:  # a version without it
+        return None
 
 
 def plain_class() -> str:
@@ -247,14 +307,3 @@ def _creator(original: Callable[..., Any], make: Callable[..., Any]) -> Callable
         return make(lambda changed: original(changed, backend_options), options)
 
     return create
-
-
-def new_nccl2(seat: Seat, timeout: timedelta) -> Any:
-    """Make one that no group has, to be connected."""
-    options: Any = c10d._DistributedBackendOptions()
-    options.store, options.timeout = seat.store, timeout
-    options.group_rank, options.group_size = seat.position, len(seat.members)
-    options.global_ranks_in_group = list(seat.members)
-    options.group_id, options.enable_reconfigure = "stand-in", True
-    plugins: Any = distributed_c10d.Backend._plugins
-    return plugins["NCCL2"].creator_fn(options, None)

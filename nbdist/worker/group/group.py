@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from nbdist.system.processes import trim_memory
 from nbdist.wire.spec import WorkerStart, over_file
 from nbdist.worker.compat import nccl
 from nbdist.worker.compat import torch as seam
@@ -36,7 +37,7 @@ from nbdist.worker.group.stores import (
 
 ARRIVED = "arrived"  # where in the store a rank that is new says that it has come to the group
 WORLD = "world"  # the world's own group in the store; others have names that torch gave them
-OF_NCCL = "/nccl"  # follows a group's name where its nccl backend is meant, not its gloo backend
+OF_NCCL = "/is "  # and nccl's class follow a group's name where that, not its gloo, is meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class Group:
         """Put the world's group in its place, and name new groups after this task."""
         self.task_began_ns = time.time_ns()
         self._default.begin_task(task_id)
+        for backend in self._nccl_backends()[:1] if self._nccl is not None else ():
+            nccl.adapter_of(backend).end_calls(backend)
 
     def end(self) -> None:
         """Shut everything down, at the end of the worker."""
@@ -103,8 +106,8 @@ class Group:
             ranks = tuple(dist.get_process_group_ranks(group))
             if seam.gloo_of(group) is not None:
                 found[name] = ranks
-            if nccl.connects_at_once(group):
-                found[name + OF_NCCL] = ranks
+            if (backend := nccl.nccl_of(group)) is not None:
+                found[name + OF_NCCL + backend.name()] = ranks
         return found
 
     @property
@@ -165,10 +168,6 @@ class Group:
         if start.sized_in > 1:
             # Its name is in the store's keys, and a mesh of the size before must not find it.
             self._default.name_after(f"sized{start.sized_in}")
-        # Threads of nccl's look into the store, and must never wait for the GIL where there is a
-        # store that needs none.
-        needs_none = self.uses_nccl and self._agent is None
-        store = self._store_of(0, WORLD) if needs_none else self._shared
         is_first = start.generation == 1
         # torch puts prefixes of its own before; survivors of a death meet without them.
         self._gloo.next_meeting = meeting
@@ -176,7 +175,7 @@ class Group:
             # What torch would wrap a later one in meets where earlier generations did.
             later = nullcontext() if self._nccl is None else self._nccl.connecting_later()
             with later, nullcontext() if is_first else seam.without_comparing():
-                self._default.form(start, store)
+                self._default.form(start, self._shared)
         finally:
             self._gloo.next_meeting = None
         backend = None if is_first or not seam.compares() else seam.gloo_of(self._default.group)
@@ -240,6 +239,9 @@ class Group:
             # A step whose collectives were aborted went on to its end, on some ranks alone, and
             # may have put their gradients into other buckets.
             default.begin_models_anew()
+            # A communicator's 34 MB on the CPU are of the arena of whatever thread made it, which
+            # keeps them once it is aborted (NCCL 2.28): 9 MB more with each death.
+            trim_memory()
 
     def _most_generations(self) -> int | None:
         """Return how often a group can be rebuilt; None where there is no limit."""
@@ -264,8 +266,8 @@ class Group:
         self._stand_ins.clear()
         for name, members in sorted(held.items()):
             if self._start.rank in members:
-                side = Side(name, members, own.get(name.removesuffix(OF_NCCL)))
-                connect = self._connect_nccl if name.endswith(OF_NCCL) else self._connect
+                side = Side(name, members, own.get(name.partition(OF_NCCL)[0]))
+                connect = self._connect_nccl if OF_NCCL in name else self._connect
                 connect(side, generation)
 
     def _connect(self, side: Side, generation: int) -> None:
@@ -297,13 +299,11 @@ class Group:
     # --- nccl ---------------------------------------------------------------------------------
 
     def _connect_own_nccl(self, generation: int) -> None:
-        """Connect the world's group, and make groups ready that connect with a first collective."""
-        for name, group in {WORLD: self._default.group, **self._default.subgroups()}.items():
-            is_own = name == WORLD or not nccl.connects_at_once(group)
-            if is_own and nccl.nccl_of(group) is not None:
-                members = dist.get_process_group_ranks(group)
-                side = Side(name + OF_NCCL, members, group, self._world.timeout)
-                self._connect_nccl(side, generation)
+        backend = nccl.nccl_of(self._default.group)
+        if backend is not None:
+            own = self._world
+            side = replace(own, name=own.name + OF_NCCL + backend.name())
+            self._connect_nccl(side, generation)
 
     def _connect_nccl(self, side: Side, generation: int) -> None:
         """Connect nccl's backend of one group in keys of this generation."""
@@ -312,12 +312,12 @@ class Group:
         meeting = self._meeting_of(side.name, generation)
         seat = self._nccl.seat(meeting, side.members, self._rank_in(side))
         if side.group is None:
-            self._stand_ins.append(self._nccl.stand_in(meeting, seat, side.timeout))
+            kind = side.name.partition(OF_NCCL)[2]
+            self._stand_ins.append(self._nccl.stand_in(kind, meeting, seat, side.timeout))
         elif generation == 1:
             self._nccl.connect(nccl.nccl_of(side.group), meeting, seat, START_TIMEOUT)
         else:
-            now = side.name == WORLD + OF_NCCL
-            self._nccl.renew(side.group, meeting, seat, side.timeout, now=now)
+            self._nccl.renew(side.group, meeting, seat, side.timeout)
 
     def _abort_nccl(self) -> int:
         """Abort collectives of all groups; return how many groups there were.  From any thread."""

@@ -1,7 +1,7 @@
 """How nccl's backends are made, connected and aborted, and what Flight Recorder says of them.
 
-Not run on a GPU yet.  nccl has an abort: its kernels end, and what waits for their stream goes on
-with results that mean nothing, so the main thread has to be interrupted as well.  torch's own
+nccl has an abort: its kernels end, and what waits for their stream goes on with results that mean
+nothing, so the main thread has to be interrupted as well.  torch's own
 watchdog must not act (`TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, which workers start with).
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,9 +32,10 @@ from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
 START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
 """Seconds for all ranks to connect: agents wait 180 s for a start, and 30 s for healing."""
 
-ABORT_TIMEOUT = 5.0
-"""Seconds for all aborts together, which have been seen to take for ever (NCCL 2.25); NVIDIA's
-in-process restart takes 0.5 s, and 0.01 s for each kernel."""
+ABORT_TIMEOUT, LONGEST_ABORT = 5.0, 25.0
+"""Seconds for all aborts together, which have been seen to take for ever (NCCL 2.25), and for as
+long as kernels still end: 0.5 s, and for each kernel in the queue what it takes to copy its data
+(an H200: 0.2 s for a gigabyte where ranks share it; NVIDIA's in-process restart: 0.01 s)."""
 
 
 class AbortHangs(RuntimeError):
@@ -47,7 +50,9 @@ class Nccl:
         # Of every nccl2 backend, for life; it leads to where they meet just then.
         self.store = _Claimed(Meeting(None))
         self._is_put_off = False
+        self._aborting = threading.Lock()
         seam.when_nccl2_is_made(self._make)
+        seam.when_legacy_is_made(self._made)
 
     @contextmanager
     def connecting_later(self) -> Iterator[None]:
@@ -71,6 +76,11 @@ class Nccl:
             self.connect(backend, meeting, seat, START_TIMEOUT)
         return backend
 
+    def _made(self, backend: Any, store: Any, position: int, size: int) -> None:
+        if not self._is_put_off:
+            meeting = Meeting(store)
+            self.connect(backend, meeting, self.seat(meeting, range(size), position), START_TIMEOUT)
+
     def seat(self, meeting: Meeting, members: Sequence[int], position: int) -> Seat:
         """Return where the rank at this position meets the other members of a group."""
         return Seat(meeting.store, members, position, meeting.number, self._device)
@@ -85,30 +95,49 @@ class Nccl:
             ready = seam.adapter_of(backend).connect(backend, at_store, timedelta(seconds=timeout))
             until_over(ready, "connecting nccl", timeout, meeting.over)
 
-    def renew(
-        self, group: ProcessGroup, meeting: Meeting, seat: Seat, timeout: timedelta, *, now: bool
-    ) -> None:
-        """Connect the ranks of a group again: now, or with its first collective if they may."""
-        adapter = seam.adapter_of(seam.nccl_of(group))
-        backend = adapter.renew(group, seat, timeout)
-        if now or adapter.connects_at_once:
-            self.connect(backend, meeting, seat, RENEWAL_TIMEOUT)
+    def renew(self, group: ProcessGroup, meeting: Meeting, seat: Seat, timeout: timedelta) -> None:
+        """Connect the ranks of a group again."""
+        with self.connecting_later():
+            backend = seam.adapter_of(seam.nccl_of(group)).renew(group, seat, timeout)
+        self.connect(backend, meeting, seat, RENEWAL_TIMEOUT)
 
-    def stand_in(self, meeting: Meeting, seat: Seat, timeout: timedelta) -> Any:
-        """Make and connect one for a group that this rank does not hold."""
-        backend = seam.new_nccl2(replace(seat, store=self.store), timeout)
+    def stand_in(self, kind: str, meeting: Meeting, seat: Seat, timeout: timedelta) -> Any:
+        """Make and connect one of this kind for a group that this rank does not hold."""
+        adapter = seam.ADAPTERS[kind]
+        own = replace(seat, store=self.store) if adapter.counts_on else seat
+        with self.connecting_later():
+            backend = adapter.new("stand-in", own, timeout)
         self.connect(backend, meeting, seat, RENEWAL_TIMEOUT)
         return backend
 
     def abort(self, backends: Sequence[Any]) -> None:
         """End waits for one another, and collectives, from any thread.  Raises AbortHangs."""
         self.store.abort()
-        for adapter in {seam.adapter_of(backend) for backend in backends}:
-            own = [backend for backend in backends if seam.adapter_of(backend) is adapter]
-            try:
-                until_over(partial(adapter.abort, own), "aborting nccl", ABORT_TIMEOUT)
-            except RuntimeError as error:
-                raise AbortHangs(str(error)) from error
+        with self._aborting:
+            for adapter in {seam.adapter_of(backend) for backend in backends}:
+                own = [backend for backend in backends if seam.adapter_of(backend) is adapter]
+                abort = partial(adapter.abort, own)
+                try:
+                    until_over(abort, "aborting nccl", ABORT_TIMEOUT, still=_ends(adapter))
+                except RuntimeError as error:
+                    raise AbortHangs(str(error)) from error
+
+
+def _ends(adapter: seam.Adapter) -> Callable[[], bool]:
+    """Return what says whether collectives have ended since it was last asked, or now can."""
+    left, end = len(adapter.pending()), time.monotonic() + LONGEST_ABORT
+    is_reset = False
+
+    def still() -> bool:
+        nonlocal left, is_reset
+        before, left = left, len(adapter.pending())
+        if left < before:
+            return time.monotonic() < end
+        # A communicator lasts as long as a graph that has captured one of its collectives.
+        was_reset, is_reset = is_reset, True
+        return not was_reset and accelerator.reset_graphs() > 0
+
+    return still
 
 
 class _Claimed(AbortableStore):

@@ -62,11 +62,16 @@ class Meeting:
 
 
 def until_over(
-    connect: Callable[[], object], what: str, timeout: float, over: Path | None = None
+    connect: Callable[[], object],
+    what: str,
+    timeout: float,
+    over: Path | None = None,
+    still: Callable[[], bool] = lambda: False,
 ) -> None:
     """Do what waits in C++ for other ranks; DistBackendError once it takes too long.
 
-    Or once the file `over` is there: not all ranks will come.  A thread waits, and is left behind.
+    It may take as long again where `still` says that it gets on.  Or once the file `over` is
+    there: not all ranks will come.  A thread waits, and is left behind.
     """
     done: Future[None] = Future()
 
@@ -83,7 +88,9 @@ def until_over(
         if over is not None and over.exists():
             raise DistBackendError(f"{what} was called off: a rank cannot take part")
         if time.monotonic() > deadline:
-            raise DistBackendError(f"{what} took more than {timeout:.0f} s")
+            if not still():
+                raise DistBackendError(f"{what} took more than {timeout:.0f} s")
+            deadline = time.monotonic() + timeout
     done.result()
 
 

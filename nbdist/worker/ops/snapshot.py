@@ -86,7 +86,7 @@ def read_frames(path: Path, digest: str) -> list[memoryview]:
     """
     frames = []
     for mapped in map_frames(path, digest):
-        frame = torch.empty(mapped.nbytes, dtype=torch.uint8).numpy().data
+        frame = torch.empty(mapped.nbytes, dtype=torch.uint8, device="cpu").numpy().data
         for own, part in zip(_chunks(frame), _chunks(mapped), strict=True):
             own[:] = part
         frames.append(frame)

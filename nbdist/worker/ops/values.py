@@ -164,7 +164,7 @@ def _pickled(names: dict[str, Any], wanted: Sequence[str]) -> Pickled:
 def _receive(source: int) -> Sequence[Buffer]:
     frames = []
     for size in _broadcast_header(None, source):
-        frame = torch.empty(size, dtype=torch.uint8)
+        frame = torch.empty(size, dtype=torch.uint8, device="cpu")
         if size:
             frame = _broadcast(frame, source)
         frames.append(frame.numpy().data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,8 +35,6 @@ class Legacy:
     def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
         self.wait = wait
         self.done: list[object] = []
-        self._group_start = partial(self.done.append, "start")
-        self._group_end = partial(self.done.append, "end")
 
     def name(self) -> str:
         return self.kind
@@ -71,6 +70,7 @@ def refuse(said: str) -> None:
 def adapter(monkeypatch: pytest.MonkeyPatch) -> Nccl:
     """What workers have, in a process that makes no nccl."""
     monkeypatch.setattr(seam, "when_nccl2_is_made", lambda make: None)
+    monkeypatch.setattr(seam, "when_legacy_is_made", lambda made: None)
     return Nccl(GPU)
 
 
@@ -140,12 +140,32 @@ def test_nobody_waits_for_ever(
 
 
 def test_what_is_aborted(adapter: Nccl) -> None:
-    """The legacy class in one group, nccl2 each by itself and all at once."""
-    legacy = [Legacy(), Legacy()]
-    together = threading.Barrier(2)  # one after the other would wait here for ever
-    adapter.abort([legacy[0], *(new := [Nccl2(together.wait), Nccl2(together.wait)]), legacy[1]])
-    assert [each.done for each in legacy] == [["start", "abort", "end"], ["abort"]]
-    assert [each.done for each in new] == [["abort"], ["abort"]]
+    """All of a class at once: one after the other they would wait here for ever."""
+    together = threading.Barrier(2)
+    backends = [kind(together.wait) for kind in (Legacy, Nccl2, Nccl2, Legacy)]
+    adapter.abort(backends)
+    assert [each.done for each in backends] == [["abort"]] * 4
+
+
+def test_an_abort_of_many_kernels(
+    adapter: Nccl, recorded: dict[str, Entries], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may take longer than others as long as collectives end meanwhile, and no longer."""
+    monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.1)
+    under_way = recorded["nccl"]
+    under_way += [entry(number, "nccl:all_reduce") for number in range(3)]
+
+    def end_all() -> None:
+        while under_way:
+            time.sleep(0.1)
+            under_way.pop()
+
+    adapter.abort([Legacy(end_all)])
+    assert not under_way
+    never = threading.Event()
+    with pytest.raises(AbortHangs):
+        adapter.abort([Legacy(never.wait)])
+    never.set()
 
 
 Entries = list[dict[str, Any]]
