@@ -258,6 +258,9 @@ WITH_NCCL: Mapping[str, str] = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     # Else a first abort writes Flight Recorder's trace to a file, for up to 15 s.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Else the watchdog sleeps for four times as many milliseconds where a rank has died, as if it
+    # had written one: a minute, for which the end of its group waits (seen with torch 2.11).
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # What it sets up in NVLink's switches does not survive an abort, so healing demands it
     # (NVIDIA's in-process restart does too).
     "NCCL_NVLS_ENABLE": "0",

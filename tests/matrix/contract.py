@@ -38,7 +38,8 @@ KEPT: list[Any] = []
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 RECORDED = (
-    *("record_id", "pg_id", "process_group", "collective_seq_id", "profiling_name", "retired"),
+    *("record_id", "pg_id", "process_group", "collective_seq_id", "profiling_name"),
+    *("retired", "state"),
     *("input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "time_created_ns", "is_p2p"),
 )
 ALL_ENTRIES = True, False

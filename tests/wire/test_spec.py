@@ -118,7 +118,9 @@ def test_ranks_with_nccl(backend: str) -> None:
     assert {name: given[name] for name in NCCLS} == {
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
         "NCCL_NVLS_ENABLE": "0",
+        "NCCL_RUNTIME_CONNECT": "0",
         "NCCL_RAS_ENABLE": "0",
         "NCCL_SOCKET_IFNAME": "=lo",
     }

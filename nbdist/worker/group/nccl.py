@@ -222,7 +222,9 @@ class UnderWay:
         """Count a group's nccl backend by itself, from one in each generation."""
         begun = begun_of(entry)
         number = begun.number - self._before.get(begun.group, 0)
-        return replace(begun, group=f"{begun.group} nccl", number=number)
+        # What has ended on the GPU is retired once a watchdog has looked.
+        is_done = begun.is_done or entry["state"] == "completed"
+        return replace(begun, group=f"{begun.group} nccl", number=number, is_done=is_done)
 
 
 # --- which collectives this worker has begun and not ended, by torch's Flight Recorder --------

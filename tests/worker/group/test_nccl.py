@@ -189,7 +189,8 @@ def entry(record: int, name: str, *, number: int = 0, **more: Any) -> dict[str, 
     of = {"record_id": record, "profiling_name": name, "time_created_ns": record, "is_p2p": False}
     sizes = {"input_sizes": [[2]], "input_dtypes": ["Float"], "process_group": ["0", "world"]}
     sizes["output_sizes"] = sizes["input_sizes"]
-    return of | sizes | {"collective_seq_id": number, "retired": False} | more
+    state = {"retired": False, "state": "scheduled"}
+    return of | sizes | {"collective_seq_id": number, **state} | more
 
 
 @pytest.mark.parametrize("kind", seam.ADAPTERS)
@@ -249,5 +250,7 @@ def test_the_last_one(recorded: dict[str, Entries]) -> None:
     assert under_way.last() == Collective("barrier", 4, True, 1)  # noqa: FBT003
     new[:0] = [entry(3, "nccl2:send 0->1", is_p2p=True), entry(2, "nccl2:all_reduce", number=9)]
     assert under_way.last() == Collective("all_reduce", 9, False, 2)  # noqa: FBT003
+    new[1]["state"] = "completed"  # and not retired: no watchdog has looked
+    assert under_way.last() == Collective("all_reduce", 9, True, 2)  # noqa: FBT003
     under_way.start_over()
     assert under_way.last() is None
