@@ -103,7 +103,7 @@ NEEDS = (
     Needs("torch.cuda", f"{ON_DEVICE} empty_cache get_rng_state set_rng_state ipc_collect"),
     Needs("torch.xpu", f"{ON_DEVICE} empty_cache get_rng_state set_rng_state", since=(2, 13)),
     Needs("c10d.ErrorType", "SUCCESS", nccl=True),
-    Needs("c10d.ProcessGroupNCCL", "_group_start _group_end abort get_error name", nccl=True),
+    Needs("c10d.ProcessGroupNCCL", "_group_end abort get_error name options", nccl=True),
     Needs("c10d.ProcessGroupNCCL", "eager_connect_single_device", nccl=True),
     Needs("c10d.ProcessGroupNCCL", "_set_sequence_number_for_group", nccl=True),
     Needs("c10d.ProcessGroupNCCL.Options()", "is_high_priority_stream _timeout", nccl=True),
@@ -221,6 +221,8 @@ def resolved(name: str = "nccl") -> str:
 
 def nccl() -> Iterator[str]:
     """Yield what differs in "nccl" from what is known of this version, and make a real one."""
+    if HAS_NCCL and nccl_seam.open_calls() is None:
+        yield f"{nccl_seam.OPEN_CALLS} in libtorch_cuda.so"
     if not HAS_NCCL or VERSION < (2, 14):
         return
     is_new = VERSION >= (2, 15) and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"

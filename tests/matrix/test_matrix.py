@@ -86,6 +86,7 @@ OWN = {
     "_NamedFuncPointer",  # ctypes's
     "_ZTVN4c10d16ProcessGroupGloo8RecvWorkE",  # the contract asks `can_end_receives` for both
     "_ZN4c10d16ProcessGroupGloo8RecvWork5abortEv",
+    "_ZN4c10d16ProcessGroupNCCL23ncclActiveGroupCounter_E",  # and `open_calls` for this
 }
 
 

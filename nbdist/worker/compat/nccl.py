@@ -152,12 +152,12 @@ class Legacy(Adapter):
         # `batch_isend_irecv` begins a group call of NCCL's and ends it, which can fail, and then
         # torch still counts it: making a communicator would end it once more, and fail.  Where
         # it was left out, all that comes after would wait for it.
-        open_calls = _open_calls()
-        while open_calls is not None and open_calls.value:
+        calls = open_calls()
+        while calls is not None and calls.value:
             try:
                 backend._group_end()
             except RuntimeError:
-                open_calls.value = 0
+                calls.value = 0
 
     def dump(self, *, active: bool) -> bytes:
         ask = getattr(c10d, "_dump_nccl_trace_json", None)  # torch for the CPU has none
@@ -275,7 +275,7 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
-def _open_calls() -> ctypes.c_uint64 | None:
+def open_calls() -> ctypes.c_uint64 | None:
     """Return how many group calls of NCCL's torch has open on this thread; None if unknown."""
     try:
         return ctypes.c_uint64.in_dll(library, OPEN_CALLS) if (library := _library()) else None
