@@ -61,7 +61,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def connect(self, backend: Any, seat: Seat, timeout: timedelta) -> Callable[[], None]:
-        """Find the other ranks in the store; return what connects then, and waits in C++."""
+        """Wait for the other ranks in the store; return what connects then, and waits in C++."""
 
     @abstractmethod
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
@@ -116,7 +116,7 @@ class Legacy(Adapter):
         """
         store, size = seat.store, len(seat.members)
         store.set(f"connects{seat.number}/{seat.position}", "")
-        store.wait([f"connects{seat.number}/{each}" for each in range(size)], timeout)
+        store.wait([f"connects{seat.number}/{each}" for each in range(size)])
         return lambda: backend.eager_connect_single_device(seat.device)
 
     def renew(self, group: ProcessGroup, seat: Seat, timeout: timedelta) -> Any:
@@ -248,8 +248,8 @@ def when_nccl2_is_made(make: Callable[[Callable[[Any], Any], Any], Any]) -> None
             plugins[name.upper()] = plugin._replace(creator_fn=creator)
 
 
-def when_legacy_is_made(made: Callable[[Any, Any, int, int], None]) -> None:
-    """Call `made(backend, store, rank, size)` after each, but for what torch splits from others."""
+def when_legacy_is_made(made: Callable[[Any, Any, int, int, timedelta], None]) -> None:
+    """Call `made(backend, store, rank, size, timeout)` after each; not where torch splits one."""
     kind: Any = getattr(dist, "ProcessGroupNCCL", None)
     if kind is None:  # torch for the CPU
         return
@@ -258,7 +258,7 @@ def when_legacy_is_made(made: Callable[[Any, Any, int, int], None]) -> None:
     def init(self: Any, store: Any, rank: int, size: int, *options: Any, **named: Any) -> None:
         original(self, store, rank, size, *options, **named)
         if getattr(self.options, "split_from", None) is None:
-            made(self, store, rank, size)
+            made(self, store, rank, size, self.options._timeout)
 
     kind.__init__ = init
 

@@ -76,17 +76,18 @@ class Nccl:
             self.connect(backend, meeting, seat, START_TIMEOUT)
         return backend
 
-    def _made(self, backend: Any, store: Any, position: int, size: int) -> None:
+    def _made(self, backend: Any, store: Any, position: int, size: int, timeout: timedelta) -> None:
         if not self._is_put_off:
-            meeting = Meeting(store)
-            self.connect(backend, meeting, self.seat(meeting, range(size), position), START_TIMEOUT)
+            meeting = Meeting(store, timeout=timeout.total_seconds())
+            seat = self.seat(meeting, range(size), position)
+            self.connect(backend, meeting, seat, START_TIMEOUT)
 
     def seat(self, meeting: Meeting, members: Sequence[int], position: int) -> Seat:
         """Return where the rank at this position meets the other members of a group."""
         return Seat(meeting.store, members, position, meeting.number, self._device)
 
     def connect(self, backend: Any, meeting: Meeting, seat: Seat, timeout: float) -> None:
-        """Connect, all ranks at once; raises as `until_over` does.
+        """Connect, once all ranks have come to the meeting; raises as `until_over` does.
 
         In a first collective, ranks that wait for one that has failed could not be aborted.
         """
@@ -99,15 +100,14 @@ class Nccl:
         """Connect the ranks of a group again."""
         with self.connecting_later():
             backend = seam.adapter_of(seam.nccl_of(group)).renew(group, seat, timeout)
-        self.connect(backend, meeting, seat, RENEWAL_TIMEOUT)
+        self.connect(backend, replace(meeting, timeout=RENEWAL_TIMEOUT), seat, RENEWAL_TIMEOUT)
 
     def stand_in(self, kind: str, meeting: Meeting, seat: Seat, timeout: timedelta) -> Any:
         """Make and connect one of this kind for a group that this rank does not hold."""
-        adapter = seam.ADAPTERS[kind]
-        own = replace(seat, store=self.store) if adapter.counts_on else seat
+        own = replace(seat, store=self.store)
         with self.connecting_later():
-            backend = adapter.new("stand-in", own, timeout)
-        self.connect(backend, meeting, seat, RENEWAL_TIMEOUT)
+            backend = seam.ADAPTERS[kind].new("stand-in", own, timeout)
+        self.connect(backend, replace(meeting, timeout=RENEWAL_TIMEOUT), seat, RENEWAL_TIMEOUT)
         return backend
 
     def abort(self, backends: Sequence[Any]) -> None:
