@@ -32,10 +32,13 @@ from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
 START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
 """Seconds for all ranks to connect: agents wait 180 s for a start, and 30 s for healing."""
 
-ABORT_TIMEOUT, LONGEST_ABORT = 5.0, 25.0
-"""Seconds for all aborts together, which have been seen to take for ever (NCCL 2.25), and for as
-long as kernels still end: 0.5 s, and for each kernel in the queue what it takes to copy its data
-(an H200: 0.2 s for a gigabyte where ranks share it; NVIDIA's in-process restart: 0.01 s)."""
+ABORT_TIMEOUT, LONGEST_ABORT = 10.0, 60.0
+"""Seconds in which a kernel ends while communicators are aborted, and for all of them: aborts have
+been seen to take for ever (NCCL 2.25).  One takes 0.5 s, and for each kernel in the queue what it
+takes to copy its data: on an H200 that ranks share 0.2 s for a gigabyte, and more where others use
+it too."""
+
+ABORT_STEP = 1.0  # seconds between two looks whether kernels end
 
 
 class AbortHangs(RuntimeError):
@@ -118,24 +121,25 @@ class Nccl:
                 own = [backend for backend in backends if seam.adapter_of(backend) is adapter]
                 abort = partial(adapter.abort, own)
                 try:
-                    until_over(abort, "aborting nccl", ABORT_TIMEOUT, still=_ends(adapter))
+                    until_over(abort, "aborting nccl", ABORT_STEP, still=_ends(adapter))
                 except RuntimeError as error:
                     raise AbortHangs(str(error)) from error
 
 
 def _ends(adapter: seam.Adapter) -> Callable[[], bool]:
-    """Return what says whether collectives have ended since it was last asked, or now can."""
-    left, end = len(adapter.pending()), time.monotonic() + LONGEST_ABORT
-    is_reset = False
+    """Return what says, time and again, whether it is worth to wait for an abort."""
+    left, ended = len(adapter.pending()), time.monotonic()
+    end, is_reset = ended + LONGEST_ABORT, False
 
     def still() -> bool:
-        nonlocal left, is_reset
-        before, left = left, len(adapter.pending())
-        if left < before:
-            return time.monotonic() < end
-        # A communicator lasts as long as a graph that has captured one of its collectives.
-        was_reset, is_reset = is_reset, True
-        return not was_reset and accelerator.reset_graphs() > 0
+        nonlocal left, ended, is_reset
+        if not is_reset:
+            # A communicator lasts as long as a graph that has captured one of its collectives.
+            accelerator.reset_graphs()
+        before, left, is_reset = left, len(adapter.pending()), True
+        now = time.monotonic()
+        ended = now if left < before else ended
+        return now < min(end, ended + ABORT_TIMEOUT)
 
     return still
 

@@ -70,7 +70,7 @@ def until_over(
 ) -> None:
     """Do what waits in C++ for other ranks; DistBackendError once it takes too long.
 
-    It may take as long again where `still` says that it gets on.  Or once the file `over` is
+    It may take as long again, and again, where `still` allows that.  Or once the file `over` is
     there: not all ranks will come.  A thread waits, and is left behind.
     """
     done: Future[None] = Future()
@@ -82,15 +82,16 @@ def until_over(
         except BaseException as error:  # noqa: BLE001 (it is raised where it is waited for)
             done.set_exception(error)
 
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
+    deadline = began + timeout
     threading.Thread(target=run, name=f"nbdist: {what}", daemon=True).start()
     while not wait([done], LOOK_EVERY).done:
         if over is not None and over.exists():
             raise DistBackendError(f"{what} was called off: a rank cannot take part")
-        if time.monotonic() > deadline:
+        if (now := time.monotonic()) > deadline:
             if not still():
-                raise DistBackendError(f"{what} took more than {timeout:.0f} s")
-            deadline = time.monotonic() + timeout
+                raise DistBackendError(f"{what} took more than {int(now - began)} s")
+            deadline = now + timeout
     done.result()
 
 

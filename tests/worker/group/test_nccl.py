@@ -133,7 +133,8 @@ def test_nobody_waits_for_ever(
     over.touch()
     with pytest.raises(RuntimeError, match="called off: a rank cannot take part"):
         connect(adapter, Legacy(end.wait), over=over)
-    monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.1)
+    monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.2)
+    monkeypatch.setattr(nccl, "ABORT_STEP", 0.1)
     with pytest.raises(AbortHangs, match="aborting nccl took more than 0 s"):
         adapter.abort([Nccl2(end.wait)])
     end.set()
@@ -151,13 +152,14 @@ def test_an_abort_of_many_kernels(
     adapter: Nccl, recorded: dict[str, Entries], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may take longer than others as long as collectives end meanwhile, and no longer."""
-    monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.1)
+    monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.4)
+    monkeypatch.setattr(nccl, "ABORT_STEP", 0.1)
     under_way = recorded["nccl"]
     under_way += [entry(number, "nccl:all_reduce") for number in range(3)]
 
     def end_all() -> None:
         while under_way:
-            time.sleep(0.1)
+            time.sleep(0.2)
             under_way.pop()
 
     adapter.abort([Legacy(end_all)])
