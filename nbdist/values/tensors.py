@@ -90,11 +90,16 @@ class TensorReducer:
     def _reduce_tensor(self, tensor: torch.Tensor) -> Reduced:
         grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
         if not self._has_plain_memory(tensor):
-            if grad is None:
+            is_sparse = type(tensor) is self._torch.Tensor and "sparse" in str(tensor.layout)
+            if grad is None and not is_sparse:
                 return NotImplemented
             # mypy: the class has it from Python.
             make, args = cast(Any, tensor).__reduce_ex__(5)
-            return make, args, {"grad": grad}, None, None, set_attributes
+            if is_sparse:
+                device = tensor.device.type if self.back_to_device else "cpu"
+                make, args = rebuild_sparse, (make, args, device)
+            attributes = {} if grad is None else {"grad": grad}
+            return make, args, attributes, None, None, set_attributes
         # RuntimeError: inference tensors do not count their changes.
         with suppress(RuntimeError):
             self.versions.append(tensor._version)
@@ -238,6 +243,14 @@ def rebuild_tensor(
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
+
+
+def rebuild_sparse(make: Any, args: Any, device: str) -> Any:
+    """Make a sparse tensor as torch does, but where its parts are: not on the default device."""
+    import torch
+
+    with torch.device(device):
+        return make(*args)
 
 
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ def meshes(_: Context, instead: Mapping[Mesh, Mesh]) -> None:
 
     forget()
     for mesh, now in instead.items():
-        ranks = torch.tensor(now.ranks, dtype=torch.int).view(now.shape)
+        ranks = torch.tensor(now.ranks, dtype=torch.int, device="cpu").view(now.shape)
         _meshes[mesh] = DeviceMesh(now.device, ranks, mesh_dim_names=now.names)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nbdist.errors import UsageError, WorkerDied, WorkerError
 from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, pack_frames
@@ -15,6 +17,7 @@ from nbdist.wire.ops import Brought
 from nbdist.worker.namespace import Context, Namespace
 from nbdist.worker.ops.values import bind_pushed, bind_scattered, changed, gather, push, scatter
 from nbdist.world.world import World
+from tests.bench.watch import watched
 
 pytestmark = pytest.mark.shared_world(3)
 
@@ -192,3 +195,89 @@ def test_a_rank_that_dies_while_names_are_copied(world: World) -> None:
         world.sync(["deadly"], source=1)
     assert world.sync(["given"]) == (1,)
     assert world.gather("given") == [[1, 2]] * 3
+
+
+# --- where the user has set a default device ----------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(world: World, empty_snapshot_folder: None) -> Iterator[World]:
+    """Ranks with values on the CPU; what is made without a device has no contents, also here."""
+    world.execute(
+        "import nbdist\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor import Shard, distribute_tensor\n"
+        "torch.manual_seed(0)\n"
+        "x, eye = torch.ones(4), torch.eye(3).to_sparse()\n"
+        "mesh = init_device_mesh('cpu', (world_size,))\n"
+        "spread = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])\n"
+        "net = torch.nn.Embedding(4, 2, sparse=True)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)\n"
+        "rows = torch.tensor([1, 2])\n"
+        "if rank == 0: own = [x, torch.empty(0), eye]\n"
+        f"{NO_CONTENTS}"
+    )
+    with torch.device("meta"):
+        yield world
+    world.execute("torch.set_default_device(None)")
+
+
+NO_CONTENTS = "torch.set_default_device('meta')"
+DRAW = "drawn = torch.rand(2, device='cpu').tolist()"
+TRAIN = "for _ in range(6): net(rows).sum().backward(); optimizer.step(); optimizer.zero_grad()"
+PLACES = "[each.device.type for each in (x, eye, net.weight, net.weight.grad, spread)]"
+
+
+def test_values_with_another_default_device(elsewhere: World) -> None:
+    """They come with their contents, on the device that they were on, to ranks and from them."""
+    x, eye, spread = elsewhere.gather(["x", "eye", "spread"])
+    assert [each[2].to_dense().sum().item() for each in (x, eye, spread)] == [4, 3, 15]
+    assert elsewhere.gather("x", join="stack").sum() == 12
+    for value in (x[0], eye[0], torch.empty(0, device="cpu")):
+        for back in elsewhere.run(torch.clone, value):
+            assert back.device.type == "cpu"
+            assert back.to_dense().equal(value.to_dense())
+        elsewhere.scatter("part", value)
+        assert elsewhere.gather("part.device.type") == ["cpu"] * 3
+    assert elsewhere.sync(["own"]) == (1, 2)
+    assert elsewhere.gather("[each.to_dense().sum().item() for each in own]") == [[4, 0, 3]] * 3
+    elsewhere.execute("net(rows).sum().backward()")
+    assert elsewhere.sync(["net"], ranks=[1]) == (1,)
+    assert elsewhere.gather(PLACES) == [["cpu"] * 5] * 3
+
+
+def test_tools_with_another_default_device(elsewhere: World) -> None:
+    """Digests, curves and measured memory are of the values that there are."""
+    whole = "(x, eye, net, optimizer)"
+    first, *others = (each.parts for each in elsewhere.call("diff", expression=whole))
+    assert [*others] == [first] * 2
+    elsewhere.execute("x[0] += rank")
+    lent = elsewhere.call("diff.lend", [0], expression=whole, paths=["[0]"]).rank(0).packed
+    found = elsewhere.call("diff.compare", [2], expression=whole, packed=lent).rank(2)
+    assert (found["[0]"].most, found["[0]"].differing) == (2, 1)
+    seen = watched(elsewhere, TRAIN, ["net", "optimizer"], "elsewhere")
+    assert not seen.differs
+    assert "compared after 2 of 6 steps" in seen.agreement()
+    elsewhere.execute("nbdist.track(total=x.sum(), mean=x.mean().item())")
+    assert elsewhere.tracked("total").iloc[0, 1:].tolist() == [4.0, 5.0, 6.0]
+    assert {"x", "spread"} <= {each.name for each in elsewhere.call("memory").rank(0).held}
+
+
+def test_snapshots_with_another_default_device(elsewhere: World) -> None:
+    """They are written and restored, with the random numbers, by as many ranks and by others."""
+    elsewhere.execute("net(rows).sum().backward()")
+    elsewhere.snapshot("x", "eye", "spread", "net", "optimizer", "rows", name="a")
+    elsewhere.execute(DRAW)
+    drawn = elsewhere.gather("drawn")
+    elsewhere.execute(f"x.zero_()\n{TRAIN}")
+    elsewhere.restore(name="a")
+    elsewhere.execute(DRAW)
+    assert elsewhere.gather("drawn, x.sum().item()") == [(each, 4.0) for each in drawn]
+    assert elsewhere.gather(PLACES) == [["cpu"] * 5] * 3
+    elsewhere.scale(2)
+    assert elsewhere.gather("x.sum().item()") == [4.0] * 2
+    elsewhere.execute(NO_CONTENTS)
+    elsewhere.restore(name="a", from_rank=2)
+    assert elsewhere.gather("spread.to_local().tolist()") == [[0.0, 1, 2], [3.0, 4, 5]]
+    assert elsewhere.gather(PLACES) == [["cpu"] * 5] * 2
+    elsewhere.execute(TRAIN)
