@@ -2,7 +2,7 @@
 
 `python -m tests.gpu.renewals RANK FILE DEVICE NAME` is one of them.  With nccl2 it is revoked and
 reconfigured, with the legacy class aborted and made again, both by nbdist's adapters alone.  Each
-writes the medians, in milliseconds, as a line of JSON.  Not run on a GPU yet.
+writes the medians, in milliseconds, as a line of JSON.
 """
 
 from __future__ import annotations

@@ -133,12 +133,13 @@ def _ends(adapter: seam.Adapter) -> Callable[[], bool]:
 
     def still() -> bool:
         nonlocal left, ended, is_reset
-        if not is_reset:
+        before, left, now = left, len(adapter.pending()), time.monotonic()
+        if left < before:
+            ended = now
+        elif not left and not is_reset:
             # A communicator lasts as long as a graph that has captured one of its collectives.
             accelerator.reset_graphs()
-        before, left, is_reset = left, len(adapter.pending()), True
-        now = time.monotonic()
-        ended = now if left < before else ended
+            is_reset = True
         return now < min(end, ended + ABORT_TIMEOUT)
 
     return still
