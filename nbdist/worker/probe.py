@@ -127,7 +127,7 @@ class Probe:
         if not (spot.line or spot.file):
             return False
         is_pending = self._nccl.pending().count > 0 or bool(self._group.nccl_error)
-        return is_pending or _is_calling(frames[0].f_code)
+        return is_pending or is_calling(frames[0].f_code)
 
     def _stack(self) -> list[FrameType]:
         """Return the thread's frames, or those of a cell that awaits something."""
@@ -164,7 +164,7 @@ class Probe:
             return _called(frames) or "store" if self._group.waits_to_meet else ""
         if nccl.name:
             return nccl.name
-        if self.uses_nccl and _is_calling(frames[0].f_code if frames else None):
+        if self.uses_nccl and is_calling(frames[0].f_code if frames else None):
             return _called(frames)
         if not self._is_in_futex():
             return ""
@@ -220,8 +220,8 @@ def _waits_for_ranks(frames: list[FrameType]) -> bool:
     return IN_TORCH in inner.co_filename or inner.co_name == seam.BACKWARD
 
 
-def _is_calling(code: CodeType | None) -> bool:
-    """Return True if it is C++ that a collective's function has called.
+def is_calling(code: CodeType | None) -> bool:
+    """Return True if a thread with this innermost call is in C++ that a collective has called.
 
     There nccl connects ranks, before it has anything on the GPU or in Flight Recorder.
     """

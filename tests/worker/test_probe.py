@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import threading
 import traceback
@@ -11,10 +12,11 @@ from contextlib import contextmanager, suppress
 from linecache import getline
 
 import pytest
+from torch.distributed import distributed_c10d, rendezvous
 
 from nbdist.agent.stacks import Call, Torn, calls_in
 from nbdist.wire.views import CallLayout
-from nbdist.worker.probe import OFFSETS, call_layout, frames_of, handles_stop
+from nbdist.worker.probe import OFFSETS, call_layout, frames_of, handles_stop, is_calling
 from tests.waiting import wait_until
 
 
@@ -42,6 +44,14 @@ def running(code: str, file: str = "<cell>") -> Iterator[tuple[int, CallLayout]]
     finally:
         over.set()
         thread.join(10)
+
+
+def test_what_waits_for_ranks_in_c() -> None:
+    """Where nccl connects them: in a collective's own function, but in no other code of torch's."""
+    calling = distributed_c10d.all_reduce, distributed_c10d._coalescing_manager
+    others = distributed_c10d._object_to_tensor, rendezvous
+    found = [is_calling(inspect.unwrap(each).__code__) for each in (*calling, *others)]
+    assert found == [True, True, False, False]
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="collections do not begin there")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from nbdist.worker.group import nccl
 from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.group.nccl import AbortHangs, Nccl, Pending, UnderWay
 from nbdist.worker.group.stores import Meeting
+from tests.waiting import SOON, wait_until
 
 GPU = torch.device("cuda:0")
 
@@ -88,6 +90,24 @@ def test_all_come(adapter: Nccl) -> None:
     assert backend.done == [GPU]
     with pytest.raises(RuntimeError, match="Duplicate GPU"):
         connect(adapter, Legacy(partial(refuse, "Duplicate GPU detected")))
+
+
+def test_who_comes_first_waits_where_it_can_be_released(adapter: Nccl) -> None:
+    """Not in C++, where torch has no communicator yet that could be aborted."""
+    store, first, second = dist.HashStore(), Legacy(), Legacy()
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(connect, adapter, first, store=store, size=2)
+        wait_until(lambda: adapter.store.is_waited_in)
+        adapter.abort([])
+        with pytest.raises(ConnectionResetError):
+            waits.result(SOON)
+        assert first.done == []
+        adapter.store.start_over()
+        other = Nccl(GPU)
+        waits = pool.submit(connect, adapter, first, store=store, size=2)
+        connect(other, second, rank=1, store=store, size=2)
+        waits.result(SOON)
+    assert first.done == second.done == [GPU]
 
 
 @reconfigures
