@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from nbdist.errors import NbdistError, UsageError, WorkerDied, WorkerError
     from nbdist.notebook.jobs import Job
-    from nbdist.tools.steps import watch
-    from nbdist.worker.tracking import track
+    from nbdist.worker.tracking import track, watch
     from nbdist.world.result import CellResult
     from nbdist.world.world import World, attach, distributed, run
 
@@ -62,7 +61,7 @@ _MODULES = {
     "distributed": "nbdist.world.world",
     "run": "nbdist.world.world",
     "track": "nbdist.worker.tracking",
-    "watch": "nbdist.tools.steps",
+    "watch": "nbdist.worker.tracking",
 }
 
 

@@ -1,4 +1,4 @@
-"""`track`: a rank's numbers by step, sent to the notebook at most twice a second.
+"""`track`: a rank's numbers by step, sent to the notebook at most twice a second; and `watch`.
 
 Imported by workers, and by `nbdist.track` everywhere else, where it does nothing.  What comes
 faster than it is sent is aggregated: every message is small, whatever a loop tracks.
@@ -66,6 +66,19 @@ def track(*, step: float | None = None, **numbers: Any) -> None:
     elif len(_waiting) >= MOST_WAITING:
         with _lock:
             _aggregate()
+
+
+watching: list[Callable[[], None]] = []
+"""What wants to know of each step, while a cell with `--watch` runs in this process."""
+
+
+def watch() -> None:
+    """Count a step of a loop without an optimizer, for `%%distributed --watch model`.
+
+    Does nothing where no cell with `--watch` runs, as in a script under torchrun.
+    """
+    for each in watching:
+        each()
 
 
 def connect(send: Callable[[dict[str, Any]], None] | None) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nbdist.tools.divergence import Divergence
-from nbdist.tools.steps import watch
 from nbdist.tools.watched.parts import ROW, fold
 from nbdist.wire.ops import Facts, Input, Part, Watched
+from nbdist.worker.tracking import watch
 from nbdist.world.world import World
 from tests.bench.watch import KINDS, case_of, sound_source, verdict, watched
 from tests.notebook.front_end import Notebook
@@ -84,7 +84,10 @@ def test_what_cannot_be_watched(kernel: Notebook) -> None:
         ("--watch model --no-wait", "not with `--no-wait`"),
     ):
         assert said in kernel.run(f"%%distributed {options}\nx = 2").error
-    left = "from nbdist.tools import steps, watch_op\nx, watch_op._watches, steps.watching"
+    left = (
+        "from nbdist.tools import watched\nfrom nbdist.worker import tracking\n"
+        "x, watched._watches, tracking.watching"
+    )
     left = f"%%distributed\n{left}"
     assert kernel.run(left).text.endswith("(1, [], [])")
     said = kernel.run("%%distributed --watch modle,model\npass").seen

@@ -15,13 +15,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from nbdist.tools import steps
 from nbdist.tools.watched import parts as looks
 from nbdist.tools.watched.exchange import Exchange, RanksDiffer
 from nbdist.tools.watched.forward import Seen
 from nbdist.tools.watched.parts import Parts, Target
 from nbdist.wire.ops import Facts, Watched
 from nbdist.words import one_line
+from nbdist.worker import tracking
 
 if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
@@ -57,7 +57,7 @@ class Watch:
         """Hook into optimizers, and into modules that are there already."""
         self._hooks.append(register_optimizer_step_pre_hook(self._begins_step))
         self._hooks.append(register_optimizer_step_post_hook(self._stepped))
-        steps.watching.append(self._counted)
+        tracking.watching.append(self._counted)
         self._shell.events.register("post_run_cell", self._cell_ended)
         self._resolve()
         self._prepare()
@@ -67,8 +67,8 @@ class Watch:
         self._seen.close()
         while self._hooks:
             self._hooks.pop().remove()
-        if self._counted in steps.watching:
-            steps.watching.remove(self._counted)
+        if self._counted in tracking.watching:
+            tracking.watching.remove(self._counted)
             self._shell.events.unregister("post_run_cell", self._cell_ended)
 
     def _cell_ended(self, _: object) -> None:
@@ -124,8 +124,8 @@ class Watch:
     def _counted(self) -> None:
         """Count a step of `nbdist.watch()`, where no optimizer has made one before."""
         if self._clock is None:
-            self._clock = steps.watch
-        if self._clock is steps.watch:
+            self._clock = tracking.watch
+        if self._clock is tracking.watch:
             self._next()
 
     def _next(self) -> None:
