@@ -25,7 +25,7 @@ from nbdist.output import events
 from nbdist.wire import control
 from nbdist.wire.frames import NOTHING, BadFrame, FrameCutter, fits, framed, pack
 from nbdist.wire.spec import WorkerStart
-from nbdist.wire.work import MOST_BYTES, InputReply, Said, SigintSent, said_from
+from nbdist.wire.work import MOST_BYTES, CommSent, InputReply, Said, SigintSent, said_from
 
 # --- messages ---------------------------------------------------------------------------------
 
@@ -272,13 +272,13 @@ class KernelClient:
         socket.connect(f"ipc://{self._base}-{PORTS[channel]}")
         return ZMQStream(socket)
 
-    def send(self, said: bytes | InputReply | SigintSent) -> None:
+    def send(self, said: bytes | InputReply | SigintSent | CommSent) -> None:
         """Send a packed task, or what is to be known of the one that runs."""
         if self._tasks is not None:
             self._tasks.write(framed(said if isinstance(said, bytes) else pack(said)))
 
     def send_comm(self, comm: events.Comm) -> None:
-        """Send what a page says to a widget: the kernel takes it once no cell runs."""
+        """Send what a page says to a widget: the kernel takes it between two cells."""
         if self._control is None:
             return
         if self._shell is None:
@@ -286,6 +286,7 @@ class KernelClient:
         content = {"comm_id": comm.id, "data": comm.data}
         message = self._session.msg(comm.kind, content, metadata={**comm.metadata})
         self._session.send(self._shell, message, buffers=[*comm.buffers])
+        self.send(CommSent())
 
     async def ask(
         self, request: control.Request, timeout: float, ended: asyncio.Future[int]

@@ -166,6 +166,11 @@ class SigintSent:
     """SIGINT was sent before this, and is for no task that comes after it."""
 
 
+@dataclass(frozen=True, slots=True)
+class CommSent:
+    """What a page says to a widget went by the kernel's own channel before the next task."""
+
+
 def failure_in_words(name: str, message: str) -> Failure:
     """Return a failure from outside the cell's code, as one line."""
     return Failure(name, message, (f"{name}: {message}",), time.time_ns())

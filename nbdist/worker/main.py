@@ -14,16 +14,19 @@ import time
 import traceback
 import warnings
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import process
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nbdist.output.events import Done, InputRequest
+from nbdist.output.events import COMMS, Done, InputRequest
 from nbdist.system.processes import safe_path
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, difference, versions_here
-from nbdist.wire.work import CatchUp, Finished, InputReply, Said, SigintSent, Task, mark
+from nbdist.wire.work import CatchUp, CommSent, Finished, InputReply, Said, SigintSent, Task, mark
 from nbdist.worker.control import ControlThread
 from nbdist.worker.environment import Around, pickle_cell_definitions_by_value, prepare_torch
 from nbdist.worker.group.group import Group
@@ -135,6 +138,7 @@ def end(why: str, code: int = 1) -> None:
 
 READ_SIZE = 1 << 18
 LOOK_EVERY_MS = 200  # after which a thread that waits looks whether another has read its reply
+HEAR_SECONDS = 2.0  # for widgets to take what pages said before a task
 CATCH_UP_SECONDS = 60.0  # for an agent that is not paused itself to take in all that was shown
 IN_CHILD = "a process forked by the rank cannot read input: use `num_workers=0` for a `DataLoader`"
 
@@ -151,7 +155,11 @@ class Tasks:
         self._session = session
         self._pid = os.getpid()
         self._loop = asyncio.get_event_loop()
-        self._waiting: deque[Task] = deque()
+        self._waiting: deque[tuple[Task, int]] = deque()
+        self._said = self._heard = 0  # messages of pages to widgets: sent, and taken by the kernel
+        self._news = asyncio.Event()
+        for kind in COMMS:
+            kernel.shell_handlers[kind] = self._counted(kernel.shell_handlers[kind])
         self._interrupts = Interrupts(self._loop, self._has_more)
         self._arrived = asyncio.Event()
         self._cutter = FrameCutter()
@@ -229,15 +237,17 @@ class Tasks:
                 self._take(unpack(frame))
         return bool(data)
 
-    def _take(self, item: Task | InputReply | SigintSent) -> None:
+    def _take(self, item: Task | InputReply | SigintSent | CommSent) -> None:
         match item:
             case SigintSent():
                 self._interrupts.take_sent(is_for_task=bool(self._waiting))
+            case CommSent():
+                self._said += 1
             case InputReply(number):
                 if number in self._replies:
                     self._replies[number] = item
             case _:
-                self._waiting.append(item)
+                self._waiting.append((item, self._said))
                 if threading.current_thread() is threading.main_thread():
                     self._arrived.set()
                 else:
@@ -255,7 +265,8 @@ class Tasks:
             await self._arrived.wait()
             self._arrived.clear()
             while self._waiting:
-                task = self._waiting.popleft()
+                await self._hear_pages(self._waiting[0][1])
+                task, _ = self._waiting.popleft()
                 try:
                     done = await self._kernel.run(task, self._interrupts)
                 except KeyboardInterrupt:  # a second one, while the first was being reported
@@ -265,6 +276,25 @@ class Tasks:
                     os._exit(0)  # a child that the cell has forked: the rest is its parent's
                 # First the mark: the agent reads it when it gets the other.
                 self._send(Finished(self._session.place(), task.id, done))
+
+    def _counted(self, take: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*message: Any) -> Any:
+            try:
+                return take(*message)
+            finally:
+                self._heard += 1
+                self._news.set()
+
+        return counted
+
+    async def _hear_pages(self, said: int) -> None:
+        """Let widgets take what pages have said before a task, which came by another way."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEAR_SECONDS):
+                while self._heard < said:
+                    self._news.clear()
+                    await self._news.wait()
+        self._heard = max(self._heard, said)
 
     def _send(self, said: Said) -> None:
         assert self._agent is not None

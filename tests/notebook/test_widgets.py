@@ -116,10 +116,15 @@ def models(outcome: Outcome) -> list[str]:
     return [each["data"][WIDGET]["model_id"] for each in outcome.displays[2::2]]
 
 
-def move(page: Page, models: list[str], *values: int) -> None:
-    """Move the widgets as a page does, and wait until the ranks say so."""
+def press(page: Page, models: list[str], *values: int) -> None:
+    """Move the widgets as a page does."""
     for name, value in zip(models, values, strict=True):
         page.send(name, method="update", state={"value": value}, buffer_paths=[])
+
+
+def move(page: Page, models: list[str], *values: int) -> None:
+    """Move them, and wait until the ranks say so."""
+    press(page, models, *values)
     page.until(lambda: [page.states[name]["value"] for name in models] == [*values])
 
 
@@ -145,6 +150,16 @@ def test_a_slider_moved_while_no_cell_runs(notebook: Notebook, page: Page) -> No
     page.states[shown[0]] = {}
     page.send(shown[0], method="request_state")
     page.until(lambda: page.states[shown[0]].get("value") == 40)
+
+
+def test_a_cell_sees_what_was_moved_before_it(notebook: Notebook, page: Page) -> None:
+    """At once, as in a plain notebook: the next cell does not overtake what the page has said."""
+    shown = models(notebook.run(SLIDER))
+    for value in range(2, 42):
+        press(page, shown, value, value + 50)
+        notebook.run("%%distributed\nseen = slider.value")
+        notebook.run("%dist_gather seen")
+        assert notebook.value("seen") == [value, value + 50]
 
 
 def test_a_widget_moves_while_its_cell_runs(notebook: Notebook, page: Page, tmp_path: Path) -> None:

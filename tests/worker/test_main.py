@@ -17,7 +17,8 @@ import pytest
 
 from nbdist.output.events import Done
 from nbdist.wire.frames import FrameCutter, framed, pack
-from nbdist.wire.work import CatchUp, Finished, InputReply, Source, Task
+from nbdist.wire.work import CatchUp, CommSent, Finished, InputReply, Source, Task
+from nbdist.worker import main
 from nbdist.worker.main import Tasks
 from nbdist.worker.process import Interrupts
 from nbdist.world.world import World
@@ -173,6 +174,10 @@ class Kernel:
         self.work: Callable[[str], object] = str
         self.begun: list[str] = []
         self.marks = 0
+        kinds = ("comm_open", "comm_msg", "comm_close")
+        self.shell_handlers: dict[str, Callable[[str], None]] = dict.fromkeys(
+            kinds, self.begun.append
+        )
 
     async def run(self, task: Task, interrupts: Interrupts) -> Done:
         interrupts.begin()
@@ -259,6 +264,24 @@ async def test_in_turn(agent: Agent) -> None:
     await until(lambda: len(watched) == 1, "only the loop's own end is watched")
     assert agent.kernel.begun == [*"abcd"]
     assert found == ["unset", *"abc"]
+
+
+async def test_what_pages_say_to_widgets(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task waits for what was said before it and comes by another way, but not for ever."""
+    agent.end.sendall(framed(pack(CommSent())) + task("a") + framed(pack(CommSent())) + task("b"))
+    for said in ("moved", "moved again"):
+        await asyncio.sleep(0.05)
+        agent.kernel.shell_handlers["comm_msg"](said)
+    await agent.hear(2)
+    assert agent.kernel.begun == ["moved", "a", "moved again", "b"]
+    monkeypatch.setattr(main, "HEAR_SECONDS", 0.1)
+    agent.end.sendall(framed(pack(CommSent())) + task("c") + task("d"))  # which is lost
+    await agent.hear(2)
+    agent.end.sendall(framed(pack(CommSent())) + task("e"))
+    await asyncio.sleep(0.02)
+    agent.kernel.shell_handlers["comm_close"]("closed")
+    await agent.hear(1)
+    assert agent.kernel.begun[4:] == ["c", "d", "closed", "e"]
 
 
 async def test_what_somebody_types(agent: Agent) -> None:
