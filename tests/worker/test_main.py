@@ -269,16 +269,18 @@ async def test_in_turn(agent: Agent) -> None:
 async def test_what_pages_say_to_widgets(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task waits for what was said before it and comes by another way, but not for ever."""
     agent.end.sendall(framed(pack(CommSent())) + task("a") + framed(pack(CommSent())) + task("b"))
+    await asyncio.sleep(0.05)
+    assert agent.kernel.begun == []
     for said in ("moved", "moved again"):
-        await asyncio.sleep(0.05)
         agent.kernel.shell_handlers["comm_msg"](said)
-    await agent.hear(2)
+        await agent.hear(1)
     assert agent.kernel.begun == ["moved", "a", "moved again", "b"]
     monkeypatch.setattr(main, "HEAR_SECONDS", 0.1)
     agent.end.sendall(framed(pack(CommSent())) + task("c") + task("d"))  # which is lost
     await agent.hear(2)
+    monkeypatch.setattr(main, "HEAR_SECONDS", SOON)
     agent.end.sendall(framed(pack(CommSent())) + task("e"))
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.05)
     agent.kernel.shell_handlers["comm_close"]("closed")
     await agent.hear(1)
     assert agent.kernel.begun[4:] == ["c", "d", "closed", "e"]

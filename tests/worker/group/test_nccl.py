@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -168,26 +167,28 @@ def test_what_is_aborted(adapter: Nccl) -> None:
     assert [each.done for each in backends] == [["abort"]] * 4
 
 
-def test_an_abort_of_many_kernels(
-    adapter: Nccl, recorded: dict[str, Entries], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_of_many_kernels(adapter: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take longer than others as long as collectives end meanwhile, and no longer."""
-    monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.4)
+    monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.25)
     monkeypatch.setattr(nccl, "ABORT_STEP", 0.1)
-    under_way = recorded["nccl"]
-    under_way += [entry(number, "nccl:all_reduce") for number in range(3)]
+    under_way, over = [*range(8)], threading.Event()
 
-    def end_all() -> None:
-        while under_way:
-            time.sleep(0.2)
-            under_way.pop()
+    def pending() -> list[int]:
+        under_way[:1] = []  # one has ended since the last look
+        if not under_way:
+            over.set()
+        return [*under_way]
 
-    adapter.abort([Legacy(end_all)])
-    assert not under_way
+    monkeypatch.setattr(seam.ADAPTERS["nccl"], "pending", pending)
     never = threading.Event()
-    with pytest.raises(AbortHangs):
-        adapter.abort([Legacy(never.wait)])
-    never.set()
+    try:
+        adapter.abort([Legacy(over.wait)])
+        assert over.is_set()
+        with pytest.raises(AbortHangs):
+            adapter.abort([Legacy(never.wait)])
+    finally:  # threads that wait keep the process
+        over.set()
+        never.set()
 
 
 Entries = list[dict[str, Any]]
