@@ -34,7 +34,7 @@ HELD_TIMEOUT = 10.0  # seconds for a worker to say what groups it holds; else no
 
 SILENT = "it did not answer while the group was formed"
 ABORT_TIMEOUT = 1.0  # seconds in which workers abort collectives, and other steps wait for that
-HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to say that nccl's abort hangs
+HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to say that nccl's abort hangs: it waits for 60
 CHECK_TIMEOUT = 1.0  # seconds for a worker to say what its libraries lack; else it is not said
 
 

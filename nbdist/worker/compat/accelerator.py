@@ -6,12 +6,13 @@ numbers) by the device's own module, which all kinds name alike.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
+
+GRAPH = torch.cuda.CUDAGraph
 
 
 def use(device: torch.device) -> None:
@@ -32,14 +33,6 @@ def is_in_use() -> bool:
 def asks_context() -> Callable[[], bool] | None:
     """Return what raises a lasting error, in any thread and at once; None if none is in use."""
     return torch.accelerator.current_stream().query if is_in_use() else None
-
-
-def reset_graphs() -> int:
-    """Reset all graphs that were captured, whose replay raises then; return how many it were."""
-    graphs = [each for each in gc.get_objects() if issubclass(type(each), torch.cuda.CUDAGraph)]
-    for graph in graphs:
-        graph.reset()
-    return len(graphs)
 
 
 def nccl_version() -> tuple[int, ...]:

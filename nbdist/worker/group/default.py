@@ -236,7 +236,7 @@ def forget_broken_off_steps() -> None:
     for model in ddp_models():
         models_seam.forget_ddp_step(model)
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    for module in models_of(fsdp) if fsdp else ():
+    for module in instances_of(fsdp) if fsdp else ():
         with suppress(RuntimeError):  # what it still waited for has failed
             models_seam.forget_fsdp_step(module)
 
@@ -269,11 +269,11 @@ def begin_models_anew() -> None:
 
 def ddp_models() -> Iterator[Any]:
     """Yield those of DDP whose `__init__` has not failed."""
-    return (model for model in models_of(DistributedDataParallel) if "reducer" in vars(model))
+    return (model for model in instances_of(DistributedDataParallel) if "reducer" in vars(model))
 
 
-def models_of(kind: type) -> Iterator[Any]:
-    """Yield all modules of this kind."""
+def instances_of(kind: type) -> Iterator[Any]:
+    """Yield all objects of this kind that there are."""
     return (found for found in gc.get_objects() if issubclass(type(found), kind))
 
 

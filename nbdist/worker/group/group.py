@@ -83,7 +83,7 @@ class Group:
         """Put the world's group in its place, and name new groups after this task."""
         self.task_began_ns = time.time_ns()
         self._default.begin_task(task_id)
-        for backend in self._nccl_backends()[:1] if self._nccl is not None else ():
+        if self._nccl is not None and (backend := nccl.nccl_of(self._default.group)) is not None:
             nccl.adapter_of(backend).end_calls(backend)
 
     def end(self) -> None:

@@ -27,6 +27,7 @@ from nbdist.worker.compat import accelerator
 from nbdist.worker.compat import nccl as seam
 from nbdist.worker.compat import torch as torch_seam
 from nbdist.worker.compat.nccl import Seat
+from nbdist.worker.group.default import instances_of
 from nbdist.worker.group.stores import AbortableStore, Meeting, until_over
 
 START_TIMEOUT, RENEWAL_TIMEOUT = 100.0, 25.0
@@ -67,16 +68,14 @@ class Nccl:
             self._is_put_off = False
 
     def _make(self, create: Callable[[Any], Any], options: Any) -> Any:
-        meeting = Meeting(options.store, timeout=options.timeout.total_seconds())
-        members = options.global_ranks_in_group or range(options.group_size)
+        store, size, timeout = options.store, options.group_size, options.timeout
         # Torch splits another one where user code has bound its group to a device.
         is_split = options.split_from is not None
         options.store = self.store
-        with self.store.at(meeting):
+        with self.store.at(Meeting(store, timeout=timeout.total_seconds())):
             backend = create(options)
-        if not (is_split or self._is_put_off):
-            seat = self.seat(meeting, members, options.group_rank)
-            self.connect(backend, meeting, seat, START_TIMEOUT)
+        if not is_split:
+            self._made(backend, store, options.group_rank, size, timeout)
         return backend
 
     def _made(self, backend: Any, store: Any, position: int, size: int, timeout: timedelta) -> None:
@@ -129,17 +128,17 @@ class Nccl:
 def _ends(adapter: seam.Adapter) -> Callable[[], bool]:
     """Return what says, time and again, whether it is worth to wait for an abort."""
     left, ended = len(adapter.pending()), time.monotonic()
-    end, is_reset = ended + LONGEST_ABORT, False
+    end = ended + LONGEST_ABORT
 
     def still() -> bool:
-        nonlocal left, ended, is_reset
+        nonlocal left, ended
         before, left, now = left, len(adapter.pending()), time.monotonic()
         if left < before:
             ended = now
-        elif not left and not is_reset:
+        elif not left:
             # A communicator lasts as long as a graph that has captured one of its collectives.
-            accelerator.reset_graphs()
-            is_reset = True
+            for graph in instances_of(accelerator.GRAPH):
+                graph.reset()
         return now < min(end, ended + ABORT_TIMEOUT)
 
     return still
