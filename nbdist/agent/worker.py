@@ -169,9 +169,9 @@ class Worker:
     async def locate(self) -> Place:
         """Ask where it is."""
         seen = await self.ask(control.Locate(), LOCATE_TIMEOUT)
-        if isinstance(seen, Place):
-            return replace(seen, asks=bool(self.asks))
-        return Place(holds_gil=True, is_stopped=is_stopped(self.pid))
+        if not isinstance(seen, Place):
+            seen = Place(holds_gil=True, is_stopped=is_stopped(self.pid))
+        return replace(seen, asks=bool(self.asks))
 
     def say(self, text: str) -> None:
         """Show something as its stderr."""

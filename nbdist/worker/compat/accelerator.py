@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-GRAPH = torch.cuda.CUDAGraph
+
+def graph() -> type:
+    """Return its class; asked late, as `nbdist doctor` imports this with any torch."""
+    return torch.cuda.CUDAGraph
 
 
 def use(device: torch.device) -> None:

@@ -137,7 +137,7 @@ def _ends(adapter: seam.Adapter) -> Callable[[], bool]:
             ended = now
         elif not left:
             # A communicator lasts as long as a graph that has captured one of its collectives.
-            for graph in instances_of(accelerator.GRAPH):
+            for graph in instances_of(accelerator.graph()):
                 graph.reset()
         return now < min(end, ended + ABORT_TIMEOUT)
 
