@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +28,7 @@ from tests.standin.communicator import Aborted, Communicator
 from tests.standin.device import DEVICE, Event, Stream
 
 Tensors = Sequence[torch.Tensor]
+Came = Mapping[int, Sequence[torch.Tensor]]  # what each rank has given, itself included
 
 FAULTS: set[str] = set()
 """What is to go wrong in this process: "abort" hangs, "connect" fails the next time."""
@@ -134,7 +135,7 @@ class StandIn(dist.distributed_c10d.C10DBackend):
         self._error = c10d.ErrorType.SUCCESS
         self._uuid, self._begun = 0, 0
         self._streams: list[Stream] = []
-        self._messages: dict[str, int] = {}
+        self._messages = Counter[str]()
         if threading.current_thread() is threading.main_thread():
             DEVICE.watch()
         if not self._can_renew:
@@ -154,7 +155,7 @@ class StandIn(dist.distributed_c10d.C10DBackend):
         except (OSError, Aborted) as error:
             # Not a DistBackendError: an exception of nccl2's own, of which Python knows nothing.
             raise RuntimeError(f"{FAILED}: {error}") from error
-        self._error, self._messages = c10d.ErrorType.SUCCESS, {}
+        self._error, self._messages = c10d.ErrorType.SUCCESS, Counter()
 
     def abort(self) -> None:
         while "abort" in FAULTS:
@@ -206,39 +207,31 @@ class StandIn(dist.distributed_c10d.C10DBackend):
 
     # --- collectives ------------------------------------------------------------------------
 
+    # Each gives its inputs to all, and makes its outputs of what came from the ranks it names.
+
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
-        tensor, root = tensors[0], options.rootRank
-        sent = dict.fromkeys(self._others, tensors) if self._rank == root else {}
+        def take(came: Came) -> None:
+            tensors[0].copy_(came[options.rootRank][0])
 
-        def take(came: Mapping[int, Tensors]) -> None:
-            if self._rank != root:
-                tensor.copy_(came[root][0])
-
-        wanted = [] if self._rank == root else [root]
-        return self._begin("broadcast", options, tensors, tensors, sent, wanted, take)
+        return self._begin("broadcast", options, tensors, tensors, [options.rootRank], take)
 
     def allreduce(self, tensors: Tensors, options: Any) -> Work:
-        def take(came: Mapping[int, Tensors]) -> None:
+        def take(came: Came) -> None:
             for number, tensor in enumerate(tensors):
-                all_of_them = [came.get(rank, tensors)[number] for rank in range(self._size)]
-                _reduce(tensor, all_of_them, options)
+                _reduce(tensor, [each[number] for each in came.values()], options)
 
-        sent = dict.fromkeys(self._others, tensors)
-        return self._begin("all_reduce", options, tensors, tensors, sent, sent, take)
+        return self._begin("all_reduce", options, tensors, tensors, self._all, take)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, options: Any) -> Work:
-        root, is_root = options.rootRank, self._rank == options.rootRank
+        is_root = self._rank == options.rootRank
 
-        def take(came: Mapping[int, Tensors]) -> None:
+        def take(came: Came) -> None:
             if is_root:
-                everyone = range(self._size)
-                _reduce(tensors[0], [came.get(rank, tensors)[0] for rank in everyone], options)
+                _reduce(tensors[0], [each[0] for each in came.values()], options)
 
-        sent = {} if is_root else {root: tensors}
-        wanted = self._others if is_root else []
-        return self._begin("reduce", options, tensors, tensors, sent, wanted, take)
+        return self._begin("reduce", options, tensors, tensors, self._all if is_root else [], take)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> Work:
         return self._gather("all_gather", outputs[0], inputs, options)
@@ -250,44 +243,35 @@ class StandIn(dist.distributed_c10d.C10DBackend):
     _allgather_base = all_gather_single
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> Work:
-        root = options.rootRank
-        lists = outputs[0] if self._rank == root else ()
-        return self._gather("gather", lists, inputs, options, [root])
+        lists = outputs[0] if self._rank == options.rootRank else ()
+        return self._gather("gather", lists, inputs, options)
 
-    def _gather(
-        self, name: str, outputs: Tensors, inputs: Tensors, options: Any, to: Any = None
-    ) -> Work:
-        roots = range(self._size) if to is None else to
-
-        def take(came: Mapping[int, Tensors]) -> None:
+    def _gather(self, name: str, outputs: Tensors, inputs: Tensors, options: Any) -> Work:
+        def take(came: Came) -> None:
             for rank, output in enumerate(outputs):
-                output.copy_(came.get(rank, inputs)[0])
+                output.copy_(came[rank][0])
 
-        sent = {each: inputs for each in roots if each != self._rank}
-        wanted = self._others if self._rank in roots else []
-        return self._begin(name, options, inputs, outputs, sent, wanted, take)
+        wanted = self._all if outputs else []
+        return self._begin(name, options, inputs, outputs, wanted, take)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> Work:
         root = options.rootRank
         parts = inputs[0] if self._rank == root else ()
-        sent = {each: [part] for each, part in enumerate(parts) if each != self._rank}
 
-        def take(came: Mapping[int, Tensors]) -> None:
-            outputs[0].copy_(parts[root] if self._rank == root else came[root][0])
+        def take(came: Came) -> None:
+            outputs[0].copy_(came[root][self._rank])
 
-        wanted = [] if self._rank == root else [root]
-        return self._begin("scatter", options, parts, outputs, sent, wanted, take)
+        return self._begin("scatter", options, parts, outputs, [root], take)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any) -> Work:
         return self._all_to_all("all_to_all", outputs, inputs, options)
 
     def _all_to_all(self, name: str, outputs: Tensors, inputs: Tensors, options: Any) -> Work:
-        def take(came: Mapping[int, Tensors]) -> None:
+        def take(came: Came) -> None:
             for rank, output in enumerate(outputs):
-                output.copy_(came[rank][0] if rank in came else inputs[rank])
+                output.copy_(came[rank][self._rank])
 
-        sent = {each: [inputs[each]] for each in self._others}
-        return self._begin(name, options, inputs, outputs, sent, sent, take)
+        return self._begin(name, options, inputs, outputs, self._all, take)
 
     def all_to_all_single(
         self, output: Any, given: Any, out_sizes: list[int], in_sizes: list[int], options: Any
@@ -308,34 +292,30 @@ class StandIn(dist.distributed_c10d.C10DBackend):
     _reduce_scatter_base = reduce_scatter_single
 
     def _reduce_scatter(self, name: str, output: Any, parts: Tensors, options: Any) -> Work:
-        def take(came: Mapping[int, Tensors]) -> None:
-            own = [parts[self._rank]]
-            _reduce(output, [came.get(rank, own)[0] for rank in range(self._size)], options)
+        def take(came: Came) -> None:
+            _reduce(output, [each[self._rank] for each in came.values()], options)
 
-        sent = {each: [parts[each]] for each in self._others}
-        return self._begin(name, options, parts, [output], sent, sent, take)
+        return self._begin(name, options, parts, [output], self._all, take)
 
     def barrier(self, options: Any) -> Work:
-        sent: dict[int, Tensors] = dict.fromkeys(self._others, ())
-        return self._begin("barrier", options, (), (), sent, sent, lambda _: None)
+        return self._begin("barrier", options, (), (), self._all, lambda _: None)
 
     def send(self, tensors: Tensors, to: int, tag: int) -> Work:
-        return self._begin(
-            f"send {self._rank}->{to}", None, tensors, (), {to: tensors}, [], lambda _: None
-        )
+        way = f"{self._rank}->{to}"
+        return self._begin(f"send {way}", None, tensors, (), [], lambda _: None, way)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
-        def take(came: Mapping[int, Tensors]) -> None:
+        def take(came: Came) -> None:
             tensors[0].copy_(came[source][0])
 
-        name = f"recv {self._rank}<-{source}"
-        return self._begin(name, None, (), tensors, {}, [source], take)
+        name, way = f"recv {self._rank}<-{source}", f"{source}->{self._rank}"
+        return self._begin(name, None, (), tensors, [source], take, way)
 
     # --- what all of them do ----------------------------------------------------------------
 
     @property
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank != self._rank]
+    def _all(self) -> range:
+        return range(self._size)
 
     def _begin(
         self,
@@ -343,17 +323,19 @@ class StandIn(dist.distributed_c10d.C10DBackend):
         options: Any,
         inputs: Tensors,
         outputs: Tensors,
-        sent: Mapping[int, Tensors],
         wanted: Iterable[int],
-        take: Callable[[Mapping[int, Tensors]], None],
+        take: Callable[[Came], None],
+        way: str = "collective",
     ) -> Work:
+        """Begin it; messages between two ranks are counted by the `way` they go."""
         DEVICE.check()
         if self.communicator is None:
             raise RuntimeError("ProcessGroupNCCL has not been initialized. Call reconfigure()")
         if self._error != c10d.ErrorType.SUCCESS:
             raise dist.DistBackendError("NCCL Async Error: remote process exited")
         self._begun += options is not None
-        key = self._key(name, sent, wanted)
+        self._messages[way] += 1
+        key = f"{way} {self._messages[way]}"
         number = ENTRIES[-1].number + 1 if ENTRIES else 0
         entry = Entry(number, self._name, self._begun, name, inputs, outputs)
         ENTRIES.append(entry)
@@ -362,7 +344,7 @@ class StandIn(dist.distributed_c10d.C10DBackend):
 
         def run() -> None:
             try:
-                take(communicator.exchange(key, call, sent, wanted, deadline))
+                take(communicator.exchange(key, call, inputs, wanted, deadline))
                 entry.end(communicator.made)
             except Aborted:
                 pass  # a kernel that was aborted ends, and all behind it goes on
@@ -381,15 +363,6 @@ class StandIn(dist.distributed_c10d.C10DBackend):
         if not self._streams:
             self._streams.append(Stream())
         return self._streams[0]
-
-    def _key(self, name: str, sent: Mapping[int, Tensors], wanted: Iterable[int]) -> str:
-        """Number collectives, and messages between two ranks by the way they go."""
-        way = "collective"
-        if name.startswith(P2P):
-            ends = (self._rank, *sent) if sent else (*wanted, self._rank)
-            way = f"{ends[0]} to {ends[1]}"
-        self._messages[way] = self._messages.get(way, 0) + 1
-        return f"{way} {self._messages[way]}"
 
     def _timed_out(self, communicator: Communicator) -> None:
         """Do what nccl2's watchdog does: only without `reconfigure` can it end the process."""

@@ -242,9 +242,14 @@ def test_a_number_that_was_used(own: Rank) -> None:
     own.works()
 
 
-def test_two_groups_at_once(own: Rank) -> None:
-    """Both wait, both are aborted, both are connected again."""
+def test_two_groups(own: Rank) -> None:
+    """One waits in its first collective and is aborted alone; then both at once."""
     other = dist.new_group()
+    own.connect(other)
+    own.alone(other)
+    own.abort(other)
+    own.works()
+    own.meet("one")
     own.connect(other)
     own.works(other)
     own.alone()
@@ -254,15 +259,6 @@ def test_two_groups_at_once(own: Rank) -> None:
     own.connect(world(), other)
     own.works()
     own.works(other)
-
-
-def test_a_groups_first_collective(own: Rank) -> None:
-    """Who waits in it is released as from any other."""
-    other = dist.new_group()
-    own.connect(other)
-    own.alone(other)
-    own.abort(other)
-    own.works()
 
 
 def test_a_collective_takes_too_long(own: Rank) -> None:

@@ -95,10 +95,6 @@ IN_LINE = "Ranks 0,2-3 were waiting in {} (line {})"
 ROWS = {
     "raises": _raises("dist.all_reduce(t)\nt.sum().item()", IN_LINE.format("all_reduce", 4)),
     "raises, others run ahead": _raises("dist.all_reduce(t)", IN_LINE.format("all_reduce", 3)),
-    "raises, async": _raises(
-        "work = dist.all_reduce(t, async_op=True)\nwork.wait()\nt.sum().item()",
-        IN_LINE.format("all_reduce", 5),
-    ),
     "raises, send and recv": _raises(
         "dist.recv(t, 1) if rank == 0 else None\nt.sum().item()",
         "Rank 0 was waiting in recv (line 4)",
