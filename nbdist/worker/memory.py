@@ -208,7 +208,7 @@ LARGE_BYTES = 1 << 20  # of plain bytes, which need not be named below that
 
 
 class _Several(list[Any]):
-    """Tensors of one container, to be shown as one."""
+    """Tensors of one container, or an optimizer's, to be shown as one."""
 
 
 NOT_LOOKED_INTO = (
@@ -252,16 +252,14 @@ class Search:
 
     def _look(self, name: str, value: Any, depth: int) -> None:
         """Note what it holds itself, or several tensors as one."""
-        if isinstance(value, torch.optim.Optimizer):
-            self._note_several(f"{name}.state", self._tensors_in(value.state, 3))
-        elif isinstance(value, _Several):
+        if isinstance(value, _Several):
             self._note_several(name, value)
         elif (found := self._new(name, value)) is not None:
             is_known = not depth or isinstance(value, torch.Tensor)
             if is_known or found.size >= LEAST_INSIDE:
                 self.held.append(found)
 
-    def _note_several(self, name: str, tensors: Iterable[Any]) -> None:
+    def _note_several(self, name: str, tensors: _Several) -> None:
         """Note tensors as one, as many as there is time for, unless none of them is new."""
         found: list[Held] = []
         for each in tensors:
@@ -296,17 +294,19 @@ class Search:
         if isinstance(value, torch.Tensor):
             if value.is_leaf and value.grad is not None:
                 yield ".grad", value.grad
+        elif isinstance(value, torch.optim.Optimizer):
+            yield ".state", _Several(_tensors_in(value.state, 3))
         elif isinstance(value, torch.nn.Module):
             held = own_attributes(value)
             named = {name: each for name, each in held.items() if not name.startswith("_")}
             for name, each in (parts_of(held) | named).items():
                 yield f".{name}", each
         elif isinstance(value, list | tuple | set | frozenset | deque | dict):
-            tensors = [each for each in _members(value) if isinstance(each, torch.Tensor)]
+            tensors = _Several(_tensors_in(value))
             has_several = len(tensors) > SEVERAL
             if has_several:
                 # After what is as near as this: there may be a million of them.
-                yield "", _Several(tensors)
+                yield "", tensors
             if isinstance(value, set | frozenset):
                 return
             entries = value.items() if isinstance(value, dict) else enumerate(value)
@@ -314,21 +314,19 @@ class Search:
                 if not (has_several and isinstance(each, torch.Tensor)):
                     is_short = isinstance(key, str | int)
                     yield f"[{key!r}]" if is_short else f"[<{type(key).__name__}>]", each
-        elif not isinstance(value, torch.optim.Optimizer):
+        else:
             for name, each in own_attributes(value).items():
                 yield f".{name}", each
 
-    def _tensors_in(self, value: Any, depth: int) -> Iterator[Any]:
-        """Yield the tensors of nested dicts and lists."""
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif depth and isinstance(value, dict | list | tuple):
-            for each in _members(value):
-                yield from self._tensors_in(each, depth - 1)
 
-
-def _members(value: Any) -> list[Any]:
-    return [*(value.values() if isinstance(value, dict) else value)]
+def _tensors_in(value: Any, depth: int = 1) -> Iterator[Any]:
+    """Yield the tensors of a container, and of those in it down to this depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | set | frozenset | deque | dict):
+        # A copy: a thread may change it meanwhile.
+        for each in [*(value.values() if isinstance(value, dict) else value)]:
+            yield from _tensors_in(each, depth - 1)
 
 
 def own_attributes(value: Any) -> dict[str, Any]:

@@ -207,7 +207,7 @@ os.register_at_fork(
 FIRST_PRIVATE = 200  # above the descriptors that people count through to close or to write to them
 
 _kept = {1: 1, 2: 2}  # by descriptor: ours of the same pipe, whatever a cell does to that one
-_own: dict[StreamName, RankStream] = {}
+_own: dict[StreamName, io.TextIOWrapper] = {}
 
 
 def _is_elsewhere(fd: int) -> bool:
@@ -290,15 +290,10 @@ class _Bytes(io.RawIOBase):
         """Do nothing: it is the worker's own, and what follows is to be seen."""
 
 
-class RankStream(io.TextIOWrapper):
-    """Text of one of the two streams, written through; it stays open."""
-
-    def __init__(self, name: StreamName, token: str) -> None:
-        stream = _Bytes(name, token)
-        super().__init__(stream, "utf-8", "backslashreplace", newline="\n", write_through=True)
-
-    def close(self) -> None:
-        """Do nothing, as that of its bytes."""
+def rank_stream(name: StreamName, token: str) -> io.TextIOWrapper:
+    """Make the text of one of the two streams, written through; as its bytes it stays open."""
+    stream: Any = _Bytes(name, token)
+    return io.TextIOWrapper(stream, "utf-8", "backslashreplace", newline="\n", write_through=True)
 
 
 def install(token: str) -> None:
@@ -308,5 +303,5 @@ def install(token: str) -> None:
             _kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_PRIVATE)
         except OSError:  # the limit is below
             _kept[fd] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
-    _own.update({"stdout": RankStream("stdout", token), "stderr": RankStream("stderr", token)})
-    sys.stdout, sys.stderr = _own["stdout"], _own["stderr"]
+    sys.stdout = _own["stdout"] = rank_stream("stdout", token)
+    sys.stderr = _own["stderr"] = rank_stream("stderr", token)

@@ -134,8 +134,8 @@ TOKEN = "0123456789abcdef"
 
 PROLOGUE = f"""
 import os, sys, threading
-from nbdist.worker.process import RankStream, flush_c_streams, write_mark
-sys.stdout, sys.stderr = (RankStream(name, {TOKEN!r}) for name in ("stdout", "stderr"))
+from nbdist.worker.process import rank_stream, flush_c_streams, write_mark
+sys.stdout, sys.stderr = (rank_stream(name, {TOKEN!r}) for name in ("stdout", "stderr"))
 """
 
 
