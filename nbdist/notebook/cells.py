@@ -259,7 +259,7 @@ def follow_steps(
                 display.end(running.transcript, pool.log_files())
             raise
         if display:
-            pool.show_widgets(display)
+            pool.show_widgets()
             for text in notes_on(running.transcript, world.session.names):
                 display.note(text, at_once=False)
             display.end(running.transcript, pool.log_files())

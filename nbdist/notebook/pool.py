@@ -271,7 +271,7 @@ class Pool:
     def _watch_while_idle(self) -> None:
         self._idle.follow(self.world.session.link if self.world and self.has_workers else None)
 
-    def show_widgets(self, display: CellDisplay | None = None) -> None:
+    def show_widgets(self) -> None:
         """Pass on to pages what the ranks' widgets have said since."""
         if self.world is None or (widgets := self.world.session.widgets) is None:
             return
@@ -283,8 +283,6 @@ class Pool:
                 self._widgets.close()
             self._widgets = WidgetRelay(self.shell, widgets, self.world.session)
         self._widgets.show()
-        if display is not None and (said := widgets.take_note()):
-            display.note(said, at_once=False)
         if widgets.gone:
             gone, widgets.gone = widgets.gone, []
             self.ended.lose_widgets({each.id: each.rank for each in gone})

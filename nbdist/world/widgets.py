@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any, NamedTuple
 
 from nbdist.output import events
@@ -28,14 +27,6 @@ from nbdist.output.events import (
 
 PROTOCOL = "2"  # of the messages between ipywidgets 7 or 8 and a page, its major version
 OTHER_PROTOCOL = "(this widget speaks protocol {}, and pages {}: update ipywidgets on the ranks)"
-OTHER_VERSION = (
-    "the ranks have ipywidgets {}, this notebook {}: where the page does not draw their widgets, "
-    "install the same version in both"
-)
-OF_IPYWIDGETS = ("@jupyter-widgets/base", "@jupyter-widgets/controls")
-VERSIONS = {"1": "7", "2": "8"}
-"""Of ipywidgets, by the major version that its models have."""
-
 UNKNOWN = "(this page does not have this widget: run the cell again that makes it)"
 
 MOST_OUTPUTS, MOST_TEXT = 500, 200_000
@@ -82,10 +73,7 @@ class Gone(NamedTuple):
 class Widgets:
     """All models of the ranks of one world."""
 
-    def __init__(self, version: str = "") -> None:
-        """`version` is the major one of ipywidgets where the notebook runs, "" without it."""
-        self._version = version
-        self._note = ""
+    def __init__(self) -> None:
         self.models: dict[str, Model] = {}
         self.gone: list[Gone] = []
         """Widgets of ranks that have ended, until the notebook has shown that."""
@@ -126,7 +114,6 @@ class Widgets:
                 return
             self.models[comm.id] = model = Model(rank)
             model.change(comm)
-            self._compare(model)
         elif (known := self.models.get(comm.id)) is None:  # another notebook has seen it opened
             return
         elif comm.kind == "comm_close":
@@ -137,19 +124,6 @@ class Widgets:
         if comm.id in self.models and model.captures:
             self._begin_or_end(model, comm)
         self._news.append(comm)
-
-    def _compare(self, model: Model) -> None:
-        """Note where the ranks have another version than this notebook, and so perhaps the page."""
-        if model.state.get("_model_module") in OF_IPYWIDGETS and self._version:
-            major = str(model.state.get("_model_module_version")).partition(".")[0]
-            if (there := VERSIONS.get(major, self._version)) != self._version:
-                self._note = OTHER_VERSION.format(there, self._version)
-                self._version = ""  # once is enough
-
-    def take_note(self) -> str:
-        """Return once what is to be said of all of them, "" for nothing."""
-        said, self._note = self._note, ""
-        return said
 
     def _begin_or_end(self, model: Model, comm: Comm) -> None:
         """Note whether what its rank shows from now on is shown inside of this `Output`."""
@@ -264,14 +238,6 @@ class Widgets:
             inside.remove(name)
             if not inside:
                 del self._capturing[model.rank]
-
-
-def version_here() -> str:
-    """Return the major version of ipywidgets in this environment, "" without it."""
-    try:
-        return metadata.version("ipywidgets").partition(".")[0]
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 REFERENCE = "IPY_MODEL_"  # begins what in a state stands for another model

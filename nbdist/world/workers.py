@@ -497,9 +497,9 @@ class Workers:
             if not self.shows_widgets:
                 return None
             # Most worlds have none.
-            from nbdist.world.widgets import Widgets, version_here
+            from nbdist.world.widgets import Widgets
 
-            self.widgets = Widgets(version_here())
+            self.widgets = Widgets()
         return self.widgets.take(rank, output)
 
 

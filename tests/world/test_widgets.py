@@ -107,18 +107,6 @@ def test_widgets_that_no_page_has(widgets: Widgets) -> None:
     assert "speaks protocol 1, and pages 2: update ipywidgets" in old.data["text/plain"]
 
 
-def test_a_library_of_another_version() -> None:
-    """It is said once, with what to do; the page may have either."""
-    widgets = Widgets("8")
-    module = {"_model_module": "@jupyter-widgets/base"}
-    widgets.take(0, opened("a", **module, _model_module_version="2.0.0"))
-    assert widgets.take_note() == ""
-    widgets.take(1, opened("b", **module, _model_module_version="1.2.0"))
-    widgets.take(2, opened("c", **module, _model_module_version="1.2.0"))
-    assert widgets.take_note().startswith("the ranks have ipywidgets 7, this notebook 8: where")
-    assert (widgets.take_note(), [*widgets.models]) == ("", ["a", "b", "c"])
-
-
 def test_ranks_that_end_or_become_others(widgets: Widgets) -> None:
     """The widgets of a rank that has ended are closed; others follow their rank's number."""
     widgets.take(3, opened("t", value=1))
