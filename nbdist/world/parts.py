@@ -69,7 +69,7 @@ def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
         return len(value), lambda start, end: value[start:end]
     if _is_a(value, "polars", "DataFrame", "Series"):
         return len(value), lambda start, end: value.slice(start, end - start)
-    if _is_a(value, "pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"):
+    if _is_a(value, "pyarrow", "Table"):
         return len(value), lambda start, end: _arrow_copy(value.slice(start, end - start))
     if hasattr(value, "iloc"):  # DataFrame and Series of pandas
         return len(value), lambda start, end: value.iloc[start:end]
@@ -122,17 +122,13 @@ def _laid_out_as(value: Any, sparse: Any) -> Any:
     return sparse.to_sparse(layout=value.layout, blocksize=blocks)
 
 
-def _arrow_copy(part: Any) -> Any:
-    """Copy rows of pyarrow's, whose pickle has all that they are a part of."""
+def _arrow_copy(table: Any) -> Any:
+    """Copy rows of a table of pyarrow's, whose pickle has all that they are a part of."""
     arrow = sys.modules["pyarrow"]
-    if not _is_a(part, "pyarrow", "Table", "RecordBatch"):
-        whole = arrow.Table if isinstance(part, arrow.ChunkedArray) else arrow.RecordBatch
-        return _arrow_copy(whole.from_arrays([part], ["values"])).column(0)
     sink = arrow.BufferOutputStream()
-    with arrow.ipc.new_stream(sink, part.schema) as stream:
-        stream.write(part)
-    reader = arrow.ipc.open_stream(sink.getvalue())
-    return reader.read_all() if isinstance(part, arrow.Table) else reader.read_next_batch()
+    with arrow.ipc.new_stream(sink, table.schema) as stream:
+        stream.write(table)
+    return arrow.ipc.open_stream(sink.getvalue()).read_all()
 
 
 def _rows_of(data: Any, start: int, end: int) -> Any:
@@ -189,8 +185,8 @@ def _end_to_end(values: Sequence[Any], dim: int) -> Any:
         return polars.concat([*values], how="horizontal" if dim else "vertical")
     if dim == 0 and (polars := _library_of("polars", "Series", values)):
         return polars.concat([*values])
-    if dim == 0 and _is_a(first, "pyarrow", "Table", "RecordBatch", "Array", "ChunkedArray"):
-        return _joined_arrow(values)
+    if dim == 0 and (arrow := _library_of("pyarrow", "Table", values)):
+        return arrow.concat_tables(values)
     if all(type(value) is type(first) for value in values) and type(first) in (list, tuple):
         return type(first)(chain.from_iterable(values))
     return _array("concatenate", values, dim)
@@ -201,17 +197,6 @@ def _joined_tensors(how: Callable[[list[Any], int], Any], values: Sequence[Any],
     if first.layout in (torch.strided, torch.sparse_coo, torch.jagged):
         return how([*values], dim)
     return _laid_out_as(first, how([value.to_sparse_coo() for value in values], dim))
-
-
-def _joined_arrow(values: Sequence[Any]) -> Any:
-    arrow = sys.modules["pyarrow"]
-    if _library_of("pyarrow", "Table", values):
-        return arrow.concat_tables(values)
-    if _library_of("pyarrow", "RecordBatch", values):
-        return arrow.Table.from_batches(values)
-    if _library_of("pyarrow", "ChunkedArray", values):
-        return arrow.chunked_array([each for value in values for each in value.chunks])
-    return arrow.concat_arrays(values)
 
 
 def _array(how: Literal["stack", "concatenate"], values: Sequence[Any], dim: int) -> Any:

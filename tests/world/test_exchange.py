@@ -116,7 +116,6 @@ def test_no_more_than_its_part(world: World) -> None:
         ([bytes([n % 256]) * 4000 for n in range(1000)], None),
         (pl.DataFrame({"n": range(500_000)}), None),
         (pa.table({"n": range(500_000)}), None),
-        (pa.array(range(500_000)), None),
         (data, None),
         (data.shuffle(seed=1), None),
     ):

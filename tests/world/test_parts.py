@@ -50,8 +50,6 @@ def test_tables_and_data_sets():
     for whole in (
         pd.DataFrame(columns, index=range(10, 15)),
         *(pl.DataFrame(columns), pl.Series("a", range(5)), pa.table(columns)),
-        pa.array(["v", None, "x", "y", "z"]),
-        pa.chunked_array([[1, 2], [3], [4, 5]]),
     ):
         for parts, lengths in ((2, [3, 2]), (7, [1] * 5 + [0] * 2)):
             pieces = split("x", whole, parts)
@@ -61,9 +59,6 @@ def test_tables_and_data_sets():
     halves = split("x", Dataset.from_dict({"a": [*range(5)]}), 2)
     assert [[*half["a"]] for half in halves] == [[0, 1, 2], [3, 4]]
     assert [*join("cat", "x", dict(enumerate(halves)))["a"]] == [*range(5)]
-    batch = pa.record_batch({"a": range(5)})
-    made = join("cat", "x", dict(enumerate(split("x", batch, 2))))
-    assert made.equals(pa.Table.from_batches([batch]))
     sides = {0: pl.DataFrame({"a": [1]}), 1: pl.DataFrame({"b": [2]})}
     assert join("cat", "x", sides, 1).equals(pl.DataFrame({"a": [1], "b": [2]}))
 
