@@ -36,9 +36,11 @@ from nbdist.wire.spec import (
 from nbdist.wire.work import Surroundings
 from nbdist.words import count, one_line, size_text
 
-_LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
-_COMMENT = re.compile(r"\s+#.*|^#.*")
-_QUOTED = re.compile(r"""'([^']*)'|"((?:[^"\\]|\\.)*)\"""")
+_LINE = re.compile(
+    r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*="
+    r"""(?:\s*(?:'([^']*)'|"((?:[^"\\]|\\.)*)")\s*(?:#.*)?|(?!\s*['"])(.*))"""
+)
+_COMMENT = re.compile(r"\s#.*|^#.*")
 _ESCAPE = re.compile(r"\\(.)")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
 
@@ -56,10 +58,7 @@ def read_env_file(path: str) -> dict[str, str]:
             found.update(parse_line(line.strip()))
         except ValueError as why:
             shown = one_line(line, 40).partition("=")[0]  # what follows may be a secret
-            raise UsageError(
-                f"{path}, line {number} (`{shown}`): {why}. Lines are NAME=value, "
-                "NAME='value', export NAME=value, or # comments."
-            ) from None
+            raise UsageError(f"{path}, line {number} (`{shown}`): {why}.") from None
     return found
 
 
@@ -67,21 +66,13 @@ def parse_line(line: str) -> dict[str, str]:
     """Read the variable that a line of a `.env` file sets, or none; ValueError with the reason."""
     if not line or line.startswith("#"):
         return {}
-    found = _LINE.fullmatch(line)
-    if not found:
-        raise ValueError("that is no NAME=value")
-    name, text = found.groups()
-    if not text.startswith(("'", '"')):
-        return {name: _COMMENT.sub("", text).rstrip()}
-    quoted = _QUOTED.match(text)
-    if not quoted:
-        raise ValueError("a quote is not closed")
-    rest = text[quoted.end() :]
-    if rest.strip() and not _COMMENT.fullmatch(rest):
-        raise ValueError("something follows the closing quote")
-    if text[0] == "'":
-        return {name: quoted[1]}
-    return {name: _ESCAPE.sub(lambda found: _ESCAPED.get(found[1], found[1]), quoted[2])}
+    if not (found := _LINE.fullmatch(line)):
+        forms = "NAME=value, NAME='value', export NAME=value, or # comments"
+        raise ValueError(f"lines are {forms}, with each quote closed")
+    name, single, double, plain = found.groups()
+    if double is not None:
+        return {name: _ESCAPE.sub(lambda found: _ESCAPED.get(found[1], found[1]), double)}
+    return {name: _COMMENT.sub("", plain).strip() if single is None else single}
 
 
 DEFAULT_LOG_LIMIT = "200M"

@@ -254,11 +254,10 @@ def test_lines_of_env_files() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"A=1\n\nno value here\n", ", line 3 (`no value here`): that is no NAME=value."),
-        (b"2A=secret", ", line 1 (`2A`): that is no NAME=value."),
-        (b"A='secret", ", line 1 (`A`): a quote is not closed."),
-        (b'A="secret\\"', ", line 1 (`A`): a quote is not closed."),
-        (b"A='secret' more", ", line 1 (`A`): something follows the closing quote."),
+        (b"A=1\n\nno value here\n", ", line 3 (`no value here`): lines are NAME=value, NAME='v"),
+        (b"2A=secret", ", line 1 (`2A`): lines are NAME=value,"),
+        *((text, ", line 1 (`A`): lines are") for text in (b"A='secret", b'A="secret\\"')),
+        (b"A='secret' more", ", line 1 (`A`): lines are"),
         (b"A=\xff\n", "`: it is not a text in UTF-8."),
     ],
 )
