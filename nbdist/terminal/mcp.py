@@ -23,9 +23,10 @@ from nbdist.terminal import answers, kernel
 from nbdist.terminal.worlds import BETWEEN_LOOKS, cpu_since
 from nbdist.topology import parse_ranks
 from nbdist.wire.frames import BadFrame
-from nbdist.wire.views import Describe, Findings, Inquire, Look, Said, WorldInfo
+from nbdist.wire.views import Findings, Inquire, Look, Said, WorldInfo
 from nbdist.words import count, format_ranks, one_line
-from nbdist.world.agents import ANSWER_TIMEOUT, Asking, Found, Worlds
+from nbdist.world import agents
+from nbdist.world.agents import ANSWER_TIMEOUT, Asking, Found
 
 MISSING = (
     "`nbdist mcp` needs the Python SDK of the Model Context Protocol, 2.0 or later: "
@@ -62,10 +63,9 @@ _processes: set[int] = set()
 
 def worlds_here() -> list[Found]:
     """Find the user's worlds that have workers, in the order of their names."""
-    with closing(Worlds(Describe(), FIND_TIMEOUT)) as looking:
-        found = [each for each in looking.found() if each.info.name and each.info.workers]
+    found = agents.worlds(FIND_TIMEOUT)
     _processes.update(pid for each in found for pid in (each.agent, each.info.notebook) if pid)
-    return sorted(found, key=lambda each: (each.info.name, each.agent))
+    return found
 
 
 def chosen(world: str) -> Found:

@@ -18,7 +18,7 @@ from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
 from nbdist.wire.views import Look, Usage, WorldInfo
 from nbdist.words import aligned, count
-from nbdist.world.agents import Found, Worlds, worlds
+from nbdist.world.agents import Found, ask_all, worlds
 from nbdist.world.result import rows, usage_text
 
 # --- `nbdist ps` and `nbdist kill` ------------------------------------------------------------
@@ -131,11 +131,10 @@ Picture = Sequence[tuple[WorldInfo, Mapping[int, float]]]
 def looks() -> Generator[Picture, None, None]:
     """Look at all worlds again and again, in the order of their notebooks."""
     before: Before = {}
-    with closing(Worlds(Look(), LOOK_TIMEOUT)) as worlds:
-        while True:
-            found = [each.info for each in worlds.found()]
-            found.sort(key=lambda info: (info.notebook, info.pool))
-            yield [(info, cpu_since(before, info)) for info in found]
+    while True:
+        found = [each.info for each in ask_all(Look(), LOOK_TIMEOUT)]
+        found.sort(key=lambda info: (info.notebook, info.pool))
+        yield [(info, cpu_since(before, info)) for info in found]
 
 
 def title(seen: WorldInfo) -> str:

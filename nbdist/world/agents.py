@@ -109,8 +109,6 @@ class Asking:
     def __init__(self, folder: Path, question: views.Said, timeout: float = ANSWER_TIMEOUT) -> None:
         self._socket = views.connect_to(folder / DOOR, timeout)
         self.process = views.process_at(self._socket)
-        self._said = bytearray()
-        self.is_late = False  # once it has been waited for
         try:
             self._socket.sendall(views.to_line(question))
         except OSError:
@@ -118,66 +116,42 @@ class Asking:
             raise
 
     def answer(self, timeout: float) -> views.Said:
-        """Wait for the answer; raises OSError, and BadFrame for what is none.
-
-        TimeoutError or BlockingIOError where it is late: it can be waited for again.
-        """
-        deadline, self.is_late = time.monotonic() + timeout, True
-        while not self._said.endswith(b"\n"):
+        """Wait for the answer; raises OSError where it is late, and BadFrame for what is none."""
+        deadline, said = time.monotonic() + timeout, bytearray()
+        while not said.endswith(b"\n"):
             self._socket.settimeout(max(0.0, deadline - time.monotonic()))
             data = self._socket.recv(READ_SIZE)
-            if not data or len(self._said) > views.MOST_BYTES:
+            if not data or len(said) > views.MOST_BYTES:
                 raise ConnectionResetError("it has closed the connection")
-            self._said += data
-        return views.from_line(bytes(self._said))
+            said += data
+        return views.from_line(bytes(said))
 
     def close(self) -> None:
         """End the connection."""
         self._socket.close()
 
 
-class Worlds:
-    """All worlds of this user that there are now: those that have ended go, new ones come."""
-
-    def __init__(self, question: views.Describe | views.Look, timeout: float) -> None:
-        self._question, self._timeout = question, timeout
-        self._asked: dict[Path, Asking] = {}
-
-    def __repr__(self) -> str:
-        return f"<Worlds, silent {[*map(str, self._asked)]}>"
-
-    def found(self) -> list[Found]:
-        """Ask all, and wait `timeout` seconds for all answers; for a stopped one only once."""
-        there, found = runtime_folders(), []
-        for folder in self._asked.keys() - {*there}:
-            self._asked.pop(folder).close()
-        for folder in there:
+def ask_all(question: views.Describe | views.Look, timeout: float) -> list[Found]:
+    """Ask all worlds of this user, and wait `timeout` seconds for all answers."""
+    found = []
+    with ExitStack() as opened:
+        asked: dict[Path, Asking] = {}
+        for folder in runtime_folders():
             with suppress(OSError):  # it has ended
-                if folder not in self._asked:
-                    self._asked[folder] = Asking(folder, self._question, self._timeout)
-        deadline = time.monotonic() + self._timeout
-        for folder, asking in [*self._asked.items()]:
-            try:
-                info = asking.answer(0.0 if asking.is_late else deadline - time.monotonic())
+                asked[folder] = opened.enter_context(closing(Asking(folder, question, timeout)))
+        deadline = time.monotonic() + timeout
+        for folder, asking in asked.items():
+            with suppress(OSError, BadFrame):  # it is silent, or has ended
+                info = asking.answer(deadline - time.monotonic())
                 if isinstance(info, WorldInfo):
                     found.append(Found(folder, asking.process, info))
-            except (TimeoutError, BlockingIOError):
-                continue
-            except (OSError, BadFrame):  # it has ended, or is about to
-                pass
-            self._asked.pop(folder).close()
-        return found
-
-    def close(self) -> None:
-        """End all connections."""
-        for asking in self._asked.values():
-            asking.close()
+    return found
 
 
-def worlds() -> list[Found]:
-    """Find all that have workers, in the order of their names."""
-    with closing(Worlds(views.Describe(), ANSWER_TIMEOUT)) as asked:
-        found = [each for each in asked.found() if each.info.name and each.info.workers]
+def worlds(timeout: float = ANSWER_TIMEOUT) -> list[Found]:
+    """Find all that have workers, in the order of their names; those that answer in time."""
+    asked = ask_all(views.Describe(), timeout)
+    found = [each for each in asked if each.info.name and each.info.workers]
     return sorted(found, key=lambda each: (each.info.name, each.agent))
 
 

@@ -33,9 +33,9 @@ from nbdist.terminal.worlds import (
 )
 from nbdist.wire.views import DOOR, Look, Place, WorkerStatus, WorldInfo
 from nbdist.world import agents
-from nbdist.world.agents import Found, Worlds, runtime_folders
+from nbdist.world.agents import Found, ask_all, runtime_folders
 from nbdist.world.world import World
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -47,20 +47,13 @@ def world(new_world: NewWorld) -> Iterator[World]:
         yield started
 
 
-@pytest.fixture
-def worlds() -> Iterator[Worlds]:
-    found = Worlds(Look(), LOOK_TIMEOUT)
-    yield found
-    found.close()
-
-
-def ours(worlds: Worlds) -> list[WorldInfo]:
+def ours() -> list[WorldInfo]:
     """Those of this process: other tests, and whoever else works here, have worlds too."""
-    infos = [each.info for each in worlds.found()]
+    infos = [each.info for each in ask_all(Look(), LOOK_TIMEOUT)]
     return [each for each in infos if each.notebook == os.getpid()]
 
 
-def test_while_a_cell_runs(world: World, worlds: Worlds, tmp_path: Path) -> None:
+def test_while_a_cell_runs(world: World, tmp_path: Path) -> None:
     """What each rank does is seen, by another connection than the notebook's."""
     gate = tmp_path / "gate"
     source = (
@@ -70,7 +63,7 @@ def test_while_a_cell_runs(world: World, worlds: Worlds, tmp_path: Path) -> None
     running = world.submit(world.task(source, execution_count=5))
     try:
         while True:
-            (seen,) = ours(worlds)
+            (seen,) = ours()
             # Somebody else's look, whose answer is given again, may have been before it started.
             # A line comes in several pieces, at any time.
             lines = [each.last_line for each in seen.ranks]
@@ -83,7 +76,7 @@ def test_while_a_cell_runs(world: World, worlds: Worlds, tmp_path: Path) -> None
     assert [each.pid for each in seen.ranks] == [*world.pids.values()]
     assert [each.cell for each in seen.ranks] == [5, 5]
     assert all(each.memory > 2**20 and each.cpu_seconds > 0 for each in seen.ranks)
-    (later,) = ours(worlds)
+    (later,) = ours()
     assert later.at >= seen.at
 
 
@@ -114,7 +107,7 @@ def test_folders(place: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("said", [b"", b"garbage", b'{"Refused": {"why": ""}}\n'])
-def test_what_is_no_world(place: Path, worlds: Worlds, said: bytes) -> None:
+def test_what_is_no_world(place: Path, said: bytes) -> None:
     """Whatever a socket says there, it is none, and others are seen."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(place / DOOR))
@@ -129,22 +122,8 @@ def test_what_is_no_world(place: Path, worlds: Worlds, said: bytes) -> None:
 
         answering = threading.Thread(target=answer)
         answering.start()
-        assert place not in [each.folder for each in worlds.found()]
+        assert place not in [each.folder for each in ask_all(Look(), LOOK_TIMEOUT)]
         answering.join()
-    assert str(place) not in repr(worlds)
-
-
-def test_a_world_that_is_silent(place: Path, world: World, worlds: Worlds) -> None:
-    """Is waited for once; no later look at the others waits for it, and it may still answer."""
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(place / DOOR))
-        server.listen()
-        assert ours(worlds)
-        assert f"'{place}'" in repr(worlds).partition("silent")[2]
-        assert ours(worlds)
-        end, _ = server.accept()
-        end.close()
-        wait_until(lambda: ours(worlds) and str(place) not in repr(worlds))
 
 
 def test_a_row() -> None:
@@ -165,12 +144,12 @@ def test_a_row() -> None:
 
 @pytest.mark.world
 @pytest.mark.own_agent
-def test_a_world_is_listed_and_ended(worlds: Worlds, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_world_is_listed_and_ended(capsys: pytest.CaptureFixture[str]) -> None:
     """By its name; its notebook learns of it as of any lost agent."""
     victim = f"victim-{os.getpid()}"
     with World(1, log_dir="", backend="none", name=victim) as world:
         pids = [*world.pids.values()]
-        assert victim in [each.name for each in ours(worlds)]
+        assert victim in [each.name for each in ours()]
         assert main(["ps"]) == 0
         lines = capsys.readouterr().out.splitlines()
         (line,) = (line for line in lines if line.startswith(f"{victim} "))
@@ -180,7 +159,7 @@ def test_a_world_is_listed_and_ended(worlds: Worlds, capsys: pytest.CaptureFixtu
         assert main(["kill", victim]) == 0
         assert capsys.readouterr().out == f"`{victim}` ended\n"
         assert not any(map(psutil.pid_exists, pids))
-    assert victim not in [each.name for each in ours(worlds)]
+    assert victim not in [each.name for each in ours()]
     assert main(["kill", victim]) == 2
     assert "none of your worlds on this machine has this name" in capsys.readouterr().err
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import select
 import signal
 import subprocess
 import sys
@@ -47,19 +46,6 @@ def runtime() -> Iterator[RuntimeFolder]:
 
 
 @pytest.mark.own_agent
-def test_an_agent_ends_with_its_stdin(runtime: RuntimeFolder) -> None:
-    """It has a session of its own, which Stop does not reach, and says when it has ended."""
-    agent = AgentProcess(runtime.path, fork_server=False)
-    assert os.getsid(agent.pid) == agent.pid
-    assert agent.exit_code() is None
-    assert agent.command.endswith(f"-m nbdist.agent {runtime.path} {os.getpid()} --no-fork")
-    agent.end(SOON)
-    assert select.select([agent], [], [], 0)[0] == [agent]
-    assert (agent.exit_code(), agent.last_lines()) == (0, [])
-    agent.close()
-
-
-@pytest.mark.own_agent
 def test_an_agent_that_hangs_is_killed(
     runtime: RuntimeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,13 +85,10 @@ def world(new_world: NewWorld) -> Iterator[World]:
         yield started
 
 
-def ours(name: str) -> list[Found]:
+def ours(name: str, timeout: float = SOON) -> list[Found]:
     """Those of this process: other tests have worlds too."""
-    return [
-        each
-        for each in agents.worlds()
-        if each.info.notebook == os.getpid() and each.is_called(name)
-    ]
+    found = agents.worlds(timeout)
+    return [each for each in found if each.info.notebook == os.getpid() and each.is_called(name)]
 
 
 @contextmanager
@@ -133,17 +116,14 @@ def test_a_world_that_runs(world: World) -> None:
     assert [each.info.state for each in ours("exp")] == ["ready"]
 
 
-def test_doors_that_do_not_answer(
-    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_doors_that_do_not_answer(world: World, tmp_path: Path) -> None:
     """Are waited for together, and hide no world; what cannot be connected to raises."""
     timeout = 3.0
-    monkeypatch.setattr(agents, "ANSWER_TIMEOUT", timeout)
     with ExitStack() as stack:
         silent = {stack.enter_context(silent_door()) for _ in range(3)}
         assert silent < {*agents.runtime_folders()}
         begun = time.monotonic()
-        assert len(ours("exp")) == 1
+        assert len(ours("exp", timeout)) == 1
         assert timeout <= time.monotonic() - begun < 2 * timeout
     assert tmp_path not in agents.runtime_folders()
     with pytest.raises(FileNotFoundError):
