@@ -26,7 +26,7 @@ from nbdist.output.events import Died, Output
 from nbdist.system.folders import JoinedFolder, RuntimeFolder
 from nbdist.system.processes import left_behind
 from nbdist.wire import messages
-from nbdist.wire.frames import BadFrame, object_from, pack, unpack
+from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Answer, Attached, Hello, Received, Reply, Request, Starting
 from nbdist.world.agents import AGENT, AgentProcess, AttachedAgent, require_open_files
 
@@ -71,7 +71,7 @@ class Link:
         self._is_woken = False
         self._folder = folder or RuntimeFolder()
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
         # Bound before the agent is started: no port is guessed, no connection retried.
@@ -90,7 +90,6 @@ class Link:
         self.tells_all = False
         self._starting = Starting(0)
         self._launched = threading.Event()
-        self._identity = b""
         self._agent: Agent | None = None
         self.module = module
         self._launch: Callable[[], Agent] = partial(
@@ -320,34 +319,19 @@ class Link:
                 return
 
     def _write(self) -> None:
-        while self._waiting and self._identity:
-            self._socket.send_multipart([self._identity, pack(self._waiting.popleft())])
+        with suppress(zmq.Again):  # the agent has just gone
+            while self._waiting and self._hello.done():
+                self._socket.send(pack(self._waiting.popleft()), zmq.NOBLOCK)
 
     def _read(self) -> None:
         with suppress(zmq.Again):
             while True:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                if len(frames) == 1 and self._knows(identity, frames[0]):
-                    self._take(unpack(frames[0]))
-                else:
-                    log.warning("dropped %d frames of a stranger at %s", len(frames), self.address)
-
-    def _knows(self, identity: bytes, frame: bytes) -> bool:
-        """Return True if it comes from the agent, whose hello is first; others run no code here."""
-        if self._identity:
-            return identity == self._identity
-        try:
-            object_from(frame, Hello)
-        except BadFrame:
-            return False
-        self._identity = identity
-        return True
+                self._take(unpack(self._socket.recv(zmq.NOBLOCK)))
 
     def _take(self, message: messages.Up) -> None:
         match message:
             case Hello() as hello:
-                if not self._hello.done():
-                    self._hello.set_result(hello)
+                self._hello.set_result(hello)
             case Attached() as attached:
                 self._attached.set_result(attached)
             case Answer(number, reply):

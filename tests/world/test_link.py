@@ -1,88 +1,29 @@
-"""Tests of `nbdist.world.link`: calls, their end, and strangers at the agent's socket."""
+"""Tests of `nbdist.world.link`: calls, and their end."""
 
 from __future__ import annotations
 
-import logging
-import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-import zmq
 
 from nbdist import __version__
 from nbdist.errors import AgentLost, StartError
-from nbdist.output.events import Text
-from nbdist.wire.frames import pack
-from nbdist.wire.messages import Answer, GetStatus, Hello, Outputs
+from nbdist.wire.messages import GetStatus
 from nbdist.world.link import Link
-from nbdist.world.world import World
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON
 
-pytestmark = pytest.mark.shared_world(2)
-
-SENT: dict[str, list[bytes]] = {
-    "garbage": [b"garbage"],
-    "many frames": [b"a", b"b", b"c"],
-    "a pickle that runs code": [b"cposix\nabort\n(tR."],
-    "a hello": [pack(Hello("0", 1, "nowhere"))],
-    "an answer": [pack(Answer(1, None))],
-    "outputs": [pack(Outputs(((7, "", Text("stdout", "from nobody")),)))],
-    "outputs that are none": [pack(Outputs((3,)))],  # type: ignore[arg-type]
-}
-
-
-def send(address: str, kind: int, frames: list[bytes]) -> None:
-    """What a stranger sends, and has sent when this returns."""
-    context = zmq.Context()
-    stranger = context.socket(kind)
-    stranger.linger = int(SOON * 1000)
-    stranger.connect(address)
-    stranger.send_multipart(frames)
-    stranger.close()
-    context.term()
-
-
-def test_strangers_are_dropped(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """With a line in the log; the world works on.  Bytes of another protocol are nothing to it."""
-    address = world.session.link.address
-    world.execute("kept = rank")
-    with caplog.at_level(logging.WARNING, "nbdist.world"):
-        for number, frames in enumerate(SENT.values(), 1):
-            for kind in (zmq.DEALER, zmq.REQ):
-                send(address, kind, frames)
-            wait_until(lambda: len(caplog.messages) >= 2 * number, "both are in the log")  # noqa: B023
-            assert [row.rank for row in world.status()] == [0, 1]
-    assert all("stranger" in message for message in caplog.messages)
-    assert len(caplog.messages) == 2 * len(SENT)
-    for data in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256))):
-        with socket.socket(socket.AF_UNIX) as stranger, suppress(BrokenPipeError):
-            stranger.connect(address.removeprefix("ipc://"))
-            stranger.sendall(data * 1000)
-            assert [row.rank for row in world.status()] == [0, 1]
-    assert world.gather("kept") == [0, 1]
-
-
-@pytest.mark.own_agent
-def test_strangers_who_come_first() -> None:
-    """The agent is the one who says hello; nothing is read of what came before."""
-    with opened(*(SENT[sent] for sent in SENT.keys() - {"a hello"})) as link:
-        assert link.call(GetStatus()) == ()
-
-
-# --- calls ----------------------------------------------------------------------------------
+pytestmark = pytest.mark.world
 
 
 @contextmanager
-def opened(*strangers: list[bytes]) -> Iterator[Link]:
+def opened() -> Iterator[Link]:
     """A link of the test's own, to an agent without a fork server."""
     link = Link(fork_server=False)
     try:
-        for frames in strangers:
-            send(link.address, zmq.DEALER, frames)
         link.open()
         yield link
     finally:
