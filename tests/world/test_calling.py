@@ -369,18 +369,14 @@ def test_trainer_with_snapshots_resumes_by_itself(world: World, write: Write) ->
     assert world.gather(counts) == [("0", "0")] * N
 
 
-def test_wait_in_vain_is_not_retried(world: World, write: Write) -> None:
-    """It would wait in vain again."""
-    write("waits.py", "import os\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\ndist.barrier()")
+def test_what_is_run_again(world: World, write: Write) -> None:
+    """As often as was said; the last failure promises no more.  No wait in vain: it would recur."""
+    counts = "import os\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+    write("waits.py", f"{counts}dist.barrier()")
     with pytest.raises(RanksReleased, match=r"rank 1 waits in barrier, waits.py line 3"):
         world.run_script("waits.py", ranks=[1], max_restarts=3)
     assert said(world.session.running) == ["0"]
-
-
-def test_a_script_that_always_fails(world: World, write: Write) -> None:
-    """It is run again as often as was said; the last failure promises no further run."""
-    source = "import os\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\nraise ValueError('bad')"
-    write("fails.py", source)
+    write("fails.py", f"{counts}raise ValueError('bad')")
     with pytest.raises(ValueError, match="bad"):
         world.run_script("fails.py", max_restarts=1)
     ran = world.session.running
