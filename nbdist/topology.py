@@ -251,14 +251,6 @@ def parse_backend(text: str) -> str:
     return backend
 
 
-def check_class(backend: str, torch: str) -> None:
-    """Raise BadTopology where this version of torch has no name for either class of nccl."""
-    plain = re.sub("nccl(-legacy|2)", "nccl", backend)
-    if plain != backend and torch and tuple(map(int, re.findall(r"\d+", torch)[:2])) < (2, 14):
-        why = f"only torch 2.14 and later have this name, and torch here is {torch}"
-        raise BadTopology("--backend", backend, why, f"Use `--backend {plain}`.")
-
-
 def uses_nccl(backend: str) -> bool:
     """Return True if ranks of this backend need a GPU each."""
     return "nccl" in backend

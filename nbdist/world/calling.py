@@ -47,8 +47,6 @@ def find_script(
 
 def _find_file(name: str) -> tuple[str, str]:
     file = os.path.abspath(os.path.expanduser(name))
-    if os.path.isdir(file):
-        raise UsageError(f"`{name}` is a directory; a script is a file, such as `train.py`.")
     if not os.path.exists(file):
         near = "" if os.path.isabs(name) else f" in {os.getcwd()}"
         raise UsageError(
@@ -107,19 +105,14 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def _find_executable(name: str) -> tuple[str, str]:
+    if file := shutil.which(os.path.expanduser(name)):
+        return os.path.abspath(file), ""
     if os.sep not in name:
-        if file := shutil.which(name):
-            return file, ""
         hint = f" `./{name}` runs the one in this folder." if os.path.isfile(name) else ""
         raise UsageError(f"`--no-python {name}`: there is no such executable on PATH.{hint}")
-    file = os.path.abspath(os.path.expanduser(name))
-    if os.path.isdir(file):
-        raise UsageError(f"`--no-python {name}`: it is a directory.")
-    if not os.path.exists(file):
+    if not os.path.isfile(os.path.expanduser(name)):
         raise UsageError(f"`--no-python {name}`: there is no such file.")
-    if not os.access(file, os.X_OK):
-        raise UsageError(f"`--no-python {name}`: it is not executable. `!chmod +x {name}`")
-    return file, ""
+    raise UsageError(f"`--no-python {name}`: it is not executable. `!chmod +x {name}`")
 
 
 def ask(session: Session, running: RunningTask, rank: int) -> None:

@@ -106,7 +106,6 @@ def make_spec(
 ) -> tuple[WorldSpec, str]:
     """Return the spec, by default named `run`, and a warning; UsageError for what cannot be."""
     here, launcher, layout = here or Here(), config.launched_by, config.shape
-    topology.check_class(config.backend or "", versions_here()["torch"])
     given = given_environ(config)
     first, is_here = given.get("PYTHONPATH", ""), launcher == LOCAL
     if not is_here:  # other machines have an environment of their own

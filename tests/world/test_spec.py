@@ -11,10 +11,9 @@ import pytest
 
 from nbdist import topology
 from nbdist.config import WorldConfig
-from nbdist.errors import BadTopology, NotEnoughGpus, UsageError
+from nbdist.errors import NotEnoughGpus, UsageError
 from nbdist.topology import seat_more
 from nbdist.wire.spec import NBDIST_SETS, WorldSpec, torchrun_variables
-from nbdist.world import spec
 from nbdist.world.spec import Here, make_spec, parse_line, read_env_file, scaled
 
 
@@ -118,23 +117,11 @@ def test_several_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_class_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is nccl as to GPUs and variables; a torch that has but one is named, with the remedy."""
+    """It is nccl as to GPUs and variables."""
     monkeypatch.setattr(topology, "installed_gpus", lambda: 2)
-    backend = "cpu:gloo,cuda:nccl-legacy"
-    for hosts in (None, "a,b"):
-        asked = WorldConfig(n=2, hosts=hosts, backend=backend)
-        monkeypatch.setattr(spec, "versions_here", lambda: {"torch": "2.14.1+cu130"})
-        made, _ = make_spec(asked)
-        assert made.backend == backend
-        assert "NCCL_RAS_ENABLE" in torchrun_variables(made, 0, 1)
-        monkeypatch.setattr(spec, "versions_here", lambda: {"torch": "2.13.0+cu130"})
-        with pytest.raises(BadTopology) as said:
-            make_spec(asked)
-        assert str(said.value) == (
-            f"`--backend {backend}`: only torch 2.14 and later have this name, and "
-            "torch here is 2.13.0+cu130. Use `--backend cpu:gloo,cuda:nccl`."
-        )
-    monkeypatch.setattr(spec, "versions_here", lambda: {"torch": "2.14.1+cu130"})
+    made = spec_of(n=2, backend="cpu:gloo,cuda:nccl-legacy")
+    assert made.backend == "cpu:gloo,cuda:nccl-legacy"
+    assert "NCCL_RAS_ENABLE" in torchrun_variables(made, 0, 1)
     with pytest.raises(NotEnoughGpus):
         spec_of(n=3, backend="nccl-legacy")
 
