@@ -197,18 +197,6 @@ def test_setup_runs_in_every_new_worker(world: World) -> None:
     assert world.gather("order") == [["a", "b"], ["a"], ["a", "b"]]
 
 
-def test_setup_with_collectives(world: World) -> None:
-    """They work where all workers are new; in one new worker they are freed, and it is told."""
-    world.execute(SUM, setup=True)
-    world.restart()
-    assert world.gather("t.item()") == [3.0] * 3
-    error = run(world, DIES).error
-    said = "A `--setup` cell failed there: rank 1 waits in all_reduce, line 1; ranks 0,2"
-    assert said in str(error)
-    world.session.setup.forget()
-    world.execute(SUM)
-
-
 def test_setup_that_fails(world: World) -> None:
     """A restart says so, and the workers are there; one that kills its worker runs only once."""
     world.execute("dict(); assert kept >= 0", setup=True)

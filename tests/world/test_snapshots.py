@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +18,6 @@ from nbdist.wire.spec import versions_here
 from nbdist.worker.ops.snapshot import write_frames
 from nbdist.world.snapshot_store import KEPT, MANIFEST, Snapshot, SnapshotStore, root_folder
 from nbdist.world.world import World
-from tests.waiting import SOON
 
 pytestmark = [pytest.mark.shared_world(2), pytest.mark.usefixtures("empty_snapshot_folder")]
 
@@ -297,33 +295,3 @@ def test_a_rank_that_fails_while_it_writes(world: World, tmp_path: Path) -> None
         assert len(entries(tmp_path / "a")) == 2
     world.restore(name="a")
     assert world.gather("x") == [1, 1]
-
-
-KILLED = """
-import os, sys
-from nbdist import World
-
-with World(2, log_dir="") as world:
-    world.execute("x = 1")
-    world.snapshot(["x"], name="a")
-    world.execute(
-        "import os, time\\nclass Bomb:\\n    def __reduce__(self):\\n"
-        f"        os.kill({os.getpid()}, 9); time.sleep(60)\\n"
-        "x = Bomb() if rank else 2"
-    )
-    world.snapshot(["x"], name="a")
-"""
-
-
-def test_the_notebook_killed_while_ranks_write(world: World, tmp_path: Path) -> None:
-    """What it left is no snapshot, and goes with the next one."""
-    command = [sys.executable, "-c", KILLED]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SOON)
-    assert done.returncode == -9, done.stderr
-    _, part, _ = entries(tmp_path / "a")
-    assert part.startswith(".part-")
-    assert len(world.snapshot_store.all()) == 1
-    world.restore(name="a")
-    assert world.gather("x") == [1, 1]
-    world.snapshot(["x"], name="b")
-    assert part not in entries(tmp_path / "a")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -205,13 +204,17 @@ def test_the_rank_in_the_middle_leaves(world: World) -> None:
     """The others keep what they have; whatever says who they are follows, also in healing."""
     pids = dict(world.pids)
     world.execute("pair = dist.new_group([0, 1])\nmine = rank")
-    world.execute("only = rank", ranks=[2])
+    world.execute("only = rank; print('before')", ranks=[2])
+    earlier = world.logs[2]
     world.scale(ranks=[0, 2])
     assert scaled_text(world.session) == "now 2 workers · rank 2 is now rank 1"
     assert world.pids == {0: pids[0], 1: pids[2]}
     assert world.gather("was") == [0, 2]
     assert world.gather(WHO) == [[r, r, 2, r, 2, r, r, 2, 2, 2, True, str(r)] for r in range(2)]
     assert world.session.names.ranks_that_own("only") == {1}
+    world.execute("print('after')", ranks=[1])
+    said = f"[nbdist: this was rank 2 until now, and wrote to {earlier}/stdout.log]\nafter\n"
+    assert Path(world.logs[1], "stdout.log").read_text() == said
     with pytest.raises(WorkerError, match="this group ended when the world was scaled, 3 -> 2"):
         world.execute("dist.barrier(pair)")
     with pytest.raises(WorkerDied, match="rank 1 "):
@@ -238,21 +241,6 @@ def test_cells_that_follow_their_ranks(world: World) -> None:
     assert scaled_text(world.session).startswith("now 3 workers · new ranks 1-2 do not have ")
     assert world.gather("globals().get('was')") == [0, None, None]
     assert world.gather(WHO) == [[r, r, 3, r, 3, r, r, 3, 3, 3, True, str(r)] for r in range(3)]
-
-
-def test_what_it_writes_and_logs(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """Goes under its new number, and the first line of its log says what it was."""
-    world.execute("print('before')", ranks=[2])
-    earlier = Path(world.logs[2])
-    world.scale(ranks=[0, 2])
-    with caplog.at_level(logging.WARNING, "nbdist"):
-        world.execute("print('after')\nlogging.getLogger('odd').warning('x')", ranks=[1])
-    assert [*world.session.running.transcript.ranks] == [1]
-    log = Path(world.logs[1], "stdout.log").read_text()
-    assert log == f"[nbdist: this was rank 2 until now, and wrote to {earlier}/stdout.log]\nafter\n"
-    assert (earlier / "stdout.log").read_text().endswith("before\n")
-    records = [vars(record) for record in caplog.records if record.name == "odd"]
-    assert [(each["rank"], each["local_rank"]) for each in records] == [(1, 1)]
 
 
 def test_ranks_that_are_not_there(world: World) -> None:

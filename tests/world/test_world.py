@@ -157,20 +157,6 @@ def test_ranks_that_there_are_not(world: World) -> None:
 # --- errors -----------------------------------------------------------------------------
 
 
-def test_one_rank_raises(world: World) -> None:
-    """The error names the rank; the other ranks' work is kept; the traceback shows the line."""
-    ran = run(world, "done = rank\nif rank == 1:\n    raise KeyError('lost')  # here")
-    assert isinstance(ran.error, WorkerError)
-    assert isinstance(ran.error, KeyError)
-    assert (ran.error.rank, ran.error.pid, [*ran.error.errors]) == (1, world.pids[1], [1])
-    assert re.match(
-        r"1 of 3 ranks failed \(1\); first: rank 1 after .*KeyError: 'lost'$", str(ran.error)
-    )
-    assert "raise KeyError('lost')  # here" in ran.traceback(1)
-    assert "nbdist" not in ran.traceback(1)
-    assert world.gather("done") == [*range(world.size)]
-
-
 def test_a_gpu_error_that_lasts(world: World) -> None:
     """Its rank is restarted by itself, as nothing works on its GPU; the others lose nothing."""
     run_well(world, "kept = rank")
