@@ -219,7 +219,7 @@ REMEDIES = {
 }
 """What to do instead, by what Python says."""
 
-_WORD = re.compile(r"\s*([^\W\d]\w*)([ \t]+[^=\s].*)?\s*")
+_WORD = re.compile(r"\s*([^\W\d]\w*)(?:[ \t]+[^=\s].*)?\s*")
 """A cell of one line that may be a magic without its `%`."""
 
 
@@ -270,20 +270,16 @@ def is_python(shell: InteractiveShell, cell: str) -> bool:
 
 
 def as_magic(shell: Any, cell: str, world: World | None) -> str:
-    """Write `cd /tmp` as `%cd /tmp` where IPython, or a rank of the world, takes it for that.
+    """Write `cd /tmp` as `%cd /tmp` where IPython takes it for that, and no rank has a `cd`.
 
     IPython does that for cells of one line; a magic's line above would make it two.
     """
     found = _WORD.fullmatch(cell)
-    names = world.session.names if world else None
-    if found is None or (names and names.ranks_with(found[1])):
+    if found is None or (world and world.session.names.ranks_with(found[1])):
         return cell
-    if shell.find_line_magic(found[1]):
-        is_meant = shell.prefilter_manager.prefilter_lines(cell.strip()) != cell.strip()
-    else:
-        alias = re.compile(rf"%?alias(?:_magic)?[ \t]+{found[1]}\b")
-        past = world.session.past.tasks if world and found[2] else ()
-        is_meant = any(alias.search(task.text) for task in past)
+    if not shell.find_line_magic(found[1]):
+        return cell
+    is_meant = shell.prefilter_manager.prefilter_lines(cell.strip()) != cell.strip()
     return f"%{cell.lstrip()}" if is_meant else cell
 
 

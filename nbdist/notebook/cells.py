@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from nbdist.config import Patience
-from nbdist.errors import CellTimeout, Interrupted, NbdistError, WorkerDied, WorldNotStarted
+from nbdist.errors import CellTimeout, Interrupted, NbdistError, WorkerDied
 from nbdist.notebook.cell_text import (
     as_magic,
     cell_id,
@@ -57,17 +57,16 @@ def source_steps(
     pool: Pool,
     first_line: str,
     cell: str,
-    ranks: str | None,
     display: CellDisplay,
-    options: argparse.Namespace | None = None,
+    options: argparse.Namespace,
 ) -> Steps:
     """Run a cell on workers and show it; `options` start workers where there are none."""
     cell = as_magic(pool.shell, cell, pool.world if pool.has_workers else None)
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
-    task, world = prepare(pool, Source(source), ranks, display, options)
+    task, world = prepare(pool, Source(source), display, options)
     check_commands(python, world.session.names, task.ranks, pool.shell.user_ns)
-    setup = (cell_id(pool.shell) or source) if options and options.setup else ""
+    setup = (cell_id(pool.shell) or source) if options.setup else ""
     hidden = pool.shell.user_ns_hidden
     pack = partial(plan, python, ranks=task.ranks, hidden=hidden, gathered=pool.gathered)
     return (yield from attempt_steps(pool, world, task, pack, display, options, setup))
@@ -76,14 +75,11 @@ def source_steps(
 def prepare(
     pool: Pool,
     work: Work,
-    ranks: str | None,
     display: CellDisplay,
-    options: argparse.Namespace | None,
+    options: argparse.Namespace,
 ) -> tuple[Task, World]:
     """Make a task with the notebook's number, and its world, which is started if need be."""
-    world = pool.ensure(options, display) if options else pool.mended(display)
-    if world is None:
-        raise WorldNotStarted("The cell")
+    world = pool.ensure(options, display)
     last, page, pool.page = pool.last, pool.page, page_id(pool.shell)
     pool.request = request_of(pool.shell)
     is_another = page and pool.page and page != pool.page
@@ -91,9 +87,9 @@ def prepare(
         number = last.task.execution_count
         cell = f"cell [{number}]" if number else "the last cell"
         display.note(f"the page was reloaded while {cell} ran: `%dist_output -2` shows its output")
-    on = parse_ranks("all" if ranks is None else ranks, world.size)
+    on = parse_ranks("all" if options.ranks is None else options.ranks, world.size)
     # With `--detach` another notebook may give it a name.
-    keeps = options is not None and (options.out is not None or world.session.config.detach)
+    keeps = options.out is not None or world.session.config.detach
     count, key = execution_count(pool.shell), cell_id(pool.shell)
     return world.session.task(work, ranks=on, execution_count=count, key=key, keeps=keeps), world
 
@@ -120,7 +116,7 @@ def attempt_steps(
     task: Task,
     pack: Pack,
     display: CellDisplay,
-    options: argparse.Namespace | None,
+    options: argparse.Namespace,
     setup: str = "",
 ) -> Steps:
     """Run a cell and show it; returns the error of its last attempt when that failed too.
@@ -131,15 +127,13 @@ def attempt_steps(
     What an attempt has bound is no matter to the next: so each has the names of the notebook
     as the first one had them, and new ranks get those that they lack.
     """
-    patience, restarts, names = None, 0, world.session.names
-    if options:
-        patience = world.session.config.but(**at_once(options)).patience
-        patience = replace(patience, timeout=options.timeout)
-        if options.no_wait:
-            patience = replace(patience, control_timeout=None)
-        restarts = options.max_restarts
-        names = names.copy() if restarts else names
-    for attempt in world.session.attempts(task, restarts):
+    patience = world.session.config.but(**at_once(options)).patience
+    patience = replace(patience, timeout=options.timeout)
+    if options.no_wait:
+        patience = replace(patience, control_timeout=None)
+    names = world.session.names
+    names = names.copy() if options.max_restarts else names
+    for attempt in world.session.attempts(task, options.max_restarts):
         pids = world.pids
         shipment = settled(pool, world, names, pack)
         running = yield from _attempt(pool, world, attempt, shipment, display, patience, setup)
@@ -191,7 +185,7 @@ def _attempt(
     task: Task,
     shipment: Shipment,
     display: CellDisplay,
-    patience: Patience | None,
+    patience: Patience,
     setup: str,
 ) -> Generator[RunningTask, float | None, RunningTask]:
     payload, segment = shipment.packed(display)

@@ -6,6 +6,7 @@ import ast
 import atexit
 import os
 import sys
+from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import cache, partial, wraps
@@ -230,6 +231,7 @@ class RestOfCell:
 # --- what is said where a plain cell uses a name of the workers, or a magic is misspelt -----------
 
 OURS = os.path.dirname(nbdist.__file__) + os.sep
+OF_OURS = (NbdistError, KeyboardInterrupt, CancelledError)  # errors that come out of our calls
 
 
 class Border:
@@ -279,7 +281,7 @@ def _leave_out_insides(error: BaseException | None) -> None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        tb = error.__traceback__ if isinstance(error, NbdistError | KeyboardInterrupt) else None
+        tb = error.__traceback__ if isinstance(error, OF_OURS) else None
         while tb is not None:
             if tb.tb_next and tb.tb_next.tb_frame.f_code.co_filename.startswith(OURS):
                 tb.tb_next = None

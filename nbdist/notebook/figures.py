@@ -89,15 +89,9 @@ class Below:
         self._id = f"nbdist-{uuid.uuid4().hex}"
         self._shown: list[Display] = []
 
-    def show(self, transcript: Transcript, ranks: Collection[int] | None = None) -> None:
-        """Show those of all ranks, or of some, below what the cell has shown so far."""
-        self._shown = below_panel(transcript, ranks)
-        for number, shown in enumerate(self._shown):
-            self._draw(display, number, shown)
-
-    def add(self, transcript: Transcript) -> None:
-        """Show what has come, while the cell runs: nothing moves, a page may still be drawing."""
-        now = below_panel(transcript)
+    def add(self, transcript: Transcript, of: Collection[int] | None = None) -> None:
+        """Show what ranks have that is new, below all else: nothing moves, as a page may draw."""
+        now = below_panel(transcript, of)
         if now[: len(self._shown)] == self._shown:
             self._append(now)
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -229,50 +229,49 @@ LOOK_AGAIN = 0.25  # seconds until it is looked again whether a cell still runs
 
 
 class Stops:
-    """Counts how often Stop was pressed while this was in use.
+    """Handles Stop inside: it is counted, or `meet` is called, and False has it raised.
 
-    Those of a command are not counted but met by the loop that follows its task, else raised: a
-    KeyboardInterrupt that comes between any two lines of a loop ends the loop, and its ranks
-    would run on, and what they had shown be lost.
+    A KeyboardInterrupt that comes between any two lines of a loop ends the loop: its ranks would
+    run on, and what they had shown be lost.  In other threads than the main one there are none.
     """
 
-    def __init__(self, *, of_command: bool = False) -> None:
+    def __init__(self, meet: Callable[[], bool] | None = None) -> None:
         self.count = 0
-        self.of_command = of_command
-        self.meet: Callable[[], bool] | None = None
+        self.meet = meet
+        self._before: Any = None
 
-    def take(self, number: int, frame: FrameType | None) -> None:
-        """Called as a signal handler."""
-        if not self.of_command:
+    def __enter__(self) -> Self:
+        if is_main_thread():
+            self._before = signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.meet is None:
             self.count += 1
-        elif self.meet is None or not self.meet():
+        elif not self.meet():
             signal.default_int_handler(number, frame)
 
 
-@contextmanager
-def _handled_by(take: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Call this at each Stop inside; in other threads than the main one there are none."""
-    if not is_main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, take)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def command_stops() -> AbstractContextManager[None]:
+def command_stops() -> AbstractContextManager[object]:
     """Let `met_stops` inside meet Stops, where these raise KeyboardInterrupt."""
     is_raised = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    return _handled_by(Stops(of_command=True).take) if is_raised else nullcontext()
+    return Stops(lambda: False) if is_raised else nullcontext()
+
+
+def raised_stops() -> AbstractContextManager[object]:
+    """Raise KeyboardInterrupt at Stop again, where `Stops` handle it."""
+    return Stops(lambda: False) if _in_use() else nullcontext()
 
 
 @contextmanager
 def met_stops(meet: Callable[[], bool]) -> Iterator[None]:
-    """Call this at each Stop inside, in its handler; False has it raised after all."""
+    """Call this at each Stop of a command inside, in its handler; False raises it after all."""
     stops = _in_use()
-    if stops is None or not stops.of_command:
+    if stops is None or stops.meet is None:
         yield
         return
     # No handler of its own: a job's steps go on in later cells, which have theirs.
@@ -284,29 +283,15 @@ def met_stops(meet: Callable[[], bool]) -> Iterator[None]:
 
 
 @contextmanager
-def counted_stops(stops: Stops | None = None) -> Iterator[Stops]:
-    """Count Stops, in these, instead of raising KeyboardInterrupt where one happens to come."""
-    stops = stops or Stops()
-    with _handled_by(stops.take):
-        yield stops
-
-
-@contextmanager
 def held_stops() -> Iterator[None]:
     """Hold back a Stop that comes inside until this has been left."""
     stops = Stops()  # it is there, should one come before they are counted
     try:
-        with counted_stops(stops):
+        with stops:
             yield
     finally:
         if stops.count:
             signal.raise_signal(signal.SIGINT)
-
-
-def raised_stops() -> AbstractContextManager[None]:
-    """Raise KeyboardInterrupt at Stop again, inside `counted_stops` and `held_stops`."""
-    is_taken = _in_use() is not None
-    return _handled_by(signal.default_int_handler) if is_taken else nullcontext()
 
 
 def _in_use() -> Stops | None:

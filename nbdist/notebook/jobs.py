@@ -18,7 +18,7 @@ from IPython.lib.pretty import RepresentationPrinter
 
 from nbdist.errors import CellTimeout, Interrupted, JobLost, JobTimeout, NbdistError, WorkerError
 from nbdist.notebook.display import CellDisplay
-from nbdist.notebook.idle import counted_stops, held_stops, is_main_thread
+from nbdist.notebook.idle import Stops, held_stops, is_main_thread
 from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
 from nbdist.world.recovery import TICK
@@ -109,28 +109,17 @@ class Job:
     def __await__(self) -> Generator[Any, None, CellResult[Any]]:
         """Wait as `result` does, while the event loop goes on: `await job`, `asyncio.gather`."""
         self._was_waited_for = True
-        loop = asyncio.get_running_loop()
-        # No coroutine: its frames would be in the traceback of who is cancelled.
-        found: asyncio.Future[CellResult[Any]] = loop.create_future()
-        self._look(loop, found)
-        return found.__await__()
+        return self._awaited().__await__()
 
-    def _look(
-        self, loop: asyncio.AbstractEventLoop, found: asyncio.Future[CellResult[Any]]
-    ) -> None:
-        if found.done():
-            return
-        try:
+    async def _awaited(self) -> CellResult[Any]:
+        self.step()
+        while not self.has_ended:
+            await asyncio.sleep(AWAITED_EVERY)
             self.step()
-            if self.has_ended:
-                found.set_result(self.result())
-                return
-        except StopIteration as error:  # which asyncio takes for its own
-            found.set_exception(NbdistError(str(error)))
-        except BaseException as error:  # noqa: BLE001 (it is for who awaits it)
-            found.set_exception(error)
-        else:
-            loop.call_later(AWAITED_EVERY, self._look, loop, found)
+        try:
+            return self.result()
+        except StopIteration as error:  # which no coroutine can raise
+            raise NbdistError(str(error)) from None
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until it has ended, for `timeout` seconds at most.
@@ -152,7 +141,7 @@ class Job:
     def _step_on(self, timeout: float, show: Callable[[], None] = lambda: None) -> int:
         """Take steps until it has ended, or Stop is pressed; return how often it was."""
         deadline = time.monotonic() + timeout
-        with counted_stops() as stops:
+        with Stops() as stops:
             while not (self.has_ended or stops.count) and time.monotonic() < deadline:
                 show()
                 longest = max(0.0, min(TICK, deadline - time.monotonic()))

@@ -117,7 +117,7 @@ def test_a_mistake(typed: Callable[[str], str]) -> None:
     """One line shows what is wrong and what is right, before anything is started."""
     for typed_in, said in (
         ("%%rank\n1", r"needs ranks: `%%rank 0`"),
-        ("%%rank 0\n1", r"The cell needs workers, and none are running. A `%%distributed -n 4`"),
+        ("%%rank 0\n1", r"`%%rank` needs workers, and none are running. A `%%distributed -n 4`"),
         ("%%distributed --gpus 0,9\n1", r"--gpus"),
         ("%%distributed --launcher nowhere\n1", r"launcher.*local"),
         ("%%distributed --timeout 0\nx", r"`--timeout 0`: a number of seconds, such as 30 or 0.5."),

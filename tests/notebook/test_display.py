@@ -64,27 +64,14 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert ast.literal_eval(drawn)["text/plain"].splitlines() == ["2 ranks · ✓ 2", *lines[1:]]
 
 
-def test_plain_failures(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line says at once who failed; the traceback comes once, at the end, below its ranks."""
-    display = PlainDisplay()
-    failure = Failure("ValueError", "bad", ("\x1b[31m-----\x1b[39m", "ValueError: bad"), 1)
-    transcript = Transcript(range(3))
-    transcript.start(0.0)
-    news: News = [(0, failure), (2, failure)]
-    ends = [(rank, Done("ok" if rank == 1 else "error", 1.0)) for rank in range(3)]
-    for rank, output in (*news, *ends):
-        transcript.receive(rank, output, 1.0)
-    display.show(transcript, news)
-    display.end(transcript, {})
-    assert capsys.readouterr().out.splitlines() == [
-        "[0,2] ✗ ValueError: bad",
-        "── ranks 0,2 (same) ✗ ──",
-        "-----",
-        "ValueError: bad",
-        "3 ranks · 1.0 s · ✓ 1 · ✗ 2",
-    ]
-    PlainDisplay(colours=True).end(transcript, {})
-    assert "\x1b[31m-----" in capsys.readouterr().out
+def test_a_traceback_in_colours(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the terminal shows some."""
+    transcript = Transcript([0])
+    for output in (Failure("E", "bad", ("\x1b[31m-----\x1b[39m",), 1), Done("error", 1.0)):
+        transcript.receive(0, output, 1.0)
+    for colours in (True, False):
+        PlainDisplay(colours=colours).end(transcript, {})
+        assert ("\x1b[31m-----" in capsys.readouterr().out) == colours
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_what_changes_later(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"nbdist.notebook.figures.{name}", draw)
     transcript = said_by([markdown("one", "a")], [markdown("1", "a")])
     below = Below()
-    below.show(transcript)
+    below.add(transcript)
     assert len(page) == 4
     for rank in range(2):
         transcript.receive(rank, Update(markdown("two").data, {}, "a"), 2.0)

@@ -23,8 +23,8 @@ from nbdist.notebook.idle import (
     Ended,
     IdleStop,
     IdleWatch,
+    Stops,
     command_stops,
-    counted_stops,
     held_stops,
     late_texts,
     met_stops,
@@ -215,7 +215,7 @@ def press() -> None:
 
 def test_stops_are_counted():
     """And raised again afterwards; one while somebody types, or of a command's, is no other's."""
-    with counted_stops() as stops:
+    with Stops() as stops:
         press()
         with pytest.raises(KeyboardInterrupt), raised_stops():
             press()
@@ -240,7 +240,7 @@ def test_a_stop_comes_later():
 
     with pytest.raises(KeyboardInterrupt):
         hold()
-    with counted_stops() as stops:
+    with Stops() as stops:
         with held_stops():
             press()
             assert stops.count == 0
@@ -263,7 +263,7 @@ def test_a_stop_at_any_moment():
         with held_stops():
             pass
 
-    for action, names in ((hold, ("held_stops", "counted_stops")), (job.step, ("step",))):
+    for action, names in ((hold, ("held_stops", "__enter__", "__exit__")), (job.step, ("step",))):
         passed = with_a_stop(action, names, at=0)
         assert passed > 7
         for number in range(1, passed + 1):

@@ -7,14 +7,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Empty
-from types import SimpleNamespace
-from typing import Any
 
 import ipykernel
 import psutil
 import pytest
 
-from nbdist.notebook.jobs import CellPlace
 from tests.notebook.front_end import Notebook, body
 from tests.waiting import SOON
 
@@ -78,18 +75,6 @@ SLEEPS = "import time\nkept = rank\nprint('begun')\ntime.sleep(600)"
 def notebook(two: Notebook) -> Iterator[Notebook]:
     yield two
     assert two.run("%dist_interrupt").errors == []
-
-
-def test_where_a_cell_has_shown_its_output() -> None:
-    """What is shown for it meanwhile belongs there, and what comes next to the cell that runs."""
-    parents = ["the first"]
-    shell: Any = SimpleNamespace(get_parent=lambda: parents[-1], set_parent=parents.append)
-    place = CellPlace(shell)
-    parents.append("the cell that runs")
-    for is_wanted, shown in ((True, "the first"), (False, "the cell that runs")):
-        with place.within(is_wanted):
-            assert parents[-1] == shown
-        assert parents[-1] == "the cell that runs"
 
 
 def begin(notebook: Notebook, source: str) -> str:

@@ -24,9 +24,6 @@ pools = lasting(
 )
 
 
-"""Two workers on two simulated nodes, with a name and variables."""
-
-
 @pytest.fixture(scope="module")
 def shell() -> InteractiveShell:
     """That keeps its history in memory."""

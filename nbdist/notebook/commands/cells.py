@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from argparse import SUPPRESS
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,13 +13,13 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.config import number_of_seconds
 from nbdist.errors import LocalCellError, NbdistError, UsageError
-from nbdist.notebook.cell_text import LineMagic, as_magic, divide
+from nbdist.notebook.cell_text import as_magic, divide
 from nbdist.notebook.cells import result_of, source_steps, through
 from nbdist.notebook.command import Command, Line, cell_options, command, find_commands
 from nbdist.notebook.commands.values import take_due
 from nbdist.notebook.display import Shown, below, table
 from nbdist.notebook.jobs import CellPlace, Job, Steps
-from nbdist.notebook.options import POOL, Magic, ranks_option, restarts_option, world_options
+from nbdist.notebook.options import POOL, Magic, parse, ranks_option, restarts_option, world_options
 from nbdist.words import count
 from nbdist.world.running import RunningTask
 
@@ -142,12 +141,8 @@ def distributed(line: Line) -> None:
         return
     line.cell, last = divide(line.cell)
     send(line, _steps(line))
-    _run_magics(line, last)
-
-
-def _run_magics(line: Line, magics: Iterable[LineMagic]) -> None:
     shell = line.pool.shell
-    for each in magics:
+    for each in last:
         value = shell.run_line_magic(each.name, each.text)
         if each.target:
             shell.user_ns[each.target] = value
@@ -180,9 +175,7 @@ def _steps(line: Line) -> Steps:
     with ExitStack() as stack:
         for each in CELL_OPTIONS:
             stack.enter_context(each.around(line))
-        result = yield from source_steps(
-            pool, first_line, line.cell, options.ranks, line.display, options
-        )
+        result = yield from source_steps(pool, first_line, line.cell, line.display, options)
     if not isinstance(result, BaseException):
         take_due(pool)
     return result
@@ -204,10 +197,9 @@ def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
 )
 def rank(line: Line) -> None:
     """Run the cell on some ranks only: `%%rank 0,2-3` is `%%distributed -r 0,2-3`."""
-    line.cell, last = divide(line.cell)
-    through(source_steps(line.pool, line.text, line.cell, line.options.ranks, line.display))
-    take_due(line.pool)
-    _run_magics(line, last)
+    assert line.busy_world  # as it starts none
+    line.options = parse(distributed.run, line.command.shown_name, f"-r={line.options.ranks}")
+    distributed.run(line)
 
 
 ON = (

@@ -332,7 +332,7 @@ def dist_output(line: Line) -> Shown | str | None:
         text = "\n".join(text.splitlines()[-LINES_AGAIN:])
     block(text).on(line.display)
     if line.display.can_change:
-        Below().show(transcript, ranks)
+        Below().add(transcript, ranks)
     return None
 
 

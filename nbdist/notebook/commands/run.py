@@ -89,7 +89,7 @@ def _steps(line: Line) -> Steps:
     kind: Any = "module" if options.module else "executable" if options.no_python else "file"
     program, *words = line.words
     script = find_script(kind, program, words, local_rank=options.pass_local_rank)
-    task, world = prepare(line.pool, script, options.ranks, line.display, options)
+    task, world = prepare(line.pool, script, line.display, options)
     steps = attempt_steps(line.pool, world, task, lambda _: Shipment(), line.display, options)
     return (yield from steps)
 
