@@ -117,13 +117,8 @@ _COMMENT = re.compile(r"(?:^|\s)#")
 _NOTEBOOKS = re.compile(r"(?:(\w+)\s*=\s*)?%(dist_\w+)(?:[ \t]+(.*))?")
 
 
-@dataclass(frozen=True, slots=True)
-class LineMagic:
-    """A line of a cell that is a magic: its name, its text, and what its value is bound to."""
-
-    name: str
-    text: str
-    target: str
+LineMagic = tuple[str, str, str]
+"""A line of a cell that is a magic: its name, its text, and what its value is bound to."""
 
 
 def transform_first_lines(lines: list[str], *, local_is_plain: bool = True) -> list[str]:
@@ -186,7 +181,7 @@ def divide(cell: str) -> tuple[str, list[LineMagic]]:
             continue
         if (magic := _NOTEBOOKS.fullmatch(lines[at].rstrip())) is None:
             return "".join(lines[:end]), found
-        found.insert(0, LineMagic(magic[2], magic[3] or "", magic[1] or ""))
+        found.insert(0, (magic[2], magic[3] or "", magic[1] or ""))
         end = at
     return cell, []
 
@@ -319,15 +314,11 @@ def check_magics(module: ast.Module) -> None:
             ):
                 if name.lstrip("%") in MAGICS and name.startswith("%"):
                     raise not_first(name, text if text.startswith(AT) else f"{AT}{node.lineno}")
-                if name.startswith("dist_") or name in MAGICS:
+                is_load = name in LOADING and text.split()[:1] == ["nbdist"]
+                if name.startswith("dist_") or name in MAGICS or is_load:
                     raise UsageError(
                         f"line {node.lineno}: `%{name}` is for the notebook, not for the ranks: "
                         "put it in a cell of its own, or last in this one. Nothing has run."
-                    )
-                if name in LOADING and text.split()[:1] == ["nbdist"]:
-                    raise UsageError(
-                        f"line {node.lineno}: `%{name} nbdist` is for the notebook, not for the "
-                        "ranks: take it out of this cell. Nothing has run."
                     )
 
 
@@ -370,9 +361,9 @@ def cell_id(shell: InteractiveShell) -> str:
     return str(request_of(shell).get("metadata", {}).get("cellId") or "")
 
 
-def page_id(shell: InteractiveShell) -> str:
+def page_of(request: dict[str, Any]) -> str:
     """Return the id of the page that the cell was run from, each load has its own; "" for none."""
-    return str(request_of(shell).get("header", {}).get("session", ""))
+    return str(request.get("header", {}).get("session", ""))
 
 
 def request_of(shell: InteractiveShell) -> dict[str, Any]:

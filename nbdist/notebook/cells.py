@@ -23,7 +23,7 @@ from nbdist.notebook.cell_text import (
     check_source,
     execution_count,
     in_notebook_lines,
-    page_id,
+    page_of,
     request_of,
 )
 from nbdist.notebook.display import CellDisplay, progress, progress_text
@@ -80,9 +80,8 @@ def prepare(
 ) -> tuple[Task, World]:
     """Make a task with the notebook's number, and its world, which is started if need be."""
     world = pool.ensure(options, display)
-    last, page, pool.page = pool.last, pool.page, page_id(pool.shell)
-    pool.request = request_of(pool.shell)
-    is_another = page and pool.page and page != pool.page
+    last, page, pool.request = pool.last, page_of(pool.request), request_of(pool.shell)
+    is_another = page not in ("", page_of(pool.request))
     if is_another and last is not None and last.transcript.elapsed() >= LONG_CELL:
         number = last.task.execution_count
         cell = f"cell [{number}]" if number else "the last cell"

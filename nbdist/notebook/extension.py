@@ -62,7 +62,7 @@ def load(shell: InteractiveShell) -> None:
     stack.callback(atexit.unregister, pools.close)
     stack.callback(pools.close)
     help_at_border(shell, pools, commands, stack)
-    RestOfCell(shell)
+    read_rest_of_cell(shell)
     _loaded[shell] = pools, stack
 
 
@@ -177,55 +177,45 @@ def check_libraries() -> None:
 # --- what stands below `%load_ext nbdist` in the same cell ------------------------------------
 
 
-class RestOfCell:
-    """Stands around the shell's `run_code` until the cell that has loaded nbdist has ended.
+def read_rest_of_cell(shell: Any) -> None:
+    """Run the statements below `%load_ext nbdist` as nbdist reads their cell, where that differs.
 
-    Does nothing where that cell has no magic of ours below.
+    IPython has split the cell before; each of its statements comes to `run_code`.
     """
+    is_running = has_run = False
 
-    def __init__(self, shell: InteractiveShell) -> None:
-        self._shell: Any = shell
-        self._is_running = self._has_run = False
-        self._undo = wrap(shell, "run_code", self._run_code)
-        for event in ("pre_run_cell", "post_run_cell"):
-            shell.events.register(event, self._end)
-
-    async def _run_code(
-        self,
+    async def run_code(
         original: Callable[..., Any],
         code: CodeType,
         result: ExecutionResult | None = None,
         **options: Any,
-    ) -> bool:
-        """Run the next statement of the cell, or once all of the rest; True where it has failed."""
-        if self._has_run and not self._is_running:
-            return False
-        if self._is_running or not (rest := self._rest(result)):
-            failed: bool = await original(code, result, **options)
-            return failed
-        self._is_running = self._has_run = True
-        try:
-            nodes, compiler = ast.parse(rest).body, self._shell.compile
-            run = self._shell.run_ast_nodes
-            failed = await run(nodes, code.co_filename, compiler=compiler, result=result)
-        finally:
-            self._is_running = False
-        return failed
-
-    def _rest(self, result: ExecutionResult | None) -> str:
-        """Return the cell as nbdist has it read, if that is otherwise; else ""."""
+    ) -> Any:
+        nonlocal is_running, has_run
         cell = str(getattr(getattr(result, "info", None), "raw_cell", None) or "")
         lines = cell.splitlines(keepends=True)
-        is_ours = transform_first_lines(lines) != lines
-        return str(self._shell.transform_cell(cell)) if is_ours else ""
+        if has_run and not is_running:
+            return False  # what was a statement of its own is part of the rest
+        if is_running or transform_first_lines(lines) == lines:
+            return await original(code, result, **options)
+        is_running = has_run = True
+        try:
+            nodes, run = ast.parse(shell.transform_cell(cell)).body, shell.run_ast_nodes
+            return await run(nodes, code.co_filename, compiler=shell.compile, result=result)
+        finally:
+            is_running = False
 
-    def _end(self, *_: object) -> None:
-        # An event of IPython's: the cell has ended, or nbdist was loaded outside of one.
-        if self._is_running:
-            return
-        self._undo()
-        for event in ("pre_run_cell", "post_run_cell"):
-            self._shell.events.unregister(event, self._end)
+    def end(*_: object) -> None:
+        if not is_running:  # the cell has ended, or nbdist was loaded outside of one
+            undo()
+            for event in EVENTS:
+                shell.events.unregister(event, end)
+
+    undo = wrap(shell, "run_code", run_code)
+    for event in EVENTS:
+        shell.events.register(event, end)
+
+
+EVENTS = ("pre_run_cell", "post_run_cell")
 
 
 # --- what is said where a plain cell uses a name of the workers, or a magic is misspelt -----------

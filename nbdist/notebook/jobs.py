@@ -17,6 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.lib.pretty import RepresentationPrinter
 
 from nbdist.errors import CellTimeout, Interrupted, JobLost, JobTimeout, NbdistError, WorkerError
+from nbdist.notebook.cell_text import request_of
 from nbdist.notebook.display import CellDisplay
 from nbdist.notebook.idle import Stops, held_stops, is_main_thread
 from nbdist.output.wording import ranks_text, seconds_text
@@ -251,16 +252,15 @@ class Job:
 
 
 class CellPlace:
-    """Where the cell that runs now shows its output, for what comes later."""
+    """Where the cell that runs now shows its output, for what comes later.
+
+    `is_known` where a kernel has run it; a terminal's cells have no place but the last line.
+    """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell: Any = shell
-        self._parent = shell.get_parent() if hasattr(shell, "set_parent") else None  # type: ignore[attr-defined]
-
-    @property
-    def is_known(self) -> bool:
-        """True if a kernel has run it; a terminal's cells have no place but the last line."""
-        return self._parent is not None
+        self._parent = request_of(shell)
+        self.is_known = bool(self._parent)
 
     @contextmanager
     def within(self, is_wanted: bool) -> Iterator[None]:  # noqa: FBT001

@@ -53,8 +53,7 @@ class Pool:
         self.why: Why | None = None
         self.failed: tuple[float, int, RankError] | None = None
         self.routine = Routine()
-        self.page = ""  # the one that has run the last cell
-        self.request: dict[str, Any] = {}  # by which it was run
+        self.request: dict[str, Any] = {}  # by which its page has run the last cell
         self.shown_size = 0
         self._displayed_in = 0  # so many cells had been typed then
         self.prestarted: Link | None = None

@@ -377,15 +377,14 @@ class _Plan:
                     self._looks[name] = _Look(value, record, changed=False, pickled=pickled)
 
     def _connected(self, name: str, candidates: list[str]) -> list[str]:
-        group, objects = [name], set(self._shared(name))
-        grew = True
-        while grew:
-            grew = False
-            for other in candidates:
-                if other not in group and not objects.isdisjoint(self._shared(other)):
-                    group.append(other)
-                    objects |= self._shared(other)
-                    grew = True
+        group, objects = [name], self._shared(name)
+        while more := [
+            each
+            for each in candidates
+            if each not in group and not objects.isdisjoint(self._shared(each))
+        ]:
+            group += more
+            objects = objects.union(*map(self._shared, more))
         return group
 
     def _shared(self, name: str) -> frozenset[int]:

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from nbdist.notebook.cells import through
 from tests.notebook.front_end import Notebook, body
 
 pytestmark = pytest.mark.shared_world
-
-
-def test_all_steps_are_taken() -> None:
-    """What the last returns is returned, or raised: a StopIteration too, which no generator can."""
-    taken = []
-
-    def steps(end: object) -> Generator[None, None, object]:
-        for number in range(3):
-            taken.append(number)
-            yield
-        return end
-
-    assert (through(steps("the end")), taken) == ("the end", [0, 1, 2])
-    with pytest.raises(StopIteration, match="its own"):
-        through(steps(StopIteration("its own")))
 
 
 PRESS = """

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
-from IPython.core.interactiveshell import InteractiveShell
-from traitlets.config import Config
 
-from nbdist.notebook.cell_text import transform_first_lines
-from nbdist.notebook.extension import RestOfCell, check_libraries, wrap
+from nbdist.notebook.extension import check_libraries, wrap
 from nbdist.output.ansi import strip
 from nbdist.plugins import is_within
 from tests.notebook.front_end import Notebook, body, lasting
@@ -135,55 +129,23 @@ def test_a_method_is_wrapped_and_given_back() -> None:
     assert vars(once) == {}
 
 
-@pytest.fixture
-def shell() -> Any:
-    """One that loads as much of nbdist as this is about."""
-    shell: Any = InteractiveShell(config=Config({"HistoryManager": {"enabled": False}}))
-    shell.user_ns["ran"] = ran = []
+def test_a_cell_that_loads_nbdist_and_goes_on_with_a_magic(fresh: Callable[..., Notebook]) -> None:
+    """The rest is the magic's, in its own lines; where it fails, the cell that loaded it has.
 
-    def load(_: str) -> None:
-        RestOfCell(shell)
-        shell.input_transformers_cleanup.insert(0, transform_first_lines)
-        shell.register_magic_function(place, "line", "%distributed")
-
-    def place(line: str) -> None:
-        raise ValueError(line)
-
-    def distributed(line: str, cell: str) -> None:
-        ran.append((line, cell))
-        shell.run_cell("ran.append('nested')")
-        if "wrong" in cell:
-            raise ValueError("wrong")
-
-    shell.register_magic_function(load, "line", "load_ext")
-    shell.register_magic_function(distributed, "cell", "distributed")
-    return shell
-
-
-def run(shell: Any, cell: str) -> str:
-    """Run a cell; what it raised."""
-    with redirect_stdout(io.StringIO()):
-        result = shell.run_cell(cell, store_history=True)
-    assert result.success == (result.error_in_exec is None)
-    assert "run_code" not in vars(shell)
-    return repr(result.error_in_exec)
-
-
-def test_a_cell_that_loads_nbdist_and_goes_on_with_a_magic(shell: Any) -> None:
-    """The rest is the magic's, in its own lines; where it fails, the cell that loaded it has."""
-    assert run(shell, "# a\n%load_ext nbdist\n%%distributed -n 4\nhere = 1\nx\n") == "None"
-    assert shell.user_ns["ran"] == [("-n 4", "# a\n# %load_ext nbdist\nhere = 1\nx\n"), "nested"]
-    assert run(shell, "after = 1") == "None"
-    error = run(shell, "%load_ext nbdist\n%%distributed\nwrong = 1\nx\n")
-    assert error == "ValueError('wrong')"
-    assert {"after", "here", "wrong"} & shell.user_ns.keys() == {"after"}
-
-
-def test_a_magic_that_is_not_first(shell: Any) -> None:
-    """What it stands below has run, since nbdist was not there; what stands below it has not."""
-    error = run(shell, "before = 1\n%load_ext nbdist\nx = 1\n%%distributed\nhere = 1\n")
-    assert error == "ValueError('at line 4')"
-    assert {"before", "x", "here"} & shell.user_ns.keys() == {"before"}
+    What a magic that is not first stands below has run, as nbdist was not there; it has not.
+    """
+    notebook, load = fresh(), "%load_ext nbdist"
+    ran = notebook.run(f"before = 1\n{load}\nx = 1\n%%distributed -n 2\nhere = 1\n")
+    assert "must be the first line of its cell: split the cell at line 4" in ran.seen
+    names = "sorted({'before', 'x', 'here', 'after'} & {*globals()})"
+    assert notebook.value(names) == ["before"]
+    assert notebook.run("%unload_ext nbdist").errors == []
+    ran = notebook.run(f"# a\n{load}\n%%distributed -n 2\nhere = rank\nhere\n1 / here")
+    assert "rank 0 after" in ran.errors[0]["evalue"]
+    assert "line 6" in ran.panel["text/plain"]
+    assert notebook.run("after = 1").errors == []
+    assert notebook.value(names) == ["after", "before"]
+    assert body(notebook.run("%%distributed\nhere"))[-1] == "1"
 
 
 # --- a plain cell that uses a name of the workers -----------------------------------------------
@@ -257,13 +219,5 @@ def test_what_a_command_fills_in(two: Notebook) -> None:
     assert body(said) == ["── ranks 0-1 (same) ──", "7"]
     said = two.run("%%distributed -r 0\nlonely = 8\n!echo {lonely}")
     assert body(said) == ["── rank 0 ──", "8"]
-    two.run("%%rank 0\ndel lonely")
-
-
-def test_after_the_workers_have_ended(two: Notebook) -> None:
-    """Nobody has it any more, and once the extension is out IPython's own words are back."""
-    two.run("%dist_shutdown")
+    two.run("%dist_shutdown")  # nobody has it any more
     assert two.run("model").errors[0]["evalue"] == "name 'model' is not defined"
-    two.run("%unload_ext nbdist")
-    assert two.run("theirs").errors[0]["evalue"] == "name 'theirs' is not defined"
-    assert two.value("'showtraceback' in vars(get_ipython())") is False

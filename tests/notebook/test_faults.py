@@ -1,4 +1,4 @@
-"""Failures, deaths and Stop as they are seen in a notebook."""
+"""Failures, deaths and Stop as they are seen in a notebook; input and the debuggers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.notebook.front_end import Notebook
+from tests.notebook.front_end import Notebook, Outcome, body
 from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world
@@ -131,3 +131,85 @@ def test_no_free_and_hang_timeout(notebook: Notebook) -> None:
     )
     assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-3. No variables were lost."
     assert notebook.run("%%distributed\ndist.barrier()").errors == []
+
+
+# --- input boxes, `%debug` and `%pdb`, where what failed is a cell on the workers -------------
+
+
+FAILED = "%%distributed -n 2\ndef divide(x):\n    return 1 / x\ndivide(1 - rank)"
+
+
+def test_each_rank_is_asked_in_turn(two: Notebook) -> None:
+    """Below what it has printed; one panel stays, with what was typed."""
+    said = two.run("%%distributed\nprint('hi')\nname = input('name? ')", typed=["ada", "bob"])
+    assert said.prompts == ["[rank 0] name? ", "[rank 1] name? "]
+    assert body(said) == ["── rank 0 ──", "hi", "name? ada", "── rank 1 ──", "hi", "name? bob"]
+    asked = "%%rank 1\nimport getpass\nprint(getpass.getpass('word: ')[::-1])"
+    said = two.run(asked, typed=["secret"])
+    assert said.prompts == ["[rank 1] word: "]
+    assert body(said) == ["── rank 1 ──", "word: ", "terces"]
+    before: list[str] = []
+
+    def look(outcome: Outcome) -> None:
+        before.extend(shown["data"]["text/plain"] for shown in outcome.displays)
+
+    cell = "%%distributed\nprint('first', end=' ')\nif rank == 0: input('? ')"
+    two.run(cell, meanwhile=look, typed=["x"])
+    head, asks, *rest = before[0].splitlines()
+    assert head.startswith("2 ranks · ")
+    assert asks == "rank 0 waits for your input"
+    assert rest[-2:] == ["── ranks 0-1 (same) ──", "first "]
+
+
+def test_a_line_for_all_that_are_in_the_debugger(two: Notebook) -> None:
+    """`-r all c`; each has bound what was typed for it alone before."""
+    cell = "%%distributed\nx = 1\nbreakpoint()\nprint('x is', x)"
+    said = two.run(cell, typed=["x = 7", "-r all c"])
+    assert said.prompts == ["[rank 0] ipdb> "] * 2
+    assert [line for line in body(said) if line.startswith("x is")] == ["x is 7", "x is 1"]
+
+
+def test_stop_at_a_prompt(two: Notebook) -> None:
+    """It ends the cell, also in a long step; nothing is lost or asked again."""
+    asks = "def asks():\n try: input('a')\n except KeyboardInterrupt: input('again')\n"
+    for waits in ("breakpoint()", "input()", "asks()"):
+        begin = f"%%distributed\n{asks}kept = rank\n"
+        said = two.run(f"{begin}if rank:\n {waits}\n kept = 'lost'\ndist.barrier()")
+        assert said.error == "KeyboardInterrupt: Stopped on ranks 0-1. No variables were lost."
+        assert len(said.prompts) == 1
+        assert body(two.run("%%distributed\ndist.barrier(); kept")) == [
+            "── rank 0 ──", "0", "── rank 1 ──", "1"
+        ]  # fmt: skip
+    cell = "%%rank 0\nimport time\ndef long():\n    print('be' + 'gun')\n    time.sleep(600)\n"
+    said = two.run(f"{cell}breakpoint()\nlong()", meanwhile=two.stop_at("begun"), typed=["n"])
+    assert said.error == "KeyboardInterrupt: Stopped on rank 0. No variables were lost."
+    assert len(said.prompts) == 1
+    assert "BdbQuit" not in said.panel["text/plain"]
+
+
+def test_post_mortem(two: Notebook) -> None:
+    """`%dist_debug`, `%debug` and `%pdb` lead to the frames of what failed, on ranks or here."""
+    assert "rank 1 after" in two.run(FAILED).error
+    for magic in ("%debug", "%dist_debug", "%dist_debug -r 1"):
+        said = two.run(magic, typed=["p x", "up", "up", "q"])
+        assert said.prompts == ["[rank 1] ipdb> "] * 4
+        lines = body(said)
+        assert lines[1] == "ZeroDivisionError: division by zero"
+        assert "----> 3     return 1 / x" in lines
+        assert lines[lines.index("ipdb> p x") + 1] == "0"
+        assert "*** Oldest frame" in lines
+    assert two.run("%dist_debug").error.startswith("KeyboardInterrupt: Stopped on rank 1")
+    assert "p x\n0" in two.run("%debug", typed=["p x", "q"]).text  # Stop has lost nothing
+    two.run("%pdb on")
+    said = two.run(FAILED, typed=["q"])
+    assert said.prompts == ["[rank 1] ipdb> "]
+    assert said.errors
+    # Nothing has run: the failure before is not looked at in its place.
+    said = two.run("%%distributed\nx = = 3", typed=["q"])
+    assert (said.prompts, said.errors[0]["ename"]) == ([], "CellSyntaxError")
+    two.run("%pdb off")
+    two.run("%dist_clean")
+    assert "no exception:" in two.run("%debug").errors[0]["evalue"]
+    two.run("def mine(y):\n    1 / y\nmine(0)")
+    said = two.run("%debug", typed=["p y", "q"])
+    assert said.prompts == ["ipdb> "] * 2

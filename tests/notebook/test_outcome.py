@@ -9,21 +9,13 @@ from pathlib import Path
 
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied
-from nbdist.notebook.outcome import Elsewhere, LastValues, Routine, Why, idle_end, why_died, why_of
+from nbdist.notebook.outcome import Elsewhere, LastValues, Routine, idle_end, why_died, why_of
 from nbdist.output.events import IGNORES_STOP, Died, Text
 from nbdist.wire.ops import Written
 from nbdist.wire.work import Source, Task
 from nbdist.world.running import Crew, RunningTask
 from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.states import Machines
-from tests.output.lab import Panel
-
-
-def test_both_forms() -> None:
-    """HTML and text say the same, the text without colours."""
-    why = Why("12:00:00 · rank 1", "\x1b[31mKeyError\x1b[0m: 'x'", ("rank 0: Freed",), "1.log")
-    lines = ["12:00:00 · rank 1", "KeyError: 'x'", "rank 0: Freed", "all of its lines: 1.log"]
-    assert why.shown.text.split("\n") == Panel(why.shown.html).lines == lines
 
 
 def test_ends_of_idle_ranks() -> None:

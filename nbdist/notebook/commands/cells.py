@@ -142,10 +142,10 @@ def distributed(line: Line) -> None:
     line.cell, last = divide(line.cell)
     send(line, _steps(line))
     shell = line.pool.shell
-    for each in last:
-        value = shell.run_line_magic(each.name, each.text)
-        if each.target:
-            shell.user_ns[each.target] = value
+    for name, text, target in last:
+        value = shell.run_line_magic(name, text)
+        if target:
+            shell.user_ns[target] = value
 
 
 def _reset_here(line: Line) -> bool:

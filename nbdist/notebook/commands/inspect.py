@@ -17,7 +17,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.config import number_of_seconds, whole_number
 from nbdist.errors import UsageError
-from nbdist.notebook.cell_text import page_id
+from nbdist.notebook.cell_text import request_of
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.figures import Below
@@ -314,7 +314,7 @@ def dist_output(line: Line) -> Shown | str | None:
     pool, everything = line.pool, line.options.everything
     if pool.last is None or pool.world is None:
         raise UsageError("No distributed cell has run yet, so there is no output to show.")
-    pool.page = page_id(pool.shell)  # it misses nothing any more
+    pool.request = request_of(pool.shell)  # its page misses nothing any more
     pool.show_job()
     past, number = pool.ended.past(pool.last.transcript), line.options.cell
     if not -len(past) <= number < 0:

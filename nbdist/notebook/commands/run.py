@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from IPython.core.magic_arguments import argument
 
@@ -151,16 +151,6 @@ def debug_ranks(pools: Pools, original: Callable[..., Any], *args: Any, **kwargs
 
 MOST_ROWS = 12
 
-PER_RANK = (
-    "ranks",
-    "memory",
-    "peak in last cell",
-    "in variables",
-    "GPU",
-    "GPU tensors",
-    "their peak",
-)
-
 
 @command(
     argument("--free", action="store_true", help="free what tracebacks, Out and caches hold"),
@@ -177,7 +167,7 @@ def dist_memory(line: Line) -> Shown:
 
 def shown_of(found: Mapping[int, Memory]) -> Shown:
     """Draw a line for all ranks, a table of them, one of names, and what is held unseen."""
-    parts = [table(headline(found), rows(found))]
+    parts = [table(headline(found), per_rank(found, used_by))]
     largest = names(found, [(rank, held) for rank in found for held in found[rank].held])
     if largest:
         parts.append(table("Largest tensors, by variable", largest))
@@ -206,26 +196,36 @@ def headline(found: Mapping[int, Memory]) -> str:
     return " · ".join(parts)
 
 
-def rows(found: Mapping[int, Memory]) -> list[tuple[str, ...]]:
+F = TypeVar("F")
+
+Figures = Sequence[tuple[str, str]]  # headings, and what a rank has below each
+
+
+def per_rank(found: Mapping[int, F], figures_of: Callable[[F], Figures]) -> list[tuple[str, ...]]:
     """Lay out headings, and a row for all ranks whose figures are the same."""
-    same = fold_ranks({rank: tuple(_figures(memory)) for rank, memory in found.items()})
-    return in_use([PER_RANK, *((format_ranks(on), *figures) for figures, on in same.items())])
+    figures = {rank: figures_of(each) for rank, each in found.items()}
+    (first, *_) = figures.values()
+    headings = ("ranks", *(heading for heading, _ in first))
+    same = fold_ranks({rank: tuple(text for _, text in each) for rank, each in figures.items()})
+    return in_use([headings, *((format_ranks(on), *row) for row, on in same.items())])
 
 
 def in_use(table: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Leave out columns with a heading only: without GPUs there are none for them."""
-    used = [index for index, column in enumerate(zip(*table, strict=True)) if any(column[1:])]
-    return [tuple(row[index] for index in used) for row in table]
+    return [*zip(*(each for each in zip(*table, strict=True) if any(each[1:])), strict=True)]
 
 
-def _figures(memory: Memory) -> Iterator[str]:
-    yield size_text(memory.pss)
-    yield _peak_text(memory.peak)
-    yield size_text(memory.tensors)
+def used_by(memory: Memory) -> Figures:
+    """Return what a rank uses."""
     gpu = memory.gpu
-    yield f"{size_text(gpu.used)} of {size_text(gpu.total)}" if gpu else ""
-    yield size_text(gpu.tensors) if gpu else ""
-    yield _peak_text(gpu.peak) if gpu else ""
+    return [
+        ("memory", size_text(memory.pss)),
+        ("peak in last cell", _peak_text(memory.peak)),
+        ("in variables", size_text(memory.tensors)),
+        ("GPU", f"{size_text(gpu.used)} of {size_text(gpu.total)}" if gpu else ""),
+        ("GPU tensors", size_text(gpu.tensors) if gpu else ""),
+        ("their peak", _peak_text(gpu.peak) if gpu else ""),
+    ]
 
 
 def _peak_text(peak: Peak) -> str:
@@ -250,8 +250,6 @@ def names(found: Mapping[int, Memory], held: Iterable[tuple[int, Held]]) -> list
     return in_use(table)
 
 
-TITLES = ("memory", "GPU tensors", "GPU held by torch")
-
 dist_clean = dist_memory.short("dist_clean", "--free")
 
 
@@ -261,20 +259,17 @@ def freed(line: Line) -> Shown:
     Draws the sizes before and after; variables stay.
     """
     head = f"{name_ranks(line.ranks)} · tracebacks, Out and _, cycles, cached GPU memory released"
-    return table(head, freed_rows(line.call("memory.clean")))
+    return table(head, per_rank(line.call("memory.clean"), freed_by))
 
 
-def freed_rows(found: Mapping[int, Cleaned]) -> list[tuple[str, ...]]:
-    """Lay out headings, and a row for all ranks whose figures are the same."""
-    same = fold_ranks({rank: tuple(_freed(each)) for rank, each in found.items()})
-    headings = ("ranks", *(text for title in TITLES for text in (f"{title} before", "after")))
-    return in_use([headings, *((format_ranks(on), *row) for row, on in same.items())])
-
-
-def _freed(cleaned: Cleaned) -> Iterator[str]:
-    yield from map(rounded, cleaned.memory)
-    for pair in (cleaned.on_gpu, cleaned.held_on_gpu):
-        yield from map(rounded, pair) if any(pair) else ("", "")
+def freed_by(cleaned: Cleaned) -> Figures:
+    """Return a rank's sizes before and after."""
+    titles = ("memory", "GPU tensors", "GPU held by torch")
+    found = list[tuple[str, str]]()
+    for title, sizes in zip(titles, cleaned, strict=True):
+        before, after = map(rounded, sizes) if any(sizes) or title == "memory" else ("", "")
+        found += [(f"{title} before", before), ("after", after)]
+    return found
 
 
 def rounded(size: int) -> str:

@@ -1,12 +1,18 @@
-"""Tests of `nbdist.notebook.commands.lifecycle`, and of `%dist_sync`."""
+"""Workers that are ended, scaled and copied between; and taken over from kernels that have gone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.notebook.front_end import Notebook
+from nbdist.terminal.worlds import kill_world
+from nbdist.world.agents import Found, worlds
+from tests.notebook.front_end import Notebook, Outcome, body
+from tests.waiting import SOON, wait_until
 
 
 def test_nothing_to_interrupt_or_end(typed: Callable[[str], str]):
@@ -62,3 +68,104 @@ def test_the_size_changes(kernel: Notebook) -> None:
     assert said == "all ranks have mine already; `-r all` copies to all of them"
     said = kernel.run("%dist_sync mine --from -1 -r 0").text
     assert said == "copied mine from rank 3 to rank 0"
+
+
+# --- kernels that go, and those after them ----------------------------------------------------
+
+
+LOOP = """%%distributed
+import os, time
+step = 0
+while True:
+    total = torch.ones(1) * step
+    dist.all_reduce(total)
+    if step < 3:
+        print("step", step, total.item())
+    step += 1
+    time.sleep(0.01)
+    # Together: a rank that looked for itself could leave the other in a collective.
+    is_open = torch.tensor(float(os.path.exists(GATE)))
+    dist.all_reduce(is_open)
+    if is_open:
+        break
+print("trained")
+"""
+
+NO_AGENT = {"NBDIST_PRESTART": "0"}
+"""Of a notebook that is to have another's."""
+
+STEPS = ["step 0 0.0", "step 1 2.0", "step 2 4.0"]
+
+
+def named(name: str) -> list[Found]:
+    return [each for each in worlds() if each.info.name == name]
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What the test's world is called; it is ended if it is there still."""
+    name = f"{request.node.name}-{os.getpid()}"  # others run the same tests on this machine
+    yield name
+    for _ in named(name):
+        kill_world(name)
+
+
+def begin(notebook: Notebook, name: str, gate: Path) -> None:
+    """Have two workers that outlive the notebook run a loop until the gate is there."""
+    first = f"%%distributed -n 2 --detach --name {name}\nGATE = {str(gate)!r}\nx = rank"
+    assert notebook.run(first).errors == []
+    notebook.client.execute(LOOP)
+    wait_until(lambda: named(name)[0].info.state == "busy", "it runs")
+
+
+@pytest.mark.own_agent
+def test_killed_in_mid_cell(fresh: Callable[..., Notebook], name: str, tmp_path: Path) -> None:
+    """The next kernel shows what was missed and the rest, and works on as if nothing had been."""
+    gate = tmp_path / "gate"
+    first = fresh("%load_ext nbdist", "sent, same = [1], [1]")
+    first.run(f"%%distributed -n 2 --detach --name {name}\nsent.append(2); same[0]")
+    begin(first, name, gate)
+    os.kill(first.process.pid, signal.SIGKILL)
+    wait_until(lambda: named(name)[0].is_detached, "its notebook is gone")
+    second = fresh("%load_ext nbdist", "x = 'mine'; sent, same = [3], [3]", env=NO_AGENT)
+
+    def open_gate(outcome: Outcome) -> None:
+        if outcome.updates:  # it is followed live
+            gate.touch()
+
+    shown = second.run(f"%dist_attach {name}", open_gate)
+    *lines, last = body(shown)
+    assert f"attached to {name}" in last
+    assert last.endswith("import os, time")
+    assert lines[1:] == [*STEPS, "trained"]
+    # Names that the workers have belong to them.
+    assert body(second.run("%%distributed\nprint(x, world_size)"))[1::2] == ["0 2", "1 2"]
+    ran = second.run("%%distributed\nprint(sent, same)").text
+    assert "[1, 2] [3]" in ran, "what was sent, and changed on the ranks, is theirs too"
+    assert "sent was changed on the ranks since it was sent" in ran
+    assert second.run("%dist_gather step").errors == []
+    assert second.value("step[0] == step[1] > 3") is True
+    assert name in second.run("%dist_status").text
+    assert second.run("%dist_restart -r 1").errors == []
+    assert "rank 1" in second.run("%%distributed\nprint(x)").error
+    assert "this notebook uses it" in second.run(f"%dist_attach {name}").error
+    assert second.run("%dist_shutdown").text == "workers ended"
+    assert named(name) == []
+
+
+@pytest.mark.own_agent
+def test_restarted_by_its_manager(
+    fresh: Callable[..., Notebook], name: str, tmp_path: Path
+) -> None:
+    """As from the menu: the kernel ends in order, and the workers stay; Stop stops what they do."""
+    notebook = fresh("%load_ext nbdist", env=NO_AGENT)
+    begin(notebook, name, tmp_path / "gate")
+    notebook.manager.restart_kernel(now=False)
+    notebook.client.wait_for_ready(timeout=SOON)
+    assert notebook.run("%load_ext nbdist").errors == []
+    (error,) = notebook.run(f"%dist_attach {name}", notebook.stop_at("step 2")).errors
+    assert error["ename"] in ("Interrupted", "KeyboardInterrupt")
+    assert body(notebook.run("%%distributed\nprint(step > 0)"))[-1] == "True"
+    assert kill_world(name) == 0
+    assert "SIGTERM" not in notebook.run("%%distributed\npass").error
+    assert named(name) == []
