@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Sequence
@@ -30,9 +29,7 @@ if TYPE_CHECKING:
     from nbdist.cluster.client import HeadEnd, Way
     from nbdist.cluster.transfer import Uploads
 
-log = logging.getLogger("nbdist.agent")
-
-LET_GO_TIMEOUT, BIND_TIMEOUT = 1.0, 60.0
+LET_GO_TIMEOUT = 1.0
 
 
 class Agent:
@@ -90,7 +87,7 @@ class Agent:
         asyncio.get_running_loop().set_exception_handler(self._serving.fail)
         self._children.attach()
         if self._forker:
-            self._forker.attach(self._bind_workers)
+            self._forker.attach()
         await self._listener.open()
         if self._store:
             await self._store.open()
@@ -216,9 +213,3 @@ class Agent:
         workers = tuple(self._workers.all.values())
         rows = await status_of(workers, self._usage, self._usage.fresh_seconds)
         return with_ranks(info, self._workers.spec, rows)
-
-    def _bind_workers(self) -> None:
-        """Let workers end with this process: without the fork server they are its children."""
-        alive, bind = self._workers.alive(), control.Bind(os.getpid())
-        log.warning("the fork server has ended; %d workers are left", len(alive))
-        self._serving.do(self._workers.ask(self._workers.all, bind, BIND_TIMEOUT))

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
-import selectors
+import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,18 +18,12 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nbdist.system.limits import raise_file_limit, word_lack
-from nbdist.system.processes import (
-    MODULE,
-    Guard,
-    adopt_orphans,
-    end_descendants,
-    go_below_guard,
-    reap,
-)
+from nbdist.system.processes import MODULE, Guard, go_below_guard
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 
 if TYPE_CHECKING:
@@ -66,13 +59,13 @@ def _clean_up_after_kill(last_word: bytes) -> None:
         drop_dead(Path(tempfile.gettempdir()))
 
 
-# --- what is said between agent, fork server and workers ----------------------------------------
+# --- what is said between agent and fork server -------------------------------------------------
 
 DESCRIPTORS = 2  # that come with each `Fork`: the worker's stdout and stderr
 
 
 class Fork(NamedTuple):
-    """Agent to fork server: fork a worker, which answers itself, under the same number."""
+    """Agent to fork server: fork a worker; it answers under the same number."""
 
     number: int
     start: WorkerStart
@@ -84,7 +77,7 @@ class Imported:
 
 
 class Forked(NamedTuple):
-    """Worker to agent, over the fork server's socket: it is the one that was asked for."""
+    """Fork server to agent: this is the worker; it becomes the agent's child in a moment."""
 
     number: int
     pid: int
@@ -97,15 +90,7 @@ class ForkFailed(NamedTuple):
     errno: int
 
 
-class WorkerExited(NamedTuple):
-    """Fork server to agent: a worker has ended; the code is negative for a signal."""
-
-    number: int
-    pid: int
-    exit_code: int
-
-
-FromForkServer = Imported | Forked | ForkFailed | WorkerExited
+FromForkServer = Imported | Forked | ForkFailed
 
 
 class ForkServerProcess(NamedTuple):
@@ -217,52 +202,35 @@ def makes_idle_imports() -> bool:
 
 
 class ForkServer:
-    """Serves one agent: forks workers, and reports their ends.
+    """Forks workers for one agent, whose children they are: it has no more to do with them.
 
-    One thread, no event loop, no zmq and no CUDA context, so that its forks are safe.  When the
-    agent's end of the socket closes it ends, and its workers with it; when it is killed, they
-    live on as the agent's children.  While idle it imports on, what the first step of a training
-    needs: workers forked from then on share that.
+    One thread, no event loop, no zmq and no CUDA context, so that its forks are safe.  It ends
+    when the agent's end of the socket closes.  While idle it imports on, what the first step of a
+    training needs: workers forked from then on share that.
     """
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
         self._requests = FrameCutter()
         self._descriptors: deque[int] = deque()  # of requests that have yet to be read in full
-        self._workers: dict[int, int] = {}  # the number of the request, by process
         self._to_import = deque(IMPORTED_WHEN_IDLE if makes_idle_imports() else ())
         self._idle_from = time.monotonic() + UNDISTURBED
 
     def serve(self) -> WorkerStart | None:
         """Work until the agent is gone, and return None; in a forked child, what it starts with."""
-        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._agent, selectors.EVENT_READ)
-            selector.register(wake_read, selectors.EVENT_READ)
-            while True:
-                idle = max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
-                events = selector.select(idle)
-                if not events:
-                    # One module: a request waits for it.  None is begun while workers start,
-                    # which would take turns with it on the cores.
-                    import_if_possible(self._to_import.popleft())
-                for key, _ in events:
-                    if key.fd == wake_read:
-                        os.read(wake_read, 4096)
-                        self._report_exits()
-                    elif (requests := self._receive()) is None:
-                        return None
-                    elif start := self._fork_all(requests):
-                        signal.set_wakeup_fd(-1)
-                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                        os.close(wake_read)
-                        os.close(wake_write)
-                        return start
+        while True:
+            idle = max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
+            if not select.select([self._agent], [], [], idle)[0]:
+                # One module: a request waits for it.  None is begun while workers start,
+                # which would take turns with it on the cores.
+                import_if_possible(self._to_import.popleft())
+            elif (requests := self._receive()) is None:
+                return None
+            elif start := self._fork_all(requests):
+                return start
 
     def send(self, message: FromForkServer) -> None:
-        """Send it in one piece: new workers write to the same socket."""
+        """Send it to the agent."""
         self._agent.sendall(framed(pack(message)))
 
     def _receive(self) -> list[Fork] | None:
@@ -271,60 +239,60 @@ class ForkServer:
         self._descriptors.extend(descriptors)
         return [*map(unpack, self._requests.feed(data))] if data else None
 
-    # The child falls out of the loop, with the descriptors of its request and no others, and
-    # becomes a worker where `serve` was called.
-
     def _fork_all(self, requests: list[Fork]) -> WorkerStart | None:
-        """Fork a worker for each: returns None; in a forked child, what it starts with."""
-        for request in requests:
-            descriptors = [self._descriptors.popleft() for _ in range(DESCRIPTORS)]
-            if self._fork(request) is None:
-                self._become_leader(request, descriptors)
-                return request.start
-            for fd in descriptors:
-                os.close(fd)
-        return None
+        """Fork a worker for each; return None, and in a worker what it starts with.
 
-    def _fork(self, request: Fork) -> int | None:
-        """Fork; return the process, 0 where there can be none, None in the child."""
+        A process between forks them and ends, so that they become the agent's children, as those
+        that are spawned.  A worker falls out of the loop, with the descriptors of its request and
+        no others, and becomes one where `serve` was called.
+        """
+        given = [[self._descriptors.popleft() for _ in range(DESCRIPTORS)] for _ in requests]
         # What is frozen is not touched by the workers' garbage collections, so it stays shared.
         gc.freeze()
-        try:
-            pid = os.fork()
-        except OSError as error:
-            self.send(ForkFailed(request.number, error.errno or 0))
-            pid = 0
-        else:
-            if not pid:
-                return None
-            self._workers[pid] = request.number
-        self._idle_from = time.monotonic() + AFTER_FORK
-        return pid
+        if requests and (between := self._fork(requests)) is not None:
+            if not between:
+                return self._fork_each(requests, given)
+            os.waitpid(between, 0)
+            self._idle_from = time.monotonic() + AFTER_FORK
+        for fd in chain(*given):
+            os.close(fd)
+        return None
 
-    def _become_leader(self, request: Fork, descriptors: list[int]) -> None:
-        """Make a child of the fork a process of its own, with its stdout and stderr."""
+    def _fork_each(self, requests: list[Fork], given: list[list[int]]) -> WorkerStart:
+        """Fork them in the process between, and end it; return in a worker alone."""
+        for request, descriptors in zip(requests, given, strict=True):
+            if pid := self._fork([request]):
+                self.send(Forked(request.number, pid))
+            elif pid == 0:
+                self._become_leader(descriptors, {*chain(*given), *self._descriptors})
+                return request.start
+        os._exit(0)
+
+    def _fork(self, requests: list[Fork]) -> int | None:
+        """Fork as `os.fork` does; where there can be no process, say so, and return None."""
+        try:
+            return os.fork()
+        except OSError as error:
+            for request in requests:
+                self.send(ForkFailed(request.number, error.errno or 0))
+        return None
+
+    def _become_leader(self, own: list[int], all_given: set[int]) -> None:
+        """Make a fork a process of its own, with its stdout and stderr."""
         gc.enable()
         # A session of its own, or the Stop button's SIGINT would reach it.
         os.setsid()
-        self.send(Forked(request.number, os.getpid()))
         self._agent.close()
-        for fd in self._descriptors:  # other workers'
-            os.close(fd)
         nothing = os.open(os.devnull, os.O_RDONLY)
-        for number, fd in enumerate((nothing, *descriptors)):
+        for number, fd in enumerate((nothing, *own)):
             os.dup2(fd, number)
+        for fd in (nothing, *all_given):
             os.close(fd)
-
-    def _report_exits(self) -> None:
-        for pid, exit_code in reap(self._workers):
-            if (number := self._workers.pop(pid, None)) is not None:  # else an adopted orphan
-                self.send(WorkerExited(number, pid, exit_code))
 
 
 def main() -> None:
     """Import, then serve; a forked child falls out of `serve` and becomes a worker."""
-    agent = socket.socket(fileno=int(sys.argv[1]))
-    adopt_orphans()
+    agent, agent_pid = socket.socket(fileno=int(sys.argv[1])), os.getppid()
     import_all()
     fork_server = ForkServer(agent)
     try:
@@ -333,13 +301,12 @@ def main() -> None:
     except ConnectionError:  # the agent ended while something was sent to it
         start = None
     if start is None:
-        end_descendants()  # no worker makes files from here on
         # The agent and its guard do this too, unless both were killed.
         shutil.rmtree(sys.argv[2], ignore_errors=True)
         return
     from nbdist.worker.main import become_worker
 
-    become_worker(start, forked=True)
+    become_worker(start, agent_pid)
 
 
 if __name__ == "__main__":

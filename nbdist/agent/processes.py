@@ -22,7 +22,7 @@ from typing import Any
 from nbdist.agent import fork_server
 from nbdist.system import processes
 from nbdist.system.limits import Lack, word_lack
-from nbdist.system.processes import END_TIMEOUT, OwnTime, await_end, end_group, reap, safe_environ
+from nbdist.system.processes import END_TIMEOUT, OwnTime, await_end, end_group, safe_environ
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
@@ -33,17 +33,21 @@ OnExit = Callable[[int], None]
 
 
 class Children:
-    """Reaps all children of the agent, orphans too, and reports the exits that are expected."""
+    """Reaps all children of the agent, orphans too, and reports the exits that are expected.
+
+    `look_for_more` is called before: it finds those that are to be expected too.
+    """
 
     def __init__(self) -> None:
         self._expected: dict[int, OnExit] = {}
+        self.look_for_more: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
         """Begin to reap."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
 
     def expect(self, pid: int, on_exit: OnExit) -> None:
-        """Call this with the exit code of a child, negative for a signal; see also `adopted`."""
+        """Call this with the exit code of a child, negative for a signal."""
         self._expected[pid] = on_exit
         # It may have ended before SIGCHLD had a handler.
         asyncio.get_running_loop().call_soon(self._reap)
@@ -51,14 +55,6 @@ class Children:
     def forget(self, pid: int) -> None:
         """Stop expecting it: its end was reported, or is of no interest."""
         self._expected.pop(pid, None)
-
-    def adopted(self, pid: int) -> None:
-        """Take over one whose parent has ended; where that has reaped it, it counts as killed."""
-        try:
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            if on_exit := self._expected.pop(pid, None):
-                on_exit(-signal.SIGKILL)
 
     def close(self) -> None:
         """Kill and reap all that are expected."""
@@ -75,9 +71,16 @@ class Children:
         await_end(have_ended)
 
     def _reap(self) -> None:
-        for pid, exit_code in reap(self._expected):
-            if on_exit := self._expected.pop(pid, None):
-                on_exit(exit_code)
+        self.look_for_more()
+        with suppress(ChildProcessError):  # there are none
+            while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                pid = child.si_pid
+                if on_exit := self._expected.pop(pid, None):
+                    # Before it is reaped: until then no other group can have its number.
+                    end_group(pid)
+                exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                if on_exit:
+                    on_exit(exit_code)
 
 
 class WorkerProcess:
@@ -210,11 +213,9 @@ class Forker:
         self._imported: asyncio.Future[None]
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[WorkerProcess]] = {}
-        self._workers: dict[int, WorkerProcess] = {}
 
-    def attach(self, on_loss: Callable[[], None] = lambda: None) -> None:
-        """Listen to the fork server; `on_loss` is called when its workers are children here."""
-        self._on_loss = on_loss
+    def attach(self) -> None:
+        """Listen to the fork server."""
         if self._server is not None:
             self._listen(self._server)
 
@@ -244,7 +245,7 @@ class Forker:
             return await self._ask(start, stdout, stderr)
 
     def close(self) -> None:
-        """End the fork server; its workers are expected children of this process then."""
+        """End the fork server."""
         if self._server is not None:
             self._stop_listening(self._server)
             self._children.forget(self._server.popen.pid)
@@ -252,7 +253,6 @@ class Forker:
             with suppress(subprocess.TimeoutExpired):
                 self._server.popen.wait(END_TIMEOUT)
             self._server = None
-            self._adopt_workers()
 
     async def _ask(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
         if self._server is None:
@@ -290,10 +290,14 @@ class Forker:
         self._imported, self._replies = loop.create_future(), FrameCutter()
         loop.add_reader(server.socket, self._read, server)
         self._children.expect(server.popen.pid, partial(self._exited, server))
+        # Of a worker that ends at once it is told before it is a child here.
+        self._children.look_for_more = partial(self._read, server)
 
     def _read(self, server: fork_server.ForkServerProcess) -> None:
         try:
-            data = server.socket.recv(fork_server.READ_SIZE)
+            data = server.socket.recv(fork_server.READ_SIZE, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
         except ConnectionResetError:  # it has ended before it had read a request
             data = b""
         for frame in self._replies.feed(data):
@@ -305,6 +309,7 @@ class Forker:
 
     def _stop_listening(self, server: fork_server.ForkServerProcess) -> None:
         if server.socket.fileno() >= 0:
+            self._children.look_for_more = lambda: None
             asyncio.get_running_loop().remove_reader(server.socket)
             server.socket.close()
 
@@ -316,16 +321,10 @@ class Forker:
                 self._add_worker(number, pid)
             case fork_server.ForkFailed(number, code):
                 self._fail(number, Lack(word_lack(code)))
-            case fork_server.WorkerExited(number, pid, exit_code):
-                if pid in self._workers:
-                    self._children.forget(pid)
-                    self._worker_exited(pid, exit_code)
-                else:  # before it could say that it is there
-                    self._fail(number, ChildProcessError(f"it {word_exit(exit_code)}"))
 
     def _add_worker(self, number: int, pid: int) -> None:
-        process = self._workers[pid] = WorkerProcess(pid)
-        self._children.expect(pid, partial(self._worker_exited, pid))
+        process = WorkerProcess(pid)
+        self._children.expect(pid, process.set_exited)
         asked = self._asked.pop(number)
         if asked.done():  # the start was called off meanwhile
             process.kill()
@@ -336,9 +335,6 @@ class Forker:
         asked = self._asked.pop(number)
         if not asked.done():
             asked.set_exception(error)
-
-    def _worker_exited(self, pid: int, exit_code: int) -> None:
-        self._workers.pop(pid).set_exited(exit_code)
 
     def _exited(self, server: fork_server.ForkServerProcess, exit_code: int) -> None:
         server.popen.returncode = exit_code
@@ -356,12 +352,6 @@ class Forker:
             self._imported.exception()  # `prepare` raises it too, if it is called
         for number in list(self._asked):
             self._fail(number, gone)
-        self._adopt_workers()
-        self._on_loss()
-
-    def _adopt_workers(self) -> None:
-        for pid in list(self._workers):
-            self._children.adopted(pid)
 
 
 ProcessSource = Spawner | Forker

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
@@ -255,17 +255,6 @@ def end_group(pid: int) -> None:
     """Kill the process group that a worker leads: itself and what it started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def reap(leaders: Container[int]) -> Iterator[tuple[int, int]]:
-    """Reap children that have ended, and kill the groups of `leaders`: yields pid and exit code."""
-    with suppress(ChildProcessError):  # there are none
-        while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            pid = child.si_pid
-            if pid in leaders:
-                # Before it is reaped: until then no other group can have its number.
-                end_group(pid)
-            yield pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def end_descendants() -> None:

@@ -137,12 +137,6 @@ class Check:
     """What do torch and IPython lack?  Answered by a sentence for each thing."""
 
 
-class Bind(NamedTuple):
-    """End with this process from now on: the agent, which has become the worker's parent."""
-
-    parent: int
-
-
 class LetGo(NamedTuple):
     """Keep no longer what this task brought back: it has been read."""
 
@@ -174,7 +168,7 @@ class Resize(NamedTuple):
 
 
 Look = Locate | Trace | LastCollective | ListGroups | Check | Question
-Request = Look | Bind | LetGo | Abort | Regroup | Resize
+Request = Look | LetGo | Abort | Regroup | Resize
 
 
 @dataclass(frozen=True, slots=True)

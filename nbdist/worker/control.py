@@ -30,7 +30,7 @@ from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel
 from nbdist.worker.memory import own_attributes
 from nbdist.worker.probe import Probe
-from nbdist.worker.process import die_with_parent, reserve
+from nbdist.worker.process import reserve
 
 THREADS = 5  # as many as a new gloo backend starts, that which waits for it, and one more
 
@@ -119,8 +119,6 @@ class ControlThread:
                 return control.HeldGroups(self._start.rank, size, members)
             case control.Check():
                 return (*compat.check(), *ipython.check())
-            case control.Bind(parent):
-                die_with_parent(parent)
             case control.LetGo(task_id):
                 self._kernel.namespace.let_go(task_id)
             case control.Abort() if group is not None:

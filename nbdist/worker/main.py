@@ -37,6 +37,7 @@ from nbdist.worker.probe import write_stacks_to
 from nbdist.worker.process import (
     BadEnvironment,
     Interrupts,
+    die_with_parent,
     flush_c_streams,
     flush_streams,
     leave_world_in_children,
@@ -48,7 +49,7 @@ from nbdist.worker.publishing import MarkingSession
 from nbdist.worker.tracebacks import why_not_started
 
 
-def run_worker(start: WorkerStart) -> None:
+def run_worker(start: WorkerStart, agent_pid: int) -> None:
     """Bind the kernel, join the group, mark both, and run cells until the worker is to end."""
     own_path = list(sys.path)
     prepare_torch(start)
@@ -70,6 +71,8 @@ def run_worker(start: WorkerStart) -> None:
     ControlThread(app.kernel, start)
     tasks = Tasks(start.task_socket, app.kernel, app.session)
     app.kernel.ask, app.session.catch_up = tasks.ask, tasks.catch_up
+    if agent_pid:
+        die_with_parent(agent_pid)
     write_all(mark(start.token, "up"))
     if group is not None:
         group.form()
@@ -92,11 +95,11 @@ def run_worker(start: WorkerStart) -> None:
 # --- makes a fresh process, forked or spawned, the worker of one rank -------------------------
 
 
-def become_worker(start: WorkerStart, *, forked: bool) -> None:
-    """Run the worker of this rank until its kernel ends."""
+def become_worker(start: WorkerStart, agent_pid: int = 0) -> None:
+    """Run the worker of this rank until its kernel ends; `agent_pid` is 0 in one not forked."""
     set_limit()
     wanted = {**start.world.environ, **start.environ}
-    if forked:
+    if agent_pid:
         # The notebook's environment, and torchrun's variables.
         os.environ.clear()
         os.environ.update(wanted)
@@ -109,7 +112,7 @@ def become_worker(start: WorkerStart, *, forked: bool) -> None:
         has = f"{sys.executable} has {found.what} {found.there}, the notebook {found.here}"
         end(f"{has}: {found.why}. `--python` names another one", LAST_LINE_SAYS)
     try:
-        if forked:
+        if agent_pid:
             # What the fork server's children share is to be each one's own.
             torch.default_generator.seed()
             if (random := sys.modules.get("numpy.random")) is not None:
@@ -117,7 +120,7 @@ def become_worker(start: WorkerStart, *, forked: bool) -> None:
             process.current_process().authkey = os.urandom(32)
             tempfile.tempdir = None
             time.tzset()
-        run_worker(start)
+        run_worker(start, agent_pid)
     except BadEnvironment as error:
         end(str(error))
     except Exception as error:  # noqa: BLE001 (whatever it was, it is printed and the process ends)

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from nbdist.output.events import StreamName
-from nbdist.system.processes import signal_on_parents_end
+from nbdist.system.processes import await_end, signal_on_parents_end
 from nbdist.wire.work import Mark, mark
 
 PLENTY = 65536
@@ -36,10 +36,8 @@ class BadEnvironment(Exception):
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """End this process, by the kernel's SIGKILL, when its parent, the agent, ends.
-
-    A forked worker becomes the agent's child when the fork server ends, which ends it until then.
-    """
+    """End by the kernel's SIGKILL when the agent ends, whose child a fork becomes in a moment."""
+    await_end(lambda: os.getppid() == parent_pid)
     if not signal_on_parents_end(signal.SIGKILL, parent_pid):
         os._exit(1)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.sources import Source
+from tests.agent.sources import Program, Source
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +19,19 @@ def bench() -> Iterator[Source]:
         bench = Source("fork", Path(folder), runner)
         yield bench
         bench.end()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    """Makes a program for workers to run."""
+
+    def make(text: str) -> Path:
+        path = tmp_path / "worker.sh"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return path
+
+    return make
 
 
 @pytest.fixture

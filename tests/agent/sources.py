@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from jupyter_client.connect import write_connection_file
@@ -15,6 +16,8 @@ from nbdist.system.processes import adopt_orphans
 from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.wire.work import mark
 from tests.waiting import until
+
+Program = Callable[[str], Path]
 
 TOKEN = "0123456789abcdef"
 CHANNELS = ("shell", "iopub", "stdin", "control", "hb")
@@ -66,6 +69,11 @@ class Source:
         self.runner.run(self.close())
         adopt_orphans(adopts=False)
         assert self._faults == []
+
+    @property
+    def server_pid(self) -> int:
+        """The fork server's process."""
+        return self.forker._server.popen.pid
 
     async def worker(self, rank: int = 0) -> WorkerProcess:
         """A worker that is ready for cells."""

@@ -19,22 +19,16 @@ import psutil
 import pytest
 
 from nbdist.agent import fork_server
-from nbdist.agent.processes import WorkerProcess
+from nbdist.system.processes import adopt_orphans
 from nbdist.wire.frames import FrameCutter, framed, pack
 from nbdist.wire.spec import WorkerStart
-from tests.agent.sources import Source, worker_start
+from tests.agent.sources import Program, Source, worker_start
 from tests.faults.soak import wait_until_at_rest
-from tests.waiting import SOON, until
+from tests.waiting import SOON, until, wait_until
 
 pytestmark = pytest.mark.own_agent
 
 forked = pytest.mark.parametrize("source", ["fork"], indirect=True)
-
-
-def fork_server_of(process: WorkerProcess) -> psutil.Process:
-    found = psutil.Process(process.pid).parent()
-    assert found is not None
-    return found
 
 
 @pytest.fixture
@@ -45,20 +39,25 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
+@pytest.fixture
+def adopting() -> Iterator[None]:
+    """As in an agent, workers become children of this process."""
+    adopt_orphans()
+    yield
+    adopt_orphans(adopts=False)
+
+
 Runs = Callable[[str], WorkerStart]
 
 
 @pytest.fixture
-def runs(runtime: Path, tmp_path: Path) -> Runs:
+def runs(runtime: Path, tmp_path: Path, program: Program) -> Runs:
     """Makes a start of a worker that runs these lines of a shell, in a folder of its own."""
 
     def make(text: str) -> WorkerStart:
-        program = tmp_path / "program"
-        program.write_text(f"#!/bin/sh\n{text}\n")
-        program.chmod(0o755)
         start = worker_start(runtime)
         environ = {**start.world.environ, "PYTHONPATH": f"/lib:{tmp_path}"}
-        spec = replace(start.world, python=str(program), cwd=str(tmp_path), environ=environ)
+        spec = replace(start.world, python=str(program(text)), cwd=str(tmp_path), environ=environ)
         return replace(start, world=spec)
 
     return make
@@ -109,34 +108,31 @@ async def test_a_fork_server_and_the_next_one(
 
     Also when it has imported all that it imports while it is idle, and could not import some of
     it, which its log says; who asks before gets a worker, however much there is left to import.
-    A silent one is killed after a while, and another takes its place; its workers live on.  Their
-    ends are told; of a worker that dies with its fork server perhaps as one that was killed.
+    A silent one is killed after a while, and another takes its place; its workers live on, which
+    are not its children.
     """
     first, second = await source.worker(0), await source.worker(1)
-    server = fork_server_of(first)
+    server = psutil.Process(source.server_pid)
     assert server.num_threads() == 1
     await asyncio.to_thread(wait_until_at_rest, server)
     assert server.num_threads() == 1
-    assert fork_server_of(await source.worker(2)) == server
+    third = await source.worker(2)
+    assert {psutil.Process(each.pid).ppid() for each in (first, second, third)} == {os.getpid()}
     assert "RuntimeError: broken on purpose" in source.forker.last_lines()
     server.suspend()
     with monkeypatch.context() as patched:
         patched.setattr("nbdist.agent.processes.FORK_TIMEOUT", 0.2)
         asked = asyncio.ensure_future(source.worker(3))
-        await until(lambda: fork_server_of(first) == psutil.Process(), "it is killed")
+        await until(lambda: not server.is_running(), "it is killed")
     last = await asked
-    another = fork_server_of(last)
-    assert another not in (server, psutil.Process())
-    assert not server.is_running()
-    os.kill(second.pid, signal.SIGSEGV)
-    assert await asyncio.wait_for(second.exited, SOON) == -signal.SIGSEGV
-    os.kill(last.pid, signal.SIGSEGV)
-    another.kill()
-    assert await asyncio.wait_for(last.exited, SOON) in (-signal.SIGSEGV, -signal.SIGKILL)
+    assert source.server_pid != server.pid
+    for process in (second, last):
+        os.kill(process.pid, signal.SIGSEGV)
+        assert await asyncio.wait_for(process.exited, SOON) == -signal.SIGSEGV
     assert not first.exited.done()
 
 
-def test_requests_and_the_end_of_a_fork_server(runtime: Path) -> None:
+def test_requests_and_the_end_of_a_fork_server(runtime: Path, adopting: None) -> None:
     """Each worker has its own descriptors; once the agent has gone nothing is left."""
     folder = runtime / "world"
     folder.mkdir()
@@ -163,20 +159,19 @@ def test_requests_and_the_end_of_a_fork_server(runtime: Path) -> None:
         process.suspend()  # so that all of them are there when it reads
         outputs = [ask(number) for number in range(3)]
         process.resume()
-        *forked, last = sorted((next(said) for _ in outputs), key=lambda each: each.number)
-        for each in forked:
-            assert os.getsid(each.pid) == each.pid
-            os.kill(each.pid, signal.SIGKILL)
-            assert next(said) == fork_server.WorkerExited(each.number, each.pid, -signal.SIGKILL)
-            while os.read(outputs[each.number], 1 << 16):
+        for number, forked in enumerate([next(said) for _ in outputs]):
+            assert forked.number == number
+            worker = psutil.Process(forked.pid)
+            leads = (os.getpid(), worker.pid)
+            wait_until(lambda of=worker, by=leads: (of.ppid(), os.getsid(of.pid)) == by)
+            worker.kill()
+            worker.wait(SOON)
+            while os.read(outputs[number], 1 << 16):
                 pass  # its end is here: no other worker has that pipe
-        worker = psutil.Process(last.pid)
+            os.close(outputs[number])
         server.socket.close()
         process.wait(SOON)
-        assert not worker.is_running()
         assert not folder.exists()
-        for output in outputs:
-            os.close(output)
     finally:
         server.popen.kill()
         server.popen.wait()

@@ -22,6 +22,8 @@ from tests.agent.sources import Source, worker_start
 from tests.faults.stops import spinning
 from tests.waiting import SOON, until
 
+pytestmark = pytest.mark.world
+
 GRACE = 30.0
 
 
@@ -88,7 +90,6 @@ def text_of(outputs: list[Output], stream: str = "stdout") -> str:
 # --- a life -------------------------------------------------------------------------------
 
 
-@pytest.mark.world
 async def test_from_start_to_end(watched: Watched) -> None:
     """What it is doing is seen at any time; each task ends with `Done`."""
     worker = watched.worker
@@ -263,7 +264,6 @@ async def test_a_stop(
     assert not any(isinstance(output, Died) for _, output in watched.shown)
 
 
-@pytest.mark.world
 async def test_a_stop_of_one_that_is_slow(tmp_path: Path, watched: Watched) -> None:
     """Seconds in which other programs have the processors are not its grace's."""
     end = tmp_path / "end"

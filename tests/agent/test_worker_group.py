@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,10 +32,8 @@ from nbdist.wire.messages import StartFailure
 from nbdist.wire.node_messages import Renumber, StartPart
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import mark
-from tests.agent.sources import TOKEN, Source, worker_start
+from tests.agent.sources import TOKEN, Program, Source, worker_start
 from tests.waiting import SOON, until
-
-Program = Callable[[str], Path]
 
 
 async def started_with(
@@ -53,19 +50,6 @@ async def started_with(
     assert failure.command == f"{program} -P -m nbdist.worker"
     assert failure.host == socket.gethostname()
     return failure
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Program:
-    """Makes a program for workers to run."""
-
-    def make(text: str) -> Path:
-        path = tmp_path / "worker.sh"
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-        return path
-
-    return make
 
 
 @pytest.mark.world

@@ -67,8 +67,8 @@ class Notebook(front_end.Notebook):
     def start_workers(self) -> None:
         """Two, each with a child, and one more that has left its session and its parent."""
         assert not self.run(STARTED).errors
-        forked = self.find("nbdist.agent.fork_server ")
-        (self.fork_server,) = (each for each in forked if each.parent() == self.agent)
+        forked, out = self.find("nbdist.agent.fork_server "), "/proc/{}/fd/1"
+        (self.fork_server,) = (p for p in forked if "log" in os.readlink(out.format(p.pid)))
         assert len(self.workers) == 2
         # Of killed workers that one stays until the agent ends.
         wait_until(lambda: len(self.find("sleep 1002")) > 1, "the daemons run")

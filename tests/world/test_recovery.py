@@ -201,9 +201,9 @@ def test_it_takes_workers_that_have_nothing_to_do(world: World) -> None:
 @contextmanager
 def each_new_worker(world: World, do: Callable[[psutil.Process], object]) -> Iterator[None]:
     """Do something to every worker process that is started meanwhile."""
-    fork_server = psutil.Process(world.pids[0]).parent()
+    agent = psutil.Process(world.pids[0]).ppid()
     # A look at all processes would take longer than a worker's start where others are at work.
-    children = Path(f"/proc/{fork_server.pid}/task/{fork_server.pid}/children")
+    children = Path(f"/proc/{agent}/task/{agent}/children")
     known, over = {*children.read_text().split()}, threading.Event()
 
     def watch() -> None:
