@@ -23,8 +23,7 @@ import zmq
 from zmq.eventloop.zmqstream import ZMQStream
 
 from nbdist import __version__
-from nbdist.agent.history import History
-from nbdist.agent.outbox import WorldRecord
+from nbdist.agent.world_record import WorldRecord
 from nbdist.output.events import Died
 from nbdist.system import folders
 from nbdist.system.processes import LEAVES, STAYS, Guard, adopt_orphans, end_descendants
@@ -32,7 +31,7 @@ from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
 from nbdist.wire import messages
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.spec import versions_here
-from nbdist.wire.views import SOCKET, Accepted, Attach, Refused, WorldInfo
+from nbdist.wire.views import SOCKET, Accepted, Attach, Findings, Refused, WorldInfo
 from nbdist.wire.work import task_from
 
 Result = TypeVar("Result")
@@ -71,7 +70,6 @@ class Tether:
         self._hand_on, self._leave = receive, leave
         self._has_machines = has_machines
         self._record = WorldRecord()
-        self.history = History()
         self._end: ZMQStream | None = self._connect(folders.SOCKET)
         self.notebook_pid = notebook_pid
         self._ends: list[int] = []
@@ -108,7 +106,6 @@ class Tether:
     def send(self, message: messages.Up) -> None:
         """Send a message to the notebook; where there is none, keep what the next one needs."""
         self._record.take_up(message)
-        self.history.take_up(message)
         if isinstance(message, messages.Outputs):
             self._live += 1
         if self._end is not None:
@@ -149,7 +146,6 @@ class Tether:
                 if message.config.detach != self._record.detach:
                     self._guard.tell(STAYS if message.config.detach else LEAVES)
         self._record.take_down(message)
-        self.history.take_down(message, len(self.ranks))
         if not isinstance(message, messages.Remember):
             self._hand_on(message)
 
@@ -233,6 +229,11 @@ class Tether:
     def ranks(self) -> Collection[int]:
         """Those of the world, none before its start."""
         return self._record.known.pids.keys()
+
+    @property
+    def tasks(self) -> Findings:
+        """The last task, and the last one that failed."""
+        return self._record.tasks
 
     def describe(self) -> WorldInfo:
         """Return what is known without asking the ranks."""

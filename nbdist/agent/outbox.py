@@ -1,15 +1,10 @@
-"""What a notebook has not got yet: outputs, batched by time and bounded in size; and the world.
-
-The next notebook gets what `WorldRecord` has read from the messages of the one before.
-"""
+"""What a notebook has not got yet: outputs, batched by time and bounded in size."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from nbdist.output.events import (
     Clear,
@@ -30,10 +25,7 @@ from nbdist.output.events import (
     size_of,
 )
 from nbdist.system.processes import trim_memory
-from nbdist.values.payload import Payload
-from nbdist.wire import messages
 from nbdist.wire.messages import Outputs
-from nbdist.wire.node_messages import processes
 
 # --- what is kept -----------------------------------------------------------------------------
 
@@ -262,192 +254,3 @@ def folded(items: Iterable[Item]) -> tuple[Item, ...]:
                 return output
 
     return tuple((rank, cell_id, one(output)) for rank, cell_id, output in items)
-
-
-# --- for the next notebook ----------------------------------------------------------------------
-
-TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
-"""Characters of all ranks' text that are kept; of one rank's at least that, at most `TEXT_KEPT`."""
-
-Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.Scale | messages.Grow
-"""What makes the workers others."""
-
-
-class WorldRecord:
-    """A world as the agent has it, and what its last task has shown until it was seen to its end.
-
-    `known` is what the next notebook gets.
-    """
-
-    def __init__(self) -> None:
-        self.known = messages.Attached(messages.Remember())
-        self.began = time.time()
-        self.unfinished: set[int] = set()
-        self.changing: dict[int, Changing] = {}  # the calls that are under way, by number
-        self._tasks = 0
-        self._backlog = Backlog()
-        self._lent: dict[str, set[int]] = {}
-
-    def __repr__(self) -> str:
-        return f"<WorldRecord of {sorted(self.known.pids)}, {len(self._backlog)} outputs>"
-
-    @property
-    def detach(self) -> bool:
-        """Whether the world is to outlive its notebook."""
-        return self.known.memory.config.detach
-
-    @property
-    def has_world(self) -> bool:
-        """Whether there are workers, or will be."""
-        starts = any(isinstance(each, messages.StartWorld) for each in self.changing.values())
-        return bool(self.known.pids) or starts
-
-    @property
-    def state(self) -> str:
-        """What the world is doing, in words."""
-        if self.changing:
-            return "changing"
-        if not self.known.pids:
-            return "no workers"
-        if self.unfinished:
-            return "busy"
-        return "ready" if self.known.is_whole and not self.known.dead else "broken"
-
-    def take_down(self, message: messages.Down) -> None:
-        """Take in what the notebook has sent."""
-        match message:
-            case messages.Remember():
-                self.known.memory = message
-            case messages.Ask(number, request):
-                self.known.next_call = max(self.known.next_call, number + 1)
-                if isinstance(request, Changing):
-                    self.changing[number] = request
-            case messages.Run():
-                self._begin(message)
-            case messages.Enter(rank, reply):
-                self._backlog.answered(rank, reply.number)
-            case messages.LetGo(task_id, ranks):
-                self._lent.get(task_id, set()).difference_update(ranks)
-
-    def take_up(self, message: messages.Up) -> None:
-        """Take in what the notebook gets, or would get if there was one."""
-        match message:
-            case messages.Answer(number, reply) if number in self.changing:
-                self._take_change(self.changing.pop(number), reply)
-            case Outputs(items):
-                for item in items:
-                    self._take(*item)
-            case messages.Aborted():
-                self.known.is_whole = False
-            case messages.Came(host) if host not in self.known.came:
-                self.known.came += (host,)
-
-    def seen(self) -> None:
-        """Note that the notebook has seen all that has come up so far."""
-        if self.detach and not self.unfinished:
-            self._forget()
-
-    def _begin(self, run: messages.Run) -> None:
-        self._forget()
-        known = self.known
-        known.run, self.unfinished = run, {*run.ranks} - known.dead.keys()
-        self._tasks += 1
-        text = min(TEXT_KEPT, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, len(known.pids))))
-        self._backlog = Backlog(text)
-        known.started, known.started_ns = time.monotonic(), time.time_ns()
-        self.began = time.time()
-
-    def _forget(self) -> None:
-        self.known.run, self.known.ended = None, {}
-        self._backlog = Backlog()
-
-    def _take(self, rank: int, task_id: str, output: Output) -> None:
-        match output:
-            case Done():
-                self._end(rank, task_id)
-                self._take_done(rank, task_id, output)
-            case Died():
-                self._end(rank, self.known.run.id if self.known.run else "")
-                self.known.dead[rank] = output
-            case Failure() if output.connections:
-                self.known.is_whole = False
-        if self.detach:
-            self._backlog.add(rank, task_id, output)
-
-    def _end(self, rank: int, task_id: str) -> None:
-        run = self.known.run
-        if run is not None and task_id == run.id and rank in self.unfinished:
-            self.unfinished.discard(rank)
-            self.known.ended[rank] = time.monotonic()
-
-    def _take_done(self, rank: int, task_id: str, done: Done) -> None:
-        bound = self.known.bound.setdefault(rank, {})
-        for name in done.gone:
-            bound.pop(name, None)
-        bound.update((name, done.imported.get(name)) for name in done.bound)
-        if isinstance(done.values, Payload) and done.values.segment is not None:
-            self._lent.setdefault(task_id, set()).add(rank)
-        # Tasks are dropped whose values all ranks have let go.
-        self._lent = {task: ranks for task, ranks in self._lent.items() if ranks}
-
-    def _take_change(self, request: messages.Request, reply: messages.Reply) -> None:
-        known = self.known
-        match request, reply:
-            case messages.StartWorld(), messages.WorldStarted():
-                self._end_world()
-                known = self.known
-                known.spec, known.hosts = reply.spec, reply.hosts
-                known.pids, known.logs, known.lacks = reply.pids, reply.logs, reply.lacks
-                self.began = time.time()
-            case (_, messages.StartFailure()) | (messages.StopWorld(), _):
-                self._end_world()
-            case _, messages.Healed():
-                if isinstance(request, messages.Grow):
-                    known.came = ()
-                self._take_healed(reply)
-
-    def _take_healed(self, healed: messages.Healed) -> None:
-        known = self.known
-        earlier = processes(known.pids, known.spec.seats if known.spec else ())
-        before = {process: rank for rank, process in earlier.items()}
-        now = processes(healed.pids, healed.spec.seats)
-        was = {rank: before[process] for rank, process in now.items() if process in before}
-        known.spec, known.pids, known.logs = healed.spec, healed.pids, healed.logs
-        known.hosts, known.is_whole = healed.hosts, not healed.problem
-        known.bound = {rank: known.bound.get(old, {}) for rank, old in was.items()}
-        # Those that have died again meanwhile are dead.
-        known.dead = {r: died for r, died in known.dead.items() if died.pid == healed.pids.get(r)}
-
-    def _end_world(self) -> None:
-        self._forget()
-        self.known = messages.Attached(
-            self.known.memory,
-            self.known.spec,
-            hosts=self.known.hosts,
-            lacks=self.known.lacks,
-            next_call=self.known.next_call,
-        )
-        self.unfinished, self._tasks = set(), 0
-
-    def attached(self, since: float) -> messages.Attached:
-        """Return the message that says it all, but for what was shown: `again` has that."""
-        forgotten = max(0, self._tasks - (self.known.run is not None))
-        return replace(self.known, forgotten=forgotten, since=since)
-
-    def again(self) -> list[Outputs]:
-        """Return what has been shown and not been seen, in batches."""
-        batches: list[list[Item]] = [[]]
-        size = 0
-        for item in self._backlog.items:
-            if size > ENOUGH_IN_A_BATCH:
-                batches.append([])
-                size = 0
-            batches[-1].append(item)
-            size += size_of(item[2])
-        return [Outputs(tuple(batch)) for batch in batches if batch]
-
-    def unread(self) -> list[messages.LetGo]:
-        """Return what has workers release values that went to a notebook which is gone."""
-        running = self.known.run.id if self.known.run else ""
-        over = [task for task in self._lent if task != running]
-        return [messages.LetGo(task, tuple(self._lent.pop(task))) for task in over]

@@ -202,11 +202,8 @@ def trim_memory() -> None:
 END_TIMEOUT, END_STEP = 5.0, 0.005
 """Seconds for killed processes to be gone, and between two looks."""
 
-AGENT_GRACE, AGENT_GRACES = 5.0, 6
-"""Seconds for an agent to end by itself when its notebook has; so often while it works on."""
-
-AT_WORK = 0.01
-"""The share of a core from which on it does: it may still import, beside others on busy cores."""
+AGENT_GRACE = 15.0
+"""Seconds for an agent to end when its notebook has: it may still import, beside others."""
 
 STAYS, LEAVES, LONGEST_TOLD = b"s", b"l", 1 << 16
 """Whether an agent outlives its notebook, as it tells its guard; bytes that a pipe holds."""
@@ -334,20 +331,9 @@ def _wait_for(agent: int, notebook: int | None, told: int, grace: float) -> tupl
     said = b""
     with suppress(BlockingIOError):  # it has told nothing
         said = os.read(told, LONGEST_TOLD)
-    if said[-1:] != STAYS and not _ends(agent, ended, grace):
+    if said[-1:] != STAYS and not select.select([ended], [], [], grace)[0]:
         os.kill(agent, signal.SIGKILL)
     return os.waitpid(agent, 0)[1], said
-
-
-def _ends(agent: int, ended: int, grace: float) -> bool:
-    """Wait for its end; not for one that does nothing meanwhile, and not for ever."""
-    for _ in range(AGENT_GRACES):
-        before = cpu_seconds(agent)
-        if select.select([ended], [], [], grace)[0]:
-            return True
-        if cpu_seconds(agent) - before < AT_WORK * grace:
-            break
-    return False
 
 
 # --- a process that connects to this one ------------------------------------------------------

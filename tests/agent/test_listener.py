@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import pytest
 
 from nbdist.agent import listener
-from nbdist.agent.history import History
 from nbdist.agent.listener import FRESH, MOST_CALLING, Listener, StoreWindow
 from nbdist.wire import views
 from nbdist.wire.frames import FrameCutter, framed
@@ -67,7 +66,7 @@ class Lab:
         self.is_open.set()
         self.rows: tuple[views.WorkerStatus, ...] = ()
         self.faults: list[object] = []
-        self.history, self.ranks = History(), (0, 1)
+        self.tasks, self.ranks = views.Findings(), (0, 1)
         self.read: list[object] = []
         self.listener = Listener(runtime, self._look, self if has_door else None, self._read)
         self._ends: list[asyncio.StreamWriter] = []

@@ -39,18 +39,6 @@ if sys.stdin.readline():
     signal.pause()
 """
 
-SLOW = """
-import os, sys, time
-from pathlib import Path
-from nbdist.system import processes
-
-processes.AGENT_GRACE, processes.AGENT_GRACES = 1.0, int(sys.argv[1])
-processes.go_below_guard(Path(sys.argv[2]), None)
-while time.process_time() < 1.5:
-    pass
-sys.exit(3)
-"""
-
 
 class Processes:
     """A guard, the agent below it, an orphan of that one's, and the notebook's process."""
@@ -126,16 +114,6 @@ def test_the_guard_is_killed(processes: Processes) -> None:
     """The agent gets SIGTERM."""
     processes.guard.kill()
     processes.agent.wait(SOON)
-
-
-@pytest.mark.parametrize(("graces", "ends"), [(1000, 3), (1, -signal.SIGKILL)])
-def test_the_agent_is_slow(folder: Path, graces: int, ends: int) -> None:
-    """One that works on when its notebook has ended, as it imports still, has longer; not ever."""
-    command = [sys.executable, "-c", SLOW, str(graces), str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as guard:
-        guard.stdin.close()
-        assert guard.wait(2 * SOON) == ends
-    assert not folder.exists()
 
 
 def test_the_agent_stays(processes: Processes) -> None:

@@ -1,0 +1,295 @@
+"""What an agent, or a head, has read of its world from a notebook's messages.
+
+The next notebook gets it, and `nbdist mcp` the task that was last and the last one that failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from nbdist.agent.outbox import ENOUGH_IN_A_BATCH, TEXT_KEPT, Backlog, Item
+from nbdist.output.events import Died, Done, Failure, Output, size_of
+from nbdist.values.payload import Payload
+from nbdist.wire import messages
+from nbdist.wire.messages import Outputs
+from nbdist.wire.node_messages import processes
+from nbdist.wire.views import Findings, Place, Stack, TaskSeen, Trouble
+from nbdist.wire.work import task_from
+
+TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
+"""Characters of all ranks' text that are kept; of one rank's at least that, at most `TEXT_KEPT`."""
+
+Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.Scale | messages.Grow
+"""What makes the workers others."""
+
+
+class WorldRecord:
+    """A world as the agent has it, and what its last task has shown until it was seen to its end.
+
+    `known` is what the next notebook gets.
+    """
+
+    def __init__(self) -> None:
+        self.known = messages.Attached(messages.Remember())
+        self.began = time.time()
+        self.unfinished: set[int] = set()
+        self.changing: dict[int, Changing] = {}  # the calls that are under way, by number
+        self._tasks = 0
+        self._backlog = Backlog()
+        self._lent: dict[str, set[int]] = {}
+        self._last: _TaskRecord | None = None
+        self._failed: _TaskRecord | None = None
+
+    def __repr__(self) -> str:
+        return f"<WorldRecord of {sorted(self.known.pids)}, {len(self._backlog)} outputs>"
+
+    @property
+    def detach(self) -> bool:
+        """Whether the world is to outlive its notebook."""
+        return self.known.memory.config.detach
+
+    @property
+    def has_world(self) -> bool:
+        """Whether there are workers, or will be."""
+        starts = any(isinstance(each, messages.StartWorld) for each in self.changing.values())
+        return bool(self.known.pids) or starts
+
+    @property
+    def state(self) -> str:
+        """What the world is doing, in words."""
+        if self.changing:
+            return "changing"
+        if not self.known.pids:
+            return "no workers"
+        if self.unfinished:
+            return "busy"
+        return "ready" if self.known.is_whole and not self.known.dead else "broken"
+
+    def take_down(self, message: messages.Down) -> None:
+        """Take in what the notebook has sent."""
+        match message:
+            case messages.Remember():
+                self.known.memory = message
+            case messages.Ask(number, request):
+                self.known.next_call = max(self.known.next_call, number + 1)
+                if isinstance(request, Changing):
+                    self.changing[number] = request
+            case messages.Run():
+                self._begin(message)
+            case messages.Abort(ranks) if self._last:
+                self._last.abort(ranks)
+            case messages.Enter(rank, reply):
+                self._backlog.answered(rank, reply.number)
+            case messages.LetGo(task_id, ranks):
+                self._lent.get(task_id, set()).difference_update(ranks)
+
+    def take_up(self, message: messages.Up) -> None:
+        """Take in what the notebook gets, or would get if there was one."""
+        match message:
+            case messages.Answer(number, reply) if number in self.changing:
+                self._take_change(self.changing.pop(number), reply)
+            case Outputs(items):
+                for item in items:
+                    self._take(*item)
+            case messages.Located(places) if places and self._last:
+                self._last.places = places
+            case messages.Aborted(places):
+                self.known.is_whole = False
+                if self._last:
+                    self._last.aborted.update(places)
+            case messages.Came(host) if host not in self.known.came:
+                self.known.came += (host,)
+
+    def seen(self) -> None:
+        """Note that the notebook has seen all that has come up so far."""
+        if self.detach and not self.unfinished:
+            self._forget()
+
+    @property
+    def tasks(self) -> Findings:
+        """The task that runs, or ran last, and the last in which, or after which, a rank failed."""
+        last, failed = self._last, self._last_failed
+        return Findings(
+            last=last.seen() if last else None, failed=failed.seen() if failed else None
+        )
+
+    @property
+    def _last_failed(self) -> _TaskRecord | None:
+        return self._last if self._last and self._last.troubles else self._failed
+
+    def _begin(self, run: messages.Run) -> None:
+        self._forget()
+        known = self.known
+        self._failed, self._last = self._last_failed, _TaskRecord(run, len(known.pids))
+        known.run, self.unfinished = run, {*run.ranks} - known.dead.keys()
+        self._tasks += 1
+        text = min(TEXT_KEPT, max(TEXT_AT_LEAST, TEXT_OF_ALL // max(1, len(known.pids))))
+        self._backlog = Backlog(text)
+        known.started, known.started_ns = time.monotonic(), time.time_ns()
+        self.began = time.time()
+
+    def _forget(self) -> None:
+        self.known.run, self.known.ended = None, {}
+        self._backlog = Backlog()
+
+    def _take(self, rank: int, task_id: str, output: Output) -> None:
+        if isinstance(output, Failure | Died) and self._last:
+            self._last.fail(rank, task_id, output)
+        match output:
+            case Done():
+                self._end(rank, task_id)
+                self._take_done(rank, task_id, output)
+            case Died():
+                self._end(rank, self.known.run.id if self.known.run else "")
+                self.known.dead[rank] = output
+            case Failure() if output.connections:
+                self.known.is_whole = False
+        if self.detach:
+            self._backlog.add(rank, task_id, output)
+
+    def _end(self, rank: int, task_id: str) -> None:
+        run = self.known.run
+        if run is not None and task_id == run.id and rank in self.unfinished:
+            self.unfinished.discard(rank)
+            self.known.ended[rank] = time.monotonic()
+
+    def _take_done(self, rank: int, task_id: str, done: Done) -> None:
+        bound = self.known.bound.setdefault(rank, {})
+        for name in done.gone:
+            bound.pop(name, None)
+        bound.update((name, done.imported.get(name)) for name in done.bound)
+        if isinstance(done.values, Payload) and done.values.segment is not None:
+            self._lent.setdefault(task_id, set()).add(rank)
+        # Tasks are dropped whose values all ranks have let go.
+        self._lent = {task: ranks for task, ranks in self._lent.items() if ranks}
+
+    def _take_change(self, request: messages.Request, reply: messages.Reply) -> None:
+        known = self.known
+        match request, reply:
+            case messages.StartWorld(), messages.WorldStarted():
+                self._end_world()
+                known = self.known
+                known.spec, known.hosts = reply.spec, reply.hosts
+                known.pids, known.logs, known.lacks = reply.pids, reply.logs, reply.lacks
+                self.began = time.time()
+            case (_, messages.StartFailure()) | (messages.StopWorld(), _):
+                self._end_world()
+            case _, messages.Healed():
+                if isinstance(request, messages.Grow):
+                    known.came = ()
+                self._take_healed(reply)
+
+    def _take_healed(self, healed: messages.Healed) -> None:
+        known = self.known
+        earlier = processes(known.pids, known.spec.seats if known.spec else ())
+        before = {process: rank for rank, process in earlier.items()}
+        now = processes(healed.pids, healed.spec.seats)
+        was = {rank: before[process] for rank, process in now.items() if process in before}
+        known.spec, known.pids, known.logs = healed.spec, healed.pids, healed.logs
+        known.hosts, known.is_whole = healed.hosts, not healed.problem
+        known.bound = {rank: known.bound.get(old, {}) for rank, old in was.items()}
+        # Those that have died again meanwhile are dead.
+        known.dead = {r: died for r, died in known.dead.items() if died.pid == healed.pids.get(r)}
+
+    def _end_world(self) -> None:
+        self._forget()
+        self.known = messages.Attached(
+            self.known.memory,
+            self.known.spec,
+            hosts=self.known.hosts,
+            lacks=self.known.lacks,
+            next_call=self.known.next_call,
+        )
+        self.unfinished, self._tasks = set(), 0
+
+    def attached(self, since: float) -> messages.Attached:
+        """Return the message that says it all, but for what was shown: `again` has that."""
+        forgotten = max(0, self._tasks - (self.known.run is not None))
+        return replace(self.known, forgotten=forgotten, since=since)
+
+    def again(self) -> list[Outputs]:
+        """Return what has been shown and not been seen, in batches."""
+        batches: list[list[Item]] = [[]]
+        size = 0
+        for item in self._backlog.items:
+            if size > ENOUGH_IN_A_BATCH:
+                batches.append([])
+                size = 0
+            batches[-1].append(item)
+            size += size_of(item[2])
+        return [Outputs(tuple(batch)) for batch in batches if batch]
+
+    def unread(self) -> list[messages.LetGo]:
+        """Return what has workers release values that went to a notebook which is gone."""
+        running = self.known.run.id if self.known.run else ""
+        over = [task for task in self._lent if task != running]
+        return [messages.LetGo(task, tuple(self._lent.pop(task))) for task in over]
+
+
+# --- a task, as assistants are told of it --------------------------------------------------------
+
+MOST_LINES, LONGEST_LINE, LONGEST_MESSAGE = 60, 400, 2000
+WITH_LINES, MOST_TROUBLES = 8, 256
+"""Ranks whose lines are kept: the first to fail, of which the cause is one; and ranks at all."""
+
+
+@dataclass(slots=True)
+class _TaskRecord:
+    """A task in a world of `size` ranks, still packed, and how it went."""
+
+    run: messages.Run
+    size: int
+    began_ns: int = field(default_factory=time.time_ns)
+    places: Mapping[int, Place] = field(default_factory=dict)
+    aborted: dict[int, Place] = field(default_factory=dict)
+    troubles: dict[int, Trouble] = field(default_factory=dict)
+
+    def abort(self, ranks: tuple[int, ...]) -> None:
+        """Note which of these were in a collective before the notebook aborted it."""
+        places = {rank: self.places.get(rank, Place()) for rank in ranks}
+        self.aborted.update((rank, place) for rank, place in places.items() if place.operation)
+
+    def fail(self, rank: int, task_id: str, error: Failure | Died) -> None:
+        """Note how a rank failed in it, or, without a task, after it."""
+        if task_id in ("", self.run.id) and len(self.troubles) < MOST_TROUBLES:
+            trouble = trouble_of(rank, error, has_lines=len(self.troubles) < WITH_LINES)
+            self.troubles.setdefault(rank, replace(trouble, is_idle=not task_id))
+
+    def seen(self) -> TaskSeen:
+        """Return what is said of it."""
+        task = task_from(self.run.task)
+        return TaskSeen(
+            title=task.title[:LONGEST_LINE],
+            cell=task.execution_count,
+            ranks=self.run.ranks,
+            size=self.size,
+            began_ns=self.began_ns,
+            troubles=tuple(self.troubles.values()),
+            places=_as_stacks(self.places),
+            aborted=_as_stacks(self.aborted),
+        )
+
+
+def _as_stacks(places: Mapping[int, Place]) -> tuple[Stack, ...]:
+    return tuple(Stack(rank, 0, "busy", place) for rank, place in places.items())
+
+
+def trouble_of(rank: int, error: Failure | Died, *, has_lines: bool) -> Trouble:
+    """Keep what is said of an error, of its lines the last ones."""
+    if isinstance(error, Failure):
+        lines = [line for frame in error.traceback for line in frame.splitlines()]
+        said = error.name, error.message[:LONGEST_MESSAGE]
+        kept = Trouble(rank, error.time_ns, *said, connections=error.connections)
+        lines = [*lines[-MOST_LINES:], *error.account]
+    else:
+        kept = Trouble(
+            *(rank, error.time_ns),
+            exit_code=error.exit_code,
+            pid=error.pid,
+            why=error.why,
+            received_too_much=error.received_too_much,
+        )
+        lines = [*error.last_lines]
+    return replace(kept, lines=tuple(line[:LONGEST_LINE] for line in lines)) if has_lines else kept

@@ -1,0 +1,217 @@
+"""Tests of `nbdist.agent.world_record`: what a next notebook gets, and what assistants are told."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from nbdist.agent.world_record import LONGEST_LINE, MOST_LINES, WITH_LINES, WorldRecord
+from nbdist.config import WorldConfig
+from nbdist.output import events
+from nbdist.output.events import Died, Display, Done, Failure, Output, Text
+from nbdist.values.payload import Payload, SegmentRef
+from nbdist.wire import messages
+from nbdist.wire.frames import pack
+from nbdist.wire.messages import Outputs
+from nbdist.wire.spec import WorldSpec
+from nbdist.wire.views import Findings, Place, from_line, to_line
+from nbdist.wire.work import InputReply, Source, Task
+
+
+def spec(size: int = 2) -> WorldSpec:
+    return WorldSpec(size, "gloo", {}, "/", (), 1, "python", config=WorldConfig(name="exp"))
+
+
+STARTED = messages.WorldStarted({0: 10, 1: 11}, {0: "", 1: ""}, spec=spec())
+DONE = Done("ok", 1.0, frozenset({"x"}))
+
+
+class Lab:
+    """A record, and the messages that it is fed with."""
+
+    def __init__(self, *, detach: bool = True) -> None:
+        self.record = WorldRecord()
+        self._calls = 0
+        self.record.take_down(messages.Remember(WorldConfig(detach=detach)))
+        self.ask(messages.StartWorld(spec()), STARTED)
+
+    def ask(self, request: Any, reply: Any = None) -> None:
+        self._calls += 1
+        self.record.take_down(messages.Ask(self._calls, request))
+        if reply is not None or isinstance(request, messages.StopWorld):
+            self.record.take_up(messages.Answer(self._calls, reply))
+
+    def run(self, name: str = "task", *ranks: int, packed: bytes = b"") -> None:
+        self.record.take_down(messages.Run(name, ranks or (0, 1), packed))
+
+    def begin(self, number: int, *ranks: int) -> None:
+        """Run a task that is told of: `task1` is cell 1."""
+        task = Task(f"task{number}", ranks, Source(f"x = {number}"), execution_count=number)
+        self.run(task.id, *ranks, packed=pack(task))
+
+    def say(self, rank: int, output: Output, name: str = "task") -> None:
+        self.record.take_up(Outputs(((rank, name, output),)))
+
+    @property
+    def said(self) -> list[Any]:
+        return [(rank, o) for batch in self.record.again() for rank, _, o in batch.items]
+
+    @property
+    def there(self) -> messages.Attached:
+        return self.record.attached(0.0)
+
+
+@pytest.fixture
+def lab() -> Lab:
+    return Lab()
+
+
+def test_what_workers_become(lab: Lab) -> None:
+    """While they start there is a world; once they were stopped, or could not, there is none."""
+    lab.record.take_down(messages.Ask(7, messages.GetStatus()))
+    there = lab.there
+    # The number of the next call is told: answers to old ones are for nobody.
+    assert (there.pids, there.spec, there.run, there.next_call) == (STARTED.pids, spec(), None, 8)
+    assert (there.is_whole, there.dead, lab.said, lab.record.state) == (True, {}, [], "ready")
+    lab.ask(messages.StopWorld(1.0))
+    assert not lab.record.has_world
+    lab.ask(messages.StartWorld(spec()))
+    assert (lab.record.has_world, bool(lab.record.changing)) == (True, True)
+    lab.record.take_up(messages.Answer(3, messages.StartFailure(0, "", "", "", ())))
+    assert (lab.record.has_world, bool(lab.record.changing)) == (False, False)
+
+
+def test_a_cell_that_nobody_saw_end(lab: Lab) -> None:
+    """All that it has shown so far, also what the notebook before has seen; and its end."""
+    lab.run()
+    lab.say(0, Text("stdout", "one"))
+    lab.record.seen()
+    lab.say(1, Text("stdout", "two"))
+    assert lab.said == [(0, Text("stdout", "one")), (1, Text("stdout", "two"))]
+    assert lab.there.run == messages.Run("task", (0, 1), b"")
+    assert lab.there.started > 0
+    assert lab.record.state == "busy"
+    for rank in (0, 1):
+        lab.say(rank, DONE)
+    assert lab.there.ended.keys() == {0, 1}
+    assert (lab.there.bound, lab.there.forgotten) == ({0: {"x": None}, 1: {"x": None}}, 0)
+
+
+def test_a_cell_that_was_seen_to_its_end(lab: Lab) -> None:
+    """Is none that anybody has missed; what it has bound is there."""
+    lab.run()
+    for rank in (0, 1):
+        lab.say(rank, Done("ok", 1.0, frozenset({"np"}), {"np": "numpy"}))
+    lab.record.seen()
+    assert (lab.there.run, lab.said, lab.there.forgotten) == (None, [], 1)
+    assert lab.there.bound[0] == {"np": "numpy"}
+    lab.run("next")
+    lab.say(0, Done("ok", 1.0, gone=frozenset({"np"})), "next")
+    assert lab.there.bound[0] == {}
+
+
+def test_ranks_that_died(lab: Lab) -> None:
+    """Are dead until they are replaced, and their names gone with them."""
+    lab.run()
+    lab.say(0, DONE)
+    lab.say(1, Died(-9, 1, pid=11))
+    lab.record.seen()
+    assert (lab.record.state, [*lab.there.dead]) == ("broken", [1])
+    lab.ask(messages.Heal(), messages.Healed({0: 10, 1: 12}, {0: "", 1: ""}, spec()))
+    assert (lab.there.dead, lab.there.pids) == ({}, {0: 10, 1: 12})
+    assert lab.there.bound == {0: {"x": None}}
+
+
+@pytest.mark.parametrize(
+    "news", [messages.Aborted({}), Outputs(((0, "t", Failure("E", "", (), 1, (), "ended")),))]
+)
+def test_collectives_that_were_aborted(lab: Lab, news: Any) -> None:
+    """The group is to be formed anew, until it has been."""
+    lab.record.take_up(news)
+    assert not lab.there.is_whole
+    lab.ask(messages.Heal(), messages.Healed(STARTED.pids, STARTED.logs, spec()))
+    assert lab.there.is_whole
+
+
+def test_more_workers(lab: Lab) -> None:
+    """The spec is that of those there are; a machine that has come is told until it is taken in."""
+    three = {0: 10, 1: 11, 2: 12}
+    kept = messages.Healed(STARTED.pids, {}, spec(), not_scaled="no")
+    lab.ask(messages.Scale(spec(4), (0, 1)), kept)
+    assert lab.there.spec == spec()
+    lab.ask(messages.Scale(spec(3), (0, 1)), messages.Healed(three, {}, spec(3)))
+    assert lab.there.spec == spec(3)
+    lab.record.take_up(messages.Came("node3"))
+    assert lab.there.came == ("node3",)
+    lab.ask(messages.Grow(), messages.Healed({**three, 3: 13}, {}, spec(4)))
+    assert (lab.there.came, lab.there.spec) == ((), spec(4))
+
+
+def test_what_is_over(lab: Lab) -> None:
+    """Prompts that were answered are not asked again; values that nobody will read are let go of.
+
+    But for those of a task that the next notebook sees to its end.
+    """
+    lab.run("gather")
+    lab.say(0, events.InputRequest(1, "? "), "gather")
+    lab.record.take_down(messages.Enter(0, InputReply(1, "yes")))
+    assert lab.said == []
+    lent = Payload(segment=SegmentRef("/proc/1/fd/2#3", (1,)))
+    lab.say(0, Done("ok", 1.0, values=lent), "gather")
+    assert lab.record.unread() == []
+    lab.run("next")
+    assert lab.record.unread() == [messages.LetGo("gather", (0,))]
+    assert lab.record.unread() == []
+
+
+def test_how_much_is_kept(lab: Lab) -> None:
+    """Many outputs come in several batches; of a world that ends with its notebook, none."""
+    lab.run()
+    for rank in (0, 1, 0, 1):
+        lab.say(rank, Display({"image/png": "x" * (5 << 20)}, {}))
+    assert (len(lab.record.again()), len(lab.said)) == (2, 4)
+    lab = Lab(detach=False)
+    lab.run()
+    lab.say(0, Text("stdout", "one"))
+    assert lab.said == []
+
+
+BAD = Failure("ValueError", "bad shard", ("a\n" * 100 + "b" * 1000,), 7)
+
+
+def test_the_last_failure(lab: Lab) -> None:
+    """Stays known while later tasks end well; of a task that nobody runs late words are dropped.
+
+    Of ranks that a notebook has found in a collective before it aborted that, it is said where.
+    """
+    assert lab.record.tasks == Findings()
+    lab.begin(1, 0, 1)
+    lab.say(1, BAD, "task1")
+    lab.begin(2, 0, 1)
+    lab.say(0, BAD, "task1")
+    lab.record.take_up(messages.Located({0: Place(line=2, operation="barrier"), 1: Place()}))
+    lab.record.take_down(messages.Abort((0, 1)))
+    found = lab.record.tasks
+    last, failed = found.last, found.failed
+    assert (last.cell, last.title, last.troubles) == (2, "x = 2", ())
+    assert [each.rank for each in last.aborted] == [0]
+    assert [each.rank for each in last.places] == [0, 1]
+    assert (failed.cell, failed.ranks, failed.size) == (1, (0, 1), 2)
+    (trouble,) = failed.troubles
+    assert (trouble.rank, trouble.name, trouble.message) == (1, "ValueError", "bad shard")
+    assert len(trouble.lines) == MOST_LINES
+    assert max(map(len, trouble.lines)) == LONGEST_LINE
+    assert from_line(to_line(found)) == found  # as it crosses the socket
+
+
+def test_a_death_after_a_task(lab: Lab) -> None:
+    """Is told of apart from one in it; of very many ranks the first have lines."""
+    ranks = range(WITH_LINES + 2)
+    lab.begin(1, *ranks)
+    for rank in ranks:
+        lab.say(rank, Died(-signal.SIGKILL, 9, 123, ("bye",)), "")
+    troubles = lab.record.tasks.failed.troubles
+    assert all(each.is_idle for each in troubles)
+    assert [bool(each.lines) for each in troubles] == [True] * WITH_LINES + [False, False]
