@@ -128,7 +128,7 @@ class Head:
             ):
                 do(reply(number, rows_of, self._there, request))
             case messages.Ask(number, messages.GetRefused()):
-                refused = self._pool.server.refusals.count if self._pool else 0
+                refused = self._pool.server.refused if self._pool else 0
                 self._send(messages.Answer(number, refused))
             case messages.Ask(number, messages.Consult() as consult):
                 do(reply(number, first_answer, self._parts(consult.ranks), consult))

@@ -82,7 +82,8 @@ class NodeServer:
     ) -> None:
         self.port = 0
         self.link_timeout = LINK_TIMEOUT
-        self.refusals = Refusals()
+        self.refused = 0
+        """How many connections had not the right keys."""
         self._receive = receive
         self._lose = lose
         self._miss = miss
@@ -98,14 +99,15 @@ class NodeServer:
         self._known: dict[bytes, _Line] = {}
 
     def __repr__(self) -> str:
-        refused = self.refusals.count
-        return f"<NodeServer port {self.port}, {len(self._known)} agents, {refused} refused>"
+        return f"<NodeServer port {self.port}, {len(self._known)} agents, {self.refused} refused>"
 
     def open(self, *addresses: str, link_timeout: float = LINK_TIMEOUT) -> None:
         """Listen from now on, at these or at all, on a port that the kernel chooses."""
         self.link_timeout = link_timeout
         listen_with(self._socket, self._own, link_timeout)
-        self._monitor = self._socket.get_monitor_socket(HEARD)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
         self._auth.start()
         let_in = self._theirs.public.encode()
         knows = SimpleNamespace(callback=lambda _domain, key: key == let_in)
@@ -206,56 +208,11 @@ class NodeServer:
     async def _watch(self) -> None:
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
-            refusals = self.refusals
-            counts = refusals.take(event["event"], event["value"])
+            self.refused += 1
             # No stranger can fill the log: one line for the first, the second, the fourth...
-            if counts and refusals.count.bit_count() == 1:
+            if self.refused.bit_count() == 1:
                 name = zmq.Event(event["event"]).name
-                log.warning("refused a connection, %d by now: %s", refusals.count, name)
-
-
-HEARD = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-"""The events that are looked at (libzmq 4.3.5)."""
-
-
-class Refusals:
-    """Counts connections that had no right key, or sent what no agent sends.
-
-    Not one that ends before it has sent anything: agents try by which address the head is reached.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._strangers: list[int] = []
-        self._is_judged = False
-
-    def take(self, event: int, descriptor: int) -> bool:
-        """Take in an event, of a connection's descriptor where it has one; whether it counts."""
-        counts = False
-        match event:
-            case zmq.EVENT_ACCEPTED:
-                self._strangers.append(descriptor)
-            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                # It is not said which; those who come do so within moments, one after the other.
-                del self._strangers[:1]
-            case zmq.EVENT_DISCONNECTED:
-                is_judged, self._is_judged = self._is_judged, False
-                if descriptor in self._strangers:  # it sent no greeting, unless it is judged
-                    self._strangers.remove(descriptor)
-                    counts = not is_judged
-            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._is_judged = True  # it went by itself
-            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                counts = self._is_judged = True
-        self.count += counts
-        return counts
+                log.warning("refused a connection, %d by now: %s", self.refused, name)
 
 
 OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))

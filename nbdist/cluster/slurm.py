@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from nbdist.cluster.launcher import AgentCommand, Launched, LaunchError, agent_command
 from nbdist.cluster.ticket import Ticket
@@ -61,7 +60,6 @@ _SAID = re.compile(r"(?:salloc|srun): (?:(?:error|fatal): )?(.+)")
 _REASON = re.compile(r"(?:salloc|srun): (error|fatal|unrecognized|invalid|option)")
 _NOT_SLURMS = re.compile(r"task [-0-9,]+: (Exited with|Killed|Terminated)")
 _OWN = re.compile(r"nbdist: (salloc .*)")
-_JOB = re.compile(r"job ([0-9]+)")
 _ENDED = re.compile(
     r"has expired|Invalid job id|Expired or invalid job|Force Terminated|been revoked|CANCELLED"
 )
@@ -89,7 +87,6 @@ class SlurmLauncher:
                 "commands are, or use `--hosts` for ssh"
             )
         if wanted.salloc is not None:
-            end_left()
             owner = Allocation(wanted, ticket, folder)
             nodes, news = nodes_asked(wanted)[0], lambda: word_queue(owner.last_lines())
             return Launched([owner], nodes, arrive_timeout=QUEUE_TIMEOUT, news=news)
@@ -114,9 +111,6 @@ class SlurmCommand(AgentCommand):
 class Allocation(SlurmCommand):
     """What owns a `salloc`, and ends its job."""
 
-    left: ClassVar[list[str]] = []
-    """The jobs of this head that may still be there."""
-
     def __init__(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> None:
         command = salloc_command(wanted)
         owner = [sys.executable, *MODULE, "nbdist.cluster.slurm"]
@@ -127,17 +121,7 @@ class Allocation(SlurmCommand):
         """End it; the notebook reads in the head's log what Slurm has not ended."""
         super().end(timeout + CANCEL_TIMEOUT)
         if left := left_behind(self.last_lines()):
-            Allocation.left += _JOB.findall(left)[:1]
             sys.stderr.write(f"{LEFT}{left}\n")
-
-
-def end_left() -> None:
-    """End the jobs that were left before; LaunchError where Slurm does not."""
-    while Allocation.left:
-        if problem := cancel(Allocation.left[-1]):
-            raise LaunchError(problem)
-        Allocation.left.pop()
-        sys.stderr.write(f"{LEFT}\n")
 
 
 # --- commands -----------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from typing import Any
 
 import psutil
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from nbdist.errors import UsageError
 from nbdist.system import folders
@@ -252,7 +251,6 @@ def say_ended(line: bytes) -> None:
 # --- the command nbdist join ------------------------------------------------------------------
 
 REACH_TIMEOUT = 5.0  # seconds for the place to answer, which its machine's kernel does
-KEY_TIMEOUT = 20.0  # seconds for the key to be taken, by a thread on a busy machine
 ENDED = 128 + signal.SIGTERM  # the exit code of what was ended, as a shell has it
 LEAVE_TIMEOUT = 15.0  # seconds for the agent to have ended its workers; it takes 10 at most
 
@@ -277,13 +275,7 @@ def join(text: str, key_file: str | None = None, node: int | None = None) -> int
 
 def _come(place: Place, key_file: str | None, number: int) -> int:
     address = _reach(place)
-    key = _find_key(place, key_file)
-    ticket = replace(key, addresses=(address,), port=place.port)
-    if not _is_taken(ticket):
-        raise UsageError(
-            f"`nbdist join {place}`: what listens there does not take this key, made for the world "
-            f"at {place_of(key)}: that one has ended, or the address is another's."
-        )
+    ticket = replace(_find_key(place, key_file), addresses=(address,), port=place.port)
     environ = safe_environ(without_starters(os.environ), os.getcwd())
     # A session of its own: Ctrl-C ends the agent through its stdin, with its workers.
     agent = subprocess.Popen(
@@ -340,20 +332,6 @@ def _reach(place: Place) -> str:
             f"`nbdist join {place}`: no world waits there ({why}): it has ended, or the address "
             f"is wrong. The notebook shows the address while it waits for machines."
         ) from None
-
-
-def _is_taken(ticket: Ticket) -> bool:
-    """Check that the server at the ticket's address accepts its key; it may be another world's."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as link:
-        link.linger = 0
-        come_with(link, ticket)
-        ends = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
-        said: Any = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | ends)
-        with said:
-            link.connect(endpoint(ticket.addresses[0], ticket.port))
-            heard = said.poll(KEY_TIMEOUT * 1000) and parse_monitor_message(said.recv_multipart())
-            link.disable_monitor()
-        return bool(heard) and heard["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 LOCAL_RANKS = (

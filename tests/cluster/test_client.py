@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -53,23 +54,25 @@ def test_the_first_address_that_answers() -> None:
     assert f"::1:{port}: " in str(caught.value)
 
 
+@contextmanager
+def full_port() -> Iterator[int]:
+    """A port of this machine that does not answer."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
+        for each in [waiting.enter_context(socket.socket()) for _ in range(4)]:
+            each.settimeout(0)
+            each.connect_ex(full.getsockname())
+        yield full.getsockname()[1]
+
+
 def test_the_way_to_others() -> None:
     """A port on which nothing listens is reached; else which machine is told, where, and why."""
-    with (
-        socket.socket() as silent,
-        socket.create_server(("127.0.0.1", 0)) as heard,
-        socket.create_server(("127.0.0.1", 0), backlog=0) as full,
-        ExitStack() as waiting,
-    ):
+    with socket.socket() as silent, socket.create_server(("127.0.0.1", 0)) as heard:
         silent.bind(("127.0.0.1", 0))
         here = [Target("a", *each.getsockname()) for each in (silent, heard)]
         assert asyncio.run(first_unreached(here)) == ""
         assert asyncio.run(first_unreached([])) == ""
         said = asyncio.run(first_unreached([*here, Target("b", "255.255.255.255", 9)]))
         assert said.startswith("b at 255.255.255.255:9: ")
-        for each in [waiting.enter_context(socket.socket()) for _ in range(4)]:
-            each.settimeout(0)
-            each.connect_ex(full.getsockname())
-        port = full.getsockname()[1]
+    with full_port() as port:
         said = asyncio.run(first_unreached([Target("b", "127.0.0.1", port)], 0.2))
     assert said == f"b at 127.0.0.1:{port}: no answer within 0 s"

@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -166,7 +167,8 @@ def test_machines_come_by_themselves(
 
 
 def test_only_who_has_the_key_comes(world: World, offers: Path) -> None:
-    """An old key is refused in a line; who ends the command takes its ranks along."""
+    """An old key is tried where was typed alone, and refused in a line; who ends the command takes
+    its ranks along."""
     start = threading.Thread(target=world.start)
     start.start()
     place = place_in(offers)
@@ -174,11 +176,15 @@ def test_only_who_has_the_key_comes(world: World, offers: Path) -> None:
     ticket = read_key_file(file)
     assert all(secret not in place for secret in (ticket.keys.secret, ticket.keys.public))
     command = [*COMMAND, place, "--key-file", "-"]
-    for changes in ({"keys": KeyPair.new()}, {"server_key": KeyPair.new().public}):
-        old = replace(ticket, **changes).to_line()
-        refused = subprocess.run(command, input=old, capture_output=True, timeout=SOON)
-        said = f"does not take this key, made for the world at {place}"
-        assert (refused.returncode, said in refused.stderr.decode()) == (2, True)
+    with socket.create_server(("127.0.0.9", ticket.port)) as elsewhere:
+        elsewhere.settimeout(0)
+        for changes in ({"keys": KeyPair.new()}, {"server_key": KeyPair.new().public}):
+            old = replace(ticket, addresses=("127.0.0.9",), **changes).to_line()
+            refused = subprocess.run(command, input=old, capture_output=True, timeout=SOON)
+            said = f"nbdist: {place} does not take this key: a world that has ended had it, or ano"
+            assert (refused.returncode, said in refused.stderr.decode()) == (1, True)
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()
     right = [subprocess.Popen([*COMMAND, place], stdin=subprocess.DEVNULL) for _ in range(2)]
     start.join(SOON)
     assert world.gather("rank") == [0, 1]

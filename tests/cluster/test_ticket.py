@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from nbdist.cluster import ticket as tickets
 from nbdist.cluster.ticket import BadTicket, KeyPair, Place, Ticket, place_from
 from nbdist.errors import UsageError
 from nbdist.terminal.__main__ import main
+from tests.cluster.test_client import full_port
 
 
 def test_a_ticket_crosses_as_a_line() -> None:
@@ -130,52 +129,13 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-@pytest.fixture(params=["sshd", "nobody who speaks"])
-def elsewhere(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A port at which a world's key is not taken."""
-    with socket.create_server(("127.0.0.1", 0)) as server, suppress(OSError):
-        if request.param == "sshd":
-            threading.Thread(target=greet, args=(server,), daemon=True).start()
-        yield server.getsockname()[1]
-        server.shutdown(socket.SHUT_RDWR)
-
-
-def greet(server: socket.socket) -> None:
-    """Say to all who come what sshd does."""
-    with suppress(OSError):  # it is over
-        while True:
-            with server.accept()[0] as one, suppress(ConnectionError):
-                one.sendall(b"SSH-2.0-OpenSSH_9.2p1\r\n")
-                one.recv(1)
-
-
-def test_a_key_of_elsewhere(
-    capsys: pytest.CaptureFixture[str],
-    elsewhere: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is tried at the address that was typed alone, and refused with the name of its world."""
-    monkeypatch.setattr("nbdist.cluster.ticket.KEY_TIMEOUT", 0.5)
-    (key := tmp_path / "key").touch(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as own:
-        own.settimeout(0)
-        mine = ticket("127.0.0.1", port=own.getsockname()[1])
-        key.write_bytes(mine.to_line())
-        told = said(capsys, f"127.0.0.1:{elsewhere}", "--key-file", str(key))
-        assert told == (
-            f"nbdist: `nbdist join 127.0.0.1:{elsewhere}`: what listens there does not take this "
-            f"key, made for the world at 127.0.0.1:{mine.port}: that one has ended, or the address "
-            "is another's."
-        )
-        with pytest.raises(BlockingIOError):
-            own.accept()
-
-
 def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path, port: int) -> None:
     """A place that is none or stale, a key that is not there or none, an unknown name."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         gone = server.getsockname()[1]
+    with full_port() as full, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tickets, "REACH_TIMEOUT", 0.2)
+        assert f"{full}`: no world waits there (no answer): it" in said(capsys, f"127.0.0.1:{full}")
     place, missing = f"127.0.0.1:{port}", str(tmp_path / "missing")
     told = said(capsys, f"127.0.0.1:{gone}")
     assert told.startswith(f"nbdist: `nbdist join 127.0.0.1:{gone}`: no world waits there (Conn")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from nbdist.cluster.ticket import KeyPair, Ticket, write_join_key
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network, end
 from tests.hosts.worlds import Launched, has_come, has_seats, inherited, survives_an_agent
@@ -82,19 +80,3 @@ def test_a_world(network: Network, hosts: list[Host], offers: Path) -> None:
     finally:
         for command in joined.commands:
             end(command) if command.poll() is None else None
-
-
-def test_no_way_to_the_world(network: Network, hosts: list[Host], offers: Path) -> None:
-    """A blocked port, no network: it is said why."""
-    with socket.create_server((network.address, 0)) as world:
-        port = world.getsockname()[1]
-        join = f"{JOIN} {network.address}:{port} --key-file /tmp/key"
-        write_join_key(Ticket((network.address,), port, KeyPair.new().public, KeyPair.new()))
-        bring_key(offers, hosts[0])
-        hosts[0].block_to(network.address, f"tcp dport {port}")
-        refused = hosts[0].run(join, check=False)
-        assert "no world waits there (no answer)" in refused.stderr.splitlines()[-1]
-        hosts[0].link_down()
-        refused = hosts[0].run(join, check=False)
-        assert "no world waits there (" in refused.stderr.splitlines()[-1]
-        assert refused.returncode in (1, 2)
