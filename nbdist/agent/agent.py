@@ -17,17 +17,15 @@ from nbdist.agent.notebook_link import Serving, Tether
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
 from nbdist.agent.stopping import Stopping
-from nbdist.agent.worker import Emit, Worker
+from nbdist.agent.worker import Worker
 from nbdist.agent.worker_group import HeldPort, WorkerGroup
 from nbdist.system.processes import Guard
 from nbdist.wire import control, messages, node_messages
 from nbdist.wire.messages import Ask
-from nbdist.wire.transfer import Taken
 from nbdist.wire.views import GetLogs, Place, WorldInfo, read_logs
 
 if TYPE_CHECKING:
     from nbdist.cluster.client import HeadEnd, Way
-    from nbdist.cluster.transfer import Uploads
 
 LET_GO_TIMEOUT = 1.0
 
@@ -53,19 +51,15 @@ class Agent:
         self._outbox = Outbox(self._send)
         port, leave = HeldPort(way.own if way else "127.0.0.1"), self._serving.leave
         self._end: Tether | HeadEnd
-        self._returns: Uploads | None = None
+        self._head: HeadEnd | None = None
         self._store: StoreWindow | None = None
-        tether: Tether | None = None
-        emit: Emit = self._outbox.add
+        tether, emit = None, self._outbox.add
         if way:
             # For worlds on several machines alone.
             from nbdist.cluster.client import HeadEnd
-            from nbdist.cluster.transfer import Uploads
 
-            self._end = head = HeadEnd(way, port.number, self._receive, leave, guard)
-            self._returns = Uploads(emit, head.send)
-            self._store = StoreWindow(runtime, head.ask_store)
-            emit = self._returns.add
+            self._end = self._head = HeadEnd(way, port.number, self._receive, leave, guard)
+            self._store = StoreWindow(runtime, self._head.ask_store)
         else:
             self._end = tether = Tether(runtime, notebook_pid, guard, self._receive, leave)
         self._workers = WorkerGroup(
@@ -103,8 +97,6 @@ class Agent:
             if self._store:
                 await self._store.close()
             self._usage.close()
-            if self._returns:
-                self._returns.close()
             await self._end.close()
             await self._listener.close()
             self._children.close()
@@ -133,10 +125,7 @@ class Agent:
                 do(self._report_places(ranks))
             case messages.Abort(ranks):
                 do(self._workers.abort(ranks))
-            case Taken() as taken if self._returns:
-                self._returns.taken(taken)
             case messages.Interrupt(ranks):
-                ranks = self._returns.stop(ranks) if self._returns else ranks
                 for work in self._stopping.begin(self._workers.alive(ranks)):
                     do(work)
             case messages.Spare(ranks):
@@ -198,6 +187,8 @@ class Agent:
                 return await first_unreached(targets)
             case node_messages.LocateRanks(ranks):
                 return await self._locate(ranks)
+            case node_messages.Bring(refs) if self._head:
+                return await self._head.memory.bring(refs)
         return await self._workers.do(request)
 
     async def _report_places(self, ranks: Sequence[int]) -> None:

@@ -51,7 +51,16 @@ from nbdist.wire.node_messages import (
 )
 from nbdist.wire.spec import versions_here
 from nbdist.wire.store import Answer, Operation
-from nbdist.wire.transfer import Dropped, Kind, Mismatch, Numbered, Piece, Receiving
+from nbdist.wire.transfer import (
+    Drop,
+    Fetch,
+    Kind,
+    Mismatch,
+    Numbered,
+    Piece,
+    Receiving,
+    piece_of,
+)
 from nbdist.wire.work import task_from
 
 TICKET_TIMEOUT = 60.0  # seconds for the ticket to come; a person may have to type it
@@ -94,7 +103,7 @@ class HeadEnd:
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._hand_on, self._leave = receive, leave
-        self._memory = Receiving()
+        self.memory = Receiving(self.send)
         self._has_come = self._is_dismissed = False
         self.problem = ""
         self._talk = Numbered()
@@ -209,7 +218,7 @@ class HeadEnd:
         self._link.socket.disable_monitor()
         self._watch.close()
         self._link.close()
-        self._memory.close()
+        self.memory.close()
 
     def _receive(self, frames: list[zmq.Frame]) -> None:
         header, *data = frames
@@ -232,14 +241,15 @@ class HeadEnd:
                 asked = self._answers.get(number)
                 if asked is not None and not asked.done():
                     asked.set_result(answer)
+            case Fetch() as fetch:
+                self.send(piece_of(fetch))
             case Piece() as piece:
-                if taken := self._memory.take(piece):
-                    self.send(taken)
-            case Dropped(paths):
-                self._memory.drop(paths)
+                self.memory.take(piece)
+            case Drop(path):
+                self.memory.drop([path])
             case Run() as run:
                 # It refers to what has come here of the notebook's memory, before it.
-                if places := self._memory.places(run.segments):
+                if places := self.memory.places(run.segments):
                     run = run._replace(task=pack(task_from(run.task).moved(places)))
                 self._hand_on(run)
             case message:

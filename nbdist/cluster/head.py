@@ -41,7 +41,7 @@ from nbdist.wire import messages
 from nbdist.wire.node_messages import LocateRanks, NodeUp
 from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore, Operation
-from nbdist.wire.transfer import Dropped, Piece, Taken
+from nbdist.wire.transfer import Fetch, Piece
 from nbdist.wire.views import GetLogs, Usage, WorldInfo
 
 log = logging.getLogger("nbdist.cluster")
@@ -66,10 +66,13 @@ class Head:
         self._task_of: dict[int, str] = {}
         self._batches: deque[Node | None] = deque()
         self._usage: dict[int, Usage] = {}
-        self._transfers = BulkTransfers(
-            lambda number: self._nodes[number], self._send_run, lambda out: self._show(out, None)
-        )
         self._serving = Serving(self._answer, self._send)
+        self._transfers = BulkTransfers(
+            lambda number: self._nodes[number],
+            self._send_run,
+            lambda outputs: self._show(outputs, None),
+            self._serving.do,
+        )
         self._notebook = Tether(
             *(runtime, notebook_pid, guard, self._receive, self._serving.leave),
             has_machines=lambda: self._there,
@@ -201,6 +204,8 @@ class Head:
 
     def _take(self, node: Node, message: NodeUp) -> None:
         match message:
+            case _ if self._pool is None:
+                pass  # they are leaving
             case messages.Outputs() if node.lost:
                 self._show(last_words(message), node)
             case _ if node.lost:
@@ -208,10 +213,12 @@ class Head:
             case messages.Answer(number, reply):
                 node.answered(number, reply)
             case messages.Outputs() as outputs:
-                outputs = self._transfers.moved(node.number, outputs)
-                self._show(in_time_of_head(outputs, node.offset_ns), node)
-            case Piece() | Taken() | Dropped():
-                self._transfers.take(node.number, message)
+                outputs = in_time_of_head(outputs, node.offset_ns)
+                self._show(self._transfers.hold_back(node.number, outputs), node)
+            case Fetch() as fetch:
+                self._transfers.fetch(node.number, fetch)
+            case Piece() as piece:
+                self._transfers.take(node.number, piece)
             case messages.Aborted() as aborted:
                 self._notebook.send(aborted)
             case messages.Used(usage):

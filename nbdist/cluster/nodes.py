@@ -160,6 +160,8 @@ class NodePool:
             process.close()
         with suppress(OSError):
             await asyncio.to_thread(self._launched.close)
+        for node in self.there:
+            node.lose("the world has ended")
         await self.server.close()
 
     # --- coming ---------------------------------------------------------------------------

@@ -7,40 +7,51 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from nbdist.cluster.node import Node
 from nbdist.output.events import Done, Moved, Output
-from nbdist.values.payload import Payload, moved, refs_in
-from nbdist.values.shared_memory import SegmentGone, SegmentRef, is_there, length_of
+from nbdist.values.payload import moved, refs_in
+from nbdist.values.shared_memory import SegmentRef, is_there, length_of
 from nbdist.wire.messages import Outputs, Run
-from nbdist.wire.transfer import MOST_WINDOW, Dropped, Piece, Receiving, Sending, Taken
+from nbdist.wire.node_messages import Bring
+from nbdist.wire.transfer import Drop, Fetch, Piece, Receiving, piece_of
 from nbdist.wire.work import failure_in_words
 
-MOST_UNDER_WAY = 256  # pieces to all nodes together: a quarter of a gigabyte of memory
 SAY_EVERY = 0.25  # seconds after which it is said how far big values are
 LOOK_EVERY = 1.0  # seconds between two looks at what the notebook still has
 
 
 @dataclass
 class _Waiting:
-    """A task that waits for paths that nodes lack, of which there were `total` bytes at first."""
+    """A task whose memory is under way: how many bytes of it were `sent`, by node and path."""
 
     run: Run
-    lacks: dict[int, set[str]] = field(default_factory=dict)
-    total: int = 0
-    is_told: bool = False
+    total: int
+    sent: dict[tuple[int, str], int]
+
+
+@dataclass
+class _Held:
+    """The end of a rank's task whose values are under way, and what the rank has said after it."""
+
+    node: int
+    done: Done
+    task: str
+    refs: tuple[SegmentRef, ...]
+    after: list[tuple[int, str, Output]] = field(default_factory=list)
 
 
 class BulkTransfers:
     """Big values both ways, between the notebook and the nodes.
 
     All ranks get a task at the same time, once all their nodes have its variables: none waits in a
-    collective for a slow link.  `node` returns the node with a number, `run` sends a task, and
-    `show` sends the notebook outputs for ranks that cannot get their task.  Values that ranks
-    return stay in this process's memory until the notebook has read them.
+    collective for a slow link.  Values that ranks return stay in this process's memory until the
+    notebook has read them.
+    `node` returns the node with a number, `run` sends a task, `show` sends the notebook what ranks
+    could not be asked for or had to wait for, and `do` does something meanwhile.
     """
 
     def __init__(
@@ -48,163 +59,74 @@ class BulkTransfers:
         node: Callable[[int], Node],
         run: Callable[[Run], None],
         show: Callable[[Outputs], None],
+        do: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        self._node, self._run, self._show = node, run, show
-        self._sending: dict[int, Sending] = {}
+        self._node, self._run, self._show, self._do = node, run, show, do
+        self._waiting: dict[str, _Waiting] = {}
+        self._refs: dict[str, SegmentRef] = {}
+        self._there: dict[int, set[str]] = {}
+        """The paths of the notebook's segments that each node has, all of each."""
+        self._held: dict[int, _Held] = {}
         self._receiving: dict[int, Receiving] = {}
         self._came_from: dict[int, tuple[str, int, tuple[str, ...]]] = {}  # by rank: task and node
-        self._refs: dict[str, SegmentRef] = {}
-        self._waiting: dict[str, _Waiting] = {}
-        self._timer: asyncio.TimerHandle | None = None
         self._say_at = 0.0
+
+    # --- down ------------------------------------------------------------------------------
 
     def run(self, run: Run, nodes: Iterable[int]) -> None:
         """Send a task to these nodes once they have what the notebook still has of its memory."""
         self.let_go(run.ranks)
-        waiting = self._waiting[run.id] = _Waiting(run)
+        lacks = {}
         for node in nodes if run.segments else ():
-            sending = self._sending.setdefault(node, Sending())
-            lacks = waiting.lacks[node] = set[str]()
-            for ref in run.segments:
-                with suppress(SegmentGone):
-                    if sending.add(ref):
-                        lacks.add(ref.path)
-            waiting.total += sum(map(sending.left, lacks))
-        self._refs |= {ref.path: ref for ref in run.segments}
-        for sending in self._sending.values():
-            sending.most = max(2, min(MOST_WINDOW, MOST_UNDER_WAY // len(self._sending)))
-        self._go_on()
-
-    def stop(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """End tasks of these ranks that are not sent yet; the ranks that have others."""
-        stopped, ended = {*ranks}, set[int]()
-        for run in [each.run for each in self._waiting.values()]:
-            if not stopped.isdisjoint(run.ranks):
-                self._fail(run, run.ranks, "KeyboardInterrupt", "")
-                ended.update(run.ranks)
-        self._drop()
-        return tuple(sorted(stopped - ended))
-
-    def moved(self, node: int, outputs: Outputs) -> Outputs:
-        """Return what a node said with its values where the notebook can open them."""
-        if (receiving := self._receiving.get(node)) is None:
-            return outputs
-        items = []
-        for rank, task, output in outputs.items:
-            match output:
-                case Done(values=Payload() as values) if places := receiving.places(
-                    refs_in(values)
-                ):
-                    self._came_from[rank] = task, node, tuple(places)
-                    output = replace(output, values=moved(values, places))
-            items.append((rank, task, output))
-        return Outputs(tuple(items))
-
-    def let_go(self, ranks: Iterable[int], task: str | None = None) -> None:
-        """Release what these ranks have brought back of this task, by default of any."""
-        for rank in ranks:
-            if rank in self._came_from and task in (None, self._came_from[rank][0]):
-                _, node, paths = self._came_from.pop(rank)
-                self._receiving[node].drop(paths)
-
-    def take(self, node: int, message: Piece | Taken | Dropped) -> None:
-        """Take in what a node says of big values."""
-        match message:
-            case Piece():
-                receiving = self._receiving.setdefault(node, Receiving())
-                if taken := receiving.take(message):
-                    self._node(node).send(taken)
-            case Dropped(paths) if node in self._receiving:
-                self._receiving[node].drop(paths)
-            case Taken() if sending := self._sending.get(node):
-                if sending.taken(message, time.monotonic()):
-                    self._note(node, message)
-                self._say()
-                self._go_on()
-
-    def lose(self, node: int) -> None:
-        """Wait for nothing of a node that is lost; what has come whole can be read."""
-        if receiving := self._receiving.get(node):
-            receiving.abandon()
-        if sending := self._sending.pop(node, None):
-            sending.close()
-        for waiting in self._waiting.values():
-            waiting.lacks.pop(node, None)
-        self._go_on()
-
-    def close(self) -> None:
-        """Let go of everything."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        for sending in self._sending.values():
-            sending.close()
-        for receiving in self._receiving.values():
-            receiving.close()
-        for kept in (self._sending, self._receiving, self._waiting, self._came_from):
-            kept.clear()
-
-    def _note(self, node: int, taken: Taken) -> None:
-        """Note that a node has a segment, or has no room for it: then no rank gets the task."""
-        for waiting in [*self._waiting.values()]:
-            if taken.path in waiting.lacks.get(node, ()):
-                waiting.lacks[node].discard(taken.path)
-                if taken.problem:
-                    there = self._node(node)
-                    failed = [rank for rank in waiting.run.ranks if rank in there.ranks]
-                    why = f"{there.name}: {taken.problem}"
-                    self._fail(waiting.run, failed, "NotEnoughMemory", why)
-        if taken.problem:
-            self._drop()
-
-    def _go_on(self) -> None:
-        now = time.monotonic()
-        for number, sending in [*self._sending.items()]:
-            while piece := sending.next(now):
-                self._node(number).send(piece)
-        for waiting in [each for each in self._waiting.values() if not any(each.lacks.values())]:
-            del self._waiting[waiting.run.id]
-            if waiting.is_told:
-                self._tell(waiting.run, Moved(waiting.total, waiting.total))
-            self._run(waiting.run)
-        if self._timer is None and self._sending:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY, self._look)
-
-    def _say(self) -> None:
-        """Tell of each task that waits how much of its memory is there, on all nodes together."""
-        if (now := time.monotonic()) < self._say_at:
+            there = self._there.setdefault(node, set())
+            if refs := tuple(ref for ref in run.segments if ref.path not in there):
+                lacks[node] = refs
+        if not lacks:
+            self._run(run)
             return
-        self._say_at = now + SAY_EVERY
+        total = sum(length_of(ref) for refs in lacks.values() for ref in refs)
+        sent = {(node, ref.path): 0 for node, refs in lacks.items() for ref in refs}
+        self._waiting[run.id] = _Waiting(run, total, sent)
+        if not self._refs:
+            self._do(self._look())
+        self._refs |= {ref.path: ref for ref in run.segments}
+        for node, refs in lacks.items():
+            self._do(self._bring(run.id, node, refs))
+
+    async def _bring(self, task: str, number: int, refs: tuple[SegmentRef, ...]) -> None:
+        """Send a node what it lacks for a task; without room for it no rank gets the task."""
+        node, problem = self._node(number), ""
+        if task in self._waiting:
+            problem = await node.do(Bring(refs))
+        if (waiting := self._waiting.get(task)) is None:
+            return  # it was stopped
+        if problem:
+            why = f"{node.name}: {problem}"
+            self._fail(waiting.run, set(node.ranks), "NotEnoughMemory", why)
+            return
+        for ref in refs:
+            waiting.sent[number, ref.path] = length_of(ref)
+            if not node.lost:
+                self._there[number].add(ref.path)
+        if sum(waiting.sent.values()) == waiting.total:
+            del self._waiting[task]
+            self._tell(waiting.run.ranks[0], task, waiting.total, waiting.total)
+            self._run(waiting.run)
+
+    def fetch(self, node: int, fetch: Fetch) -> None:
+        """Send a node the piece that it asks for."""
+        self._node(node).send(piece_of(fetch))
         for waiting in self._waiting.values():
-            lacks = waiting.lacks.items()
-            left = sum(self._sending[node].left(path) for node, paths in lacks for path in paths)
-            waiting.is_told = True
-            self._tell(waiting.run, Moved(waiting.total - left, waiting.total))
-
-    def _tell(self, run: Run, moved: Moved) -> None:
-        self._show(Outputs(((run.ranks[0], run.id, moved),)))
-
-    def _look(self) -> None:
-        self._timer = None
-        self._drop()
-        self._go_on()
-
-    def _drop(self) -> None:
-        """Have nodes drop what no task waits for, and the notebook has closed."""
-        lacks = (paths for each in self._waiting.values() for paths in each.lacks.values())
-        wanted = set[str]().union(*lacks)
-        for path in [path for path in self._refs if path not in wanted]:
-            is_gone = not is_there(self._refs[path])
-            for number, sending in self._sending.items():
-                is_useless = is_gone or path not in sending.there
-                if is_useless and (dropped := sending.drop([path])):
-                    self._node(number).send(dropped)
-            if is_gone:
-                del self._refs[path]
+            if (node, fetch.ref.path) in waiting.sent:
+                waiting.sent[node, fetch.ref.path] = fetch.offset
+        self._say()
 
     def _fail(self, run: Run, failed: Collection[int], name: str, message: str) -> None:
         """End the task on all of its ranks before it began, on the `failed` with this error."""
-        del self._waiting[run.id]
+        sent = self._waiting.pop(run.id).sent.keys()
+        for node, path in sent - self._wanted():
+            if path not in self._there.get(node, ()):
+                self._node(node).send(Drop(path))
         failure, items = failure_in_words(name, message), list[tuple[int, str, Output]]()
         for rank in run.ranks:
             if rank in failed:
@@ -213,108 +135,120 @@ class BulkTransfers:
             items.append((rank, run.id, done))
         self._show(Outputs(tuple(items)))
 
+    def _wanted(self) -> set[tuple[int, str]]:
+        return set().union(*(waiting.sent for waiting in self._waiting.values()))
 
-@dataclass
-class _Held:
-    """The end of a rank's task whose `total` bytes are under way, and what came after it."""
+    async def _look(self) -> None:
+        """Have nodes drop what no task waits for, and the notebook has closed."""
+        while self._refs:
+            await asyncio.sleep(LOOK_EVERY)
+            wanted = {path for _, path in self._wanted()}
+            gone = [
+                path for path, ref in self._refs.items() if path not in wanted and not is_there(ref)
+            ]
+            for path in gone:
+                del self._refs[path]
+                for node, there in self._there.items():
+                    if path in there:
+                        there.discard(path)
+                        self._node(node).send(Drop(path))
 
-    done: Done
-    task_id: str
-    paths: tuple[str, ...]
-    total: int
-    after: list[tuple[str, Output]] = field(default_factory=list)
+    # --- up --------------------------------------------------------------------------------
 
+    def hold_back(self, node: int, outputs: Outputs) -> Outputs:
+        """Return what can be shown: not the end of a task whose values are not here, nor later."""
+        items = []
+        for rank, task, output in outputs.items:
+            if held := self._held.get(rank):
+                held.after.append((rank, task, output))
+            elif isinstance(output, Done) and (refs := refs_in(output.values)):
+                if node not in self._receiving:
+                    self._receiving[node] = Receiving(lambda it: self._node(node).send(it))
+                self._held[rank] = held = _Held(node, output, task, refs)
+                self._do(self._take_in(rank, held))
+            else:
+                items.append((rank, task, output))
+        return Outputs(tuple(items))
 
-class Uploads:
-    """In an agent: ends of tasks are held back until the head has their big values.
-
-    So is what a rank says after it.  `emit` takes all that ranks say, in order.
-    """
-
-    def __init__(
-        self, emit: Callable[[int, str, Output], None], send: Callable[[Piece | Dropped], None]
-    ) -> None:
-        self._emit, self._send = emit, send
-        self._sending = Sending()
-        self._held: dict[int, _Held] = {}
-        self._say_at = 0.0
-
-    def __repr__(self) -> str:
-        return f"<Uploads of ranks {sorted(self._held)}, {self._sending}>"
-
-    def add(self, rank: int, task_id: str, output: Output) -> None:
-        """Take what a rank says."""
-        if rank in self._held:
-            self._held[rank].after.append((task_id, output))
-        elif isinstance(output, Done) and isinstance(output.values, Payload):
-            self._end(rank, task_id, output, refs_in(output.values))
+    async def _take_in(self, rank: int, held: _Held) -> None:
+        """Bring what a rank returns here, and show the end of its task."""
+        receiving, problem = self._receiving[held.node], ""
+        if self._held.get(rank) is held:
+            problem = await receiving.bring(held.refs)
+        if self._held.get(rank) is not held:
+            return  # it was stopped, or its node is lost
+        places = receiving.places(held.refs)
+        if problem:
+            self._fail_held(rank, "NotEnoughMemory", f"where the notebook is: {problem}")
+        elif len(places) < len(held.refs):
+            self._fail_held(rank, "SegmentGone", "the value is gone: its process has ended since")
         else:
-            self._emit(rank, task_id, output)
+            self._came_from[rank] = held.task, held.node, tuple(places)
+            self._release(rank, replace(held.done, values=moved(held.done.values, places)))
 
-    def taken(self, taken: Taken) -> None:
-        """Note what the head has answered; what that completes is passed on."""
-        self._sending.taken(taken, time.monotonic())
-        for rank, held in [*self._held.items()]:
-            if taken.path in held.paths:
-                if taken.problem:
-                    self._fail(rank, "NotEnoughMemory", f"where the notebook is: {taken.problem}")
-                elif not any(map(self._sending.left, held.paths)):
-                    self._release(rank, held.done)
-        if (now := time.monotonic()) > self._say_at:
-            self._say_at = now + SAY_EVERY
-            for rank in self._held:
-                self._tell(rank)
-        self._go_on()
+    def take(self, node: int, piece: Piece) -> None:
+        """Take in what a node was asked for."""
+        self._receiving[node].take(piece)
+        self._say()
+
+    def _fail_held(self, rank: int, name: str, message: str) -> None:
+        held = self._held[rank]
+        self._receiving[held.node].drop(ref.path for ref in held.refs)
+        done = replace(held.done, status="error", values=None)
+        self._release(rank, failure_in_words(name, message), done)
+
+    def _release(self, rank: int, *ended: Output) -> None:
+        held = self._held.pop(rank)
+        later = self.hold_back(held.node, Outputs(tuple(held.after)))
+        self._show(Outputs((*((rank, held.task, each) for each in ended), *later.items)))
+
+    def let_go(self, ranks: Iterable[int], task: str | None = None) -> None:
+        """Release what these ranks have brought back of this task, by default of any."""
+        for rank in ranks:
+            if rank in self._came_from and task in (None, self._came_from[rank][0]):
+                _, node, paths = self._came_from.pop(rank)
+                self._receiving[node].drop(paths)
+
+    # --- both ways -------------------------------------------------------------------------
 
     def stop(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Bring back nothing of these ranks' that is under way; the ranks that have no such."""
-        others = tuple(rank for rank in ranks if rank not in self._held)
-        for rank in {*ranks}.difference(others):
-            if dropped := self._sending.drop(self._held[rank].paths):
-                self._send(dropped)
-            self._fail(rank, "KeyboardInterrupt", "")
-        return others
+        """End tasks of these ranks whose memory or values are under way; who has others."""
+        stopped, ended = {*ranks}, set[int]()
+        for run in [each.run for each in self._waiting.values()]:
+            if not stopped.isdisjoint(run.ranks):
+                self._fail(run, run.ranks, "KeyboardInterrupt", "")
+                ended.update(run.ranks)
+        for rank in stopped & self._held.keys():
+            self._fail_held(rank, "KeyboardInterrupt", "")
+            ended.add(rank)
+        return tuple(sorted(stopped - ended))
+
+    def lose(self, node: int) -> None:
+        """Wait for nothing of a node that is lost; what has come whole can be read."""
+        self._there.pop(node, None)
+        self._held = {rank: held for rank, held in self._held.items() if held.node != node}
+        if receiving := self._receiving.get(node):
+            receiving.abandon()
 
     def close(self) -> None:
-        """Send nothing more."""
-        self._sending.close()
-        self._held.clear()
+        """Let go of everything."""
+        for receiving in self._receiving.values():
+            receiving.close()
+        for kept in (self._waiting, self._refs, self._there, self._held, self._receiving):
+            kept.clear()
+        self._came_from.clear()
 
-    def _end(self, rank: int, task_id: str, done: Done, refs: Collection[SegmentRef]) -> None:
-        try:
-            lacks = [ref for ref in refs if self._sending.add(ref)]
-        except SegmentGone as error:  # its process has ended since
-            self._sending.drop(ref.path for ref in refs)
-            self._emit(rank, task_id, failure_in_words("SegmentGone", str(error)))
-            self._emit(rank, task_id, replace(done, status="error", values=None))
+    def _say(self) -> None:
+        """Tell of each task that waits how much of its memory, or of its values, is there."""
+        if (now := time.monotonic()) < self._say_at:
             return
-        if not lacks:
-            self._emit(rank, task_id, done)
-            return
-        paths, total = tuple(ref.path for ref in lacks), sum(map(length_of, lacks))
-        self._held[rank] = _Held(done, task_id, paths, total)
-        self._tell(rank)
-        self._go_on()
+        self._say_at = now + SAY_EVERY
+        for waiting in self._waiting.values():
+            done = sum(waiting.sent.values())
+            self._tell(waiting.run.ranks[0], waiting.run.id, done, waiting.total)
+        for rank, held in self._held.items():
+            done = self._receiving[held.node].count(held.refs)
+            self._tell(rank, held.task, done, sum(map(length_of, held.refs)))
 
-    def _tell(self, rank: int) -> None:
-        held = self._held[rank]
-        left = sum(map(self._sending.left, held.paths))
-        self._emit(rank, held.task_id, Moved(held.total - left, held.total))
-
-    def _go_on(self) -> None:
-        now = time.monotonic()
-        while piece := self._sending.next(now):
-            self._send(piece)
-
-    def _fail(self, rank: int, name: str, message: str) -> None:
-        held = self._held[rank]
-        self._emit(rank, held.task_id, failure_in_words(name, message))
-        self._release(rank, replace(held.done, status="error", values=None))
-
-    def _release(self, rank: int, done: Done) -> None:
-        held = self._held.pop(rank)
-        for path in held.paths:
-            self._sending.forget(path)
-        self._emit(rank, held.task_id, done)
-        for task_id, output in held.after:
-            self.add(rank, task_id, output)
+    def _tell(self, rank: int, task: str, done: int, total: int) -> None:
+        self._show(Outputs(((rank, task, Moved(done, total)),)))

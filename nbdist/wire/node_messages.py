@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from nbdist.topology import Seats
+from nbdist.values.shared_memory import SegmentRef
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Answer, Ask, Down, StartFailure, Up, WorldStarted
 from nbdist.wire.spec import Versions, WorldSpec
 from nbdist.wire.store import Operation
-from nbdist.wire.transfer import Dropped, Piece, Taken
+from nbdist.wire.transfer import Drop, Fetch, Piece
 from nbdist.wire.views import Place
 
 # --- forming the world's group ----------------------------------------------------------------
@@ -223,8 +224,22 @@ class Renumber(PartRequest[None]):
     became: Mapping[int, int]
 
 
-NodeDown = Down | Ask[Any] | Answer | Piece | Taken | Dropped
-NodeUp = Up | NodeHello | Ask[Operation] | Piece | Taken | Dropped
+@dataclass(frozen=True, slots=True)
+class Bring(PartRequest[str]):
+    """Have these segments there: `Fetch` them.  Answered by why there is no room, "" for nothing.
+
+    It takes as long as the line does; an agent that says nothing any more counts as lost before.
+    """
+
+    refs: tuple[SegmentRef, ...]
+    timeout = 86_400.0
+
+    def lost(self, why: str) -> str:
+        return ""
+
+
+NodeDown = Down | Ask[Any] | Answer | Fetch | Piece | Drop
+NodeUp = Up | NodeHello | Ask[Operation] | Fetch | Piece
 """The ranks of all nodes meet in the head's store."""
 
 

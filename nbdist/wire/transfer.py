@@ -6,12 +6,13 @@ they have kept, and each takes the next number alone.
 
 Head and agents carry shared memory over their link, once for all ranks of a node, into segments of
 their own, and pass on what refers to it with the `SegmentRef` that is good there
-(`nbdist.values.payload.moved`): with a `Sending` and a `Receiving` at each end, which do no I/O.
+(`nbdist.values.payload.moved`).  Who lacks a segment asks for it, a piece at a time (`Receiving`);
+who is asked reads the piece, and remembers nothing (`piece_of`).
 
 How long a segment is kept:
 
 - What goes down is on a node for as long as the notebook has it open; the head looks after that
-  (`nbdist.values.shared_memory.is_there`), and says `Dropped`.
+  (`nbdist.values.shared_memory.is_there`), and says `Drop`.
 - What comes up stays until the notebook has read it (`LetGo`), the rank gets its next task, or the
   world ends.
 - What is under way is dropped with its link, and where nobody waits for it any more.
@@ -19,16 +20,26 @@ How long a segment is kept:
 
 from __future__ import annotations
 
+import asyncio
 import os
 import struct
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from nbdist.errors import NotEnoughMemory
-from nbdist.values.shared_memory import Blank, Segment, SegmentRef, length_of, open_file
+from nbdist.values.shared_memory import (
+    Blank,
+    Segment,
+    SegmentGone,
+    SegmentRef,
+    length_of,
+    open_file,
+)
 
 Frame = bytes | memoryview
 
@@ -103,176 +114,136 @@ class Numbered:
 
 PIECE, FIRST_WINDOW, MOST_WINDOW, MOST_DELAY = 1 << 20, 4, 16, 0.25
 """Bytes in a message, for some of which others wait at most; pieces that may be under way; seconds
-that a piece may wait for others on the link: beyond it fewer are sent at a time."""
+that a piece may wait for others on the link: beyond it fewer are asked for at a time."""
+
+
+class Fetch(NamedTuple):
+    """Send a piece of this segment, from `offset` on; answered by exactly one `Piece`."""
+
+    ref: SegmentRef
+    offset: int
 
 
 class Piece(NamedTuple):
-    """Some bytes of the segment that the sender knows by this reference, from `offset` on."""
+    """Bytes of the segment that the sender knows by this path; none where it is gone."""
 
-    ref: SegmentRef
+    path: str
     offset: int
     data: bytes | memoryview
 
 
-class Taken(NamedTuple):
-    """The answer to a piece: the receiver has the segment up to `end`, nothing with a `problem`."""
+class Drop(NamedTuple):
+    """What has come of this segment, or all of it, is used no more."""
 
     path: str
-    end: int
-    problem: str = ""
 
 
-class Dropped(NamedTuple):
-    """Sender to receiver: what has come of these segments, or all of them, is used no more."""
-
-    paths: tuple[str, ...]
+def piece_of(fetch: Fetch) -> Piece:
+    """Read the piece that is asked for."""
+    data = b""
+    with suppress(SegmentGone), open(open_file(fetch.ref), "rb", buffering=0) as file:
+        data = os.pread(file.fileno(), PIECE, fetch.offset)
+    return Piece(fetch.ref.path, fetch.offset, data)
 
 
 @dataclass
-class _Transfer:
-    """A segment that is `sent` so far, and `taken` by the receiver; the descriptor is its own."""
+class _Coming:
+    """A segment of which `asked` bytes have been asked for; `end` has what went wrong, or ""."""
 
     ref: SegmentRef
-    fd: int
-    total: int
-    sent: int = 0
-    taken: int = 0
-
-
-class Sending:
-    """What is sent over one link: one segment after the other, some pieces at a time.
-
-        sending.add(ref)
-        while piece := sending.next(now):
-            link.send(piece)
-
-    and so again after each `Taken`, with which `taken` is called.  At `most` so many pieces are
-    under way.
-    """
-
-    def __init__(self) -> None:
-        self.most = MOST_WINDOW
-        self._window = FIRST_WINDOW
-        self._transfers: dict[str, _Transfer] = {}
-        self._under_way: deque[tuple[str, float]] = deque()  # and when it was sent
-        self._least_delay = float("inf")
-        self.there: set[str] = set()
-        """The paths of the segments that the receiver has, all of each."""
-
-    def __repr__(self) -> str:
-        left = sum(each.total - each.sent for each in self._transfers.values())
-        return f"<Sending {left:,} bytes, {len(self._under_way)} of {self._window} under way>"
-
-    def add(self, ref: SegmentRef) -> bool:
-        """Send this one too, and return True, unless it is there; raises SegmentGone."""
-        if ref.path in self.there:
-            return False
-        if ref.path not in self._transfers:
-            self._transfers[ref.path] = _Transfer(ref, open_file(ref), length_of(ref))
-        return True
-
-    def next(self, now: float) -> Piece | None:
-        """Return what is to be sent next; None where that has to wait, or there is nothing."""
-        if len(self._under_way) >= min(self._window, self.most):
-            return None
-        for transfer in self._transfers.values():
-            if transfer.sent < transfer.total:
-                size = min(PIECE, transfer.total - transfer.sent)
-                data = os.pread(transfer.fd, size, transfer.sent)
-                piece = Piece(transfer.ref, transfer.sent, data)
-                transfer.sent += len(data)
-                self._under_way.append((transfer.ref.path, now))
-                return piece
-        return None
-
-    def taken(self, taken: Taken, now: float) -> bool:
-        """Note an answer; return True for the last of its segment, which is there or refused."""
-        path, end = taken.path, taken.end
-        if taken.problem:  # to what was sent of it after that there is no answer
-            self._under_way = deque(each for each in self._under_way if each[0] != path)
-        elif self._under_way:
-            delay = now - self._under_way.popleft()[1]
-            # Fewer at a time where pieces wait for one another: they are in the way of Stop.
-            self._least_delay = min(self._least_delay, delay)
-            step = 1 if delay - self._least_delay < MOST_DELAY else -1
-            self._window = min(max(1, self._window + step), self.most)
-        transfer = self._transfers.get(path)
-        if transfer is None:
-            return False
-        transfer.taken = end
-        if end < transfer.total and not taken.problem:
-            return False
-        del self._transfers[path]
-        os.close(transfer.fd)
-        if not taken.problem:
-            self.there.add(path)
-        return True
-
-    def left(self, path: str) -> int:
-        """Count the bytes of one that the receiver does not have yet."""
-        transfer = self._transfers.get(path)
-        return transfer.total - transfer.taken if transfer else 0
-
-    def forget(self, path: str) -> None:
-        """Note that the receiver lets go of this one by itself."""
-        self.there.discard(path)
-
-    def drop(self, paths: Iterable[str]) -> Dropped | None:
-        """Send these no more, or take them back; what to tell the receiver, None for nothing."""
-        known = tuple(path for path in paths if path in self._transfers or path in self.there)
-        for path in known:
-            self.there.discard(path)
-            if transfer := self._transfers.pop(path, None):
-                os.close(transfer.fd)
-        return Dropped(known) if known else None
-
-    def close(self) -> None:
-        """Send nothing more."""
-        self.drop([*self._transfers])
-        self._under_way.clear()
+    blank: Blank
+    end: asyncio.Future[str]
+    asked: int = 0
 
 
 class Receiving:
-    """What comes over one link, put into segments of this process."""
+    """What comes over one link, put into segments of this process, some pieces at a time.
 
-    def __init__(self) -> None:
-        self._blanks: dict[str, Blank] = {}
+    `send` asks the other end; `take` is to be called with what it answers, in order.
+    """
+
+    def __init__(self, send: Callable[[Fetch], None]) -> None:
+        self._send = send
+        self._coming: dict[str, _Coming] = {}
         self._segments: dict[str, Segment] = {}
+        self._under_way: deque[float] = deque()
+        """When each piece was asked for that has not come."""
+        self._window = FIRST_WINDOW
+        self._least_delay = float("inf")
 
     def __repr__(self) -> str:
-        return f"<Receiving {len(self._blanks)} segments, has {len(self._segments)}>"
+        pieces = f"{len(self._under_way)} of {self._window} pieces under way"
+        return f"<Receiving {len(self._coming)} segments, {pieces}, has {len(self._segments)}>"
 
-    def take(self, piece: Piece) -> Taken | None:
-        """Put it where it belongs; the answer, None for a piece of what is wanted no more."""
-        path, total = piece.ref.path, length_of(piece.ref)
-        if path in self._segments:
-            return Taken(path, total)
-        if piece.offset == 0:
-            self._forget([path])
-        elif path not in self._blanks:
-            return None
+    async def bring(self, refs: Iterable[SegmentRef]) -> str:
+        """Bring these here; return why there is no room for one, else "".
+
+        One that is gone, or dropped meanwhile, is not here then (`places`).
+        """
+        ends = []
+        for ref in refs:
+            if ref.path in self._segments:
+                continue
+            if ref.path not in self._coming:
+                try:
+                    blank = Blank(ref.sizes)
+                except NotEnoughMemory as error:
+                    return str(error)
+                end = asyncio.get_running_loop().create_future()
+                self._coming[ref.path] = _Coming(ref, blank, end)
+            ends.append(self._coming[ref.path].end)
+        self._go_on()
+        if ends:
+            await asyncio.wait(ends)
+        return next(filter(None, (end.result() for end in ends)), "")
+
+    def take(self, piece: Piece) -> None:
+        """Put it where it belongs, and ask for more."""
+        delay = time.monotonic() - self._under_way.popleft()
+        # Fewer at a time where pieces wait for one another: they are in the way of Stop.
+        self._least_delay = min(self._least_delay, delay)
+        step = 1 if delay - self._least_delay < MOST_DELAY else -1
+        self._window = min(max(1, self._window + step), MOST_WINDOW)
+        coming = self._coming.get(piece.path)
+        # A segment that was dropped and is asked for again comes twice, in part.
+        if coming is not None and piece.offset == coming.blank.filled:
+            self._fill(coming, piece)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        for coming in self._coming.values():
+            while coming.asked < coming.blank.total and len(self._under_way) < self._window:
+                self._under_way.append(time.monotonic())
+                self._send(Fetch(coming.ref, coming.asked))
+                coming.asked += PIECE
+
+    def _fill(self, coming: _Coming, piece: Piece) -> None:
+        blank, problem = coming.blank, ""
         try:
-            return Taken(path, self._fill(piece))
-        except NotEnoughMemory as error:
-            problem = str(error)
+            for _ in blank.writing(memoryview(piece.data), piece.offset):
+                pass
         except OSError as error:  # the machine is out of it all the same
-            problem = f"{total:,} bytes of shared memory could not be filled: {error.strerror}"
-        self._forget([path])
-        return Taken(path, 0, problem)
+            problem = f"{blank.total:,} bytes of shared memory could not be filled: "
+            problem += error.strerror or str(error)
+        if blank.filled == blank.total:
+            self._segments[piece.path] = blank.sealed()
+        if problem or not piece.data or piece.path in self._segments:
+            self._end(coming, problem)
 
-    def _fill(self, piece: Piece) -> int:
-        path = piece.ref.path
-        if path not in self._blanks:
-            self._blanks[path] = Blank(piece.ref.sizes)
-        blank = self._blanks[path]
-        end = piece.offset + len(piece.data)
-        if piece.offset != blank.filled or not blank.filled < end <= blank.total:
-            raise OSError(0, f"bytes {piece.offset:,}-{end:,} came after {blank.filled:,}")
-        for _ in blank.writing(memoryview(piece.data), piece.offset):
-            pass
-        if end == blank.total:
-            self._segments[path] = self._blanks.pop(path).sealed()
-        return end
+    def _end(self, coming: _Coming, problem: str = "") -> None:
+        del self._coming[coming.ref.path]
+        coming.blank.close()
+        coming.end.set_result(problem)
+
+    def count(self, refs: Iterable[SegmentRef]) -> int:
+        """Count the bytes of these that have come."""
+        total = 0
+        for ref in refs:
+            if coming := self._coming.get(ref.path):
+                total += coming.blank.filled
+            elif ref.path in self._segments:
+                total += length_of(ref)
+        return total
 
     def places(self, refs: Iterable[SegmentRef]) -> dict[str, SegmentRef]:
         """Return for those of these that have come where they can be opened here."""
@@ -282,22 +253,18 @@ class Receiving:
 
     def drop(self, paths: Iterable[str]) -> None:
         """Let go of these, whole or not; whoever has mapped one keeps that."""
-        paths = tuple(paths)
-        self._forget(paths)
         for path in paths:
+            if coming := self._coming.get(path):
+                self._end(coming)
             if segment := self._segments.pop(path, None):
                 segment.close()
 
     def abandon(self) -> None:
         """Let go of all that is not whole: nothing more comes."""
-        self._forget([*self._blanks])
+        self.drop([*self._coming])
+        self._under_way.clear()
 
     def close(self) -> None:
         """Let go of everything."""
         self.abandon()
         self.drop([*self._segments])
-
-    def _forget(self, paths: Iterable[str]) -> None:
-        for path in paths:
-            if begun := self._blanks.pop(path, None):
-                begun.close()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
 
-from nbdist.cluster.transfer import BulkTransfers, Uploads
+from nbdist.cluster import transfer
+from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Done, Failure, Moved, Output, Text
 from nbdist.values.payload import Payload, pack_frames
-from nbdist.values.shared_memory import Segment, open_segment, to_end
+from nbdist.values.shared_memory import Segment, is_there, open_segment, to_end
 from nbdist.wire.messages import Outputs, Run
-from nbdist.wire.transfer import PIECE, Dropped, Piece, Receiving, Sending, Taken
+from nbdist.wire.node_messages import Bring
+from nbdist.wire.transfer import PIECE, Drop, Fetch, Piece, Receiving, piece_of
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -28,50 +32,75 @@ def memory() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def segment(memory: ExitStack) -> Segment:
-    """The notebook's: a piece and a half."""
+    """A piece and a half."""
     return memory.enter_context(to_end(Segment.filling([b"s" * (3 * PIECE // 2)])))
 
 
 class Side:
-    """A node that is not there: it keeps what is sent to it, and takes pieces when it is told."""
+    """A node that is not there: it asks and answers when it is told."""
 
     def __init__(self, number: int) -> None:
-        self.name, self.ranks = f"node{number}", (2 * number, 2 * number + 1)
-        self.receiving = Receiving()
-        self.sent: list[Piece | Dropped | Taken] = []
+        self.name, self.ranks, self.lost = f"node{number}", (2 * number, 2 * number + 1), ""
+        self.asked: deque[Fetch] = deque()
+        self.receiving = Receiving(self.asked.append)
+        self.sent: list[Piece | Drop | Fetch] = []
         self.send = self.sent.append
+        self.problem = ""
+
+    async def do(self, bring: Bring) -> str:
+        return self.problem or await self.receiving.bring(bring.refs)
 
 
 class Head:
-    """What is tested, the way down to two nodes: the tasks that were sent, and what was shown."""
+    """What is tested, with two nodes: the tasks that were sent, and what was shown."""
 
     def __init__(self) -> None:
         self.nodes = [Side(0), Side(1)]
         self.ran: list[Run] = []
         self.shown: list[tuple[int, str, Output]] = []
-        show = lambda outputs: self.shown.extend(outputs.items)  # noqa: E731
-        self.transfers = BulkTransfers(self.nodes.__getitem__, self.ran.append, show)  # type: ignore[arg-type]
+        self.tasks: list[asyncio.Task[None]] = []
+        self.transfers = BulkTransfers(
+            self.nodes.__getitem__,  # type: ignore[arg-type]
+            self.ran.append,
+            lambda outputs: self.shown.extend(outputs.items),
+            lambda work: self.tasks.append(asyncio.create_task(work)),
+        )
 
-    def take(self, number: int) -> list[int]:
-        """Have a node take what there is for it: the offsets of its pieces."""
+    async def pass_on(self, number: int, pieces: int = 99) -> list[int]:
+        """Send a node what it asks for: the offsets of at most so many pieces."""
         node, offsets = self.nodes[number], []
-        while node.sent and isinstance(piece := node.sent[0], Piece):
-            del node.sent[0]
-            offsets.append(piece.offset)
-            if taken := node.receiving.take(piece):
-                self.transfers.take(number, taken)
+        await asyncio.sleep(0)
+        while node.asked and len(offsets) < pieces:
+            offsets.append(node.asked[0].offset)
+            self.transfers.fetch(number, node.asked.popleft())
+            piece = node.sent.pop()
+            assert isinstance(piece, Piece)
+            node.receiving.take(piece)
+        for _ in range(3):
+            await asyncio.sleep(0)
         return offsets
 
-    def dropped(self) -> list[list[Piece | Dropped | Taken]]:
-        """What nodes are told to drop once the head has looked."""
-        for node in self.nodes:
-            node.sent.clear()
-        self.transfers.stop(())
-        return [node.sent for node in self.nodes]
+    async def bring_back(self, number: int, pieces: int = 99) -> None:
+        """Have a node send what the head asks for."""
+        node = self.nodes[number]
+        await asyncio.sleep(0)
+        for _ in range(pieces):
+            if node.sent:
+                fetch = node.sent.pop(0)
+                assert isinstance(fetch, Fetch)
+                self.transfers.take(number, piece_of(fetch))
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    def shows(self, number: int, *outputs: tuple[int, str, Output]) -> list[object]:
+        """What can be shown at once of what a node says."""
+        return [*self.transfers.hold_back(number, Outputs(outputs)).items]
 
     def said(self) -> list[tuple[int, str]]:
-        """The errors that the notebook is told of."""
-        return [(r, each.name) for r, _, each in self.shown if isinstance(each, Failure)]
+        """The errors that the notebook is told of, and forget what was shown."""
+        said = [(rank, each.name) for rank, _, each in self.shown if isinstance(each, Failure)]
+        self.shown.clear()
+        return said
 
 
 @pytest.fixture
@@ -80,7 +109,14 @@ def head(memory: ExitStack, runner: asyncio.Runner) -> Iterator[Head]:
     for node in head.nodes:
         memory.enter_context(closing(node.receiving))
     yield head
-    head.transfers.close()
+
+    async def close() -> None:
+        head.transfers.close()
+        for task in head.tasks:
+            task.cancel()
+        await asyncio.gather(*head.tasks, return_exceptions=True)
+
+    runner.run(close())
 
 
 def run(name: str, *segments: Segment) -> Run:
@@ -91,172 +127,157 @@ def run(name: str, *segments: Segment) -> Run:
 async def test_all_get_it_at_the_same_time(head: Head, segment: Segment) -> None:
     """Once each node has its memory, which is sent once to each; how far it is is told."""
     head.transfers.run(task := run("a", segment), (0, 1))
-    assert head.take(0) == [0, PIECE]
+    assert await head.pass_on(0) == [0, PIECE]
     assert head.ran == []
-    assert head.take(1) == [0, PIECE]
+    assert await head.pass_on(1) == [0, PIECE]
     assert head.ran == [task]
     both, size = (0, "a"), 3 * PIECE // 2
-    assert head.shown[0] == (*both, Moved(PIECE, 2 * size))
+    assert head.shown[0] == (*both, Moved(0, 2 * size))
     assert head.shown[-1] == (*both, Moved(2 * size, 2 * size))
     for other in (run("b", segment), run("c")):
         head.transfers.run(other, (0, 1))
         assert head.ran[-1] == other
-    assert [node.sent for node in head.nodes] == [[], []]
+    assert [[*node.asked] for node in head.nodes] == [[], []]
 
 
-async def test_it_is_kept_as_long_as_the_notebook_has_it(head: Head, segment: Segment) -> None:
-    """Closed there it is closed on the nodes, and not before; nor while it is on its way."""
+async def test_it_is_kept_as_long_as_the_notebook_has_it(
+    head: Head, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed there it is closed on the nodes, and not before; the ranks say that it is gone."""
+    monkeypatch.setattr(transfer, "LOOK_EVERY", 0.001)
     head.transfers.run(task := run("a", segment), (0, 1))
-    head.take(0)
+    for node in (0, 1):
+        await head.pass_on(node)
+    await asyncio.sleep(0.01)
+    assert [node.sent for node in head.nodes] == [[], []]
     segment.close()
-    assert head.dropped() == [[], []]
-    head.transfers.take(1, Taken(segment.ref.path, 3 * PIECE // 2))
-    assert head.ran == [task]
-    dropped = Dropped((segment.ref.path,))
-    assert head.dropped() == [[dropped], [dropped]]
-    assert head.dropped() == [[], []]
-    head.transfers.run(gone := run("b", segment), (0, 1))  # the ranks say that it is not there
+    await until(lambda: head.nodes[1].sent)
+    assert [node.sent for node in head.nodes] == [[Drop(segment.ref.path)]] * 2
+    head.nodes[0].sent.clear()
+    head.nodes[0].receiving.drop([segment.ref.path])
+    head.transfers.run(gone := run("b", segment), (0,))
+    await head.pass_on(0)
     assert head.ran == [task, gone]
 
 
 async def test_a_node_that_does_not_take_it(head: Head, segment: Segment) -> None:
     """Where it has no room, or Stop comes, no rank gets the task; a node that is lost is none."""
+    first, second = head.nodes
+    second.problem = "2 MB are free"
     head.transfers.run(run("a", segment), (0, 1))
-    head.take(0)
-    head.transfers.take(1, Taken(segment.ref.path, 0, "2 MB are free"))
-    assert head.ran == []
+    await head.pass_on(0, 1)
     assert head.said() == [(2, "NotEnoughMemory"), (3, "NotEnoughMemory")]
-    head.shown.clear()
+    assert first.sent == [Drop(segment.ref.path)]  # of which it has a piece
+    first.receiving.drop([segment.ref.path])
+    second.problem = ""
+    for node in head.nodes:
+        node.sent.clear()
+        node.asked.clear()
+        node.receiving.abandon()
+
     head.transfers.run(run("b", segment), (0, 1))
     assert head.transfers.stop([9]) == (9,)
-    head.nodes[1].sent.clear()
+    await head.pass_on(0)
     assert head.transfers.stop([3, 9]) == (9,)
-    assert head.nodes[1].sent == [Dropped((segment.ref.path,))]
+    assert second.sent == [Drop(segment.ref.path)]
+    assert first.sent == []  # it has it, and keeps it
     assert head.said() == [(rank, "KeyboardInterrupt") for rank in range(4)]
-    assert head.ran == []
-    head.transfers.run(task := run("c", segment), (0, 1))
+    head.transfers.run(run("c", segment), (0, 1))
+    head.transfers.stop([0])  # before anything was asked for
+    second.receiving.abandon()
+    second.asked.clear()
+    await head.pass_on(1)
+    assert (head.ran, [*second.asked]) == ([], [])
+
+    head.transfers.run(task := run("d", segment), (0, 1))
+    await asyncio.sleep(0)
+    second.lost = "it is gone"
+    second.receiving.abandon()
     head.transfers.lose(1)
+    await head.pass_on(0)
     assert head.ran == [task]
 
 
 # --- the way up -----------------------------------------------------------------------------
 
-
-def outputs(segment: Segment) -> Outputs:
-    """Rank 2 has said something, and ended its task with that value."""
-    text, done = Text("stdout", "x"), Done("ok", 0.1, values=Payload(segment=segment.ref))
-    return Outputs(((2, "a", text), (2, "a", done)))
+LATE = (2, "", Text("stdout", "late"))
 
 
-def test_values_where_the_notebook_finds_them(head: Head, segment: Segment) -> None:
-    """Until it has read them."""
-    transfers = head.transfers
-    assert transfers.moved(1, outputs(segment)) == outputs(segment)
-    with closing(Sending()) as sending:
-        sending.add(segment.ref)
-        while piece := sending.next(0.0):
-            transfers.take(1, piece)
-            sending.taken(head.nodes[1].sent.pop(), 0.0)
-    assert transfers.moved(0, outputs(segment)) == outputs(segment)
-    text, (rank, task, done) = transfers.moved(1, outputs(segment)).items
-    assert (text, rank, task) == (outputs(segment).items[0], 2, "a")
+def end_of(segment: Segment) -> tuple[int, str, Done]:
+    """Rank 2 has ended its task with that value."""
+    return 2, "a", Done("ok", 0.1, frozenset("x"), values=Payload(segment=segment.ref))
+
+
+async def test_the_end_waits_for_its_values(head: Head, segment: Segment) -> None:
+    """And what the rank says after it; neither other ranks do, nor what is small.
+
+    The notebook finds them until it has read them.
+    """
+    small = Done("ok", 0.1, values=pack_frames([b"small"])[0])
+    at_once = [(2, "a", Text("stdout", "x")), (3, "a", small)]
+    assert head.shows(1, *at_once, end_of(segment), LATE) == at_once
+    assert head.shows(1, LATE) == []
+    await head.bring_back(1, 1)
+    assert head.shown == [(2, "a", Moved(PIECE, 3 * PIECE // 2))]
+    await head.bring_back(1)
+    (_, _, done), *late = head.shown[1:]
+    assert late == [LATE, LATE]
+    assert isinstance(done, Done)
+    assert isinstance(done.values, Payload)
+    assert done.values.segment is not None
     here = done.values.segment
     assert open_segment(here)[0] == open_segment(segment.ref)[0]
-    transfers.let_go([2], "b")
-    transfers.let_go([1])
-    assert os.path.exists(here.path.partition("#")[0])
-    transfers.let_go([2], "a")
-    assert not os.path.exists(here.path.partition("#")[0])
+    head.transfers.let_go([2], "b")
+    head.transfers.let_go([1])
+    assert is_there(here)
+    head.transfers.let_go([2], "a")
+    assert not is_there(here)
 
 
-async def test_what_comes_no_more(head: Head, segment: Segment) -> None:
-    """The node has dropped it, or is lost."""
+async def test_what_brings_nothing_back(
+    head: Head, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop, no room here, or what is gone: the rank has failed, and what it has bound stays."""
     before = len(os.listdir("/proc/self/fd"))
-    for end in (
-        lambda: head.transfers.take(1, Dropped((segment.ref.path,))),
-        lambda: head.transfers.lose(1),
-    ):
-        head.transfers.take(1, Piece(segment.ref, 0, b"s" * PIECE))
-        assert len(os.listdir("/proc/self/fd")) == before + 1
-        end()
-        assert len(os.listdir("/proc/self/fd")) == before
+
+    def said() -> str:
+        (failure, done), _ = ([each for _, _, each in head.shown[:2]], head.shown.clear())
+        assert isinstance(failure, Failure)
+        assert done == Done("error", 0.1, frozenset("x"))
+        assert len(os.listdir("/proc/self/fd")) <= before
+        return f"{failure.name}: {failure.message}"
+
+    for pieces in (0, 1):
+        assert head.shows(1, end_of(segment)) == []
+        await head.bring_back(1, pieces)
+        head.shown.clear()
+        assert head.transfers.stop([2, 3]) == (3,)
+        assert said() == "KeyboardInterrupt: "
+        await head.bring_back(1)
+        assert head.shown == []
+    with monkeypatch.context() as patch:
+        patch.setattr(Receiving, "bring", no_room)
+        assert head.shows(1, end_of(segment)) == []
+        await head.bring_back(1)
+        assert said() == "NotEnoughMemory: where the notebook is: 2 MB are free."
+    inner = Payload((b"pickle",), within=((segment.ref.path, segment.ref),))
+    segment.close()  # with its process
+    assert head.shows(1, (2, "a", Done("ok", 0.1, frozenset("x"), values=inner))) == []
+    await head.bring_back(1)
+    assert said().startswith("SegmentGone: ")
 
 
-class Up:
-    """The way up, all that was passed on, and all that the head gets."""
-
-    def __init__(self) -> None:
-        self.said: list[tuple[int, str, Output]] = []
-        self.sent: list[Piece | Dropped] = []
-        self.returns = Uploads(lambda *item: self.said.append(item), self.sent.append)
+async def no_room(*_: object) -> str:
+    return "2 MB are free."
 
 
-@pytest.fixture
-def up() -> Iterator[Up]:
-    up = Up()
-    with closing(up.returns):
-        yield up
-
-
-@pytest.fixture
-def brought() -> Iterator[Segment]:
-    """A value of two pieces and a half."""
-    with to_end(Segment.filling([b"x" * (5 * PIECE // 2)])) as brought:
-        yield brought
-
-
-def ended(brought: Segment) -> Done:
-    """The end of a task that brings it back."""
-    return Done("ok", 0.1, values=Payload(segment=brought.ref))
-
-
-def test_the_end_waits_for_its_values(up: Up, brought: Segment) -> None:
-    """And what the rank says after it waits too; other ranks do not, nor what is small."""
-    small = [Text("stdout", "x"), Done("ok", 0.1, values=pack_frames([b"small"])[0])]
-    for output in small:
-        up.returns.add(0, "a", output)
-    assert (up.said, up.sent) == ([(0, "a", output) for output in small], [])
-    up.said.clear()
-    up.returns.add(0, "a", ended(brought))
-    up.returns.add(0, "", Text("stdout", "late"))
-    up.returns.add(1, "a", Done("ok", 0.2))
-    none_yet = (0, "a", Moved(0, 5 * PIECE // 2))
-    assert up.said == [none_yet, (1, "a", Done("ok", 0.2))]
-    with closing(Receiving()) as head:
-        while up.sent:
-            up.returns.taken(head.take(up.sent.pop(0)))
-        assert up.said[2:] == [
-            (0, "a", Moved(PIECE, 5 * PIECE // 2)),
-            (0, "a", ended(brought)),
-            (0, "", Text("stdout", "late")),
-        ]
-        here = head.places([brought.ref])[brought.ref.path]
-        assert open_segment(here)[0] == open_segment(brought.ref)[0]
-    assert repr(up.returns) == "<Uploads of ranks [], <Sending 0 bytes, 0 of 7 under way>>"
-
-
-def test_what_brings_nothing_back(up: Up, brought: Segment) -> None:
-    """The rank has ended its task then, or failed; what it has bound stays known."""
-    up.returns.add(0, "a", ended(brought))
-    assert up.returns.stop([0, 1]) == (1,)
-    assert up.sent.pop() == Dropped((brought.ref.path,))
-    _, (_, _, failure), (_, _, done) = up.said
-    assert (failure.name, done) == ("KeyboardInterrupt", Done("error", 0.1))
-    before = len(up.sent)
-    assert up.returns.stop([0]) == (0,)
-    up.returns.taken(Taken(brought.ref.path, PIECE))
-    assert len(up.sent) == before
-    for each in (up.said, up.sent):
-        each.clear()
-    inner = Payload((b"pickle",), within=((brought.ref.path, brought.ref),))
-    up.returns.add(0, "a", Done("ok", 0.1, frozenset("x"), values=inner))
-    assert next(each.ref for each in up.sent if isinstance(each, Piece)) == brought.ref
-    up.returns.taken(Taken(brought.ref.path, 0, "2 MB are free."))  # where it is to go
-    _, (_, _, failure), (_, _, done) = up.said
-    assert failure.message == "where the notebook is: 2 MB are free."
-    assert done == Done("error", 0.1, frozenset("x"))
-    up.said.clear()
-    with to_end(Segment.filling([b"x" * PIECE])) as gone:
-        pass
-    up.returns.add(0, "a", ended(gone))  # with its process
-    assert [type(output) for _, _, output in up.said] == [Failure, Done]
+async def test_a_node_that_is_lost(head: Head, segment: Segment) -> None:
+    """It brings nothing back: its ranks count as dead."""
+    before = len(os.listdir("/proc/self/fd"))
+    assert head.shows(1, end_of(segment)) == []
+    await head.bring_back(1, 1)
+    head.shown.clear()
+    head.transfers.lose(1)
+    await asyncio.sleep(0.01)
+    assert (head.shown, len(os.listdir("/proc/self/fd"))) == ([], before)
+    assert head.shows(1, LATE) == [LATE]  # of another rank of that number

@@ -104,7 +104,7 @@ def test_a_mesh_in_a_world_of_another_size() -> None:
 
 def test_bytes_of_a_big_value() -> None:
     """They have a frame of their own, and arrive with what they are of."""
-    piece = Piece(SegmentRef("/proc/1/fd/2#3", (9,)), 4, b"bytes")
+    piece = Piece("/proc/1/fd/2#3", 4, b"bytes")
     frame, data = node_frames(piece)
     assert data is piece.data
     assert node_message_from(bytes(frame), memoryview(data)) == piece

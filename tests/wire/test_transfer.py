@@ -5,11 +5,13 @@ Segments are carried in pieces, without a link.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 from hypothesis import given
@@ -17,19 +19,18 @@ from hypothesis import strategies as st
 
 from nbdist.errors import NotEnoughMemory
 from nbdist.values import shared_memory
-from nbdist.values.shared_memory import Segment, SegmentGone, open_segment, to_end
+from nbdist.values.shared_memory import Segment, length_of, open_segment, to_end
 from nbdist.wire import transfer
 from nbdist.wire.transfer import (
     MOST_WINDOW,
-    Dropped,
+    Fetch,
     Frame,
     Kind,
     Mismatch,
     Numbered,
     Piece,
     Receiving,
-    Sending,
-    Taken,
+    piece_of,
 )
 
 
@@ -120,117 +121,120 @@ def holding(*sizes: int) -> Segment:
 class Line:
     """A link with both of its ends: each step takes one message off it, in order each way."""
 
-    def __init__(self, most: int = MOST_WINDOW, seed: int = 0) -> None:
-        self.sending, self.receiving = Sending(), Receiving()
-        self.sending.most = most
-        self.down: deque[Piece | Dropped] = deque()
-        self.up: deque[Taken] = deque()
-        self.ended: list[str] = []
+    def __init__(self, seed: int = 0) -> None:
+        self.asked: deque[Fetch] = deque()
+        self.coming: deque[Piece] = deque()
+        self.receiving = Receiving(self.asked.append)
         self.longest = 0
-        self.clock = 0.0
         self._random = random.Random(seed)
-
-    def send(self) -> None:
-        while piece := self.sending.next(self.clock):
-            self.down.append(piece)
-        self.longest = max(self.longest, len(self.down) + len(self.up))
 
     def step(self) -> bool:
         """One message arrives; False when there is none."""
-        self.send()
-        if not (self.down or self.up):
-            return False
-        if self.up and (not self.down or self._random.random() < 0.5):
-            taken = self.up.popleft()
-            if self.sending.taken(taken, self.clock):
-                self.ended.append(taken.problem or taken.path)
-        else:
-            message = self.down.popleft()
-            if isinstance(message, Dropped):
-                self.receiving.drop(message.paths)
-            elif answer := self.receiving.take(message):
-                self.up.append(answer)
-        return True
+        self.longest = max(self.longest, len(self.asked) + len(self.coming))
+        if self.asked and (not self.coming or self._random.random() < 0.5):
+            self.coming.append(piece_of(self.asked.popleft()))
+        elif self.coming:
+            self.receiving.take(self.coming.popleft())
+        return bool(self.asked or self.coming)
 
-    def all_steps(self, *segments: Segment) -> None:
-        """Send these first, and all that is under way."""
-        for segment in segments:
-            self.sending.add(segment.ref)
+    async def begin(self, *segments: Segment) -> asyncio.Task[str]:
+        """Have the receiver ask for these."""
+        bringing = asyncio.create_task(self.receiving.bring([each.ref for each in segments]))
+        await asyncio.sleep(0)
+        return bringing
+
+    async def bring(self, *segments: Segment) -> str:
+        """Bring these, and all that is under way; what is in the way of that."""
+        bringing = await self.begin(*segments)
         while self.step():
             pass
+        return await bringing
 
     def assert_has(self, segment: Segment) -> None:
         """It is whole at the other end, in memory of its own."""
         here = self.receiving.places([segment.ref])[segment.ref.path]
         assert here.path != segment.ref.path
         assert open_segment(here) == open_segment(segment.ref)
+        assert self.receiving.count([segment.ref]) == length_of(segment.ref)
 
     def close(self) -> None:
-        self.sending.close()
         self.receiving.close()
 
 
 frames = st.lists(st.integers(0, 2 * SMALL_PIECE + 1), max_size=4)
 
 
-@given(
-    st.lists(frames, min_size=1, max_size=5),
-    st.integers(1, MOST_WINDOW),
-    st.integers(0, 1 << 16),
-    st.data(),
-)
-def test_what_is_sent_is_what_arrives(all_sizes, most, seed, data):
+@given(st.lists(frames, min_size=1, max_size=5), st.integers(0, 1 << 16), st.data())
+def test_what_is_asked_for_is_what_arrives(all_sizes, seed, data):
     """Whatever sizes, frames without a byte too, and in whatever order the messages come."""
-    segments = [holding(*sizes) for sizes in all_sizes]
-    with closing(Line(most, seed)) as line:
-        for segment in segments:
-            assert line.sending.add(segment.ref)
-            for _ in range(data.draw(st.integers(0, 5))):
-                line.step()
-        line.all_steps()
-        assert sorted(line.ended) == sorted(segment.ref.path for segment in segments)
-        assert line.longest <= most
-        for segment in segments:
-            line.assert_has(segment)
-            assert not line.sending.add(segment.ref)
-            segment.close()
+
+    async def arrives() -> None:
+        with closing(Line(seed)) as line, ExitStack() as stack:
+            segments = [stack.enter_context(holding(*sizes)) for sizes in all_sizes]
+            bringing = []
+            for segment in segments:
+                bringing.append(await line.begin(segment))
+                for _ in range(data.draw(st.integers(0, 5))):
+                    line.step()
+            assert await line.bring(*segments) == ""  # some for the second time
+            assert {await each for each in bringing} == {""}
+            assert line.longest <= MOST_WINDOW
+            for segment in segments:
+                line.assert_has(segment)
+
+    asyncio.run(arrives())
 
 
 @given(frames, frames, st.integers(0, 12), st.integers(0, 99))
 def test_what_is_dropped_leaves_nothing(sizes, others, steps, seed):
-    """At any moment, whole or not; another one goes on, and the same can be sent again."""
-    with holding(*sizes) as segment, holding(*others) as other, closing(Line(seed=seed)) as line:
-        before = len(os.listdir("/proc/self/fd"))
-        line.sending.add(segment.ref)
-        for _ in range(steps):
-            line.step()
-        dropped = line.sending.drop([segment.ref.path, "/proc/1/fd/1#1"])
-        assert dropped == Dropped((segment.ref.path,))
-        line.down.append(dropped)
-        line.all_steps(other)
-        assert line.receiving.places([segment.ref]) == {}
-        line.assert_has(other)
-        assert len(os.listdir("/proc/self/fd")) == before + 1  # the other's, which has come
-        line.all_steps(segment)
-        line.assert_has(segment)
+    """At any moment, whole or not; another one goes on, and the same can be asked for again."""
+
+    async def is_dropped() -> None:
+        with holding(*sizes) as one, holding(*others) as other, closing(Line(seed)) as line:
+            before = len(os.listdir("/proc/self/fd"))
+            bringing = await line.begin(one)
+            for _ in range(steps):
+                line.step()
+            line.receiving.drop([one.ref.path, "/proc/1/fd/1#1"])
+            assert await bringing == ""
+            again = await line.begin(one)  # some of it is on its way
+            line.receiving.drop([one.ref.path])
+            assert await again == ""
+            await line.bring(other)
+            assert line.receiving.places([one.ref]) == {}
+            line.assert_has(other)
+            assert len(os.listdir("/proc/self/fd")) == before + 1  # the other's, which has come
+            await line.begin(one)
+            await line.bring(one)
+            line.assert_has(one)
+
+    asyncio.run(is_dropped())
 
 
-def test_a_sender_that_is_gone() -> None:
-    """What is not whole is let go, and what is whole can be read on."""
+async def test_a_sender_that_is_gone() -> None:
+    """What is not whole is let go, and what is whole can be read on; so for a closed segment."""
     with holding(5000) as whole, holding(5000) as half, closing(Line()) as line:
-        line.all_steps(whole)
-        line.sending.add(half.ref)
+        await line.bring(whole)
+        bringing = await line.begin(half)
         line.step()
-        assert repr(line.receiving) == "<Receiving 1 segments, has 1>"
-        line.sending.close()
+        shown = "<Receiving 1 segments, 6 of 10 pieces under way, has 1>"
+        assert repr(line.receiving) == shown
         line.receiving.abandon()
-        assert repr(line.receiving) == "<Receiving 0 segments, has 1>"
+        assert await bringing == ""
         line.assert_has(whole)
         assert line.receiving.places([half.ref]) == {}
+    with holding(5000) as segment, closing(Line()) as line:
+        bringing = await line.begin(segment)
+        line.step()
+        segment.close()
+        while line.step():
+            pass
+        assert await bringing == ""
+        assert line.receiving.places([segment.ref]) == {}
 
 
-def test_no_room_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused once, at its first piece or half-way; what is behind it goes on."""
+async def test_no_room_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said at once, or half-way; what is behind it goes on."""
 
     def refuse(size: int) -> None:
         if size > 20_000:
@@ -241,54 +245,32 @@ def test_no_room_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with closing(Line()) as line, holding(50_000) as big, holding(5000) as other:
         monkeypatch.setattr(shared_memory, "require_memory", refuse)
-        line.all_steps(big, other)
-        refusal, path = line.ended
-        assert "are free" in refusal
-        assert path == other.ref.path
+        assert "are free" in await line.bring(big)
+        assert await line.bring(other) == ""
         assert line.receiving.places([big.ref, other.ref]).keys() == {other.ref.path}
-        assert big.ref.path not in line.sending.there
     with closing(Line()) as line, holding(5000) as segment:
-        line.sending.add(segment.ref)
+        bringing = await line.begin(segment)
         line.step()
         monkeypatch.setattr(os, "pwrite", fail)
-        line.all_steps()
+        while line.step():
+            pass
         monkeypatch.undo()
         full = "could not be filled: No space left on device"
-        assert line.ended == [f"5,056 bytes of shared memory {full}"]
-        assert repr(line.receiving) == "<Receiving 0 segments, has 0>"
+        assert await bringing == f"5,056 bytes of shared memory {full}"
+        assert line.receiving.places([segment.ref]) == {}
 
 
-def test_pieces_that_do_not_follow() -> None:
-    """What is missing in the middle is a problem, and no segment."""
-    with holding(5000) as segment, closing(Line()) as line:
-        first, second = (Piece(segment.ref, at, b"x" * 1000) for at in (0, 2000))
-        assert line.receiving.take(first) == Taken(segment.ref.path, 1000)
-        refusal = line.receiving.take(second)
-        assert refusal is not None
-        assert refusal.problem.endswith("bytes 2,000-3,000 came after 1,000")
-        assert line.receiving.take(second) is None
-    # Its owner may have closed it, as Stop makes it do.
-    segment = holding(5000)
-    segment.close()
-    with closing(Line()) as line, pytest.raises(SegmentGone):
-        line.sending.add(segment.ref)
-
-
-def test_a_slow_link_is_not_filled() -> None:
+async def test_a_slow_link_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """While pieces wait for one another, fewer of them are under way; and then more again."""
+    clock = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
     with holding(200 * SMALL_PIECE) as segment, closing(Line()) as line:
-        line.sending.add(segment.ref)
-        line.step()
+        await line.begin(segment)
         for _ in range(60):  # four pieces a second, and only one at a time
-            while line.down:
-                answer = line.receiving.take(line.down.popleft())  # type: ignore[arg-type]
-                assert answer is not None
-                line.up.append(answer)
-            line.clock += 0.25
-            line.sending.taken(line.up.popleft(), line.clock)
-            line.send()
-        assert len(line.up) + len(line.down) <= 3
+            clock += 0.25
+            line.receiving.take(piece_of(line.asked.popleft()))
+        assert len(line.asked) <= 3
         for _ in range(60):
-            line.clock += 0.0001
+            clock += 0.0001
             line.step()
-        assert line.sending.__repr__().endswith(f"of {MOST_WINDOW} under way>")
+        assert f"of {MOST_WINDOW} pieces under way" in repr(line.receiving)
