@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nbdist import __version__
-from nbdist.config import read_memory
 from nbdist.errors import UsageError
 from nbdist.terminal.doctor import doctor
-from nbdist.topology import parse_layout
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -41,16 +39,9 @@ def _join(options: argparse.Namespace) -> int:
 
 
 def _k8s(options: argparse.Namespace) -> int:
-    from nbdist.cluster.ticket import place_from
-    from nbdist.terminal.kubernetes import Pods, manifest, mount_asked
+    from nbdist.terminal.kubernetes import manifest
 
-    nodes = parse_layout(options.layout).nodes
-    memory = read_memory(options.memory) if options.memory else ""
-    mounts = tuple(map(mount_asked, options.mount))
-    place = place_from(options.place, "nbdist k8s")
-    pods = Pods(place, nodes, options.image, options.name, options.secret, options.gpus,
-                options.cpus, memory, mounts)  # fmt: skip
-    sys.stdout.write(manifest(pods))
+    sys.stdout.write(manifest(options))
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,11 +14,10 @@ from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.fingerprint import normal
 from nbdist.output.transcript import follows
 from nbdist.output.wording import error_text, fold_ranks
-from nbdist.terminal.worlds import printable, row_of, table, title
+from nbdist.terminal.worlds import printable, table, title
 from nbdist.wire.views import LogEnd, Place, Stack, TaskSeen, Trouble, WorldInfo
 from nbdist.words import aligned, count, name_ranks, one_line
 from nbdist.world import hangs
-from nbdist.world.agents import Found
 
 MOST_CHARACTERS, LONGEST_LINE = 16_000, 400
 """Characters of an answer, and of a line: an assistant pays for each of them."""
@@ -92,13 +91,6 @@ def masked(text: str, secrets: Iterable[str]) -> str:
 
 
 # --- worlds, and what their ranks do ------------------------------------------------------------
-
-HEADINGS = ("world", "pool", "ranks", "state", "cell", "since", "notebook", "process")
-
-
-def worlds_text(found: Sequence[Found]) -> str:
-    """List worlds, a line each."""
-    return "\n".join(aligned([HEADINGS, *map(row_of, found)]))
 
 
 def status_text(seen: WorldInfo, cpu: Mapping[int, float]) -> str:

@@ -5,14 +5,17 @@ The key is a Secret that the manifest refers to and does not have.
 
 from __future__ import annotations
 
+import argparse
 import json
 import posixpath
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from nbdist.cluster.ticket import Place, join_key_file
+from nbdist.cluster.ticket import join_key_file, place_from
+from nbdist.config import read_memory
 from nbdist.errors import UsageError
+from nbdist.topology import parse_layout
 
 KEY_FOLDER = "/var/run/secrets/nbdist"
 KEY = "key"
@@ -22,70 +25,28 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
 _MOUNT = re.compile(r"(?P<claim>[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?):(?P<path>/[^:]+)(?P<ro>:ro)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """A PersistentVolumeClaim that each pod has at a path."""
-
-    claim: str
-    path: str
-    read_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Pods:
-    """How many nodes, and what each is; `gpus cpus memory` are those of one node."""
-
-    place: Place
-    nodes: int
-    image: str
-    name: str = "nbdist"
-    secret: str = ""
-    gpus: int = 0
-    cpus: int = 0
-    memory: str = ""
-    mounts: tuple[Mount, ...] = ()
-
-    def check(self) -> None:
-        """Raise UsageError for names that Kubernetes does not take, and two mounts at one path."""
-        for option, name in (("--name", self.name), ("--secret", self.secret)):
-            if name and not _NAME.fullmatch(name):
-                raise UsageError(
-                    f"`{option} {name}`: small letters, digits and `-`, such as `my-world`."
-                )
-        taken = {KEY_FOLDER, MEMORY_FOLDER}
-        for mount in self.mounts:
-            if mount.path in taken:
-                raise UsageError(
-                    f"`--mount {mount.claim}:{mount.path}`: something is already mounted there."
-                )
-            taken.add(mount.path)
-
-
-def mount_asked(text: str) -> Mount:
-    """Read `CLAIM:/PATH`, or `CLAIM:/PATH:ro` for what pods only read; raises UsageError."""
-    if (found := _MOUNT.fullmatch(text)) is None:
-        raise UsageError(
-            f"`--mount {text}`: CLAIM:/PATH, such as `datasets:/data` or `datasets:/data:ro`."
-        )
-    return Mount(found["claim"], posixpath.normpath(found["path"]), bool(found["ro"]))
-
-
-def manifest(pods: Pods) -> str:
+def manifest(asked: argparse.Namespace) -> str:
     """Write a service and a job, with the command for the secret in the first lines.
 
-    What users have named is in quotes: a `y` would be true.  Raises UsageError.
+    What users have named is in quotes: a `y` would be true.  UsageError for what cannot be.
     """
-    pods.check()
-    secret = pods.secret or f"{pods.name}-key"
-    name, key = json.dumps(pods.name), json.dumps(f"{KEY_FOLDER}/{KEY}")
+    place = place_from(asked.place, "nbdist k8s")
+    nodes = parse_layout(asked.layout).nodes
+    for option, name in (("--name", asked.name), ("--secret", asked.secret)):
+        if name and not _NAME.fullmatch(name):
+            raise UsageError(
+                f"`{option} {name}`: small letters, digits and `-`, such as `my-world`."
+            )
+    secret = asked.secret or f"{asked.name}-key"
+    name, key = json.dumps(asked.name), json.dumps(f"{KEY_FOLDER}/{KEY}")
     labels = f"{{app.kubernetes.io/name: {name}, app.kubernetes.io/managed-by: nbdist}}"
-    volumes, mounts = _volumes(pods, secret)
-    memory = f"{pods.memory}i" if pods.memory else ""
-    limits = {"nvidia.com/gpu": pods.gpus, "cpu": pods.cpus, "memory": memory}
+    volumes, mounts = _volumes(asked.mount, secret)
+    memory = f"{read_memory(asked.memory)}i" if asked.memory else ""
+    limits = {"nvidia.com/gpu": asked.gpus, "cpu": asked.cpus, "memory": memory}
     limits = {name: str(much) for name, much in limits.items() if much}
     return f"""\
-# The key first, from the machine of the notebook, which waits at {pods.place}:
-#   kubectl create secret generic {secret} --from-file={KEY}={join_key_file(pods.place)}
+# The key first, from the machine of the notebook, which waits at {place}:
+#   kubectl create secret generic {secret} --from-file={KEY}={join_key_file(place)}
 apiVersion: v1
 kind: Service
 metadata:
@@ -102,8 +63,8 @@ metadata:
   labels: {labels}
 spec:
   completionMode: Indexed
-  completions: {pods.nodes}
-  parallelism: {pods.nodes}
+  completions: {nodes}
+  parallelism: {nodes}
   backoffLimit: 6 # a node that is lost is started again, and joins between two cells
   ttlSecondsAfterFinished: 3600
   template:
@@ -115,15 +76,16 @@ spec:
       terminationGracePeriodSeconds: 30 # an agent ends its workers
       containers:
         - name: agent
-          image: {json.dumps(pods.image)}
-          command: ["nbdist", "join", {json.dumps(str(pods.place))}, "--key-file", {key}]
+          image: {json.dumps(asked.image)}
+          command: ["nbdist", "join", {json.dumps(str(place))}, "--key-file", {key}]
           resources: {json.dumps({"limits": limits} if limits else {})}
           volumeMounts:{mounts}
       volumes:{volumes}
 """
 
 
-def _volumes(pods: Pods, secret: str) -> tuple[str, str]:
+def _volumes(claims: Sequence[str], secret: str) -> tuple[str, str]:
+    """Write the volumes and their mounts; `claims` are CLAIM:/PATH, or CLAIM:/PATH:ro."""
     key = {"secret": {"secretName": secret, "defaultMode": 0o440}}
     # A container has 64 MB of shared memory otherwise, which tensors are lent through.
     memory = {"emptyDir": {"medium": "Memory"}}
@@ -131,9 +93,17 @@ def _volumes(pods: Pods, secret: str) -> tuple[str, str]:
         ({"name": "key", **key}, {"name": "key", "mountPath": KEY_FOLDER, "readOnly": True}),
         ({"name": "shm", **memory}, {"name": "shm", "mountPath": MEMORY_FOLDER}),
     ]
-    for number, mount in enumerate(pods.mounts):
+    for number, text in enumerate(claims):
+        if (asked := _MOUNT.fullmatch(text)) is None:
+            raise UsageError(
+                f"`--mount {text}`: CLAIM:/PATH, such as `datasets:/data` or `datasets:/data:ro`."
+            )
+        path = posixpath.normpath(asked["path"])
+        if path in (mount["mountPath"] for _, mount in found):
+            raise UsageError(f"`--mount {text}`: something is already mounted there.")
         name = {"name": f"mount-{number}"}
-        claim = {"persistentVolumeClaim": {"claimName": mount.claim}}
-        found.append((name | claim, {**name, "mountPath": mount.path, "readOnly": mount.read_only}))
+        claim = {"persistentVolumeClaim": {"claimName": asked["claim"]}}
+        mount = {**name, "mountPath": path, "readOnly": bool(asked["ro"])}
+        found.append((name | claim, mount))
     volumes = "".join(f"\n        - {json.dumps(volume)}" for volume, _ in found)
-    return volumes, "".join(f"\n            - {json.dumps(at)}" for _, at in found)
+    return volumes, "".join(f"\n            - {json.dumps(mount)}" for _, mount in found)

@@ -20,7 +20,7 @@ from nbdist.config import DEFAULT_POOL
 from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
 from nbdist.terminal import answers, kernel
-from nbdist.terminal.worlds import BETWEEN_LOOKS, cpu_since
+from nbdist.terminal.worlds import BETWEEN_LOOKS, cpu_since, worlds_text
 from nbdist.topology import parse_ranks
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.views import Findings, Inquire, Look, Said, WorldInfo
@@ -138,7 +138,7 @@ def acted(found: Found, magic: str, *words: str, cell: str = "", timeout: float)
 def worlds() -> str:
     """List the user's worlds on this machine: name, ranks, state, the cell that runs, notebook."""
     found = worlds_here()
-    return answers.worlds_text(found) if found else "none of this user's worlds runs here"
+    return worlds_text(found) if found else "none of this user's worlds runs here"
 
 
 def status(world: str = "") -> str:

@@ -37,9 +37,13 @@ def show_worlds() -> int:
     if not found:
         sys.stdout.write("none of your worlds is running on this machine\n")
         return 1
-    lines = aligned([HEADINGS, *map(row_of, found)])
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write(f"{worlds_text(found)}\n")
     return 0
+
+
+def worlds_text(found: Sequence[Found]) -> str:
+    """List worlds, a line each."""
+    return "\n".join(aligned([HEADINGS, *map(row_of, found)]))
 
 
 def row_of(found: Found) -> tuple[str, ...]:

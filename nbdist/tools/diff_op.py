@@ -124,10 +124,13 @@ def _local(tensor: Any) -> torch.Tensor:
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Return the digest of a tensor's contents, in their order; on a device it is made there."""
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if data.device.type == "cpu":
-        return digest_of_data(data.numpy().data)
-    return digest_on_device(data)
+    data = bytes_of(tensor)
+    return digest_of_data(data.numpy().data) if data.is_cpu else digest_on_device(data)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's contents, in their order, where they are."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def digest_on_device(data: torch.Tensor) -> str:
@@ -182,23 +185,19 @@ def _part_of_plain(leaf: Any) -> Part:
     kind = type(leaf).__qualname__
     if isinstance(leaf, Again):
         return Part("itself again", "=")
-    if isinstance(leaf, float):
-        leaf = leaf + 0.0  # -0.0 is 0.0
     if isinstance(leaf, CALLABLE):
         code = getattr(leaf, "__code__", None)
         said = repr((leaf.__qualname__, code and code.co_code, code and code.co_consts))
-        return Part(kind, digest_of_data(said.encode()), leaf.__qualname__)
+        return Part(kind, _digest_of_text(said), leaf.__qualname__)
     if isinstance(leaf, set | frozenset):
-        said = repr(sorted(map(repr, leaf)))
-        return Part(f"{kind} of {len(leaf)}", digest_of_data(said.encode()))
+        return Part(f"{kind} of {len(leaf)}", _digest_of_text(repr(sorted(map(repr, leaf)))))
     if isinstance(leaf, bytes | bytearray | str):
         data = leaf.encode("utf-8", "surrogatepass") if isinstance(leaf, str) else leaf
         text = one_line(repr(leaf[:LONGEST_TEXT]), LONGEST_TEXT)
         return Part(kind, digest_of_data(data), text, len(data))
     if "__repr__" in {name for each in type(leaf).__mro__[:-1] for name in vars(each)}:
-        text = repr(leaf)
-        digest = digest_of_data(text.encode("utf-8", "surrogatepass"))
-        return Part(kind, digest, one_line(text, LONGEST_TEXT))
+        text = repr(leaf + 0.0 if isinstance(leaf, float) else leaf)  # -0.0 is 0.0
+        return Part(kind, _digest_of_text(text), one_line(text, LONGEST_TEXT))
     pickler = pickle.Pickler(file := BytesIO(), 5)
     pickler.fast = True  # equal values are equal, whatever their parts share
     try:
@@ -206,6 +205,10 @@ def _part_of_plain(leaf: Any) -> Part:
     except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)
         return Part(kind, "")  # which cannot be compared
     return Part(kind, digest_of_data(file.getbuffer()))
+
+
+def _digest_of_text(text: str) -> str:
+    return digest_of_data(text.encode("utf-8", "surrogatepass"))
 
 
 MOST_LEAVES, DEEPEST = 100_000, 60

@@ -52,15 +52,12 @@ def dist_plot(line: Line) -> Shown | str:
 
 def chosen(curves: Curves, words: Sequence[str]) -> list[str]:
     """Read which names are meant, by default all; UsageError for what was not tracked."""
-    names = [name for word in words for name in _names_in(curves, word)]
+    # `loss,lr` are two, unless that is a name itself.
+    parts = ([word] if word in curves.by_name else word.split(",") for word in words)
+    names = [name for each in parts for name in each if name]
     for name in names:
         curves.named(name)
     return [*dict.fromkeys(names)] or [*curves.by_name]
-
-
-def _names_in(curves: Curves, word: str) -> list[str]:
-    """Divide `loss,lr`, unless that is a name itself."""
-    return [word] if word in curves.by_name else [each for each in word.split(",") if each]
 
 
 def write_events(curves: Curves, names: Sequence[str], folder: str) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nbdist.tools.divergence import Divergence
-from nbdist.tools.watched.parts import ROW, fold
+from nbdist.tools.watched.digests import ROW, fold
 from nbdist.wire.ops import Facts, Input, Part, Watched
 from nbdist.worker.tracking import watch
 from nbdist.world.world import World
@@ -85,7 +85,7 @@ def test_what_cannot_be_watched(kernel: Notebook) -> None:
     ):
         assert said in kernel.run(f"%%distributed {options}\nx = 2").error
     left = (
-        "from nbdist.tools import watched\nfrom nbdist.worker import tracking\n"
+        "from nbdist.tools.watched import watch as watched\nfrom nbdist.worker import tracking\n"
         "x, watched._watches, tracking.watching"
     )
     left = f"%%distributed\n{left}"

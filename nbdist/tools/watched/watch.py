@@ -1,4 +1,4 @@
-"""Counts a rank's steps while a cell with `--watch` runs, and looks at some of them.
+"""The op of `--watch`: counts a rank's steps while a cell runs, and looks at some of them.
 
 What DDP sends of buffers it sends before a forward: they are compared in the forward after a step.
 """
@@ -6,28 +6,67 @@ What DDP sends of buffers it sends before a forward: they are compared in the fo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from nbdist.tools.watched import parts as looks
-from nbdist.tools.watched.exchange import Exchange, RanksDiffer
-from nbdist.tools.watched.forward import Seen
-from nbdist.tools.watched.parts import Parts, Target
-from nbdist.wire.ops import Facts, Watched
+from nbdist.tools.watched import digests
+from nbdist.tools.watched.digests import Exchange, Parts, RanksDiffer, Target, sampled
+from nbdist.wire.ops import Facts, Input, Watched
 from nbdist.words import one_line
 from nbdist.worker import tracking
+from nbdist.worker.compat import models
 
 if TYPE_CHECKING:
     from nbdist.worker.namespace import Context
 
 KEPT_FACTS, KEPT_PARTS = 64, 20_000
 """Comparisons of which facts are kept, and parts that are: ranks may be so far apart."""
+
+MOST_INPUTS = 2_000
+"""Calls of forward of which it is kept what they got: twice as many as there are between looks."""
+
+_watches: list[Watch] = []
+"""The one there is: from `begin` to `end`, or the next that begins."""
+
+
+def begin(
+    context: Context, wanted: Sequence[str], every: int, exchange: Sequence[Any]
+) -> dict[str, str]:
+    """Watch from now on, until the next cell has ended; return what can be no target, and why."""
+    while _watches:
+        _watches.pop().close()
+    refused = {}
+    for expression in wanted:
+        try:
+            why = digests.check(eval(expression, context.names))
+        except Exception:  # noqa: BLE001 (the cell may make it)
+            continue
+        if why:
+            refused[expression] = why
+    if not refused:
+        key, ranks, waits = exchange
+        watch = Watch(context, wanted, every, Exchange(key, ranks, context.rank, waits=waits))
+        _watches.append(watch)
+        watch.open()
+    return refused
+
+
+def end(context: Context) -> Watched | None:
+    """End it, and bring what this rank has noted."""
+    if not _watches:
+        return None
+    watch = _watches.pop()
+    watch.close()
+    return watch.result()
 
 
 class Watch:
@@ -88,9 +127,9 @@ class Watch:
             parts=self._parts.get(self._found, {}),
             sharded=self._sharded,
             facts=tuple(each for each in self._facts if each.step <= last),
-            inputs=tuple(each for each in self._seen.noted() if each.step <= last),
+            inputs=self._seen.inputs_until(last),
             refused=self._refused,
-            names=looks.names_of(self._targets.values()),
+            names=digests.names_of(self._targets.values()),
             problem=self._problem,
         )
 
@@ -116,7 +155,7 @@ class Watch:
             return
         if self._clock is None:
             self._resolve()
-            if looks.share_parameters(self._targets.values(), optimizer):
+            if digests.share_parameters(self._targets.values(), optimizer):
                 self._clock = optimizer
         if self._clock is optimizer:
             self._next()
@@ -157,10 +196,10 @@ class Watch:
     def _look(self) -> None:
         self._resolve()
         targets = self._targets.values()
-        state = looks.generators(), self._seen.ran(), looks.collectives()
-        self._facts.append(Facts(self.step, *state))
+        ran = frozenset(self._seen.ran)
+        self._facts.append(Facts(self.step, digests.generators(), ran, digests.collectives()))
         parts = self._described()
-        self._buffers_are_due = any(map(looks.has_buffers, targets))
+        self._buffers_are_due = any(map(digests.has_buffers, targets))
         self._compare(f"{self.step}", parts)
         self._times += 1
 
@@ -170,7 +209,7 @@ class Watch:
         self._sharded = 0
         for expression, target in [*self._targets.items()]:
             try:
-                parts[expression], sharded = looks.parts_of(target)
+                parts[expression], sharded = digests.parts_of(target)
                 self._sharded += sharded
             except Exception as error:  # noqa: BLE001 (users' classes)
                 del self._targets[expression]
@@ -185,15 +224,16 @@ class Watch:
             self._guarded(self._look_at_buffers)
 
     def _look_at_buffers(self) -> None:
-        found = filter(looks.has_buffers, self._targets.values())
-        parts = {each.expression: looks.buffers_of(each) for each in found}
+        found = filter(digests.has_buffers, self._targets.values())
+        parts = {each.expression: digests.buffers_of(each) for each in found}
         self._compare(f"{self.step} (buffers)", parts)
 
     def _compare(self, when: str, parts: Parts) -> None:
         self._parts[when] = parts
-        while sum(map(_count, self._parts.values())) > KEPT_PARTS and len(self._parts) > 2:
-            del self._parts[next(iter(self._parts))]
-        self._found = self._exchange.compare(when, looks.digest_of_all(parts))
+        kept = [sum(map(len, each.values())) for each in self._parts.values()]
+        while sum(kept) > KEPT_PARTS and len(kept) > 2:
+            del self._parts[next(iter(self._parts))], kept[0]
+        self._found = self._exchange.compare(when, digests.digest_of_all(parts))
 
     # --- what is watched ----------------------------------------------------------------------
 
@@ -206,7 +246,7 @@ class Watch:
                 if expression not in self._targets:
                     self._refused[expression] = f"{type(error).__name__}: {error}"
                 continue
-            if why := looks.check(value):
+            if why := digests.check(value):
                 self._refused[expression] = why
                 continue
             self._refused.pop(expression, None)
@@ -221,5 +261,79 @@ class Watch:
         self._seen.note_modules(on=is_next and not self._is_over)
 
 
-def _count(parts: Parts) -> int:
-    return sum(map(len, parts.values()))
+# --- what runs forward, and what it gets ----------------------------------------------------------
+
+
+class Seen:
+    """Hooks into the forward of watched modules; `step` is how many steps have ended."""
+
+    def __init__(self, every: int) -> None:
+        self.step = 0
+        self._hooks: list[Any] = []
+        self._of_step: list[Any] = []
+        self._inputs: deque[tuple[int, Any, str]] = deque(maxlen=min(MOST_INPUTS, 2 * every + 64))
+        self._names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self.ran: set[str] = set()
+        """The modules that have run since the last call of `note_modules`."""
+        self._wrapped: set[int] = set()
+        self._within = 0  # calls of DDP modules
+
+    def close(self) -> None:
+        """Remove all hooks; what was noted stays."""
+        self.note_modules(on=False)
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def hook(self, target: Target, names: Mapping[str, Any], begins: Callable[[], None]) -> None:
+        """Hook into a module; `begins` is called when its forward does, within DDP's if it has one.
+
+        DDP modules around it are those that the user's names lead to.
+        """
+        if not target.is_module:
+            return
+        inner = target.inner
+        for name, module in target.value.named_modules():
+            self._names[module] = f"{target.expression}.{name}" if name else target.expression
+        if models.compiles_hooks(inner):
+            return
+
+        def forward(module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+            if torch.compiler.is_compiling():
+                return
+            if module.training and torch.is_grad_enabled():
+                self._inputs.append((self.step + 1, *sampled((args, kwargs))))
+            # What DDP is around may be called beside it, with buffers that it has not sent.
+            if self._within or id(inner) not in self._wrapped:
+                begins()
+
+        self._hooks.append(inner.register_forward_pre_hook(forward, with_kwargs=True))
+        for model in [*names.values()]:
+            if isinstance(model, DistributedDataParallel) and model.module is inner:
+                self._wrapped.add(id(inner))
+                self._hooks.append(model.register_forward_pre_hook(self._enter))
+                self._hooks.append(model.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, *_: object) -> None:
+        self._within += 1
+
+    def _leave(self, *_: object) -> None:
+        self._within -= 1
+
+    def inputs_until(self, last: int) -> tuple[Input, ...]:
+        """Return what forward got until this step, the oldest first."""
+        return tuple(
+            Input(s, int(digest), shapes) for s, digest, shapes in self._inputs if s <= last
+        )
+
+    def note_modules(self, *, on: bool) -> None:
+        """Note from now on which modules run, or do so no more; not in code that is compiled."""
+        while self._of_step:
+            self._of_step.pop().remove()
+        if on:
+            self.ran.clear()
+            for module in [*self._names]:
+                self._of_step.append(module.register_forward_pre_hook(self._runs))
+
+    def _runs(self, module: torch.nn.Module, _: object) -> None:
+        if not torch.compiler.is_compiling():
+            self.ran.add(self._names[module])

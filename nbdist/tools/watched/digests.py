@@ -1,23 +1,31 @@
 """What a rank has of watched modules and optimizers: digests that cost one read of the memory.
 
-And what may differ on a rank before those do: random states, what forward got, which modules ran.
+And what may differ on a rank before those do: random states, what forward got, which modules ran;
+and how ranks compare their digests beside the training, in the store where their group has met.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import DistStoreError
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.tools.diff_op import comparable, is_sharded, leaves, part_of
+from nbdist.output.wording import difference
+from nbdist.tools.diff_op import bytes_of, comparable, is_sharded, leaves, part_of
 from nbdist.values.pickling import digest_of
 from nbdist.wire.ops import Part
+from nbdist.words import name_ranks
 from nbdist.worker.compat import accelerator, models
 from nbdist.worker.compat import torch as seam
 
@@ -55,11 +63,6 @@ class Target(NamedTuple):
         model = self.value
         return model.module if isinstance(model, DistributedDataParallel) else model
 
-    @property
-    def sends_buffers_unseen(self) -> bool:
-        """Whether DDP sends buffers in code that is compiled, where no hook sees it."""
-        return isinstance(models.compiled_in(self.value), DistributedDataParallel)
-
 
 def check(value: Any) -> str:
     """Say what it is, if it can be no target; "" where it can."""
@@ -70,22 +73,23 @@ def check(value: Any) -> str:
 def parts_of(target: Target) -> tuple[dict[str, Part], int]:
     """Describe its parameters or states by path, and count those that are sharded."""
     value = target.value
-    found = dict(value.named_parameters() if target.is_module else _states(value))
-    whole = {path: leaf for path, leaf in found.items() if not is_sharded(leaf)}
-    return _described(whole), len(found) - len(whole)
+    return _described(value.named_parameters() if target.is_module else _states(value))
 
 
 def buffers_of(target: Target) -> dict[str, Part]:
     """Describe a module's buffers likewise."""
-    whole = {path: each for path, each in target.value.named_buffers() if not is_sharded(each)}
-    return _described(whole, "buffer ")
+    return _described(target.value.named_buffers(), "buffer ")[0]
 
 
 def has_buffers(target: Target) -> bool:
-    """Return True for a module with buffers that can be compared."""
-    if not target.is_module or target.sends_buffers_unseen:
+    """Return True for a module with buffers that can be compared.
+
+    Where DDP sends them in code that is compiled no hook sees it.
+    """
+    if not target.is_module:
         return False
-    return next(iter(target.value.buffers()), None) is not None
+    is_unseen = isinstance(models.compiled_in(target.value), DistributedDataParallel)
+    return not is_unseen and any(True for _ in target.value.buffers())
 
 
 def share_parameters(targets: Iterable[Target], optimizer: Any) -> bool:
@@ -132,17 +136,21 @@ def _states(optimizer: Any) -> Iterator[tuple[str, Any]]:
         yield f"param_groups[{number}]['params']", f"{len(group['params'])}: {shapes}"
 
 
-def _described(found: Mapping[str, Any], kind: str = "") -> dict[str, Part]:
+def _described(found: Iterable[tuple[str, Any]], kind: str = "") -> tuple[dict[str, Part], int]:
     """Make digests, those of all tensors of a device with one look at it."""
     parts: dict[str, Part] = {}
     sums: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-    for path, leaf in found.items():
+    sharded = 0
+    for path, leaf in found:
+        if is_sharded(leaf):
+            sharded += 1
+            continue
         if (tensor := comparable(leaf)) is None:
             parts[path] = part_of(leaf)
             continue
         text, digest = f"{kind}{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", ""
         if tensor.device.type == "cpu" and tensor.nbytes <= SMALL:
-            digest = digest_of(_bytes(tensor).numpy().data)
+            digest = digest_of(bytes_of(tensor).numpy().data)
         else:
             sums.setdefault(tensor.device, []).append((path, fold(tensor)))
         parts[path] = Part(text, digest, size=tensor.nbytes, count=tensor.numel())
@@ -150,12 +158,7 @@ def _described(found: Mapping[str, Any], kind: str = "") -> dict[str, Part]:
         digests = torch.stack([each for _, each in of_device]).tolist()
         for (path, _), digest in zip(of_device, digests, strict=True):
             parts[path] = replace(parts[path], digest=f"{digest & MASK:x}")
-    return parts
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    return parts, sharded
 
 
 def fold(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +166,7 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
 
     No change of one word alone gives the same sum; those of several words of a row might cancel.
     """
-    data = _bytes(tensor)
+    data = bytes_of(tensor)
     if data.storage_offset() % 8:
         data = data.clone()
     words, rest = data[: data.numel() // 8 * 8].view(torch.int64), data[data.numel() // 8 * 8 :]
@@ -206,7 +209,7 @@ def sampled(args: Any) -> tuple[torch.Tensor | int, str]:
             if (tensor := comparable(leaf)) is not None and tensor.numel():
                 some = tensor.reshape(-1)[:: max(1, tensor.numel() // MOST_SAMPLED)]
                 if some.device.type == "cpu":
-                    plain = zlib.crc32(_bytes(some).numpy().data, plain)
+                    plain = zlib.crc32(bytes_of(some).numpy().data, plain)
                 else:
                     digests.append(fold(some))
         elif isinstance(leaf, int | float | str | bool):
@@ -219,3 +222,94 @@ def sampled(args: Any) -> tuple[torch.Tensor | int, str]:
     for each in digests[1:]:
         total = total * FACTOR + each.to(device)
     return total + plain, text
+
+
+# --- how ranks compare them ---------------------------------------------------------------------
+
+MOST_TIMES = 100_000
+"""Comparisons in a cell; the file in which local ranks meet grows by some 300 bytes with each."""
+
+MEET_TIMEOUT, LOOK_EVERY = 600.0, 0.5
+"""Seconds that a rank waits for others which have not ended their cell, and between two looks."""
+
+
+class RanksDiffer(Exception):
+    """What is watched differs, as `--stop-on-difference` wants to know at once."""
+
+
+class Exchange:
+    """One rank's side; `when` a comparison takes place is the same text on all ranks."""
+
+    def __init__(self, key: str, ranks: Sequence[int], rank: int, *, waits: bool) -> None:
+        self._key, self._ranks, self._rank, self._waits = f"nbdist/{key}", ranks, rank, waits
+        self._store: Any = None
+        self._left: deque[str] = deque()
+        self.times = 0
+
+    def compare(self, when: str, digest: str) -> str:
+        """Leave a digest; return when ranks have differed first, as far as is known, or ""."""
+        if len(self._ranks) < 2:
+            return ""
+        if self.times >= MOST_TIMES:
+            raise RuntimeError(f"only the first {MOST_TIMES:,} comparisons were made")
+        self.times += 1
+        if self._store is None:
+            self._store = seam.default_store()
+        key = f"{self._key}/{when}"
+        self._store.set(f"{key}/{self._rank}", digest)
+        if self._waits:
+            return self._compare_together(key, when)
+        if self._store.add(key, 1) == len(self._ranks):
+            said = self._difference(key, when)
+            self._forget(key, *(f"{key}/{rank}" for rank in self._ranks))
+            if said:
+                self._store.set(f"{self._key}/found", when)
+                print(f"watch: {said}", flush=True)  # noqa: T201 (it is shown while the cell runs)
+        return self.found()
+
+    def found(self) -> str:
+        """Return when they have differed, if the last one to come has seen it; or ""."""
+        key = f"{self._key}/found"
+        if self._store is None or not self._store.check([key]):
+            return ""
+        return str(self._store.get(key).decode())
+
+    def end(self) -> None:
+        """End the wait of other ranks for this one, whose cell has ended."""
+        if self._waits and self._store is not None:
+            self._store.set(f"{self._key}/ended", str(self._rank))
+
+    def _compare_together(self, key: str, when: str) -> str:
+        """Wait until all ranks are here; RanksDiffer, on all of them, where they differ."""
+        until = time.monotonic() + MEET_TIMEOUT
+        keys = {f"{key}/{rank}": rank for rank in self._ranks}
+        while True:
+            try:  # a wait that ends where a rank has died
+                self._store.wait([*keys], timedelta(seconds=LOOK_EVERY))
+                break
+            except DistStoreError:
+                if self._store.check([f"{self._key}/ended"]):
+                    return ""
+            if time.monotonic() > until:
+                late = [rank for each, rank in keys.items() if not self._store.check([each])]
+                why = f"{name_ranks(late)} did not come to step {when} in {MEET_TIMEOUT:.0f} s"
+                raise RanksDiffer(why)
+        said = self._difference(key, when)
+        # All have read what they left the time before the last.
+        self._left.append(f"{key}/{self._rank}")
+        if len(self._left) > 2:
+            self._forget(self._left.popleft())
+        if said:
+            self._store.set(f"{self._key}/found", when)
+            raise RanksDiffer(f"{said}; `%dist_debug` looks at this step")
+        return ""
+
+    def _difference(self, key: str, when: str) -> str:
+        """Say which ranks differ from the most that agree; "" where all do."""
+        said = difference({rank: self._store.get(f"{key}/{rank}") for rank in self._ranks})
+        return said and f"{said} at step {when}"
+
+    def _forget(self, *keys: str) -> None:
+        with suppress(NotImplementedError, RuntimeError):  # etcd's cannot
+            for each in keys:
+                self._store.delete_key(each)
