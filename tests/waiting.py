@@ -10,6 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil  # not where tests/matrix makes its environments
 
 
 def _busy() -> int:
@@ -34,6 +38,14 @@ def wait_until(is_so: Callable[[], object], what: str = "", timeout: float = SOO
     while not is_so():
         assert time.monotonic() < deadline, f"still not so after {timeout:.0f} s: {what}"
         time.sleep(STEP)
+
+
+def wait_until_at_rest(server: psutil.Process) -> None:
+    """Return once a fork server has nothing to import any more: so long it has done nothing."""
+    rest, deadline, before = 3.0, time.monotonic() + 2 * SOON, None  # twice its `AFTER_FORK`
+    while before != (before := server.cpu_times()):
+        assert time.monotonic() < deadline, "the fork server has not ended its imports"
+        time.sleep(rest)
 
 
 async def until(is_so: Callable[[], object], what: str = "", timeout: float = SOON) -> None:

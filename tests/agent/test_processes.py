@@ -23,8 +23,7 @@ from nbdist.system.processes import adopt_orphans
 from nbdist.wire.frames import FrameCutter, framed, pack
 from nbdist.wire.spec import WorkerStart
 from tests.agent.sources import Program, Source, worker_start
-from tests.faults.soak import wait_until_at_rest
-from tests.waiting import SOON, until, wait_until
+from tests.waiting import SOON, until, wait_until, wait_until_at_rest
 
 pytestmark = pytest.mark.own_agent
 

@@ -23,8 +23,7 @@ import nbformat
 import psutil
 import pytest
 
-from tests.faults.soak import wait_until_at_rest
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON, wait_until, wait_until_at_rest
 from tests.worlds import IDLE_IMPORTS
 
 if TYPE_CHECKING:

@@ -8,7 +8,9 @@ what never comes, are stopped or run in the background; variables sent, gathered
 saved and restored; ranks that die or are restarted, more ranks and fewer.  After each action all
 ranks have to have what `tests.faults.oracle` says, in the same processes as before, and nbdist has
 to have named what was lost.  The first action after which it is not so is printed with its seed and
-step, and ends the program with exit code 1.
+step, and ends the program with exit code 1.  So does what has grown: at the end notebook, agent and
+fork server have as much memory, and as many descriptors, threads and processes, as after the first
+actions.
 """
 
 from __future__ import annotations
@@ -23,24 +25,34 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from glob import glob
+from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
+from nbdist.agent.fork_server import makes_idle_imports
 from nbdist.errors import RanksReleased, UsageError, WorkerDied
 from nbdist.output.ansi import strip
 from nbdist.topology import parse_ranks
 from nbdist.words import format_ranks
 from tests.faults.oracle import KINDS, Oracle, Ranks, names_of
 from tests.faults.stops import spinning
-from tests.waiting import once, press_stop
+from tests.waiting import once, press_stop, wait_until_at_rest
 
 RANKS, MOST_RANKS = 4, 5
+
+SETTLED = 30
+"""Actions after which nothing may grow any more: most kinds have been met by then."""
+
+POOLED = 2
+"""Threads that the agent's pool begins when it is first needed: one reads a rank's stack, others
+count memory or look at GPUs; which of them meet is chance, and no more than three do."""
 
 VALUES = range(100, 100_000, 100)
 """Of new variables: no two are alike after some changes."""
@@ -59,11 +71,63 @@ WAITS = (
     "if rank != 0: dist.all_reduce(torch.ones(9))\ntime.sleep(600)",
 )
 
+COLLECTIVES = (
+    "dist.all_reduce(torch.ones(9))",
+    "dist.all_reduce(torch.ones(2_000_000))",
+    "dist.barrier()",
+    "dist.all_gather_object([None] * world_size, rank)",
+    "dist.recv(torch.ones(1), (rank + 1) % world_size)",
+)
+"""In which ranks wait for one that does not come."""
+
 LOST = re.compile(r"anks? ([\d,-]+) w\w+ restarted and \w+ variables(?: \(([^)]*)\))? are gone")
 
 
 class Violation(Exception):
     """Something is not as the oracle says."""
+
+
+class Holdings(NamedTuple):
+    """What the processes that outlive every fault have."""
+
+    descriptors: int
+    threads: int
+    processes: int
+    megabytes: float
+
+    def has_grown_since(self, before: Holdings) -> bool:
+        """Whether there is more than a connection more, which may just be being made.
+
+        Memory has its ups and downs: 16 MiB in three processes are none yet.
+        """
+        return (
+            self.megabytes > before.megabytes + 16
+            or self.descriptors > before.descriptors + 3
+            or self.threads > before.threads + POOLED
+            or self.processes > before.processes
+        )
+
+    @classmethod
+    def now(cls, workers: Container[int]) -> Holdings:
+        """Of this process, which is the notebook, and of all that it has started but these."""
+        started = psutil.Process().children(recursive=True)
+        lasting = [psutil.Process(), *(each for each in started if each.pid not in workers)]
+        if makes_idle_imports():  # no leak is as large
+            for each in lasting:
+                if "nbdist.agent.fork_server" in each.cmdline():
+                    wait_until_at_rest(each)
+        return cls(
+            sum(process.num_fds() for process in lasting),
+            sum(process.num_threads() for process in lasting),
+            len(lasting),
+            round(sum(map(_anonymous_kib, lasting)) / 2**10, 1),
+        )
+
+
+def _anonymous_kib(process: psutil.Process) -> int:
+    """What it has written, whoever shares it: its own alone changes with each fork of a worker."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0])
 
 
 class Notebook:
@@ -122,6 +186,14 @@ class Notebook:
         )
         self.require(is_told, f"said to be lost: {told} instead of {oracle.lost}")
         self.oracle.pids, oracle.lost, self.said = pids, {}, ""
+
+    def holdings(self) -> Holdings:
+        """Look at what outlives every fault, with as many ranks as at first."""
+        if (now := len(self.oracle.ranks)) != RANKS:
+            self.run(f"%dist_scale {RANKS}")
+            self.oracle.scale(RANKS, range(min(RANKS, now)))
+        self.look()
+        return Holdings.now(self.oracle.pids)
 
     # --- dice -----------------------------------------------------------------------------
 
@@ -218,19 +290,21 @@ class Notebook:
     def raises(self) -> None:
         on = self.oracle.everyone
         rank, changing = self.dice.choice(on), self.changing(on)
-        lines = f"if rank == {rank}: raise ValueError('bad')\ndist.barrier()"
+        lines = f"if rank == {rank}: raise ValueError('bad')\n{self.dice.choice(COLLECTIVES)}"
         self.cell(on, changing + lines, ValueError)
 
     def skips(self) -> None:
         on = self.oracle.everyone
         changing, rank = self.changing(on), self.dice.choice(on)
-        self.cell(on, f"{changing}if rank != {rank}: dist.barrier()", RanksReleased)
+        waits = self.dice.choice(COLLECTIVES)
+        self.cell(on, f"{changing}if rank != {rank}: {waits}", RanksReleased)
 
     def dies(self) -> None:
         on = self.oracle.everyone
         dead = self.dice.sample(on, self.dice.choice((1, 1, 2)))
         how = self.dice.choice(("os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"))
-        self.cell(on, f"{self.changing(on)}if rank in {dead}: {how}\ndist.barrier()", WorkerDied)
+        ends = f"if rank in {dead}:\n    time.sleep({self.dice.choice((0, 0.01, 0.2))}); {how}\n"
+        self.cell(on, self.changing(on) + ends + self.dice.choice(COLLECTIVES), WorkerDied)
         self.oracle.lose(dead)
 
     def dies_while_idle(self) -> None:
@@ -326,6 +400,8 @@ def act(seed: int, actions: int, folder: str) -> Counter[str]:
     try:
         notebook.look()
         for step in range(actions):
+            if step == min(SETTLED, actions // 2):
+                settled = notebook.holdings()
             action = dice.choice(ACTIONS)
             try:
                 action(notebook)
@@ -334,6 +410,10 @@ def act(seed: int, actions: int, folder: str) -> Counter[str]:
                 where = f"--- seed {seed}, step {step}: {action.__name__}"
                 raise Violation(f"{violation}{where}") from None
             done[action.__name__] += 1
+        end = notebook.holdings()
+        sys.stdout.write(f"{settled}\n{end}\n")
+        if end.has_grown_since(settled):
+            raise Violation("something grew")
     finally:
         notebook.shell.run_cell("%unload_ext nbdist")
     return done

@@ -8,7 +8,7 @@ from nbdist.agent.fork_server import IMPORTED_WHEN_IDLE
 from nbdist.errors import NbdistError
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.faults.soak import Holdings, wait_for_imports
+from tests.faults.actions import Holdings
 
 pytestmark = pytest.mark.shared_world(2)
 
@@ -108,10 +108,9 @@ def test_a_replaced_rank_takes_over_the_weights(world: World) -> None:
 
 def test_what_a_first_step_imports_is_there(world: World, idle_imports: None) -> None:
     """In a rank that is new; what the fork server has after its imports is what it has for good."""
-    wait_for_imports(world)
-    before = Holdings.now(world)
+    before = Holdings.now([*world.pids.values()])
     world.replace([0])
     last = f"{IMPORTED_WHEN_IDLE[-1]!r} in __import__('sys').modules"
     assert world.gather(last, ranks=[0]) == [True]
-    assert not Holdings.now(world).has_grown_since(before)
+    assert not Holdings.now([*world.pids.values()]).has_grown_since(before)
     world.execute(TRAINING, ranks=[0])
