@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -103,10 +103,18 @@ class Notebook(front_end.Notebook):
         forked = self.find("nbdist.agent.fork_server ")
         return [process for process in forked if process != self.fork_server]
 
-    def has_nothing(self, when: str) -> None:
-        """Wait until it has no process of nbdist's, and no runtime folder."""
+    def end_by(self, deaths: Sequence[str], moment: str) -> None:
+        """Have these die one after the other in that moment, and wait until nothing is left."""
+        self.begin(MOMENTS[moment])
+        there = self.find("")
+        for death in deaths:
+            DEATHS[death](self)
+        self.has_nothing_of(there, f"after {deaths} {moment}")
+
+    def has_nothing_of(self, there: Iterable[psutil.Process], when: str) -> None:
+        """Wait until these processes have ended, and it has no runtime folder."""
         deadline = time.monotonic() + SOON
-        while left := [*self.find(""), *(runtime_folders() - self.before)]:
+        while left := [*filter(is_alive, there), *(runtime_folders() - self.before)]:
             assert time.monotonic() < deadline, f"left {when}: {left}"
             time.sleep(STEP)
 
@@ -127,7 +135,6 @@ def kill(*processes: psutil.Process) -> None:
 
 
 DEATHS: dict[str, Callable[[Notebook], object]] = {
-    "kernel": lambda notebook: notebook.process.kill(),
     "kernel and agent": lambda notebook: kill(notebook.process, notebook.agent),
     "restarted": lambda notebook: notebook.manager.restart_kernel(now=False),
     "shut down": lambda notebook: notebook.manager.shutdown_kernel(now=False),
@@ -140,26 +147,10 @@ DEATHS: dict[str, Callable[[Notebook], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("deaths", "moment"),
-    [
-        (["kernel"], "while healing"),
-        (["fork server", "kernel and agent"], "in a collective"),
-        (["fork server", "restarted"], "while healing"),
-        (["shut down"], "in a collective"),
-    ],
-)
-def test_nothing_is_left_of_the_kernel(notebook: Notebook, deaths: list[str], moment: str) -> None:
-    """It dies, also after the fork server: all that hung on it is gone within seconds."""
-    notebook.begin(MOMENTS[moment])
-    for death in deaths:
-        DEATHS[death](notebook)
-
-
-def test_nothing_is_left_of_the_agent(notebook: Notebook) -> None:
+def test_nothing_is_left_of_agent_and_kernel(notebook: Notebook) -> None:
     """Whoever dies of guard, agent and fork server: the notebook that goes on has nothing left.
 
-    Nor is there anything in the end, when its kernel dies.
+    Nor has one that is started again, or whose kernel dies.
     """
     for deaths, moment in (
         (["agent"], "while starting"),
@@ -168,15 +159,14 @@ def test_nothing_is_left_of_the_agent(notebook: Notebook) -> None:
         (["fork server", "agent, by SIGTERM"], "while healing"),
         (["fork server", "guard"], "in a loop"),
     ):
-        notebook.begin(MOMENTS[moment])
-        for death in deaths:
-            DEATHS[death](notebook)
-        notebook.has_nothing(f"after {deaths} {moment}")
+        notebook.end_by(deaths, moment)
         assert not notebook.run("%dist_restart").errors
         notebook.start_workers()
-    notebook.begin(MOMENTS["while starting"])
-    for death in ("fork server", "kernel"):
-        DEATHS[death](notebook)
+    notebook.end_by(["fork server", "restarted"], "while healing")
+    notebook.client.wait_for_ready(timeout=SOON)
+    assert not notebook.run("%load_ext nbdist").errors
+    notebook.start_workers()
+    notebook.end_by(["fork server", "kernel and agent"], "in a collective")
 
 
 def test_nothing_is_left_of_workers(notebook: Notebook) -> None:
@@ -190,15 +180,17 @@ def test_nothing_is_left_of_workers(notebook: Notebook) -> None:
         for child, worker in children.items():
             if worker and not is_alive(worker):
                 wait_until(lambda child=child: not is_alive(child), f"{child} ends {moment}")
-        notebook.manager.interrupt_kernel()
         if moment == "while healing":  # the notebook waits for a rank that is stopped
             break
+        notebook.manager.interrupt_kernel()
         if moment == "in a cell":  # another fork server has to be started anyway
+            there = notebook.find("")
             assert not notebook.run("%dist_shutdown").errors
-            notebook.has_nothing("after %dist_shutdown")
+            notebook.has_nothing_of(there, "after %dist_shutdown")
         else:
             assert not notebook.run("%dist_restart").errors
         notebook.start_workers()
+    notebook.end_by(["shut down"], "idle")
 
 
 class Server:
@@ -271,12 +263,9 @@ def server(tmp_path: Path) -> Iterator[Server]:
         server.close()
 
 
-@pytest.mark.parametrize(
-    ("end", "moment"), [(signal.SIGKILL, "while healing"), (signal.SIGTERM, "in a collective")]
-)
-def test_nothing_is_left(server: Server, end: signal.Signals, moment: str) -> None:
+def test_nothing_is_left_of_a_server(server: Server) -> None:
     """No process, socket or folder; the guard in `tests/conftest.py` does the counting."""
-    server.start_kernel().execute(MOMENTS[moment])
+    server.start_kernel().execute(MOMENTS["while healing"])
     time.sleep(1.0)  # there is no fact to wait for: the moment is arbitrary anyway
-    server.process.send_signal(end)
+    server.process.kill()
     server.process.wait(SOON)
