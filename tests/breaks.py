@@ -23,7 +23,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from nbdist.system.processes import cpu_seconds
 from tests.traces import with_variable
 
 SMOKE = (
@@ -35,22 +34,16 @@ SMOKE = (
 )
 """For breaks of what runs in every cell, where the tests of their own folder find nothing."""
 
-BOUNDS = {"nearest": 90, "room": 12, "smoke": 15}
-"""Seconds of a processor for the tests of each stage; those left by then are left out."""
-
-LONGEST = 300
-"""Seconds that a stage lasts at most, where others have the processors."""
+BOUNDS = {"nearest": 300, "room": 60, "smoke": 90}
+"""Seconds for the tests of each stage; those left by then are left out."""
 
 HANG = 100
-"""Seconds without a word of any test after which one is said to hang."""
-
-ENDED, OVER = " (pytest ended with ", "-2)"
+"""Seconds after which a test is said to hang."""
 
 MARK = "NBDIST_BREAKS"
 """A variable that all has which a run has started, to be ended with it."""
 
 _ROW = re.compile(r"([\w/]+\.py) \| (.*)")
-_TEST = re.compile(r"(tests/\S+::\S.*?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)?")
 _WRONG = re.compile(r"(?:FAILED|ERROR) (tests/\S+(?:::.*?)?)(?: - .*)?")
 
 
@@ -126,15 +119,12 @@ class Copy:
             file.write_text(text.replace(one.before, one.after))
             new = [each for each in modules if each not in done]
             done.update(new)
-            wrong = self._run(new, BOUNDS[stage]) if new else ""
-            test, is_odd, code = wrong.partition(ENDED)
-            if code == OVER:
-                wrong = "" if stage != "nearest" else self._run([test], BOUNDS[stage])
+            test = self._run(new, BOUNDS[stage]) if new else ""
             file.write_text(text)
-            # What hangs, or is further away, may have failed for another reason.
-            is_sure = stage == "nearest" and not is_odd
-            if wrong and (is_sure or not self._run([test], BOUNDS["nearest"])):
-                return Found(wrong, stage, time.monotonic() - began)
+            # What ends pytest, or is further away, may have failed for another reason.
+            is_sure = stage == "nearest" and "::" in test
+            if test and (is_sure or not self._run([test], BOUNDS["nearest"])):
+                return Found(test, stage, time.monotonic() - began)
         return Found("", "", time.monotonic() - began)
 
     def _stages(self, one: Break) -> Iterator[tuple[str, list[str]]]:
@@ -158,41 +148,25 @@ class Copy:
         return [str(each.relative_to(self.path)) for each in files]
 
     def _run(self, tests: list[str], bound: int) -> str:
-        """Run these; the first that fails, or hangs, "" where none does in this time."""
-        command = [sys.executable, "-m", "pytest", "-x", "-v", "--tb=no", "-p", "no:randomly"]
-        command += ["-p", "no:cacheprovider", "--all", *tests]
+        """Run these; the first that fails, hangs or ends pytest, "" where none does in time."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "--all"]
+        command += ["-p", "no:randomly", "-p", "no:cacheprovider", f"--timeout={HANG}", *tests]
         environ = {**os.environ, "PYTHONPATH": str(self.path), MARK: self._mark}
         with tempfile.TemporaryFile("w+") as said:
             streams = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": subprocess.STDOUT}
             run = subprocess.Popen(
                 command, cwd=self.path, env=environ, start_new_session=True, **streams
             )
-            try:
-                code = self._wait(run, bound, said.fileno())
-            finally:
-                self._end_all()
-                run.wait()
-            said.seek(0)
-            lines = said.read().splitlines()
-        began = [found for line in lines if (found := _TEST.fullmatch(line))]
-        wrong = [found[1] for line in lines if (found := _WRONG.fullmatch(line))]
-        wrong += [each[1] for each in began if each[2] in ("FAILED", "ERROR")]
-        if code in (0, 5) or wrong:  # 5: there was none to run
-            return wrong[0] if wrong else ""
-        return f"{began[-1][1].rstrip() if began else tests[0]}{ENDED}{code})"
-
-    def _wait(self, run: subprocess.Popen[bytes], bound: int, said: int) -> int:
-        """Return its exit code: -1 where it hung, -2 where it was over its bound."""
-        used, end = dict[int, float](), time.monotonic() + LONGEST
-        while True:
             with suppress(subprocess.TimeoutExpired):
-                return run.wait(1.0)
-            for pid in with_variable(MARK, self._mark):
-                used[pid] = max(used.get(pid, 0.0), cpu_seconds(pid))
-            if time.time() - os.fstat(said).st_mtime > HANG:
-                return -1
-            if sum(used.values()) > bound or time.monotonic() > end:
-                return -2
+                run.wait(bound)
+            is_over = run.poll() is None
+            self._end_all()
+            code = run.wait()
+            said.seek(0)
+            wrong = [found[1] for line in said if (found := _WRONG.fullmatch(line.rstrip()))]
+        if is_over or code in (0, 5) or wrong:  # 5: there was none to run
+            return wrong[0] if wrong else ""
+        return tests[0]
 
     def _end_all(self) -> None:
         while found := with_variable(MARK, self._mark):

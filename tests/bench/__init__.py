@@ -2,7 +2,6 @@
 
     python -m tests.bench                      all rows, 5 runs each: about 6 minutes
     python -m tests.bench --only start,pass    some rows; `--list` names them all
-    python -m tests.bench --json figures.json  the figures to a file too; `--json` to stdout
 
 Each line is one figure: median, min and max of its runs, its budget and the ratio of the
 median to it; `miss` marks a median above its budget.  A figure without a budget has `-`: it is

@@ -6,28 +6,19 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from tests.bench import cells, drawing, faults, many, shipping, starting, tracking
-from tests.bench.harness import Figure, header, line, to_json
+from tests.bench import cells, faults, many, shipping, starting
+from tests.bench.harness import Figure, header, line
 from tests.bench.lab import CellFailed, Lab
 
 ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     row.__name__.removesuffix("_cell"): row
     for row in (
         *(starting.load, starting.start, starting.restart, starting.training, cells.pass_cell),
-        *(
-            cells.widgets,
-            cells.ratio,
-            cells.calls,
-            cells.barrier,
-            starting.memory,
-            cells.lines,
-            cells.firstline,
-        ),
+        *(cells.widgets, cells.ratio, cells.calls, cells.barrier, starting.memory),
+        *(cells.lines, cells.firstline),
         *(shipping.ship, shipping.differ, shipping.giants, faults.faults),
-        *(cells.collect, faults.look, drawing.page, many.many, many.hosts),
-        *(many.carry, tracking.track),
+        *(cells.collect, faults.look, many.many, many.hosts, many.carry, shipping.track),
     )
 }
 
@@ -39,19 +30,12 @@ def main() -> None:
         for name, row in ROWS.items():
             sys.stdout.write(f"{name:10} {(row.__doc__ or '').splitlines()[0]}\n")
         return
-    table = sys.stderr if options.json == "-" else sys.stdout
-    table.write(f"{header(options.runs)}\n")
-    figures: list[Figure] = []
+    sys.stdout.write(f"{header(options.runs)}\n")
     with Lab(options.runs, options.wait) as lab:
         for name in options.only:
             for figure in _measure(lab, name):
-                figures.append(figure)
-                table.write(f"{line(figure)}\n")
-                table.flush()
-    if options.json == "-":
-        sys.stdout.write(f"{to_json(figures, options.runs)}\n")
-    elif options.json:
-        Path(options.json).write_text(to_json(figures, options.runs), encoding="utf-8")
+                sys.stdout.write(f"{line(figure)}\n")
+                sys.stdout.flush()
 
 
 def _measure(lab: Lab, name: str) -> Iterator[Figure]:
@@ -66,7 +50,6 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.bench", description=__doc__)
     parser.add_argument("--only", type=_row_names, default=list(ROWS), help="rows: start,pass")
     parser.add_argument("--runs", type=int, default=5, help="runs of each (default 5)")
-    parser.add_argument("--json", nargs="?", const="-", help="to this file, or to stdout")
     parser.add_argument(
         "--wait", type=float, default=20.0, help="seconds to wait for a quiet machine (default 20)"
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 WIDTHS = (9, 48, 9, 9, 9, 5, 8, 6)
 TITLES = ("row", "what", "median", "min", "max", "unit", "budget", "ratio")
@@ -60,15 +59,6 @@ def line(figure: Figure) -> str:
     spread = [_short(value) for value in (figure.median, min(figure.values), max(figure.values))]
     cells = (figure.row, figure.what, *spread, figure.unit, budget, ratio)
     return f"{_columns(cells)}  {figure.remark}".rstrip()
-
-
-def to_json(figures: Iterable[Figure], runs: int) -> str:
-    """All figures with all of their values, for programs."""
-    rows = [
-        {**asdict(figure), "median": figure.median, "ratio": figure.ratio} for figure in figures
-    ]
-    machine = {"python": platform.python_version(), "cores": os.cpu_count()}
-    return json.dumps({**machine, "load": os.getloadavg(), "runs": runs, "figures": rows}, indent=1)
 
 
 def _short(value: float) -> str:

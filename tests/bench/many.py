@@ -158,7 +158,7 @@ def _connecting(host: Host) -> float:
 
 
 def carry(lab: Lab) -> Iterator[Figure]:
-    """256 MiB to a host, to two, and back, beside iperf3 over the same cable."""
+    """256 MiB to a host, and back, beside iperf3 over the same cable."""
     with _two_hosts() as found:
         if not found:
             return
@@ -182,12 +182,6 @@ def _carried(lab: Lab, found: list[Host], cable: str) -> Iterator[Figure]:
     yield Figure("carry", "  peer: iperf3, as many bytes", "s", peers)
     yield Figure("carry", "  of what iperf3 takes", "x", ratios, TIMES_BUDGET)
     yield Figure("carry", "  back from a rank", "s", backs)
-    with World(hosts=HOSTS, log_dir="", show=False) as world:
-        both = [
-            seconds_of(lambda: world.execute("", names={"big": torch.rand(SIZE // 4)}))
-            for _ in range(lab.runs)
-        ]
-    yield Figure("carry", "  to two hosts at once, with two ranks each", "s", tuple(both))
 
 
 def _iperf(host: Host) -> float:

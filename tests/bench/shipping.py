@@ -1,9 +1,13 @@
-"""Rows of what is big: tensors to all ranks and back beside a memcpy, errors and displays."""
+"""Rows of what is big: tensors to all ranks and back beside a memcpy, errors, displays, `track`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
+from nbdist.output.bands import curves_text
+from nbdist.output.chart import curves_html
+from nbdist.world.world import World
 from tests.bench.harness import Figure
 from tests.bench.lab import CellFailed, Lab, Notebook
 from tests.bench.starting import start_world
@@ -27,15 +31,6 @@ print(copied(address))
 del view
 fresh.close()
 """
-COPY_SHARED = """
-contents = (ctypes.c_char * 2**30).from_address(source.data_ptr())
-descriptor, done = os.memfd_create("bench"), 0
-started = time.perf_counter()
-while done < 2**30:
-    done += os.pwrite(descriptor, memoryview(contents)[done:], done)
-print(time.perf_counter() - started)
-os.close(descriptor)
-"""
 CHANGE = "source += 1\nexpected = float(source[-1])"
 SHIP = "%%distributed\nlast = float(source[-1])"
 CHECK_SHIPPED = "%dist_gather last --as lasts"
@@ -53,10 +48,9 @@ def ship(lab: Lab) -> Iterator[Figure]:
         _once(notebook)
         # By turns, so that what else goes on meets all of them.
         runs = [_once(notebook) for _ in range(lab.runs)]
-    warm, fresh, shared, there, back = (tuple(values) for values in zip(*runs, strict=True))
+    warm, fresh, there, back = (tuple(values) for values in zip(*runs, strict=True))
     yield Figure("ship", "limit: memcpy of 1 GiB", "s", warm)
     yield Figure("ship", "limit: the same into a new array (page faults)", "s", fresh)
-    yield Figure("ship", "limit: the same into new shared memory", "s", shared)
     for what, times in (("1 GiB to 4 ranks", there), ("256 MiB from each of 4", back)):
         yield Figure("ship", what, "s", times)
         yield Figure("ship", f"{what} / memcpy", "x", _ratios(times, warm), SHIP_BUDGET)
@@ -73,31 +67,24 @@ model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in
 """
 PASS = "%%distributed\nfor layer in model: layer.weight.sum()"
 DIFF = "%dist_diff model"
-BIG_DICT = "big = {n: torch.full((2_500_000,), float(n)) for n in range(100)}"
-USE = "%%distributed\nlast = float(big[99][-1]) + len(big)"
-ANEW = "big = {n: each.clone() + 1 for n, each in big.items()}"
 
 
 def differ(lab: Lab) -> Iterator[Figure]:
-    """A model of 1 GiB on four ranks compared; a dict of 1 GB shipped again."""
+    """A model of 1 GiB on four ranks compared."""
     with lab.notebook() as notebook:
         start_world(notebook, RANKS)
-        notebook.run(MODEL, PASS, "import torch", BIG_DICT, USE)
-        looks, passes, whole = [], [], []
+        notebook.run(MODEL, PASS)
+        looks, passes = [], []
         for _ in range(lab.runs):
             passes.append(notebook.run(PASS).seconds)
             looks.append(notebook.run(DIFF).seconds)
-            notebook.run(ANEW)
-            whole.append(notebook.run(USE).seconds)
     yield Figure("differ", "limit: one pass over 1 GiB on each of 4", "s", tuple(passes))
     yield Figure("differ", "%dist_diff of 1 GiB on each of 4", "s", tuple(looks), 2.0)
-    yield Figure("differ", "a dict of 1 GB to 4 ranks, all of it", "s", tuple(whole))
 
 
 def _once(notebook: Notebook) -> tuple[float, ...]:
     warm = float(notebook.run(COPY).printed)
     fresh = float(notebook.run(COPY_FRESH).printed)
-    shared = float(notebook.run(COPY_SHARED).printed)
     notebook.run(CHANGE)
     there = notebook.run(SHIP).seconds
     notebook.run(CHECK_SHIPPED)
@@ -106,7 +93,7 @@ def _once(notebook: Notebook) -> tuple[float, ...]:
     back = notebook.run(GATHER).seconds
     if notebook.run(CHECK_GATHERED).printed.strip() != "[0.0, 1.0, 2.0, 3.0]":
         raise CellFailed("the pieces that came back are not those of the ranks")
-    return warm, fresh, shared, there, back
+    return warm, fresh, there, back
 
 
 def _ratios(times: tuple[float, ...], limits: tuple[float, ...]) -> tuple[float, ...]:
@@ -142,3 +129,39 @@ def giants(lab: Lab) -> Iterator[Figure]:
             )
             ratios = tuple(cell / alone for alone, cell in pairs)
             yield Figure("giants", "  of a plain one", "x", ratios, GIANT_BUDGET)
+
+
+CALLS, FLOOD = 50_000, 10_000_000
+CALL_BUDGET, NOTEBOOK_BUDGET, PICTURE_BUDGET = 5.0, 5.0, 0.05
+
+LOOP = """
+import time
+value = {value}
+begun = time.thread_time()
+for _ in range({calls}): track(loss=value)
+took = (time.thread_time() - begun) / {calls} * 1e6
+"""
+
+TRACKED = {"a float": "0.5", "a tensor": "torch.tensor(0.5)"}
+
+
+def track(lab: Lab) -> Iterator[Figure]:
+    """A call of `track` on a rank, ten million of them from four, and a picture of these."""
+    with World(RANKS, log_dir="") as world:
+        for what, value in TRACKED.items():
+            took: list[float] = []
+            for _ in range(lab.runs):
+                world.execute(LOOP.format(value=value, calls=CALLS))
+                took += world.gather("took")
+            yield Figure("track", f"track({what}), CPU of a rank", "us", (*took,), CALL_BUDGET)
+        begun = time.process_time()
+        world.execute(LOOP.format(value="0.5", calls=FLOOD // RANKS))
+        seconds = time.process_time() - begun
+        what = f"{FLOOD:,} points from {RANKS} ranks, CPU of the notebook"
+        yield Figure("track", what, "s", (seconds,), NOTEBOOK_BUDGET)
+        curves, took = world.session.curves, []
+        for draw in (curves_html, curves_text):
+            begun = time.process_time()
+            draw(curves)
+            took.append(time.process_time() - begun)
+        yield Figure("track", "their picture, and their table", "s", (*took,), PICTURE_BUDGET)

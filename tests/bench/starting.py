@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from tests.bench.harness import Figure
 from tests.bench.lab import CellFailed, Lab, Notebook, Sent
 
@@ -116,11 +118,8 @@ def restart(lab: Lab) -> Iterator[Figure]:
 
 def memory(lab: Lab) -> Iterator[Figure]:
     """What each worker takes, shared pages divided among those who share them."""
-    ours = [_memory_once(lab) for _ in range(lab.runs)]
-    whole = tuple(total for _, total in ours)
-    n = MEMORY_RANKS
-    yield Figure("memory", f"PSS per worker, n={n}", "MB", tuple(each for each, _ in ours), 60)
-    yield Figure("memory", f"PSS of agent, fork server, workers, n={n}", "MB", whole)
+    n, ours = MEMORY_RANKS, tuple(_memory_once(lab) for _ in range(lab.runs))
+    yield Figure("memory", f"PSS per worker, n={n}", "MB", ours, 60)
     with lab.notebooks(n) as kernels:
         for kernel in kernels:
             kernel.run("import torch")
@@ -128,11 +127,10 @@ def memory(lab: Lab) -> Iterator[Figure]:
     yield Figure("memory", f"peer: plain ipykernel with torch, {n} of them", "MB", plain)
 
 
-def _memory_once(lab: Lab) -> tuple[float, float]:
+def _memory_once(lab: Lab) -> float:
     with lab.notebook() as notebook:
         start_world(notebook, MEMORY_RANKS)
-        others = (pid for pid in lab.processes() if pid != notebook.pid)
-        return _of_workers(notebook), sum(map(megabytes, others))
+        return _of_workers(notebook)
 
 
 def _of_workers(notebook: Notebook) -> float:
@@ -143,11 +141,7 @@ def _of_workers(notebook: Notebook) -> float:
 
 def megabytes(pid: int) -> float:
     """PSS: pages that n processes share count 1/n in each (proc(5), smaps_rollup)."""
-    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
-        for line in rollup:
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024 / 1e6
-    raise CellFailed(f"process {pid} has no Pss")
+    return float(psutil.Process(pid).memory_full_info().pss / 1e6)
 
 
 TRAINING_RANKS = 4

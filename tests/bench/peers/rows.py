@@ -10,12 +10,15 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from tests.bench.lab import DONE, CellFailed, Lab, Notebook, Sent
 from tests.bench.peers.adapters import RANKS, RESTART, Peer
+from tests.bench.starting import megabytes
 
 PATIENCE = 60.0
 """Seconds after which a tool is said not to give control back."""
@@ -284,16 +287,11 @@ def memory(bench: Bench) -> Answer:
     if not bench.peer.keeps:
         return NOTHING
     bench.start()
-    total = sum(map(_proportional, bench.others()))
-    return Answer(f"{total / RANKS / 1e6:.0f} MB", total / RANKS)
-
-
-def _proportional(pid: int) -> int:
-    try:
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except OSError:
-        return 0  # it has just ended
-    return 1024 * int(rollup.partition("\nPss:")[2].split()[0])
+    total = 0.0
+    for pid in bench.others():
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            total += megabytes(pid) / RANKS
+    return Answer(f"{total:.0f} MB", 1e6 * total)
 
 
 def leftovers(bench: Bench) -> Answer:
