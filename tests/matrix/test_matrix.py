@@ -15,7 +15,7 @@ from tests.matrix import contract
 from tests.matrix.__main__ import Environment, moved
 from tests.matrix.rows import COLUMNS, OLDEST_TORCH, ROWS, Result, Row, Verdict, load, read, table
 from tests.sources import sources
-from tests.test_private_names import uses_in
+from tests.test_names import uses_in
 from tests.waiting import SOON
 
 CORE = Path(__file__).parent / "core.py"
