@@ -5,7 +5,6 @@ The guard in `tests/conftest.py` does the counting, after each test.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,9 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import psutil
 import pytest
@@ -193,79 +189,33 @@ def test_nothing_is_left_of_workers(notebook: Notebook) -> None:
     notebook.end_by(["shut down"], "idle")
 
 
-class Server:
-    """A Jupyter server of its own, and kernels that it has started."""
+SERVER = """
+import sys
+from jupyter_client.manager import KernelManager
+manager = KernelManager(kernel_name="python3", connection_file=sys.argv[1])
+manager.start_kernel()
+sys.stdin.read()
+"""
+"""Starts a kernel as a Jupyter server does."""
 
-    def __init__(self, folder: Path) -> None:
-        self._runtime = folder / "runtime"
-        names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
-        places = dict(zip(names, ("config", "data", "runtime", "ipython"), strict=True))
-        folders = {name: str(folder / place) for name, place in places.items()}
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "jupyter_server", "--no-browser", "--port=0"),
-                *("--allow-root", "--IdentityProvider.token=", f"--ServerApp.root_dir={folder}"),
-                "--ServerApp.disable_check_xsrf=True",
-            ],
-            env={**os.environ, **folders, "NBDIST_LOG_DIR": ""},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._clients: list[BlockingKernelClient] = []
 
-    def start_kernel(self) -> BlockingKernelClient:
-        """Have the server start one, as JupyterLab does, and load nbdist in it."""
-        kernel = self._ask("kernels", {"name": "python3"})["id"]
-        client = BlockingKernelClient()
-        client.load_connection_file(str(self._runtime / f"kernel-{kernel}.json"))
-        # Without the heartbeat, by which a kernel is dead that is busy for a second.
-        client.start_channels(hb=False)
-        self._clients.append(client)
-        client.wait_for_ready(timeout=SOON)
-        for source in ("%load_ext nbdist", STARTED):
-            reply = client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
-            assert reply["content"]["status"] == "ok", reply
-        return client
-
-    def close(self) -> None:
-        for client in self._clients:
+def test_nothing_is_left_of_a_server(tmp_path: Path) -> None:
+    """It is killed; with it end its kernels and their workers, which the guard counts."""
+    file, client = tmp_path / "kernel.json", BlockingKernelClient()
+    command = [sys.executable, "-c", SERVER, str(file)]
+    environ = {**os.environ, "NBDIST_LOG_DIR": ""}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environ) as server:
+        try:
+            wait_until(lambda: file.exists() and file.read_text().endswith("}"), "it has a kernel")
+            client.load_connection_file(str(file))
+            # Without the heartbeat, by which a kernel is dead that is busy for a second.
+            client.start_channels(hb=False)
+            client.wait_for_ready(timeout=SOON)
+            for source in ("%load_ext nbdist", STARTED):
+                reply = client.execute_interactive(source, timeout=SOON, output_hook=lambda _: None)
+                assert reply["content"]["status"] == "ok", reply
+            client.execute(MOMENTS["while healing"])
+            time.sleep(1.0)  # there is no fact to wait for: the moment is arbitrary anyway
+        finally:
+            server.kill()
             client.stop_channels()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(SOON)
-
-    def _ask(self, path: str, body: dict[str, Any]) -> Any:
-        """Ask until the server listens, which it writes down somewhat earlier."""
-        deadline = time.monotonic() + SOON
-        while True:
-            assert self.process.poll() is None, "the server did not start"
-            try:
-                request = Request(
-                    f"{self._url()}api/{path}", json.dumps(body).encode(), method="POST"
-                )
-                with urlopen(request, timeout=SOON) as answer:
-                    return json.load(answer)
-            except (URLError, StopIteration, json.JSONDecodeError):
-                assert time.monotonic() < deadline, "the server does not listen"
-                time.sleep(0.05)
-
-    def _url(self) -> str:
-        return str(json.loads(next(self._runtime.glob("jpserver-*.json")).read_text())["url"])
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def test_nothing_is_left_of_a_server(server: Server) -> None:
-    """No process, socket or folder; the guard in `tests/conftest.py` does the counting."""
-    server.start_kernel().execute(MOMENTS["while healing"])
-    time.sleep(1.0)  # there is no fact to wait for: the moment is arbitrary anyway
-    server.process.kill()
-    server.process.wait(SOON)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nbdist.agent.fork_server import IMPORTED_WHEN_IDLE
 from nbdist.errors import NbdistError
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.faults.actions import Holdings
 
 pytestmark = pytest.mark.shared_world(2)
 
@@ -85,32 +83,3 @@ def test_weights_are_those_of_an_unbroken_run(world: World, kind: str, breaks: s
     first, second = world.gather("weights(net)")
     assert first.equal(second)
     assert first.equal(world.gather("weights(unbroken[0])")[0])
-
-
-def test_a_replaced_rank_takes_over_the_weights(world: World) -> None:
-    """After a death survivors hold the model; the new rank gets it over the group."""
-    world.execute("net, optimizer = make('DDP'); train(net, optimizer, range(5))")
-    with pytest.raises(NbdistError, match="Rank 0 was restarted"):
-        world.execute("import os\nif rank == 0: os._exit(1)\ntrain(net, optimizer, [5])")
-    (before,) = world.gather("weights(net)", ranks=[1])
-    world.execute(TRAINING, ranks=[0])
-    world.execute(
-        "state = [net.module.state_dict()] if rank == 1 else [None]\n"
-        "dist.broadcast_object_list(state, src=1)\n"
-        "net, optimizer = make('DDP'); net.module.load_state_dict(state[0])"
-    )
-    assert all(each.equal(before) for each in world.gather("weights(net)"))
-    world.execute("train(net, optimizer, range(5, 8))")
-    first, second = world.gather("weights(net)")
-    assert first.equal(second)
-    assert not first.equal(before)
-
-
-def test_what_a_first_step_imports_is_there(world: World, idle_imports: None) -> None:
-    """In a rank that is new; what the fork server has after its imports is what it has for good."""
-    before = Holdings.now([*world.pids.values()])
-    world.replace([0])
-    last = f"{IMPORTED_WHEN_IDLE[-1]!r} in __import__('sys').modules"
-    assert world.gather(last, ranks=[0]) == [True]
-    assert not Holdings.now([*world.pids.values()]).has_grown_since(before)
-    world.execute(TRAINING, ranks=[0])
