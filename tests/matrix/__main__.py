@@ -164,7 +164,7 @@ def _try(row: Row, environment: Environment, out: Path, log: IO[str]) -> Result:
     verdicts, notes = read(report)
     changed += moved(environment)
     worst = max(verdicts.values())
-    well = worst <= Verdict.DEGRADED and not changed
+    well = worst == Verdict.PASSED and not changed
     return _result(row, versions, verdicts, [*changed, *notes], went_well=well)
 
 

@@ -68,22 +68,9 @@ ROWS = (
     Row("python-3.14", "3.14"),
 )
 
-COLUMNS = {
-    "start": "start",
-    "names": "names",
-    "output": "output",
-    "raise": "raise",
-    "skip": "skip",
-    "kill": "kill",
-    "heal": "heal",
-    "ddp": "DDP",
-    "fsdp2": "FSDP2",
-    "scale": "scale",
-    "restart": "restart",
-    "stop": "Stop",
-    "snapshot": "snapshot",
-    "end": "end",
-}
+HEADS = ["start", "names", "output", "raise", "skip", "kill", "heal"]
+HEADS += ["DDP", "FSDP2", "scale", "restart", "Stop", "snapshot", "end"]
+COLUMNS = {head.lower(): head for head in HEADS}
 """Each capability: the test in core.py, and the head of its column."""
 
 
@@ -91,13 +78,12 @@ class Verdict(enum.IntEnum):
     """From best to worst: where a capability has several tests, the worst counts."""
 
     PASSED = 0
-    DEGRADED = 1
-    FAILED = 2
-    NOT_RUN = 3
+    FAILED = 1
+    NOT_RUN = 2
 
 
 def read(report: Path) -> tuple[dict[str, Verdict], list[str]]:
-    """The verdict on each capability, and a note on each that has not simply passed."""
+    """The verdict on each capability, and a note on each failure."""
     found: dict[str, Verdict] = {}
     notes = []
     if report.exists():  # Otherwise pytest has not come to its end.
@@ -114,15 +100,7 @@ def _judge(case: ET.Element) -> tuple[Verdict, list[str]]:
         return Verdict.FAILED, [f"fails: {_line(each.get('message', ''))}" for each in bad]
     if case.find("skipped") is not None:
         return Verdict.NOT_RUN, []
-    if said := [*_degraded(case)]:
-        return Verdict.DEGRADED, [f"is degraded: {each}" for each in said]
     return Verdict.PASSED, []
-
-
-def _degraded(case: ET.Element) -> Iterator[str]:
-    for each in case.iter("property"):
-        if each.get("name") == "degraded":
-            yield each.get("value", "")
 
 
 def _line(message: str) -> str:
@@ -131,14 +109,9 @@ def _line(message: str) -> str:
 
 
 SHOWN = ("python", "torch", "ipykernel", "ipython", "jupyter-client")
-HEADS = ("row", "Python", "torch", "ipykernel", "IPython", "jupyter_client")
+ABOUT = ("row", "Python", "torch", "ipykernel", "IPython", "jupyter_client")
 
-SIGNS = {
-    Verdict.PASSED: "ok",
-    Verdict.DEGRADED: "(ok)",
-    Verdict.FAILED: "**fails**",
-    Verdict.NOT_RUN: "-",
-}
+SIGNS = {Verdict.PASSED: "ok", Verdict.FAILED: "**fails**", Verdict.NOT_RUN: "-"}
 
 
 @dataclass(frozen=True)
@@ -172,7 +145,7 @@ def load(folder: Path) -> list[Result]:
 def table(results: Iterable[Result]) -> str:
     """Markdown: a line per row, a column per capability, and the notes below."""
     results = [*results]
-    heads = [*HEADS, *COLUMNS.values()]
+    heads = [*ABOUT, *HEADS]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     lines += [f"| {' | '.join(_cells(result))} |" for result in results]
     notes = [f"- {result.row}: {note}" for result in results for note in result.notes]
