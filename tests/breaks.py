@@ -17,7 +17,6 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -34,8 +33,8 @@ SMOKE = (
 )
 """For breaks of what runs in every cell, where the tests of their own folder find nothing."""
 
-BOUNDS = {"nearest": 300, "room": 60, "smoke": 90}
-"""Seconds for the tests of each stage; those left by then are left out."""
+LONGEST = 450
+"""Seconds for the tests of a break; those left by then are left out."""
 
 HANG = 100
 """Seconds after which a test is said to hang."""
@@ -62,10 +61,9 @@ class Break(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Which test has found a break, "" for none, at which stage, and after how many seconds."""
+    """Which test has found a break, "" for none, and after how many seconds."""
 
     test: str
-    stage: str
     seconds: float
 
 
@@ -109,25 +107,22 @@ class Copy:
                 shutil.copy2(tree / name, self.path / name)
         self._mark = uuid.uuid4().hex
 
-    def find(self, one: Break, stages: str) -> Found:
-        """Break it, and look for a test of these stages that notices."""
+    def find(self, one: Break) -> Found:
+        """Break it, and look for a test that notices."""
         file = self.path / "nbdist" / one.file
-        text, began, done = file.read_text(), time.monotonic(), set[str]()
-        for stage, modules in self._stages(one):
-            if stage not in stages:
-                continue
+        text, began, tests = file.read_text(), time.monotonic(), self._tests_for(one)
+        while tests:
             file.write_text(text.replace(one.before, one.after))
-            new = [each for each in modules if each not in done]
-            done.update(new)
-            test = self._run(new, BOUNDS[stage]) if new else ""
+            test = self._run(tests)
             file.write_text(text)
-            # What ends pytest, or is further away, may have failed for another reason.
-            is_sure = stage == "nearest" and "::" in test
-            if test and (is_sure or not self._run([test], BOUNDS["nearest"])):
-                return Found(test, stage, time.monotonic() - began)
-        return Found("", "", time.monotonic() - began)
+            # It may have failed for another reason, as what needs more than a copy.
+            if not test or not self._run([test]):
+                return Found(test, time.monotonic() - began)
+            tests = tests[tests.index(test.partition("::")[0]) + 1 :]
+        return Found("", time.monotonic() - began)
 
-    def _stages(self, one: Break) -> Iterator[tuple[str, list[str]]]:
+    def _tests_for(self, one: Break) -> list[str]:
+        """Modules of tests: its own, those that import it, the others of its room, the smoke."""
         tests = self.path / "tests"
         texts = {each: each.read_text() for each in sorted(tests.rglob("test_*.py"))}
         module = "nbdist." + one.file.removesuffix(".py").replace("/", ".")
@@ -136,18 +131,14 @@ class Copy:
         near = tests / one.room / f"test_{name}.py"
         about = [each for each, text in texts.items() if each == near or direct.search(text)]
         room = [each for each in texts if each.parent == tests / one.room and one.room != "."]
-        cheap = [each for each in room if "Notebook(" not in texts[each]]
+        found = [each for each in room if "Notebook(" not in texts[each]]
         # Its own first, then those that know least of others: they are about it.
         about.sort(key=lambda each: (each != near, each.parent != near.parent, len(texts[each])))
-        yield "nearest", self._names(about)
-        yield "room", self._names(cheap)
         if one.room.partition("/")[0] in ("worker", "agent", "world", "notebook"):
-            yield "smoke", self._names([tests / each for each in SMOKE if tests / each in texts])
+            found += [tests / each for each in SMOKE]
+        return [str(each.relative_to(self.path)) for each in dict.fromkeys([*about, *found])]
 
-    def _names(self, files: list[Path]) -> list[str]:
-        return [str(each.relative_to(self.path)) for each in files]
-
-    def _run(self, tests: list[str], bound: int) -> str:
+    def _run(self, tests: list[str]) -> str:
         """Run these; the first that fails, hangs or ends pytest, "" where none does in time."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "--all"]
         command += ["-p", "no:randomly", "-p", "no:cacheprovider", f"--timeout={HANG}", *tests]
@@ -158,7 +149,7 @@ class Copy:
                 command, cwd=self.path, env=environ, start_new_session=True, **streams
             )
             with suppress(subprocess.TimeoutExpired):
-                run.wait(bound)
+                run.wait(LONGEST)
             is_over = run.poll() is None
             self._end_all()
             code = run.wait()
@@ -181,7 +172,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.breaks", description=__doc__)
     parser.add_argument("--only", default="", help="numbers, with commas between")
     parser.add_argument("--jobs", type=int, default=1, help="breaks at a time (1)")
-    parser.add_argument("--stages", default=",".join(BOUNDS), help="some of %(default)s")
     parser.add_argument("--tree", type=Path, default=Path(), help="the tree to break (this)")
     options = parser.parse_args()
     breaks, tree = all_breaks(), options.tree.resolve()
@@ -198,9 +188,9 @@ def main() -> None:
 
         def find(one: Break) -> Found:
             copy = copies.get()
-            said = copy.find(one, options.stages)
+            said = copy.find(one)
             copies.put(copy)
-            by = f"found by {said.test} ({said.stage})" if said.test else "NOT FOUND"
+            by = f"found by {said.test}" if said.test else "NOT FOUND"
             first = " ".join(one.before.split())[:40]
             sys.stdout.write(f"{one.number:3} {said.seconds:5.0f} s  {one.file} | {first}: {by}\n")
             sys.stdout.flush()

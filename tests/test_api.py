@@ -19,9 +19,9 @@ from tests.waiting import SOON
 ROOT = Path(__file__).parent.parent
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "NBDIST_LOG_DIR": "", **more}
+    return {**os.environ, "PYTHONPATH": path, "NBDIST_LOG_DIR": ""}
 
 
 def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:

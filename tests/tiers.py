@@ -97,9 +97,11 @@ def _tiers_of_fixtures(item: pytest.Item) -> Iterator[str]:
                 yield OF_FIXTURE[word]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(tier_of(item))
+    if not hasattr(config, "workerinput"):
+        return  # as they are named
     place = {TESTS / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -16,12 +15,6 @@ from tests.bench.lab import DONE, REPLIED, CellFailed, Lab, Notebook, seconds_of
 from tests.bench.starting import start_world
 
 RATIO_BUDGETS = {4: 1.7, 8: 2.3, 16: 4.0}
-IPYPARALLEL = """
-import ipyparallel
-cluster = ipyparallel.Cluster(n={ranks}, log_level=40, profile_dir={folder!r})
-client = cluster.start_and_connect_sync(activate=True)
-"""
-IPYPARALLEL_END = "client.close()\ncluster.stop_cluster_sync()"
 
 SIZES = (1, 2, 4, 8, 16, 32)
 PEER_SIZES = (4, 16)
@@ -53,38 +46,27 @@ def pass_cell(lab: Lab) -> Iterator[Figure]:
 
 
 def ratio(lab: Lab) -> Iterator[Figure]:
-    """A `pass` cell on all workers beside a plain one of the same notebook, and a peer's."""
+    """A `pass` cell on all workers beside a plain one of the same notebook."""
     for ranks, budget in RATIO_BUDGETS.items():
         with lab.notebook() as notebook:
             start_world(notebook, ranks)
-            yield from _beside_plain(lab, notebook, PASS, f"pass cell, n={ranks}", budget)
-    if importlib.util.find_spec("ipyparallel") is None:
-        return
-    for ranks in PEER_SIZES:
-        with lab.notebook() as notebook:
-            folder = str(lab.folder / f"ipyparallel-{ranks}")
-            notebook.run(IPYPARALLEL.format(ranks=ranks, folder=folder))
-            what = f"peer: ipyparallel, %%px pass, n={ranks}"
-            yield from _beside_plain(lab, notebook, "%%px\npass", what, None)
-            notebook.run(IPYPARALLEL_END)
+            yield from _beside_plain(lab, notebook, ranks, budget)
 
 
-def _beside_plain(
-    lab: Lab, notebook: Notebook, source: str, what: str, budget: float | None
-) -> Iterator[Figure]:
+def _beside_plain(lab: Lab, notebook: Notebook, ranks: int, budget: float) -> Iterator[Figure]:
     """In turn, so that both have the machine as it was at that time."""
     for _ in range(WARM_UP):
-        notebook.run(source)
+        notebook.run(PASS)
     plain, cells = [], []
     for _ in range(lab.runs):
         pairs = [
-            (1000 * notebook.run("pass").seconds, 1000 * notebook.run(source).seconds)
+            (1000 * notebook.run("pass").seconds, 1000 * notebook.run(PASS).seconds)
             for _ in range(CELLS)
         ]
         plain.append(percentile([pair[0] for pair in pairs], 50))
         cells.append(percentile([pair[1] for pair in pairs], 50))
     ratios = tuple(cell / alone for cell, alone in zip(cells, plain, strict=True))
-    yield Figure("ratio", f"{what}, p50", "ms", tuple(cells))
+    yield Figure("ratio", f"pass cell, n={ranks}, p50", "ms", tuple(cells))
     yield Figure("ratio", "  plain pass beside it, p50", "ms", tuple(plain))
     yield Figure("ratio", "  of a plain one", "x", ratios, budget)
 

@@ -25,11 +25,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import zmq
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import KernelManager
 
 import nbdist
+from tests.traces import with_variable
 
 UP_TIMEOUT = 60.0
 CELL_TIMEOUT = 120.0
@@ -255,7 +257,7 @@ END_TIMEOUT = 10.0
 """Seconds that processes have to be gone after their notebook kernel has ended."""
 
 SAMPLE_SECONDS = 0.3
-QUIET_SHARE = 0.1
+QUIET_PERCENT = 10
 """Of all processors' time; below this nothing that matters is running."""
 
 
@@ -268,7 +270,7 @@ class Lab:
         self._quiet_timeout = quiet_timeout
         # A short path: it holds unix sockets.
         self.folder = Path(tempfile.mkdtemp(prefix="nbb-"))
-        self._mark = f"NBDIST_BENCH={uuid.uuid4().hex}"
+        self._mark = uuid.uuid4().hex
         self._environ = self._make_environ()
         # As an installed package is, also where Python writes no bytecode by itself.
         compileall.compile_dir(str(Path(nbdist.__file__).parent), quiet=2)
@@ -325,8 +327,7 @@ class Lab:
 
     def processes(self) -> list[int]:
         """The ids of all processes that measurements started and that are still there."""
-        pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
-        return [pid for pid in pids if pid != os.getpid() and self._is_ours(pid)]
+        return with_variable("NBDIST_BENCH", self._mark)
 
     def _make_environ(self) -> dict[str, str]:
         environ = {
@@ -335,26 +336,22 @@ class Lab:
             if name not in ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS")
             and not name.startswith("NBDIST_")
         }
-        name, _, value = self._mark.partition("=")
         runtime, ipython = self.folder / "run", self.folder / "ipython"
         for folder in (runtime, ipython):
             folder.mkdir(mode=0o700)
         ours = {"XDG_RUNTIME_DIR": runtime, "IPYTHONDIR": ipython, "XDG_STATE_HOME": self.folder}
-        return {**environ, name: value, **{key: str(folder) for key, folder in ours.items()}}
-
-    def _is_ours(self, pid: int) -> bool:
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return False  # it went, or is somebody else's
-        return self._mark.encode() in environ.split(b"\0")
+        return {
+            **environ,
+            "NBDIST_BENCH": self._mark,
+            **{key: str(folder) for key, folder in ours.items()},
+        }
 
     def _wait_until_quiet(self) -> None:
         """Remembers for `was_busy` when there was no quiet moment within the time allowed."""
         if self._told:
             self._was_busy = self._told = False
         deadline = time.monotonic() + self._quiet_timeout
-        while self._quiet_timeout and busy_share(SAMPLE_SECONDS) > QUIET_SHARE:
+        while self._quiet_timeout and psutil.cpu_percent(SAMPLE_SECONDS) > QUIET_PERCENT:
             if time.monotonic() > deadline:
                 self._was_busy = True
                 return
@@ -374,19 +371,3 @@ def seconds_of(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def busy_share(seconds: float) -> float:
-    """Which part of the processors' time was used, measured for so long (proc(5), stat)."""
-    before = _processor_ticks()
-    time.sleep(seconds)
-    used, idle = (now - then for now, then in zip(_processor_ticks(), before, strict=True))
-    return used / max(1, used + idle)
-
-
-def _processor_ticks() -> tuple[int, int]:
-    """Used and idle, since boot."""
-    with open("/proc/stat", encoding="ascii") as stat:
-        fields = [int(field) for field in stat.readline().split()[1:9]]
-    idle = fields[3] + fields[4]
-    return sum(fields) - idle, idle

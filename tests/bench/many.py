@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from nbdist.system.processes import cpu_seconds
 from nbdist.world.world import World
 from tests.bench.harness import Figure, percentile
 from tests.bench.lab import Lab, Notebook, seconds_of
@@ -78,15 +79,10 @@ def _simulated(lab: Lab, notebook: Notebook, ranks: int) -> Iterator[Figure]:
 def _round(
     notebook: Notebook, processes: tuple[psutil.Process, ...], source: str
 ) -> tuple[float, ...]:
-    before = [*map(_cpu, processes)]
+    before = [cpu_seconds(each.pid) for each in processes]
     walls = [1000 * notebook.run(f"%%distributed\n{source}").seconds for _ in range(CELLS)]
-    used = [_cpu(each) - was for each, was in zip(processes, before, strict=True)]
+    used = [cpu_seconds(each.pid) - was for each, was in zip(processes, before, strict=True)]
     return percentile(walls, 50), *(1000 * each / CELLS for each in used)
-
-
-def _cpu(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 # --- real hosts -----------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -137,8 +136,3 @@ def cuda_traces(pid: int) -> list[str]:
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         found.add(line.split(maxsplit=5)[-1])
     return sorted(path for path in found if path.startswith("/dev/nvidia"))
-
-
-def say(text: str) -> None:
-    """A line in the test's captured output."""
-    sys.stdout.write(f"{text}\n")

@@ -20,7 +20,7 @@ from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.wire.spec import MULTI_RANK_NCCL, WITH_NCCL, sharing_variables
 from nbdist.world.world import World
 from tests.gpu import lab
-from tests.gpu.conftest import Figure
+from tests.gpu.conftest import Figure, needs_gpu
 from tests.standin import processes
 from tests.standin.conftest import has_torch
 from tests.standin.processes import CHECKS, Said, both
@@ -33,8 +33,7 @@ EVENS = "t = torch.ones(1)\nif rank % 2 == 0: dist.all_reduce(t, group=evens); t
 
 @pytest.fixture(scope="module", params=["nccl", "nccl-legacy"])
 def kind(request: pytest.FixtureRequest) -> str:
-    if not lab.has_gpu():
-        pytest.skip("no GPU is visible here")
+    needs_gpu()
     if request.param == "nccl-legacy" and (lab.TORCH < (2, 15) or lab.DEVICE == "cpu"):
         pytest.skip('"nccl" is the old one here')
     return str(request.param)

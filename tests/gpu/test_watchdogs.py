@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from nbdist.errors import NbdistError
@@ -37,7 +39,7 @@ def test_no_process_ends(world: World, name: str) -> None:
     try:
         world.execute(CASES[name])
     except NbdistError as error:
-        lab.say(str(error))
+        sys.stdout.write(f"{error}\n")
     assert world.pids == before
     world.execute(lab.SUM)
     assert world.pids == before
