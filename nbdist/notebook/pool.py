@@ -283,8 +283,8 @@ class Pool:
             self._widgets = WidgetRelay(self.shell, widgets, self.world.session)
         self._widgets.show()
         if widgets.gone:
-            gone, widgets.gone = widgets.gone, []
-            self.ended.lose_widgets({each.id: each.rank for each in gone})
+            gone, widgets.gone = widgets.gone, {}
+            self.ended.lose_widgets(gone)
 
     def show_late(self, *, at_once: bool = True) -> None:
         """Show what ranks have printed after their cells, below these; and their widgets."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from nbdist.output import events
 from nbdist.output.events import (
@@ -63,20 +63,13 @@ class Model:
         return data, (*self.buffers.values(),)
 
 
-class Gone(NamedTuple):
-    """What became of a widget of a rank that has ended."""
-
-    rank: int
-    id: str
-
-
 class Widgets:
     """All models of the ranks of one world."""
 
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
-        self.gone: list[Gone] = []
-        """Widgets of ranks that have ended, until the notebook has shown that."""
+        self.gone: dict[str, int] = {}
+        """By id the ranks of widgets that have ended with these, until the notebook shows that."""
         self._unfit: dict[str, str] = {}  # by id, why no page can have them
         self._news: list[Comm] = []
         self._capturing: dict[int, list[str]] = {}  # by rank the `Output`s, the innermost last
@@ -221,7 +214,7 @@ class Widgets:
             for name, model in [*self.models.items()]:
                 if ranks is None or model.rank in ranks:
                     self._forget(name)
-                    self.gone.append(Gone(model.rank, name))
+                    self.gone[name] = model.rank
                     self._news.append(Comm("comm_close", name, {}, {}))
 
     def renumber(self, became: Mapping[int, int]) -> None:

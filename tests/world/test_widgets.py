@@ -116,4 +116,4 @@ def test_ranks_that_end_or_become_others(widgets: Widgets) -> None:
     assert [(comm.kind, comm.id) for _, comm in widgets.news()] == [("comm_close", "s")]
     assert widgets.from_page(changed("t", value=2)) == 1
     widgets.end([1])
-    assert [each.id for each in widgets.gone] == ["s", "t"]
+    assert widgets.gone == {"s": 0, "t": 1}
