@@ -259,18 +259,17 @@ def uses_nccl(backend: str) -> bool:
 # --- GPUs -----------------------------------------------------------------------------
 
 
-def visible_gpus(environ: Mapping[str, str], installed: int | None = None) -> tuple[str, ...]:
+def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     """List the GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them.
 
-    `installed` is their number on the machine, looked up when it is None.  Touches
-    neither torch nor CUDA.  Where there are MIG slices it is these that count: CUDA shows a
+    Touches neither torch nor CUDA.  Where there are MIG slices it is these that count: CUDA shows a
     process that names several, or none, the first alone, so each rank is to name its own.
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     chosen = None if text is None else _cuda_list(text)
     if chosen == ():
         return ()
-    number = installed_gpus() if installed is None else installed
+    number = installed_gpus()
     if chosen is None and next(SLICES_FOLDER.glob("gpu*/mig/gi*/ci*"), None):
         chosen = tuple(_MIG_SLICE.findall(_said_by_nvidia_smi("-L")))
     if not chosen:

@@ -25,8 +25,6 @@ from nbdist.output.events import (
     Update,
 )
 
-PROTOCOL = "2"  # of the messages between ipywidgets 7 or 8 and a page, its major version
-OTHER_PROTOCOL = "(this widget speaks protocol {}, and pages {}: update ipywidgets on the ranks)"
 UNKNOWN = "(this page does not have this widget: run the cell again that makes it)"
 
 MOST_OUTPUTS, MOST_TEXT = 500, 200_000
@@ -70,7 +68,6 @@ class Widgets:
         self.models: dict[str, Model] = {}
         self.gone: dict[str, int] = {}
         """By id the ranks of widgets that have ended with these, until the notebook shows that."""
-        self._unfit: dict[str, str] = {}  # by id, why no page can have them
         self._news: list[Comm] = []
         self._capturing: dict[int, list[str]] = {}  # by rank the `Output`s, the innermost last
         self._written: dict[str, None] = {}  # the `Output`s with other outputs than pages have
@@ -101,10 +98,6 @@ class Widgets:
 
     def _take_comm(self, rank: int, comm: Comm) -> None:
         if comm.kind == "comm_open":
-            version = str(comm.metadata.get("version", "")).partition(".")[0]
-            if version != PROTOCOL:
-                self._unfit[comm.id] = OTHER_PROTOCOL.format(version or "?", PROTOCOL)
-                return
             self.models[comm.id] = model = Model(rank)
             model.change(comm)
         elif (known := self.models.get(comm.id)) is None:  # another notebook has seen it opened
@@ -149,13 +142,12 @@ class Widgets:
         self._written[name] = None
 
     def _shown(self, output: Display | Update) -> Display | Update:
-        """Return it, or its text and why there is no more where no page has its model."""
+        """Return it, or its text and what to do where no page has its model."""
         view = output.data[WIDGET]
         name = str(view.get("model_id", "")) if isinstance(view, Mapping) else ""
         if name in self.models:
             return output
-        why = self._unfit.get(name, UNKNOWN)
-        text = f"{events.plain_of({**output.data, WIDGET: ''})} {why}"
+        text = f"{events.plain_of({**output.data, WIDGET: ''})} {UNKNOWN}"
         return output._replace(data={"text/plain": text})
 
     # --- for pages ------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from nbdist.world.widgets import UNKNOWN, Widgets, merged
 VIEW = Display({"text/plain": "IntSlider()", WIDGET: {"model_id": "s"}}, {})
 
 
-def opened(name: str, version: str = "2.1.0", buffers: Any = (), **state: Any) -> Comm:
+def opened(name: str, buffers: Any = (), **state: Any) -> Comm:
     data = {"state": state, "buffer_paths": [["image", "data"]][: len(buffers)]}
-    return Comm("comm_open", name, data, {"version": version}, buffers, "jupyter.widget")
+    return Comm("comm_open", name, data, {}, buffers, "jupyter.widget")
 
 
 def changed(name: str, **state: Any) -> Comm:
@@ -96,15 +96,10 @@ def test_what_an_output_captures(widgets: Widgets) -> None:
 
 
 def test_widgets_that_no_page_has(widgets: Widgets) -> None:
-    """Those of an earlier notebook, or of another protocol, are a line with what to do."""
+    """Those of an earlier notebook are a line with what to do."""
     assert widgets.take(0, VIEW) == VIEW
     unknown = VIEW._replace(data={**VIEW.data, WIDGET: {"model_id": "before"}})
     assert widgets.take(0, unknown) == Display({"text/plain": f"IntSlider() {UNKNOWN}"}, {})
-    widgets.take(0, opened("old", version="1.0"))
-    assert widgets.news() == []
-    old = widgets.take(0, VIEW._replace(data={**VIEW.data, WIDGET: {"model_id": "old"}}))
-    assert isinstance(old, Display)
-    assert "speaks protocol 1, and pages 2: update ipywidgets" in old.data["text/plain"]
 
 
 def test_ranks_that_end_or_become_others(widgets: Widgets) -> None:
