@@ -34,21 +34,15 @@ pytestmark = pytest.mark.shared_world
 # Layers enough for several buckets of gradients, which DDP puts in another order after its
 # first step.
 TRAINING = """
-import os
-
 def make():
     torch.manual_seed(1)
     layers = [torch.nn.Linear(256, 256) for _ in range(8)]
     return torch.nn.Sequential(*layers, torch.nn.Linear(256, 1))
 
-def batch(step, rank):
+def loss(net, step, rank):
     torch.manual_seed(1000 * step + rank)
     data = torch.randn(4, 256)
-    return data, data.mean(1, keepdim=True)
-
-def loss(net, step, rank):
-    data, target = batch(step, rank)
-    return torch.nn.functional.mse_loss(net(data), target)
+    return torch.nn.functional.mse_loss(net(data), data.mean(1, keepdim=True))
 
 def train(net, optimizer, steps):
     for step in steps:
@@ -248,6 +242,7 @@ def test_a_survivor_that_dies_meanwhile_is_replaced(world: World) -> None:
 
 LATE = """
 import time
+from pathlib import Path
 from nbdist.worker.group.group import Group
 at_once = Group.regroup
 def late(*args):
@@ -260,7 +255,7 @@ Group.regroup = late
 
 def test_stop_while_it_is_scaled(world: World, tmp_path: Path) -> None:
     """The next cell finds the ranks that there are then, with a group."""
-    gate = tmp_path / "gate"
+    gate, before = tmp_path / "gate", dict(world.pids)
     world.execute(LATE.format(gate=str(gate)), ranks=[0])
     with each_new_worker(world, lambda _: press_stop()), pytest.raises(KeyboardInterrupt):
         world.scale(3)
@@ -269,6 +264,7 @@ def test_stop_while_it_is_scaled(world: World, tmp_path: Path) -> None:
     world.session.heal()
     here = world.gather("(rank, world_size, dist.get_world_size())")
     assert here == [(rank, 3, 3) for rank in range(3)]
+    assert world.pids[0] == before[0]  # it was only late
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------
