@@ -217,12 +217,9 @@ class StandIn(dist.distributed_c10d.C10DBackend):
 
     def allreduce(self, tensors: Tensors, options: Any) -> Work:
         def take(came: Came) -> None:
-            for number, tensor in enumerate(tensors):
-                _reduce(tensor, [each[number] for each in came.values()], options)
+            _reduce(tensors[0], [each[0] for each in came.values()], options)
 
         return self._begin("all_reduce", options, tensors, tensors, self._all, take)
-
-    allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         is_root = self._rank == options.rootRank
@@ -263,39 +260,29 @@ class StandIn(dist.distributed_c10d.C10DBackend):
 
         return self._begin("scatter", options, parts, outputs, [root], take)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any) -> Work:
-        return self._all_to_all("all_to_all", outputs, inputs, options)
-
-    def _all_to_all(self, name: str, outputs: Tensors, inputs: Tensors, options: Any) -> Work:
-        def take(came: Came) -> None:
-            for rank, output in enumerate(outputs):
-                output.copy_(came[rank][self._rank])
-
-        return self._begin(name, options, inputs, outputs, self._all, take)
-
     def all_to_all_single(
         self, output: Any, given: Any, out_sizes: list[int], in_sizes: list[int], options: Any
     ) -> Work:
         outs = output.split(out_sizes or len(output) // self._size)
         ins = given.split(in_sizes or len(given) // self._size)
-        return self._all_to_all("all_to_all_single", outs, ins, options)
+
+        def take(came: Came) -> None:
+            for rank, out in enumerate(outs):
+                out.copy_(came[rank][self._rank])
+
+        return self._begin("all_to_all_single", options, ins, outs, self._all, take)
 
     alltoall_base = all_to_all_single
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> Work:
-        return self._reduce_scatter("reduce_scatter", outputs[0], inputs[0], options)
-
     def reduce_scatter_single(self, output: Any, given: Any, options: Any) -> Work:
         parts = given.view(self._size, *output.shape).unbind()
-        return self._reduce_scatter("_reduce_scatter_base", output, parts, options)
 
-    _reduce_scatter_base = reduce_scatter_single
-
-    def _reduce_scatter(self, name: str, output: Any, parts: Tensors, options: Any) -> Work:
         def take(came: Came) -> None:
             _reduce(output, [each[self._rank] for each in came.values()], options)
 
-        return self._begin(name, options, parts, [output], self._all, take)
+        return self._begin("_reduce_scatter_base", options, parts, [output], self._all, take)
+
+    _reduce_scatter_base = reduce_scatter_single
 
     def barrier(self, options: Any) -> Work:
         return self._begin("barrier", options, (), (), self._all, lambda _: None)
@@ -380,7 +367,7 @@ def _reduce(target: torch.Tensor, parts: Tensors, options: Any) -> None:
 
 def _call(name: str, inputs: Tensors, outputs: Tensors) -> str:
     """Say what all have to call alike, to meet."""
-    by_name = {"scatter": outputs, "all_gather": outputs, "all_to_all": (), "all_to_all_single": ()}
+    by_name = {"scatter": outputs, "all_gather": outputs, "all_to_all_single": ()}
     alike = by_name.get(name, inputs or outputs)
     name = "message" if name.startswith(P2P) else name
     return f"{name} of {[(tuple(each.shape), each.dtype) for each in alike]}"
