@@ -11,6 +11,7 @@ import re
 import threading
 import types
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -168,14 +169,12 @@ def change_threads(before: int, after: int) -> None:
 def check_room_for_threads() -> None:
     """Raise RuntimeError where gloo could start no threads, and would end the process."""
     over = threading.Event()
-    threads = [threading.Thread(target=over.wait, daemon=True) for _ in range(THREADS)]
-    try:
-        for thread in threads:
-            thread.start()
-    finally:
-        over.set()
-        for thread in filter(threading.Thread.is_alive, threads):
-            thread.join()
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            for _ in range(THREADS):
+                pool.submit(over.wait)
+        finally:
+            over.set()
 
 
 # --- names, for front ends that complete and describe them ------------------------------------

@@ -119,8 +119,10 @@ class Debugger(InterruptiblePdb):
     def get_stack(self, *args: Any, **options: Any) -> tuple[Stack, int]:
         """Return the user's calls, the innermost last, and which of them is looked at."""
         stack, index = super().get_stack(*args, **options)  # type: ignore[no-untyped-call]
-        first, end = own_part([is_around(frame) for frame, _ in stack])
-        return stack[first:end], max(0, min(index, end - 1) - first)
+        # All but what is around them at both ends; else all.
+        users = [n for n, (frame, _) in enumerate(stack) if not is_around(frame)]
+        first, last = (users[0], users[-1]) if users else (0, len(stack) - 1)
+        return stack[first : last + 1], max(0, min(index, last) - first)
 
     def format_stack_entry(self, *args: Any, **options: Any) -> str:
         """Write where a call is: `Cell In[5](3)` for a cell, whose file people do not know."""
@@ -137,14 +139,6 @@ def forget_in(frame: FrameType) -> None:
     if frame.f_locals is frame.f_globals:
         for name in ("__return__", "__exception__"):
             frame.f_globals.pop(name, None)
-
-
-def own_part(around: list[bool]) -> tuple[int, int]:
-    """Find the user's calls in a stack: all but those around them at both ends; else all."""
-    if all(around):
-        return 0, len(around)
-    first = around.index(False)
-    return first, len(around) - around[::-1].index(False)
 
 
 def leave_debugger() -> None:
