@@ -121,20 +121,6 @@ def until_there(world: World, text: str, code: str, *ranks: int) -> None:
         assert time.monotonic() < deadline
 
 
-def test_of_an_idle_rank(world: World) -> None:
-    """IPython answers, who follows what an expression gives."""
-    world.execute("import torch.nn as nn")
-    world.execute("import sys\nlimit = sys.getrecursionlimit()\nmine = 1", ranks=[1])
-    until_there(world, "weight", "nn.Linear(1, 1).wei", 1)
-    as_before = "(sys.getrecursionlimit() == limit, 'jedi' in sys.modules)"
-    assert world.gather(as_before, ranks=[1]) == [(True, True)]
-    assert "mine" in texts(world, "mi", 1)
-    assert "mine" not in texts(world, "mi", 0)
-    told = ask(world, Inspect("nn.Linear(", 10))
-    assert isinstance(told, Description)
-    assert "in_features" in told.data["text/plain"]
-
-
 def test_an_idle_one_is_asked_first(world: World, tmp_path: Path) -> None:
     """Rank 1, while rank 0 is busy; of that what is there is told, and no `repr` awaited."""
     gate = tmp_path / "gate"

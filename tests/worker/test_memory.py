@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +24,8 @@ from nbdist.worker.memory import (
     measure,
 )
 from nbdist.world.world import World
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 MEGABYTE = 2**20
 GIB = 2**30
@@ -226,12 +224,6 @@ def test_what_a_traceback_holds(monkeypatch: pytest.MonkeyPatch):
 
 
 ABSURD = "torch.empty(1 << 50)"
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2, show=False) as started:
-        yield started
 
 
 def test_memory(world: World) -> None:

@@ -159,22 +159,6 @@ def wrote(source: str) -> list[Text]:
     return found
 
 
-def test_both_streams_in_one_order() -> None:
-    """stdout, stderr, descriptors and children come in the order of writing."""
-    said = wrote(
-        "import subprocess\nfor i in range(2):\n    print('out', i)\n"
-        "    print('err', i, file=sys.stderr)\n    os.write(1, b'fd\\n')\n"
-        "    subprocess.run(['echo', 'child'])\n"
-    )
-    assert said == [
-        Text("stdout", "out 0\n"),
-        Text("stderr", "err 0\n"),
-        Text("stdout", "fd\nchild\nout 1\n"),
-        Text("stderr", "err 1\n"),
-        Text("stdout", "fd\nchild\n"),
-    ]
-
-
 WRITE_AT_ONCE = f"""
 def say(letter, where):
     for _ in range(5): where.write(letter * 200_000 + '\\n')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,9 +28,8 @@ from nbdist.worker.tracebacks import (
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
 from tests.worker.test_memory import shell_with
-from tests.worlds import NewWorld
 
-pytestmark = pytest.mark.shared_world
+pytestmark = pytest.mark.shared_world(2)
 
 RAISES = "if rank == 1: raise LookupError('no such shard')"
 
@@ -54,12 +53,6 @@ DRAWN = {
     ),
 }
 """What a cell does before another one, or itself, raises."""
-
-
-@pytest.fixture(scope="module")
-def world(new_world: NewWorld) -> Iterator[World]:
-    with new_world(2, show=False) as world:
-        yield world
 
 
 def ran(world: World, source: str) -> RunningTask:

@@ -1,23 +1,16 @@
-"""Tests of `nbdist.worker.ops.call`: a called function, and the last exception of a rank."""
+"""Tests of `nbdist.worker.ops.call`: functions of the notebook, called in a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from IPython.core.events import EventManager, available_events
 
-from nbdist.errors import WorkerError
-from nbdist.output.ansi import strip
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.pickling import pickle
 from nbdist.worker.namespace import Context, Namespace, VariableError
 from nbdist.worker.ops.call import call, lent_names
-from nbdist.world.world import World
-
-pytestmark = pytest.mark.shared_world(2)
 
 
 class Shell:
@@ -125,59 +118,3 @@ def test_a_call_that_is_ended(context: Context, stop: type[BaseException]) -> No
     assert ("exception_only" in options) == (stop is SystemExit)
     context.at_end.close()
     assert "other" not in context.names
-
-
-HOLDS = """
-import weakref
-def fails(x):
-    tensor = torch.ones(x)
-    global left
-    left = weakref.ref(tensor)
-    raise ValueError("bad")
-try:
-    fails(3)
-except ValueError as error:
-    raise KeyError("worse") from error
-"""
-
-
-@pytest.fixture
-def look(
-    world: World, enter: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[list[bool], str]]:
-    """Debugs rank 1 post mortem, with these lines; whether it could, and what was seen."""
-
-    def run(*lines: str) -> tuple[list[bool], str]:
-        enter(*lines)
-        capsys.readouterr()
-        return [*world.call("call.debug", ranks=[1])], strip(capsys.readouterr().out)
-
-    return run
-
-
-def test_where_it_came_from(
-    world: World, look: Callable[..., tuple[list[bool], str]], write: Callable[..., Path]
-) -> None:
-    """As often as one likes, until something else has failed, or `clean` released it."""
-    assert look() == ([False], "")
-    with pytest.raises(WorkerError):
-        world.execute(HOLDS)
-    for _ in range(2):
-        found, said = look("where", "q")
-        assert found == [True]
-        assert said.splitlines()[0] == "[1] KeyError: 'worse'"
-        assert "raise KeyError" in said
-        assert "nbdist/worker" not in said
-    world.execute("import gc; _ = gc.collect()")
-    assert world.gather("left() is None") == [False, False]
-    world.clean()
-    assert world.gather("left() is None") == [True, True]
-    assert look() == ([False], "")
-    with pytest.raises(WorkerError):
-        world.execute(HOLDS)
-    script = write("train.py", "def step(n):\n    return 1 / n\nstep(0)\n")
-    with pytest.raises(WorkerError):
-        world.run_script(str(script))
-    _, said = look("p n", "u", "q")
-    assert "[rank 1] ipdb> [1] 0" in said.splitlines()
-    assert "train.py(3)<module>()" in said

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nbdist.errors import UsageError, WorkerDied, WorkerError
+from nbdist.errors import UsageError, WorkerError
 from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, pack_frames
 from nbdist.values.pickling import pickle, unpickle
 from nbdist.wire.ops import Brought
@@ -181,20 +181,6 @@ def test_what_cannot_be_rebuilt(world: World) -> None:
         world.sync(["odd"])
     assert world.gather("globals().get('odd')", ranks=[1, 2]) == [None, None]
     assert world.sync(["made"], ranks=[1]) == (1,)
-
-
-def test_a_rank_that_dies_while_names_are_copied(world: World) -> None:
-    """The others are freed, it is replaced, and the next copy goes through."""
-    world.execute(
-        "class Deadly:\n"
-        "    def __reduce__(self): os.kill(os.getpid(), 9)\n"
-        "given = [1, 2]\n"
-        "if rank == 1: deadly = Deadly()"
-    )
-    with pytest.raises(WorkerDied, match="SIGKILL"):
-        world.sync(["deadly"], source=1)
-    assert world.sync(["given"]) == (1,)
-    assert world.gather("given") == [[1, 2]] * 3
 
 
 # --- where the user has set a default device ----------------------------------------------
