@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import select
 import socket
 import sys
 import tempfile
@@ -40,6 +39,7 @@ from nbdist.worker.process import (
     die_with_parent,
     flush_c_streams,
     flush_streams,
+    is_ready,
     leave_world_in_children,
     set_limit,
     threads_without_sigint,
@@ -203,11 +203,8 @@ class Tasks:
         self._replies[number] = None
         try:
             self._send(said)
-            # Not `select`, which knows no descriptors from 1,024 on.
-            waiting = select.poll()
-            waiting.register(agent, select.POLLIN)
             while (reply := self._replies[number]) is None and time.monotonic() < deadline:
-                if waiting.poll(LOOK_EVERY_MS) and not self._read(agent):
+                if is_ready(agent, LOOK_EVERY_MS) and not self._read(agent):
                     break  # this process is about to end
             return reply or InputReply(number)
         finally:
@@ -215,11 +212,7 @@ class Tasks:
 
     def _has_more(self) -> bool:
         """Return True while a task has come that has not begun, read or not."""
-        if self._waiting:
-            return True
-        waiting = select.poll()
-        waiting.register(self._agent or self._listener, select.POLLIN)
-        return bool(waiting.poll(0))
+        return bool(self._waiting) or is_ready(self._agent or self._listener, 0)
 
     def _accept(self) -> None:
         self._agent, _ = self._listener.accept()

@@ -11,6 +11,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -51,6 +52,14 @@ def set_limit() -> None:
     if hard == resource.RLIM_INFINITY:
         hard = PLENTY + RESERVE
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(PLENTY, soft, hard - RESERVE), hard))
+
+
+def is_ready(end: socket.socket | int, ms: float | None = None, event: int = select.POLLIN) -> bool:
+    """Wait, at most so many milliseconds, until it can be read from, or for another event."""
+    # Not `select`, which knows no descriptors from 1,024 on.
+    waiting = select.poll()
+    waiting.register(end, event)
+    return bool(waiting.poll(ms))
 
 
 @contextmanager
@@ -223,9 +232,7 @@ def write_all(data: bytes, fd: int = 1) -> None:
         try:
             view = view[os.write(fd, view) :]
         except BlockingIOError:  # user code has made it so, as asyncio and Node.js do
-            waiting = select.poll()
-            waiting.register(fd, select.POLLOUT)
-            waiting.poll()
+            is_ready(fd, event=select.POLLOUT)
 
 
 def write_mark(token: str, value: Mark) -> None:

@@ -116,11 +116,9 @@ def without_ours(tb: TracebackType | None) -> TracebackType | None:
     while tb is not None:
         calls.append(tb)
         tb = tb.tb_next
-    theirs = [each for each in calls if not each.tb_frame.f_code.co_filename.startswith(OURS)]
-    if len(theirs) == len(calls):
-        return calls[0] if calls else None
-    for each in reversed(theirs):
-        tb = TracebackType(tb, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    for each in reversed(calls):
+        if not each.tb_frame.f_code.co_filename.startswith(OURS):
+            tb = TracebackType(tb, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return tb
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import select
 import socket
 import threading
 import time
@@ -32,7 +31,7 @@ from nbdist.wire.frames import BadFrame, FrameCutter
 from nbdist.wire.spec import TorchStore
 from nbdist.words import one_line
 from nbdist.worker.compat.torch import PrefixStore, Store
-from nbdist.worker.process import BadEnvironment
+from nbdist.worker.process import BadEnvironment, is_ready
 
 FIRST_STEP, LONGEST_STEP = 0.001, 0.02
 """Seconds between two polls: as short as the others are quick, but no burden for long."""
@@ -304,11 +303,9 @@ class Connections:
         seconds = operation.seconds if isinstance(operation, wire.Get | wire.Wait) else 0.0
         end = time.monotonic() + seconds + ANSWER_TIMEOUT
         connection.sendall(wire.to_frame(operation))
-        # Not `select`, which knows no descriptors from 1,024 on.
-        arrival, cutter = select.poll(), FrameCutter(wire.MOST_BYTES)
-        arrival.register(connection, select.POLLIN)
+        cutter = FrameCutter(wire.MOST_BYTES)
         while time.monotonic() < end:
-            if not arrival.poll(LOOK_EVERY * 1000):
+            if not is_ready(connection, LOOK_EVERY * 1000):
                 look()
                 continue
             if not (data := connection.recv(READ_SIZE)):
