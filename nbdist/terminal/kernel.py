@@ -54,33 +54,6 @@ def interrupt(pid: int) -> None:
         os.kill(pid, signal.SIGINT)
 
 
-class Asked:
-    """What a kernel shows while it does what it was asked to, as text."""
-
-    def __init__(self) -> None:
-        self._shown: dict[str, str] = {}
-        self.error = ""
-
-    def take(self, kind: str, content: dict[str, Any]) -> None:
-        """Take in a message; a display that changes has its last text."""
-        match kind:
-            case "stream":
-                key = f"stream {len(self._shown)}"
-                self._shown[key] = content["text"]
-            case "display_data" | "update_display_data" | "execute_result":
-                name = content.get("transient", {}).get("display_id")
-                key = name or f"display {len(self._shown)}"
-                self._shown[key] = str(content["data"].get("text/plain", ""))
-            case "error":
-                self.error = strip("\n".join(content["traceback"]))
-
-    @property
-    def text(self) -> str:
-        """All of it, without colours; an error last."""
-        parts = [*self._shown.values(), self.error]
-        return strip("\n".join(part.rstrip("\n") for part in parts if part.strip()))
-
-
 @contextmanager
 def connected(pid: int) -> Iterator[BlockingKernelClient]:
     """Connect to the kernel of that process; UsageError unless it is free."""
@@ -105,22 +78,34 @@ def connected(pid: int) -> Iterator[BlockingKernelClient]:
 def ask(pid: int, function: str, *arguments: object, timeout: float) -> str:
     """Call a function of `nbdist.notebook.guest` there; return what it shows.
 
-    It raises UsageError where the kernel is not free, or for longer than that.
+    All of it is text without colours, of a display that changes the last.  It raises UsageError
+    where the kernel is not free, or for longer than that.
     """
+    shown: dict[str, str] = {}
     with connected(pid) as client:
         given = ", ".join(map(repr, (time.time() + FREE_TIMEOUT, *arguments)))
         code = f"__import__({GUEST!r}, fromlist=['_']).{function}({given})"
         # The user's cells that wait behind it run in any case.
         way = {"silent": True, "store_history": False, "stop_on_error": False}
         number = client.execute(code, **way, allow_stdin=False)
-        asked, is_over = Asked(), False
+        is_over = False
         for kind, content in _messages(client, number, timeout):
-            asked.take(kind, content)
-            is_over = kind == "status"
+            key = f"{kind} {len(shown)}"
+            match kind:
+                case "stream":
+                    shown[key] = content["text"]
+                case "display_data" | "update_display_data" | "execute_result":
+                    key = content.get("transient", {}).get("display_id") or key
+                    shown[key] = str(content["data"].get("text/plain", ""))
+                case "error":
+                    shown[key] = "\n".join(content["traceback"])
+                case "status":
+                    is_over = True
+    text = strip("\n".join(each.rstrip("\n") for each in shown.values() if each.strip()))
     if not is_over:
-        more = f"\n{asked.text}" if asked.text else ""
-        raise UsageError(f"it still runs after {timeout:.0f} s: `interrupt` ends it{more}")
-    return asked.text
+        said = f"it still runs after {timeout:.0f} s: `interrupt` ends it"
+        raise UsageError(f"{said}\n{text}" if text else said)
+    return text
 
 
 def _messages(

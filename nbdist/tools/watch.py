@@ -1,38 +1,60 @@
-"""`%%distributed --watch model,optimizer`: which rank was the first to differ from others.
+"""`%%distributed --watch model,optimizer`: the first step after which ranks differ, and in what.
 
-What that means is worked out in `nbdist.tools.divergence`, which is imported where it is used.
+And what differed before, which is where to look for the cause.  In training with data in parallel
+ranks have their own data and random states: what differed all the time is not told as news.
 """
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.errors import UsageError
+from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import CellOption, Line
+from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.options import Magic
+from nbdist.output.wording import difference, fold_ranks
+from nbdist.wire.ops import Facts, Looked, Watched
+from nbdist.words import count, name_ranks, one_line
+
+if TYPE_CHECKING:
+    from nbdist.tools.diff import Comparison
 
 EVERY = 50
-_WANTED = (
-    argument("--watch", metavar="NAMES",
-             help="compare modules and optimizers over the ranks while the cell trains, such as"
-             " `--watch model,optimizer`, and say what differed first"),
-    argument("--every", metavar="STEPS", type=lambda text: _number(text),
-             help=f"with --watch: compare after every STEPS steps of the optimizer ({EVERY})"),
-    argument("--stop-on-difference", action="store_true",
-             help="with --watch: end the cell on all ranks at the step where they differ; it then"
-             " waits for all ranks at each step that is compared"),
-)  # fmt: skip
+MOST_ROWS, MOST_NAMED = 20, 4
+_KEY = "[']"
+
+DATA = "the data that forward got"
+
+Stepped = tuple[int, Mapping[int, Any]]
+"""A step, and what each rank had then."""
 
 
 def _number(text: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
         raise UsageError(f"`--every {text}`: give a number of steps, such as `--every 50`.")
     return int(text)
+
+
+_WANTED = (
+    argument("--watch", metavar="NAMES",
+             help="compare modules and optimizers over the ranks while the cell trains, such as"
+             " `--watch model,optimizer`, and say what differed first"),
+    argument("--every", metavar="STEPS", type=_number,
+             help=f"with --watch: compare after every STEPS steps of the optimizer ({EVERY})"),
+    argument("--stop-on-difference", action="store_true",
+             help="with --watch: end the cell on all ranks at the step where they differ; it then"
+             " waits for all ranks at each step that is compared"),
+)  # fmt: skip
 
 
 def _add(magic: Magic) -> Magic:
@@ -54,22 +76,263 @@ def _watched(line: Line) -> Iterator[None]:
         return
     if options.no_wait:
         raise UsageError("`--watch`: what it found is shown after the cell: not with `--no-wait`.")
-    from nbdist.tools import divergence
-
     wanted = [*dict.fromkeys(filter(None, map(str.strip, options.watch.split(","))))]
     if not wanted:
-        raise UsageError(divergence.NOTHING)
+        raise UsageError(
+            "`--watch`: name modules and optimizers, such as `--watch model,optimizer`."
+        )
     line.pool.ensure(options, line.display)
     exchange = uuid.uuid4().hex[:8], line.ranks, options.stop_on_difference
     every = options.every or EVERY
     refused = line.call("watch.begin", wanted=wanted, every=every, exchange=exchange)
     if any(refused.values()):
         line.call("watch.end")  # on ranks that have begun
-        raise divergence.refusal(refused)
+        expression, why = next((e, w) for each in refused.values() for e, w in each.items())
+        raise UsageError(
+            f"`--watch {expression}`: `{expression}` is of type {why}. Name modules and "
+            "optimizers, such as `--watch model,optimizer`."
+        )
     try:
         yield
     finally:
-        divergence.show(line, wanted)
+        _show(line, wanted)
 
 
 WATCH = CellOption(_add, _watched)
+
+
+def _show(line: Line, wanted: Sequence[str]) -> None:
+    """Bring what ranks have noted of the cell that has ended, and show what it means."""
+    display = line.pool.display()
+    try:
+        found = {r: each for r, each in line.call("watch.end").items() if each is not None}
+    except NbdistError as error:
+        display.say(f"watch: nothing is known of this cell: {one_line(str(error))}")
+        return
+    divergence = Divergence(wanted, found)
+    if divergence.differs:
+        _drawn(line, divergence).on(display)
+    else:
+        display.say(divergence.agreement())
+
+
+def _drawn(line: Line, divergence: Divergence) -> Shown:
+    """Draw the first difference; how far parts are apart is measured now."""
+    from nbdist.tools.diff import distances
+
+    rows: list[tuple[str, str, str]] = []
+    for each in divergence.comparisons():
+        try:
+            for reference, (others, paths) in each.to_compare().items():
+                apart = distances(line, each.title, reference, others, paths)
+                # What is equal by now was not when ranks were compared.
+                each.take({r: {p: d for p, d in by.items() if d.differing}
+                           for r, by in apart.items()})  # fmt: skip
+        except NbdistError:  # the rank is gone, or the name
+            pass
+        rows += [(divergence.name(each.title, p), kind, ranks) for p, kind, ranks in each.rows()]
+    titles, more = ("part", "type", "ranks, and how far apart they are now"), len(rows) - MOST_ROWS
+    last = [(f"and {more} more", "", "")] if more > 0 else []
+    shown = table(divergence.head(), [titles, *rows[:MOST_ROWS], *last])
+    return below([shown, block("\n".join(divergence.before()))])
+
+
+@dataclass
+class Divergence:
+    """What ranks have of what was `wanted`, after the first step where they differ."""
+
+    wanted: Sequence[str]
+    noted: Mapping[int, Watched]
+
+    @property
+    def step(self) -> int:
+        """The step after which they differ, or the last one that all have made."""
+        found = [each.found for each in self.noted.values() if each.found]
+        return min(found) if found else min(each.steps for each in self.noted.values())
+
+    @property
+    def is_of_the_end(self) -> bool:
+        """Whether no comparison on the way has found anything."""
+        return not any(each.found for each in self.noted.values())
+
+    @property
+    def differs(self) -> bool:
+        """Whether they differ at all; at the end only those that made as many steps compare."""
+        if not self.noted or not self.is_of_the_end:
+            return bool(self.noted)
+        steps = {each.steps for each in self.noted.values()}
+        if len(steps) > 1 or steps == {0}:
+            return False
+        return any(len(fold_ranks(self._digests(each))) > 1 for each in self.wanted)
+
+    def _digests(self, expression: str) -> dict[int, Any]:
+        return {
+            rank: tuple((p, x.kind, x.digest) for p, x in each.parts.get(expression, {}).items())
+            for rank, each in self.noted.items()
+        }
+
+    def head(self) -> str:
+        """Say `watch: after step 50 rank 2 differs from ranks 0-1,3`."""
+        when = "at the end, after" if self.is_of_the_end else "after"
+        digests = [self._digests(each) for each in self.wanted]
+        alike = {rank: tuple(each[rank] for each in digests) for rank in self.noted}
+        said = difference(alike) or "ranks differed; in what is no longer known"
+        return f"watch: {when} step {self.step} {said}"
+
+    def comparisons(self) -> Iterator[Comparison]:
+        """Yield what differs of each thing that was watched."""
+        # `%load_ext` loads this file for its option.
+        from nbdist.tools.diff import Comparison
+
+        for expression in self.wanted:
+            parts = {rank: each.parts.get(expression, {}) for rank, each in self.noted.items()}
+            if any(parts.values()):
+                yield Comparison(expression, {rank: Looked(of) for rank, of in parts.items()})
+
+    def name(self, expression: str, path: str) -> str:
+        """Name a part: an optimizer's state by its parameter, where that is watched too."""
+        state, _, key = path.partition("]")
+        names = next(iter(self.noted.values())).names
+        if parameter := names.get(f"{expression} {state}]"):
+            return f"{expression}: {key.strip(_KEY)} of {parameter}"
+        return f"{expression}: {path}"
+
+    def agreement(self) -> str:
+        """Say that all was equal, where and how often, and what was left out."""
+        if not self.noted:
+            return "watch: nothing was watched on any rank"
+        steps = {rank: each.steps for rank, each in self.noted.items()}
+        parts = max(sum(map(len, each.parts.values())) for each in self.noted.values())
+        times = min(each.times for each in self.noted.values())
+        if not max(steps.values()):
+            said = [
+                "watch: no step was counted: no optimizer of what is watched made one, and "
+                "`nbdist.watch()` was not called"
+            ]
+        elif not times:
+            said = [f"watch: {', '.join(self.wanted)}: not compared"]
+        else:
+            alike = f"the same on {name_ranks(self.noted)}" if len(self.noted) > 1 else "one rank"
+            much = f"{count(parts, 'part')} " if parts else ""  # none are kept after a problem
+            said = [
+                f"watch: {', '.join(self.wanted)}: {much}{alike}, compared after {times} of "
+                f"{count(min(steps.values()), 'step')}"
+            ]
+        if len({*steps.values()}) > 1:
+            said.append(_by_ranks(steps, lambda each: f"made {count(each, 'step')}"))
+        return " · ".join([*said, *self._left_out()])
+
+    def _left_out(self) -> Iterator[str]:
+        if sharded := max(each.sharded for each in self.noted.values()):
+            yield f"{count(sharded, 'sharded part')} not compared: each rank has its own"
+        problems = {rank: each.problem for rank, each in self.noted.items() if each.problem}
+        for problem, ranks in fold_ranks(problems).items():
+            yield f"{name_ranks(ranks)} stopped comparing: {problem}"
+        for expression in self.wanted:
+            refused = {r: n.refused[expression] for r, n in self.noted.items()
+                       if expression in n.refused}  # fmt: skip
+            if refused:  # which ranks word in their own way
+                why = one_line(next(iter(refused.values())), 90)
+                yield f"`{expression}` on {name_ranks(refused)} was not compared: {why}"
+
+    # --- what differed before ------------------------------------------------------------------
+
+    def before(self) -> Iterator[str]:
+        """Yield a line for each thing that ranks had alike until some step, and then not."""
+        compared = [step for step, _ in self._facts]
+        equal = [step for step in compared if step < self.step]
+        told = [*self._inputs(), *self._generators(), *self._modules(), *self._collectives()]
+        if equal:
+            yield f"all were equal after step {equal[-1]}; what else came to differ until then:"
+        else:
+            yield "this is the first comparison; what else differs, as it may on purpose:"
+        yield from (f"  {each}" for each in told)
+        if not told:
+            yield (
+                "  none of these: the data that forward got, random states, which modules ran, "
+                "the number of collectives"
+            )
+        yield from self._left_out()
+
+    @cached_property
+    def _facts(self) -> list[tuple[int, dict[int, Facts]]]:
+        """The facts of steps that all ranks have noted, the oldest first."""
+        by_step: dict[int, dict[int, Facts]] = {}
+        for rank, each in self.noted.items():
+            for facts in each.facts:
+                by_step.setdefault(facts.step, {})[rank] = facts
+        return [(s, by_step[s]) for s in sorted(by_step) if len(by_step[s]) == len(self.noted)]
+
+    def _first(self, values: Iterable[Stepped]) -> Stepped | None:
+        """Find the first step where ranks differ that have not differed all the time before.
+
+        Where this is the first comparison nothing is known of before.
+        """
+        was_equal = not any(step < self.step for step, _ in self._facts)
+        for step, by_rank in values:
+            is_equal = len({*by_rank.values()}) == 1
+            if was_equal and not is_equal:
+                return step, by_rank
+            was_equal = is_equal
+        return None
+
+    def _generators(self) -> Iterator[str]:
+        states = [(s, {r: f.generators for r, f in of.items()}) for s, of in self._facts]
+        names = (name for _, of in states for each in of.values() for name in each)
+        told: dict[str, list[str]] = {}
+        for name in dict.fromkeys(names):
+            values = ((s, {r: each.get(name, "") for r, each in of.items()}) for s, of in states)
+            if found := self._first(values):
+                said = f"from step {found[0]} on: {difference(found[1])}"
+                told.setdefault(said, []).append(name)
+        for said, which in told.items():
+            yield f"random state of {', '.join(which)}, {said}"
+
+    def _modules(self) -> Iterator[str]:
+        found = self._first((s, {r: f.ran for r, f in of.items()}) for s, of in self._facts)
+        if found is None:
+            return
+        ran = found[1]
+        every, common = frozenset().union(*ran.values()), frozenset.intersection(*ran.values())
+        for module in sorted(every - common)[:MOST_NAMED]:
+            ranks = [rank for rank, names in ran.items() if module in names]
+            yield f"`{module}` ran forward in step {found[0]} on {name_ranks(ranks)} alone"
+
+    def _collectives(self) -> Iterator[str]:
+        counts = [(s, {r: f.collectives for r, f in of.items()}) for s, of in self._facts]
+        if found := self._first(counts):
+            yield f"collectives begun until step {found[0]}: {_by_ranks(found[1], str)}"
+            return
+        rates = [
+            (min(new.values()) - min(old.values())) / (step - before)
+            for (before, old), (step, new) in pairwise(counts)
+        ]
+        # The first steps of DDP have some more.
+        if len(rates) > 2 and rates[-1] < min(rates[1:-1]):
+            yield (
+                f"all ranks began fewer collectives: {rates[-1]:.3g} a step in the last "
+                f"{count(counts[-1][0] - counts[-2][0], 'step')}, {rates[-2]:.3g} before"
+            )
+
+    def _inputs(self) -> Iterator[str]:
+        by_call: dict[tuple[int, int], dict[int, tuple[int, str]]] = {}
+        for rank, each in self.noted.items():
+            numbers: Counter[int] = Counter()
+            for given in each.inputs:
+                call = given.step, numbers[given.step]
+                by_call.setdefault(call, {})[rank] = given.digest, given.shapes
+                numbers[given.step] += 1
+        calls = [
+            (call[0], by_call[call])
+            for call in sorted(by_call)
+            if len(by_call[call]) == len(self.noted)
+        ]
+        shapes = [(step, {r: shape for r, (_, shape) in of.items()}) for step, of in calls]
+        if found := self._first(shapes):
+            yield f"shapes of {DATA}, from step {found[0]} on: {_by_ranks(found[1], str)}"
+        elif found := self._first(calls):
+            yield f"{DATA}, from step {found[0]} on: {difference(found[1])}"
+
+
+def _by_ranks(values: Mapping[int, Any], text: Callable[[Any], str]) -> str:
+    return ", ".join(f"{name_ranks(r)} {text(each)}" for each, r in fold_ranks(values).items())

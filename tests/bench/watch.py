@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from textwrap import indent
 
-from nbdist.tools.divergence import Divergence
+from nbdist.tools.watch import Divergence
 from nbdist.world.world import World
 
 EVERY, STEPS = 5, 30

@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from nbdist.notebook.command import find_commands
 from nbdist.terminal.__main__ import main
-from nbdist.world.world import World
 from tests.notebook.front_end import Notebook
 from tests.waiting import SOON
 
-pytestmark = pytest.mark.shared_world(1)
-
-
-def test_status_and_top(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    """A table of each world, with processor time, while a cell runs."""
-    running = world.submit(world.task("import time\ntime.sleep(600)"))
-    try:
-        command = [sys.executable, "-m", "nbdist.terminal", "status"]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=SOON)
-    finally:
-        world.interrupt()
-        world.session.wait(running)
-    assert (shown.stderr, shown.returncode) == ("", 0)
-    # Whoever else works here may have worlds too.
-    lines = shown.stdout.splitlines()
-    (at,) = (i for i, line in enumerate(lines) if f" {world.pids[0]} " in line)
-    title, headings, row = lines[at - 2 : at + 1]
-    assert title.startswith("1 worker · gloo · ")
-    assert headings.split()[:4] == ["rank", "state", "pid", "device"]
-    for text in ("busy ", " % ", "line 2: time.sleep(600)"):
-        assert text in row
-    assert main(["top", "-n", "2", "-d", "0.5"]) == 0  # so many looks, one below the other
-    text = capsys.readouterr().out
-    assert text.count(f" {world.pids[0]} ") == 2
-    assert "\x1b" not in text
+pytestmark = pytest.mark.world
 
 
 @pytest.mark.parametrize("words", [[], ["stop"], ["top", "-d", "0"], ["top", "-d", "x"]])
@@ -51,19 +23,6 @@ def test_what_is_no_command(words: list[str], capsys: pytest.CaptureFixture[str]
         main(words)
     assert ended.value.code == 2
     assert "usage: nbdist" in capsys.readouterr().err
-
-
-def test_a_reader_that_has_enough(world: World) -> None:
-    """`nbdist top | head -1` ends, and says nothing of it."""
-    command = f"{sys.executable} -m nbdist.terminal top -d 0.5 | head -1"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=SOON
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    # Of whichever world comes first here.
-    assert re.fullmatch(
-        r".* workers? .*· gloo · .*notebook (pid \d+|detached).*\n|no workers yet .*\n", done.stdout
-    )
 
 
 @pytest.fixture

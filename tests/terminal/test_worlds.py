@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -40,6 +41,8 @@ from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
 
+COMMAND = [sys.executable, "-m", "nbdist.terminal"]
+
 
 @pytest.fixture(scope="module")
 def world(new_world: NewWorld) -> Iterator[World]:
@@ -53,31 +56,42 @@ def ours() -> list[WorldInfo]:
     return [each for each in infos if each.notebook == os.getpid()]
 
 
-def test_while_a_cell_runs(world: World, tmp_path: Path) -> None:
-    """What each rank does is seen, by another connection than the notebook's."""
-    gate = tmp_path / "gate"
-    source = (
-        "import os, time\nprint('loss', rank)\n"
-        f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)"
-    )
+def test_while_a_cell_runs(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table of each world: what each rank does, by another connection than the notebook's."""
+    source = "import time\nprint('loss', rank)\ntime.sleep(600)"
     running = world.submit(world.task(source, execution_count=5))
+    ends, rows = [f"line 3: time.sleep(600)  loss {rank}" for rank in (0, 1)], [""]
     try:
-        while True:
-            (seen,) = ours()
-            # Somebody else's look, whose answer is given again, may have been before it started.
-            # A line comes in several pieces, at any time.
-            lines = [each.last_line for each in seen.ranks]
-            if lines == ["loss 0", "loss 1"] and all(w.place and w.place.line for w in seen.ranks):
-                break
+        while not all(map(str.endswith, rows, ends)):  # a line comes in several pieces
+            shown = subprocess.run(
+                [*COMMAND, "status"], capture_output=True, text=True, timeout=SOON
+            )
+            assert (shown.stderr, shown.returncode) == ("", 0)
+            # Whoever else works here may have worlds too.
+            lines = shown.stdout.splitlines()
+            (at,) = (i for i, line in enumerate(lines) if f" {world.pids[0]} " in line)
+            title, headings, *rows = lines[at - 2 : at + 2]
     finally:
-        gate.touch()
+        world.interrupt()
         world.session.wait(running)
-    assert (seen.backend, seen.name, seen.pool) == ("gloo", "exp", "default")
-    assert [each.pid for each in seen.ranks] == [*world.pids.values()]
-    assert [each.cell for each in seen.ranks] == [5, 5]
-    assert all(each.memory > 2**20 and each.cpu_seconds > 0 for each in seen.ranks)
-    (later,) = ours()
-    assert later.at >= seen.at
+    assert title.startswith("2 workers · gloo · exp · ")
+    assert " · cell 5 · " in title
+    assert headings.split()[:4] == ["rank", "state", "pid", "device"]
+    for rank, row in enumerate(rows):
+        assert row.split()[:2] == [str(rank), "busy"]
+        assert f" {world.pids[rank]} " in row
+        assert " MiB " in row
+        assert " % " in row
+    assert main(["top", "-n", "2", "-d", "0.5"]) == 0  # so many looks, one below the other
+    text = capsys.readouterr().out
+    assert text.count(f" {world.pids[0]} ") == 2
+    assert "\x1b" not in text
+    # A reader that has enough ends it, and nothing is said of that.
+    command = f"{' '.join(COMMAND)} top -d 0.5 | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=SOON
+    )
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
 
 @pytest.fixture

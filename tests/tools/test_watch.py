@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from nbdist.tools.divergence import Divergence
+from nbdist.tools.watch import Divergence
 from nbdist.tools.watched.digests import ROW, fold
 from nbdist.wire.ops import Facts, Input, Part, Watched
 from nbdist.worker.tracking import watch
