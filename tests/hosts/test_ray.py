@@ -125,6 +125,12 @@ class RayCluster:
         """What processes of Ray's have an agent below them there."""
         return [each for each in host.processes().values() if each.startswith("ray::Agent")]
 
+    def kill_actor(self, host: Host) -> None:
+        """Kill the only one there."""
+        found = host.processes().items()
+        (actor,) = (pid for pid, line in found if line.startswith("ray::Agent"))
+        os.kill(actor, signal.SIGKILL)
+
     def texts(self) -> str:
         """All that Ray has written to its logs, here and on the hosts."""
         folders = [self.folder, *(host.path(str(self.folder)) for host in self.hosts)]
@@ -244,7 +250,8 @@ def test_agents_that_end(
             os.kill(agent_on(one), signal.SIGKILL)
             assert select.select([first], [], [], SOON)[0] == [first]
             assert (first.exit_code(), second.exit_code()) == (-signal.SIGKILL, None)
-            second.end(0.0)
+            cluster.kill_actor(other)
+            assert select.select([second], [], [], SOON)[0] == [second]
             assert second.exit_code() == -signal.SIGKILL
             assert "died" in " ".join(second.last_lines())
             wait_until(lambda: not agent_on(other), "the agent is gone")

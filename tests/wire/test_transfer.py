@@ -213,16 +213,20 @@ def test_what_is_dropped_leaves_nothing(sizes, others, steps, seed):
 
 async def test_a_sender_that_is_gone() -> None:
     """What is not whole is let go, and what is whole can be read on; so for a closed segment."""
-    with holding(5000) as whole, holding(5000) as half, closing(Line()) as line:
+    with holding(5000) as whole, holding(50_000) as half, closing(Line()) as line:
         await line.bring(whole)
         bringing = await line.begin(half)
         line.step()
-        shown = "<Receiving 1 segments, 6 of 10 pieces under way, has 1>"
+        shown = "<Receiving 1 segments, 10 of 10 pieces under way, has 1>"
         assert repr(line.receiving) == shown
         line.receiving.abandon()
         assert await bringing == ""
         line.assert_has(whole)
         assert line.receiving.places([half.ref]) == {}
+        line.asked.clear()
+        line.coming.clear()
+        await line.bring(half)  # from a new one
+        line.assert_has(half)
     with holding(5000) as segment, closing(Line()) as line:
         bringing = await line.begin(segment)
         line.step()
