@@ -42,7 +42,7 @@ from nbdist.wire.node_messages import LocateRanks, NodeUp
 from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore, Operation
 from nbdist.wire.transfer import Fetch, Piece
-from nbdist.wire.views import GetLogs, Usage, WorldInfo
+from nbdist.wire.views import GetLogs, WorldInfo
 
 log = logging.getLogger("nbdist.cluster")
 
@@ -65,7 +65,6 @@ class Head:
         self._coming = ""
         self._task_of: dict[int, str] = {}
         self._batches: deque[Node | None] = deque()
-        self._usage: dict[int, Usage] = {}
         self._serving = Serving(self._answer, self._send)
         self._transfers = BulkTransfers(
             lambda number: self._nodes[number],
@@ -123,7 +122,6 @@ class Head:
         do, reply = self._serving.do, self._serving.reply
         match message:
             case messages.Run(ranks=ranks) as run:
-                self._usage.clear()
                 there = [node.number for node in self._parts(ranks) if not node.lost]
                 self._transfers.run(run, there)
             case messages.Ask(
@@ -219,11 +217,8 @@ class Head:
                 self._transfers.fetch(node.number, fetch)
             case Piece() as piece:
                 self._transfers.take(node.number, piece)
-            case messages.Aborted() as aborted:
-                self._notebook.send(aborted)
-            case messages.Used(usage):
-                self._usage.update(usage)
-                self._notebook.send(messages.Used(dict(self._usage)))
+            case messages.Aborted() | messages.Used():
+                self._send(message)
             case messages.Ask(number, operation):
                 self._serving.do(self._ask_store(node, number, operation))
             case messages.Starting(up):

@@ -294,7 +294,6 @@ class KeptCode:
 
     def __init__(self) -> None:
         self._get: GetCode | None = None
-        self._coming: dict[str, CodeFile] = {}
         self._files: dict[str, CodeFile] = {}
         self._sent = weakref.WeakKeyDictionary[Node, dict[str, CodeFile]]()
 
@@ -302,13 +301,11 @@ class KeptCode:
         """Take in which files there are, or some of them; return True once all are here."""
         match request:
             case GetCode():
-                self._get, self._coming = request, {}
+                self._get, known = request, self._files.items()
+                self._files = {path: file for path, file in known if path in request.paths}
                 return False
             case PutCode(files, is_last):
-                self._coming |= files
-                if is_last and self._get is not None:
-                    known, paths = self._files | self._coming, self._get.paths
-                    self._files = {path: file for path, file in known.items() if path in paths}
+                self._files = {**self._files, **files}
                 return is_last
 
     async def bring(self, nodes: Iterable[Node]) -> CodeHeld:

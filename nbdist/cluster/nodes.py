@@ -69,7 +69,6 @@ class NodePool:
         self._late: set[asyncio.Task[None]] = set()
         self._by_identity: dict[bytes, Node] = {}
         self._failures: list[CannotStart] = []
-        self._versions = versions_here()
         self._came = asyncio.Event()
         self._has_begun = self._is_leaving = False
 
@@ -203,11 +202,8 @@ class NodePool:
         """Let machines try to reach one another; raises CannotStart."""
         there = self.there
         tried = targets(there)
-        asked = (node.ask(Reach(tried[node.number]), Reach.timeout) for node in there)
-        try:
-            problems = await asyncio.gather(*asked)
-        except NodeLost:
-            return  # which is a failure of its own
+        asked = (node.do(Reach(tried[node.number])) for node in there)
+        problems = await asyncio.gather(*asked)
         for node, problem in zip(there, problems, strict=True):
             if problem:
                 why = (
@@ -246,7 +242,7 @@ class NodePool:
         hosts = self._launched.hosts
         name = hosts[number] if number < len(hosts) else hello.facts.name
         node = Node(number, name, hello, lambda message: self.server.send(identity, message))
-        if why := mismatch(name, hello, self._versions):
+        if why := mismatch(name, hello, versions_here()):
             self._fail(CannotStart(name, why))
             node.send(Leave())
             return

@@ -331,7 +331,7 @@ class RunningTask:
             case Silent():
                 self.silent = news
             case Used(usage):
-                self.usage = usage
+                self.usage = {**self.usage, **usage}  # those of one machine
 
     def abort(self, now: float) -> None:
         """Note that its ranks can never go on, and that their collectives are being aborted."""
