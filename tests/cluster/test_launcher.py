@@ -23,11 +23,13 @@ from nbdist.cluster import launcher
 from nbdist.cluster.launcher import AgentCommand, LaunchError, SshLauncher, find_launcher
 from nbdist.cluster.ticket import SUFFIX, KeyPair, Ticket, read_key_file
 from nbdist.config import WorldConfig
+from nbdist.errors import WorkerDied
 from nbdist.topology import parse_hosts
+from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.cluster.conftest import install
 from tests.traces import shows
-from tests.waiting import SOON, wait_until
+from tests.waiting import SOON, once, wait_until
 
 TICKET = Ticket(("127.0.0.1",), 1, "x" * 40, KeyPair.new())
 
@@ -167,8 +169,10 @@ def test_machines_come_by_themselves(
 
 
 def test_only_who_has_the_key_comes(world: World, offers: Path) -> None:
-    """An old key is tried where was typed alone, and refused in a line; who ends the command takes
-    its ranks along."""
+    """An old key is tried where was typed alone, and refused in a line.
+
+    Who ends the command takes its ranks along, and has them back by the same command.
+    """
     start = threading.Thread(target=world.start)
     start.start()
     place = place_in(offers)
@@ -185,15 +189,25 @@ def test_only_who_has_the_key_comes(world: World, offers: Path) -> None:
             assert (refused.returncode, said in refused.stderr.decode()) == (1, True)
         with pytest.raises(BlockingIOError):
             elsewhere.accept()
-    right = [subprocess.Popen([*COMMAND, place], stdin=subprocess.DEVNULL) for _ in range(2)]
+
+    def join(index: int) -> subprocess.Popen[bytes]:
+        command = [*COMMAND, place, "--index", f"{index}"]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    right = [join(index) for index in (0, 1)]
     start.join(SOON)
-    assert world.gather("rank") == [0, 1]
+    world.execute("kept = rank")
     no_secret_is_to_be_seen(ticket, world)
-    right[1].terminate()
+    is_running = lambda: world.state is State.RUNNING  # noqa: E731
+    way_back = rf"rank 1 .*now 1 worker; .*`nbdist join {place}` on a machine has it come"
+    with once(is_running, right[1].terminate), pytest.raises(WorkerDied, match=way_back):
+        world.execute("import torch.distributed as dist\nwhile True: dist.barrier()")
     assert right[1].wait(SOON) == 128 + signal.SIGTERM
-    wait_until(lambda: world.session.receive(0.01) or world.session.dead, "its rank has died")
+    right.append(join(1))
+    wait_until(lambda: world.session.receive(0.01) or world.session.have_come, "it comes again")
+    assert world.gather("globals().get('kept')") == [0, None]
     world.shutdown()
-    assert right[0].wait(SOON) == 0
+    assert [right[index].wait(SOON) for index in (0, 2)] == [0, 0]
     assert list(offers.iterdir()) == []
 
 

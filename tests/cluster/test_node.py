@@ -157,7 +157,7 @@ FACTS = NodeFacts("b", 1, "10.0.0.2", 4000, 4, (), "/usr/bin/python", THERE)
         ("0.2.0", {}, "b has nbdist 0.2.0, the notebook 0.1.0: `pip install nbdist==0.1.0` for"),
         ("0.1.0", {"Python": "3.12.1"}, "/usr/bin/python on b is Python 3.12.1, the notebook's is"),
         ("0.1.0", {"torch": ""}, "/usr/bin/python on b has no torch: `--python` names the"),
-        ("0.1.0", {"torch": "2.8.0"}, "b has torch 2.8.0, the notebook 2.13.0+cpu: `pip install t"),
+        ("0.1.0", {"torch": "2.1.0"}, "b has torch 2.1.0, the notebook 2.13.0+cpu: `pip install t"),
         ("0.1.0", {"cloudpickle": "3.0.0"}, "b has cloudpickle 3.0.0, the notebook 3.1.2: `pip in"),
     ],
 )

@@ -47,19 +47,6 @@ def test_no_agent_there(tmp_path: Path) -> None:
         process.close()
 
 
-@pytest.mark.parametrize(
-    ("python", "why"),
-    [
-        ("/no/python", "there is no /no/python there: `--python` names the interpreter, "),
-        ("/bin/sh", "it exited with code 2. Started with `ssh "),
-    ],
-)
-def test_another_program(python: str, why: str) -> None:
-    """It is no agent: what the shell there says, or how it has ended."""
-    said = refused("node2", python=python)
-    assert said.startswith(f"the agent on node2 could not start: {why}")
-
-
 def test_another_torch(hosts: list[Host]) -> None:
     """Both versions are named, and nothing is started."""
     python = wrapped(hosts[1], "torch-2.3.1.dist-info/METADATA", "Name: torch\nVersion: 2.3.1\n")

@@ -20,16 +20,6 @@ LEFT = {
 """What is done on a host, and what is told of it."""
 
 
-def test_hosts_share_nothing(hosts: list[Host]) -> None:
-    """Not their names, temporary files, shared memory or home folders."""
-    first, second, _ = hosts
-    assert [host.run("hostname").stdout for host in hosts] == ["node1\n", "node2\n", "node3\n"]
-    for folder in ("/tmp", "/dev/shm", "~", "/etc"):
-        first.run(f"touch {folder}/mine")
-        assert second.run(f"ls {folder}/mine", check=False).returncode != 0
-        first.run(f"rm {folder}/mine")
-
-
 def test_what_is_left_is_told(hosts: list[Host], network: Network) -> None:
     """And ended: processes that have left their session, a port, a folder, shared memory."""
     assert network.left() == []

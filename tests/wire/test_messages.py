@@ -40,12 +40,6 @@ SCRIPT = Task("a2", (1,), Script("file", "train.py", (), "/w/train.py", "/w"), e
 CALL = Task("a3", (2,), Call("snapshot.write", {"folder": "/s", "wanted": {0: ["x"]}}))
 
 
-def test_what_people_see_of_the_work() -> None:
-    """The source, the number and the script, where there is one."""
-    seen = [(task.source, task.execution_count, task.script) for task in (SOURCE, SCRIPT, CALL)]
-    assert seen == [("x = 'é\udc80'", 7, None), ("", 3, SCRIPT.work), ("", None, None)]
-
-
 def test_memory_that_a_task_refers_to() -> None:
     """That of its names and of its op's arguments; in other places nothing else differs."""
     refs = [SegmentRef(f"/proc/1/fd/{number}#9", (8,)) for number in range(3)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,15 +15,12 @@ from nbdist.wire.spec import (
     NBDIST_DECIDES,
     NBDIST_SETS,
     WITH_NCCL,
-    Difference,
     WorkerStart,
     WorldSpec,
     check_nvls,
-    difference,
     over_file,
     sharing_variables,
     torchrun_variables,
-    versions_here,
 )
 
 NICE = WorldConfig(wrap="nice -n 5")
@@ -68,22 +64,6 @@ def test_one_node_of_several() -> None:
     assert found == [(1,), (), (0, 1, 2)]
     assert replace(world, gpus=("0", "1", "2")).gpus_of(1) == ("2",)
     assert [replace(WRAPPED, node=node).here for node in (0, 1)] == [(0, 1, 2, 3), ()]
-
-
-def test_the_first_that_differs() -> None:
-    """In its minor version, and where both have it."""
-    here = {"Python": "3.11.7", "torch": "2.13.0+cpu", "cloudpickle": "3.1.2"}
-    alike = {"Python": "3.11.2", "torch": "2.13.1", "cloudpickle": "3.1.0"}
-    for there in (here, alike, {"Python": "3.11.7", "torch": ""}, {}):
-        assert difference(there, here) is None
-    others = {"torch": "2.1.0", "cloudpickle": "3.0.0"}
-    for name, version in others.items():
-        assert difference({**here, name: version}, here) == Difference(name, version, here[name])
-    older = {**here, "Python": "3.1.7", "torch": "1.0"}
-    assert difference(older, here) == Difference("Python", "3.1.7", "3.11.7")
-    assert difference(here, here | {"torch": ""}) is None
-    assert versions_here()["Python"] == platform.python_version()
-    assert all(versions_here().values())
 
 
 SEATS = seat_more((), (2, 2), 4)
