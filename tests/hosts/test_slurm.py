@@ -23,7 +23,7 @@ from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network, end, of_tests
 from tests.hosts.worlds import (
-    allocated,
+    Launched,
     has_seats,
     inherited,
     survives_an_agent,
@@ -228,7 +228,7 @@ def test_a_world(
         monkeypatch.setenv("SLURM_NTASKS", "8")
         steps = ("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%j")
         running = lambda: slurm.run(*steps, check=False).stdout.split()  # noqa: E731
-        launched = allocated("slurm", running)
+        launched = Launched("slurm", {"layout": "2x2"}, running)
         with inherited(launched, network) as world:
             has_seats(world)
             # By these Lightning would take the node's number for the rank.

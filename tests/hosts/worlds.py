@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -32,6 +32,8 @@ AGENT_ARGUMENTS = agent_command("")[1:]
 LINK_TIMEOUT = 3
 """Seconds, where a test does not say otherwise: many wait for the loss of a machine."""
 
+COMMON: Mapping[str, Any] = {"log_dir": "", "show": False, "link_timeout": LINK_TIMEOUT}
+
 FOREVER = """
 import time, torch, torch.distributed as dist
 dist.all_reduce(torch.ones(1))
@@ -46,8 +48,7 @@ SUM = "import torch, torch.distributed as dist\ntotal = torch.ones(1)\ndist.all_
 
 def new_world(hosts: str | None = "node1:2,node2:2", **options: Any) -> World:
     """Workers on these hosts, or where else the options say."""
-    options = {"link_timeout": LINK_TIMEOUT, **options}
-    world = World(hosts=hosts, log_dir="", show=False, **options)
+    world = World(hosts=hosts, **{**COMMON, **options})
     world.start()
     return world
 
@@ -119,29 +120,15 @@ def ours_on(host: Host) -> list[str]:
 # --- worlds of two workers on each of two hosts, by any launcher ------------------------------
 
 
-class Launched:
-    """How worlds are started by one launcher; `options` are their arguments.
+class Launched(NamedTuple):
+    """How worlds are started by one launcher: the arguments of `World`.
 
-    `way_back` is what the user is told to do about a host that is lost, "" where it is tried again;
     `holds` lists what the launcher's own programs still keep for a world.
     """
 
-    def __init__(
-        self,
-        name: str,
-        options: Mapping[str, Any],
-        way_back: str = "",
-        holds: Callable[[], list[str]] = list,
-    ) -> None:
-        self.name, self.way_back, self.holds = name, way_back, holds
-        self.options = {**options, "log_dir": "", "show": False, "link_timeout": LINK_TIMEOUT}
-
-
-def allocated(name: str, holds: Callable[[], list[str]]) -> Launched:
-    """One that starts machines at the start alone."""
-    way_back = f"With `--launcher {name}` .*`%dist_restart` asks for all again"
-    options = {"layout": "2x2"} | ({"launcher": name} if name != "slurm" else {})
-    return Launched(name, options, way_back, holds)
+    name: str
+    options: Mapping[str, Any]
+    holds: Callable[[], list[str]] = list
 
 
 def is_clean(launched: Launched, network: Network) -> None:
@@ -174,7 +161,7 @@ while True:
 @contextmanager
 def other_notebook(launched: Launched, gate: str, **options: object) -> Iterator[None]:
     """Have a notebook whose ranks are in the middle of a cell, and kill it."""
-    source = NOTEBOOK.format(options={**launched.options, **options}, gate=gate)
+    source = NOTEBOOK.format(options={**COMMON, **launched.options, **options}, gate=gate)
     command = [sys.executable, "-c", source]
     notebook = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -242,8 +229,9 @@ def survives_an_agent(world: World, launched: Launched, network: Network) -> Non
     host = network.hosts[1]
     said = lose(world, network, lambda: os.kill(agent_on(host), signal.SIGKILL))
     assert said.startswith("rank 2 on node2 ")
-    told = rf"now 2 workers; the other ranks keep their variables\. ?{launched.way_back}"
-    assert re.search(told, said), said
+    kept = r"now 2 workers; the other ranks keep their variables\. "
+    back = f"With `--launcher {launched.name}` .*`%dist_restart` asks for all again"
+    assert re.search(kept + back, said), said
     found = world.gather("globals().get('kept')")
     assert found == KEPT[:2], found
     world.restart()
