@@ -95,11 +95,12 @@ class BulkTransfers:
 
     async def _bring(self, task: str, number: int, refs: tuple[SegmentRef, ...]) -> None:
         """Send a node what it lacks for a task; without room for it no rank gets the task."""
-        node, problem = self._node(number), ""
-        if task in self._waiting:
-            problem = await node.do(Bring(refs))
-        if (waiting := self._waiting.get(task)) is None:
+        if task not in self._waiting:
             return  # it was stopped
+        node = self._node(number)
+        problem = await node.do(Bring(refs))
+        if (waiting := self._waiting.get(task)) is None:
+            return
         if problem:
             why = f"{node.name}: {problem}"
             self._fail(waiting.run, set(node.ranks), "NotEnoughMemory", why)
@@ -172,11 +173,12 @@ class BulkTransfers:
 
     async def _take_in(self, rank: int, held: _Held) -> None:
         """Bring what a rank returns here, and show the end of its task."""
-        receiving, problem = self._receiving[held.node], ""
-        if self._held.get(rank) is held:
-            problem = await receiving.bring(held.refs)
         if self._held.get(rank) is not held:
             return  # it was stopped, or its node is lost
+        receiving = self._receiving[held.node]
+        problem = await receiving.bring(held.refs)
+        if self._held.get(rank) is not held:
+            return
         places = receiving.places(held.refs)
         if problem:
             self._fail_held(rank, "NotEnoughMemory", f"where the notebook is: {problem}")

@@ -187,7 +187,7 @@ class Receiving:
             if ref.path not in self._coming:
                 try:
                     blank = Blank(ref.sizes)
-                except NotEnoughMemory as error:
+                except (NotEnoughMemory, OSError) as error:
                     return str(error)
                 end = asyncio.get_running_loop().create_future()
                 self._coming[ref.path] = _Coming(ref, blank, end)

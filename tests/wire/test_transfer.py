@@ -253,6 +253,9 @@ async def test_no_room_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await line.bring(other) == ""
         assert line.receiving.places([big.ref, other.ref]).keys() == {other.ref.path}
     with closing(Line()) as line, holding(5000) as segment:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", fail)
+            assert "No space left on device" in await line.bring(segment)
         bringing = await line.begin(segment)
         line.step()
         monkeypatch.setattr(os, "pwrite", fail)
