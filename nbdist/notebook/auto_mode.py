@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Literal
 
 from IPython.core.inputtransformer2 import find_end_of_continued_line, make_tokens_by_line
-from IPython.core.macro import Macro
 
 from nbdist.config import DEFAULT_POOL
 from nbdist.notebook.cell_text import as_magic, cell_magic, is_python
@@ -217,8 +216,6 @@ class AutoCells:
         pool = DEFAULT_POOL if mode.pool is None and TAG in tags else mode.pool
         if pool is None:
             return code
-        if isinstance(macro := self._shell.user_ns.get(code.strip()), Macro):
-            code = macro.value
         parts = parts_for(self._pools, pool, code)
         if all(part.is_here for part in parts):
             return code

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import re
 import threading
-from argparse import SUPPRESS, Action
+from argparse import SUPPRESS
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 from IPython.core.completer import Completion as IPythonCompletion
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.tokenutil import token_at_cursor
 
-from nbdist.config import OnFailure
 from nbdist.errors import NbdistError
 from nbdist.notebook.auto_mode import runs_there
 from nbdist.notebook.cell_text import (
@@ -32,8 +30,8 @@ from nbdist.notebook.cell_text import (
 )
 from nbdist.notebook.command import Command
 from nbdist.notebook.idle import is_in_subshell
-from nbdist.notebook.options import arguments_of, flags_of
-from nbdist.notebook.pool import Pool, Pools
+from nbdist.notebook.options import arguments_of
+from nbdist.notebook.pool import Pools
 from nbdist.topology import parse_ranks
 from nbdist.wire.control import (
     Candidate,
@@ -44,9 +42,6 @@ from nbdist.wire.control import (
     Question,
     kind_of,
 )
-from nbdist.world.agents import launcher_names
-from nbdist.world.snapshot_store import Snapshot, SnapshotStore, root_folder
-from nbdist.world.spec import default_log_dir
 from nbdist.world.world import World
 
 TIMEOUT = 0.9  # seconds that the workers have: JupyterLab waits for one
@@ -181,84 +176,36 @@ def plain_text(code: str, cursor: int) -> str:
 
 # --- what can stand in a magic's line ---------------------------------------------------------
 
-WORDS = {
-    "backend": ("gloo", "nccl", "cpu:gloo,cuda:nccl", "none"),
-    "on_failure": get_args(OnFailure),
-    "n": ("auto", "gpu", "cpu"),
-    "state": ("on", "off"),
-}
-"""Values of options that are words, by what the parser calls the option."""
+NAMES = ("names", "variables")
+"""What parsers call an argument that takes names."""
 
-RANKS = ("ranks", "rank", "source", "from_rank")
-LISTS = ("ranks", "keep")
-NAMES = ("names", "name", "variables", "keep")
+_BETWEEN = re.compile(r"[\s,=]+")  # what is between the words of a line
 
-_BETWEEN = re.compile(r"\s+|(?<=\w)=")  # what is between the words of a line
+Choices = tuple[Candidate, ...]
 
 
-def choices(
-    pools: Pools, command: Command, text: str, pool: str | None
-) -> tuple[tuple[Candidate, ...], str]:
-    """Return what can stand at the end of a command's line, and what of it has been typed."""
-    arguments, flags = arguments_of(command.run), flags_of(command.run)
+def choices(pools: Pools, command: Command, text: str, pool: str | None) -> tuple[Choices, str]:
+    """Return what can stand at the end of a command's line, and what of it has been typed.
+
+    Options with their help, but for those that are there; or names of those who have them.
+    """
     *words, begun = _BETWEEN.split(text)
-    takes_value = {flag for flag, option in flags.items() if option.nargs != 0}
-    given = [
-        word
-        for before, word in pairwise(["", *words])
-        if word and word[0] != "-" and before not in takes_value
-    ]
-    wanted = next((each for each in arguments if not each.option_strings), None)
-    if words and words[-1] in takes_value:
-        wanted, given = flags[words[-1]], []
-    elif begun.startswith("-") or (wanted and given and wanted.nargs not in ("*", "+")):
-        wanted = None
-    if wanted is None:
-        there = {flags[word] for word in words if word in flags}
-        options = (o for o in arguments if o.option_strings and o not in there)
-        found = (
+    arguments, shell, world = arguments_of(command.run), pools.shell, pools.world_of(pool)
+    if begun.startswith("-") or not any(each.dest in NAMES for each in arguments):
+        found = [
             Candidate(each.option_strings[-1], "option", str(each.help).replace("%%", "%"))
-            for each in options
+            for each in arguments
             if each.help != SUPPRESS
-        )
-        return tuple(each for each in found if each.text.startswith(begun)), begun
-    if wanted.dest in LISTS:
-        *listed, begun = begun.split(",")
-        given += listed
-    kind = "instance" if wanted.dest in NAMES else "value"
-    values = values_of(pools, command.name, wanted, pools.known(pool))
-    words = [each for each in values if each.startswith(begun) and each not in given]
-    return tuple(Candidate(each, kind) for each in words), begun
-
-
-def values_of(pools: Pools, name: str, wanted: Action, pool: Pool | None) -> Iterable[str]:
-    """List the values of an option or argument, as far as they are known."""
-    dest, shell = wanted.dest, pools.shell
-    world = pool.world if pool and pool.has_workers else None
-    if dest == "pool":
-        return [each.name for each in pools]
-    if dest == "launcher":
-        return launcher_names()
-    if dest in RANKS:
-        return ["all"] * (dest == "ranks") + [*map(str, range(world.size if world else 0))]
-    if name in ("dist_snapshot", "dist_restore") and dest in ("name", "remove"):
-        return dict.fromkeys(each.name for each in stored(pool))
-    if dest not in NAMES or (wanted.option_strings and dest != "keep"):
-        return WORDS.get(dest, ())
-    if name in ("dist_push", "dist_scatter"):
-        return sorted({**shell.user_ns}.keys() - shell.user_ns_hidden)
-    if name == "dist_restore":
-        return sorted({each for taken in stored(pool) for each in taken.names})
-    names = world.session.names if world else None
-    return sorted(each for each in names.owners() if not names.whence(each)) if names else []
-
-
-def stored(pool: Pool | None) -> list[Snapshot]:
-    """List the snapshots that there are, the newest first."""
-    with suppress(NbdistError, OSError):  # the command itself will say why
-        store = pool.snapshot_store if pool else SnapshotStore(root_folder(default_log_dir()))
-        return store.all()
-    return []
+            and each.option_strings
+            and not {*words} & {*each.option_strings}
+        ]
+    else:
+        owners = world.session.names.owners() if world else {}
+        names = [each for each in owners if world and not world.session.names.whence(each)]
+        if command.name in ("dist_push", "dist_scatter"):
+            names = [*{**shell.user_ns}.keys() - shell.user_ns_hidden]
+        found = [Candidate(each, "instance") for each in sorted(names) if each not in words]
+    return tuple(each for each in found if each.text.startswith(begun)), begun
 
 
 # --- while a cell runs in the notebook ------------------------------------------------------------

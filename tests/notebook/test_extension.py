@@ -110,23 +110,18 @@ def louder(original: Callable[[str], str], text: str) -> str:
 
 def test_a_method_is_wrapped_and_given_back() -> None:
     """It is as it was afterwards, whoever else has wrapped it, in whatever order they go."""
-    kernel = Kernel()
+    kernel, once = Kernel(), Kernel()
     undo_inner = wrap(kernel, "say", louder)
-    assert (kernel.say("x"), Kernel().say("x")) == ("X", "x")
-    assert (kernel.say.__name__, kernel.say.__doc__) == ("say", "Say it.")
+    assert (kernel.say("x"), once.say("x"), kernel.say.__doc__) == ("X", "x", "Say it.")
     undo_outer = wrap(kernel, "say", lambda original, text: f"<{original(text)}>")
     undo_inner()
     assert kernel.say("x") == "<x>"
     undo_outer()
     assert kernel.say("x") == "x"
     kernel.say = own = lambda text: f"<{text}>"  # type: ignore[method-assign]
-    undo = wrap(kernel, "say", louder)
-    assert kernel.say("x") == "<X>"
-    undo()
-    assert kernel.say is own
-    once = Kernel()
-    wrap(once, "say", louder)()
-    assert vars(once) == {}
+    for each in (kernel, once):
+        wrap(each, "say", louder)()
+    assert (kernel.say, vars(once)) == (own, {})
 
 
 def test_a_cell_that_loads_nbdist_and_goes_on_with_a_magic(fresh: Callable[..., Notebook]) -> None:
@@ -202,7 +197,7 @@ def test_what_a_command_cannot_fill_in(two: Notebook) -> None:
 
 
 def test_what_a_command_fills_in(two: Notebook) -> None:
-    """The notebook's, the calling function's, the shell's; not those of some ranks."""
+    """The notebook's, the calling function's, the shell's; on ranks theirs."""
     two.run("mine = 'm'\ndef f(own):\n    !echo {own} {mine}")
     for source, said in (
         ("f('o')", "o m"),
@@ -212,12 +207,6 @@ def test_what_a_command_fills_in(two: Notebook) -> None:
         ("found = !echo {mine}\nprint(found)", "['m']"),
     ):
         assert " ".join("".join(two.run(source).streams).split()) == said
-    said = two.run("%%distributed\n!touch {lonely}.bak").error
-    assert "is on rank 1 and not on rank 0: `%dist_sync lonely --from 1` copies it" in said
     assert body(two.run("%%rank 1\n!echo {lonely}")) == ["── rank 1 ──", "1"]
-    said = two.run("%%distributed\ndef f(lonely):\n    !echo {lonely}\nf(7)")
-    assert body(said) == ["── ranks 0-1 (same) ──", "7"]
-    said = two.run("%%distributed -r 0\nlonely = 8\n!echo {lonely}")
-    assert body(said) == ["── rank 0 ──", "8"]
     two.run("%dist_shutdown")  # nobody has it any more
     assert two.run("model").errors[0]["evalue"] == "name 'model' is not defined"

@@ -201,8 +201,6 @@ def test_bad_input(notebook: Notebook) -> None:
     for source, said in (
         ("%dist_snapshot --name a/b", "`a/b` is not a name"),
         ("%dist_snapshot rank nowhere --name a", "no rank has `nowhere`."),
-        ("%dist_snapshot nowhere", "`%dist_snapshot --name nowhere`"),
-        ("%dist_snapshot a.b rank", "`%dist_snapshot rank --name a.b`"),
         ("%dist_snapshot rank --every x", "`--every 1`"),
         ("%dist_snapshot --remove a", "There are no snapshots in "),
         ("%dist_restore", "`%dist_snapshot model step`"),
