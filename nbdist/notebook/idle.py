@@ -126,7 +126,7 @@ class Ended:
         # Without a display those of workers before, which say nothing more.
         self._cells: deque[tuple[Transcript, CellDisplay | None]] = deque(maxlen=CELLS_KEPT)
         self._left: deque[tuple[int, Output]] = deque(maxlen=OUTPUTS_KEPT)
-        self._changed: dict[int, tuple[Transcript, CellDisplay]] = {}
+        self._changed = set[Transcript]()
         self._show_at = 0.0
 
     def add(self, transcript: Transcript, display: CellDisplay) -> None:
@@ -151,27 +151,26 @@ class Ended:
             if (cell := self._cell_of(rank, output)) is None:
                 self._left.append((rank, output))
             else:
-                cell[0].receive(rank, output, time.monotonic())
-                self._changed[id(cell[0])] = cell
+                cell.receive(rank, output, time.monotonic())
+                self._changed.add(cell)
 
     def lose_widgets(self, gone: Mapping[str, int]) -> None:
         """Show a line where there was a widget of a rank that has ended; widgets are by id."""
-        for transcript, display in self._cells:
+        for transcript, _ in self._cells:
             lost = [each.lose_widgets(gone) for each in transcript]
-            if any(lost) and display is not None and display.can_change:
-                self._changed[id(transcript)] = transcript, display
+            if any(lost):
+                self._changed.add(transcript)
 
     def again(self, transcript: Transcript) -> None:
         """Show this one once more, with what changes next."""
-        for each, display in self._cells:
-            if each is transcript and display is not None and display.can_change:
-                self._changed[id(each)] = each, display
+        self._changed.add(transcript)
 
     def show(self, logs: Mapping[int, str], *, at_once: bool = True) -> None:
         """Show the cells that have changed; unless `at_once`, a few times a second at most."""
         if self._changed and (at_once or time.monotonic() >= self._show_at):
-            for transcript, display in self._changed.values():
-                display.end_again(transcript, logs)
+            for transcript, display in self._cells:
+                if transcript in self._changed and display is not None:
+                    display.end_again(transcript, logs)
             self._changed.clear()
             self._show_at = time.monotonic() + REDRAW
 
@@ -181,12 +180,12 @@ class Ended:
         self._left.clear()
         return late_texts(left)
 
-    def _cell_of(self, rank: int, output: Output) -> tuple[Transcript, CellDisplay] | None:
+    def _cell_of(self, rank: int, output: Output) -> Transcript | None:
         for transcript, display in reversed(self._cells):
             if rank not in transcript.by_rank or display is None:
                 continue
             if not isinstance(output, Update) or transcript[rank].has_display(output.display_id):
-                return (transcript, display) if display.can_change else None
+                return transcript if display.can_change else None
         return None
 
 

@@ -20,6 +20,7 @@ from nbdist.notebook.commands.values import take_due
 from nbdist.notebook.display import Shown, below, table
 from nbdist.notebook.jobs import CellPlace, Job, Steps
 from nbdist.notebook.options import POOL, Magic, parse, ranks_option, restarts_option, world_options
+from nbdist.topology import parse_ranks
 from nbdist.words import count
 from nbdist.world.running import RunningTask
 
@@ -197,7 +198,7 @@ def _split_ranks(_: Magic, text: str) -> tuple[str, list[str]]:
 )
 def rank(line: Line) -> None:
     """Run the cell on some ranks only: `%%rank 0,2-3` is `%%distributed -r 0,2-3`."""
-    assert line.busy_world  # as it starts none
+    parse_ranks(line.options.ranks, line.busy_world.size)  # it starts no workers
     line.options = parse(distributed.run, line.command.shown_name, f"-r={line.options.ranks}")
     distributed.run(line)
 
