@@ -307,9 +307,16 @@ def not_first(name: str, where: str) -> UsageError:
     return UsageError(f"%{name} must be the first line of its cell: split the cell {where}.")
 
 
-def refuse_place(name: str, text: str) -> None:
-    """Raise that error, as the line magic `%distributed`, which IPython makes of such a line."""
-    raise not_first(name, text if text.startswith(AT) else "there")
+def refuse_place(shell: InteractiveShell, name: str, text: str) -> None:
+    """Raise that error, as the line magic `%distributed`, which IPython makes of such a line.
+
+    `text` says where, if `transform_first_lines` was there before the cell; else the cell does,
+    as where `nbdist enable` has this magic load the extension.
+    """
+    cell = [*shell.history_manager.input_hist_raw][-1]  # type: ignore[union-attr]
+    found = misplaced(cell.splitlines(keepends=True))
+    where = f"{AT}{found[1]}" if found else "there"
+    raise not_first(name, text if text.startswith(AT) else where)
 
 
 def in_notebook_lines(first_line: str, cell: str) -> str:

@@ -84,7 +84,7 @@ def register(
     wanted: list[tuple[Callable[..., Any], str, str]] = [
         (each.magic(pools), each.kind, each.name) for each in commands
     ]
-    wanted += [(partial(refuse_place, f"%{name}"), "line", f"%{name}") for name in MAGICS]
+    wanted += [(partial(refuse_place, shell, f"%{name}"), "line", f"%{name}") for name in MAGICS]
     wanted += [(each.line_magic(pools), "line", each.name) for each in commands if each.in_a_line]
     manager: Any = shell.magics_manager
     also_there: Any = vars(manager.user_magics)
