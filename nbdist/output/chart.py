@@ -1,63 +1,294 @@
-"""Curves as one small picture for a panel: a PNG made here, and words in HTML around it.  Pure.
+"""Curves of ranks held against one another: median, band, ranks that leave it.  Pure.
 
-The picture has no words: those beside it take the page's own colours, light or dark, and its own
-are seen on both.  It has twice as many pixels as it is wide, so that lines look smooth.
+They are shown as text, and as one small picture in a panel with words in HTML around it.
 """
 
 from __future__ import annotations
 
-import struct
+import math
 import time
-import zlib
-from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise, zip_longest
+from statistics import median
+from typing import NamedTuple
 
-from nbdist.output.bands import (
-    Bands,
-    bands_of,
-    headline,
-    more_text,
-    number_text,
-    remarks,
-    shown_name,
-    step_text,
-)
-from nbdist.output.curves import Curve, Curves
+from nbdist.output.curves import MOST_NAMES, Curve, Curves, Point, Run, Series
 from nbdist.output.events import Display
-from nbdist.output.wording import AMBER, bold, coloured, dim, embed, line, size
-from nbdist.words import count
+from nbdist.output.wording import (
+    AMBER,
+    BLUE,
+    RED,
+    bold,
+    coloured,
+    dim,
+    embed,
+    line,
+    ranks_text,
+    size,
+)
+from nbdist.words import aligned, count, name_ranks, one_line
+
+LONGEST_NAME = 60  # characters of one that are shown
+
+ROWS = 8  # of a table of the steps of a curve
+
+MOST_COLUMNS, FEWEST_COLUMNS, COLUMNS_OF_ALL = 240, 96, 16_000
+"""Of what is drawn and judged, for each rank and for all of them."""
+
+
+FAR, FAR_SHARE, LONG = 6.0, 0.08, 3
+"""A rank is far from the others if its distance from the median is `FAR` times the usual one and
+`FAR_SHARE` of the median's range, in `LONG` columns in a row."""
+
+FEWEST_RANKS = 3  # of which one can be unlike the others
+
+
+class Far(NamedTuple):
+    """A rank that has left the band: at which step, whether it is back, its number and theirs."""
+
+    rank: int
+    step: float
+    is_back: bool
+    mean: float
+    median: float
+
+
+@dataclass(frozen=True)
+class Bands:
+    """A run of all ranks in columns of steps; None where there is nothing, or nothing finite.
+
+    Of the ranks that are not `far`, `low` and `high` are the lowest and highest rank, `bottom` and
+    `top` the extremes of all steps of a column.  `odd` are ranks with NaN or infinity, and the
+    first step of these.
+    """
+
+    steps: list[float]
+    means: Mapping[int, list[float | None]]
+    medians: list[float | None]
+    low: list[float | None]
+    high: list[float | None]
+    bottom: list[float | None]
+    top: list[float | None]
+    far: tuple[Far, ...]
+    odd: Mapping[int, float]
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether any rank has a finite number."""
+        return any(each is not None for each in self.medians)
+
+
+def bands_of(run: Run) -> Bands:
+    """Hold the ranks of a run against one another."""
+    most = max(FEWEST_COLUMNS, min(MOST_COLUMNS, COLUMNS_OF_ALL // len(run)))
+    begin = min(each.columns[0][0] for each in run.values())
+    end = max(each.last_step for each in run.values())
+    columns = min(most, max(map(len, run.values())))
+    width = (end - begin) / max(1, columns - 1) or 1.0
+    steps = [begin + at * width for at in range(columns)]
+    spread = {rank: _columns(series, begin, width, columns) for rank, series in run.items()}
+    means = {rank: [each and each.mean for each in found] for rank, found in spread.items()}
+    medians = [_median(at) for at in zip(*means.values(), strict=True)]
+    far = tuple(_far(means, medians, steps)) if len(run) >= FEWEST_RANKS else ()
+    away = {each.rank for each in far}
+    near = [found for rank, found in spread.items() if rank not in away]
+    at_once = [[each for each in at if each is not None] for at in zip(*near, strict=True)]
+    odd = {
+        rank: next(point.step for point in run[rank] if point.odd)
+        for rank in sorted(run)
+        if any(run[rank].columns[-1])
+    }
+    return Bands(
+        steps,
+        means,
+        medians,
+        [min((each.mean for each in at), default=None) for at in at_once],
+        [max((each.mean for each in at), default=None) for at in at_once],
+        [min((each.low for each in at), default=None) for at in at_once],
+        [max((each.high for each in at), default=None) for at in at_once],
+        far,
+        odd,
+    )
+
+
+def _columns(series: Series, begin: float, width: float, columns: int) -> list[Point | None]:
+    """Spread a rank's points over the columns; between two points it is what both lead to."""
+    found: list[Point | None] = [None] * columns
+    point: Point | None
+    for point in series:
+        at = min(columns - 1, round((point.step - begin) / width))
+        before = found[at]
+        found[at] = point if before is None else before + point
+    last: int | None = None
+    for at, point in enumerate(found):
+        if point is None:
+            continue
+        if not point.finite:
+            found[at], last = None, None
+            continue
+        if last is not None and (start := found[last]) is not None:
+            for between in range(last + 1, at):
+                share = (between - last) / (at - last)
+                ends = zip(start, point, strict=True)
+                found[between] = Point(*(a * (1 - share) + b * share for a, b in ends))
+        last = at
+    return found
+
+
+def _median(numbers: Iterable[float | None]) -> float | None:
+    found = [each for each in numbers if each is not None]
+    return median(found) if found else None
+
+
+def _far(
+    means: Mapping[int, list[float | None]],
+    medians: Sequence[float | None],
+    steps: Sequence[float],
+) -> Iterator[Far]:
+    """Find the ranks that are away from the others for longer than by chance."""
+    middle = [each for each in medians if each is not None]
+    least = FAR_SHARE * (max(middle) - min(middle)) if middle else 0.0
+    bounds = [_bound(at, least) for at in zip(medians, *means.values(), strict=True)]
+    for rank in sorted(means):
+        away = [
+            mean is not None and at is not None and bound is not None and abs(mean - at) > bound
+            for mean, at, bound in zip(means[rank], medians, bounds, strict=True)
+        ]
+        known = [at for at, mean in enumerate(means[rank]) if mean is not None]
+        runs = [(is_away, [*at]) for is_away, at in groupby(known, key=away.__getitem__)]
+        stretches = [at for is_away, at in runs if is_away and len(at) >= LONG]
+        if stretches:
+            first, last = stretches[-1][0], stretches[-1][-1]
+            theirs, own = medians[last], means[rank][last]
+            assert theirs is not None
+            assert own is not None
+            yield Far(rank, steps[first], last != known[-1], own, theirs)
+
+
+def _bound(at: Sequence[float | None], least: float) -> float | None:
+    """Say how far from the median is far, where there are enough ranks to tell."""
+    middle, *means = at
+    found = [abs(mean - middle) for mean in means if mean is not None and middle is not None]
+    if middle is None or len(found) < FEWEST_RANKS:
+        return None
+    return max(FAR * median(found), least, abs(middle) / 100, 1e-12)
+
+
+# --- as text ------------------------------------------------------------------------------------
+
+
+def number_text(number: float | None) -> str:
+    """Write four digits: `0.1234`, `1.5e-05`, `12,345`."""
+    if number is None:
+        return "-"
+    return f"{number:,.0f}" if 1e4 <= abs(number) < 1e9 else f"{number:.4g}"
+
+
+def step_text(step: float) -> str:
+    """Write a step, which is rarely a fraction."""
+    return f"{round(step):,}" if abs(step - round(step)) < 1e-6 or step > 100 else f"{step:.4g}"
+
+
+def shown_name(name: str) -> str:
+    """Return a name in one line that is not too long."""
+    return one_line(name, LONGEST_NAME) or "(no name)"
+
+
+def is_same(low: float | None, high: float | None) -> bool:
+    """Return True for numbers that differ in nothing but how their means were rounded."""
+    return low == high or (low is not None and high is not None and math.isclose(low, high))
+
+
+def headline(name: str, run: Run, bands: Bands) -> str:
+    """Say how far it has come: `loss 0.12 · step 99 · 4 ranks 0.11 to 0.13`."""
+    known = [at for at, each in enumerate(bands.medians) if each is not None]
+    if not known:
+        return f"{shown_name(name)} · {ranks_text(run)}"
+    last = known[-1]
+    whole = [at for at in known if all(means[at] is not None for means in bands.means.values())]
+    # The others have come as far, and will be heard of soon.
+    if whole and whole[-1] >= last * 3 / 4 and not bands.odd:
+        last = whole[-1]
+    # The last column's step is its first one.
+    is_end = last == len(bands.steps) - 1
+    step = max(series.last_step for series in run.values()) if is_end else bands.steps[last]
+    there = [rank for rank, means in bands.means.items() if means[last] is not None]
+    ranks = ranks_text(run) if len(there) == len(run) else f"{len(there)} of {len(run)} ranks"
+    low, high = bands.low[last], bands.high[last]
+    if len(there) > 1:
+        spread = f"{number_text(low)} to {number_text(high)}"
+        ranks += " equal" if is_same(low, high) else f" {spread}"
+    number = number_text(bands.medians[last])
+    return f"{shown_name(name)} {number} · step {step_text(step)} · {ranks}"
+
+
+def remarks(bands: Bands) -> list[str]:
+    """Say which ranks have left the band, and which have numbers that are none."""
+    found = []
+    for far in bands.far:
+        when = f"from step {step_text(far.step)} on"
+        if far.is_back:
+            when = f"at step {step_text(far.step)}, and came back"
+        numbers = f"{number_text(far.mean)}, the others {number_text(far.median)}"
+        found.append(f"rank {far.rank} left the band {when}: {numbers}")
+    ranks: dict[float, list[int]] = {}
+    for rank, step in bands.odd.items():
+        ranks.setdefault(step, []).append(rank)
+    for step, those in sorted(ranks.items()):
+        found.append(f"{name_ranks(those)}: NaN or infinity from step {step_text(step)} on")
+    return found
+
+
+def curves_text(curves: Curves, names: Sequence[str] = ()) -> str:
+    """Write a table of each curve's last run."""
+    chosen = [*names] or [*curves.by_name]
+    parts = [_table(name, curves.by_name[name]) for name in chosen]
+    return "\n".join([*parts, *([left_out] if (left_out := more_text(curves)) else [])])
+
+
+def more_text(curves: Curves) -> str:
+    """Say which names were left out, "" for none."""
+    if not curves.more:
+        return ""
+    return (
+        f"{MOST_NAMES} names are kept; left out: {', '.join(map(shown_name, [*curves.more][:6]))}"
+    )
+
+
+def _table(name: str, curve: Curve) -> str:
+    run, bands = curve.last, bands_of(curve.last)
+    far = [each.rank for each in bands.far]
+    rows = [("step", "median", "lowest", "highest", *(f"rank {rank}" for rank in far))]
+    last = len(bands.steps) - 1 if {*bands.low, *bands.high} != {bands.medians[-1]} else 0
+    for at in sorted({round(last * number / (ROWS - 1)) for number in range(ROWS)}):
+        numbers = bands.medians[at], bands.low[at], bands.high[at]
+        others = (bands.means[rank][at] for rank in far)
+        rows.append((step_text(bands.steps[at]), *map(number_text, (*numbers, *others))))
+    earlier = count(len(curve.runs) - 1, "earlier run") if len(curve.runs) > 1 else ""
+    head = " · ".join(filter(None, [headline(name, run, bands), earlier]))
+    return "\n".join([head, *remarks(bands), *(aligned(rows) if last else ())])
+
+
+# --- as a picture, with words in HTML around it --------------------------------------------------
 
 WIDTH, HEIGHT = 480, 140  # of a picture, in pixels of a page
-SCALE = 2
+SCALE = 2  # units of a picture in one of these
 
 REDRAW, SHARE = 0.5, 20
 """Seconds between two pictures of a running cell, and how many times what one takes."""
 
 MOST_PICTURES, MOST_BYTES, MOST_LIVE_BYTES = 6, 300_000, 40_000
-MOST_FAR, MOST_RUNS_DRAWN = 4, 3
+MOST_RUNS_DRAWN = 3
 
-CLEAR, GRID, EXTREMES, BAND, EARLIER, MIDDLE, ODD, *FAR = range(7 + MOST_FAR)
-PALETTE = {
-    CLEAR: (0, 0, 0, 0),
-    GRID: (134, 142, 150, 70),
-    EXTREMES: (47, 127, 230, 35),
-    BAND: (47, 127, 230, 75),
-    EARLIER: (134, 142, 150, 170),
-    MIDDLE: (47, 127, 230, 255),
-    ODD: (212, 58, 58, 255),
-    **dict(
-        zip(
-            FAR,
-            ((230, 119, 0, 255), (190, 75, 219, 255), (12, 166, 120, 255), (247, 103, 7, 255)),
-            strict=True,
-        )
-    ),
-}
-"""Colours by what they are for: red, green, blue, and how little of the page is seen through."""
+GRID, EARLIER = "rgba(134,142,150,0.27)", "rgba(134,142,150,0.67)"
+EXTREMES, BAND = "rgba(47,127,230,0.14)", "rgba(47,127,230,0.3)"
+FAR_COLOURS = ("#e67700", "#be4bdb", "#0ca678", "#f76707")
 
 LARGEST = 8e307  # of numbers that are drawn: how far two are apart is a number too
 
 Values = Sequence[float | None]
+"""Of a curve, by step; None is a gap."""
 
 _TILES = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-end;margin:4px 0"
 _TILE = f"flex:1 1 40%;max-width:{WIDTH}px;min-width:240px;box-sizing:border-box;margin:2px 0"
@@ -89,17 +320,17 @@ def _tile(name: str, curve: Curve, most: int) -> str:
     bands = bands_of(curve.last)
     title, rest = shown_name(name), headline(name, curve.last, bands)
     head = line(bold(title) + dim(rest.removeprefix(title)))
-    colours = [f"#{bytes(PALETTE[each][:3]).hex()}" for each in FAR[: len(bands.far)]]
-    for number, text in enumerate(remarks(bands)):
-        head += line(coloured(text, colours[number] if number < len(colours) else AMBER))
+    colours = FAR_COLOURS[: len(bands.far)]
+    for text, colour in zip_longest(remarks(bands), colours, fillvalue=AMBER):
+        head += line(coloured(text, colour))
     if not bands.has_numbers or len(bands.steps) == 1:
         return f'<div style="{_TILE}">{head}</div>'
     runs = [bands_of(run) for run in [*curve.runs.values()][-1 - MOST_RUNS_DRAWN : -1]]
-    low, high = limits([bands, *runs])
     begin = min(each.steps[0] for each in (bands, *runs))
     end = max(each.steps[-1] for each in (bands, *runs))
-    image = b64encode(picture(bands, runs, (begin, end), (low, high))).decode()
-    shown = embed(Display({"image/png": image}, {"image/png": {"width": WIDTH, "height": HEIGHT}}))
+    low, high = limits([bands, *runs])
+    drawn = picture(bands, runs, Frame(begin, end, low, high))
+    shown = embed(Display({"image/svg+xml": drawn}, {"width": WIDTH, "height": HEIGHT}))
     if shown is None or size(shown) > most:
         return f'<div style="{_TILE}">{head}</div>'
     earlier = f" · {count(len(runs), 'earlier run')} in grey" if runs else ""
@@ -126,110 +357,82 @@ def limits(found: Iterable[Bands]) -> tuple[float, float]:
     return max(low, -LARGEST), min(high, LARGEST)
 
 
-def picture(
-    bands: Bands,
-    earlier: Sequence[Bands],
-    steps: tuple[float, float],
-    numbers: tuple[float, float],
-) -> bytes:
-    """Draw a run, and earlier ones as lines, between these steps and numbers."""
-    canvas = Canvas(WIDTH * SCALE, HEIGHT * SCALE, steps, numbers)
-    canvas.grid()
-    for each in earlier:
-        canvas.curve(each.steps, each.medians, EARLIER, SCALE)
-    canvas.band(bands.steps, bands.bottom, bands.top, EXTREMES)
-    canvas.band(bands.steps, bands.low, bands.high, BAND)
-    canvas.curve(bands.steps, bands.medians, MIDDLE, 2 * SCALE)
-    for colour, far in zip(FAR, bands.far, strict=False):
-        canvas.curve(bands.steps, bands.means[far.rank], colour, 2 * SCALE)
-    for step in bands.odd.values():
-        canvas.mark(step)
-    return canvas.png()
+class Frame(NamedTuple):
+    """What is drawn: from which step to which, and the numbers at the edges."""
 
+    begin: float
+    end: float
+    low: float
+    high: float
 
-class Canvas:
-    """Pixels by the number of their colour; `steps` and `numbers` are what its edges stand for."""
+    def across(self, step: float) -> int:
+        """Return how far to the right a step is."""
+        return round((step - self.begin) / ((self.end - self.begin) or 1.0) * SCALE * WIDTH)
 
-    def __init__(
-        self, width: int, height: int, steps: tuple[float, float], numbers: tuple[float, float]
-    ) -> None:
-        self._width, self._height = width, height
-        self._pixels = bytearray(width * height)
-        self._steps, self._numbers = steps, numbers
+    def down(self, value: float) -> int:
+        """Return how far down a number is: at the edge where it is not drawn."""
+        share = min(1.0, max(0.0, (self.high - value) / (self.high - self.low)))
+        return 2 * SCALE + round(share * SCALE * (HEIGHT - 4))
 
-    def grid(self) -> None:
-        """Draw the lines of quarters."""
-        for part in range(5):
-            row = min(self._height - 1, part * self._height // 4)
-            begin = row * self._width
-            self._pixels[begin : begin + self._width] = bytes([GRID]) * self._width
-
-    def band(self, steps: Sequence[float], low: Values, high: Values, colour: int) -> None:
-        """Fill what is between two curves."""
-        tops = dict(self._points(steps, high))
-        for column, bottom in self._points(steps, low):
-            if column in tops:
-                self._fill(column, tops[column], bottom + 1, colour)
-
-    def curve(self, steps: Sequence[float], values: Values, colour: int, width: int) -> None:
-        """Draw a line of this width; a gap where there is no number."""
-        before: tuple[int, float] | None = None
-        for column, at in self._points(steps, values):
-            last = before[1] if before is not None and before[0] == column - 1 else at
-            top, bottom = min(last, at), max(last, at)
-            self._fill(column, top - width / 2, bottom + width / 2, colour)
-            before = column, at
-
-    def mark(self, step: float) -> None:
-        """Mark a step at the lower edge."""
-        begin, end = self._steps
-        middle = round((step - begin) / ((end - begin) or 1.0) * (self._width - 1))
-        for column in range(middle - 2 * SCALE, middle + 2 * SCALE):
-            if 0 <= column < self._width:
-                self._fill(column, self._height - 8 * SCALE, self._height, ODD)
-
-    def _points(self, steps: Sequence[float], values: Values) -> Iterator[tuple[int, float]]:
-        """Yield each column that a curve goes through, and where."""
-        (begin, end), (low, high) = self._steps, self._numbers
-        across = (self._width - 1) / ((end - begin) or 1.0)
-        room = self._height - 4 * SCALE
-        last: tuple[int, float] | None = None
+    def parts(self, steps: Sequence[float], values: Values) -> Iterator[list[tuple[int, int]]]:
+        """Yield the points of a curve from one gap to the next."""
+        points = list[tuple[int, int]]()
         for step, value in zip(steps, values, strict=True):
-            if value is None:
-                last = None
-                continue
-            # What is outside is drawn at the edge.
-            share = min(1.0, max(0.0, (high - value) / (high - low)))
-            column, at = round((step - begin) * across), 2 * SCALE + share * room
-            if last is None:
-                yield column, at
-            else:
-                width = column - last[0]
-                for number in range(1, width + 1):
-                    yield last[0] + number, last[1] + (at - last[1]) * number / width
-            last = column, at
+            if value is not None:
+                points.append((self.across(step), self.down(value)))
+            elif points:
+                yield points
+                points = []
+        if points:
+            yield points
 
-    def _fill(self, column: int, top: float, bottom: float, colour: int) -> None:
-        first, last = max(0, round(top)), min(self._height, max(round(bottom), round(top) + 1))
-        begin, end = first * self._width + column, last * self._width
-        self._pixels[begin : end : self._width] = bytes([colour]) * (last - first)
+    def curve(self, steps: Sequence[float], values: Values, colour: str, width: int) -> str:
+        """Draw a line of this width."""
+        return _stroke("".join(map(_path, self.parts(steps, values))), colour, width)
 
-    def png(self) -> bytes:
-        """Write it as a PNG with a palette."""
-        width = self._width
-        rows = b"".join(
-            b"\0" + self._pixels[begin : begin + width]
-            for begin in range(0, len(self._pixels), width)
-        )
-        colours = [PALETTE[number] for number in range(len(PALETTE))]
-        parts = (
-            (b"IHDR", struct.pack(">IIBBBBB", width, self._height, 8, 3, 0, 0, 0)),
-            (b"PLTE", bytes(part for colour in colours for part in colour[:3])),
-            (b"tRNS", bytes(colour[3] for colour in colours)),
-            (b"IDAT", zlib.compress(rows, 6)),
-            (b"IEND", b""),
-        )
-        return b"\x89PNG\r\n\x1a\n" + b"".join(
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-            for kind, data in parts
-        )
+    def band(self, steps: Sequence[float], low: Values, high: Values, colour: str) -> str:
+        """Fill what is between two curves."""
+        edges = zip(self.parts(steps, low), self.parts(steps, high), strict=True)
+        areas = (_path(bottom + top[::-1]) for bottom, top in edges)
+        return f'<path d="{"".join(areas)}" fill="{colour}"/>'
+
+    def marks(self, steps: Iterable[float], colour: str) -> str:
+        """Mark steps at the lower edge."""
+        path = (f"M{self.across(step)} {SCALE * HEIGHT}v{-8 * SCALE}" for step in steps)
+        return _stroke("".join(path), colour, 4 * SCALE)
+
+
+def picture(bands: Bands, earlier: Sequence[Bands], frame: Frame) -> str:
+    """Draw a run, and earlier ones as lines, as SVG.
+
+    It has no words: those beside it take the page's own colours, light or dark, and its own are
+    seen on both.
+    """
+    width, height, steps = WIDTH * SCALE, HEIGHT * SCALE, bands.steps
+    quarters = (f"M0 {part * height // 4}h{width}" for part in range(5))
+    far = zip(FAR_COLOURS, bands.far, strict=False)
+    shapes = [
+        _stroke("".join(quarters), GRID, 1),
+        *(frame.curve(each.steps, each.medians, EARLIER, SCALE) for each in earlier),
+        frame.band(steps, bands.bottom, bands.top, EXTREMES),
+        frame.band(steps, bands.low, bands.high, BAND),
+        frame.curve(steps, bands.medians, BLUE, 2 * SCALE),
+        *(frame.curve(steps, bands.means[each.rank], colour, 2 * SCALE) for colour, each in far),
+        frame.marks(bands.odd.values(), RED),
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        f'viewBox="0 0 {width} {height}" fill="none" stroke-linejoin="round">'
+        f"{''.join(shapes)}</svg>"
+    )
+
+
+def _stroke(path: str, colour: str, width: int) -> str:
+    return f'<path d="{path}" stroke="{colour}" stroke-width="{width}"/>'
+
+
+def _path(points: Sequence[tuple[int, int]]) -> str:
+    """Write the way through points, each from the one before; a single one is a short line."""
+    (x, y), *rest = points
+    ways = [f"{c - a} {d - b}" for (a, b), (c, d) in pairwise(points)]
+    return f"M{x} {y}l{' '.join(ways) if rest else '1 0'}"

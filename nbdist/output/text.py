@@ -45,7 +45,7 @@ def head_text(shown: Panel) -> str:
 
 def curves_lines(curves: Curves) -> list[str]:
     """Write what ranks have tracked as tables, below a header."""
-    from nbdist.output.bands import curves_text  # most cells track nothing
+    from nbdist.output.chart import curves_text  # most cells track nothing
 
     return ["── tracked ──", *curves_text(curves).split("\n")]
 

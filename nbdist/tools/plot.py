@@ -44,8 +44,7 @@ def dist_plot(line: Line) -> Shown | str:
     if line.options.tensorboard is not None:
         return write_events(curves, names, line.options.tensorboard)
     # `%load_ext` loads this file for its option.
-    from nbdist.output.bands import curves_text
-    from nbdist.output.chart import curves_html
+    from nbdist.output.chart import curves_html, curves_text
 
     return Shown(panel(curves_html(curves, names)), curves_text(curves, names))
 
