@@ -32,7 +32,6 @@ LINE_TIMEOUT = 10.0  # seconds for a question to come, and for an answer to be t
 MOST_ASKING = 4096  # connections at a time that ask the store; a rank has one for each thread
 READ_SIZE = 1 << 18
 TOO_SOON = "more was asked before the answer came"
-FRESH = 0.4  # seconds for which a look at the ranks is shown again
 NOTEBOOK_NAME = "JPY_SESSION_NAME"  # Jupyter's server says here which notebook a kernel is for
 
 
@@ -130,9 +129,6 @@ class Listener(Door):
     ) -> None:
         super().__init__(runtime / views.DOOR)
         self._look, self._tether, self._read = look, tether, read
-        self._seen: views.WorldInfo | None = None
-        self._seen_at = float("-inf")
-        self._lock = asyncio.Lock()
 
     async def open(self) -> None:
         """Answer from now on; where there can be no socket, the world does without."""
@@ -178,11 +174,7 @@ class Listener(Door):
             case views.Describe():
                 return self._describe()
             case views.Look():
-                async with self._lock:
-                    if time.monotonic() - self._seen_at > FRESH:
-                        self._seen = await self._look(self._describe())
-                        self._seen_at = time.monotonic()
-                    return self._seen
+                return await self._look(self._describe())
             case views.Inquire() if self._tether and self._read:
                 return await self._find(question, self._tether, self._read)
             case views.Attach() if self._tether:

@@ -52,10 +52,6 @@ class Children:
         # It may have ended before SIGCHLD had a handler.
         asyncio.get_running_loop().call_soon(self._reap)
 
-    def forget(self, pid: int) -> None:
-        """Stop expecting it: its end was reported, or is of no interest."""
-        self._expected.pop(pid, None)
-
     def close(self) -> None:
         """Kill and reap all that are expected."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
@@ -245,14 +241,10 @@ class Forker:
             return await self._ask(start, stdout, stderr)
 
     def close(self) -> None:
-        """End the fork server."""
+        """End the fork server, which is an expected child of this process."""
         if self._server is not None:
             self._stop_listening(self._server)
-            self._children.forget(self._server.popen.pid)
-            self._server.popen.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._server.popen.wait(END_TIMEOUT)
-            self._server = None
+            self._kill(self._server)
 
     async def _ask(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
         if self._server is None:
@@ -279,11 +271,15 @@ class Forker:
     async def _wait(self, answer: asyncio.Future[Any], timeout: float) -> None:
         """Wait for an answer; a fork server that hangs is killed, for another to take its place."""
         await asyncio.wait([answer], timeout=timeout)
-        if not answer.done() and self._server and self._server.popen.returncode is None:
-            os.kill(self._server.popen.pid, signal.SIGKILL)
+        if not answer.done() and self._server:
+            self._kill(self._server)
             await asyncio.wait([answer], timeout=END_TIMEOUT)
         if not answer.done():
             raise ForkServerLost("the fork server does not answer")
+
+    def _kill(self, server: fork_server.ForkServerProcess) -> None:
+        if server.popen.returncode is None:  # `Children` alone reaps it
+            os.kill(server.popen.pid, signal.SIGKILL)
 
     def _listen(self, server: fork_server.ForkServerProcess) -> None:
         loop = asyncio.get_running_loop()

@@ -49,9 +49,11 @@ Emit = Callable[[int, str, Output], None]
 class Worker:
     """A worker and everything that belongs to it; `emit` takes what it shows, in order."""
 
-    def __init__(self, start: WorkerStart, log_folder: Path | None, emit: Emit) -> None:
+    def __init__(
+        self, start: WorkerStart, source: ProcessSource, log_folder: Path | None, emit: Emit
+    ) -> None:
         self.rank = start.rank
-        self.given = start
+        self.given, self.source = start, source
         self.process: WorkerProcess | None = None
         self.task_id = ""  # of the task that it does
         self._packed = b""
@@ -91,11 +93,11 @@ class Worker:
             return "dead"
         return "busy" if self.task_id else "idle"
 
-    async def start(self, source: ProcessSource) -> None:
+    async def start(self) -> None:
         """Start it and wait until its group is formed; ChildProcessError if it ends before."""
         try:
             self._kernel.write_connection_file()
-            process = await source.start(self.given, *self.output.write_ends)
+            process = await self.source.start(self.given, *self.output.write_ends)
         finally:
             self.output.close_write_ends()
         self.process = process

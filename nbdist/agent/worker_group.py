@@ -129,10 +129,9 @@ class WorkerGroup:
         self._begin(spec, attempt)
         await self._make_folder()
         self.all = {rank: self._worker(spec, rank) for rank in ranks}
-        source = self._source(spec)
-        if failed := await self._start_all(source):
+        if failed := await self._start_all():
             worker, why = failed
-            lines = worker.output.last_lines or source.last_lines()
+            lines = worker.output.last_lines or worker.source.last_lines()
             await self.stop(grace=0.0)
             return _failure(spec, worker.rank, str(why), lines)
         # All have the same libraries.
@@ -157,13 +156,13 @@ class WorkerGroup:
         if self._store is not None:
             await self._store.open()
 
-    async def _start_all(self, source: ProcessSource) -> tuple[Worker, OSError] | None:
+    async def _start_all(self) -> tuple[Worker, OSError] | None:
         """Return one that could not be started, or was not ready in time, and why."""
         workers = self.all.values()
         reports = [asyncio.create_task(self._report_up(each)) for each in workers]
         try:
             with CallOff(self._rendezvous.over_file) as call_off:
-                starts = (call_off.start(each, source, START_TIMEOUT) for each in workers)
+                starts = (call_off.start(each, START_TIMEOUT) for each in workers)
                 errors = await asyncio.gather(*starts)
         finally:
             for each in reports:
@@ -214,19 +213,19 @@ class WorkerGroup:
         # In the order of their numbers: what is said of all has that too.
         self.all = dict(sorted({**self.all, **new}.items()))
         forms = {each: self._request_of(plan, each.rank) for each in survivors}
-        problem = await self._have_meet(forms, [*new.values()], self._source(spec))
+        problem = await self._have_meet(forms, [*new.values()])
         alive = tuple(worker.rank for worker in self.alive(ranks))
         return Formed(*self._whereabouts(), alive, problem)
 
     async def _have_meet(
-        self, forms: Mapping[Worker, control.Request], new: Sequence[Worker], source: ProcessSource
+        self, forms: Mapping[Worker, control.Request], new: Sequence[Worker]
     ) -> str:
         """Form the survivors' groups, and start new workers that join; return a problem or ""."""
         ends = [worker.process.exited for worker in forms if worker.process is not None]
         with CallOff(self._rendezvous.over_file, ends) as call_off:
             answers, errors = await asyncio.gather(
                 asyncio.gather(*(call_off.ask(each, forms[each], HEAL_TIMEOUT) for each in forms)),
-                asyncio.gather(*(call_off.start(each, source, HEAL_TIMEOUT) for each in new)),
+                asyncio.gather(*(call_off.start(each, HEAL_TIMEOUT) for each in new)),
             )
         silent = (each for each, said in zip(forms, answers, strict=True) if said is None)
         await asyncio.gather(*(each.end_unfit(SILENT) for each in silent))
@@ -264,7 +263,8 @@ class WorkerGroup:
 
     def _worker(self, spec: WorldSpec, rank: int, joins: Groups | None = None) -> Worker:
         logs = self._logs_of(rank)
-        return Worker(self._rendezvous.start_of(spec, rank, logs, joins), logs, self._emit)
+        start = self._rendezvous.start_of(spec, rank, logs, joins)
+        return Worker(start, self._source(spec), logs, self._emit)
 
     def _logs_of(self, rank: int) -> Path | None:
         return self._logs and self._logs / str(rank)
@@ -457,9 +457,9 @@ class CallOff:
             self._call_off()
         return await asked
 
-    async def start(self, worker: Worker, source: ProcessSource, timeout: float) -> OSError | None:
+    async def start(self, worker: Worker, timeout: float) -> OSError | None:
         """Start a worker; return what kept it from that, None too where another is the cause."""
-        start = asyncio.ensure_future(worker.start(source))
+        start = asyncio.ensure_future(worker.start())
         over = asyncio.ensure_future(self._event.wait())
         try:
             await asyncio.wait({start, over}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -30,9 +30,10 @@ GRACE = 30.0
 class Watched:
     """A worker, and what has been shown of it."""
 
-    def __init__(self, runtime: Path, rank: int) -> None:
+    def __init__(self, bench: Source, rank: int) -> None:
         self.shown: list[tuple[str, Output]] = []
-        self.worker = Worker(worker_start(runtime, rank), runtime / f"logs{rank}", self._take)
+        start, logs = worker_start(bench.runtime, rank), bench.runtime / f"logs{rank}"
+        self.worker = Worker(start, bench.source, logs, self._take)
 
     def _take(self, rank: int, task_id: str, output: Output) -> None:
         assert rank == self.worker.rank
@@ -74,8 +75,8 @@ def watched(bench: Source, runner: asyncio.Runner) -> Iterator[Watched]:
     """A worker that is ready, which is ended afterwards."""
 
     async def start() -> Watched:
-        watched = Watched(bench.runtime, next(RANKS))
-        await watched.worker.start(bench.source)
+        watched = Watched(bench, next(RANKS))
+        await watched.worker.start()
         return watched
 
     watched = runner.run(start())
@@ -107,9 +108,9 @@ async def test_from_start_to_end(watched: Watched) -> None:
     assert (worker.state, worker.task) == ("dead", None)
 
 
-async def test_before_it_has_a_process(runtime: Path) -> None:
+async def test_before_it_has_a_process(bench: Source, runner: asyncio.Runner) -> None:
     """It is starting, there is nothing to ask, and nothing to end."""
-    worker = Watched(runtime, 0).worker
+    worker = Watched(bench, next(RANKS)).worker
     assert (worker.state, worker.pid, worker.status().state) == ("starting", 0, "starting")
     assert await worker.ask(control.Check(), SOON) is None
     worker.interrupt()

@@ -15,7 +15,7 @@ import pytest
 
 from nbdist import topology
 from nbdist.agent import worker_group
-from nbdist.agent.processes import Spawner, WorkerProcess
+from nbdist.agent.processes import WorkerProcess
 from nbdist.agent.worker import Worker
 from nbdist.agent.worker_group import (
     CallOff,
@@ -115,12 +115,12 @@ async def test_a_worker_that_cannot_start(
     """It is killed, it is said why, unless it was called off, and the others are told."""
     start = worker_start(runtime)
     start = replace(start, world=replace(start.world, python=str(program(text))))
-    worker = Worker(start, None, lambda *_: None)
+    worker = Worker(start, source.source, None, lambda *_: None)
     dies = asyncio.get_running_loop().create_future()
     with CallOff(runtime / "over", [dies]) as call_off:
         if not why:
             dies.set_result(-9)
-        found = await call_off.start(worker, Spawner(source.children), timeout)
+        found = await call_off.start(worker, timeout)
     assert str(found or "").startswith(why)
     assert bool(found) == bool(why)
     assert (runtime / "over").exists()
