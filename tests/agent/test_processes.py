@@ -27,13 +27,11 @@ from tests.waiting import SOON, until, wait_until, wait_until_at_rest
 
 pytestmark = pytest.mark.own_agent
 
-forked = pytest.mark.parametrize("source", ["fork"], indirect=True)
-
 
 @pytest.fixture
-def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules of these names cannot be imported: they raise this."""
-    for name, error in request.param.items():
+    for name, error in {"mpmath": "RuntimeError", "sympy": "ImportError"}.items():
         (tmp_path / f"{name}.py").write_text(f"raise {error}('broken on purpose')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
@@ -62,7 +60,7 @@ def runs(runtime: Path, tmp_path: Path, program: Program) -> Runs:
     return make
 
 
-async def test_workers_and_their_ends(source: Source, runs: Runs) -> None:
+async def test_workers_and_their_ends(tmp_path: Path, source: Source, runs: Runs) -> None:
     """Each leads its own session; how it ended is nothing to the others, which a close ends."""
     killed, last = [await source.source.start(runs("exec sleep 600"), 1, 2) for _ in range(2)]
     assert os.getsid(killed.pid) == os.getpgid(killed.pid) == killed.pid
@@ -71,35 +69,18 @@ async def test_workers_and_their_ends(source: Source, runs: Runs) -> None:
     killed.send_signal(signal.SIGTERM)  # to nobody: no error
     assert psutil.pid_exists(last.pid)
     assert not last.exited.done()
-    await source.close()
-    await until(lambda: not psutil.pid_exists(last.pid))
-
-
-async def test_what_it_started_ends_with_it(tmp_path: Path, source: Source, runs: Runs) -> None:
-    """Also where it ends by itself, in order; and it looks for no modules in its folder."""
+    # What it started ends with it, also where it ends in order; no modules are of its folder.
     said = tmp_path / "said"
     process = await source.source.start(runs(f"sleep 600 &\necho $! $PYTHONPATH > {said}"), 1, 2)
     assert await asyncio.wait_for(process.exited, SOON) == 0
     child, path = said.read_text().split()
     assert path == "/lib"
     await until(lambda: not psutil.pid_exists(int(child)))
+    await source.close()
+    await until(lambda: not psutil.pid_exists(last.pid))
 
 
-@forked
-@pytest.mark.parametrize("broken", [{"torch": "ImportError"}], indirect=True)
-async def test_fork_server_that_cannot_import_torch(
-    runtime: Path, broken: None, source: Source
-) -> None:
-    """Whoever wants a worker of it gets an error, and its last lines say why."""
-    with pytest.raises(ChildProcessError, match="fork server has ended"):
-        await source.source.start(worker_start(runtime), 1, 2)
-    assert source.forker.last_lines()[-1] == "ImportError: broken on purpose"
-
-
-@forked
-@pytest.mark.parametrize(
-    "broken", [{"mpmath": "RuntimeError", "sympy": "ImportError"}], indirect=True
-)
+@pytest.mark.parametrize("source", ["fork"], indirect=True)
 async def test_a_fork_server_and_the_next_one(
     idle_imports: None, broken: None, monkeypatch: pytest.MonkeyPatch, source: Source
 ) -> None:

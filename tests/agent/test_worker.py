@@ -92,7 +92,10 @@ def text_of(outputs: list[Output], stream: str = "stdout") -> str:
 
 
 async def test_from_start_to_end(watched: Watched) -> None:
-    """What it is doing is seen at any time; each task ends with `Done`."""
+    """What it is doing is seen at any time; each task ends with `Done`, or with its death.
+
+    All that it said comes before that; it is known of what came last.
+    """
     worker = watched.worker
     assert (worker.state, worker.task, worker.status().busy_seconds) == ("idle", None, 0.0)
     watched.begin("print('hello')\nx = 5")
@@ -103,8 +106,12 @@ async def test_from_start_to_end(watched: Watched) -> None:
     assert (done.status, done.bound) == ("ok", {"x"})
     assert repr(worker) == f"<Worker {worker.rank} idle {worker.process!r}>"
     assert worker.status().pid == worker.pid
-    worker.kill()
-    assert (await watched.dies()).exit_code == -signal.SIGKILL
+    numbers = "".join(f"{number}\n" for number in range(50))
+    watched.begin(f"import os\nprint({numbers!r}, end='')\nos._exit(3)", "b")
+    *before, died = await watched.ends("b")
+    assert (died.exit_code, died.pid, died.why) == (3, worker.pid, "")
+    assert text_of(before) == numbers
+    assert [*died.last_lines] == [str(number) for number in range(30, 50)]
     assert (worker.state, worker.task) == ("dead", None)
 
 
@@ -191,21 +198,12 @@ async def test_nothing_more_is_asked(watched: Watched) -> None:
 # --- deaths -------------------------------------------------------------------------------
 
 
-async def test_a_death_in_a_task(watched: Watched) -> None:
-    """All that it said comes before; it is known of what came last."""
-    numbers = "".join(f"{number}\n" for number in range(50))
-    watched.begin(f"import os\nprint({numbers!r}, end='')\nos._exit(3)")
-    *before, died = await watched.ends()
-    assert (died.exit_code, died.pid, died.why) == (3, watched.worker.pid, "")
-    assert text_of(before) == numbers
-    assert [*died.last_lines] == [str(number) for number in range(30, 50)]
-
-
 async def test_a_death_between_tasks(watched: Watched) -> None:
     """It belongs to none; what was sent before it was known ends with it too."""
     watched.worker.kill("it is in the way")
     died = await watched.dies()
-    assert (watched.shown, died.why) == ([("", died)], "it is in the way")
+    assert (died.exit_code, died.why) == (-signal.SIGKILL, "it is in the way")
+    assert watched.shown == [("", died)]
     watched.begin("1")
     assert await watched.ends() == [died]
     assert await watched.worker.ask(control.Check(), SOON) is None

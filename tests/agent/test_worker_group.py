@@ -29,7 +29,7 @@ from nbdist.config import WorldConfig
 from nbdist.topology import Position, usable_cores
 from nbdist.wire.control import Answer, Failed, Ok
 from nbdist.wire.messages import StartFailure
-from nbdist.wire.node_messages import Renumber, StartPart
+from nbdist.wire.node_messages import StartPart
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import mark
 from tests.agent.sources import TOKEN, Program, Source, worker_start
@@ -144,19 +144,6 @@ def test_a_held_port_is_for_user_code(address: str, family: socket.AddressFamily
                 pass
     finally:
         port.close()
-
-
-@pytest.mark.world
-async def test_other_numbers(source: Source, runtime: Path, tmp_path: Path) -> None:
-    """What ranks write from then on is apart from what others wrote under these numbers."""
-    config = WorldConfig(log_dir=str(tmp_path))
-    spec = replace(worker_start(runtime).world, python="/bin/false", config=config)
-    group = WorkerGroup(runtime, source.children, None, lambda *_: None, lambda _: None)
-    await group.do(StartPart(spec, (0,), 1))
-    await group.do(Renumber({}))
-    group.close()
-    found = {folder.rpartition("/")[2] for folder, *_ in os.walk(tmp_path)}
-    assert {"attempt_0", "attempt_1"} <= found
 
 
 START = "rank 1 could not start: x"

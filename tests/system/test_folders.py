@@ -210,19 +210,6 @@ def test_what_was_left_elsewhere_goes_too(parent: Path, monkeypatch: pytest.Monk
     assert [*parent.iterdir()] == [other]
 
 
-@pytest.mark.parametrize("umask", [0, 0o077])
-def test_only_this_user_can_open_it(parent: Path, umask: int) -> None:
-    """Whatever the umask."""
-    before = os.umask(umask)
-    try:
-        folder = RuntimeFolder()
-    finally:
-        os.umask(before)
-    assert folder.path.stat().st_mode & 0o077 == 0
-    folder.close()
-    assert not [*parent.iterdir()]
-
-
 @pytest.mark.parametrize(
     ("variable", "name"),
     [
