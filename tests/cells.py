@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nbdist.errors import NbdistError
 from nbdist.output.ansi import strip
@@ -14,8 +15,9 @@ from nbdist.output.rank_transcript import Shown
 from nbdist.output.screen import Line
 from nbdist.world.result import CellResult
 from nbdist.world.running import RunningTask
+from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,39 @@ def begin(world: World, source: str) -> RunningTask:
 
     wait_until(all_have_begun, "all ranks have begun")
     return running
+
+
+def run_for(world: World, source: str, seconds: float) -> RunningTask:
+    """Submit a cell that goes on for ever, and return when it has run for so long."""
+    running = world.submit(world.task(source))
+    for _ in world.follow(running):
+        if running.age > seconds:
+            break
+    return running
+
+
+def stop(world: World, running: RunningTask) -> None:
+    """Press Stop, until control is back."""
+    world.interrupt()
+    world.session.wait(running)
+
+
+def ends(
+    world: World, source: str, within: float = SOON, **cell: Any
+) -> tuple[RunningTask, NbdistError]:
+    """Run a cell that has to fail, and to end by itself on all ranks; nothing is stuck then."""
+    running = world.submit(world.task(source, **cell))
+    stopped = False
+    for _ in world.follow(running):
+        if running.age > within and not stopped:
+            stopped = True
+            world.interrupt()
+    world.session.wait(running)
+    error = running.error()
+    assert not stopped, f"it did not end by itself within {within:.0f} s; Stop: {error}"
+    assert error is not None, "nothing failed"
+    assert world.state is State.READY
+    return running, error
 
 
 Write = Callable[..., Path]

@@ -7,6 +7,7 @@ import pytest
 from nbdist.errors import WorkerDied
 from nbdist.world.running import RunningTask
 from nbdist.world.world import World
+from tests.cells import stop
 from tests.faults.stops import FIRST, spinning, stop_in
 
 pytestmark = pytest.mark.shared_world(3)
@@ -26,12 +27,6 @@ def begin(world: World, source: str) -> RunningTask:
         if all(track.line_count > 1 for track in running.transcript):
             return running
     raise AssertionError(running.error())
-
-
-def stop(world: World, running: RunningTask) -> None:
-    """Press Stop, until control is back."""
-    world.interrupt()
-    world.session.wait(running)
 
 
 def kept(world: World) -> list[int | None]:

@@ -7,18 +7,16 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tests.bench import cells, faults, many, shipping, starting
-from tests.bench.harness import Figure, header, line
-from tests.bench.lab import CellFailed, Lab
+from tests.bench import cells, many, shipping, starting
+from tests.bench.lab import CellFailed, Figure, Lab, header, line
 
 ROWS: dict[str, Callable[[Lab], Iterator[Figure]]] = {
     row.__name__.removesuffix("_cell"): row
     for row in (
         *(starting.load, starting.start, starting.restart, starting.training, cells.pass_cell),
-        *(cells.widgets, cells.ratio, cells.calls, cells.barrier, starting.memory),
-        *(cells.lines, cells.firstline),
-        *(shipping.ship, shipping.differ, shipping.giants, faults.faults),
-        *(cells.collect, faults.look, many.many, many.hosts, many.carry, shipping.track),
+        *(cells.widgets, cells.ratio, cells.calls, starting.memory, cells.lines),
+        *(shipping.ship, shipping.differ, shipping.giants, cells.faults),
+        *(cells.collect, cells.look, many.many, many.hosts, many.carry, shipping.track),
     )
 }
 

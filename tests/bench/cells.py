@@ -1,18 +1,18 @@
-"""Rows of cells, calls of the Python API and collectives: how long one takes that does little."""
+"""Rows of cells, calls and collectives that do little, of faults, and of looks at ranks."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 from nbdist.errors import WorkerError
 from nbdist.world.world import World
-from tests.bench.harness import Figure, percentile
-from tests.bench.lab import DONE, REPLIED, CellFailed, Lab, Notebook, seconds_of
-from tests.bench.starting import start_world
+from tests.bench.lab import DONE, REPLIED, CellFailed, Figure, Lab, Notebook, percentile, seconds_of
+from tests.bench.starting import ALL_REDUCE, start_world
 
 RATIO_BUDGETS = {4: 1.7, 8: 2.3, 16: 4.0}
 
@@ -22,12 +22,7 @@ CELLS = 30
 WARM_UP = 5
 PASS = "%%distributed\npass"
 PASS_BUDGETS = {4: 15, 8: 25, 16: 50, 32: 120}
-BARRIER = "%%distributed\ndist.barrier()"
 LINES = '%%distributed\nfor i in range(50_000):\n    print(f"rank {rank} line {i}")'
-FIRST = (
-    '%%distributed\nimport time\nif rank == 0:\n    print("the first line")\n'
-    "    time.sleep(2)\nelse:\n    time.sleep(2)"
-)
 
 
 def pass_cell(lab: Lab) -> Iterator[Figure]:
@@ -71,15 +66,6 @@ def _beside_plain(lab: Lab, notebook: Notebook, ranks: int, budget: float) -> It
     yield Figure("ratio", "  of a plain one", "x", ratios, budget)
 
 
-def barrier(lab: Lab) -> Iterator[Figure]:
-    """A cell in which all ranks meet."""
-    for ranks in SIZES:
-        with lab.notebook() as notebook:
-            start_world(notebook, ranks)
-            times = _cells(lab, notebook, BARRIER)
-            yield from _spread("barrier", f"barrier cell, n={ranks}", times)
-
-
 def lines(lab: Lab) -> Iterator[Figure]:
     """Four ranks that print 50,000 lines each; the last line of each has to be shown."""
     with lab.notebook() as notebook:
@@ -91,21 +77,6 @@ def lines(lab: Lab) -> Iterator[Figure]:
     sizes = tuple(sum(output.size for output in run.outputs) / 1000 for run in runs)
     yield Figure("lines", "4 ranks x 50,000 lines", "s", tuple(run.seconds for run in runs), 5)
     yield Figure("lines", "what the notebook published meanwhile", "kB", sizes)
-
-
-def firstline(lab: Lab) -> Iterator[Figure]:
-    """How soon a line is seen while its rank goes on."""
-    with lab.notebook() as notebook:
-        start_world(notebook, 4)
-        values = tuple(_first_line_once(notebook) for _ in range(lab.runs))
-    yield Figure("firstline", "rank 0's line shown, all sleep 2 s, n=4", "ms", values)
-
-
-def _first_line_once(notebook: Notebook) -> float:
-    for shown in notebook.run(FIRST).displays:
-        if "the first line" in shown.text:
-            return 1000 * shown.after
-    raise CellFailed("the line was never shown")
 
 
 def _pass_at_once(kernels: list[Notebook]) -> float:
@@ -265,3 +236,94 @@ def _plain(elements: int, times: int) -> float:
             check=True,
         )
     return float(done.stdout)
+
+
+# --- what goes wrong, until all ranks work again; asking what ranks are at --------------------
+
+RANKS = 4
+STOP_AFTER = 1.0
+"""Seconds into a cell at which Stop is pressed; they are not counted."""
+
+RAISES = "if rank == 1: raise ValueError('bad')\n"
+FAULTS = {
+    "1 of 4 raises before a small all_reduce": (RAISES + "dist.all_reduce(torch.ones(9))", 0.5),
+    "1 of 4 raises before a 100 MB all_reduce": (
+        RAISES + "dist.all_reduce(torch.ones(25_000_000))",
+        0.5,
+    ),
+    "1 of 4 skips a barrier": ("if rank != 1: dist.barrier()", None),
+    "1 of 4 killed in a barrier, replaced": (
+        "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()",
+        1.0,
+    ),
+}
+STOPS = {
+    "Stop of Python code": ("import time\ntime.sleep(600)", 0.3),
+    "Stop of ranks in a barrier": ("import time\nif rank: time.sleep(600)\ndist.barrier()", 5),
+    "Stop of a rank that ignores it": (
+        "import signal, time\nif rank == 1: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "while True: time.sleep(0.1)",
+        5,
+    ),
+}
+CATCH = (
+    "try:\n    get_ipython().run_cell_magic('distributed', '', {source!r})\n"
+    "except BaseException as error:\n    print('caught', error)"
+)
+PRESS = (
+    "import os, signal, threading\n"
+    "threading.Timer({after}, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+)
+
+
+def faults(lab: Lab) -> Iterator[Figure]:
+    """From a failure, a death or Stop, until an all_reduce has worked again."""
+    with lab.notebook() as notebook:
+        start_world(notebook, RANKS)
+        for what, (source, budget) in FAULTS.items():
+            cell = CATCH.format(source=source)
+            values = tuple(_once(notebook, cell) for _ in range(lab.runs))
+            yield Figure("faults", what, "s", values, budget)
+        for what, (source, budget) in STOPS.items():
+            cell = PRESS.format(after=STOP_AFTER) + CATCH.format(source=source)
+            values = tuple(_once(notebook, cell) - STOP_AFTER for _ in range(lab.runs))
+            yield Figure("faults", what, "s", values, budget)
+
+
+def _once(notebook: Notebook, cell: str) -> float:
+    sent = notebook.run(cell, ALL_REDUCE.format(options=""))
+    if "caught" not in sent.printed:
+        raise CellFailed("the cell did not fail")
+    if not any(f"sum {RANKS}.0" in shown.text for shown in sent.displays):
+        raise CellFailed("the all_reduce afterwards gave no sum")
+    return sent.seconds
+
+
+MANY_RANKS = 16
+SETTLE_SECONDS = 1.0
+STATUS_BUDGET, STACKS_BUDGET = 0.2, 1.0
+
+SITUATIONS = {
+    "all in a collective": "import time\nif rank == 0: time.sleep({seconds})\ndist.barrier()",
+    "one holds the GIL": "import ctypes\nif rank == 1: ctypes.PyDLL(None).sleep({seconds})",
+    "all in Python code": (
+        "import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
+    ),
+}
+
+
+def look(lab: Lab) -> Iterator[Figure]:
+    """What ranks do, asked while they do it: state of each, and stacks; n=4 and 16."""
+    for ranks in (4, MANY_RANKS):
+        with World(ranks, log_dir="") as world:
+            for what, source in SITUATIONS.items():
+                seconds = int(SETTLE_SECONDS + 1 + lab.runs)
+                running = world.submit(world.task(source.format(seconds=seconds)))
+                settled = time.monotonic() + SETTLE_SECONDS
+                while time.monotonic() < settled:
+                    world.session.receive(0.1)
+                status = tuple(seconds_of(world.status) for _ in range(lab.runs))
+                yield Figure("look", f"status, {what}, n={ranks}", "s", status, STATUS_BUDGET)
+                stacks = tuple(seconds_of(world.stacks) for _ in range(lab.runs))
+                yield Figure("look", f"stacks, {what}, n={ranks}", "s", stacks, STACKS_BUDGET)
+                world.session.wait(running)

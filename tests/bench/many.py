@@ -17,8 +17,7 @@ import torch
 
 from nbdist.system.processes import cpu_seconds
 from nbdist.world.world import World
-from tests.bench.harness import Figure, percentile
-from tests.bench.lab import Lab, Notebook, seconds_of
+from tests.bench.lab import Figure, Lab, Notebook, percentile, seconds_of
 from tests.bench.simulated import install
 from tests.hosts import network as networks
 from tests.hosts import sshd as sshds

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from nbdist.output.bands import curves_text
 from nbdist.output.chart import curves_html
 from nbdist.world.world import World
-from tests.bench.harness import Figure
-from tests.bench.lab import CellFailed, Lab, Notebook
+from tests.bench.lab import CellFailed, Figure, Lab, Notebook
 from tests.bench.starting import start_world
 
 RANKS = 4

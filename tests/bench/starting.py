@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench.harness import Figure
-from tests.bench.lab import CellFailed, Lab, Notebook, Sent
+from tests.bench.lab import CellFailed, Figure, Lab, Notebook, Sent
 
 LOAD = "%load_ext nbdist"
 TIMED_LOAD = """

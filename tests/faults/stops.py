@@ -19,6 +19,7 @@ from contextlib import contextmanager
 
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.cells import run_for, stop
 from tests.faults.collectives import BEFORE, BIG_ONLY, SMALL
 
 SPIN = "import os\nparent = {parent}\nwhile os.getppid() == parent:\n    sum(range(1_000_000))"
@@ -62,17 +63,10 @@ def stop_in(world: World, source: str) -> tuple[float, float, tuple[int, ...]]:
     """Seconds until control was back, until all work again, and ranks that lost anything."""
     world.execute("kept = rank")
     before = dict(world.pids)
-    cell = world.task(
-        "import time\nt, u = torch.ones(256), torch.ones(world_size * 64)\n"
-        f"if rank == 1: time.sleep(600)\n{source}"
-    )
-    running = world.submit(cell)
-    for _ in world.follow(running):
-        if running.age > WAITING:
-            break
+    cell = "import time\nt, u = torch.ones(256), torch.ones(world_size * 64)\n"
+    running = run_for(world, f"{cell}if rank == 1: time.sleep(600)\n{source}", WAITING)
     pressed = time.monotonic()
-    world.interrupt()
-    world.session.wait(running)
+    stop(world, running)
     control = time.monotonic() - pressed
     world.execute("dist.barrier()")
     working = time.monotonic() - pressed

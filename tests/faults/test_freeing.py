@@ -10,11 +10,10 @@ import re
 import pytest
 
 from nbdist.errors import RanksReleased, WorkerDied, WorkerError
-from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests.cells import ends, run_for, stop
 from tests.faults.collectives import BEFORE, BIG_ONLY, COLLECTIVES, SMALL
-from tests.waiting import SOON
 
 pytestmark = pytest.mark.shared_world(4)
 
@@ -96,25 +95,9 @@ def world(started: World) -> World:
     return started
 
 
-def ended(
-    world: World, source: str, ranks: list[int] | None = None, stop_after: float = SOON
-) -> RunningTask:
-    """Run a cell to its end, to which it comes by itself unless it is to be stopped."""
-    running = world.submit(world.task(source, ranks=ranks))
-    stopped = False
-    for _ in world.follow(running):
-        if running.age > stop_after and not stopped:
-            stopped = True
-            world.interrupt()
-    assert stopped == (stop_after < SOON), "not freed by itself"
-    assert not running.unfinished
-    assert world.state is State.READY
-    return running
-
-
 def fails(world: World, source: str, ranks: list[int] | None = None) -> WorkerError:
-    """Run a cell that has to fail."""
-    error = ended(world, source, ranks).error()
+    """Run a cell that has to fail, and to end by itself."""
+    _, error = ends(world, source, ranks=ranks)
     assert isinstance(error, WorkerError)
     return error
 
@@ -184,7 +167,7 @@ STOPPED = {
 def test_stop(world: World, name: str) -> None:
     """It ends a wait, wherever that is; nobody loses anything."""
     before = dict(world.pids)
-    ended(world, f"t = torch.zeros(2)\n{STOPPED[name]}", stop_after=0.5)
+    stop(world, run_for(world, f"t = torch.zeros(2)\n{STOPPED[name]}", 0.5))
     world.execute("import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)")
     goes_on(world, before)
 

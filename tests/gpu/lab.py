@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,9 @@ from typing import Any
 import pytest
 
 from nbdist import topology
-from nbdist.errors import NbdistError
-from nbdist.world.running import RunningTask
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests import cells
 
 DEVICE = os.environ.get("NBDIST_TEST_DEVICE", "cuda")
 """`cpu` runs the same bodies with gloo on the CPU, to prove that they are right."""
@@ -86,21 +86,7 @@ def whole(world: World) -> World:
     return world
 
 
-def ends(world: World, source: str, **cell: Any) -> tuple[RunningTask, NbdistError]:
-    """Run a cell that has to fail, and to end by itself on all ranks; nothing is stuck then."""
-    running = world.submit(world.task(source, **cell))
-    stopped = False
-    for _ in world.follow(running):
-        if running.age > FREED_WITHIN and not stopped:
-            stopped = True
-            world.interrupt()
-    world.session.wait(running)
-    error = running.error()
-    if stopped:
-        pytest.fail(f"it did not end by itself within {FREED_WITHIN:.0f} s; Stop: {error}")
-    assert error is not None, "nothing failed"
-    assert world.state is State.READY
-    return running, error
+ends = partial(cells.ends, within=FREED_WITHIN)
 
 
 def used_on_device() -> int:

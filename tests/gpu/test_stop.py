@@ -9,6 +9,7 @@ import pytest
 from nbdist.errors import NbdistError
 from nbdist.world.states import State
 from nbdist.world.world import World
+from tests import cells
 from tests.gpu import lab
 from tests.gpu.conftest import Figure
 
@@ -25,19 +26,13 @@ KERNEL = (
 """A kernel of minutes; on the CPU C code, with the GIL and without."""
 
 
-def stop(
-    world: World, source: str, after: float = 1.0, times: int = 1
-) -> tuple[NbdistError | None, float]:
+def stop(world: World, source: str, times: int = 1) -> tuple[NbdistError | None, float]:
     """Stop a cell that would run for ever; its error, and the seconds until idle."""
     world.execute("kept = rank")
-    running = world.submit(world.task(source))
-    for _ in world.follow(running):
-        if running.age > after:
-            break
+    running = cells.run_for(world, source, 1.0)
     stopped = time.monotonic()
     for _ in range(times):
-        world.interrupt()
-        world.session.wait(running)
+        cells.stop(world, running)
     seconds = time.monotonic() - stopped
     assert world.state is State.READY
     return running.error(), seconds
