@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.inputtransformer2 import make_tokens_by_line
 
 from nbdist.errors import UsageError
+from nbdist.notebook.free_names import names_bound, names_in_commands
 from nbdist.notebook.options import POOL, RANKS
+from nbdist.words import format_ranks, name_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Container
+
     from IPython.core.interactiveshell import InteractiveShell
 
+    from nbdist.world.names import NameTable
     from nbdist.world.world import World
 
 
@@ -271,6 +276,21 @@ def as_magic(shell: Any, cell: str, world: World | None) -> str:
         return cell
     is_meant = shell.prefilter_manager.prefilter_lines(cell.strip()) != cell.strip()
     return f"%{cell.lstrip()}" if is_meant else cell
+
+
+def check_commands(
+    python: str, names: NameTable, ranks: Collection[int], ours: Container[str]
+) -> None:
+    """Raise UsageError where a command would fill in a variable that one of the ranks lacks."""
+    for name in names_in_commands(python):
+        have = names.ranks_with(name)
+        lacking = [rank for rank in ranks if rank not in have]
+        if have and lacking and name not in ours and name not in names_bound(python):
+            raise UsageError(
+                f"`{name}`, which a command fills in, is on {name_ranks(have)} and not on "
+                f"{name_ranks(lacking)}: `%dist_sync {name} --from {have[0]}` copies it, or begin "
+                f"the cell with `%%rank {format_ranks(have)}`. Nothing has run."
+            )
 
 
 def _compiled(python: str) -> ast.Module:

@@ -19,6 +19,7 @@ from nbdist.errors import CellTimeout, Interrupted, NbdistError, WorkerDied
 from nbdist.notebook.cell_text import (
     as_magic,
     cell_id,
+    check_commands,
     check_source,
     execution_count,
     in_notebook_lines,
@@ -64,6 +65,7 @@ def source_steps(
     python = check_source(pool.shell, first_line, cell)
     source = in_notebook_lines(first_line, cell)
     task, world = prepare(pool, Source(source), display, options)
+    check_commands(python, world.session.names, task.ranks, pool.shell.user_ns)
     setup = (cell_id(pool.shell) or source) if options.setup else ""
     hidden = pool.shell.user_ns_hidden
     pack = partial(plan, python, ranks=task.ranks, hidden=hidden, gathered=pool.gathered)

@@ -66,6 +66,12 @@ def dotted_names(source: str) -> frozenset[tuple[str, ...]]:
     return frozenset(_cell(source).chains)
 
 
+def names_in_commands(source: str) -> list[str]:
+    """Find the names that a cell's own commands, and not its functions', would fill in."""
+    texts = _cell(source).commands
+    return [*dict.fromkeys(name for text in texts for name in names_filled_in(text))]
+
+
 def names_filled_in(text: str) -> list[str]:
     """Find the names that `{x}` and `$x` would fill into a command, but for the shell's own."""
     found = (name for source in _filled_in([text]) for name in sorted(names_used(source)))
@@ -93,6 +99,7 @@ class _Code:
         self.later: set[str] = set()
         self.bound: set[str] = set()
         self.chains: set[tuple[str, ...]] = set()
+        self.commands: list[str] = []
         self._code = code
         self._is_cell = code.co_name == "<module>"
         self._is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
@@ -129,6 +136,7 @@ class _Code:
         inner = _Code(code)
         self.bound |= inner.bound
         self.chains |= inner.chains
+        self.commands += inner.commands
         name = code.co_name.removeprefix(_GENERIC).removesuffix(">")
         if not name.isidentifier():  # a lambda or a comprehension
             return inner.used | inner.later
@@ -153,6 +161,8 @@ class _Code:
             return set()
         following = takewhile(lambda step: step.opname == "LOAD_CONST", self._steps[index + 1 :])
         texts = [step.argval for step in following if isinstance(step.argval, str)]
+        if method in ("system", "getoutput", "run_line_magic") and not self._is_function:
+            self.commands += texts
         sources = code_in_magic(method, texts)
         if self._is_cell:
             self.bound.update(*map(names_bound, sources))

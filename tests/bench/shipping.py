@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 from nbdist.output.bands import curves_text
+
 from nbdist.output.chart import curves_html
 from nbdist.world.world import World
 from tests.bench.lab import CellFailed, Figure, Lab, Notebook

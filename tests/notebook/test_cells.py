@@ -75,7 +75,7 @@ def edit(file: Path, text: str, seconds: float) -> None:
 
 
 def test_who_runs_the_old_one_is_told(two: Notebook, folder: Path) -> None:
-    """Once, with the ranks that imported it; `%autoreload 2` brings them the new one."""
+    """Once, with the ranks that imported it, also of a cell that fails; not with autoreload."""
     told = "imported it: `%autoreload 2` under %%distributed, or `%dist_restart`"
     edit(folder / "my_train.py", "def steps():\n    return 'second, longer'\n", seconds=-30)
     edit(folder / "my_data.py", "kind = 'the second'\n", seconds=-30)
@@ -84,8 +84,15 @@ def test_who_runs_the_old_one_is_told(two: Notebook, folder: Path) -> None:
     assert f"my_train.py changed after ranks 0-1 {told}" in shown
     assert f"my_data.py changed after rank 1 {told}" in shown
     assert "imported it" not in two.run("%%distributed\nmy_train.steps()").text
+    edit(folder / "my_data.py", "kind = 'another'\n", seconds=-20)
+    failed = two.run("%%rank 1\n1 / 0").panel["text/plain"]
+    assert f"my_data.py changed after rank 1 {told}" in failed
     assert two.run("%%distributed\n%autoreload 2").errors == []
     assert "second, longer" in two.run("%%distributed\nmy_train.steps()").text
+    edit(folder / "my_train.py", "def steps():\n    return 'third, longer still'\n", seconds=-10)
+    shown = two.run("%%distributed\nmy_train.steps()").text
+    assert "third, longer still" in shown
+    assert "imported it" not in shown
 
 
 def test_stop_at_any_line_that_follows_it(two: Notebook) -> None:

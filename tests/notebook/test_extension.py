@@ -197,7 +197,7 @@ def test_what_a_command_cannot_fill_in(two: Notebook) -> None:
 
 
 def test_what_a_command_fills_in(two: Notebook) -> None:
-    """The notebook's, the calling function's, the shell's; on ranks theirs."""
+    """The notebook's, the calling function's, the shell's; not those of some ranks."""
     two.run("mine = 'm'\ndef f(own):\n    !echo {own} {mine}")
     for source, said in (
         ("f('o')", "o m"),
@@ -207,6 +207,12 @@ def test_what_a_command_fills_in(two: Notebook) -> None:
         ("found = !echo {mine}\nprint(found)", "['m']"),
     ):
         assert " ".join("".join(two.run(source).streams).split()) == said
+    said = two.run("%%distributed\n!touch {lonely}.bak").error
+    assert "is on rank 1 and not on rank 0: `%dist_sync lonely --from 1` copies it" in said
     assert body(two.run("%%rank 1\n!echo {lonely}")) == ["── rank 1 ──", "1"]
+    said = two.run("%%distributed\ndef f(lonely):\n    !echo {lonely}\nf(7)")
+    assert body(said) == ["── ranks 0-1 (same) ──", "7"]
+    said = two.run("%%distributed -r 0\nlonely = 8\n!echo {lonely}")
+    assert body(said) == ["── rank 0 ──", "8"]
     two.run("%dist_shutdown")  # nobody has it any more
     assert two.run("model").errors[0]["evalue"] == "name 'model' is not defined"

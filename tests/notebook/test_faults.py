@@ -102,16 +102,25 @@ def test_setup_cell(notebook: Notebook) -> None:
     notebook.run("start, base = 40, 'of the notebook'")
     assert notebook.run("%%distributed --setup\nbase = start + 2").errors == []
     said = "rank 2 was restarted and its variables"
-    for restart, says in (
-        ("-r 2", said),
-        ("", "worker variables cleared"),
-        ("--keep base", "worker variables cleared except base"),
-    ):
+    for restart, says in (("-r 2", said), ("", "worker variables cleared")):
         assert says in notebook.run(f"%dist_restart {restart}").text
         outcome = notebook.run("%%distributed\nbase == 42")
         assert "True" in outcome.text
         assert "was not sent" not in outcome.text
     notebook.run("%dist_shutdown")
+
+
+def test_restart_keeps_what_is_named(notebook: Notebook) -> None:
+    """Of some ranks or of all; the notebook's own variable of that name is not in the way."""
+    notebook.run("first = 'of the notebook'")
+    notebook.run("%%distributed\nfirst, second = [rank], rank")
+    said = notebook.run("%dist_restart -r 1,3 --keep first").text
+    assert "ranks 1,3 were restarted and their variables (" in said
+    assert ("second" in said, "first" in said) == (True, False)
+    said = notebook.run("%dist_restart --keep first").text
+    assert "worker variables cleared except first" in said
+    outcome = notebook.run("%%distributed\nassert first == [rank]")
+    assert "was not sent" not in outcome.text
 
 
 def test_no_free_and_hang_timeout(notebook: Notebook) -> None:

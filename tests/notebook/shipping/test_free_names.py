@@ -17,6 +17,7 @@ from nbdist.notebook.free_names import (
     code_in_magic,
     dotted_names,
     names_bound,
+    names_in_commands,
     names_used,
 )
 
@@ -149,6 +150,14 @@ def test_what_is_no_code() -> None:
 def test_what_a_magic_would_run(method: str, texts: list[str], code: list[str]) -> None:
     """Statements, and what braces and dollars would fill in; nothing of other languages."""
     assert code_in_magic(method, texts) == code
+
+
+def test_names_that_commands_fill_in() -> None:
+    """Those of a cell's own commands, in order; not those of its functions, nor the shell's own."""
+    source = "get_ipython().system('echo {b} $a; for i in 1; do echo $i; done')\n"
+    in_function = "def f():\n    get_ipython().system('{c}')\n"
+    in_class = "class A:\n    get_ipython().run_line_magic('cd', '{d}')\n"
+    assert names_in_commands(in_function + source + in_class) == ["b", "a", "d"]
 
 
 # --- programs made by chance: each name that is read while it is unbound was foreseen ---------
