@@ -291,9 +291,9 @@ class Host:
         """Drop what comes from another host, which goes on sending it."""
         self.block(f"{_family(address)} saddr {address}")
 
-    def block_to(self, address: str) -> None:
-        """Drop what this host sends to another machine to make connections."""
-        self.block(f"{_family(address)} daddr {address} tcp flags syn / syn,ack", "output")
+    def block_to(self, address: str, what: str = "tcp flags syn / syn,ack") -> None:
+        """Drop what this host sends to another machine: by default what makes connections."""
+        self.block(f"{_family(address)} daddr {address} {what}", "output")
 
     def mend(self) -> None:
         """Undo all of the above."""

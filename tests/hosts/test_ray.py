@@ -28,7 +28,7 @@ from nbdist.cluster.ray import RayLauncher
 from nbdist.cluster.ticket import KeyPair, Ticket, listen_with
 from nbdist.config import WorldConfig
 from tests.hosts.network import Host, Network, end, hurry
-from tests.hosts.worlds import Launched, agent_on, has_seats, inherited, lose, survives_an_agent
+from tests.hosts.worlds import agent_on, allocated, has_seats, inherited, lose, survives_an_agent
 from tests.traces import shows
 from tests.waiting import SOON, wait_until
 
@@ -278,8 +278,8 @@ def test_a_world(cluster: RayCluster, hosts: list[Host], network: Network) -> No
     The cluster is found as this machine's, and its token in the home folder of the user.
     """
     actors = lambda: [each for host in cluster.hosts for each in cluster.actors(host)]  # noqa: E731
-    # Though there might be more nodes.
-    launched = Launched("ray", {"launcher": "ray", "layout": "2:3x2"}, actors)
+    launched = allocated("ray", actors)
+    launched.options["layout"] = "2:3x2"  # though there might be more nodes
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("RAY_ADDRESS", *cluster.environ):

@@ -24,8 +24,10 @@ from nbdist.world.world import World
 from tests.hosts.network import Host, Network, end, of_tests
 from tests.hosts.worlds import (
     Launched,
+    allocated,
     has_seats,
     inherited,
+    other_notebook,
     survives_an_agent,
 )
 from tests.waiting import SOON, once, press_stop, wait_until
@@ -228,7 +230,7 @@ def test_a_world(
         monkeypatch.setenv("SLURM_NTASKS", "8")
         steps = ("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%j")
         running = lambda: slurm.run(*steps, check=False).stdout.split()  # noqa: E731
-        launched = Launched("slurm", {"layout": "2x2"}, running)
+        launched = allocated("slurm", running)
         with inherited(launched, network) as world:
             has_seats(world)
             # By these Lightning would take the node's number for the rank.
@@ -242,6 +244,14 @@ def test_a_world(
             with pytest.raises(StartError, match=f"allocation {job} has ended") as found:
                 make_world().start()
             assert "\n" not in str(found.value)
+
+
+def test_a_notebook_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
+    """Its allocation ends, and all that was in it."""
+    launched = Launched("slurm", {"layout": "1x1", "salloc": "-p main"})
+    with other_notebook(launched, "/nowhere"):
+        assert len(slurm.jobs()) == 1
+    wait_until(lambda: not slurm.jobs(), "the allocation has ended")
 
 
 def test_a_salloc_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
@@ -270,14 +280,25 @@ def test_a_salloc_that_is_killed(slurm: Slurm, hosts: list[Host]) -> None:
         slurm.cancel(each)
 
 
-def test_what_slurm_refuses(slurm: Slurm, hosts: list[Host]) -> None:
+@pytest.mark.parametrize(
+    ("salloc", "told"),
+    [
+        (
+            "-p nope",
+            "`--salloc -p nope`: Slurm says: invalid partition specified: nope; Job submit/allocate"
+            " failed: Invalid partition name specified.",
+        ),
+        (
+            "--gpus-per-node=9",
+            "`--salloc --gpus-per-node=9`: Slurm says: Job submit/allocate failed: Requested node "
+            "configuration is not available.",
+        ),
+    ],
+)
+def test_what_slurm_refuses(salloc: str, told: str, slurm: Slurm, hosts: list[Host]) -> None:
     """In one line."""
-    told = (
-        "`--salloc -p nope`: Slurm says: invalid partition specified: nope; Job submit/allocate"
-        " failed: Invalid partition name specified."
-    )
     with pytest.raises(StartError) as found:
-        make_world(salloc="-p nope").start()
+        make_world(salloc=salloc).start()
     assert str(found.value).startswith(f"the workers could not start: {told}")
     assert "\n" not in str(found.value)
 

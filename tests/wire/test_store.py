@@ -58,9 +58,14 @@ def test_what_is_said_arrives() -> None:
 
 
 NO_OPERATIONS = [
+    Set({"key": "text"}),  # type: ignore[dict-item]
+    Set({b"key": b""}),  # type: ignore[dict-item]
+    Get(["key"], 1.0),  # type: ignore[arg-type]
+    Get((1,), 1.0),  # type: ignore[arg-type]
     *(Wait((), seconds) for seconds in (-1.0, LONGEST_WAIT + 1, float("nan"))),
     Add("key", 1.5),  # type: ignore[arg-type]
     Refused("no"),
+    "Count()",
     print,
 ]
 
