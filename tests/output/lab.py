@@ -111,12 +111,12 @@ def failure(message: str = "bad", time_ns: int = 1, name: str = "E", line: int =
     return Failure(name, message, ("-----", place, f"{name}: {message}"), time_ns)
 
 
-def nested_bars(epochs: int = 4, steps: int = 8, *, leave: bool = False) -> list[str]:
+def nested_bars(epochs: int = 4, steps: int = 8) -> list[str]:
     """What a terminal got until each step of tqdm's nested bars, of 4 epochs of 8 steps in all."""
     written, found = io.StringIO(), []
     outer = tqdm(total=4, file=written, desc="epoch", position=0, mininterval=0)
     for _ in range(epochs):
-        inner = tqdm(total=8, file=written, desc="step", position=1, mininterval=0, leave=leave)
+        inner = tqdm(total=8, file=written, desc="step", position=1, mininterval=0, leave=False)
         for _ in range(steps):
             inner.update()
             found.append(written.getvalue())
