@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -176,6 +177,9 @@ the processors a sleep in between would cost more than all readings.
 MOST_CALLS, MOST_LETTERS, MOST_BYTES = 2000, 4096, 1 << 20  # bytes: of names, tables of lines
 
 LARGEST_ADDRESS = 1 << 63
+CODE_UNIT = 2  # bytes of an instruction; tables of lines count in these
+ONE_LINE, NO_COLUMNS, LONG, NO_LINE = range(10, 13), 13, 14, 15
+"""Kinds of entries in such a table (InternalDocs/code_objects.md in CPython's repository)."""
 
 
 class Torn(Exception):
@@ -235,7 +239,8 @@ class _Reader:
         if code not in self._codes:
             self._codes[code] = self._code(code)
         file, name, first, table = self._codes[code]
-        return file, line_at(table, first, instruction - code - self._layout.instructions), name
+        at = (instruction - code - self._layout.instructions) // CODE_UNIT
+        return file, line_at(table, first, at), name
 
     def _code(self, address: int) -> tuple[str, str, int, bytes]:
         """Read a code object: its file, name, first line and table of lines."""
@@ -280,13 +285,27 @@ def _word(data: bytes, at: int) -> int:
 
 
 def line_at(table: bytes, first: int, at: int) -> int:
-    """Find an instruction's line in the table of its code, 0 where it has none; or Torn."""
-    try:
-        code = _EMPTY.replace(co_linetable=table, co_firstlineno=first)
-    except (OverflowError, ValueError) as error:
-        raise Torn("there is no such line") from error
-    found = (line for start, end, line in code.co_lines() if start <= at < end)
-    return next(found, None) or 0
+    """Find an instruction's line in the table of its code, 0 where it has none."""
+    line, end = first, 0
+    # Each entry begins with the only byte of it that has the highest bit.
+    begins = [index for index, byte in enumerate(table) if byte & 128]
+    for begin, after in pairwise([*begins, len(table)]):
+        kind = table[begin] >> 3 & 15
+        if kind in ONE_LINE:
+            line += kind - ONE_LINE[0]
+        elif kind in (NO_COLUMNS, LONG):
+            line += _signed(table[begin + 1 : after])
+        end += (table[begin] & 7) + 1
+        if at < end:
+            return 0 if kind == NO_LINE else line
+    return 0
 
 
-_EMPTY = compile("", "", "exec")  # with another one's table of lines, which Python reads then
+def _signed(entry: bytes) -> int:
+    """Read the first number of an entry: 6 bits a byte, the lowest first; its lowest is a sign."""
+    value = 0
+    for place, byte in enumerate(entry):
+        value |= (byte & 63) << 6 * place
+        if not byte & 64:
+            break
+    return -(value >> 1) if value & 1 else value >> 1

@@ -185,7 +185,8 @@ async def test_no_kind_takes_the_place_of_another(
     assert await lab.ask(views.Describe()) == INFO
     assert await lab.ask(ATTACH) == views.Accepted(1, 2)
     lab.is_open.set()
-    assert all(await asyncio.gather(*looking))
+    seen = [replace(each, at=1.0) for each in await asyncio.gather(*looking)]
+    assert seen == [replace(INFO, at=1.0)] * MOST_CALLING
     silent[-1][1].write(views.to_line(views.Describe()))
     assert views.from_line(await silent[-1][0].readline()) == INFO
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, replace
 from pathlib import Path
+from types import CodeType
 
 import pytest
 from hypothesis import given
@@ -188,6 +189,26 @@ def test_what_is_found_wrong_in_the_same_way(times: int) -> None:
     with pytest.raises(Torn):
         stacks.settled(lambda: next(found))
     assert stacks.settled(lambda: "one") == "one"
+
+
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """A code object and those in it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from codes(each)
+
+
+@pytest.mark.parametrize("module", ["asyncio.base_events", "nbdist.agent.worker"])
+def test_lines(module: str) -> None:
+    """Each instruction's is the one that Python knows."""
+    __import__(module)
+    file = Path(sys.modules[module].__file__ or "")
+    for code in codes(compile(file.read_text(), file.name, "exec")):
+        for start, end, line in code.co_lines():
+            for at in {start // 2, end // 2 - 1}:
+                found = stacks.line_at(code.co_linetable, code.co_firstlineno, at)
+                assert found == (line or 0)
 
 
 @given(st.binary(max_size=50), st.integers(-9, 99))
