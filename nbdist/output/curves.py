@@ -75,11 +75,6 @@ class Point(NamedTuple):
     mean: float
     odd: float
 
-    @property
-    def calls(self) -> float:
-        """How often they were tracked."""
-        return self.finite + self.odd
-
     def __add__(self, other: object) -> Point:
         assert isinstance(other, Point)
         if not self.finite or not other.finite:
