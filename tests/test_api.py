@@ -19,9 +19,7 @@ from tests.waiting import SOON
 ROOT = Path(__file__).parent.parent
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "NBDIST_LOG_DIR": ""}
+PATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
@@ -31,7 +29,7 @@ def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, script.name],
         cwd=folder,
-        env=environment(),
+        env={**os.environ, "PYTHONPATH": PATH, "NBDIST_LOG_DIR": ""},
         capture_output=True,
         text=True,
         timeout=2 * SOON,
@@ -204,12 +202,11 @@ def test_a_long_start_in_a_terminal(tmp_path: Path) -> None:
         "    time.sleep(0.01)\n"
     )
     (tmp_path / "train.py").write_text(SLOW)
-    path = f"{site}{os.pathsep}{environment()['PYTHONPATH']}"
     script = pexpect.spawn(
         sys.executable,
         ["train.py"],
         cwd=tmp_path,
-        env={**environment(), "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{PATH}", "NBDIST_LOG_DIR": ""},
         timeout=SOON,
         encoding="utf-8",
     )

@@ -286,12 +286,6 @@ def test_seats(room: tuple[int, ...], size: int, seats: list[Seat]) -> None:
     assert [spec.seat(rank) for rank in range(size)] == seats
 
 
-def test_a_seat_that_was_left() -> None:
-    """Local rank 0 of node 0 is free: its rank has moved away."""
-    seats = (Position(1, 0), Position(0, 1), Position(2, 0))
-    assert reseat(seats, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
-
-
 @pytest.mark.parametrize(
     ("room", "size", "gpus", "seen"),
     [
@@ -323,6 +317,9 @@ def test_ranks_of_lost_nodes_get_seats_on_others(counts, lost, room, seats):
     """The lowest that is free on the first node with room; all others keep theirs."""
     found = reseat(seat_more((), counts, sum(counts)), lost, room)
     assert (None if found is None else [*found]) == seats
+    # Local rank 0 of node 0 is free: its rank has moved away.
+    moved = (Position(1, 0), Position(0, 1), Position(2, 0))
+    assert reseat(moved, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from nbdist.output.bands import curves_text
-
-from nbdist.output.chart import curves_html
+from nbdist.output.chart import curves_html, curves_text
 from nbdist.world.world import World
 from tests.bench.lab import CellFailed, Figure, Lab, Notebook
 from tests.bench.starting import start_world

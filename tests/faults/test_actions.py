@@ -25,5 +25,5 @@ def test_actions_in_a_row() -> None:
 
     Without pytest, which many actions and the long list of Stops do without as well.
     """
-    command = [sys.executable, "-c", WITHOUT_PYTEST, "--seed", "3", "--actions", "20"]
+    command = [sys.executable, "-c", WITHOUT_PYTEST, "--seed", "3", "--actions", "15"]
     subprocess.run(command, check=True, timeout=2 * SOON)

@@ -132,6 +132,7 @@ def kill(*processes: psutil.Process) -> None:
 
 DEATHS: dict[str, Callable[[Notebook], object]] = {
     "kernel and agent": lambda notebook: kill(notebook.process, notebook.agent),
+    "killed": lambda notebook: notebook.manager.restart_kernel(now=True),
     "restarted": lambda notebook: notebook.manager.restart_kernel(now=False),
     "shut down": lambda notebook: notebook.manager.shutdown_kernel(now=False),
     "agent": lambda notebook: notebook.agent.kill(),
@@ -158,10 +159,14 @@ def test_nothing_is_left_of_agent_and_kernel(notebook: Notebook) -> None:
         notebook.end_by(deaths, moment)
         assert not notebook.run("%dist_restart").errors
         notebook.start_workers()
-    notebook.end_by(["fork server", "restarted"], "while healing")
-    notebook.client.wait_for_ready(timeout=SOON)
-    assert not notebook.run("%load_ext nbdist").errors
-    notebook.start_workers()
+    for deaths, moment in (
+        (["fork server", "killed"], "while starting"),
+        (["fork server", "restarted"], "while healing"),
+    ):
+        notebook.end_by(deaths, moment)
+        notebook.client.wait_for_ready(timeout=SOON)
+        assert not notebook.run("%load_ext nbdist").errors
+        notebook.start_workers()
     notebook.end_by(["fork server", "kernel and agent"], "in a collective")
 
 
