@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 
 import pytest
@@ -74,8 +75,12 @@ def to_run(page: str) -> list[Block]:
 
 
 def plain(text: str) -> str:
-    """Without the spaces that align columns."""
-    return "\n".join(["", *(" ".join(line.split()) for line in text.splitlines()), ""])
+    """Without the spaces that align columns; lines of one rank each in the order of ranks."""
+    lines = (" ".join(line.split()) for line in text.splitlines())
+    # They come as the ranks run, so that a page cannot say in which order.
+    runs = groupby(lines, lambda line: re.match(r"\[\d+\] ", line) is not None)
+    ordered = (sorted(run) if of_ranks else run for of_ranks, run in runs)
+    return "\n".join(["", *chain.from_iterable(ordered), ""])
 
 
 def loosely(piece: str) -> str:
@@ -97,6 +102,8 @@ def test_outputs_are_compared() -> None:
         ("rank 0 12, more", "rank 0 12...", True),
         ("a\nb\nc\nd", "a\n...\nd", True),
         ("a\nb\nc\nd", "a\nd", False),
+        ("a\n[1] x\n[0] x\nb", "a\n[0] x\n[1] x\nb", True),
+        ("a\n[1] x\nb\n[0] x", "a\n[0] x\nb\n[1] x", False),
         ("pid 7995, 0.31 s, 98.2 MiB", "pid 12345, 2 s, 136 MiB", True),
         ("pid 7995, line 3", "pid 12345, line 4", False),
     ):
