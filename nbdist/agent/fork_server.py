@@ -61,6 +61,7 @@ def _clean_up_after_kill(last_word: bytes) -> None:
 
 # --- what is said between agent and fork server -------------------------------------------------
 
+TOGETHER = 0.001  # seconds for which another request is waited for
 DESCRIPTORS = 2  # that come with each `Fork`: the worker's stdout and stderr
 
 
@@ -234,10 +235,20 @@ class ForkServer:
         self._agent.sendall(framed(pack(message)))
 
     def _receive(self) -> list[Fork] | None:
-        """Return the requests that are complete by now; None at the end."""
-        data, descriptors, _, _ = socket.recv_fds(self._agent, READ_SIZE, DESCRIPTORS)
-        self._descriptors.extend(descriptors)
-        return [*map(unpack, self._requests.feed(data))] if data else None
+        """Return all requests that are complete by now; None at the end.
+
+        The ranks of a world come together, each in a piece of its own: for all of them one process
+        between is forked, 10 ms each.
+        """
+        requests: list[Fork] = []
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self._agent, READ_SIZE, DESCRIPTORS)
+            self._descriptors.extend(descriptors)
+            requests += map(unpack, self._requests.feed(data))
+            if not data:
+                return None
+            if not select.select([self._agent], [], [], TOGETHER)[0]:
+                return requests
 
     def _fork_all(self, requests: list[Fork]) -> WorkerStart | None:
         """Fork a worker for each; return None, and in a worker what it starts with.
