@@ -237,8 +237,8 @@ class ForkServer:
     def _receive(self) -> list[Fork] | None:
         """Return all requests that are complete by now; None at the end.
 
-        The ranks of a world come together, each in a piece of its own: for all of them one process
-        between is forked, 10 ms each.
+        The requests of a world's ranks come together, each in a piece of its own.  One process
+        between serves all of them; one for each would take 10 ms more a rank.
         """
         requests: list[Fork] = []
         while True:

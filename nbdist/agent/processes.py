@@ -286,7 +286,7 @@ class Forker:
         self._imported, self._replies = loop.create_future(), FrameCutter()
         loop.add_reader(server.socket, self._read, server)
         self._children.expect(server.popen.pid, partial(self._exited, server))
-        # Of a worker that ends at once it is told before it is a child here.
+        # A worker may end at once: `Forked` names it before this process gets its SIGCHLD.
         self._children.look_for_more = partial(self._read, server)
 
     def _read(self, server: fork_server.ForkServerProcess) -> None:

@@ -55,7 +55,7 @@ def set_limit() -> None:
 
 
 def is_ready(end: socket.socket | int, ms: float | None = None, event: int = select.POLLIN) -> bool:
-    """Wait, at most so many milliseconds, until it can be read from, or for another event."""
+    """Wait at most `ms` milliseconds for this event; return True if it has come."""
     # Not `select`, which knows no descriptors from 1,024 on.
     waiting = select.poll()
     waiting.register(end, event)
