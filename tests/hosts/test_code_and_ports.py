@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -97,8 +98,8 @@ def test_hosts_are_named(world: World) -> None:
     assert [row.host for row in world.status()] == ["node1-v6", "node2"]
     command = [sys.executable, "-m", "nbdist.terminal", "status"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=SOON).stdout
-    _, _, ours = shown.partition(world.session.spec.name)
-    # Other tests may have worlds of their own.
+    # Other tests have worlds of their own, some with the same name.
+    _, _, ours = shown.partition(f"{world.session.spec.name} · notebook pid {os.getpid()}")
     rows = [line.split()[:2] for line in ours.splitlines() if "idle" in line]
     assert rows[:2] == [["0", "node1"], ["1", "node2"]], shown
     records: list[logging.LogRecord] = []
