@@ -252,18 +252,22 @@ class Counts:
 
 
 class Recording:
-    """What gloo's backends have done since the groups were last formed."""
+    """What gloo's backends have done since the groups were last formed.
+
+    Torch counts what begins or ends before it records that, and may wait for the GIL in between:
+    what is read then lacks the newest.  So it is kept only where all that was counted has ended.
+    """
 
     def __init__(self) -> None:
         self._first = 0
         self._before: Mapping[str, Mapping[str, str]] = {}
-        self._last: tuple[dict[str, int], dict[str, Any] | None] = {}, None
+        self._last: tuple[object, Collective | None] | None = None
         self._seen: tuple[object, tuple[Begun, ...]] | None = None
 
     def start_over(self) -> None:
         """Forget what has begun so far: the groups are being rebuilt."""
         # Flight Recorder keeps the numbers, and never takes what failed for completed (2.13).
-        self._seen = None
+        self._last = self._seen = None
         self._before = torch_seam.recorded_groups()
         self._first = next((e["record_id"] + 1 for e in torch_seam.recorded_collectives()), 0)
 
@@ -291,7 +295,7 @@ class Recording:
 
     def waited_for(self, counts: Mapping[str, Counts]) -> str:
         """Name the newest collective that has not ended; "" for none."""
-        if not any(each.unfinished for each in counts.values()):
+        if _have_ended(counts):
             return ""  # asking for all entries takes a thousand times as long
         return next((operation_of(entry) for entry in self._entries() if not entry["retired"]), "")
 
@@ -299,28 +303,35 @@ class Recording:
         """Return the last collectives since then, the oldest first."""
         if self._seen is None or self._seen[0] != (counts, since_ns):
             of_cell = takewhile(lambda e: e["time_created_ns"] >= since_ns, self._entries())
-            found = [begun_of(entry) for entry in islice(of_cell, MOST_BEGUN)]
-            self._seen = (dict(counts), since_ns), tuple(found[::-1])
+            found = tuple(begun_of(entry) for entry in islice(of_cell, MOST_BEGUN))[::-1]
+            if not (_have_ended(counts) and all(each.is_done for each in found)):
+                return found
+            self._seen = (dict(counts), since_ns), found
         return self._seen[1]
 
     def last(self) -> Collective | None:
         """Return the one that was begun last, or None; 8 ms where Flight Recorder is full."""
         counts = self.counts()
-        begun = {number: each.begun for number, each in counts.items()}
-        if begun != self._last[0]:
-            self._last = begun, next(self._entries(), None)
-        entry = self._last[1]
-        if entry is None or str(entry["pg_id"]) not in counts:
-            return None
-        of, number = counts[str(entry["pg_id"])], int(entry["collective_seq_id"])
-        newest = next(self._entries(), entry) if number > of.begun - of.unfinished else entry
-        is_done = newest is entry or bool(newest["retired"])
-        return Collective(operation_of(entry), number, is_done, entry["time_created_ns"])
+        if self._last is None or self._last[0] != counts:
+            found, entry = None, next(self._entries(), None)
+            if entry is not None and (of := counts.get(str(entry["pg_id"]))) is not None:
+                number = int(entry["collective_seq_id"])
+                is_done = bool(entry["retired"]) or number <= of.begun - of.unfinished
+                began_ns = entry["time_created_ns"]
+                found = Collective(operation_of(entry), number, is_done, began_ns)
+            if not (_have_ended(counts) and (found is None or found.is_done)):
+                return found
+            self._last = counts, found
+        return self._last[1]
 
     def _entries(self) -> Iterator[dict[str, Any]]:
         """Return those of this generation, from the newest back."""
         entries = torch_seam.recorded_collectives()
         return takewhile(lambda entry: entry["record_id"] >= self._first, entries)
+
+
+def _have_ended(counts: Mapping[str, Counts]) -> bool:
+    return not any(each.unfinished for each in counts.values())
 
 
 def operation_of(entry: Mapping[str, Any]) -> str:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from nbdist.wire.views import Begun, Collective
 from nbdist.worker.compat import nccl as seam
-from nbdist.worker.compat.torch import RENEWS_GLOO
+from nbdist.worker.compat.torch import RECORDS_GLOO, RENEWS_GLOO
 from nbdist.worker.group import nccl
 from nbdist.worker.group.gloo import is_of_others
-from nbdist.worker.group.nccl import AbortHangs, Nccl, Pending, UnderWay
+from nbdist.worker.group.nccl import AbortHangs, Nccl, Pending, Recording, UnderWay
 from nbdist.worker.group.stores import Meeting
 from tests.waiting import SOON, wait_until
 
@@ -277,3 +277,30 @@ def test_the_last_one(recorded: dict[str, Entries]) -> None:
     assert under_way.last() == Collective("all_reduce", 9, True, 2)  # noqa: FBT003
     under_way.start_over()
     assert under_way.last() is None
+
+
+@pytest.mark.skipif(not RECORDS_GLOO, reason="this torch records nothing of gloo's")
+def test_what_is_read_as_a_collective_begins() -> None:
+    """It is soon right, though torch counts the collective before it records it."""
+    backend, recording = dist.ProcessGroupGloo(dist.HashStore(), 0, 1), Recording()
+    recording.start_over()  # what other tests have begun
+    looks, over = list[tuple[Any, ...]](), threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            looks.append((recording.last(), recording.begun(recording.counts(), 0)))
+
+    def agree(number: int) -> bool:
+        last, begun = looks[-1] if looks else (None, ())
+        seen = [each.number for each in begun if each.is_done]
+        return bool(last and last.number == number and seen == [*range(1, number + 1)])
+
+    with ThreadPoolExecutor() as pool:
+        looking = pool.submit(look)
+        try:
+            for number in range(1, 51):
+                backend.allreduce([torch.ones(1)]).wait()
+                wait_until(lambda: agree(number), f"the look after collective {number}", 5.0)  # noqa: B023
+        finally:
+            over.set()
+        looking.result(SOON)
