@@ -67,7 +67,7 @@ IMPORTED_LATE = {"terminal/kubernetes.py"}
 
 # Who may import torch when it is imported itself.
 TORCH_ROOMS = ("worker/", "agent/fork_server.py", "tools/diff_op.py", "tools/timeline_op.py")
-TORCH_ROOMS += ("tools/watched/",)
+TORCH_ROOMS += ("tools/digests.py", "tools/watch_op.py")
 
 TOP_LEVEL = {"pyproject.toml", "nbdist", "tests", "notebooks", "docs", "README.md", "LICENSE"}
 TOP_LEVEL |= {"CITATION.cff"}  # where GitHub looks for it

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
+from nbdist.tools.digests import ROW, fold
 from nbdist.tools.watch import Divergence
-from nbdist.tools.watched.digests import ROW, fold
 from nbdist.wire.ops import Facts, Input, Part, Watched
 from nbdist.worker.tracking import watch
 from nbdist.world.world import World
@@ -85,7 +85,7 @@ def test_what_cannot_be_watched(kernel: Notebook) -> None:
     ):
         assert said in kernel.run(f"%%distributed {options}\nx = 2").error
     left = (
-        "from nbdist.tools.watched import watch as watched\nfrom nbdist.worker import tracking\n"
+        "from nbdist.tools import watch_op as watched\nfrom nbdist.worker import tracking\n"
         "x, watched._watches, tracking.watching"
     )
     left = f"%%distributed\n{left}"

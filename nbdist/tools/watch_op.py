@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from nbdist.tools.watched import digests
-from nbdist.tools.watched.digests import Exchange, Parts, RanksDiffer, Target, sampled
+from nbdist.tools import digests
+from nbdist.tools.digests import Exchange, Parts, RanksDiffer, Target, sampled
 from nbdist.wire.ops import Facts, Input, Watched
 from nbdist.words import one_line
 from nbdist.worker import tracking

@@ -1,1 +1,0 @@
-"""The ranks' side of `--watch`."""
