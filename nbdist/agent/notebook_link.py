@@ -27,7 +27,7 @@ from nbdist.agent.world_record import WorldRecord
 from nbdist.output.events import Died
 from nbdist.system import folders
 from nbdist.system.processes import LEAVES, STAYS, Guard, adopt_orphans, end_descendants
-from nbdist.values.shared_memory import Segment, SegmentGone, SegmentRef
+from nbdist.values.payload import Segment, SegmentGone, SegmentRef
 from nbdist.wire import messages
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.spec import versions_here

@@ -13,8 +13,7 @@ from typing import Any
 
 from nbdist.cluster.node import Node
 from nbdist.output.events import Done, Moved, Output
-from nbdist.values.payload import moved, refs_in
-from nbdist.values.shared_memory import SegmentRef, is_there, length_of
+from nbdist.values.payload import SegmentRef, is_there, length_of, moved, refs_in
 from nbdist.wire.messages import Outputs, Run
 from nbdist.wire.node_messages import Bring
 from nbdist.wire.transfer import Drop, Fetch, Piece, Receiving, piece_of

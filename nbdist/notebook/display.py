@@ -23,7 +23,7 @@ from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import dim, panel
-from nbdist.values.shared_memory import Made, Steps
+from nbdist.values.payload import Made, Steps
 from nbdist.words import aligned, size_text
 from nbdist.world.running import News
 from nbdist.world.workers import MovingLine

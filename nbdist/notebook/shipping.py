@@ -20,13 +20,13 @@ from nbdist.values.payload import (
     OPTIMIZER,
     Identity,
     Payload,
+    Segment,
     is_atomic,
     kind_of,
     packing,
     size_of,
 )
-from nbdist.values.pickling import Pickled, content_version, is_compared_whole, pickle
-from nbdist.values.shared_memory import Buffer, Segment
+from nbdist.values.pickling import Buffer, Pickled, content_version, is_compared_whole, pickle
 from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in, parts
 from nbdist.words import count, format_ranks, name_ranks, size_text
 from nbdist.world.names import (

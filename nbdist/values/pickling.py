@@ -29,12 +29,14 @@ import cloudpickle.cloudpickle as by_value
 from nbdist.system.limits import ASKED_FROM, require_memory
 from nbdist.values import definitions
 from nbdist.values.definitions import CellSource, Fence, MadeBy, Variable
-from nbdist.values.shared_memory import Buffer
 from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 
 LONG, READ_FROM, AT_ONCE = 1 << 20, 1 << 20, 64 << 20
 """Bytes of a text that a sketch leaves out, of a pickle that takes some 10 ms to be read, and of
 memory that is read between two looks for Stop."""
+
+Buffer = bytes | bytearray | memoryview | plain_pickle.PickleBuffer
+"""What frames are, and the memory that is pickled beside them."""
 
 Reduce = Callable[[Any], Reduced]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from nbdist.topology import Seats
-from nbdist.values.shared_memory import SegmentRef
+from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Answer, Ask, Down, StartFailure, Up, WorldStarted

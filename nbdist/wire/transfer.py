@@ -12,7 +12,7 @@ who is asked reads the piece, and remembers nothing (`piece_of`).
 How long a segment is kept:
 
 - What goes down is on a node for as long as the notebook has it open; the head looks after that
-  (`nbdist.values.shared_memory.is_there`), and says `Drop`.
+  (`nbdist.values.payload.is_there`), and says `Drop`.
 - What comes up stays until the notebook has read it (`LetGo`), the rank gets its next task, or the
   world ends.
 - What is under way is dropped with its link, and where nobody waits for it any more.
@@ -32,14 +32,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from nbdist.errors import NotEnoughMemory
-from nbdist.values.shared_memory import (
-    Blank,
-    Segment,
-    SegmentGone,
-    SegmentRef,
-    length_of,
-    open_file,
-)
+from nbdist.values.payload import Blank, Segment, SegmentGone, SegmentRef, length_of, open_file
 
 Frame = bytes | memoryview
 

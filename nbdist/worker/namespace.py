@@ -21,13 +21,14 @@ from nbdist.values.payload import (
     Identity,
     Packed,
     Payload,
+    Segment,
+    Steps,
     kind_of,
     open_payload,
     packing,
     size_of,
 )
 from nbdist.values.pickling import pickle, unpickle
-from nbdist.values.shared_memory import Segment, Steps
 from nbdist.values.unpicklable import blame, fails_in, type_name
 from nbdist.wire.ops import Brought
 from nbdist.worker import ops

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.values.payload import Identity, is_atomic, size_of
+from nbdist.values.payload import Identity, Segment, is_atomic, size_of
 from nbdist.values.pickling import digest_of, pickle
-from nbdist.values.shared_memory import Segment
 from nbdist.wire.ops import Spread
 from nbdist.words import name_ranks, size_text
 from nbdist.worker.compat import models as seam

@@ -16,9 +16,8 @@ from typing import Any
 from nbdist.errors import BadRanks, UsageError, VariableNotSent, WorkerError
 from nbdist.output.events import NAME_PROBLEM, Died, Failure
 from nbdist.output.wording import fold_ranks
-from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, packing, size_of
-from nbdist.values.pickling import pickle, unpickle
-from nbdist.values.shared_memory import Buffer, Steps
+from nbdist.values.payload import INLINE_LIMIT, Payload, Steps, open_payload, packing, size_of
+from nbdist.values.pickling import Buffer, pickle, unpickle
 from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in
 from nbdist.wire.ops import Brought, Loaded, Mesh, Written
 from nbdist.wire.spec import difference, versions_here

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from nbdist.output.rank_transcript import Shown
-from nbdist.values.shared_memory import Segment
+from nbdist.values.payload import Segment
 from nbdist.wire.work import Attempt, Call, Source, Task
 from nbdist.world.names import Shipped
 from nbdist.world.running import RunningTask

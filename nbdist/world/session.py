@@ -18,8 +18,7 @@ from typing import Any
 from nbdist import errors, topology
 from nbdist.config import Patience, read_restarts
 from nbdist.errors import AgentLost, BadRanks, UsageError, WorldNotStarted
-from nbdist.values.payload import open_payload, pack_frames
-from nbdist.values.shared_memory import Segment
+from nbdist.values.payload import Segment, open_payload, pack_frames
 from nbdist.wire.control import Question
 from nbdist.wire.messages import Consult, Enter, Grow, Heal, Kill, LetGo, Reply, Request, Scale
 from nbdist.wire.views import WorkerStatus

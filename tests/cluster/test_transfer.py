@@ -13,8 +13,7 @@ import pytest
 from nbdist.cluster import transfer
 from nbdist.cluster.transfer import BulkTransfers
 from nbdist.output.events import Done, Failure, Moved, Output, Text
-from nbdist.values.payload import Payload, pack_frames
-from nbdist.values.shared_memory import Segment, is_there, open_segment, to_end
+from nbdist.values.payload import Payload, Segment, is_there, open_segment, pack_frames, to_end
 from nbdist.wire.messages import Outputs, Run
 from nbdist.wire.node_messages import Bring
 from nbdist.wire.transfer import PIECE, Drop, Fetch, Piece, Receiving, piece_of

@@ -1,37 +1,172 @@
-"""Tests of `nbdist.values.payload`: frames inline or shared, and identity."""
+"""Tests of `nbdist.values.payload`: frames inline, and shared, that others map; and identity."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from nbdist.values import payload
 from nbdist.values.payload import (
+    ALIGNMENT,
     INLINE_LIMIT,
+    Blank,
     Identity,
     Payload,
+    Segment,
+    SegmentGone,
+    SegmentRef,
+    Steps,
     as_read,
     is_atomic,
+    is_there,
+    length_of,
     moved,
+    open_file,
     open_payload,
+    open_segment,
     pack_frames,
     refs_in,
+    to_end,
 )
-from nbdist.values.shared_memory import SegmentRef
 from nbdist.wire.ops import Brought
+from tests.waiting import SOON
+
+FRAMES = [b"first", b"", bytearray(b"x" * 5000), memoryview(b"last")]
+
+Descriptors = Callable[[], set[str]]
+
+
+@pytest.fixture
+def descriptors() -> Descriptors:
+    """What this process has open."""
+    return lambda: {*os.listdir("/proc/self/fd")}
+
+
+def test_a_step_at_a_time(monkeypatch: pytest.MonkeyPatch, descriptors: Descriptors) -> None:
+    """It says how much was copied, aligned; what was begun is gone at once, or is whole."""
+    monkeypatch.setattr(payload, "PIECE", 2000)
+    before = descriptors()
+    steps = Segment.filling(FRAMES)
+    next(steps)
+    assert len(descriptors() - before) == 1
+    steps.close()
+    assert descriptors() == before
+    counted = Steps(Segment.filling(FRAMES))
+    assert [*counted] == [5, 2005, 4005, 5005, 5009]
+    with counted.made as segment:
+        views = open_segment(segment.ref)
+        assert [bytes(view) for view in views] == [bytes(f) for f in FRAMES]
+        for view in filter(len, views):
+            assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT == 0
+    del views, view
+    to_end(Segment.filling([b"nobody refers to it"]))
+    gc.collect()
+    assert descriptors() == before
+
+
+@pytest.mark.world
+def test_another_process_reads_it() -> None:
+    """By its reference alone; nothing of a killed process stays in memory."""
+    ours = to_end(Segment.filling([b"hello " * 20_000]))
+    source = (
+        "import os, signal\nfrom nbdist.values.payload import *\n"
+        f"view, = open_segment({ours.ref!r})\n"
+        "view[:5] = b'HELLO'\nprint(bytes(view[:11]).decode(), view.nbytes)\n"
+        "s = to_end(Segment.filling([b'abc']))\nprint(s.ref.path, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    command = [sys.executable, "-c", source]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SOON, check=False)
+    said, path = ended.stdout.splitlines()
+    assert said == "HELLO hello 120000"
+    assert bytes(open_segment(ours.ref)[0][:5]) == b"hello", "it wrote to its own copy"
+    ours.close()
+    with pytest.raises(SegmentGone, match="cannot be opened"):
+        open_segment(SegmentRef(path, (3,)))
+
+
+def test_nobody_can_cut_or_change_what_others_have_mapped() -> None:
+    """The memory is sealed: a shorter file would kill its readers with SIGBUS."""
+    with to_end(Segment.filling([b"abc"])) as segment:
+        path = segment.ref.path.partition("#")[0]
+        fd = os.open(path, os.O_RDWR)
+        try:
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, 1)
+            with pytest.raises(PermissionError):
+                os.pwrite(fd, b"X", 0)
+        finally:
+            os.close(fd)
+    # Nobody can open one that is closed, also where a later one has the descriptor.
+    first = to_end(Segment.filling([b"old"]))
+    first.close()
+    with pytest.raises(SegmentGone, match=f"{first.ref.path}.*(gone|cannot be opened)"):
+        open_segment(first.ref)
+    with to_end(Segment.filling([b"new"])) as second:
+        first.close()
+        assert bytes(open_segment(second.ref)[0]) == b"new"
+        with pytest.raises(SegmentGone):  # nor is anything mapped that is not as long as it says
+            open_segment(second.ref._replace(sizes=(10_000,)))
+        assert second.ref.path.partition("#")[0] == first.ref.path.partition("#")[0]
+        with pytest.raises(SegmentGone, match="its owner has closed it"):
+            open_segment(first.ref)
+
+
+def test_one_that_is_held_on_to_outlives_its_owner() -> None:
+    """By a reference of its own; one that is gone already is not to be had."""
+    first = to_end(Segment.filling(FRAMES))
+    with Segment.of_another(first.ref) as other:
+        first.close()
+        assert other.ref.path != first.ref.path
+        assert [bytes(view) for view in open_segment(other.ref)] == [*map(bytes, FRAMES)]
+        with pytest.raises(SegmentGone):
+            Segment.of_another(first.ref)
+    # For as long as its owner has it open, and not for another one in its place.
+    with to_end(Segment.filling(FRAMES)) as segment:
+        ref = segment.ref
+        assert is_there(ref)
+        assert not is_there(ref._replace(path=f"{ref.path}1"))
+        fd = open_file(ref)
+        assert os.fstat(fd).st_size == length_of(ref)
+        os.close(fd)
+    assert not is_there(ref)
+
+
+def test_it_is_filled_from_outside(descriptors: Descriptors) -> None:
+    """In whatever order; left half-filled it is gone with its owner's descriptor."""
+    before = descriptors()
+    with Blank([3, 100]) as blank:
+        assert (blank.offsets, blank.total) == ([0, ALIGNMENT], 3 * ALIGNMENT)
+        assert [*blank.writing(memoryview(b"b" * 100), ALIGNMENT)] == [100]
+        assert [*blank.writing(memoryview(b"abc"), 0)] == [3]
+        with blank.sealed() as segment:
+            assert [bytes(view) for view in open_segment(segment.ref)] == [b"abc", b"b" * 100]
+    with Blank([3]) as blank:
+        assert descriptors() != before
+    assert descriptors() == before
+
+
+# --- payloads, and identity --------------------------------------------------------------------
 
 
 def test_where_frames_travel() -> None:
     """Below the limit in the message, from it on all frames of a payload in one segment."""
     frames = [b"p", bytearray(INLINE_LIMIT - 1)]
-    payload, segment = pack_frames(frames)
+    packed, segment = pack_frames(frames)
     with segment:
-        assert payload == Payload(segment=segment.ref)
-        assert open_payload(payload) == frames
-    payload, segment = pack_frames([b"pickle", memoryview(b"buffer")])
+        assert packed == Payload(segment=segment.ref)
+        assert open_payload(packed) == frames
+    packed, segment = pack_frames([b"pickle", memoryview(b"buffer")])
     assert segment is None
-    assert payload == Payload(frames=(b"pickle", b"buffer"))
-    assert open_payload(payload) == [b"pickle", b"buffer"]
+    assert packed == Payload(frames=(b"pickle", b"buffer"))
+    assert open_payload(packed) == [b"pickle", b"buffer"]
 
 
 def test_segments_wherever_payloads_are() -> None:

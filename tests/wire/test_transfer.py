@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.errors import NotEnoughMemory
-from nbdist.values import shared_memory
-from nbdist.values.shared_memory import Segment, length_of, open_segment, to_end
+from nbdist.values import payload
+from nbdist.values.payload import Segment, length_of, open_segment, to_end
 from nbdist.wire import transfer
 from nbdist.wire.transfer import (
     MOST_WINDOW,
@@ -248,7 +248,7 @@ async def test_no_room_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     with closing(Line()) as line, holding(50_000) as big, holding(5000) as other:
-        monkeypatch.setattr(shared_memory, "require_memory", refuse)
+        monkeypatch.setattr(payload, "require_memory", refuse)
         assert "are free" in await line.bring(big)
         assert await line.bring(other) == ""
         assert line.receiving.places([big.ref, other.ref]).keys() == {other.ref.path}

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from nbdist.errors import UsageError, WorkerError
-from nbdist.values.payload import open_payload, pack_frames
+from nbdist.values.payload import Segment, open_payload, pack_frames, to_end
 from nbdist.values.pickling import pickle, unpickle
-from nbdist.values.shared_memory import Segment, to_end
 from nbdist.worker import received
 from nbdist.worker.received import Homeward, KeptValues, Received
 from nbdist.world.world import World

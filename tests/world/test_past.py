@@ -11,8 +11,7 @@ import pytest
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied, WorkerError
 from nbdist.output.events import Display, Done, Failure
-from nbdist.values.payload import Identity
-from nbdist.values.shared_memory import Segment, SegmentGone, to_end
+from nbdist.values.payload import Identity, Segment, SegmentGone, to_end
 from nbdist.wire.work import Attempt, Call, Script, Source, Task, Work
 from nbdist.world import past as module
 from nbdist.world.names import Shipped

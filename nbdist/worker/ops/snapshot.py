@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from nbdist.system import folders
 from nbdist.system.folders import Untrusted
 from nbdist.values.payload import size_of
-from nbdist.values.pickling import Pickled, pickle, unpickle
-from nbdist.values.shared_memory import Buffer
+from nbdist.values.pickling import Buffer, Pickled, pickle, unpickle
 from nbdist.wire.ops import Loaded, Written
 from nbdist.wire.spec import versions_here
 from nbdist.words import one_line

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from nbdist.errors import NotEnoughMemory
 from nbdist.values.payload import Payload
-from nbdist.values.pickling import Pickled, pickle, unpickle
-from nbdist.values.shared_memory import Buffer
+from nbdist.values.pickling import Buffer, Pickled, pickle, unpickle
 from nbdist.values.unpicklable import fails_in
 from nbdist.wire.ops import Brought
 from nbdist.words import did_you_mean

@@ -225,7 +225,7 @@ SLOWLY = """
 from unittest.mock import patch
 import numpy as np
 patch.multiple("nbdist.notebook.display", FIRST_SHOWN=0, REDRAW=0).start()
-patch("nbdist.values.shared_memory.PIECE", 1 << 17).start()
+patch("nbdist.values.payload.PIECE", 1 << 17).start()
 old = np.arange(5)
 """
 
@@ -255,8 +255,8 @@ def stop_at(text):
 
 THERE = f"""%%distributed -n 2
 {HELD}
-import nbdist.values.shared_memory, nbdist.worker.namespace
-nbdist.values.shared_memory.PIECE = 1 << 17
+import nbdist.values.payload, nbdist.worker.namespace
+nbdist.values.payload.PIECE = 1 << 17
 nbdist.worker.namespace.MOVED_EVERY = 0
 import numpy as np
 theirs = np.ones(5_000_000)

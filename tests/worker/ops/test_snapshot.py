@@ -11,7 +11,8 @@ import pytest
 
 from nbdist.errors import UsageError, WorkerDied
 from nbdist.system.folders import Untrusted
-from nbdist.values.shared_memory import ALIGNMENT, Buffer
+from nbdist.values.payload import ALIGNMENT
+from nbdist.values.pickling import Buffer
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.ops.snapshot import map_frames, read_frames, write_frames
 from nbdist.world.world import World
