@@ -50,7 +50,7 @@ FLOORS = {
     | BETWEEN
     | {"plugins", "world", "output", "notebook.command"},  # of that the names of all magics
     # Each tool's magic runs in the notebook, its op (`*_op.py`) in workers.
-    "tools": {"words", "errors", "values", "wire", "output", "world", "notebook", "worker"},
+    "tools": BETWEEN | {"output", "world", "notebook", "worker"},
     "worker": BETWEEN | {"plugins", "output.events"},
     # The package itself has the public names, which it takes from everywhere on the
     # notebook's side; everybody may ask it for what stands in it.

@@ -128,19 +128,16 @@ def _is_below(folder: Path, file: Path) -> bool:
 
 def _replace(folder: Path, path: str, content: CodeFile) -> None:
     """Write a file whole, or not at all: a worker may be reading it."""
-    file, new = folder / path, folder / NEW_FILE
+    file = folder / path
     if not _is_below(folder, file):
         raise OSError(f"{path!r} was refused: it leads out of the folder")
     with suppress(OSError):
         if CodeFile.read(str(file)) == content:  # modules that have not changed stay as they are
             return
     folders.make_private(file.parent)
-    try:
-        new.write_bytes(content.content)
-        new.chmod(0o700 if content.is_program else 0o600)
-        new.replace(file)
-    finally:
-        new.unlink(missing_ok=True)
+    mode = 0o700 if content.is_program else 0o600
+    with folders.whole_file(file, mode, part=folder / NEW_FILE) as new:
+        new.write(content.content)
     _drop_compiled(file)
 
 

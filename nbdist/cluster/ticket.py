@@ -177,11 +177,8 @@ def write_join_key(ticket: Ticket) -> Path:
     """Write the ticket where `nbdist join` finds it, in place of an old one; raises OSError."""
     path = join_key_file(place_of(ticket))
     folders.make_private(path.parent)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    fd = folders.open_private(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
-    with os.fdopen(fd, "wb") as file:
+    with folders.whole_file(path, folders.PRIVATE_FILE) as file:
         file.write(ticket.to_line())
-    unfinished.replace(path)
     return path
 
 

@@ -15,9 +15,12 @@ import shutil
 import socket
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from nbdist.errors import NoRuntimeFolder
 
@@ -55,6 +58,23 @@ def check_private(folder: Path) -> None:
 def open_private(path: str | Path, flags: int) -> int:
     """Open files, as their `opener`, that only this user can read, whatever the umask."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
+
+
+@contextmanager
+def whole_file(path: Path, mode: int = 0o666, part: Path | None = None) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of `path` once it is written, or else is removed.
+
+    Meanwhile it is hidden beside it, or is `part`.  Raises OSError.
+    """
+    # No other process has a thread of this number.
+    part = part or path.with_name(f".{path.name}.{threading.get_native_id()}")
+    try:
+        part.unlink(missing_ok=True)  # a process that was killed may have left it
+        with open(part, "xb", opener=partial(os.open, mode=mode)) as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def claim(folder: Path, what: str) -> int:

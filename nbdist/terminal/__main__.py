@@ -13,6 +13,7 @@ from typing import Any
 
 from nbdist import __version__
 from nbdist.errors import UsageError
+from nbdist.system.folders import whole_file
 from nbdist.terminal.doctor import doctor
 
 
@@ -222,9 +223,8 @@ def write(file: Path, config: dict[str, Any], magics: Mapping[str, str | None]) 
             file.unlink(missing_ok=True)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f".{file.name}.{os.getpid()}")
-        new.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        new.replace(file)
+        with whole_file(file) as new:
+            new.write(json.dumps(config, indent=2).encode() + b"\n")
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from None
 

@@ -25,6 +25,7 @@ from nbdist.notebook.command import Line, command
 from nbdist.notebook.display import Shown, block
 from nbdist.notebook.free_names import names_bound, names_used
 from nbdist.notebook.shipping import version_now
+from nbdist.system.folders import whole_file
 from nbdist.tools.cell_code import (
     Statements,
     Transform,
@@ -102,24 +103,19 @@ def _values_file(path: Path) -> Path:
 
 def _write(script: Script, path: Path, file: Path, names: Mapping[str, object]) -> int:
     """Write both files, or none; return the size of the one with values."""
-    new = {each: each.with_name(f".{each.name}.part") for each in (path, file)}
     size = 0
     try:
-        new[path].write_text(script.text, encoding="utf-8")
-        if script.saved:
-            import torch
+        with whole_file(path) as written:
+            written.write(script.text.encode())
+            if script.saved:
+                import torch
 
-            with new[file].open("wb") as opened:
-                torch.save({name: names[name] for name in script.saved}, opened)
-                size = opened.tell()
-            os.replace(new[file], file)
-        os.replace(new[path], path)
+                with whole_file(file) as opened:
+                    torch.save({name: names[name] for name in script.saved}, opened)
+                    size = opened.tell()
     except PICKLING_ERRORS as error:  # those of files are among them
         why = getattr(error, "strerror", None) or one_line(str(error))
         raise UsageError(f"`%dist_export {path}`: {why}.") from None
-    finally:
-        for part in new.values():
-            part.unlink(missing_ok=True)
     return size
 
 

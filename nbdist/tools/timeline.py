@@ -10,13 +10,12 @@ that goes on after its last collective counts as waiting until then.
 from __future__ import annotations
 
 import gzip
-import os
 import time
 import zlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from nbdist.notebook.command import CellOption, Line, command
 from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.options import ranks_option
 from nbdist.output.wording import seconds_text
+from nbdist.system.folders import whole_file
 from nbdist.wire.ops import Met, RankTimes, TracePart
 from nbdist.words import count, one_line, size_text
 
@@ -347,22 +347,16 @@ def check_path(text: str) -> Path:
 
 def write_trace(path: Path, parts: Mapping[int, TracePart]) -> None:
     """Write what ranks have brought, whole or not at all; raises UsageError where it cannot be."""
-    unfinished = path.with_name(f".{path.name}.part")
     try:
-        with (
-            gzip.open(unfinished, "wb", 5)
-            if path.suffix == ".gz"
-            else unfinished.open("wb") as file
-        ):
+        with whole_file(path) as opened, ExitStack() as stack:
+            is_packed = path.suffix == ".gz"
+            file = stack.enter_context(gzip.open(opened, "wb", 5)) if is_packed else opened
             file.write(HEAD)
             for number, part in enumerate(part for part in parts.values() if part.events):
                 file.write((b",\n" if number else b"") + zlib.decompress(part.events))
             file.write(b"\n]}\n")
-        os.replace(unfinished, path)
     except OSError as error:
         raise UsageError(f"`--profile {path}`: {error.strerror or error}.") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _is_trace(path: Path) -> bool:

@@ -34,6 +34,20 @@ def ours(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    """What fails leaves the one before, and nothing else; a link in its way is not followed."""
+    path, part = tmp_path / "file", tmp_path / "part"
+    part.symlink_to(path)
+    for text in (b"old", b"new"):
+        with folders.whole_file(path, folders.PRIVATE_FILE, part) as file:
+            file.write(text)
+            assert not path.exists() or path.read_bytes() == b"old"
+    with pytest.raises(ZeroDivisionError), folders.whole_file(path) as file:
+        file.write(bytes(1 // 0))
+    assert (path.read_bytes(), [*tmp_path.iterdir()]) == (b"new", [path])
+    assert path.stat().st_mode & 0o777 == folders.PRIVATE_FILE
+
+
 @pytest.mark.world
 def test_it_goes_when_nobody_holds_it(ours: Path) -> None:
     """Whoever holds it keeps it, of several the last one; a holder that is killed holds nothing."""

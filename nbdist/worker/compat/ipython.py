@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from importlib.metadata import version
-from tempfile import NamedTemporaryFile
+from pathlib import Path
 from typing import Any
 
 from ipykernel import kernelapp
@@ -21,6 +21,7 @@ from ipykernel.iostream import IOPubThread
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.zmqshell import ZMQInteractiveShell
 
+from nbdist.system.folders import whole_file
 from nbdist.values.definitions import function_name
 
 SHOW = "_showtraceback"
@@ -177,13 +178,7 @@ def write_whole(cache: Any) -> None:
     def save(hashed_grammar: str, path: object, item: object, cache_path: object = None) -> None:
         name = cache._get_hashed_path(hashed_grammar, path, cache_path=cache_path)
         # What a killed process leaves there, parso removes with what nobody has read for 30 days.
-        with NamedTemporaryFile(dir=os.path.dirname(name), delete=False) as file:
-            try:
-                pickle.dump(item, file, pickle.HIGHEST_PROTOCOL)
-                file.flush()
-                os.replace(file.name, name)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with whole_file(Path(name)) as file:
+            pickle.dump(item, file, pickle.HIGHEST_PROTOCOL)
 
     cache._save_to_file_system = save
