@@ -190,11 +190,12 @@ class Listener(Door):
         ranks = ranks[:MOST_READ]
         share = LINES_OF_ALL // (len(STREAMS) * max(1, len(ranks)))
         most = max(1, min(asked.most, MOST_LINES, share))
-        found = []
-        for rank, stream, file, lines, *_ in await read(views.GetLogs(ranks, STREAMS, most)):
-            cut = tuple(line[:LONGEST_LINE] for line in lines)
-            found.append(views.LogEnd(rank, stream, file, cut))
-        return views.Findings(logs=tuple(found))
+        return views.Findings(
+            logs=tuple(
+                each._replace(lines=tuple(line[:LONGEST_LINE] for line in each.lines))
+                for each in await read(views.GetLogs(ranks, STREAMS, most))
+            )
+        )
 
     def _describe(self) -> views.WorldInfo:
         if self._tether is None:

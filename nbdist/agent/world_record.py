@@ -6,11 +6,11 @@ The next notebook gets it, and `nbdist mcp` the task that was last and the last 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from nbdist.agent.outbox import ENOUGH_IN_A_BATCH, TEXT_KEPT, Backlog, Item
-from nbdist.output.events import Died, Done, Failure, Output, size_of
+from nbdist.output.events import Died, Done, Failure, Output, RankError, size_of
 from nbdist.values.payload import Payload
 from nbdist.wire import messages
 from nbdist.wire.messages import Outputs
@@ -254,8 +254,8 @@ class _TaskRecord:
     def fail(self, rank: int, task_id: str, error: Failure | Died) -> None:
         """Note how a rank failed in it, or, without a task, after it."""
         if task_id in ("", self.run.id) and len(self.troubles) < MOST_TROUBLES:
-            trouble = trouble_of(rank, error, has_lines=len(self.troubles) < WITH_LINES)
-            self.troubles.setdefault(rank, replace(trouble, is_idle=not task_id))
+            kept = shortened(error, has_lines=len(self.troubles) < WITH_LINES)
+            self.troubles.setdefault(rank, Trouble(rank, kept, is_idle=not task_id))
 
     def seen(self) -> TaskSeen:
         """Return what is said of it."""
@@ -276,20 +276,18 @@ def _as_stacks(places: Mapping[int, Place]) -> tuple[Stack, ...]:
     return tuple(Stack(rank, 0, "busy", place) for rank, place in places.items())
 
 
-def trouble_of(rank: int, error: Failure | Died, *, has_lines: bool) -> Trouble:
+def shortened(error: RankError, *, has_lines: bool) -> RankError:
     """Keep what is said of an error, of its lines the last ones."""
-    if isinstance(error, Failure):
-        lines = [line for frame in error.traceback for line in frame.splitlines()]
-        said = error.name, error.message[:LONGEST_MESSAGE]
-        kept = Trouble(rank, error.time_ns, *said, connections=error.connections)
-        lines = [*lines[-MOST_LINES:], *error.account]
-    else:
-        kept = Trouble(
-            *(rank, error.time_ns),
-            exit_code=error.exit_code,
-            pid=error.pid,
-            why=error.why,
-            received_too_much=error.received_too_much,
-        )
-        lines = [*error.last_lines]
-    return replace(kept, lines=tuple(line[:LONGEST_LINE] for line in lines)) if has_lines else kept
+    if isinstance(error, Died):
+        return error._replace(last_lines=_cut(error.last_lines) if has_lines else ())
+    lines = [line for frame in error.traceback for line in frame.splitlines()]
+    return error._replace(
+        message=error.message[:LONGEST_MESSAGE],
+        traceback=_cut([*lines[-MOST_LINES:], *error.account]) if has_lines else (),
+        kinds=(),
+        account=(),
+    )
+
+
+def _cut(lines: Iterable[str]) -> tuple[str, ...]:
+    return tuple(line[:LONGEST_LINE] for line in lines)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
-from nbdist.output.fingerprint import normal
 from nbdist.output.transcript import follows
 from nbdist.output.wording import error_text, fold_ranks
 from nbdist.terminal.worlds import printable, table, title
-from nbdist.wire.views import LogEnd, Place, Stack, TaskSeen, Trouble, WorldInfo
+from nbdist.wire.views import LogTail, Place, Stack, TaskSeen, WorldInfo
 from nbdist.words import aligned, count, name_ranks, one_line
 from nbdist.world import hangs
+from nbdist.world.result import log_lines, logs_text
 
 MOST_CHARACTERS, LONGEST_LINE = 16_000, 400
 """Characters of an answer, and of a line: an assistant pays for each of them."""
@@ -125,57 +125,24 @@ def _waits(places: Mapping[int, Place], idle: Collection[int]) -> Iterator[str]:
 
 def stacks_text(stacks: Iterable[Stack]) -> str:
     """Write the Python stack of each rank, equal ones once."""
-    shown: dict[str, tuple[str, list[Stack]]] = {}
-    for stack in stacks:
-        code = next((frame.code for frame in stack.frames if frame.is_cell), "")
-        doing = hangs.doing_of([stack.rank], stack.place, code)
-        lines = [doing if stack.state == "busy" else stack.state]
-        lines += [line for frame in stack.frames for line in frame.lines]
-        lines += [stack.problem] if stack.problem else []
-        text = "\n".join(lines)
-        shown.setdefault(normal(text.replace(str(stack.pid), "<pid>")), (text, []))[1].append(stack)
-    parts = []
-    for text, group in shown.values():
-        pids = ", ".join(str(stack.pid) for stack in group[:8])
-        parts.append(f"── {name_ranks(each.rank for each in group)} (pid {pids}) ──\n{text}")
-    return "\n".join(parts) or "no ranks"
+    stacks = [*stacks]
+    pids = {stack.rank: str(stack.pid) for stack in stacks}
+
+    def who(ranks: Iterable[int]) -> str:
+        return f"{name_ranks(ranks)} (pid {', '.join(pids[rank] for rank in [*ranks][:8])})"
+
+    return "\n".join(hangs.stacks_text(hangs.alike(stacks), who)) or "no ranks"
 
 
-def logs_text(logs: Iterable[LogEnd], pattern: re.Pattern[str] | None, most: int) -> str:
+def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, most: int) -> str:
     """Write the last lines of each rank, equal ones once; without colours."""
-    said: dict[int, str] = {}
-    files = {}
-    for each in sorted(logs, key=lambda end: (end.rank, end.stream != "stdout")):
-        lines = [strip(line).rstrip("\r").rpartition("\r")[2] for line in each.lines]
-        kept = [line for line in lines if pattern is None or pattern.search(line)]
-        kept = kept[-most:]
-        said[each.rank] = said.get(each.rank, "") + "".join(
-            f"{'stderr: ' if each.stream == 'stderr' else ''}{line}\n" for line in kept
-        )
-        files[each.rank] = each.file
-    if files and not any(files.values()):
+    if logs and not any(each.file for each in logs):
         return "these workers have no log files (NBDIST_LOG_DIR is empty)"
-    parts = [
-        f"── {name_ranks(ranks)}{' (same)' if len(ranks) > 1 else ''} ──\n{text or 'no lines'}"
-        for text, ranks in fold_ranks(said).items()
-    ]
-    return "\n".join(parts) or "no such rank"
+    ends = (each._replace(lines=tuple(log_lines(each, pattern)[-most:])) for each in logs)
+    return "\n".join(logs_text(ends)) or "no lines"
 
 
 # --- why a task failed, or what it waits for ------------------------------------------------------
-
-
-def error_of(trouble: Trouble) -> RankError:
-    """Return the error that a rank ended with."""
-    if trouble.name:
-        return Failure(
-            *(trouble.name, trouble.message, trouble.lines, trouble.time_ns),
-            connections="ended" if trouble.connections == "ended" else "",
-        )
-    return Died(
-        *(trouble.exit_code, trouble.time_ns, trouble.pid, trouble.lines, trouble.why),
-        trouble.received_too_much,
-    )
 
 
 def success_text(task: TaskSeen) -> str:
@@ -190,7 +157,7 @@ def _named(task: TaskSeen) -> str:
 
 def failure_text(task: TaskSeen) -> str:
     """Say which rank failed first, when and why, and what followed from it on the others."""
-    errors = {each.rank: error_of(each) for each in task.troubles}
+    errors = {each.rank: each.error for each in task.troubles}
     released = {stack.rank: stack.place for stack in task.aborted if stack.rank in errors}
     places = {**{stack.rank: stack.place for stack in task.places}, **released}
     # The others were released, or followed from another rank's failure.
@@ -211,7 +178,7 @@ def failure_text(task: TaskSeen) -> str:
         if isinstance(error, Died):
             lines += filter(None, [hangs.why_died(first, error, places), error.why])
             lines.append("its last lines:" if error.last_lines else "it had printed nothing")
-        lines += (strip(line) for line in next(t for t in task.troubles if t.rank == first).lines)
+        lines += map(strip, error.last_lines if isinstance(error, Died) else error.traceback)
     others = {r: _after(r, e, released) for r, e in errors.items() if r != first or not own}
     lines += [f"{name_ranks(ranks)}: {said}" for said, ranks in fold_ranks(others).items()]
     return "\n".join(lines)

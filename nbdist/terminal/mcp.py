@@ -195,7 +195,7 @@ def output(
     logs = findings(found, Inquire("logs", wanted, most)).logs
     more = len(wanted) - len({each.rank for each in logs})
     left_out = f"({count(more, 'rank')} left out: name fewer)\n" if more else ""
-    return left_out + answers.logs_text(logs, pattern, lines)
+    return left_out + answers.last_lines(logs, pattern, lines)
 
 
 def _pattern(grep: str) -> re.Pattern[str] | None:

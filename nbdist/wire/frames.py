@@ -7,6 +7,7 @@ import pickle
 import struct
 import types
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -111,16 +112,27 @@ def fits(value: Any, kind: Any) -> bool:
     return all(fits(each, inner[0]) for each in value)
 
 
+def plain(value: Any) -> Any:
+    """Return what JSON can say of a value, with records as mappings; `built` reads it."""
+    kind: Any = type(value)
+    if _is_record(kind):
+        return {name: plain(getattr(value, name)) for name in _parts_of(kind)[2]}
+    return [*map(plain, value)] if isinstance(value, tuple) else value
+
+
 def built(value: Any, kind: Any) -> Any:
-    """Return what JSON says of such a value: lists as tuples, mappings as dataclasses.
+    """Return what JSON says of such a value: lists as tuples, mappings as records.
 
     Fields that are not known are left out: another version may say more.  Raises TypeError where
     some are missing; whether all have their types, `fits` says.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):  # or None
-        return built(value, inner[0])
-    if isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
+    if origin in (Union, types.UnionType):
+        for each in inner:
+            with suppress(TypeError):
+                if fits(found := built(value, each), each):
+                    return found
+    if isinstance(value, dict) and _is_record(kind):
         known = {name: each for name, each in _parts_of(kind)[2].items() if name in value}
         return kind(**{name: built(value[name], each) for name, each in known.items()})
     if isinstance(value, list) and origin is tuple:

@@ -13,12 +13,13 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from nbdist.wire.frames import BadFrame, built, fits
+from nbdist.output.events import RankError
+from nbdist.wire.frames import BadFrame, built, fits, plain
 from nbdist.wire.spec import Versions
 
 RankState = Literal["starting", "idle", "busy", "dead"]
@@ -407,35 +408,12 @@ class WorldInfo:
     ranks: tuple[WorkerStatus, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LogEnd:
-    """The last lines of a rank's log; `file` is "" where it has none."""
+class Trouble(NamedTuple):
+    """How a task ended on a rank, with its last lines; or, if `is_idle`, its process later."""
 
     rank: int
-    stream: str
-    file: str
-    lines: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """How a task ended on a rank that failed: fields of `Failure`, or without a `name` of `Died`.
-
-    `lines` are the end of its traceback, or what a dead process wrote last; `is_idle`: a process
-    ended while its rank ran nothing.
-    """
-
-    rank: int
-    time_ns: int
-    name: str = ""
-    message: str = ""
-    lines: tuple[str, ...] = ()
-    connections: str = ""
-    exit_code: int | None = None
-    pid: int = 0
-    why: str = ""
-    received_too_much: bool = False
-    is_idle: bool = False
+    error: RankError
+    is_idle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +439,7 @@ class Findings:
     """What an `Inquire` asked for; the last task, and the last one that failed, if there is any."""
 
     stacks: tuple[Stack, ...] = ()
-    logs: tuple[LogEnd, ...] = ()
+    logs: tuple[LogTail, ...] = ()
     last: TaskSeen | None = None
     failed: TaskSeen | None = None
 
@@ -488,7 +466,7 @@ _KINDS: dict[str, Any] = {each.__name__: each for each in get_args(Said)}
 
 def to_line(said: Said) -> bytes:
     """Write it as one line."""
-    return json.dumps({type(said).__name__: asdict(said)}).encode() + b"\n"
+    return json.dumps({type(said).__name__: plain(said)}).encode() + b"\n"
 
 
 def from_line(line: bytes) -> Said:

@@ -15,17 +15,23 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 from nbdist.config import HANG_TIMEOUT
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure
+from nbdist.output.fingerprint import normal
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.messages import Silent
-from nbdist.wire.views import Begun, Place
+from nbdist.wire.views import Begun, Place, Stack
 from nbdist.wire.work import Script
 from nbdist.words import name_ranks, one_line
 from nbdist.world.states import Machines
+
+Who = Callable[[Iterable[int]], str]
+"""Names ranks, and their machines where there are several."""
 
 FIRST_LOOK = LOOK_EVERY = 1.0
 SOON, HURRY_SECONDS = 0.1, 2.0  # once a rank has finished, and so long: others may go on for hours
@@ -369,6 +375,50 @@ def doing_of(ranks: Sequence[int], place: Place, code: str) -> str:
     """Write what these ranks do, `waits in all_reduce, line 6`; `code` is the text of that line."""
     doing = _doing(place, "\n" * (place.line - 1) + code)
     return _verb(ranks, doing).removeprefix("is ").removeprefix("are ")
+
+
+class Alike(NamedTuple):
+    """Ranks whose stacks are equal but for addresses, what they do, and their calls as lines."""
+
+    ranks: tuple[int, ...]
+    doing: str
+    lines: list[str]
+    first: Stack
+
+    def named(self, who: Who) -> str:
+        """Write `ranks 0-2 same`."""
+        return who(self.ranks) + (" same" if len(self.ranks) > 1 else "")
+
+
+def alike(stacks: Iterable[Stack]) -> list[Alike]:
+    """Group the stacks that are equal."""
+    same: dict[str, list[Stack]] = {}
+    for stack in sorted(stacks, key=attrgetter("rank")):
+        text = "\n".join([_title(stack, (stack.rank,)), *_calls(stack)])
+        same.setdefault(normal(text.replace(str(stack.pid), "<pid>")), []).append(stack)
+    groups = ((tuple(each.rank for each in group), group[0]) for group in same.values())
+    return [Alike(ranks, _title(first, ranks), _calls(first), first) for ranks, first in groups]
+
+
+def stacks_text(groups: Iterable[Alike], who: Who = name_ranks) -> list[str]:
+    """Write the calls of each group, below `── ranks 0-2 same · wait in all_reduce, line 7 ──`."""
+    headed = ([f"── {each.named(who)} · {each.doing} ──", *each.lines] for each in groups)
+    return [*chain.from_iterable(headed)]
+
+
+def _title(stack: Stack, ranks: tuple[int, ...]) -> str:
+    """Write `wait in all_reduce, line 7`."""
+    if stack.state == "busy" or stack.place.is_stopped or stack.place.holds_gil:
+        code = stack.frames[0].code if stack.frames and stack.frames[0].is_cell else ""
+        return doing_of(ranks, stack.place, code)
+    return stack.state
+
+
+def _calls(stack: Stack) -> list[str]:
+    lines = [line for frame in stack.frames for line in frame.lines]
+    if stack.place.is_stopped:
+        lines.append(f"  `kill -CONT {stack.pid}` resumes it")
+    return [*lines, *([f"  {stack.problem}"] if stack.problem else [])]
 
 
 def _verb(ranks: Sequence[int], doing: str) -> str:

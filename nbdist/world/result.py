@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import sys
 import traceback
@@ -12,15 +13,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nbdist.errors import NoValue, UsageError, WorkerError, bare, rebuild
+from nbdist.output.ansi import strip
 from nbdist.output.events import RankError, Record
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import clip
 from nbdist.values.payload import Payload, open_payload
 from nbdist.values.pickling import unpickle
-from nbdist.wire.views import Gpu, Usage, WorkerStatus
+from nbdist.wire.views import Gpu, LogTail, Usage, WorkerStatus
 from nbdist.wire.work import Source, Task
 from nbdist.words import name_ranks, size_range, size_text
-from nbdist.world.hangs import doing_of
+from nbdist.world.hangs import Who, doing_of
 
 if TYPE_CHECKING:
     from IPython.lib.pretty import RepresentationPrinter
@@ -311,6 +313,27 @@ def rows(
         return []
     shown = [each for each in table[0] if each in ALWAYS or any(row[each] for row in table)]
     return [tuple(shown), *(tuple(row[each] for each in shown) for row in table)]
+
+
+def log_lines(log: LogTail, pattern: re.Pattern[str] | None) -> list[str]:
+    """Return the lines of a log that match, without colours, as they were seen last."""
+    # What a progress bar has overwritten was never seen.
+    lines = (strip(line).rstrip("\r").rpartition("\r")[2] for line in log.lines)
+    return [line for line in lines if pattern is None or pattern.search(line)]
+
+
+def logs_text(logs: Iterable[LogTail], who: Who = name_ranks) -> list[str]:
+    """Write the lines of logs, equal ones once, below `── ranks 0-1 (same) · stderr ──`."""
+    same: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for each in logs:
+        if each.lines:
+            same.setdefault((each.stream, each.lines), []).append(each.rank)
+    text = list[str]()
+    for (stream, lines), ranks in same.items():
+        kind = " (same)" if len(ranks) > 1 else ""
+        kind += " · stderr" if stream == "stderr" else ""
+        text += [f"── {who(ranks)}{kind} ──", *lines]
+    return text
 
 
 # --- what workers log -------------------------------------------------------------------------

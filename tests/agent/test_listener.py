@@ -136,7 +136,7 @@ async def test_what_assistants_ask(lab: Lab) -> None:
     assert [each.rank for each in found.stacks] == [1]
     found = await lab.ask(views.Inquire("logs", most=10**9))
     assert isinstance(found, views.Findings)
-    assert found.logs == tuple(views.LogEnd(rank, "stdout", "f", ("a" * 400,)) for rank in (0, 1))
+    assert found.logs == tuple(views.LogTail(rank, "stdout", "f", ("a" * 400,)) for rank in (0, 1))
     assert await lab.ask(views.Inquire("logs", tuple(range(10_000)), 10**9))
     assert await lab.ask(views.Inquire("tasks")) == views.Findings()
     one, *logs = lab.read

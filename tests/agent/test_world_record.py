@@ -200,9 +200,11 @@ def test_the_last_failure(lab: Lab) -> None:
     assert [each.rank for each in last.places] == [0, 1]
     assert (failed.cell, failed.ranks, failed.size) == (1, (0, 1), 2)
     (trouble,) = failed.troubles
-    assert (trouble.rank, trouble.name, trouble.message) == (1, "ValueError", "bad shard")
-    assert len(trouble.lines) == MOST_LINES
-    assert max(map(len, trouble.lines)) == LONGEST_LINE
+    error = trouble.error
+    assert isinstance(error, Failure)
+    assert (trouble.rank, error.name, error.message) == (1, "ValueError", "bad shard")
+    assert len(error.traceback) == MOST_LINES
+    assert max(map(len, error.traceback)) == LONGEST_LINE
     assert from_line(to_line(found)) == found  # as it crosses the socket
 
 
@@ -212,6 +214,8 @@ def test_a_death_after_a_task(lab: Lab) -> None:
     lab.begin(1, *ranks)
     for rank in ranks:
         lab.say(rank, Died(-signal.SIGKILL, 9, 123, ("bye",)), "")
-    troubles = lab.record.tasks.failed.troubles
+    found = lab.record.tasks
+    troubles = found.failed.troubles
     assert all(each.is_idle for each in troubles)
-    assert [bool(each.lines) for each in troubles] == [True] * WITH_LINES + [False, False]
+    assert [each.error.last_lines for each in troubles] == [("bye",)] * WITH_LINES + [(), ()]
+    assert from_line(to_line(found)) == found

@@ -77,7 +77,8 @@ def test_equal_stacks() -> None:
     frames = (StackFrame("Cell In[5]", 3, "<module>", "f()"),)
     stacks = [Stack(rank, 100 + rank, "busy", Place(line=3), frames) for rank in range(3)]
     shown = answers.stacks_text(stacks)
-    assert shown.splitlines()[0] == "── ranks 0-2 (pid 100, 101, 102) ──"
+    first = "── ranks 0-2 (pid 100, 101, 102) same · in line 3: f() ──"
+    assert shown.splitlines()[0] == first
     assert shown.count("Cell In[5], line 3") == 1
 
 

@@ -23,8 +23,6 @@ from nbdist.notebook.display import Shown, below, block, table
 from nbdist.notebook.figures import Below
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.pool import Pool
-from nbdist.output.ansi import strip
-from nbdist.output.fingerprint import normal
 from nbdist.output.text import whole_text
 from nbdist.output.wording import (
     AMBER,
@@ -44,8 +42,8 @@ from nbdist.topology import parse_ranks
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
 from nbdist.wire.views import GetLogs, LogTail, Stack, read_logs
 from nbdist.words import count, format_ranks, name_ranks
-from nbdist.world.hangs import doing_of
-from nbdist.world.result import rows
+from nbdist.world.hangs import Who, alike, stacks_text
+from nbdist.world.result import log_lines, logs_text, rows
 from nbdist.world.session import Session
 from nbdist.world.spec import default_log_dir
 
@@ -101,19 +99,8 @@ def log_of(line: Line) -> Shown:
     found = ask(get)
     files = [*_files(found, get, session)]
     tails = [each._replace(lines=last_lines(each, get, ask, pattern)) for each in found]
-    same: dict[tuple[str, tuple[str, ...]], list[LogTail]] = {}
-    for each in tails:
-        if each.lines:
-            same.setdefault((each.stream, each.lines), []).append(each)
-    lines: list[str] = []
-    for (stream, of_group), group in same.items():
-        who = session.machines.who(tail.rank for tail in group)
-        kind = " (same)" if len(group) > 1 else ""
-        kind += " · stderr" if stream == "stderr" else ""
-        lines += [f"── {who}{kind} ──", *of_group]
-    if not lines:
-        lines = ["no lines" + (f" with {options.grep}" if pattern else "")]
-    return block("\n".join([*lines, *files]))
+    none = "no lines" + (f" with {options.grep}" if pattern else "")
+    return block("\n".join([*(logs_text(tails, session.machines.who) or [none]), *files]))
 
 
 def last_lines(
@@ -123,9 +110,7 @@ def last_lines(
     found: list[str] = []
     more = get._replace(ranks=(tail.rank,), streams=(tail.stream,), most=PAGE_LINES)
     while True:
-        # Without colours; and what a progress bar has overwritten was never seen.
-        lines = [strip(line).rstrip("\r").rpartition("\r")[2] for line in tail.lines]
-        found = [line for line in lines if pattern is None or pattern.search(line)] + found
+        found = log_lines(tail, pattern) + found
         if len(found) >= get.most or not tail.start:
             return tuple(found[-get.most :])
         (tail,) = ask(more._replace(end=tail.start)) or (tail._replace(lines=(), start=0),)
@@ -237,46 +222,21 @@ def _shown_of(line: Line, pool: Pool) -> Shown:
 
 OPEN_LINES = 60
 
-Who = Callable[[Iterable[int]], str]  # names ranks, and their machines where there are several
-
 
 def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> Shown:
     """Draw stacks that are equal but for addresses once, open as long as that is not too much."""
-    same: dict[str, list[Stack]] = {}
-    for stack in sorted(stacks, key=lambda stack: stack.rank):
-        text = "\n".join([_title(stack, (stack.rank,)), *_lines(stack)])
-        same.setdefault(normal(text.replace(str(stack.pid), "<pid>")), []).append(stack)
-    texts, parts, drawn = [head], [line(bold(head))], 0
-    for group in same.values():
-        ranks, stack = tuple(each.rank for each in group), group[0]
-        whose = who(ranks) + (" same" if len(group) > 1 else "")
-        title, lines = _title(stack, ranks), _lines(stack)
-        texts += [f"── {whose} · {title} ──", *lines]
-        drawn += len(lines)
-        shown, colour = f"{bold(whose)} {dim(title)}", _colour(stack)
-        if not lines:
+    groups, parts, drawn = alike(stacks), [line(bold(head))], 0
+    for each in groups:
+        drawn += len(each.lines)
+        shown, colour = f"{bold(each.named(who))} {dim(each.doing)}", _colour(each.first)
+        if not each.lines:
             parts.append(barred(shown, colour))
             continue
-        body = escape("\n".join(lines), quote=False)
+        body = escape("\n".join(each.lines), quote=False)
         box = f'<div style="{LINES};max-height:546px;overflow:auto">{body}</div>'
         is_open = len(parts) == 1 or drawn <= OPEN_LINES
         parts.append(details(shown, box, colour, is_open=is_open))
-    return Shown(panel(*parts), "\n".join(texts))
-
-
-def _title(stack: Stack, ranks: tuple[int, ...]) -> str:
-    """Write `wait in all_reduce, line 7`."""
-    if stack.state == "busy" or stack.place.is_stopped or stack.place.holds_gil:
-        code = stack.frames[0].code if stack.frames and stack.frames[0].is_cell else ""
-        return doing_of(ranks, stack.place, code)
-    return stack.state
-
-
-def _lines(stack: Stack) -> list[str]:
-    lines = [line for frame in stack.frames for line in frame.lines]
-    if stack.place.is_stopped:
-        lines.append(f"  `kill -CONT {stack.pid}` resumes it")
-    return [*lines, *([f"  {stack.problem}"] if stack.problem else [])]
+    return Shown(panel(*parts), "\n".join([head, *stacks_text(groups, who)]))
 
 
 def _colour(stack: Stack) -> str:
