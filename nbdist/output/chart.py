@@ -294,25 +294,28 @@ _TILES = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-end;margi
 _TILE = f"flex:1 1 40%;max-width:{WIDTH}px;min-width:240px;box-sizing:border-box;margin:2px 0"
 
 
-def curves_html(curves: Curves, names: Sequence[str] = (), *, is_live: bool = False) -> str:
-    """Write the curves of some names, by default all; of a running cell it may be an older one."""
+def live_curves(curves: Curves) -> tuple[str, str]:
+    """Write all curves of a running cell as HTML and as text; both may be older ones."""
     begun = time.monotonic()
-    drawn_at, version, html = curves.drawn
-    if is_live and (version == curves.version or begun < drawn_at):
-        return html
-    chosen = [*names] or [*curves.by_name]
-    tiles, left = [], MOST_LIVE_BYTES if is_live else MOST_BYTES
+    due, version, html, text = curves.drawn
+    if version != curves.version and begun >= due:
+        html, text = curves_html(curves, most=MOST_LIVE_BYTES), curves_text(curves)
+        now = time.monotonic()
+        due = max(begun + REDRAW, now + SHARE * (now - begun))
+        curves.drawn = due, curves.version, html, text
+    return html, text
+
+
+def curves_html(curves: Curves, names: Sequence[str] = (), most: int = MOST_BYTES) -> str:
+    """Write the curves of some names, by default all, with `most` bytes of pictures."""
+    chosen, tiles = [*names] or [*curves.by_name], list[str]()
     for name in chosen[:MOST_PICTURES]:
-        tiles.append(tile := _tile(name, curves.by_name[name], left))
-        left -= size(tile)
+        tiles.append(tile := _tile(name, curves.by_name[name], most))
+        most -= size(tile)
     more = [f"{count(len(chosen) - MOST_PICTURES, 'more name')}: `%dist_plot NAME` shows one"]
     notes = [*(more if len(chosen) > MOST_PICTURES else ()), more_text(curves)]
-    html = (
-        f'<div style="{_TILES}">{"".join(tiles)}</div>{line(dim(" · ".join(filter(None, notes))))}'
-    )
-    now = time.monotonic()
-    curves.drawn = max(begun + REDRAW, now + SHARE * (now - begun)), curves.version, html
-    return html
+    foot = line(dim(" · ".join(filter(None, notes))))
+    return f'<div style="{_TILES}">{"".join(tiles)}</div>{foot}'
 
 
 def _tile(name: str, curve: Curve, most: int) -> str:

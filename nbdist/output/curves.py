@@ -130,7 +130,7 @@ class Curves:
         self.version = 0
         self._firsts: dict[str, tuple[str, int]] = {}  # by name: a task, and its first step
         self._ends: dict[str, int] = {}  # by name, how often it was counted
-        self.drawn: tuple[float, int, str] = 0.0, -1, ""  # when, which version, and the picture
+        self.drawn = 0.0, -1, "", ""  # when it is due again, version, HTML, text
 
     def placed(self, task_id: str, tracked: Tracked) -> Tracked:
         """Return it with steps that were counted in its task going on from all that there is."""

@@ -109,9 +109,9 @@ def panel_html(shown: Panel) -> str:
 def _curves(shown: Panel) -> str:
     if shown.curves is None:
         return ""
-    from nbdist.output.chart import curves_html  # most cells track nothing
+    from nbdist.output.chart import curves_html, live_curves  # most cells track nothing
 
-    return curves_html(shown.curves, is_live=shown.is_live)
+    return live_curves(shown.curves)[0] if shown.is_live else curves_html(shown.curves)
 
 
 def _head(shown: Panel) -> str:

@@ -43,11 +43,12 @@ def head_text(shown: Panel) -> str:
     return " · ".join(filter(None, [shown.ranks, shown.seconds, *states, shown.pace, shown.now]))
 
 
-def curves_lines(curves: Curves) -> list[str]:
+def curves_lines(curves: Curves, *, is_live: bool = False) -> list[str]:
     """Write what ranks have tracked as tables, below a header."""
-    from nbdist.output.chart import curves_text  # most cells track nothing
+    from nbdist.output.chart import curves_text, live_curves  # most cells track nothing
 
-    return ["── tracked ──", *curves_text(curves).split("\n")]
+    text = live_curves(curves)[1] if is_live else curves_text(curves)
+    return ["── tracked ──", *text.split("\n")]
 
 
 def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
@@ -75,7 +76,7 @@ def _body(shown: Panel) -> Iterator[str]:
         bars = [clip(row, width) for row in bars_text(shown.bars)]
         parts.insert(len(failed), [_header(shown.bars.ranks), *bars])
     if shown.curves:
-        parts.insert(len(failed), [*curves_lines(shown.curves)])
+        parts.insert(len(failed), curves_lines(shown.curves, is_live=shown.is_live))
     yield from chain.from_iterable(parts)
     for row in shown.rows:  # of the other ranks, which have no blocks then
         yield _header(row.ranks, row.sameness)
