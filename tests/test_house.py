@@ -61,9 +61,8 @@ FLOORS = {
 DOORS = {("agent/fork_server.py", "worker")}
 
 # What is imported inside of functions alone: where hosts or a launcher are named, nothing of the
-# cluster is there else.  Files that are imported so themselves may do it at once.
+# cluster is there else.
 LATE = {("agent", "cluster"), ("terminal", "cluster")}
-IMPORTED_LATE = {"terminal/kubernetes.py"}
 
 # Who may import torch when it is imported itself.
 TORCH_ROOMS = ("worker/", "agent/fork_server.py", "tools/diff_op.py", "tools/timeline_op.py")
@@ -173,7 +172,7 @@ def points_up(each: Import) -> bool:
     room = each.room
     if room is None or room in (each.importer, "__init__") or (each.file, room) in DOORS:
         return False
-    if (each.importer, room) in LATE and (not each.at_once or each.file in IMPORTED_LATE):
+    if (each.importer, room) in LATE and not each.at_once:
         return False
     below = FLOORS.get(each.importer, set())
     module = ".".join(each.name.split(".")[1:3])

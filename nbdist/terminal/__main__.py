@@ -40,7 +40,7 @@ def _join(options: argparse.Namespace) -> int:
 
 
 def _k8s(options: argparse.Namespace) -> int:
-    from nbdist.terminal.kubernetes import manifest
+    from nbdist.cluster.launcher import manifest
 
     sys.stdout.write(manifest(options))
     return 0
