@@ -29,15 +29,25 @@ The same in all processes of a run, since cases of tests are named by it."""
 
 os.environ.setdefault("PYTEST_TIMEOUT", str(10 * SOON))  # for a test that hangs
 
-STEP = 0.01
+STEP, LONGEST_STEP, SHARE = 0.01, 0.1, 0.05
+"""Seconds between two looks, at first and at most, and how much later than it is so it is seen."""
+
+
+def _pauses(what: str, timeout: float) -> Iterator[float]:
+    """Yield the seconds after each look; fail, saying what is not so, after the last."""
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < timeout:
+        yield min(STEP + SHARE * passed, LONGEST_STEP)
+    yield 0.0
+    raise AssertionError(f"still not so after {timeout:.0f} s: {what}")
 
 
 def wait_until(is_so: Callable[[], object], what: str = "", timeout: float = SOON) -> None:
-    """Return as soon as it is so; fail, saying what is not so, when it does not become so."""
-    deadline = time.monotonic() + timeout
-    while not is_so():
-        assert time.monotonic() < deadline, f"still not so after {timeout:.0f} s: {what}"
-        time.sleep(STEP)
+    """Return soon after it is so; fail, saying what is not so, when it does not become so."""
+    for pause in _pauses(what, timeout):
+        if is_so():
+            return
+        time.sleep(pause)
 
 
 def wait_until_at_rest(server: psutil.Process) -> None:
@@ -50,10 +60,10 @@ def wait_until_at_rest(server: psutil.Process) -> None:
 
 async def until(is_so: Callable[[], object], what: str = "", timeout: float = SOON) -> None:
     """The same on an event loop."""
-    deadline = time.monotonic() + timeout
-    while not is_so():
-        assert time.monotonic() < deadline, f"still not so after {timeout:.0f} s: {what}"
-        await asyncio.sleep(STEP)
+    for pause in _pauses(what, timeout):
+        if is_so():
+            return
+        await asyncio.sleep(pause)
 
 
 @contextmanager
