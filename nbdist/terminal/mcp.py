@@ -6,21 +6,33 @@ cell runs; what only a notebook knows is asked of its kernel, between cells.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
 from functools import wraps
 from keyword import iskeyword
+from pathlib import Path
 from typing import Any
 
 from nbdist import __version__
 from nbdist.config import DEFAULT_POOL
 from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
-from nbdist.terminal import answers, kernel
-from nbdist.terminal.worlds import BETWEEN_LOOKS, cpu_since, worlds_text
+from nbdist.terminal import kernel
+from nbdist.terminal.worlds import (
+    BETWEEN_LOOKS,
+    cpu_since,
+    failure_text,
+    last_lines,
+    printable,
+    stacks_text,
+    status_text,
+    success_text,
+    worlds_text,
+)
 from nbdist.topology import parse_ranks
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.views import Findings, Inquire, Look, Said, WorldInfo
@@ -71,15 +83,11 @@ def worlds_here() -> list[Found]:
 def chosen(world: str) -> Found:
     """Find the world of this name, or the only one; UsageError names those there are."""
     found = worlds_here()
-    called = [each for each in found if not world or each.is_called(world)]
-    if len(called) == 1:
-        return called[0]
     if not found:
         raise UsageError("none of this user's worlds runs on this machine")
-    there = ", ".join(f"`{each.info.name}` (process {each.agent})" for each in found[:8])
-    if not called:
-        raise UsageError(f"none of this user's worlds is called `{one_line(world, 60)}`: {there}")
-    raise UsageError(f"say which world, by its name or process: {there}")
+    if not world and len(found) > 1:
+        raise UsageError(f"say which world, by its name or process: {agents.listed(found)}")
+    return agents.named(found, world, "world") if world else found[0]
 
 
 def asked(found: Found, question: Look | Inquire) -> Said:
@@ -153,13 +161,13 @@ def status(world: str = "") -> str:
         seen = asked(found, Look())
     if not isinstance(seen, WorldInfo):
         raise UsageError(f"world {found.name} does not say what it does")
-    return answers.status_text(seen, cpu_since(before, seen))
+    return status_text(seen, cpu_since(before, seen))
 
 
 def stacks(world: str = "", ranks: str = "all") -> str:
     """Show the Python stack of each rank, equal ones once, also while C code runs or it waits."""
     found = chosen(world)
-    return answers.stacks_text(findings(found, Inquire("stacks", ranks_in(found, ranks))).stacks)
+    return stacks_text(findings(found, Inquire("stacks", ranks_in(found, ranks))).stacks)
 
 
 def why(world: str = "") -> str:
@@ -171,9 +179,9 @@ def why(world: str = "") -> str:
     if found.info.state == "busy" and seen.last is not None and not seen.last.troubles:
         parts.append(f"running: {found.info.cell}\n{status(str(found.agent))}")
     elif seen.failed and seen.last and not seen.last.troubles:
-        parts.append(answers.success_text(seen.last))
+        parts.append(success_text(seen.last))
     if seen.failed is not None:
-        parts.append(answers.failure_text(seen.failed))
+        parts.append(failure_text(seen.failed))
     return "\n\n".join(parts) or "nothing has failed in this world"
 
 
@@ -195,7 +203,7 @@ def output(
     logs = findings(found, Inquire("logs", wanted, most)).logs
     more = len(wanted) - len({each.rank for each in logs})
     left_out = f"({count(more, 'rank')} left out: name fewer)\n" if more else ""
-    return left_out + answers.last_lines(logs, pattern, lines)
+    return left_out + last_lines(logs, pattern, lines)
 
 
 def _pattern(grep: str) -> re.Pattern[str] | None:
@@ -295,6 +303,75 @@ def snapshot(names: str = "", world: str = "") -> str:
 ACTING: tuple[Tool, ...] = (run, interrupt, restart, snapshot)
 
 
+# --- answers are bounded, and have no secrets ----------------------------------------------------
+
+MOST_CHARACTERS, LONGEST_LINE = 16_000, 400
+"""Characters of an answer, and of a line: an assistant pays for each of them."""
+
+
+def bounded(text: str, *, keep_end: bool = False) -> str:
+    """Cut what is too long, and say how much was left out, and how to get it."""
+    lines = [
+        line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}… (line cut)"
+        for line in map(printable, text.splitlines())
+    ]
+    kept: list[str] = []
+    size = 0
+    for line in reversed(lines) if keep_end else lines:
+        size += len(line) + 1
+        if size > MOST_CHARACTERS:
+            break
+        kept.append(line)
+    kept = kept[::-1] if keep_end else kept
+    if (more := len(lines) - len(kept)) > 0:
+        said = f"({count(more, 'line')} left out: ask for fewer ranks or lines)"
+        kept = [said, *kept] if keep_end else [*kept, said]
+    return "\n".join(kept)
+
+
+WORDS = (
+    *("TOKEN(?!IZ)", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "API_?KEY", "ACCESS_?KEY"),
+    *("PRIVATE_?KEY", "CREDENTIAL", "AUTH(?!OR)"),
+)
+SECRET = re.compile("|".join(WORDS), re.IGNORECASE)
+"""A part of the name of an environment variable whose value stays hidden."""
+
+ASSIGNED = re.compile(
+    rf"((?:\b[A-Z0-9_]*(?:{SECRET.pattern})[A-Z0-9_]*|\b(?:password|passwd|secret|api_key|"
+    r"(?:access|auth|hf|api)_token))[\"']?\s*[=:]\s*[\"']?)([^\s\"',;]{4,})"
+)
+"""Capitals, as variables of the environment have: `max_tokens=4096` is no secret."""
+
+KNOWN = re.compile(
+    r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|xox[abp]-|AKIA|glpat-|eyJ[\w-]{10,}\.)[\w.-]{12,}"
+)
+"""What tokens of common services begin with."""
+
+HIDDEN, SHORTEST = "<hidden>", 6
+
+
+def secrets_of(pids: Iterable[int]) -> set[str]:
+    """Return the values of environment variables of these processes that look like secrets."""
+    environs = [os.environb.items()]
+    for pid in pids:
+        with suppress(OSError):
+            pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            environs.append({k: v for k, _, v in (each.partition(b"=") for each in pairs)}.items())
+    return {
+        os.fsdecode(value)
+        for environ in environs
+        for name, value in environ
+        if len(value) >= SHORTEST and SECRET.search(os.fsdecode(name))
+    }
+
+
+def masked(text: str, secrets: Iterable[str]) -> str:
+    """Hide these values, and what looks like a token or is assigned to the name of one."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return KNOWN.sub(HIDDEN, ASSIGNED.sub(rf"\1{HIDDEN}", text))
+
+
 # --- the server -------------------------------------------------------------------------------
 
 _turns = threading.BoundedSemaphore(AT_ONCE)
@@ -321,8 +398,8 @@ def answered(tool: Tool, refusal: type[Exception] = UsageError) -> Tool:
 
 
 def _shown(text: str, *, keep_end: bool = False) -> str:
-    shown = answers.masked(strip(text), answers.secrets_of(_processes))
-    return answers.bounded(shown, keep_end=keep_end)
+    shown = masked(strip(text), secrets_of(_processes))
+    return bounded(shown, keep_end=keep_end)
 
 
 def serve(*, allow_run: bool) -> int:

@@ -1,4 +1,4 @@
-"""The worlds of this user on this machine: `nbdist status`, `top`, `ps` and `kill`."""
+"""The worlds of this user on this machine: `nbdist status`, `top`, `ps`, `kill`; text for `mcp`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 
-from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
-from nbdist.wire.views import Look, Usage, WorldInfo
-from nbdist.words import aligned, count
-from nbdist.world.agents import Found, ask_all, worlds
-from nbdist.world.result import rows, usage_text
+from nbdist.output.events import Died, Failure, RankError
+from nbdist.output.transcript import follows
+from nbdist.output.wording import error_text, fold_ranks
+from nbdist.wire.views import LogTail, Look, Place, Stack, TaskSeen, Usage, WorldInfo
+from nbdist.words import aligned, count, name_ranks, one_line
+from nbdist.world import hangs
+from nbdist.world.agents import Found, ask_all, named, worlds
+from nbdist.world.result import log_lines, logs_text, rows, usage_text
 
 # --- `nbdist ps` and `nbdist kill` ------------------------------------------------------------
 
@@ -57,18 +60,7 @@ def row_of(found: Found) -> tuple[str, ...]:
 
 def kill_world(name: str) -> int:
     """End a world and all that belongs to it; UsageError where none, or several, are called so."""
-    called = [each for each in worlds() if each.is_called(name)]
-    if not called:
-        raise UsageError(
-            f"`nbdist kill {name}`: none of your worlds on this machine has this name."
-        )
-    if len(called) > 1:
-        processes = ", ".join(str(each.agent) for each in called)
-        raise UsageError(
-            f"`nbdist kill {name}`: {len(called)} worlds have this name. "
-            f"Use the number of its process: {processes}."
-        )
-    (found,) = called
+    found = named(worlds(), name, "nbdist kill")
     is_over = _end(found.agent, found.info.guard)
     sys.stdout.write(f"{found.name} {'ended' if is_over else 'does not end'}\n")
     return 0 if is_over else 1
@@ -278,3 +270,102 @@ def coloured(line: str) -> str:
     if "NO_COLOR" in os.environ:
         return line
     return STATE.sub(lambda it: f"\x1b[{COLOURS[(it.lastindex or 1) - 1]}m{it[0]}\x1b[0m", line, 1)
+
+
+# --- what an assistant is told of one (`nbdist mcp`) --------------------------------------------
+
+MOST_ROWS = 64
+
+
+def status_text(seen: WorldInfo, cpu: Mapping[int, float]) -> str:
+    """Say which world it is, what each rank does, and for whom ranks wait."""
+    headings, *lines = table(seen, cpu) or [("no workers yet",)]
+    more = [f"({count(len(lines) - MOST_ROWS, 'more rank')})"] if len(lines) > MOST_ROWS else []
+    places = {each.rank: each.place for each in seen.ranks if each.place is not None}
+    idle = [each.rank for each in seen.ranks if each.state == "idle"]
+    return "\n".join(
+        [
+            title(seen),
+            f"state: {seen.state}" + (f" · runs: {seen.cell}" if seen.cell else ""),
+            *aligned([headings, *lines[:MOST_ROWS]]),
+            *more,
+            *_waits(places, idle),
+        ]
+    )
+
+
+def _waits(places: Mapping[int, Place], idle: Collection[int]) -> Iterator[str]:
+    """Say for whom ranks wait, where some do."""
+    if any(place.operation for place in places.values()):
+        said = hangs.waits_text(places)
+        if idle:
+            verb = "does" if len(idle) == 1 else "do"
+            said += f" · {name_ranks(idle)} {verb} not run this cell, or finished it"
+        yield f"waiting: {said}"
+    if places and not idle and all(place.operation for place in places.values()):
+        verdict = hangs.verdict(places) if hangs.never_meet(places) else hangs.differing(places)
+        yield verdict or "all ranks wait in collectives: they may go on by themselves"
+
+
+def stacks_text(stacks: Iterable[Stack]) -> str:
+    """Write the Python stack of each rank, equal ones once."""
+    stacks = [*stacks]
+    pids = {stack.rank: str(stack.pid) for stack in stacks}
+
+    def who(ranks: Iterable[int]) -> str:
+        return f"{name_ranks(ranks)} (pid {', '.join(pids[rank] for rank in [*ranks][:8])})"
+
+    return "\n".join(hangs.stacks_text(hangs.alike(stacks), who)) or "no ranks"
+
+
+def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, most: int) -> str:
+    """Write the last lines of each rank, equal ones once; without colours."""
+    if logs and not any(each.file for each in logs):
+        return "these workers have no log files (NBDIST_LOG_DIR is empty)"
+    ends = (each._replace(lines=tuple(log_lines(each, pattern)[-most:])) for each in logs)
+    return "\n".join(logs_text(ends)) or "no lines"
+
+
+def success_text(task: TaskSeen) -> str:
+    """Say that a task has ended well, as far as is known."""
+    return f"{_named(task)} did not fail; the last failure was before it:"
+
+
+def _named(task: TaskSeen) -> str:
+    cell = f"Cell In[{task.cell}]" if task.cell else "a task"
+    return f"{cell} ({one_line(task.title, 80)}), run by {name_ranks(task.ranks)} of {task.size},"
+
+
+def failure_text(task: TaskSeen) -> str:
+    """Say which rank failed first, when and why, and what followed from it on the others."""
+    errors = {each.rank: each.error for each in task.troubles}
+    released = {stack.rank: stack.place for stack in task.aborted if stack.rank in errors}
+    places = {**{stack.rank: stack.place for stack in task.places}, **released}
+    # The others were released, or followed from another rank's failure.
+    own = [r for r, e in errors.items()
+           if not (follows(e) or (r in released and isinstance(e, Failure)))]  # fmt: skip
+    first = min(own or errors, key=lambda rank: errors[rank].time_ns)
+    error = errors[first]
+    clock = time.strftime("%H:%M:%S", time.localtime(error.time_ns / 1e9))
+    where = _named(task).rstrip(",")
+    lines = [f"{clock} · {(error.time_ns - task.began_ns) / 1e9:.1f} s into {where}"]
+    if task.troubles[0].is_idle:
+        lines = [f"{clock} · while no cell was running; the last was {where}"]
+    if released and not own:
+        why = hangs.why_aborted(released, places, task.ranks, errors.keys(), task.size)
+        lines.append(f"ranks were released from a collective: {why}")
+    if own:
+        lines.append(f"first failure: rank {first}: {error_text(error)}")
+        if isinstance(error, Died):
+            lines += filter(None, [hangs.why_died(first, error, places), error.why])
+            lines.append("its last lines:" if error.last_lines else "it had printed nothing")
+        lines += map(strip, error.last_lines if isinstance(error, Died) else error.traceback)
+    others = {r: _after(r, e, released) for r, e in errors.items() if r != first or not own}
+    lines += [f"{name_ranks(ranks)}: {said}" for said, ranks in fold_ranks(others).items()]
+    return "\n".join(lines)
+
+
+def _after(rank: int, error: RankError, released: Mapping[int, Place]) -> str:
+    if isinstance(error, Failure) and (rank in released or error.connections == "ended"):
+        return error_text(hangs.in_one_line(error, released.get(rank), None))
+    return error_text(error)

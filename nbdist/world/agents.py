@@ -29,6 +29,7 @@ from nbdist.wire import views
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.spec import difference, versions_here
 from nbdist.wire.views import DOOR, WorldInfo
+from nbdist.words import one_line
 
 NEEDED = 20  # what a link opens in the notebook's process, 16, and what is read now and then
 
@@ -155,27 +156,37 @@ def worlds(timeout: float = ANSWER_TIMEOUT) -> list[Found]:
     return sorted(found, key=lambda each: (each.info.name, each.agent))
 
 
-def to_attach(found: Sequence[Found], name: str | None) -> Found:
-    """Choose the world of that name, or the only detached one; UsageError for none."""
-    called = [each for each in found if name is None or each.is_called(name)]
-    free = [each for each in called if each.is_detached]
-    chosen, asked = free or called, f"%dist_attach {name or ''}".rstrip()
-    if name is None and not free:
-        problem = "none of your worlds on this machine is without a notebook"
-    elif name is None and len(free) > 1:
-        problem = f"there are {_listed(free)}. `%dist_attach NAME` takes one"
-    elif not chosen:
-        there = f"there {'is' if len(found) == 1 else 'are'} {_listed(found)}" if found else "none"
+def named(found: Sequence[Found], name: str, asked: str, *, to_attach: bool = False) -> Found:
+    """Choose the world of that name, rather a detached one `to_attach`; UsageError for none."""
+    chosen = [each for each in found if each.is_called(name)]
+    if to_attach:
+        chosen = [each for each in chosen if each.is_detached] or chosen
+    if len(chosen) == 1:
+        return chosen[0]
+    if chosen:
+        problem = f"{len(chosen)} worlds have this name, {listed(chosen)}. "
+        problem += f"Use the number of its process: `{asked} {chosen[0].agent}`"
+    else:
+        there = f"there {'is' if len(found) == 1 else 'are'} {listed(found)}" if found else "none"
         problem = f"none of your worlds on this machine has this name ({there}). "
         problem += "`nbdist ps` in a terminal lists them"
-    elif len(chosen) > 1:
-        problem = f"{len(chosen)} worlds have this name, {_listed(chosen)}. "
-        problem += f"Use the number of its process: `%dist_attach {chosen[0].agent}`"
+    raise UsageError(f"`{asked} {one_line(name, 60)}`: {problem}.")
+
+
+def to_attach(found: Sequence[Found], name: str | None) -> Found:
+    """Choose the world of that name, or the only detached one; UsageError for none."""
+    free, asked = [each for each in found if each.is_detached], "%dist_attach"
+    if name is not None:
+        free, asked = [named(found, name, asked, to_attach=True)], f"{asked} {name}"
+    if not free:
+        problem = "none of your worlds on this machine is without a notebook"
+    elif len(free) > 1:
+        problem = f"there are {listed(free)}. `%dist_attach NAME` takes one"
     else:
-        problem = _why_not(chosen[0])
+        problem = _why_not(free[0])
     if problem:
         raise UsageError(f"`{asked}`: {problem}.")
-    return chosen[0]
+    return free[0]
 
 
 def _why_not(found: Found) -> str:
@@ -197,7 +208,8 @@ def _why_not(found: Found) -> str:
     return ""
 
 
-def _listed(found: Sequence[Found]) -> str:
+def listed(found: Sequence[Found]) -> str:
+    """Write `exp (process 9)` of each, of very many the first."""
     more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
     return ", ".join(f"{each.name} (process {each.agent})" for each in found[:MOST_LISTED]) + more
 

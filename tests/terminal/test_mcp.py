@@ -15,8 +15,9 @@ import pytest
 
 from nbdist.errors import UsageError
 from nbdist.notebook import guest
-from nbdist.terminal import answers, kernel, mcp
+from nbdist.terminal import kernel, mcp
 from nbdist.terminal.__main__ import main
+from nbdist.terminal.worlds import stacks_text
 from nbdist.wire.views import Place, Stack, StackFrame
 from tests.notebook.front_end import Notebook, lasting
 from tests.waiting import SOON, wait_until
@@ -34,10 +35,10 @@ def test_secrets() -> None:
     """Values of variables that are called so, tokens of known services, and what is assigned."""
     token = f"hf_{'a1' * 12}"
     texts = f"{token} WANDB_API_KEY=abcdef123 'password': 'hunter22' s3cr3t-of-mine keys=3"
-    shown = answers.masked(texts, {"s3cr3t-of-mine"})
-    hidden = answers.HIDDEN
+    shown = mcp.masked(texts, {"s3cr3t-of-mine"})
+    hidden = mcp.HIDDEN
     code = "max_tokens=4096, tokenizer=AutoTokenizer, author: somebody, pad_token='<eos>'"
-    assert answers.masked(code, {"s3cr3t-of-mine"}) == code
+    assert mcp.masked(code, {"s3cr3t-of-mine"}) == code
     assert shown == f"{hidden} WANDB_API_KEY={hidden} 'password': '{hidden}' {hidden} keys=3"
 
 
@@ -45,7 +46,7 @@ def test_secrets() -> None:
 def test_secrets_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other processes are known too; short values and other variables are not hidden."""
     monkeypatch.setenv("MY_SECRET_TOKEN", "x-y-z-1234")
-    assert "x-y-z-1234" in answers.secrets_of([])
+    assert "x-y-z-1234" in mcp.secrets_of([])
     environ = {
         **os.environ,
         "AWS_SECRET_ACCESS_KEY": "of-another",
@@ -54,8 +55,8 @@ def test_secrets_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     with subprocess.Popen(["sleep", "60"], env=environ) as process:
         # Of a process that has just begun the kernel shows none yet.
-        wait_until(lambda: "of-another" in answers.secrets_of([process.pid]))
-        found = answers.secrets_of([process.pid, 2**22 + 1])
+        wait_until(lambda: "of-another" in mcp.secrets_of([process.pid]))
+        found = mcp.secrets_of([process.pid, 2**22 + 1])
         process.kill()
     assert not {"abc", "eight888"} & found
 
@@ -64,19 +65,19 @@ def test_long_answers() -> None:
     """Say what was left out, of logs at the beginning; a terminal obeys nothing in them."""
     lines = "\n".join(map(str, range(9999)))
     for keep_end in (False, True):
-        shown = answers.bounded(lines, keep_end=keep_end)
-        assert len(shown) < answers.MOST_CHARACTERS + 100
+        shown = mcp.bounded(lines, keep_end=keep_end)
+        assert len(shown) < mcp.MOST_CHARACTERS + 100
         said = shown.splitlines()[0 if keep_end else -1]
         assert re.fullmatch(r"\(\d+ lines left out: ask for fewer ranks or lines\)", said)
-    assert answers.bounded("a\x07b\u202ec") == "a b c"
-    assert answers.bounded("x" * 500).endswith("… (line cut)")
+    assert mcp.bounded("a\x07b\u202ec") == "a b c"
+    assert mcp.bounded("x" * 500).endswith("… (line cut)")
 
 
 def test_equal_stacks() -> None:
     """Are shown once, with all pids."""
     frames = (StackFrame("Cell In[5]", 3, "<module>", "f()"),)
     stacks = [Stack(rank, 100 + rank, "busy", Place(line=3), frames) for rank in range(3)]
-    shown = answers.stacks_text(stacks)
+    shown = stacks_text(stacks)
     first = "── ranks 0-2 (pid 100, 101, 102) same · in line 3: f() ──"
     assert shown.splitlines()[0] == first
     assert shown.count("Cell In[5], line 3") == 1
@@ -169,7 +170,8 @@ def test_garbage_and_floods(notebook: Notebook, raw: Raw) -> None:
     found = raw.answers(len(flood))
     assert all(WORLD in found[each]["result"]["content"][0]["text"] for each in flood)
     wrong = raw.call("tools/call", name="status", arguments={"world": "of-another-user"})
-    assert "is called `of-another-user`" in raw.answers(1)[wrong]["result"]["content"][0]["text"]
+    said = raw.answers(1)[wrong]["result"]["content"][0]["text"]
+    assert "`world of-another-user`: none of your worlds on this machine has this name" in said
     raw.process.communicate(timeout=SOON)
     assert raw.process.returncode == 0
 
@@ -214,7 +216,7 @@ def test_a_failure(notebook: Notebook, assistant: Assistant) -> None:
     notebook.run("%%distributed\nprint('TOKEN=hf_abcdefghijklmnop', rank)")
     assert "did not fail; the last failure was before it:" in assistant.ask("why")
     shown = assistant.ask("output", cell=-1)
-    assert f"TOKEN={answers.HIDDEN}" in shown
+    assert f"TOKEN={mcp.HIDDEN}" in shown
     assert "hf_abc" not in shown
     assert "the output of" in assistant.ask("output", cell=-99)
 
