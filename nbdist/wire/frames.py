@@ -127,11 +127,10 @@ def built(value: Any, kind: Any) -> Any:
     some are missing; whether all have their types, `fits` says.
     """
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
+    if origin in (Union, types.UnionType):  # of records it is the first with such fields
         for each in inner:
             with suppress(TypeError):
-                if fits(found := built(value, each), each):
-                    return found
+                return built(value, each)
     if isinstance(value, dict) and _is_record(kind):
         known = {name: each for name, each in _parts_of(kind)[2].items() if name in value}
         return kind(**{name: built(value[name], each) for name, each in known.items()})
