@@ -17,7 +17,7 @@ from nbdist.output.events import Display, MimeBundle
 from nbdist.output.html import MOST_BELOW, leftovers
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import bold, panel
-from nbdist.system.folders import make_private, open_private
+from nbdist.system.folders import PRIVATE_FILE, make_private, whole_file
 from nbdist.words import format_ranks, name_ranks
 from nbdist.world.spec import default_log_dir
 
@@ -68,7 +68,7 @@ def _saved(suffix: str, image: bytes, log: str | None) -> str:
         if not is_here:
             make_private(folder)
         if not path.exists():
-            with open(path, "wb", opener=open_private) as file:
+            with whole_file(path, PRIVATE_FILE) as file:
                 file.write(image)
     except OSError as error:
         return f"not saved in {path.parent}: {error.strerror}"

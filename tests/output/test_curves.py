@@ -14,14 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from nbdist.errors import UsageError
-from nbdist.output.chart import (
-    MOST_LIVE_BYTES,
-    bands_of,
-    curves_html,
-    curves_text,
-    live_curves,
-    remarks,
-)
+from nbdist.output import chart
+from nbdist.output.chart import bands_of, curves_html, curves_text, live_curves, remarks
 from nbdist.output.curves import MOST_NAMES, MOST_POINTS, MOST_RUNS, Curves, Point, Series
 from nbdist.output.events import Done, Tracked
 from tests.output.lab import Panel, final_html, final_text, live_html, make
@@ -233,7 +227,7 @@ def test_many_names_are_bounded() -> None:
     assert len(curves.by_name) == MOST_NAMES
     assert "64 names are kept; left out: n64, n65, n66, n67, n68" in curves_text(curves)
     html, text = live_curves(curves)
-    assert len(html) < MOST_LIVE_BYTES + 10_000
+    assert len(html) < chart.MOST_LIVE_BYTES + 10_000
     assert "58 more names: `%dist_plot NAME` shows one" in html
     # It is drawn again twice a second at most.
     curves.take(0, "task", tracked([400], float, "n0"), 4)
