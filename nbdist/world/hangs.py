@@ -231,6 +231,8 @@ def why_aborted(
     if finished:
         return f"{waits_text(aborted)}; {name_ranks(finished)} finished the cell without it"
     outside = set(range(world_size)) - set(ran)
+    if not outside:
+        return waits_text(aborted)
     verb = "does" if len(outside) == 1 else "do"
     return f"{waits_text(aborted)}; {name_ranks(outside)} {verb} not run this cell"
 

@@ -423,10 +423,13 @@ class RunningTask:
         if cause is None:
             return None
         rank, first = cause
-        host, pid = self.crew.machines.name(rank), self.crew.pids.get(rank, 0)
         failed = self.transcript.errors
-        blame = errors.Blame(rank, host, pid, failed)
         own = {rank: error for rank, error in failed.items() if not follows(error)}
+        if not own and not self.is_stopping:  # nobody but the cell itself has interrupted them
+            own = {r: e for r, e in failed.items() if getattr(e, "connections", "ended") != "ended"}
+            rank, first = min(own.items(), key=lambda item: item[1].time_ns, default=cause)
+        host, pid = self.crew.machines.name(rank), self.crew.pids.get(rank, 0)
+        blame = errors.Blame(rank, host, pid, failed)
         seconds, deaths = self.seconds_until(first.time_ns), self.deaths.values()
         why_ended = next((f"{each.why}." for each in deaths if each.why and not each.by_stop), "")
         if isinstance(first, Died):

@@ -9,7 +9,14 @@ from dataclasses import replace
 import pytest
 
 from nbdist.config import CONTROL_TIMEOUT, Patience
-from nbdist.errors import AgentLost, CellTimeout, RanksNotStopped, RanksReleased, WorkerDied
+from nbdist.errors import (
+    AgentLost,
+    CellTimeout,
+    RanksNotStopped,
+    RanksReleased,
+    WorkerDied,
+    WorkerError,
+)
 from nbdist.output.events import Died, Done, Failure, InputRequest, Moved, Text
 from nbdist.wire.messages import Located, Silent
 from nbdist.wire.views import Begun, Place
@@ -98,6 +105,22 @@ def test_a_rank_that_finished_is_waited_for() -> None:
     error = task.error()
     assert isinstance(error, RanksReleased)
     assert error.rank == 0
+
+
+def test_a_rank_interrupts_itself() -> None:
+    """Nobody has pressed Stop: what the cell raised on that rank is the cause."""
+    task, now = running(), time.monotonic()
+    task.receive(1, Failure("KeyboardInterrupt", "mine", ("KeyboardInterrupt: mine",), 5))
+    task.receive(1, Done("error", 0.1))
+    assert looks(task, now)[-1] is Step.ABORT
+    task.abort(now + 5)
+    task.receive(0, Failure("RuntimeError", "Connection closed", (), 9, connections="ended"))
+    task.receive(0, Done("error", 0.1))
+    error = task.error()
+    assert isinstance(error, WorkerError)
+    assert not isinstance(error, RanksReleased)
+    assert (error.rank, [*error.errors]) == (1, [1])
+    assert "KeyboardInterrupt: mine. Rank 0 was waiting in barrier" in str(error)
 
 
 def test_a_gpu_has_just_ended_a_collective() -> None:
@@ -385,6 +408,8 @@ def test_why_aborted() -> None:
     finished = hangs.why_aborted(freed, seen, [0, 1], {1}, 2)
     assert finished == f"{said}rank 0 finished the cell without it"
     assert hangs.why_aborted(freed, seen, [1], {1}, 3) == f"{said}ranks 0,2 do not run this cell"
+    alone = hangs.why_aborted(freed, seen, [0, 1], {0, 1}, 2)
+    assert alone == "rank 1 waits in all_reduce, line 2"
     seen = {0: waits(BARRIER), 1: waiting, 2: Place()}
     assert hangs.why_aborted({0: seen[0], 1: seen[1]}, seen, [0, 1, 2], {0, 1}, 3) == (
         f"rank 0 is in barrier (line 2), rank 1 in all_reduce (line 2): {NEVER}; "
