@@ -69,6 +69,7 @@ def source_steps(
     setup = (cell_id(pool.shell) or source) if options.setup else ""
     hidden = pool.shell.user_ns_hidden
     pack = partial(plan, python, ranks=task.ranks, hidden=hidden, gathered=pool.gathered)
+    pack = partial(pack, is_setup=options.setup)
     return (yield from attempt_steps(pool, world, task, pack, display, options, setup))
 
 

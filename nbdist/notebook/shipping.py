@@ -86,15 +86,18 @@ def plan(
     ranks: Iterable[int],
     hidden: Mapping[str, Any] | None = None,
     gathered: Container[str] = (),
+    *,
+    is_setup: bool = False,
 ) -> Shipment:
     """Pack what has to go to `ranks` for this cell.
 
     `source` is the cell after IPython's transformations, `hidden` IPython's table of
     names that are not the user's (`shell.user_ns_hidden`), `gathered` has names whose values
-    are the ranks'.  Raises `VariableNotSent`, and SyntaxError; nothing has been sent or recorded
-    then.
+    are the ranks'.  With a set-up cell goes for new workers what these ranks have (`stays`).
+    Raises `VariableNotSent`, and SyntaxError; nothing has been sent or recorded then.
     """
-    plan = _Plan(table, frozenset(ranks), hidden or {}, dotted_names(source), gathered)
+    chains = dotted_names(source)
+    plan = _Plan(table, frozenset(ranks), hidden or {}, chains, gathered, is_setup)
     plan.follow(names_used(source))
     return plan.shipment()
 
@@ -140,6 +143,7 @@ class _Plan:
     _hidden: Mapping[str, Any] = field(default_factory=dict)
     _chains: frozenset[tuple[str, ...]] = frozenset()
     _gathered: Container[str] = ()
+    _is_setup: bool = False
     _looks: dict[str, _Look] = field(default_factory=dict)
     _forced: frozenset[str] = frozenset()
     _asked_for: list[str] = field(default_factory=list)
@@ -237,14 +241,14 @@ class _Plan:
         else:
             pickled = self._pickle({name: value}, sketch=True)
             record = _record_of(value, pickled)
-        changed = not self._ranks <= self._table.ranks_that_have(name, record.version)
+        has_it = self._ranks <= self._table.ranks_that_have(name, record.version)
         in_full = record is not last and (pickled is None or is_compared_whole(pickled))
-        if not changed and not in_full and self._table.is_first_notice(name):
+        if has_it and not in_full and self._table.is_first_notice(name):
             self._notices.append(
                 f"`{name}` was taken for unchanged: it is too big to be compared as a whole; "
                 f"`%dist_push {name}` sends it"
             )
-        return _Look(value, record, changed, pickled)
+        return _Look(value, record, self._is_setup or not has_it, pickled)
 
     def _record_of_module(
         self, name: str, module: types.ModuleType, last: Shipped | None
@@ -304,13 +308,14 @@ class _Plan:
             pickled = self._pickle({**plain, **values})
         if pickled.size >= BIG:
             self._big.append(self._big_text(pickled.size, values))
+        stays = self._stays(groups)
         return Shipment(
             names=names,
             frames=pickled.frames,
             notices=tuple(self._notices),
             records={name: self._looks[name].record for name in names},
-            replaces=self._replaces(values),
-            stays=self._stays(groups),
+            replaces=self._replaces(values, stays),
+            stays=stays,
             big=tuple(self._big),
         )
 
@@ -322,15 +327,22 @@ class _Plan:
         to = count(len(self._ranks), "rank")
         return f"{', '.join(heavy)} ({size_text(size)}{''.join(blame)}) to {to}"
 
-    def _replaces(self, names: Iterable[str]) -> dict[str, frozenset[int]]:
+    def _replaces(
+        self, names: Iterable[str], stays: Mapping[int, frozenset[str]]
+    ) -> dict[str, frozenset[int]]:
         """Say what would be taken from which ranks; of definitions the notebook's are wanted."""
-        found = {
-            name: self._table.holders(name) & self._ranks
-            for name in names
-            if name not in self._forced
-            and not isinstance(self._looks[name].value, type | types.FunctionType)
-        }
-        return {name: ranks for name, ranks in found.items() if ranks}
+        found: dict[str, frozenset[int]] = {}
+        for name in names:
+            if name in self._forced:
+                continue
+            if isinstance(self._looks[name].value, type | types.FunctionType):
+                continue
+            ranks = self._table.holders(name) & self._ranks
+            if self._is_setup:  # new workers get the notebook's, whatever these ranks have done
+                ranks -= {rank for rank, kept in stays.items() if name in kept}
+            if ranks:
+                found[name] = ranks
+        return found
 
     def _stays(self, groups: list[list[str]]) -> dict[int, frozenset[str]]:
         """Say what ranks have as it is now, with all that shares objects with it."""

@@ -99,8 +99,14 @@ def test_why_of_an_exception(notebook: Notebook) -> None:
 
 def test_setup_cell(notebook: Notebook) -> None:
     """It runs again in new workers with the notebook's names; what it binds is the workers'."""
-    notebook.run("start, base = 40, 'of the notebook'")
-    assert notebook.run("%%distributed --setup\nbase = start + 2").errors == []
+    notebook.run("start, base, seen = 40, 'of the notebook', []\ndef up(x): return x + 2")
+    # The ranks have what the set-up cell uses already; the second time they have all of it.
+    assert notebook.run("%%distributed\nup(start), seen.append(rank)").errors == []
+    for _ in range(2):
+        setup = "%%distributed --setup\nbase, had = up(start), [*seen]"
+        assert notebook.run(setup).errors == []
+    outcome = notebook.run("%%distributed\nassert seen == had == [rank]")
+    assert outcome.errors == []
     said = "rank 2 was restarted and its variables"
     for restart, says in (("-r 2", said), ("", "worker variables cleared")):
         assert says in notebook.run(f"%dist_restart {restart}").text
