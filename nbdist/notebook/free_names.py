@@ -29,6 +29,11 @@ _NO_NEXT = (*_RETURNS, *_JUMPS_AWAY, "RAISE_VARARGS", "RERAISE")
 _JUMPS = frozenset(dis.hasjrel + dis.hasjabs)
 _DOTS = ("LOAD_ATTR", "LOAD_METHOD")
 _GENERIC = "<generic parameters of "
+_AT_ONCE = (
+    "<listcomp>",
+    "<dictcomp>",
+    "<setcomp>",
+)  # up to Python 3.11; later no code of their own
 _PYTHONS_OWN = ("__annotations__", "__doc__", "__name__")
 
 # Magics whose text is no Python of the notebook: words in it must not be taken for names.
@@ -54,6 +59,11 @@ def names_used(source: str) -> frozenset[str]:
     and a function may be called as soon as something mentions it.  Raises SyntaxError.
     """
     return frozenset(_cell(source).used)
+
+
+def names_used_later(source: str) -> frozenset[str]:
+    """Find the global names that functions, classes and lambdas of a cell read."""
+    return frozenset(_cell(source).inner)
 
 
 def names_bound(source: str) -> frozenset[str]:
@@ -91,12 +101,14 @@ class _Code:
     """What a cell, a class's body or a function does with global names.
 
     `used` are those that it reads as soon as it runs, before it has certainly bound them;
-    `later` those that its functions will read when they are called, and a function itself.
+    `later` those that its functions will read when they are called, and a function itself;
+    `inner` all that is read by functions, classes and lambdas in it.
     """
 
     def __init__(self, code: types.CodeType) -> None:
         self.used: set[str] = set()
         self.later: set[str] = set()
+        self.inner: set[str] = set()
         self.bound: set[str] = set()
         self.chains: set[tuple[str, ...]] = set()
         self.commands: list[str] = []
@@ -137,6 +149,9 @@ class _Code:
         self.bound |= inner.bound
         self.chains |= inner.chains
         self.commands += inner.commands
+        self.inner |= inner.inner
+        if code.co_name not in _AT_ONCE:
+            self.inner |= inner.used | inner.later
         name = code.co_name.removeprefix(_GENERIC).removesuffix(">")
         if not name.isidentifier():  # a lambda or a comprehension
             return inner.used | inner.later

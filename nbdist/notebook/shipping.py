@@ -14,7 +14,7 @@ from typing import Any
 
 from nbdist.errors import UsageError, VariableNotSent
 from nbdist.notebook.display import CellDisplay, moved
-from nbdist.notebook.free_names import dotted_names, names_used
+from nbdist.notebook.free_names import dotted_names, names_used, names_used_later
 from nbdist.values.definitions import SYSTEM_NAMES, Import
 from nbdist.values.payload import (
     OPTIMIZER,
@@ -38,7 +38,10 @@ from nbdist.world.names import (
     list_names,
 )
 
+SMALL = 64 << 10  # up to this many bytes it takes some 50 µs to see whether a value has changed
 BIG = 64 << 20  # from this many bytes on a notice is shown before something is sent
+
+OLD_IN_FUNCTIONS = "cannot be sent: functions on the ranks use the one that was sent before"
 
 _MISSING = object()
 
@@ -99,6 +102,8 @@ def plan(
     chains = dotted_names(source)
     plan = _Plan(table, frozenset(ranks), hidden or {}, chains, gathered, is_setup)
     plan.follow(names_used(source))
+    table.in_functions |= names_used_later(source)
+    plan.follow_calls()
     return plan.shipment()
 
 
@@ -167,6 +172,27 @@ class _Plan:
             if name in self._names and name not in self._looks and self._is_ours(name):
                 look = self._looks[name] = self._look(name)
                 waiting += sorted(look.record.needs, reverse=True)
+
+    def follow_calls(self) -> None:
+        """Look at what functions on the ranks use: the cell that calls them may not name it.
+
+        At what is small, and at what the notebook has bound again since it was sent.
+        """
+        waiting, seen = [*self._table.in_functions], set[str]()
+        while waiting:
+            name = waiting.pop()
+            record = self._table.record(name) if name in self._names else None
+            if name in seen or record is None:
+                continue
+            seen.add(name)
+            waiting += record.needs
+            if name in self._gathered or self._table.ranks_that_own(name):
+                continue
+            if record.size <= SMALL or self._table.is_older(name, self._ranks):
+                try:
+                    self.follow([name])
+                except VariableNotSent:  # the cell itself does not use it
+                    self._note(name, f"`{name}` {OLD_IN_FUNCTIONS}")
 
     def force(self, names: Collection[str]) -> None:
         """Ship these whatever the table says; then follow what they need."""
@@ -485,7 +511,7 @@ def _record_of(value: Any, pickled: Pickled) -> Shipped:
     holds_objects = not isinstance(value, type)  # which another name may share
     if isinstance(value, types.FunctionType):
         holds_objects = value.__closure__ is not None or value.__defaults__ is not None
-    return Shipped(version, identity, pickled.needs, holds_objects)
+    return Shipped(version, identity, pickled.needs, holds_objects, size=pickled.size)
 
 
 # --- how a value looked when it was last shipped, to find whether it has changed ------------------

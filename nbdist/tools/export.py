@@ -23,7 +23,7 @@ from IPython.core.magic_arguments import argument
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.display import Shown, block
-from nbdist.notebook.free_names import names_bound, names_used
+from nbdist.notebook.free_names import names_bound, names_used, names_used_later
 from nbdist.notebook.shipping import version_now
 from nbdist.system.folders import whole_file
 from nbdist.tools.cell_code import (
@@ -314,12 +314,13 @@ class Composer:
 
     def _give_variables(self) -> None:
         """Write the variables that each cell uses before it, as they were sent to it."""
-        there = {*_KNOWN}
+        there, in_functions = {*_KNOWN}, set[str]()
         for section in self._sections:
             sent = self._past.sent_before(section.task.last)
             seen = {*_KNOWN, *self._imported(), *(self._made - sent.keys())}
-            for name in sorted(names_used(section.text)):
+            for name in sorted(names_used(section.text) | (in_functions & sent.keys())):
                 self._give(name, section, sent, seen)
+            in_functions |= names_used_later(section.text)
             bound = names_bound(section.text)
             self._bound |= bound
             self._there = {name: v for name, v in self._there.items() if name not in bound}

@@ -7,7 +7,7 @@ Nothing here keeps a big value alive.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Container, Hashable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -40,6 +40,7 @@ class Shipped:
     needs: frozenset[str] = frozenset()
     holds_objects: bool = False
     is_last: bool = True
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,8 @@ class NameTable:
         self._noticed: set[str] = set()
         self._is_found = False
         self._bound_since: set[str] = set()
+        self.in_functions: set[str] = set()
+        """Names that functions and classes of cells on the ranks read when they are called."""
 
     def copy(self) -> NameTable:
         """Copy it as it is now; a notice that is given by one is given by both."""
@@ -196,6 +199,12 @@ class NameTable:
         if self._is_found and not is_known:
             return frozenset(self._ranks)
         return frozenset(self._current(name, Shipped))
+
+    def is_older(self, name: str, ranks: Container[int]) -> bool:
+        """Return True if one of these ranks has what the notebook sent before it bound it again."""
+        sent, value = self._of(name, Shipped).items(), self._value(name)
+        had = (each.identity for rank, each in sent if rank in ranks)
+        return not all(identity and identity.is_still(value) for identity in had)
 
     def changed_since(self, name: str) -> tuple[frozenset[int], Hashable]:
         """Find the ranks that have changed what they were sent, and which version that was."""

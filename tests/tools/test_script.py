@@ -239,6 +239,17 @@ def test_cells_that_ran_again() -> None:
     assert script.lost == ("In [2] uses x, which no cell before it binds",)
 
 
+def test_what_functions_use_later() -> None:
+    """A variable is given again to the cell with which it went, though only a function reads it."""
+    lab = Lab(lr=0.1)
+    lab.ran("def step(): return lr\nstep()", "lr", made="step")
+    lab.namespace["lr"] = 0.5
+    lab.ran("step()", "lr")
+    given = "# --- In [2] ---\nlr = 0.5\nstep()"
+    assert given in lab.body()
+    assert lab.script().lost == ()
+
+
 def test_what_has_changed_since() -> None:
     """A value is written as it is; that it was another one is said."""
     lab = Lab(data=[1], gone=[2], lock=threading.Lock())

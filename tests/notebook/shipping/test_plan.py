@@ -82,6 +82,27 @@ def test_what_was_defined_again_goes_again(house: Any) -> None:
     assert house.distributed("xml.dom.minidom.__name__") == "xml.dom.minidom"
 
 
+def test_functions_of_distributed_cells(house: Any) -> None:
+    """What they use goes again when it has changed, although the cell that calls them says not."""
+    house.cell(
+        "k, cfg, big = 1, {'lr': 1}, list(range(40000))\ndef g(): return k\nb, unused = 1, 1"
+    )
+    source = "def f(): return g(), cfg['lr'], big[0], h()\nh = lambda: b\nf()"
+    assert house.distributed(source) == (1, 1, 0, 1)
+    assert house.names("f()") == set()
+    house.cell("k = 2\ncfg['lr'] = 3\nunused, b = 5, 4")
+    assert house.names("pass") == {"k", "cfg", "b"}
+    assert house.distributed("f()") == (2, 3, 0, 4)
+    house.cell("big[0] = 1\nbig = [*big]")
+    assert house.distributed("f()") == (2, 3, 1, 4)
+    house.distributed("k = 'theirs'")
+    house.cell("import threading\nb = threading.Lock()")
+    assert house.distributed("f()") == ("theirs", 3, 1, 4)
+    assert house.names("pass") == set()
+    said = "functions on the ranks use the one that was sent before"
+    assert house.notices == [f"`b` cannot be sent: {said}"]
+
+
 def test_a_shared_object_is_shipped_again_with_all_its_names(house: Any) -> None:
     """What shares objects with what changed goes along, but not what the workers have bound."""
     house.cell("params = [1]\nmodel, opt = {'p': params}, [params]")
