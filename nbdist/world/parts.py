@@ -77,7 +77,8 @@ def _cutter(name: str, value: Any, dim: int | None) -> tuple[int, Part]:
         return len(value), lambda start, end: _rows_of(value, start, end)
     raise UsageError(
         f"`{name}` ({type_name(value)}) cannot be split: use a tensor, an array, a list or "
-        "tuple, a DataFrame or Series, a table of pyarrow, a Dataset, or `list(...)` of it."
+        "tuple, a DataFrame or Series, a table of pyarrow, a Dataset of Hugging Face's "
+        "`datasets`, or `list(...)` of it."
     )
 
 
