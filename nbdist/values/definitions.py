@@ -272,6 +272,8 @@ def mutable_ids(
     """Collect the ids of the objects in a pickler's memo that two values can share."""
     inside = [False] * (len(memo) + 1)
     for begin, end in fences:
+        if id(begin) not in memo:  # of a class that its own bases lead to: it is written once
+            continue
         for index in range(memo[id(begin)][0], memo[id(end)][0]):
             inside[index] = True
     by_name = (getattr(sys.modules.get(lib), name, None) for lib, name in _IMMUTABLE_BY_NAME)

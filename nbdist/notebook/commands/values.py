@@ -160,9 +160,9 @@ def _check_are_here(line: Line, names: Sequence[str]) -> None:
 def dist_scatter(line: Line) -> str:
     """Split variables into parts, one per rank: `%dist_scatter data labels`.
 
-    A tensor, an array, a list or tuple, a DataFrame or Series, a `datasets.Dataset`; where the parts
-    cannot be equal the first ones have one element more, as with torch.tensor_split.  The
-    ranks get it as a variable of that name; the notebook's stays whole.
+    A tensor, an array, a list or tuple, a DataFrame or Series, a `datasets.Dataset`; where
+    the parts cannot be equal the first ones have one element more, as with
+    torch.tensor_split.  The ranks get it as a variable of that name; the notebook's stays whole.
     """
     names, world = names_in(line.options.names), line.world
     have = f"`%dist_scatter {' '.join(names)}`: {count(len(names), 'variable')}"

@@ -29,6 +29,13 @@ CASES = {
         "B().m()",
         [3, 1],
     ),
+    "a class that its base knows": (
+        "class Base:\n    kinds = []\n"
+        "    def __init_subclass__(cls): Base.kinds.append(cls)\n"
+        "class A(Base): pass\nxs = [1]",
+        "[kind is A for kind in A.kinds] + xs",
+        [True, 1],
+    ),
     "a closure": ("def make(n):\n    return lambda x: x + n\nf = make(3)", "f(1)", 4),
     "a submodule": ("import xml.dom.minidom", "xml.dom.minidom.__name__", "xml.dom.minidom"),
     "a decorator": (
