@@ -29,11 +29,8 @@ _NO_NEXT = (*_RETURNS, *_JUMPS_AWAY, "RAISE_VARARGS", "RERAISE")
 _JUMPS = frozenset(dis.hasjrel + dis.hasjabs)
 _DOTS = ("LOAD_ATTR", "LOAD_METHOD")
 _GENERIC = "<generic parameters of "
-_AT_ONCE = (
-    "<listcomp>",
-    "<dictcomp>",
-    "<setcomp>",
-)  # up to Python 3.11; later no code of their own
+# Up to Python 3.11; later they have no code of their own.
+_AT_ONCE = ("<listcomp>", "<dictcomp>", "<setcomp>")
 _PYTHONS_OWN = ("__annotations__", "__doc__", "__name__")
 
 # Magics whose text is no Python of the notebook: words in it must not be taken for names.

@@ -425,8 +425,12 @@ class RunningTask:
         rank, first = cause
         failed = self.transcript.errors
         own = {rank: error for rank, error in failed.items() if not follows(error)}
-        if not own and not self.is_stopping:  # nobody but the cell itself has interrupted them
-            own = {r: e for r, e in failed.items() if getattr(e, "connections", "ended") != "ended"}
+        if not own and not self.is_stopping:  # the cell itself has raised KeyboardInterrupt
+            own = {
+                rank: error
+                for rank, error in failed.items()
+                if isinstance(error, Failure) and error.connections != "ended"
+            }
             rank, first = min(own.items(), key=lambda item: item[1].time_ns, default=cause)
         host, pid = self.crew.machines.name(rank), self.crew.pids.get(rank, 0)
         blame = errors.Blame(rank, host, pid, failed)
