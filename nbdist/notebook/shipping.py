@@ -176,7 +176,8 @@ class _Plan:
     def follow_calls(self) -> None:
         """Look at what functions on the ranks use: the cell that calls them may not name it.
 
-        At what is small, and at what the notebook has bound again since it was sent.
+        At what the notebook has bound again since it was sent, and at what is small and can have
+        changed in place.
         """
         waiting, seen = [*self._table.in_functions], set[str]()
         while waiting:
@@ -188,7 +189,10 @@ class _Plan:
             waiting += record.needs
             if name in self._gathered or self._table.ranks_that_own(name):
                 continue
-            if record.size <= SMALL or self._table.is_older(name, self._ranks):
+            value = self._names[name]
+            is_fixed = is_atomic(value) or isinstance(value, types.FunctionType)
+            may_differ = record.size <= SMALL and not is_fixed
+            if may_differ or self._table.is_older(name, self._ranks):
                 try:
                     self.follow([name])
                 except VariableNotSent:  # the cell itself does not use it
