@@ -13,14 +13,14 @@ from IPython.lib.pretty import RepresentationPrinter
 from nbdist.errors import AgentLost, NbdistError, ValueLost, WorkerError
 from nbdist.notebook.display import Shown
 from nbdist.output.ansi import strip
-from nbdist.output.events import Died, Failure, RankError
-from nbdist.output.rank_transcript import RankTranscript
+from nbdist.output.events import Died
 from nbdist.output.screen import Line
-from nbdist.output.transcript import said_by
+from nbdist.output.transcript import followed_text
 from nbdist.output.wording import (
     LINES,
     RED,
     barred,
+    body_text,
     bold,
     dim,
     error_text,
@@ -28,13 +28,12 @@ from nbdist.output.wording import (
     line,
     panel,
     traceback_html,
-    traceback_text,
 )
 from nbdist.values.payload import open_payload
 from nbdist.values.pickling import unpickle
 from nbdist.wire.ops import Brought
 from nbdist.wire.work import Call, Task
-from nbdist.words import name_ranks, one_line, size_text
+from nbdist.words import one_line, size_text
 from nbdist.world.names import list_names
 from nbdist.world.running import RunningTask
 from nbdist.world.session import Session
@@ -184,24 +183,17 @@ def why_of(running: RunningTask, error: NbdistError, logs: Mapping[int, str]) ->
     when = f"{running.seconds_until(first.time_ns):.1f} s into "
     when += f"Cell In[{number}]" if number else "the cell"
     title = f"{_clock(first.time_ns / 1e9)} · {where} · {when} · {error_text(first)}"
-    transcript = running.transcript
-    alike = set(transcript.alike_error(rank)) - {rank}
-    same = {other for other in alike if said_by(errors[other]) == said_by(first)}
-    followed = [f"{name_ranks(same)}: the same"] if same else []
-    mentioned = same | {rank}
-    if (folded := transcript.folded_error(sorted(alike - same))) is not None:
-        followed.append(f"{name_ranks(alike - same)}: {error_text(folded)}")
-        mentioned |= alike
-    others = fold_ranks({other: error_text(errors[other]) for other in errors.keys() - mentioned})
-    followed += [f"{name_ranks(ranks)}: {text}" for text, ranks in others.items()]
-    return Why(title, _body(first, transcript[rank]), tuple(followed), logs.get(rank, ""))
+    # Of a machine that is lost nobody has told the last lines: those count that were shown.
+    tail = running.transcript[rank].tail(LAST_LINES)
+    body = body_text(first, (each.text for each in tail if isinstance(each, Line)))
+    return Why(title, body, tuple(followed_text(errors, rank)), logs.get(rank, ""))
 
 
 def why_died(rank: int, host: str, died: Died, log: str) -> Why:
     """Word why a rank was replaced that ran no cell."""
     who = f"rank {rank} on {host}" + (f" (pid {died.pid})" if died.pid else "")
     end = f"the process {idle_end(died)}"
-    return Why(f"{_clock(died.time_ns / 1e9)} · {who} · {end}", _body(died), (), log)
+    return Why(f"{_clock(died.time_ns / 1e9)} · {who} · {end}", body_text(died), (), log)
 
 
 def idle_end(died: Died) -> str:
@@ -210,16 +202,6 @@ def idle_end(died: Died) -> str:
         return died.end
     why = f": {died.why}" if died.why else ""
     return f"{died.end} while no cell was running{why}"
-
-
-def _body(error: RankError, shown: RankTranscript | None = None) -> str:
-    """Return its traceback or last lines; of a machine that is lost those that were shown."""
-    if isinstance(error, Failure):
-        return traceback_text(error)
-    lines = error.last_lines
-    if shown is not None and not lines:
-        lines = tuple(each.text for each in shown.tail(LAST_LINES) if isinstance(each, Line))
-    return "\n".join(["its last lines:", *lines]) if lines else "it had printed nothing"
 
 
 def _clock(seconds: float) -> str:

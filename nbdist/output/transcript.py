@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from nbdist.output.ansi import strip
 from nbdist.output.curves import Curves
 from nbdist.output.events import Failure, Output, RankError
-from nbdist.output.fingerprint import read_bar
+from nbdist.output.fingerprint import error_keys, read_bar
 from nbdist.output.rank_transcript import (
     ENDED,
     FAILED,
@@ -22,6 +22,8 @@ from nbdist.output.rank_transcript import (
     Shown,
 )
 from nbdist.output.screen import Line, Screen
+from nbdist.output.wording import error_text, fold_ranks
+from nbdist.words import name_ranks
 
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
 """Characters of displays that are kept of all ranks together, and of each in any case."""
@@ -137,10 +139,6 @@ class Transcript:
             for other in self.errors
             if other == rank or not keys.isdisjoint(self.by_rank[other].error_keys)
         )
-
-    def folded_error(self, ranks: Iterable[int]) -> RankError | None:
-        """Make one of these ranks' errors, with sets where they differ; None if that cannot be."""
-        return fold_errors([error for rank in ranks if (error := self.by_rank[rank].error)])
 
 
 def follows(error: RankError) -> bool:
@@ -310,6 +308,18 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
     if message is None or traceback is None:
         return None
     return first._replace(message=message, traceback=(traceback,))
+
+
+def followed_text(errors: Mapping[int, RankError], first: int) -> list[str]:
+    """Say how other ranks than the first failed: `ranks 1-3: the same`, `rank 4: OSError: 5`."""
+    keys = {*error_keys(first, errors[first])}
+    alike = {r for r, each in errors.items() if not keys.isdisjoint(error_keys(r, each))}
+    same = {r for r in alike if said_by(errors[r]) == said_by(errors[first])}
+    texts = {r: error_text(each) for r, each in errors.items() if r not in same}
+    if (folded := fold_errors([errors[r] for r in sorted(alike - same)])) is not None:
+        texts |= dict.fromkeys(alike - same, error_text(folded))
+    said = [f"{name_ranks(same - {first})}: the same"] if len(same) > 1 else []
+    return said + [f"{name_ranks(ranks)}: {text}" for text, ranks in fold_ranks(texts).items()]
 
 
 def said_by(error: RankError | None) -> object:

@@ -75,6 +75,14 @@ def traceback_text(failure: Failure) -> str:
     return "\n".join([traceback, *failure.account])
 
 
+def body_text(error: RankError, shown: Iterable[str] = ()) -> str:
+    """Return the traceback, or a process's last lines; those `shown` where it has told none."""
+    if isinstance(error, Failure):
+        return traceback_text(error)
+    lines = [*error.last_lines] or [*shown]
+    return "\n".join(["its last lines:", *lines]) if lines else "it had printed nothing"
+
+
 def in_log_only(lines: int, path: str | None = None) -> str:
     """Say `… 1,200 lines only in the log: logs/rank3.log`."""
     return f"… {lines_text(lines)} only in the log{f': {path}' if path else ''}"

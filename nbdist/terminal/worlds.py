@@ -16,8 +16,8 @@ from contextlib import ExitStack, closing, suppress
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Died, Failure, RankError
-from nbdist.output.transcript import follows
-from nbdist.output.wording import error_text, fold_ranks
+from nbdist.output.transcript import followed_text, follows
+from nbdist.output.wording import body_text, error_text
 from nbdist.wire.views import LogTail, Look, Place, Stack, TaskSeen, Usage, WorldInfo
 from nbdist.words import aligned, count, name_ranks, one_line
 from nbdist.world import hangs
@@ -358,14 +358,13 @@ def failure_text(task: TaskSeen) -> str:
         lines.append(f"first failure: rank {first}: {error_text(error)}")
         if isinstance(error, Died):
             lines += filter(None, [hangs.why_died(first, error, places), error.why])
-            lines.append("its last lines:" if error.last_lines else "it had printed nothing")
-        lines += map(strip, error.last_lines if isinstance(error, Died) else error.traceback)
-    others = {r: _after(r, e, released) for r, e in errors.items() if r != first or not own}
-    lines += [f"{name_ranks(ranks)}: {said}" for said, ranks in fold_ranks(others).items()]
-    return "\n".join(lines)
+        lines.append(strip(body_text(error)))
+    after = {rank: _after(error, released.get(rank)) for rank, error in errors.items()}
+    lines += [] if own else [f"rank {first}: {error_text(after[first])}"]
+    return "\n".join([*lines, *followed_text(after, first)])
 
 
-def _after(rank: int, error: RankError, released: Mapping[int, Place]) -> str:
-    if isinstance(error, Failure) and (rank in released or error.connections == "ended"):
-        return error_text(hangs.in_one_line(error, released.get(rank), None))
-    return error_text(error)
+def _after(error: RankError, released: Place | None) -> RankError:
+    if isinstance(error, Failure) and (released or error.connections == "ended"):
+        return hangs.in_one_line(error, released, None)
+    return error

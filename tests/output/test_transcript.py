@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nbdist.output.events import Died, Done, Failure, Update
 from nbdist.output.fingerprint import normal
 from nbdist.output.screen import Line
-from nbdist.output.transcript import Transcript, fold
+from nbdist.output.transcript import Transcript, fold, followed_text
 from tests.output.lab import drawing, failure, out, running, unfold
 
 
@@ -76,6 +76,8 @@ def test_equal_errors(message: str) -> None:
     assert group.error.traceback[-1].endswith(f"E: {group.error.message}")
     assert (group.likeness == "same") is ("{rank}" not in message)
     assert transcript.alike_error(2) == (0, 1, 2, 3, 4, 5)
+    others = f"E: {message.format(rank='{0-4}')}" if "{rank}" in message else "the same"
+    assert followed_text(transcript.errors, 5) == [f"ranks 0-4: {others}"]
 
 
 def test_stop_hits_anywhere() -> None:
