@@ -332,7 +332,7 @@ class Head:
     async def _heal(self, pool: NodePool, spec: WorldSpec) -> messages.Healed:
         """Form a group of all ranks that can be, also where nodes are lost meanwhile."""
         forming = pool.forming
-        for _ in range(len(pool.nodes)):  # more may come meanwhile
+        for _ in range(1 + len(pool.nodes)):  # each may be lost in one; more may come
             there = pool.there
             spec = forming.spec or spec
             size = spec.world_size
@@ -340,14 +340,15 @@ class Head:
             with suppress(CannotStart):  # workers there say what they lack
                 await self._bring_code()
             if not keep:
-                said = await pool.last_word()
-                why = f"all machines are lost: {said}" if said else "all machines are lost"
-                healed = messages.Healed(*forming.whereabouts(), forming.spec or spec, why)
+                known = *forming.whereabouts(), forming.spec or spec
+                healed = messages.Healed(*known, "all machines are lost")
                 break
             whole = len(keep) == size
             healed = await (forming.heal(spec) if whole else forming.scale(spec, keep))
             if not healed.problem or pool.there == there:
                 break
+        if healed.problem and (said := await pool.last_word()) and said not in healed.problem:
+            healed = replace(healed, problem=f"{healed.problem}: {said}")
         return healed
 
     async def _resize(

@@ -16,19 +16,22 @@ import torch
 
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.agent.forming import shares
-from nbdist.cluster.head import first_answer, in_time_of_head, last_words, rows_of
-from nbdist.cluster.node import KeptCode, NodeLost
+from nbdist.cluster.head import Head, first_answer, in_time_of_head, last_words, rows_of
+from nbdist.cluster.node import KeptCode, NodeLost, seated
+from nbdist.cluster.nodes import NodePool
 from nbdist.config import Patience
 from nbdist.errors import RanksReleased, ScaleError, UsageError, WorkerDied, WorkerError
 from nbdist.output.events import Died, Done, Failure, Text
+from nbdist.system.processes import Guard
 from nbdist.terminal import mcp
 from nbdist.wire import messages
 from nbdist.wire.control import Candidate, Complete, Completions
 from nbdist.wire.messages import CodeFile, CodeHeld, GetCode, Outputs, PutCode, Received
-from nbdist.wire.node_messages import NodeDown
+from nbdist.wire.node_messages import GetHeld, Held, NodeDown, Renumber
 from nbdist.wire.store import SOCKET
 from nbdist.wire.views import WorkerStatus
 from nbdist.world.world import World
+from tests.cluster.test_node import SPEC, wanted
 from tests.cluster.test_node import node as node_that
 from tests.waiting import until
 
@@ -294,3 +297,24 @@ async def test_rows_and_answers() -> None:
     await until(lambda: len(sent) == 3)
     first.answered(sent[-1][1].id, known)
     assert await answer == known
+
+
+async def test_nodes_that_are_lost_one_after_the_other(tmp_path: Path) -> None:
+    """That none is left is found also where the last goes while the others' group is formed."""
+
+    def answer(message: NodeDown) -> None:
+        match message:
+            case messages.Ask(_, Renumber()):
+                second.lose("gone too")
+            case messages.Ask(number, request):
+                second.answered(number, Held({1: None}) if request == GetHeld() else None)
+
+    first, second = node_that(0, lambda _: first.lose("gone")), node_that(1, answer)
+    asked, none = wanted(layout="2x1"), lambda *_: None
+    pool = NodePool(tmp_path, asked, none, none, none, none)
+    pool.nodes.update({0: first, 1: second})
+    pool.forming.spec = spec = seated(SPEC, asked, [first, second])
+    healed = await Head(tmp_path, os.getpid(), Guard(-1))._heal(pool, spec)
+    await pool.close()
+    assert (first.lost, second.lost) == ("gone", "gone too")
+    assert healed.problem == "all machines are lost"

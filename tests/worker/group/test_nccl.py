@@ -146,7 +146,7 @@ def test_nobody_waits_for_ever(
 ) -> None:
     """For a rank that does not come, or has ended, or an abort that hangs: it is left behind."""
     end = threading.Event()
-    with pytest.raises(RuntimeError, match="connecting nccl took more than 0 s"):
+    with pytest.raises(RuntimeError, match=r"connecting nccl took more than \d+ s"):
         connect(adapter, Legacy(end.wait), timeout=0.1)
     over = tmp_path / "over"
     over.touch()
@@ -154,7 +154,7 @@ def test_nobody_waits_for_ever(
         connect(adapter, Legacy(end.wait), over=over)
     monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.2)
     monkeypatch.setattr(nccl, "ABORT_STEP", 0.1)
-    with pytest.raises(AbortHangs, match="aborting nccl took more than 0 s"):
+    with pytest.raises(AbortHangs, match=r"aborting nccl took more than \d+ s"):
         adapter.abort([Nccl2(end.wait)])
     end.set()
 
