@@ -291,11 +291,8 @@ def check_end(
         world.session.told(killed)
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
         raise Interrupted(running.task.ranks, fate)
-    if not running.lacking and cause and (name := undefined_name(cause[1])) in pool.gathered:
-        running.lacking = (
-            f"`{name}` was gathered from the ranks, so it is not sent by itself; "
-            f"`%dist_push {name}` sends it."
-        )
+    if not running.lacking and cause and (name := undefined_name(cause[1])):
+        running.lacking = _not_sent_text(pool, name)
     if error := running.error():
         world.session.told(running.fated)
         _keep_why(pool, running)
@@ -304,6 +301,16 @@ def check_end(
         if pool.routine.hint and isinstance(error, WorkerDied):
             error.add(f"{pool.routine.hint}.")
         raise error
+
+
+def _not_sent_text(pool: Pool, name: str) -> str:
+    if name in pool.gathered:
+        why = f"`{name}` was gathered from the ranks, so it is not sent by itself"
+    elif name in pool.shell.user_ns:
+        why = f"The notebook has `{name}`, which the cell does not name"
+    else:
+        return ""
+    return f"{why}; `%dist_push {name}` sends it."
 
 
 def bring(

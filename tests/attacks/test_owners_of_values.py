@@ -34,6 +34,10 @@ def test_what_gather_binds_stays_here(two: Notebook) -> None:
     assert "`top` was gathered from the ranks" in two.run("%%distributed\ntop").error
     two.run("top = top")
     assert two.run("%%distributed\ntop").errors == []
+    two.run("%%distributed\ndef uses(): return later")
+    two.run("later = 1")
+    said = "The notebook has `later`, which the cell does not name; `%dist_push later` sends it."
+    assert two.run("%%distributed\nuses()").error.endswith(said)
     two.run("%dist_restart")
     said = two.run("%%distributed\nprint(acc)").errors[0]["evalue"]
     why = "`acc` was gathered from the ranks, so it is not sent by itself; "
