@@ -60,11 +60,18 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
 
 
 def whole_text(transcript: Transcript, ranks: Iterable[int]) -> str:
-    """Write all lines of some ranks that are still kept, each rank under a header of its own."""
+    """Write all lines of some ranks that are still kept, each rank under a header of its own.
+
+    Below them what ended the cell there: of other ranks than the first a panel has one line.
+    """
     parts: list[str] = []
     for said in map(transcript.__getitem__, ranks):
         items = said.tail(said.line_count + len(said.pieces))
         parts += [_header([said.rank]), *(row for item in items for row in _plain(item))]
+        if isinstance(said.error, events.Failure):
+            parts += traceback_rows(strip(traceback_text(said.error)), _MOST_ROWS)
+        elif said.error is not None:
+            parts.append(error_text(said.error))
     return "\n".join(parts)
 
 

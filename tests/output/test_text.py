@@ -18,7 +18,7 @@ from nbdist.output.events import (
     Update,
 )
 from nbdist.output.layout import final_layout
-from nbdist.output.text import PlainLines, failures_text, head_text
+from nbdist.output.text import PlainLines, failures_text, head_text, whole_text
 from tests.output.lab import (
     err,
     failure,
@@ -40,6 +40,15 @@ def test_failures_alone() -> None:
     plain = [header, "-----", "Cell In[1], line 2", "E: bad"]
     assert [*failures_text(shown, colours=False)] == plain
     assert head_text(shown) == "2 ranks · 1.2 s · ✓ 1 · ✗ 1"
+
+
+def test_the_whole_has_the_error_of_each_rank() -> None:
+    """Of any rank with its traceback; a process that ended has none."""
+    said = [failure(), failure("worse", 2, line=3), Died(9, 3)]
+    text = whole_text(make(3, lambda rank: [out(f"{rank}\n"), said[rank]]), [1, 2])
+    lines = ["-----", "Cell In[1], line 3", "E: worse"]
+    assert text.split("\n")[:-1] == ["── rank 1 ──", "1", *lines, "── rank 2 ──", "2"]
+    assert "exited with code 9" in text
 
 
 def test_what_is_left_out_is_named() -> None:
