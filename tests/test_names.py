@@ -34,8 +34,8 @@ ALLOWED = {
     # Python's own.
     ("worker/main.py", "atexit._run_exitfuncs"): "os._exit runs none",
     ("world/result.py", "error._render_traceback_"): "how exceptions show themselves in IPython",
-    ("worker/ops/script.py", "asyncio._set_running_loop"): "asyncio.run refuses where one runs",
-    ("worker/ops/script.py", "runpy._get_module_details"): "as `python -m` finds a module",
+    ("worker/ops/run.py", "asyncio._set_running_loop"): "asyncio.run refuses where one runs",
+    ("worker/ops/run.py", "runpy._get_module_details"): "as `python -m` finds a module",
     ("wire/control.py", "_jupyter_types_experimental"): "a key of replies that front ends read",
     # On both sides of the wire, so not in workers only.
     (DEFINITIONS, "by_value._DYNAMIC_CLASS_TRACKER_BY_ID"): "cloudpickle looks too late",

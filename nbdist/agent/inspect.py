@@ -35,7 +35,7 @@ SAMPLE_TIMEOUT = 0.4
 CONSULT_TIMEOUTS = {"idle": 0.8, "busy": 0.35}  # seconds; the notebook waits for 0.9
 
 IN_TORCH = "/torch/distributed/"
-CALLS = "/nbdist/worker/ops/call.py"
+CALLS = "/nbdist/worker/ops/run.py"
 
 NO_ANSWER = "it does not answer, and its stack cannot be read"
 NO_LINE = "no line of the cell runs: variables are being received or sent"

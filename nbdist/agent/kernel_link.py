@@ -33,7 +33,7 @@ log = logging.getLogger("nbdist.agent")
 
 OURS = (
     os.path.join("nbdist", "worker", "group", "gloo.py"),  # by which a worker knows that it waits
-    os.path.join("nbdist", "worker", "ops", "call.py"),
+    os.path.join("nbdist", "worker", "ops", "run.py"),
     os.path.join("nbdist", "worker", "kernel.py"),  # which is what `input` is there
     os.path.join("nbdist", "worker", "main.py"),
 )

@@ -437,7 +437,7 @@ _MAGICS = {
     "values.bind_scattered": "%dist_scatter",
     "values.bind_synced": "%dist_sync",
     "values.give_back": "%dist_restart --keep",
-    **{"snapshot": "%dist_restore", "call": "World.run"},
+    **{"snapshot": "%dist_restore", "run": "World.run"},
 }
 """What people have typed, by op, or the op's module."""
 

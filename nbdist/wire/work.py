@@ -46,7 +46,7 @@ class Script:
     root: str = ""
     local_rank: bool = False
     near: str = ""
-    op: ClassVar[str] = "script"
+    op: ClassVar[str] = "run.script"
 
     @property
     def arguments(self) -> Mapping[str, Any]:

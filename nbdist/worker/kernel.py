@@ -50,7 +50,7 @@ from nbdist.worker.tracebacks import contents_of, failure_of, remedies, unfit_af
 
 without_debugger()
 
-USERS_CODE = ("call", "script")  # ops that run it, as cells do
+USERS_CODE = ("run.call", "run.script")  # ops that run it, as cells do
 LONGEST_PROMPT = 10_000
 
 

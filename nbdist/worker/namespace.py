@@ -347,7 +347,7 @@ def import_ops() -> Mapping[str, ModuleType | Exception]:
 
 
 def find_op(name: str) -> Callable[..., Any]:
-    """Find the function: `script` of the module `script`, `write` for `snapshot.write`."""
+    """Find the function: `memory` of the module `memory`, `write` for `snapshot.write`."""
     module, _, function = name.partition(".")
     found = import_ops().get(module)
     if not isinstance(found, ModuleType):

@@ -32,8 +32,7 @@ from nbdist.worker.group.gloo import wait
 from nbdist.worker.group.group import Group
 from nbdist.worker.group.nccl import Counts, Pending, Recording, UnderWay, wait_for_device
 from nbdist.worker.group.stores import AbortableStore
-from nbdist.worker.ops import script
-from nbdist.worker.ops.call import call
+from nbdist.worker.ops import run
 
 IN_TORCH = os.path.join("torch", "distributed") + os.sep
 WAITS = "send or recv" if seam.RECORDS_GLOO else "send, recv or an asynchronous collective"
@@ -137,13 +136,13 @@ class Probe:
         return awaited(self._loop, cells) or frames
 
     def _spot(self, frames: list[FrameType]) -> Place:
-        return script.spot(frames) or Place(line=self._line(frames))
+        return run.spot(frames) or Place(line=self._line(frames))
 
     def _line(self, frames: list[FrameType]) -> int:
         """Find the line of the cell that runs, or of a function that is called; 0 for neither."""
         cells, inner = cell_numbers(), None
         for frame in frames:
-            if frame.f_code is call.__code__ and inner is not None:
+            if frame.f_code is run.call.__code__ and inner is not None:
                 return inner.f_lineno
             if frame.f_code is wait_for_device.__code__:
                 return int(frame.f_locals["line"])

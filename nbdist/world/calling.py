@@ -149,7 +149,7 @@ def run_call(
     payload, segment = pack_frames(pickled.frames)
     with closing(segment) if segment else nullcontext():
         arguments = {"title": title_of(function), "packed": payload}
-        return run(session, session.task(Call("call", arguments)))
+        return run(session, session.task(Call("run.call", arguments)))
 
 
 def run(session: Session, task: Task, most: int = 0) -> CellResult[Any]:

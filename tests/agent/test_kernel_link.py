@@ -40,7 +40,7 @@ from nbdist.wire.frames import BadFrame, framed
 from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.wire.work import Finished
 from nbdist.worker.group.gloo import wait
-from nbdist.worker.ops.call import call
+from nbdist.worker.ops.run import call
 
 
 def message(kind: str, content: Any) -> Message:

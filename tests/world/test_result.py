@@ -65,7 +65,7 @@ def test_what_it_shows() -> None:
     """Values that were asked for, as much as fits; and what ranks have written, by stream."""
     assert repr(RESULT) == "<CellResult of ranks 0-2, ok>"
     values = "{0: 'a', 1: 'b', 2: None}"
-    asked = replace(RESULT, task=Task("a", (0, 1, 2), Call("call")))
+    asked = replace(RESULT, task=Task("a", (0, 1, 2), Call("run.call")))
     assert repr(asked) == f"<CellResult of ranks 0-2, ok: {values}>"
     assert pretty(asked, max_width=40) == f"<CellResult of ranks 0-2, ok:\n{values}>"
     long = repr(replace(asked, by_rank={0: "x" * 5000}))

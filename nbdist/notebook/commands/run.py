@@ -106,7 +106,7 @@ def dist_debug(line: Line) -> None:
     """
     world = line.world
     ranks = line.ranks if line.options.ranks is not None else (failed_rank(line.pool),)
-    task = world.task(Call("call.debug"), ranks=ranks)
+    task = world.task(Call("run.debug"), ranks=ranks)
     running = line.pool.last = world.submit(task)
     through(follow_steps(line.pool, world, running, line.display))
     check_end(line.pool, world, running)

@@ -1,4 +1,7 @@
-"""Runs scripts in the namespace of the cells, as `python` would run them, and executables."""
+"""What runs in a cell's place: a script, an executable, a function of the notebook, the debugger.
+
+Scripts run in the namespace of the cells, otherwise as `python` would run them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import socket
 import subprocess
 import sys
 from bdb import BdbQuit
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -24,19 +27,22 @@ from typing import Any
 import psutil
 
 from nbdist.output.events import SCRIPT_FAILED
+from nbdist.values.payload import Payload
 from nbdist.wire.views import Place
 from nbdist.wire.work import Script
 from nbdist.words import word_exit
+from nbdist.worker.compat.debugger import post_mortem
+from nbdist.worker.memory import last_errors
 from nbdist.worker.namespace import Context
 from nbdist.worker.shell import show
-from nbdist.worker.tracebacks import Problem
+from nbdist.worker.tracebacks import Problem, message_of
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHONS = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})
 # Files whose calls come before a script's own.
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 STOP_GRACE = 1.0  # seconds for an executable to end after SIGINT, less than this worker itself has
-_UNBOUND = object()
+_UNBOUND = object()  # stands for what is bound to nothing
 
 
 class ScriptProblem(Problem):
@@ -234,3 +240,72 @@ def _group() -> set[int]:
             if os.getpgid(pid) == own:
                 found.add(pid)
     return found
+
+
+# --- functions of the notebook, and the debugger -----------------------------------------
+
+READY_MODULES = ("torch", "dist")  # ready in every worker, but the caller's take their place
+_left: dict[str, Any] = {}  # what earlier calls have left behind
+
+
+def call(context: Context, title: str, packed: Payload) -> Any:
+    """Call a function, with its arguments and the names of the caller's `__main__` that it uses."""
+    context.title = title
+    function, args, kwargs, names = context.namespace.open(packed)
+    context.at_end.enter_context(lent_names(context, names))
+    del names
+    shell = context.shell
+    with context.noting():
+        try:
+            return function(*args, **kwargs)
+        except SystemExit:
+            show(shell, exception_only=True)
+            raise
+        except BdbQuit:
+            raise  # all is said of it in one line
+        except BaseException as error:  # also Stop: shown as a cell's would be
+            tb = error.__traceback__
+            show(shell, (type(error), error, (tb and tb.tb_next) or tb), tb_offset=0)
+            raise
+        finally:
+            shell.events.trigger("post_execute")  # matplotlib shows its figures
+
+
+@contextmanager
+def lent_names(context: Context, names: Mapping[str, Any]) -> Iterator[None]:
+    """Bind names that a call's functions find in `__main__` meanwhile; those of the workers stay.
+
+    They stay too where the call has bound names itself, by `global`, which may use them.
+    """
+    namespace, bound = context.names, {*context.bound}
+    covered = {n: namespace[n] for n in READY_MODULES if n in names and n in namespace}
+    lent = {
+        name: value
+        for name, value in names.items()
+        if name in covered
+        or name not in namespace
+        # What an earlier call has left is replaced for good.
+        or namespace[name] is _left.get(name, _UNBOUND)
+    }
+    namespace.update(lent)
+    yield
+    for name, value in lent.items():
+        if namespace.get(name, _UNBOUND) is not value:
+            continue  # the call has bound or deleted it
+        if name in covered:
+            namespace[name] = covered[name]
+        elif context.bound > bound:
+            _left[name] = value
+        else:
+            del namespace[name]
+
+
+def debug(context: Context) -> bool:
+    """Debug the last exception, until the user or Stop leaves; False if there is none any more."""
+    error = next(last_errors(context.shell), None)
+    if error is None or error.__traceback__ is None:
+        return False
+    sys.stdout.write(f"{type(error).__name__}: {message_of(error)}\n")
+    with suppress(KeyboardInterrupt):
+        post_mortem(error)
+    return True
