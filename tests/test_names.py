@@ -19,7 +19,7 @@ from tests.sources import nodes_of, sources
 LIBRARIES = {"torch", "IPython", "ipykernel", "jupyter_client", "traitlets"}
 """Those whose classes our own ones are made of."""
 
-SEAM = {f"worker/compat/{name}.py" for name in ("torch", "nccl", "models", "ipython", "debugger")}
+SEAM = {f"worker/compat/{name}.py" for name in ("torch", "nccl", "models", "ipython")}
 
 # Python's own whose documentation has them, in spite of the underscore.
 DOCUMENTED = {"_thread", "os._exit", "sys._current_exceptions", "sys._current_frames"}

@@ -29,12 +29,14 @@ from nbdist.output.events import MOVED, RECORD, TRACKED, Done
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Call, InputReply, Source, Task, Work, failure_in_words
 from nbdist.worker import tracking
-from nbdist.worker.compat.debugger import is_debugger, leave_debugger, use_debugger
 from nbdist.worker.compat.ipython import (
     LeavesChildren,
+    is_debugger,
+    leave_debugger,
     number_cells,
     publish_without_port,
     reloads_modules,
+    use_debugger,
     without_debugger,
 )
 from nbdist.worker.environment import Around, OwnModules, draw_bars_as_text, ready_names

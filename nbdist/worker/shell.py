@@ -22,8 +22,7 @@ from traitlets import Type
 
 from nbdist.values.definitions import cell_numbers
 from nbdist.wire.views import PACKAGES
-from nbdist.worker.compat.debugger import Debugger
-from nbdist.worker.compat.ipython import AnnouncesErrors
+from nbdist.worker.compat.ipython import AnnouncesErrors, Debugger
 from nbdist.worker.group.default import stale_group_of
 from nbdist.worker.group.gloo import connections_after, reword
 from nbdist.worker.tracebacks import (

@@ -31,7 +31,7 @@ from nbdist.values.payload import Payload, pack_frames, size_of
 from nbdist.values.pickling import pickle
 from nbdist.wire.work import failure_in_words
 from nbdist.words import did_you_mean
-from nbdist.worker.compat import accelerator, debugger
+from nbdist.worker.compat import accelerator, ipython
 from nbdist.worker.group.gloo import connections_after
 from nbdist.worker.group.stores import until_over
 from nbdist.worker.memory import account
@@ -57,7 +57,7 @@ def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
     if isinstance(error, Problem):
         return failure_in_words(error.kind, str(error))
     if isinstance(error, bdb.BdbQuit):
-        return failure_in_words(LEFT_DEBUGGER, debugger.LEFT)
+        return failure_in_words(LEFT_DEBUGGER, ipython.LEFT)
     name, message = type(error).__name__, message_of(error)
     calls = map(sendable, short_traceback(own_part(error.__traceback__)))
     return Failure(

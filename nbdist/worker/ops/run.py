@@ -31,7 +31,7 @@ from nbdist.values.payload import Payload
 from nbdist.wire.views import Place
 from nbdist.wire.work import Script
 from nbdist.words import word_exit
-from nbdist.worker.compat.debugger import post_mortem
+from nbdist.worker.compat.ipython import post_mortem
 from nbdist.worker.memory import last_errors
 from nbdist.worker.namespace import Context
 from nbdist.worker.shell import show
