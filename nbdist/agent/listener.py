@@ -155,14 +155,16 @@ class Listener(Door):
             return
         writer.transport.set_write_buffer_limits(0)  # to wait until all of it is on its way
         writer.write(views.to_line(answer))
-        async with asyncio.timeout(LINE_TIMEOUT):
-            await writer.drain()
-        match question, answer:
-            case views.Attach(pid=pid), views.Accepted() if self._tether:
-                try:
-                    while await reader.read(views.LONGEST_QUESTION):
-                        pass
-                finally:
+        try:
+            async with asyncio.timeout(LINE_TIMEOUT):
+                await writer.drain()
+            if isinstance(answer, views.Accepted):
+                while await reader.read(views.LONGEST_QUESTION):
+                    pass
+        finally:
+            match question, answer:
+                case views.Attach(pid=pid), views.Accepted() if self._tether:
+                    # Also where it has gone while it waited for this answer.
                     self._tether.let_go_by(pid)
 
     def _of_kind(self, kind: type[views.Said] | None) -> list[asyncio.Task[None]]:

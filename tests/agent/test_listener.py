@@ -64,6 +64,8 @@ class Lab:
         self.gone: list[int] = []
         self.is_open = asyncio.Event()
         self.is_open.set()
+        self.admits = asyncio.Event()
+        self.admits.set()
         self.rows: tuple[views.WorkerStatus, ...] = ()
         self.faults: list[object] = []
         self.tasks, self.ranks = views.Findings(), (0, 1)
@@ -77,6 +79,7 @@ class Lab:
     async def admit(self, wanted: views.Attach) -> views.Accepted | views.Refused:
         if wanted.pid == 17:
             raise KeyError(17)
+        await self.admits.wait()
         return views.Accepted(1, 2) if wanted.version == "1.0" else views.Refused("no")
 
     def let_go_by(self, pid: int) -> None:
@@ -152,6 +155,16 @@ async def test_a_notebook_that_is_accepted(lab: Lab) -> None:
     await until(lambda: "1 connections" in repr(lab.listener))
     assert lab.gone == []
     writer.close()
+    await until(lambda: lab.gone == [5])
+
+
+async def test_a_notebook_that_has_gone_before(lab: Lab) -> None:
+    """While its workers were made whole, and Stop came: it has the world no more."""
+    lab.admits.clear()
+    _, writer = await lab.connect(ATTACH)
+    await until(lambda: "1 connections" in repr(lab.listener))
+    writer.close()
+    lab.admits.set()
     await until(lambda: lab.gone == [5])
 
 
