@@ -65,7 +65,7 @@ class Agent:
         self._workers = WorkerGroup(
             runtime, self._children, self._forker, emit, self._send, self._store, port
         )
-        self._forming = Forming({0: self._workers}, on_one_machine=True)
+        self._forming = Forming({0: self}, on_one_machine=True)
         self._usage = UsageWatch(self._send)
         self._stopping = Stopping(
             lambda: self._workers.abort(self._workers.all),
@@ -109,7 +109,7 @@ class Agent:
         do, reply = self._serving.do, self._serving.reply
         match message:
             case Ask(number, node_messages.PartRequest() as request):
-                do(reply(number, self._do, request))
+                do(reply(number, self.do, request))
             case messages.Run() as run:
                 self._run(run)
             case Ask(number, messages.GetStatus()):
@@ -177,7 +177,8 @@ class Agent:
         asked = (self._workers.all[rank] for rank in request.ranks if rank in self._workers.all)
         return tuple(await asyncio.gather(*map(stack_of, asked)))
 
-    async def _do(self, request: node_messages.PartRequest[Any]) -> Any:
+    async def do(self, request: node_messages.PartRequest[Any]) -> Any:
+        """Do what is asked of a machine of a world."""
         match request:
             case node_messages.GetClock():
                 return time.time_ns()
@@ -189,7 +190,10 @@ class Agent:
                 return await self._locate(ranks)
             case node_messages.Bring(refs) if self._head:
                 return await self._head.memory.bring(refs)
-        return await self._workers.do(request)
+        reply = await self._workers.do(request)
+        if isinstance(request, node_messages.EndRanks) and request.drops:
+            self._outbox.forget()
+        return reply
 
     async def _report_places(self, ranks: Sequence[int]) -> None:
         self._send(messages.Located(await self._locate(ranks)))

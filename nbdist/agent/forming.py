@@ -65,12 +65,12 @@ class Forming:
     async def stop(self, grace: float) -> None:
         """End all workers."""
         if self.spec is not None:
-            await self._end(range(self.spec.world_size), grace)
+            await self._end(range(self.spec.world_size), grace, drops=True)
 
-    async def _end(self, ranks: Collection[int], grace: float) -> None:
+    async def _end(self, ranks: Collection[int], grace: float, *, drops: bool = False) -> None:
         assert self.spec is not None
         on = self._ranks_on(self.spec, ranks)
-        await self._all({node: part.EndRanks(on[node], grace) for node in on})
+        await self._all({node: part.EndRanks(on[node], grace, drops) for node in on})
         for rank in ranks:
             self._pids.pop(rank, None)
             self._logs.pop(rank, None)

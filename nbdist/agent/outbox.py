@@ -195,6 +195,11 @@ class Outbox:
         """Note that these ranks run a cell from now on."""
         self._running.update(ranks)
 
+    def forget(self) -> None:
+        """Drop what waits: all workers have ended, and later ones are not to be taken for them."""
+        self._waiting = Backlog()
+        self._running.clear()
+
     def add(self, rank: int, cell_id: str, output: Output) -> None:
         """Take an output; ends, failures, deaths and what waits for input leave at once."""
         if isinstance(output, Done | Died):

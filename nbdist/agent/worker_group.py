@@ -103,7 +103,7 @@ class WorkerGroup:
                 for worker in self.all.values():
                     if worker.state == "starting":  # it waits in C++
                         worker.kill()
-            case node_messages.EndRanks(ranks, grace):
+            case node_messages.EndRanks(ranks, grace, _):
                 await self._end(ranks, grace)
             case node_messages.Renumber(became):
                 if self._run is not None:

@@ -207,10 +207,14 @@ class CallOff(PartRequest[None]):
 
 @dataclass(frozen=True, slots=True)
 class EndRanks(PartRequest[None]):
-    """End these ranks: politely for `grace` seconds, then by force."""
+    """End these ranks: politely for `grace` seconds, then by force.
+
+    With `drops` nothing more is sent of what they have said: no rank of the world stays.
+    """
 
     ranks: tuple[int, ...]
     grace: float
+    drops: bool = False
 
     @property
     def timeout(self) -> float:

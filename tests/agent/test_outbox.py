@@ -189,6 +189,17 @@ async def test_ends_of_all_ranks_leave_together(notebook: Reader) -> None:
     assert [rank for rank, _, _ in batch.items] == [0, 1, 2]
 
 
+async def test_ranks_of_a_world_that_has_ended(notebook: Reader) -> None:
+    """Nothing more is sent of them, nor waited for: the end of the next world's cell is at once."""
+    notebook.outbox.begin(range(3))
+    notebook.say("old")
+    notebook.outbox.forget()
+    notebook.outbox.begin([0])
+    notebook.outbox.add(0, "cell", Done("ok", 0.1))
+    await few_turns()
+    assert [output for _, _, output in notebook.items] == [Done("ok", 0.1)]
+
+
 async def test_slow_notebook_gets_no_more_than_it_takes(notebook: Reader) -> None:
     """Only some batches may be under way; the next leaves with an acknowledgement."""
     for number in range(BATCHES_UNDER_WAY):

@@ -18,7 +18,7 @@ from nbdist.config import WorldConfig
 from nbdist.errors import StartError, WorldNotStarted
 from nbdist.output.events import Died, Done
 from nbdist.topology import Position
-from nbdist.wire.messages import Healed
+from nbdist.wire.messages import GetStatus, Healed
 from nbdist.wire.work import Surroundings
 from nbdist.world.spec import NotebookSurroundings, make_spec
 from nbdist.world.states import State
@@ -127,6 +127,33 @@ def test_restart_interrupted() -> None:
         assert world.state is State.READY
         assert not psutil.pid_exists(before[0])
         world.execute("assert 'atexit' not in globals()")
+
+
+def test_what_was_not_read_before_a_restart(new_world: NewWorld) -> None:
+    """It is not the new workers': they own no name of it, and none of them has died."""
+    source = """
+import time
+for number in range(10):
+    print(number)
+    time.sleep(0.05)
+name = 1
+if rank == 1:
+    import os
+    os.kill(os.getpid(), 9)
+"""
+    with new_world(2, backend="none", show=False) as world:
+        world.submit(world.task(source))
+
+        def have_ended() -> bool:
+            rows = world.session.look(GetStatus())
+            return [row.state for row in rows] == ["idle", "dead"]
+
+        wait_until(have_ended, "both have ended it")
+        world.restart()
+        world.execute("pass")
+        session = world.session
+        assert [(session.dead, session.take_replaced()), session.take_late()] == [({}, {}), []]
+        assert [session.names.bound(rank) for rank in (0, 1)] == [[], []]
 
 
 def test_local_world_listens_for_gloo_alone(new_world: NewWorld) -> None:
