@@ -160,7 +160,10 @@ class Head:
                 return await self._start(spec)
             case messages.StopWorld(grace):
                 if self._pool is not None:
+                    # First what would go to ranks that end, then what they have said meanwhile.
+                    self._transfers.forget_tasks()
                     await self._pool.forming.stop(grace)
+                    self._transfers.forget_tasks()
             case messages.Heal() | messages.Scale() | messages.Grow():
                 reply = await self._change(request)
                 self._task_of.clear()

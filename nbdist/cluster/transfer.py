@@ -123,10 +123,7 @@ class BulkTransfers:
 
     def _fail(self, run: Run, failed: Collection[int], name: str, message: str) -> None:
         """End the task on all of its ranks before it began, on the `failed` with this error."""
-        sent = self._waiting.pop(run.id).sent.keys()
-        for node, path in sent - self._wanted():
-            if path not in self._there.get(node, ()):
-                self._node(node).send(Drop(path))
+        self._call_off(run.id)
         failure, items = failure_in_words(name, message), list[tuple[int, str, Output]]()
         for rank in run.ranks:
             if rank in failed:
@@ -134,6 +131,13 @@ class BulkTransfers:
             done = Done("error" if rank in failed else "aborted", 0.0, received=False)
             items.append((rank, run.id, done))
         self._show(Outputs(tuple(items)))
+
+    def _call_off(self, task: str) -> None:
+        """Send it to no rank, and have nodes drop what has come of its memory in part."""
+        sent = self._waiting.pop(task).sent.keys()
+        for node, path in sent - self._wanted():
+            if path not in self._there.get(node, ()):
+                self._node(node).send(Drop(path))
 
     def _wanted(self) -> set[tuple[int, str]]:
         return set().union(*(waiting.sent for waiting in self._waiting.values()))
@@ -223,6 +227,14 @@ class BulkTransfers:
             self._fail_held(rank, "KeyboardInterrupt", "")
             ended.add(rank)
         return tuple(sorted(stopped - ended))
+
+    def forget_tasks(self) -> None:
+        """Send and show nothing of the tasks so far: all ranks have ended, and later are others."""
+        for task in [*self._waiting]:
+            self._call_off(task)
+        held, self._held = self._held, {}
+        for each in held.values():
+            self._receiving[each.node].drop(ref.path for ref in each.refs)
 
     def lose(self, node: int) -> None:
         """Wait for nothing of a node that is lost; what has come whole can be read."""

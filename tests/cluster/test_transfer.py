@@ -280,3 +280,19 @@ async def test_a_node_that_is_lost(head: Head, segment: Segment) -> None:
     await asyncio.sleep(0.01)
     assert (head.shown, len(os.listdir("/proc/self/fd"))) == ([], before)
     assert head.shows(1, LATE) == [LATE]  # of another rank of that number
+
+
+async def test_ranks_that_have_all_ended(head: Head, segment: Segment) -> None:
+    """Other ranks have their numbers from then on: neither do they get a task, nor end one."""
+    before = len(os.listdir("/proc/self/fd"))
+    head.transfers.run(run("a", segment), (0,))
+    await head.pass_on(0, 1)
+    assert head.shows(1, end_of(segment), LATE) == []
+    await head.bring_back(1, 1)
+    head.shown.clear()
+    head.transfers.forget_tasks()
+    assert head.nodes[0].sent == [Drop(segment.ref.path)]
+    head.nodes[0].receiving.drop([segment.ref.path])
+    await asyncio.sleep(0.01)
+    assert (head.ran, head.shown, len(os.listdir("/proc/self/fd"))) == ([], [], before)
+    assert head.shows(1, LATE) == [LATE]
