@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, get_args, overload
 
 from nbdist.config import Patience, WorldConfig
-from nbdist.errors import NbdistError
+from nbdist.errors import NbdistError, UsageError
 from nbdist.system.folders import JoinedFolder
 from nbdist.values.payload import Payload, pack_names
 from nbdist.wire.messages import GetStacks, GetStatus
@@ -236,6 +236,8 @@ class World:
         """
         names = (name,) if isinstance(name, str) else tuple(name)
         exchange.check_expressions(names)  # before workers are started for it
+        if join not in (None, *get_args(Joining)):
+            raise UsageError(f'`join={join!r}`: use "stack" or "cat".')
         session, asked = self._started, ranks if rank is None else (rank,)
         bring = lambda task: calling.run(session, task).by_rank  # noqa: E731
         values = exchange.gather(session, names, asked, bring, rank=rank, how=join, dim=dim)

@@ -75,6 +75,8 @@ def test_who_has_what(gathered: World) -> None:
     world = World(2, log_dir="")
     with pytest.raises(UsageError, match="`x = 1` is no expression"):
         world.gather(["y", "x = 1"])
+    with pytest.raises(UsageError, match='`join=\'concat\'`: use "stack" or "cat"'):
+        world.gather("x", join="concat")  # type: ignore[arg-type]
     assert world.state is State.STOPPED
 
 
