@@ -29,7 +29,7 @@ from nbdist.worker.environment import change_environ, ready_names, share_gpu
 from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel
-from nbdist.worker.memory import own_attributes
+from nbdist.worker.ops.memory import own_attributes
 from nbdist.worker.probe import Probe
 from nbdist.worker.process import reserve
 

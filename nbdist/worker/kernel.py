@@ -41,9 +41,8 @@ from nbdist.worker.compat.ipython import (
 )
 from nbdist.worker.environment import Around, OwnModules, draw_bars_as_text, ready_names
 from nbdist.worker.group.group import Group
-from nbdist.worker.memory import PEAKS
 from nbdist.worker.namespace import Context, Namespace, find_op
-from nbdist.worker.ops.memory import forget_errors
+from nbdist.worker.ops.memory import PEAKS, forget_errors
 from nbdist.worker.probe import RUNS_CELLS, keep_crashes
 from nbdist.worker.process import CELL_TIMES, Interrupts, flush_streams, install
 from nbdist.worker.publishing import LargeOutputs, MarkingSession, Records

@@ -30,8 +30,8 @@ from nbdist.worker.control import ControlThread
 from nbdist.worker.environment import Around, pickle_cell_definitions_by_value, prepare_torch
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel, make_app
-from nbdist.worker.memory import reserve_addresses
 from nbdist.worker.namespace import import_ops
+from nbdist.worker.ops.memory import reserve_addresses
 from nbdist.worker.probe import write_stacks_to
 from nbdist.worker.process import (
     BadEnvironment,

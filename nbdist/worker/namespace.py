@@ -33,9 +33,14 @@ from nbdist.values.unpicklable import blame, fails_in, type_name
 from nbdist.wire.ops import Brought
 from nbdist.worker import ops
 from nbdist.worker.received import Homeward, KeptValues, Received, SpreadValue
-from nbdist.worker.tracebacks import Problem
 
 MOVED_EVERY = 0.25  # seconds after which it is said how far a big value has been packed
+
+
+class Problem(Exception):
+    """What ended a task, where a traceback would show no more; the message is for the user."""
+
+    kind = ""  # the name of its `Failure`
 
 
 class VariableError(Problem):

@@ -34,7 +34,8 @@ from nbdist.words import did_you_mean
 from nbdist.worker.compat import accelerator, ipython
 from nbdist.worker.group.gloo import connections_after
 from nbdist.worker.group.stores import until_over
-from nbdist.worker.memory import account
+from nbdist.worker.namespace import Problem
+from nbdist.worker.ops.memory import account
 
 MOST_CHARACTERS = 1 << 16
 """Of a message; all of it is in the error message that the kernel sends, where it sends one."""
@@ -44,12 +45,6 @@ OURS = tuple(os.path.join(PACKAGE, room) + os.sep for room in ("worker", "tools"
 IN_IPYTHON = f"{os.sep}IPython{os.sep}"
 DEBUGGERS = (bdb.__file__, pdb.__file__)
 """Files whose calls a debugger has put between those of the user."""
-
-
-class Problem(Exception):
-    """What ended a task, where a traceback would show no more; the message is for the user."""
-
-    kind = ""  # the name of its `Failure`
 
 
 def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:

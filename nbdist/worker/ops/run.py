@@ -32,10 +32,10 @@ from nbdist.wire.views import Place
 from nbdist.wire.work import Script
 from nbdist.words import word_exit
 from nbdist.worker.compat.ipython import post_mortem
-from nbdist.worker.memory import last_errors
-from nbdist.worker.namespace import Context
+from nbdist.worker.namespace import Context, Problem
+from nbdist.worker.ops.memory import last_errors
 from nbdist.worker.shell import show
-from nbdist.worker.tracebacks import Problem, message_of
+from nbdist.worker.tracebacks import message_of
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 PYTHONS = tuple({prefix + os.sep for prefix in (sys.prefix, sys.base_prefix)})

@@ -1,8 +1,9 @@
-"""Tests of `nbdist.worker.memory` and its op: figures, what holds memory, and what is freed."""
+"""Tests of `nbdist.worker.ops.memory`: figures, what holds memory, and what is freed."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from nbdist.system.limits import MemoryLimit
 from nbdist.wire.ops import GpuMemory, Held, Memory, Peak
 from nbdist.worker.compat import accelerator
-from nbdist.worker.memory import (
+from nbdist.worker.ops.memory import (
     Search,
     account,
     account_lines,
@@ -311,3 +312,38 @@ def test_clean(world: World) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         world.execute("1 / 0")
     assert "----> 1 1 / 0" in caught.value.__notes__[0]
+
+
+FAILS_AND_IS_KEPT = """
+import weakref
+def f():
+    global left
+    batch = torch.ones(9)
+    left = weakref.ref(batch)
+    1 / 0
+try: f()
+except ZeroDivisionError as error:
+    kept = error
+    raise
+"""
+
+
+def test_a_traceback_is_released(world: World) -> None:
+    """Of a cell by `clean`, also where a variable holds the exception; of a function by itself."""
+    with pytest.raises(ZeroDivisionError):
+        world.execute(FAILS_AND_IS_KEPT)
+    assert [len(each.kept) for each in world.call("memory")] == [1, 1]
+    assert world.gather("left() is None") == [False, False]
+    world.clean()
+    assert world.gather("left() is None, str(kept)") == [(True, "division by zero")] * 2
+
+    def fails() -> None:
+        import __main__
+
+        batch = torch.ones(9)
+        __main__.left = weakref.ref(batch)
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        world.run(fails)
+    assert world.gather("left() is None") == [True, True]
