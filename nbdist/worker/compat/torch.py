@@ -121,6 +121,14 @@ def forget_all(destroy: Callable[[], None]) -> list[ProcessGroup]:
     return groups
 
 
+def end_coalescing() -> None:
+    """Forget what a `_coalescing_manager` that an exception has left still collects.
+
+    torch would only add each later collective of the group to that, and do none of them.
+    """
+    distributed_c10d._world.pg_coalesce_state.clear()
+
+
 def check_timeout(timeout: object) -> None:
     """Raise torch's TypeError if it is no timedelta."""
     distributed_c10d._check_valid_timeout(timeout)

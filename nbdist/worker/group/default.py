@@ -67,6 +67,7 @@ class DefaultGroup:
 
     def begin_task(self, task_id: str) -> None:
         """Put the world's group in its place, whatever the last task did with it."""
+        seam.end_coalescing()
         self.name_after(task_id)
         if self.put_back():
             _say(

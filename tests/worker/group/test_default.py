@@ -258,3 +258,15 @@ def test_all_names_of_a_cell(world: World) -> None:
     names = result.rank(0)
     assert list(result) == [names] * 3
     assert len({*names, *world.execute("", fetch=("dist.new_group().group_name",))}) == 3
+
+
+def test_an_exception_among_coalesced_collectives(world: World) -> None:
+    """Those of the next cell are collectives again, and not added to the list that was left."""
+    left = (
+        "from torch.distributed.distributed_c10d import _coalescing_manager\n"
+        "with _coalescing_manager():\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "    raise ValueError('bad batch')"
+    )
+    assert "bad batch" in error_of(world, left)
+    world.execute(WORKS)
