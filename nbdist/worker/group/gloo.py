@@ -159,7 +159,7 @@ class Gloo:
         self.renew(backend, meeting, rank, size)
 
     def _connect(self, connect: Callable[[Any], None], meeting: Meeting) -> None:
-        """Connect a backend; DistBackendError where that is called off meanwhile."""
+        """Connect a backend; ConnectionResetError where that is called off meanwhile."""
         # Nothing else ends a rank's wait in gloo for one that fails after it has given its address.
         with self._noting_opened():
             if meeting.over is None:
@@ -167,7 +167,7 @@ class Gloo:
             else:
                 store = AbortableStore(meeting)
                 what = "connecting gloo"
-                until_over(lambda: connect(store), what, meeting.timeout, meeting.over)
+                until_over(lambda: connect(store), what, meeting.timeout, store.look)
 
     @contextmanager
     def _noting_opened(self) -> Iterator[None]:

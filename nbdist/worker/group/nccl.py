@@ -91,12 +91,13 @@ class Nccl:
     def connect(self, backend: Any, meeting: Meeting, seat: Seat, timeout: float) -> None:
         """Connect, once all ranks have come to the meeting; raises as `until_over` does.
 
-        In a first collective, ranks that wait for one that has failed could not be aborted.
+        An abort, or calling the meeting off, ends that too.  In a first collective, ranks that
+        wait for one that has failed could not be aborted.
         """
         with self.store.at(meeting):
             at_store = replace(seat, store=self.store)
             ready = seam.adapter_of(backend).connect(backend, at_store, timedelta(seconds=timeout))
-            until_over(ready, "connecting nccl", timeout, meeting.over)
+            until_over(ready, "connecting nccl", timeout, self.store.look)
 
     def renew(self, group: ProcessGroup, meeting: Meeting, seat: Seat, timeout: timedelta) -> None:
         """Connect the ranks of a group again."""

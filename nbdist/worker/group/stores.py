@@ -42,6 +42,8 @@ FORM_TIMEOUT = 120.0
 """Seconds for all ranks to form a group of the world's; torch's own default is ten to thirty
 minutes."""
 
+LookOver = Callable[[], None]  # raises what is to end a wait
+
 ABORTED = "Connection closed by peer: it waited in the store and was released"
 """Words that gloo has for the same."""
 
@@ -64,13 +66,13 @@ def until_over(
     connect: Callable[[], object],
     what: str,
     timeout: float,
-    over: Path | None = None,
+    look: LookOver = lambda: None,
     still: Callable[[], bool] = lambda: False,
 ) -> None:
     """Do what waits in C++ for other ranks; DistBackendError once it takes too long.
 
-    It may take as long again, and again, where `still` allows that.  Or once the file `over` is
-    there: not all ranks will come.  A thread waits, and is left behind.
+    It may take as long again, and again, where `still` allows that.  What `look` raises ends it
+    too.  A thread waits, and is left behind.
     """
     done: Future[None] = Future()
 
@@ -85,8 +87,7 @@ def until_over(
     deadline = began + timeout
     threading.Thread(target=run, name=f"nbdist: {what}", daemon=True).start()
     while not wait([done], LOOK_EVERY).done:
-        if over is not None and over.exists():
-            raise DistBackendError(f"{what} was called off: a rank cannot take part")
+        look()
         if (now := time.monotonic()) > deadline:
             if not still():
                 raise DistBackendError(f"{what} took more than {int(now - began)} s")
@@ -186,7 +187,7 @@ class AbortableStore(_PythonStore):
         self._awaited = keys
         try:
             if isinstance(store, AgentStore):
-                return store.awaited(keys, allowed, self._look, values=values)
+                return store.awaited(keys, allowed, self.look, values=values)
             inner = store
             while isinstance(inner, PrefixStore):
                 inner = inner.underlying_store
@@ -208,13 +209,13 @@ class AbortableStore(_PythonStore):
         end, step = time.monotonic() + (allowed.total_seconds() or math.inf), FIRST_STEP
         while not self.check(keys):
             self._aborted.wait(step)
-            self._look()
+            self.look()
             if time.monotonic() > end:
                 raise DistStoreError(f"wait timeout: {', '.join(keys)} did not come")
             step = min(1.5 * step, LONGEST_STEP)
 
-    def _look(self) -> None:
-        """End the wait where it has been aborted, or called off."""
+    def look(self) -> None:
+        """End a wait where that has been aborted, or the meeting called off."""
         over = self.meeting.over
         # Not a RuntimeError, as the end of a wait is: torch waits again after some.
         if self._aborted.is_set() or (over is not None and over.exists()):
@@ -241,7 +242,6 @@ KEPT = 2  # connections that are kept for the next question
 READ_SIZE = 1 << 18
 LOST = "the agent that serves the world's store cannot be reached"
 IN_CHILD = "a process forked by the rank cannot use the world's store"
-LookOver = Callable[[], None]  # raises what is to end a wait
 
 
 class Connections:

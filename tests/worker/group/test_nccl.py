@@ -150,8 +150,16 @@ def test_nobody_waits_for_ever(
         connect(adapter, Legacy(end.wait), timeout=0.1)
     over = tmp_path / "over"
     over.touch()
-    with pytest.raises(RuntimeError, match="called off: a rank cannot take part"):
+    with pytest.raises(ConnectionResetError):
         connect(adapter, Legacy(end.wait), over=over)
+    connects = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        backend = Legacy(lambda: (connects.set(), end.wait()))
+        connecting = pool.submit(connect, adapter, backend, timeout=SOON)
+        assert connects.wait(SOON)
+        adapter.abort([])
+        with pytest.raises(ConnectionResetError):
+            connecting.result(SOON)
     monkeypatch.setattr(nccl, "ABORT_TIMEOUT", 0.2)
     monkeypatch.setattr(nccl, "ABORT_STEP", 0.1)
     with pytest.raises(AbortHangs, match=r"aborting nccl took more than \d+ s"):
