@@ -29,8 +29,11 @@ CELL_MAGICS = ("distributed", "rank")  # those whose cells the workers run
 
 _FIRST = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*%%(\w+)")
 _MAGIC_LINE = re.compile(r"[ \t]*%%?(\w+)(.*)")
-_ATTRIBUTE = re.compile(r"\.\w*$")
-_ROOT = re.compile(r"(?<![\w.)\]}'\"])([^\W\d]\w*)(?:\.\w*)*$")
+_ROOT = re.compile(
+    r"(?<![\w.)\]}'\"])([^\W\d]\w*)"
+    r"((?:\.\w*|\[[^][]*\]|\([^()]*\))*(?:\[\s*[\"'][^\"'\]]*)?)$"
+)
+"""A name at the end of what is typed, and which attribute, item or key of it."""
 
 
 # What every panel says while auto mode is on.
@@ -96,10 +99,9 @@ def as_comment(code: str) -> str:
 
 
 def root_at(code: str, cursor: int) -> tuple[str, bool]:
-    """Find the first name of what is typed before the cursor, and whether an attribute is."""
-    typed = code[:cursor]
-    found = _ROOT.search(typed)
-    return found[1] if found else "", _ATTRIBUTE.search(typed) is not None
+    """Find the first name of what is typed before the cursor, and whether a part of it is."""
+    found = _ROOT.search(code[:cursor])
+    return (found[1], bool(found[2])) if found else ("", False)
 
 
 # --- what may stand around a cell's magic besides what IPython itself understands -------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -40,15 +41,15 @@ from nbdist.wire.control import (
     Description,
     Inspect,
     Question,
-    kind_of,
 )
+from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN
 from nbdist.world.world import World
 
 TIMEOUT = 0.9  # seconds that the workers have: JupyterLab waits for one
 
 
 class Completion:
-    """Asks one rank of the pool that a cell is for; what none knows the notebook's kernel says."""
+    """Asks an idle rank of the pool that a cell is for; else says what the notebook knows."""
 
     def __init__(self, pools: Pools, commands: Iterable[Command]) -> None:
         self._pools = pools
@@ -60,7 +61,9 @@ class Completion:
         """Stand around a kernel's `do_complete`."""
         cursor = len(code) if cursor_pos is None else cursor_pos
         found = self.answer(Complete(code, cursor))
-        return found.reply() if found else original(plain_text(code, cursor), cursor_pos)
+        if found is None:
+            return original(plain_text(code, cursor), cursor_pos)
+        return found.reply()
 
     def completions(
         self, original: Callable[..., Iterator[Any]], text: str, offset: int
@@ -84,7 +87,8 @@ class Completion:
         **kwargs: Any,
     ) -> Any:
         """Stand around `do_inspect`."""
-        if told := self.answer(Inspect(code, cursor_pos, detail_level)):
+        told = self.answer(Inspect(code, cursor_pos, detail_level))
+        if told is not None:
             return told.reply()
         text = plain_text(code, cursor_pos)
         return original(text, cursor_pos, detail_level, *args, **kwargs)
@@ -109,20 +113,29 @@ class Completion:
             root, needs_root = token_at_cursor(text, cursor).partition(".")[0], True
         else:
             root, needs_root = root_at(text, cursor)
-        world, shell = self._pools.world_of(magic.pool), self._pools.shell
+        world = self._pools.world_of(magic.pool)
         if world is None:
             return None
-        if needs_root and root in shell.user_ns and not world.session.names.ranks_that_own(root):
+        is_theirs = root in WORKERS_OWN or bool(world.session.names.ranks_that_own(root))
+        if needs_root and root in self._pools.shell.user_ns and not is_theirs:
             return None
         theirs = _asked(world, magic, question._replace(code=text))
-        begun = text[theirs.start : cursor] if isinstance(theirs, Completions) else ""
-        if needs_root or not isinstance(theirs, Completions) or not begun:
-            return theirs
-        ours = {**shell.user_ns}
-        there = {each.text for each in theirs.candidates}.union(shell.user_ns_hidden)
-        names = sorted(name for name in ours if name.startswith(begun) and name not in there)
-        more = (Candidate(name, kind_of(ours[name])) for name in names)
-        return replace(theirs, candidates=(*theirs.candidates, *more))
+        if needs_root:
+            # Of a name of the workers the notebook may have another object.
+            return theirs or (nothing_for(question) if is_theirs else None)
+        return self._with_known(world, theirs, root, text[:cursor])
+
+    def _with_known(self, world: World, theirs: Any, root: str, text: str) -> Completions | None:
+        """Add the notebook's names; those of the workers too, where none of these has answered."""
+        shell = self._pools.shell
+        known = {**shell.user_ns}.keys() - shell.user_ns_hidden
+        if theirs is None:
+            known |= {*world.session.names.owners(), *WORKERS_OWN, *WORKERS_MODULES}
+        found = theirs or Completions((), len(text) - len(root), len(text))
+        there, begun = {each.text for each in found.candidates}, text[found.start :]
+        names = sorted(name for name in known - there if root and name.startswith(begun))
+        more = (Candidate(name, "instance") for name in names)
+        return replace(found, candidates=(*found.candidates, *more)) or None
 
     def _in_line(self, question: Question) -> Completions | Description | None:
         """Answer for the line of a magic of ours; None elsewhere, and for nothing."""
@@ -149,16 +162,28 @@ class Completion:
 
 
 def _asked(world: World, magic: MagicLine, question: Question) -> Completions | Description | None:
+    """Ask an idle rank of the cell's, or another one; None where none is idle or fast enough."""
+    every = range(world.size)
     try:
         ranks = parse_ranks(magic.ranks or "all", world.size)
     except NbdistError:  # half typed
-        ranks = tuple(range(world.size))
-    asked = world.session.consult(question, ranks)
-    try:
-        answer: Any = asked.result(TIMEOUT) if asked else None
-    except (FutureTimeoutError, NbdistError):  # the agent may have ended
-        return None
-    return answer if isinstance(answer, Completions | Description) and answer else None
+        ranks = (*every,)
+    until = time.monotonic() + TIMEOUT
+    for each in (ranks, {*every}.difference(ranks)):
+        asked = world.session.consult(question, each)
+        try:
+            answer: Any = asked.result(until - time.monotonic()) if asked else None
+        except (FutureTimeoutError, NbdistError):  # the agent may have ended
+            return None
+        if isinstance(answer, Completions | Description):
+            return answer
+    return None
+
+
+def nothing_for(question: Question) -> Completions | Description:
+    """Make the answer that says there is nothing."""
+    is_inspect = isinstance(question, Inspect)
+    return Description({}) if is_inspect else Completions((), question.cursor, question.cursor)
 
 
 def workers_cell(code: str, cursor: int) -> MagicLine | None:
@@ -292,10 +317,7 @@ class WhileBusy:
                 answer = self._completion.answer(question)
         finally:
             self._is_asked.release()
-        nothing: Completions | Description = Description({})
-        if isinstance(question, Complete):
-            nothing = Completions((), question.cursor, question.cursor)
-        reply = (answer or nothing).reply()
+        reply = (answer or nothing_for(question)).reply()
         kind = header["msg_type"].replace("_request", "_reply")
         loop = self._kernel.shell_channel_thread.io_loop
         with suppress(RuntimeError):  # the kernel ends

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
 from nbdist.wire.frames import BadFrame, object_from
@@ -44,16 +43,6 @@ class Candidate(NamedTuple):
     text: str
     type: str = ""
     signature: str = ""
-
-
-def kind_of(value: object) -> str:
-    """Return what jedi would call it; nothing of its own is run."""
-    kind = type(value)
-    if issubclass(kind, FunctionType | BuiltinFunctionType | MethodDescriptorType):
-        return "function"
-    if issubclass(kind, type):
-        return "class"
-    return "module" if issubclass(kind, ModuleType) else "instance"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import _thread
 import asyncio
-import builtins
-import inspect
-import keyword
-import re
 import threading
-import types
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
-from IPython.utils.tokenutil import token_at_cursor
 
 from nbdist.wire import control
-from nbdist.wire.control import Candidate, Complete, Completions, Description, Question
+from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.spec import WorkerStart
-from nbdist.worker.compat import ipython, models
+from nbdist.worker.compat import ipython
 from nbdist.worker.compat import torch as compat
 from nbdist.worker.environment import change_environ, ready_names, share_gpu
 from nbdist.worker.group.gloo import is_of_others
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel
-from nbdist.worker.ops.memory import own_attributes
 from nbdist.worker.probe import Probe
 from nbdist.worker.process import reserve
 
@@ -45,7 +37,8 @@ class ControlThread:
         self._group: Group | None = kernel.group
         self._loop = asyncio.get_event_loop()  # the main thread's, which makes this
         self._probe = Probe(kernel.group)
-        self._full: asyncio.Future[Completions | Description] | None = None
+        self._consulting: asyncio.Future[control.Answer] | None = None
+        self._has_jedi = False
         self._aborting: asyncio.Future[control.Answer] | None = None
         self._answering: set[asyncio.Task[None]] = set()
         kernel.control_handlers[control.REQUEST] = self.answer
@@ -88,21 +81,34 @@ class ControlThread:
             return control.Failed(str(error) or repr(error), unfit=not is_of_others(error))
 
     async def _consult(self, question: Question, send: Callable[[control.Answer], None]) -> None:
-        """Answer within `FULL_TIMEOUT`; one question at a time gets IPython's answer."""
+        """Answer as IPython does, which no two threads can ask; no other one meanwhile."""
+        if self._consulting is not None and not self._consulting.done():
+            return send(control.Ok())
+        loop = asyncio.get_running_loop()
+        self._consulting = loop.run_in_executor(None, self._tried, question)
+        return send(await asyncio.shield(self._consulting))
+
+    def _complete(self, code: str, cursor: int) -> Completions:
         kernel: Any = self._kernel
-        answer = None
-        if not kernel.is_at_work and (self._full is None or self._full.done()):
-            loop = asyncio.get_running_loop()
-            self._full = loop.run_in_executor(None, answer_in_full, kernel, question)
-            await asyncio.wait([self._full], timeout=FULL_TIMEOUT)
-            if self._full.done() and self._full.exception() is None:
-                answer = self._full.result()
-        answer = look_up(kernel.shell.user_ns, question) if answer is None else answer
-        if isinstance(answer, Description) and answer:
-            text = answer.data.get("text/plain", "").rstrip()
-            text = f"{text}\n{'Rank:':<11}{self._start.rank}"
-            answer = Description({**answer.data, "text/plain": text})
-        send(answer)
+        completer = kernel.shell.Completer
+        if completer.use_jedi and not self._has_jedi:
+            self._has_jedi, completer.use_jedi = True, False  # IPython does without it meanwhile
+            prepare = ipython.prepare_jedi
+            threading.Thread(target=prepare, args=(completer,), daemon=True).start()
+        found = Completions.read(kernel.do_complete(code, cursor))
+        # Without jedi IPython repeats the dot, or all before it: front ends would show that.
+        cut = code[found.start : cursor].rfind(".") + 1
+        candidates = tuple(each._replace(text=each.text[cut:]) for each in found.candidates)
+        return replace(found, candidates=candidates, start=found.start + cut)
+
+    def _describe(self, code: str, cursor: int, detail: int) -> Description:
+        kernel: Any = self._kernel
+        reply = kernel.do_inspect(code, cursor, detail)
+        found = reply["data"].items() if reply.get("found") else ()
+        texts = {kind: text for kind, text in found if isinstance(text, str)}
+        if plain := texts.get("text/plain", "").rstrip():
+            texts["text/plain"] = f"{plain}\n{'Rank:':<11}{self._start.rank}"
+        return Description(texts)
 
     def _answer_to(self, request: control.Request) -> control.Answer:
         probe, group = self._probe, self._group
@@ -120,6 +126,10 @@ class ControlThread:
                 return control.HeldGroups(self._start.rank, size, members)
             case control.Check():
                 return (*compat.check(), *ipython.check())
+            case Complete(code, cursor):
+                return self._complete(code, cursor)
+            case Inspect(code, cursor, detail):
+                return self._describe(code, cursor, detail)
             case control.LetGo(task_id):
                 self._kernel.namespace.let_go(task_id)
             case control.Abort() if group is not None:
@@ -175,148 +185,3 @@ def check_room_for_threads() -> None:
                 pool.submit(over.wait)
         finally:
             over.set()
-
-
-# --- names, for front ends that complete and describe them ------------------------------------
-
-FULL_TIMEOUT = 0.5
-"""Seconds for IPython's answer: the front end waits for one second.
-
-A rank's first one takes as long, while jedi reads libraries; `look_up` answers meanwhile.
-"""
-
-
-def answer_in_full(kernel: Any, question: Question) -> Completions | Description:
-    """Return what IPython answers; in a thread, while no task runs."""
-    ipython.import_jedi()
-    match question:
-        case Complete(code, cursor):
-            found = Completions.read(kernel.do_complete(code, cursor))
-            first = own_first(kernel.shell.user_ns, code[:cursor])
-            return replace(found, candidates=tuple(sorted(found.candidates, key=first)))
-        case control.Inspect(code, cursor, detail):
-            reply = kernel.do_inspect(code, cursor, detail)
-            data = reply["data"].items() if reply.get("found") else ()
-            return Description({kind: text for kind, text in data if isinstance(text, str)})
-
-
-# --- what can be said of names while the main thread is at work, as no code of users runs -------
-
-BEFORE_CURSOR = re.compile(r"(?<![\w.)\]}'\"])((?:[^\W\d]\w*\.)*)(\w*)$")
-"""A dotted name that ends at the cursor, in its last part perhaps."""
-
-KEY = re.compile(r"(?<![\w.)\]])((?:[^\W\d]\w*\.)*[^\W\d]\w*)\[\s*[\"']([^\"'\]]*)$")
-"""The beginning of a key, such as `batch["im`."""
-
-MOST = 2000
-LONGEST_VALUE = 200
-LONGEST_DOC = 20_000
-
-# Types, not their subclasses, whose values are written as they are.
-WRITTEN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-PLAIN = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
-IN_C = (types.GetSetDescriptorType, types.MemberDescriptorType)
-UNKNOWN = object()  # stands for what is not there, or could only be had by running code
-
-
-def look_up(names: Mapping[str, Any], question: Question) -> Completions | Description:
-    """Answer from what is there."""
-    if isinstance(question, Complete):
-        return complete(names, question.code[: question.cursor])
-    return describe(names, token_at_cursor(question.code, question.cursor))
-
-
-def complete(names: Mapping[str, Any], text: str) -> Completions:
-    """Return what can stand at the end of the text: names, attributes, keys."""
-    found: Mapping[Any, Any] = {}
-    begun, end = "", len(text)
-    if key := KEY.search(text):
-        value, begun = find(names, key[1]), key[2]
-        found = dict.copy(value) if type(value) is dict else {}
-    elif (place := BEFORE_CURSOR.search(text)) and place[0]:
-        path, begun = place[1].rstrip("."), place[2]
-        built_in = {**dict.fromkeys(keyword.kwlist), **vars(builtins)}
-        found = attributes(find(names, path)) if path else {**built_in, **names}
-    words = [each for each in found if type(each) is str and each.startswith(begun)]
-    words = sorted(each for each in words if begun or each[:1] != "_")[:MOST]
-    kinds = (
-        "keyword" if keyword.iskeyword(each) else control.kind_of(found[each]) for each in words
-    )
-    candidates = sorted(map(Candidate, words, kinds), key=own_first(names, text))
-    return Completions(tuple(candidates), end - len(begun), end)
-
-
-def own_first(names: Mapping[str, Any], text: str) -> Callable[[Candidate], bool]:
-    """Return a key that sorts first what an object itself holds, as a model its layers."""
-    place = BEFORE_CURSOR.search(text)
-    value = find(names, place[1].rstrip(".")) if place is not None and place[1] else UNKNOWN
-    first = set() if type(value) is types.ModuleType else own(value).keys() - own(_EMPTY).keys()
-    return lambda candidate: candidate.text not in first
-
-
-_EMPTY = torch.nn.Module()  # what every module holds
-
-
-def describe(names: Mapping[str, Any], path: str) -> Description:
-    """Describe the value of a dotted name; empty where there is no such name."""
-    value, doc = find(names, path), find(names, f"{path}.__doc__")
-    if value is UNKNOWN:
-        return Description({})
-    signature = ""
-    if type(value) in PLAIN:
-        with suppress(TypeError, ValueError):  # C code has none
-            signature = f"{path.rpartition('.')[2]}{inspect.signature(value)}"
-    parts = {
-        "Signature": signature,
-        "Type": type(value).__name__,
-        "Value": _value(value),
-        "Docstring": inspect.cleandoc(doc)[:LONGEST_DOC] if type(doc) is str else "",
-    }
-    lines = [f"{name + ':':<11}{text}" for name, text in parts.items() if text]
-    return Description({"text/plain": "\n".join(lines)})
-
-
-def _value(value: Any) -> str:
-    kind = type(value)
-    if kind in WRITTEN:
-        return repr(value)[:LONGEST_VALUE]
-    if kind in (torch.Tensor, torch.nn.Parameter):
-        return f"shape {tuple(value.shape)}, {value.dtype}, {value.device}"
-    if kind in (list, tuple, dict, set, frozenset):
-        return f"{len(value)} entries"
-    return ""
-
-
-def find(names: Mapping[str, Any], path: str) -> Any:
-    """Return the value of a dotted name; UNKNOWN if there is none, or only by users' code."""
-    first, *rest = path.split(".")
-    value = names.get(first, vars(builtins).get(first, UNKNOWN))
-    for name in rest:
-        holder, found = value, attributes(value).get(name, UNKNOWN)
-        kind, value = type(found), found
-        if issubclass(kind, IN_C):
-            value = UNKNOWN
-            with suppress(Exception):  # an empty slot, or an object that is half made
-                value = found.__get__(holder, type(holder))
-        elif issubclass(kind, (staticmethod, classmethod)):
-            value = found.__func__
-        elif hasattr(kind, "__get__") and not issubclass(kind, PLAIN):
-            value = UNKNOWN
-    return value
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """Return what a value and its classes hold under each name."""
-    if value is UNKNOWN:
-        return {}
-    found: dict[str, Any] = {}
-    kind = value if issubclass(type(value), type) else type(value)
-    for each in reversed(type.__getattribute__(kind, "__mro__")):
-        found |= type.__getattribute__(each, "__dict__").copy()
-    return found | own(value)
-
-
-def own(value: Any) -> dict[str, Any]:
-    """Return what an object itself holds: of torch's modules their layers too."""
-    held = own_attributes(value)
-    return held | models.parts_of(held) if issubclass(type(value), torch.nn.Module) else held

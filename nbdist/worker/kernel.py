@@ -64,7 +64,7 @@ class WorkerKernel(LeavesChildren):
     own_modules: OwnModules
     around: Around
     group: Group | None = None
-    syncs_code = is_at_work = False
+    syncs_code = False
     ask: Callable[..., InputReply]  # (prompt, secret=..., by_debugger=...), by `Tasks`
     shell_class = Type(WorkerShell)
 
@@ -78,7 +78,6 @@ class WorkerKernel(LeavesChildren):
         started, began = time.perf_counter(), time.time_ns()
         done, error = Done("error", 0.0, received=False), None
         context = Context(self.shell, self.namespace, task_id=task.id)
-        self.is_at_work = True
         self.records.begin_task(task.log_level)
         self.session.begin_task()
         tracking.begin_task()
@@ -112,7 +111,6 @@ class WorkerKernel(LeavesChildren):
         self.records.end_task()
         tracking.flush()
         flush_streams()
-        self.is_at_work = False
         return replace(done, changed=changed, seconds=time.perf_counter() - started)
 
     def _prepare(self, task: Task, context: Context) -> None:

@@ -209,8 +209,10 @@ def test_the_magic_of_a_line() -> None:
     ):
         magic = magic_at(code, len(code))
         assert (magic and (magic.name, magic.text)) == wanted
-    found = [root_at(code, len(code)) for code in ("mod", "x = model.first.we", "f(x).we")]
-    assert found == [("mod", False), ("model", True), ("", True)]
+    typed = "mod", "x = model.first.we", "print(net(x)[0].we", 'batch["im', "f(x, "
+    found = [root_at(code, len(code)) for code in typed]
+    parts = [("model", True), ("net", True), ("batch", True)]
+    assert found == [("mod", False), *parts, ("", False)]
 
 
 def test_a_cell_begins_with_its_magic() -> None:

@@ -74,10 +74,11 @@ def test_names_and_attributes(two: Notebook) -> None:
     has(two, "%%rank 1\nne", "net", "net_of_one", "net_here")
     assert "net_of_one" not in complete(two, "%%rank 0\nne")
     has(two, "# a comment\n%%distributed\ntrai", "train_for")
-    first = "%%distributed\nnet."  # before all that torch has
-    wait_until(lambda: complete(two, first)[:1] == ["encoder"], first)
+    has(two, "%%distributed\nnet.", "encoder", "forward")
     has(two, "%%distributed\nnet.encoder.we", "weight")
+    has(two, '%%distributed\nbatch["', "images")
     has(two, "%%distributed\nhere_only.isd", "isdigit")
+    assert complete(two, "%%distributed\nnet.imag") == []
     assert "train_for" not in complete(two, "trai")
     assert complete(two, "net.imag") == ["imag"]
     assert two.value("'train_for' in globals()") is False
@@ -128,22 +129,41 @@ def begun(notebook: Notebook, magic: str, gate: Path) -> str:
 
 
 @needs_threads
-@pytest.mark.parametrize("magic", ["", "%%distributed"])
-def test_the_workers_answer(two: Notebook, gate: Path, magic: str) -> None:
-    """Before the cell has ended, here or there: names, what they are, options, nothing."""
+@pytest.mark.parametrize(("magic", "rank"), [("", 0), ("%%rank 0", 1)])
+def test_an_idle_worker_answers(two: Notebook, gate: Path, magic: str, rank: int) -> None:
+    """Before the cell has ended, another one for rank 0: names, what they are, options, nothing."""
     client = two.client
     cell = begun(two, magic, gate)
-    reply = two.reply_to(client.complete("%%distributed\nmin"))
+    reply = two.reply_to(client.complete("%%rank 0\nmin"))
     assert "mine" in reply["matches"]
-    assert (reply["cursor_start"], reply["cursor_end"]) == (14, 17)
-    reply = two.reply_to(client.inspect("%%distributed\nmine"))
-    assert "int" in reply["data"]["text/plain"]
+    assert (reply["cursor_start"], reply["cursor_end"]) == (9, 12)
+    wait_until(lambda: f"Rank:      {rank}" in str(two.reply_to(client.inspect("%%rank 0\nmine"))))
     assert two.reply_to(client.complete("%%distributed --back"))["matches"] == ["--backend"]
     assert two.reply_to(client.complete("%%distributed\nnope."))["matches"] == []
     reply = two.reply_to(client.inspect("%%distributed\nnope"))
     assert (reply["found"], reply["status"]) == (False, "ok")
     gate.touch()
     assert two.reply_to(cell)["status"] == "ok"
+
+
+@needs_threads
+@pytest.mark.parametrize("options", ["", " --no-wait"])
+def test_names_while_all_compute(two: Notebook, gate: Path, options: str) -> None:
+    """The workers' and the notebook's; nothing of what the notebook has under the same name."""
+    cell = begun(two, f"%%distributed{options}", gate)
+    for code, matches in (
+        ("ne", ["net", "net_here", "net_of_one"]),
+        ("world_s", ["world_size"]),
+        ("net.imag", []),
+        ("net[0].imag", []),
+        ('batch["', []),
+    ):
+        reply = two.reply_to(two.client.complete(f"%%distributed\n{code}"))
+        assert (reply["status"], reply["matches"]) == ("ok", matches)
+    assert two.reply_to(two.client.inspect("%%distributed\nnet"))["found"] is False
+    gate.touch()
+    if not options:
+        assert two.reply_to(cell)["status"] == "ok"
 
 
 @needs_threads

@@ -15,7 +15,7 @@ import pickle
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -168,15 +168,15 @@ def _with_number(part: str, numbers: Mapping[str, int]) -> str:
 # --- jedi, with which IPython completes, as it has to be in a process that may be killed ------
 
 
-def import_jedi() -> None:
-    """Import it, if it is there, and have it write files whole."""
+def prepare_jedi(completer: Any) -> None:
+    """Have IPython's completer use jedi once that has read what it needs, which takes seconds."""
     # It raises the limit of recursion; users' code keeps the one it has.
     limit = sys.getrecursionlimit()
-    with suppress(ImportError):
-        import_module("jedi")
-        write_whole(import_module("parso.cache"))
-    if sys.getrecursionlimit() != limit:
-        sys.setrecursionlimit(limit)
+    jedi = import_module("jedi")
+    write_whole(import_module("parso.cache"))
+    sys.setrecursionlimit(limit)
+    jedi.Interpreter("m", [{}]).complete()
+    completer.use_jedi = True
 
 
 def write_whole(cache: Any) -> None:

@@ -89,10 +89,11 @@ def test_ipython_7_shows_numbers_of_cells(monkeypatch: pytest.MonkeyPatch) -> No
 WRITES = """
 import os, signal, sys
 from pathlib import Path
-from nbdist.worker.compat.ipython import import_jedi
+from types import SimpleNamespace
+from nbdist.worker.compat.ipython import prepare_jedi
 limit = sys.getrecursionlimit()
-import_jedi()
-assert sys.getrecursionlimit() == limit
+prepare_jedi(completer := SimpleNamespace())
+assert (sys.getrecursionlimit(), completer.use_jedi) == (limit, True)
 import parso, parso.cache as cache
 class Item:
     def __reduce__(self):
@@ -123,8 +124,8 @@ def test_what_it_writes_is_read_again(tmp_path: Path) -> None:
     for said in ("new\n", "x = 1\n"):
         ended = run(tmp_path, str(parsed))
         assert (ended.returncode, ended.stdout) == (0, said), ended.stderr
-    (file,) = tmp_path.glob("jedi/*/*")
-    assert pickle.loads(file.read_bytes()).node.get_code() == "x = 1"
+    files = [pickle.loads(file.read_bytes()) for file in tmp_path.glob("jedi/*/*")]
+    assert "x = 1" in {each.node.get_code() for each in files}
     assert run(tmp_path / "killed").returncode == -signal.SIGKILL
     (file,) = tmp_path.glob("killed/parso/*/*.pkl")
     assert pickle.loads(file.read_bytes()).node == "whole"
