@@ -23,6 +23,10 @@ from nbdist.wire.frames import NOTHING, BadFrame, fits, object_from, unpack
 Kind = Literal["file", "module", "executable"]
 
 
+BLANK_HEAD = re.compile(r"\A(?:[ \t\f]*\n)+")
+"""Blank lines at the beginning of a cell: IPython drops them, and counts from the next."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """What a cell holds; "" where names are only bound, or values asked for."""
@@ -113,8 +117,8 @@ class Task:
 
     @property
     def source(self) -> str:
-        """The text of a cell, "" where it is none."""
-        return self.work.text if isinstance(self.work, Source) else ""
+        """The text of a cell, "" where it is none; its lines are counted as IPython does."""
+        return BLANK_HEAD.sub("", self.work.text) if isinstance(self.work, Source) else ""
 
     @property
     def script(self) -> Script | None:

@@ -164,8 +164,8 @@ def _past(running: RunningTask, now: int) -> PastTask | None:
     task = running.task
     kind: Kind
     match task.work:
-        case Source(text):
-            kind = "cell"
+        case Source():
+            kind, text = "cell", task.source
         case Call(text):
             kind = "push" if text == "values.bind_pushed" else "call"
         case script:

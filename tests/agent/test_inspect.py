@@ -129,9 +129,12 @@ def test_idle_ranks(world: World) -> None:
 
 
 def test_a_collective(world: World, gate: Gate) -> None:
-    """Who waits in which collective, with torch's calls but none of nbdist's; where others are."""
+    """Who waits in which collective, with torch's calls but none of nbdist's; where others are.
+
+    Lines are counted from the first that is not blank, as IPython does.
+    """
     world.execute("dist.all_reduce(torch.ones(1))")
-    source = f"{gate.cell}if rank == 1:\n    {WAIT}\ndist.barrier()"
+    source = f"\n \n{gate.cell}if rank == 1:\n    {WAIT}\ndist.barrier()"
     with busy(world, source, lambda pid: pid != world.pids[1] or reads_a_pipe(pid)):
         until(world, lambda: all(s.rank == 1 or s.place.operation for s in world.stacks()))
         found = dict[int, WorkerStatus]()
