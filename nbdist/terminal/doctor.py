@@ -1,7 +1,7 @@
 """`nbdist doctor`: whether workers can run on this machine, and what to do where they cannot.
 
 Packages may be missing, so nothing is imported that needs one; and no torch: what it alone knows is
-asked of a process that ends at once, `nbdist.worker.about`.
+asked of a process that ends at once, `nbdist.worker about`.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ def _packages() -> Findings:
 
 
 def ask(python: str, timeout: float = IMPORT_TIMEOUT) -> Mapping[str, Any]:
-    """Return what `nbdist.worker.about` says there; LookupError says why it cannot."""
+    """Return what `nbdist.worker about` says there; LookupError says why it cannot."""
     try:
         done = subprocess.run(
-            [python, *MODULE, "nbdist.worker.about"], stdin=subprocess.DEVNULL,
+            [python, *MODULE, "nbdist.worker", "about"], stdin=subprocess.DEVNULL,
             env=safe_environ(os.environ, os.getcwd()), capture_output=True, text=True,
             errors="replace", timeout=timeout,
         )  # fmt: skip

@@ -51,7 +51,7 @@ def test_contract(said: Said, check: str) -> None:
 def test_what_is_said_of_nccl(asked: str, name: str) -> None:
     """`nbdist doctor` asks torch which of its two classes `nccl` is; the stand-in is not there."""
     done = subprocess.run(
-        [sys.executable, "-m", "nbdist.worker.about"],
+        [sys.executable, "-m", "nbdist.worker", "about"],
         env={**os.environ, "TORCH_DIST_USE_NCCL2": asked},
         capture_output=True,
         text=True,

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.world
 
 NOBODY = 65534
 
-# As much of torch as `nbdist.worker.about` uses.
+# As much of torch as `nbdist.worker about` uses.
 TORCH = {
     "__init__": """
 import warnings
