@@ -179,16 +179,7 @@ def fails_watched(tensor: torch.Tensor) -> None:
         raise ValueError(f"of {len(tensor)}") from None
 
 
-def fails_kept(tensor: torch.Tensor) -> None:
-    """It keeps what it raises, as a retry of the user's may."""
-    try:
-        raise ValueError(f"of {len(tensor)}")
-    except ValueError as error:
-        sys.kept = error  # type: ignore[attr-defined]
-        raise
-
-
-@pytest.mark.parametrize("function", [lambda tensor: tensor + 1, fails_watched, fails_kept])
+@pytest.mark.parametrize("function", [lambda tensor: tensor + 1, fails_watched])
 def test_nothing_is_kept(world: World, function: Callable[[torch.Tensor], Any]) -> None:
     """Neither arguments nor results stay in the workers, also where the function fails."""
     results, tensor = None, torch.ones(2**20)

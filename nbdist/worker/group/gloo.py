@@ -166,8 +166,7 @@ class Gloo:
                 connect(meeting.store)
             else:
                 store = AbortableStore(meeting)
-                what = "connecting gloo"
-                until_over(lambda: connect(store), what, meeting.timeout, store.look)
+                until_over(lambda: connect(store), "connecting gloo", meeting.timeout, store.look)
 
     @contextmanager
     def _noting_opened(self) -> Iterator[None]:

@@ -89,10 +89,9 @@ class Nccl:
         return Seat(meeting.store, members, position, meeting.number, self._device)
 
     def connect(self, backend: Any, meeting: Meeting, seat: Seat, timeout: float) -> None:
-        """Connect, once all ranks have come to the meeting; raises as `until_over` does.
+        """Connect, once all ranks have come to the meeting; an abort or calling it off ends that.
 
-        An abort, or calling the meeting off, ends that too.  In a first collective, ranks that
-        wait for one that has failed could not be aborted.
+        In a first collective, ranks that wait for one that has failed could not be aborted.
         """
         with self.store.at(meeting):
             at_store = replace(seat, store=self.store)
