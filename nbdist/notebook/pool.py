@@ -179,7 +179,12 @@ class Pool:
             return
         _complete_shutdown(world)
         display.wait_for("restarting")
-        world.restart(keep=keep, **changes)
+        try:
+            world.restart(keep=keep, **changes)
+        except BaseException:  # Stop's too
+            if not world.state.has_workers:
+                self._lose_job("its workers were ended")
+            raise
         self._lose_job("its workers were restarted")
         self._started(world)
         if changes and world.session.warning:

@@ -212,7 +212,7 @@ def test_a_cell_that_comes_meanwhile(notebook: Notebook) -> None:
 
 
 def test_workers_that_are_started_anew(notebook: Notebook) -> None:
-    """It has ended with them, and says so; the next cell runs."""
+    """It has ended with them, and says so, also where Stop comes meanwhile; the next cell runs."""
     display_id = begin(notebook, SLEEPS)
     restarted = notebook.run("%dist_restart")
     assert restarted.errors == []
@@ -223,6 +223,10 @@ def test_workers_that_are_started_anew(notebook: Notebook) -> None:
     assert lost.startswith("JobLost: `job` was lost after ")
     assert lost.endswith(": its workers were restarted.")
     assert notebook.run("%%distributed\npass").errors == []
+    begin(notebook, SLEEPS)
+    assert notebook.run(PRESS.format(name="Workers._stop") + "%dist_restart").errors != []
+    assert notebook.run("job.result(9)").error.endswith(": its workers were ended.")
+    assert notebook.run("%dist_restart").errors == []
 
 
 def test_what_a_rank_wants_typed(notebook: Notebook) -> None:
