@@ -15,8 +15,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import clear_output, display, update_display
 
 from nbdist.notebook.cell_text import cell_magic
-from nbdist.notebook.figures import EMPTY, NOTHING, Below, save_figures
 from nbdist.notebook.options import NbDist
+from nbdist.notebook.rich_output import EMPTY, NOTHING, Below, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.html import all_show_widgets, figures, panel_html
 from nbdist.output.layout import final_layout, live_layout

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
@@ -19,6 +19,7 @@ from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, is_in_subshell
 from nbdist.notebook.jobs import Job
 from nbdist.notebook.options import NbDist, check_same, given
 from nbdist.notebook.outcome import Routine, Why, idle_end, why_died
+from nbdist.notebook.rich_output import WidgetRelay
 from nbdist.output.events import Died, RankError
 from nbdist.words import count, name_ranks
 from nbdist.world.link import Link
@@ -29,9 +30,6 @@ from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
 from nbdist.world.states import Machines, State, size_text
 from nbdist.world.world import World
-
-if TYPE_CHECKING:
-    from nbdist.notebook.widgets import WidgetRelay
 
 
 class Pool:
@@ -280,9 +278,6 @@ class Pool:
         if self.world is None or (widgets := self.world.session.widgets) is None:
             return
         if self._widgets is None or self._widgets.widgets is not widgets:
-            # Most notebooks have none.
-            from nbdist.notebook.widgets import WidgetRelay
-
             if self._widgets is not None:
                 self._widgets.close()
             self._widgets = WidgetRelay(self.shell, widgets, self.world.session)

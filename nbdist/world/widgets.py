@@ -1,7 +1,7 @@
 """The widgets of ranks as the notebook's page is to have them: their models, and what they capture.
 
-Pure, in the notebook's process, made at the first message of a widget.  `nbdist.notebook.widgets`
-passes on what is new; a page may speak in another thread while a cell runs, hence the lock.
+Pure, in the notebook's process, made at the first message of a widget.  Its news are passed on by
+`nbdist.notebook.rich_output`; a page may speak in another thread while a cell runs: hence the lock.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from jupyter_client.blocking import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 from jupyter_core.utils import ensure_event_loop
 
-from nbdist.notebook.figures import NOTHING
+from nbdist.notebook.rich_output import NOTHING
 from nbdist.output.ansi import strip
 from tests.waiting import SOON
 

@@ -18,7 +18,7 @@ from nbdist.notebook.display import (
     is_of_magic,
     table,
 )
-from nbdist.notebook.figures import NOTHING, Below, below_panel, save_figures
+from nbdist.notebook.rich_output import NOTHING, Below, below_panel, save_figures
 from nbdist.output.ansi import strip
 from nbdist.output.events import Display, Done, Failure, Output, Text, Update
 from nbdist.output.html import MOST_BELOW
@@ -270,7 +270,7 @@ def test_what_changes_later(monkeypatch: pytest.MonkeyPatch) -> None:
         page[display_id] = data
 
     for name in ("display", "update_display"):
-        monkeypatch.setattr(f"nbdist.notebook.figures.{name}", draw)
+        monkeypatch.setattr(f"nbdist.notebook.rich_output.{name}", draw)
     transcript = said_by([markdown("one", "a")], [markdown("1", "a")])
     below = Below()
     below.add(transcript)

@@ -20,9 +20,9 @@ from nbdist.errors import UsageError
 from nbdist.notebook.cell_text import request_of
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.display import Shown, below, block, table
-from nbdist.notebook.figures import Below
 from nbdist.notebook.options import ranks_option
 from nbdist.notebook.pool import Pool
+from nbdist.notebook.rich_output import Below
 from nbdist.output.text import whole_text
 from nbdist.output.wording import (
     AMBER,

@@ -87,12 +87,11 @@ def test_ipython_7_shows_numbers_of_cells(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 WRITES = """
-import os, signal, sys
+import os, signal, sys, types
 from pathlib import Path
-from types import SimpleNamespace
 from nbdist.worker.compat.ipython import prepare_jedi
 limit = sys.getrecursionlimit()
-prepare_jedi(completer := SimpleNamespace())
+prepare_jedi(completer := types.SimpleNamespace())
 assert (sys.getrecursionlimit(), completer.use_jedi) == (limit, True)
 import parso, parso.cache as cache
 class Item:
