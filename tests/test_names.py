@@ -40,6 +40,7 @@ ALLOWED = {
     # On both sides of the wire, so not in workers only.
     (DEFINITIONS, "by_value._DYNAMIC_CLASS_TRACKER_BY_ID"): "cloudpickle looks too late",
     (DEFINITIONS, "by_value._class_setstate"): "cloudpickle fills what it has itself",
+    (DEFINITIONS, "by_value._get_or_create_tracker_id"): "a class's mark in all processes",
     (DEFINITIONS, "_filename_map"): "IPython's, of cells that ran in another process",
     ("notebook/options.py", "magic.parser._actions"): "argparse lists what it knows nowhere else",
     ("values/tensors.py", "tensor._version"): "torch's version counter has no public name",

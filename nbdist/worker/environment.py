@@ -12,12 +12,10 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing import process
-from multiprocessing.reduction import ForkingPickler
 from traceback import format_exc
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -66,21 +64,6 @@ def ready_names(start: WorkerStart) -> dict[str, Any]:
 
 
 # --- for libraries ----------------------------------------------------------------------------
-
-
-def pickle_cell_definitions_by_value() -> None:
-    """Let multiprocessing children use functions and classes that were defined in cells.
-
-    A spawned child, such as a DataLoader's, cannot import the worker's `__main__`.
-    """
-
-    def reduce(_pickler: ForkingPickler, value: Any) -> Any:
-        if isinstance(value, FunctionType | type) and value.__module__ == "__main__":
-            return cloudpickle.loads, (cloudpickle.dumps(value),)
-        return NotImplemented
-
-    # A class attribute of a C class: mypy takes it for a method that must not change.
-    setattr(ForkingPickler, "reducer_override", reduce)  # noqa: B010
 
 
 class _TextBars(MetaPathFinder, Loader):

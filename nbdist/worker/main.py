@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 from nbdist.output.events import COMMS, Done, InputRequest
 from nbdist.system.processes import safe_path
+from nbdist.values.definitions import share_definitions_with_children
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, difference, versions_here
 from nbdist.wire.work import CatchUp, CommSent, Finished, InputReply, Said, SigintSent, Task, mark
 from nbdist.worker.control import ControlThread
-from nbdist.worker.environment import Around, pickle_cell_definitions_by_value, prepare_torch
+from nbdist.worker.environment import Around, prepare_torch
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel, make_app
 from nbdist.worker.namespace import import_ops
@@ -64,7 +65,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     warnings.filterwarnings("ignore", message="To exit: use")
     reserve_addresses()
     write_stacks_to(start.stack_file)
-    pickle_cell_definitions_by_value()
+    share_definitions_with_children()
     group = Group(start) if start.world.backend is not None else None
     app.kernel.group = group
     leave_world_in_children(group.leave if group is not None else None)

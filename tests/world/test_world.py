@@ -58,6 +58,52 @@ def test_data_loader_with_workers(world: World) -> None:
     assert ran.stderr() == []
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_classes_of_a_cell_through_children(world: World, method: str) -> None:
+    """What a loader's process returns is of the cell's own classes, also of nested ones."""
+    ran = run_well(
+        world,
+        "import enum\n"
+        "class Batch:\n"
+        "    loaded = 0\n"
+        "    class Kind(enum.Enum):\n"
+        "        TEXT = 1\n"
+        "    def __init__(self, kind): self.kind = kind\n"
+        "class Texts(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 1\n"
+        "    def __getitem__(self, i):\n"
+        "        Batch.loaded += 1\n"
+        "        return Batch(Batch.Kind.TEXT)\n"
+        "loader = torch.utils.data.DataLoader(\n"
+        "    Texts(), batch_size=None, num_workers=1, timeout=30,\n"
+        f"    multiprocessing_context={method!r})\n"
+        "for batch in loader:\n"
+        "    print(isinstance(batch, Batch), batch.kind is Batch.Kind.TEXT, Batch.loaded)\n"
+        "del loader",
+        ranks=(0,),
+    )
+    assert ran.lines() == ["True True 0"]
+
+
+def test_functions_of_a_cell_in_a_forked_pool(world: World) -> None:
+    """They have the child's own globals: what its initializer has set, and what they change."""
+    ran = run_well(
+        world,
+        "import multiprocessing\n"
+        "def begin(first):\n"
+        "    global count\n"
+        "    count = first\n"
+        "def number():\n"
+        "    global count\n"
+        "    count += 1\n"
+        "    return count\n"
+        "with multiprocessing.get_context('fork').Pool(1, begin, (5,)) as pool:\n"
+        "    print([pool.apply(number) for _ in range(3)])",
+        ranks=(0,),
+    )
+    assert ran.lines() == ["[6, 7, 8]"]
+
+
 # --- output -----------------------------------------------------------------------------
 
 

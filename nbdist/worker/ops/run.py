@@ -6,6 +6,7 @@ Scripts run in the namespace of the cells, otherwise as `python` would run them.
 from __future__ import annotations
 
 import asyncio
+import dis
 import importlib
 import linecache
 import multiprocessing
@@ -27,6 +28,7 @@ from typing import Any
 import psutil
 
 from nbdist.output.events import SCRIPT_FAILED
+from nbdist.values.definitions import script_names
 from nbdist.values.payload import Payload
 from nbdist.wire.views import Place
 from nbdist.wire.work import Script
@@ -164,9 +166,12 @@ def _execute(code: CodeType, source: str, names: dict[str, Any], namespace: dict
     namespace.update(names)
     # Without a time of modification it is not compared with the file.
     linecache.cache[file] = (len(source), None, lines, file)
+    stored = (each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME")
+    script_names.update(stored)
     try:
         exec(code, namespace)
     finally:
+        script_names.clear()
         for name, value in before.items():
             if value is _UNBOUND:
                 namespace.pop(name, None)

@@ -128,18 +128,21 @@ def test_data_loader_and_event_loop(world: World, write: Write) -> None:
     # They do also where the processes are spawned.
     write(
         "spawns.py",
-        "import multiprocessing as mp\n"
-        "class Told:\n"
-        "    def __call__(self, q): q.put('told')\n"
+        "import multiprocessing as mp, threading\n"
+        "lock = threading.Lock()  # each process makes its own\n"
+        "class Told: pass\n"
+        "class Tells:\n"
+        "    def __call__(self, q):\n"
+        "        with lock: q.put(Told())\n"
         "if __name__ == '__main__':\n"
         "    mp.set_start_method('spawn')\n"
-        "    q = mp.SimpleQueue()\n"
-        "    child = mp.Process(target=Told(), args=(q,)); child.start()\n"
-        "    print(q.get()); child.join()\n",
+        "    q = mp.Queue()\n"
+        "    child = mp.Process(target=Tells(), args=(q,)); child.start()\n"
+        "    print(isinstance(q.get(timeout=40), Told)); child.join()\n",
     )
     script = find_script("file", "spawns.py")
     for _ in range(2):  # the method can be set once in a process
-        assert said(world.session.run(world.task(script, ranks=[0]))) == ["told"]
+        assert said(world.session.run(world.task(script, ranks=[0]))) == ["True"]
 
 
 def test_waits_name_the_scripts_line(world: World, write: Write) -> None:
