@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names: what is imported here besides is nobody's."""
+    """List the public names, without what is imported here for them."""
     return [*__all__]
 
 

@@ -226,11 +226,11 @@ def _option(flag: str, text: str, *how: Any, default: Any = None, **more: Any) -
 class Patience:
     """How long a cell's ranks may wait for one another, and what happens then.
 
-    After `hang_timeout` seconds a running cell says who waits for whom; with `aborts`, collectives
-    that can never end are aborted, else that is for Stop.  After `timeout` seconds it is stopped,
-    None for never.  `control_timeout` seconds after Stop control is given back, though ranks may
-    still be leaving; None where nobody waits for it.  With `holds_stop` the first Stop does not
-    interrupt them: what they do is done by all or by none.
+    After `hang_timeout` seconds a running cell says which ranks wait for which; with `aborts`,
+    collectives that can never end are aborted, else that is for Stop.  After `timeout` seconds it
+    is stopped, None for never.  `control_timeout` seconds after Stop control is given back, though
+    ranks may still be leaving; None where nothing waits for it.  With `holds_stop` the first Stop
+    does not interrupt them: what they do is done by all or by none.
     """
 
     hang_timeout: float = HANG_TIMEOUT
@@ -471,7 +471,7 @@ class WorldConfig:
         return dict.fromkeys({"launcher", *old} - said)
 
     def of_size(self, size: int) -> WorldConfig:
-        """Make another of so many workers, seated by the layout as far as it has room for them."""
+        """Make another of so many workers, placed by the layout as far as it has room for them."""
         room = self.shape.world_size if self.shape else 0
         if size > room:
             return self.but(n=size)

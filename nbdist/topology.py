@@ -416,11 +416,11 @@ class Position(NamedTuple):
     local_rank: int
 
 
-Seats = tuple[Position, ...]
+Slots = tuple[Position, ...]
 """Of each rank; () for one node that has them all."""
 
 
-class Seat(NamedTuple):
+class Slot(NamedTuple):
     """Where a rank is: torchrun's LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE."""
 
     local_rank: int
@@ -429,27 +429,27 @@ class Seat(NamedTuple):
     nodes: int
 
 
-def free_seats(room: Mapping[int, int], taken: Collection[Position] = ()) -> Iterator[Position]:
-    """Yield the free seats, node by node; `room` is for how many ranks each node has it in all."""
+def free_slots(room: Mapping[int, int], taken: Collection[Position] = ()) -> Iterator[Position]:
+    """Yield the free slots, node by node; `room` is for how many ranks each node has it in all."""
     for node, number in sorted(room.items()):
         for local_rank in range(number):
             if (position := Position(node, local_rank)) not in taken:
                 yield position
 
 
-def seat_more(seats: Seats, room: Sequence[int], size: int) -> Seats:
-    """Seat `size` ranks: the first keep their seats; `room` is by node, () for no limit."""
-    kept = seats[:size]
+def place_more(slots: Slots, room: Sequence[int], size: int) -> Slots:
+    """Place `size` ranks: the first keep their slots; `room` is by node, () for no limit."""
+    kept = slots[:size]
     if not (room or kept):
         return ()
-    free = free_seats(dict(enumerate(room or (size + len(kept),))), kept)
+    free = free_slots(dict(enumerate(room or (size + len(kept),))), kept)
     return (*kept, *islice(free, size - len(kept)))
 
 
-def reseat(seats: Seats, lost: Collection[int], room: Mapping[int, int]) -> Seats | None:
-    """Seat the ranks of lost nodes on the others; None where these have too little `room`."""
-    taken = {position for position in seats if position.node not in lost}
-    new = [*islice(free_seats(room, taken), len(seats) - len(taken))]
-    if len(taken) + len(new) < len(seats):
+def place_again(slots: Slots, lost: Collection[int], room: Mapping[int, int]) -> Slots | None:
+    """Place the ranks of lost nodes on the others; None where these have too little `room`."""
+    taken = {position for position in slots if position.node not in lost}
+    new = [*islice(free_slots(room, taken), len(slots) - len(taken))]
+    if len(taken) + len(new) < len(slots):
         return None
-    return tuple(position if position.node not in lost else new.pop(0) for position in seats)
+    return tuple(position if position.node not in lost else new.pop(0) for position in slots)

@@ -14,7 +14,7 @@ from nbdist.output.events import Failure, Output, Skipped
 from nbdist.output.rank_transcript import Shown
 from nbdist.output.screen import Line
 from nbdist.world.result import CellResult
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.waiting import SOON, wait_until
@@ -24,7 +24,7 @@ from tests.waiting import SOON, wait_until
 class Ran:
     """A cell that has ended: what it said and how it failed."""
 
-    running: RunningTask
+    running: TaskRun
     error: NbdistError | None
     news: list[tuple[int, Output]]
 
@@ -57,7 +57,7 @@ class Ran:
         return strip("\n".join(self.failure(rank).traceback))
 
 
-def follow(world: World, running: RunningTask) -> Ran:
+def follow(world: World, running: TaskRun) -> Ran:
     """Iterate until the cell ends."""
     news = list(itertools.chain.from_iterable(world.follow(running)))
     return Ran(running, running.error(), news)
@@ -75,7 +75,7 @@ def run_well(world: World, source: str, ranks: tuple[int, ...] | None = None) ->
     return ran
 
 
-def begin(world: World, source: str) -> RunningTask:
+def begin(world: World, source: str) -> TaskRun:
     """Submit a cell that prints when it has begun, and return when all ranks have."""
     running = world.submit(world.task(f"print('begun')\n{source}"))
 
@@ -87,7 +87,7 @@ def begin(world: World, source: str) -> RunningTask:
     return running
 
 
-def run_for(world: World, source: str, seconds: float) -> RunningTask:
+def run_for(world: World, source: str, seconds: float) -> TaskRun:
     """Submit a cell that goes on for ever, and return when it has run for so long."""
     running = world.submit(world.task(source))
     for _ in world.follow(running):
@@ -96,7 +96,7 @@ def run_for(world: World, source: str, seconds: float) -> RunningTask:
     return running
 
 
-def stop(world: World, running: RunningTask) -> None:
+def stop(world: World, running: TaskRun) -> None:
     """Press Stop, until control is back."""
     world.interrupt()
     world.session.wait(running)
@@ -104,7 +104,7 @@ def stop(world: World, running: RunningTask) -> None:
 
 def ends(
     world: World, source: str, within: float = SOON, **cell: Any
-) -> tuple[RunningTask, NbdistError]:
+) -> tuple[TaskRun, NbdistError]:
     """Run a cell that has to fail, and to end by itself on all ranks; nothing is stuck then."""
     running = world.submit(world.task(source, **cell))
     stopped = False
@@ -123,7 +123,7 @@ def ends(
 Write = Callable[..., Path]
 
 
-def said(result: CellResult | RunningTask) -> list[str]:
+def said(result: CellResult | TaskRun) -> list[str]:
     """What each rank has written."""
     return [
         "\n".join(strip(line.text) for piece in track.pieces for line in piece.tail(1000))

@@ -13,17 +13,17 @@ from nbdist.topology import (
     Host,
     Layout,
     Position,
-    Seat,
-    Seats,
+    Slot,
+    Slots,
     parse_backend,
     parse_gpus,
     parse_hosts,
     parse_layout,
     parse_ranks,
     parse_workers,
+    place_again,
+    place_more,
     read_hosts,
-    reseat,
-    seat_more,
 )
 from nbdist.wire.spec import WorldSpec
 from nbdist.world.spec import parse_size
@@ -31,8 +31,8 @@ from nbdist.world.spec import parse_size
 FOUR = ("0", "1", "2", "3")
 
 
-def world(size: int, seats: Seats = (), gpus: str = "") -> WorldSpec:
-    return WorldSpec(size, None, {}, "/", (), 1, "", tuple(gpus), seats=seats)
+def world(size: int, slots: Slots = (), gpus: str = "") -> WorldSpec:
+    return WorldSpec(size, None, {}, "/", (), 1, "", tuple(gpus), slots=slots)
 
 
 READ = [
@@ -272,18 +272,18 @@ def test_bad_ranks(text, why):
 
 
 @pytest.mark.parametrize(
-    ("room", "size", "seats"),
+    ("room", "size", "slots"),
     [
-        ((), 3, [Seat(0, 3, 0, 1), Seat(1, 3, 0, 1), Seat(2, 3, 0, 1)]),
-        ((2, 2), 4, [Seat(0, 2, 0, 2), Seat(1, 2, 0, 2), Seat(0, 2, 1, 2), Seat(1, 2, 1, 2)]),
-        ((2, 2), 3, [Seat(0, 2, 0, 2), Seat(1, 2, 0, 2), Seat(0, 1, 1, 2)]),
-        ((1, 0, 2), 3, [Seat(0, 1, 0, 2), Seat(0, 2, 1, 2), Seat(1, 2, 1, 2)]),
+        ((), 3, [Slot(0, 3, 0, 1), Slot(1, 3, 0, 1), Slot(2, 3, 0, 1)]),
+        ((2, 2), 4, [Slot(0, 2, 0, 2), Slot(1, 2, 0, 2), Slot(0, 2, 1, 2), Slot(1, 2, 1, 2)]),
+        ((2, 2), 3, [Slot(0, 2, 0, 2), Slot(1, 2, 0, 2), Slot(0, 1, 1, 2)]),
+        ((1, 0, 2), 3, [Slot(0, 1, 0, 2), Slot(0, 2, 1, 2), Slot(1, 2, 1, 2)]),
     ],
 )
-def test_seats(room: tuple[int, ...], size: int, seats: list[Seat]) -> None:
+def test_slots(room: tuple[int, ...], size: int, slots: list[Slot]) -> None:
     """Nodes are filled one after the other; the last has what is left, and empty ones no number."""
-    spec = world(size, seat_more((), room, size))
-    assert [spec.seat(rank) for rank in range(size)] == seats
+    spec = world(size, place_more((), room, size))
+    assert [spec.slot(rank) for rank in range(size)] == slots
 
 
 @pytest.mark.parametrize(
@@ -298,12 +298,12 @@ def test_seats(room: tuple[int, ...], size: int, seats: list[Seat]) -> None:
 )
 def test_gpus_of_simulated_nodes(room, size, gpus, seen):
     """Each node has a slice, so that ranks of two nodes share no GPU where there are enough."""
-    spec = world(size, seat_more((), room, size), gpus)
+    spec = world(size, place_more((), room, size), gpus)
     assert ["".join(spec.gpus_of(rank)) for rank in range(size)] == seen
 
 
 @pytest.mark.parametrize(
-    ("counts", "lost", "room", "seats"),
+    ("counts", "lost", "room", "slots"),
     [
         # Ranks 2 and 3 sat on node 1.
         ((2, 2), {1}, {0: 4}, [(0, 0), (0, 1), (0, 2), (0, 3)]),
@@ -313,17 +313,17 @@ def test_gpus_of_simulated_nodes(room, size, gpus, seen):
         ((1, 1, 1), {0, 2}, {1: 3}, [(1, 1), (1, 0), (1, 2)]),
     ],
 )
-def test_ranks_of_lost_nodes_get_seats_on_others(counts, lost, room, seats):
+def test_ranks_of_lost_nodes_get_slots_on_others(counts, lost, room, slots):
     """The lowest that is free on the first node with room; all others keep theirs."""
-    found = reseat(seat_more((), counts, sum(counts)), lost, room)
-    assert (None if found is None else [*found]) == seats
+    found = place_again(place_more((), counts, sum(counts)), lost, room)
+    assert (None if found is None else [*found]) == slots
     # Local rank 0 of node 0 is free: its rank has moved away.
     moved = (Position(1, 0), Position(0, 1), Position(2, 0))
-    assert reseat(moved, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
+    assert place_again(moved, {2}, {0: 2, 1: 1}) == ((1, 0), (0, 1), (0, 0))
 
 
 @pytest.mark.parametrize(
-    ("seats", "room", "size", "seated"),
+    ("slots", "room", "size", "placed"),
     [
         ((), (), 4, ()),
         (((0, 0), (0, 1), (1, 0)), (2, 2), 2, ((0, 0), (0, 1))),
@@ -332,6 +332,6 @@ def test_ranks_of_lost_nodes_get_seats_on_others(counts, lost, room, seats):
         (((0, 0), (0, 3)), (), 4, ((0, 0), (0, 3), (0, 1), (0, 2))),
     ],
 )
-def test_more_are_seated(seats, room, size, seated):
-    """Those that sit stay there, the others get the first free seats."""
-    assert seat_more(seats, room, size) == seated
+def test_more_are_placed(slots, room, size, placed):
+    """Those that sit stay there, the others get the first free slots."""
+    assert place_more(slots, room, size) == placed

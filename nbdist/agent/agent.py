@@ -13,7 +13,7 @@ from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
 from nbdist.agent.inspect import UsageWatch, consulted, stack_of, status_of
 from nbdist.agent.listener import Listener, StoreWindow, with_ranks
-from nbdist.agent.notebook_link import Serving, Tether
+from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
 from nbdist.agent.stopping import Stopping
@@ -25,9 +25,9 @@ from nbdist.wire.messages import Ask
 from nbdist.wire.views import GetLogs, Place, WorldInfo, read_logs
 
 if TYPE_CHECKING:
-    from nbdist.cluster.client import HeadEnd, Way
+    from nbdist.cluster.client import HeadLink, Way
 
-LET_GO_TIMEOUT = 1.0
+RELEASE_TIMEOUT = 1.0
 
 
 class Agent:
@@ -50,18 +50,18 @@ class Agent:
         self._serving = Serving(self._answer, self._send)
         self._outbox = Outbox(self._send)
         port, leave = HeldPort(way.own if way else "127.0.0.1"), self._serving.leave
-        self._end: Tether | HeadEnd
-        self._head: HeadEnd | None = None
+        self._end: NotebookLink | HeadLink
+        self._head: HeadLink | None = None
         self._store: StoreWindow | None = None
-        tether, emit = None, self._outbox.add
+        link, emit = None, self._outbox.add
         if way:
             # For worlds on several machines alone.
-            from nbdist.cluster.client import HeadEnd
+            from nbdist.cluster.client import HeadLink
 
-            self._end = self._head = HeadEnd(way, port.number, self._receive, leave, guard)
+            self._end = self._head = HeadLink(way, port.number, self._receive, leave, guard)
             self._store = StoreWindow(runtime, self._head.ask_store)
         else:
-            self._end = tether = Tether(runtime, notebook_pid, guard, self._receive, leave)
+            self._end = link = NotebookLink(runtime, notebook_pid, guard, self._receive, leave)
         self._workers = WorkerGroup(
             runtime, self._children, self._forker, emit, self._send, self._store, port
         )
@@ -71,7 +71,7 @@ class Agent:
             lambda: self._workers.abort(self._workers.all),
             lambda places: self._send(messages.Aborted(places)),
         )
-        self._listener = Listener(runtime, self._look, tether, self._read)
+        self._listener = Listener(runtime, self._look, link, self._read)
 
     def __repr__(self) -> str:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
@@ -130,9 +130,9 @@ class Agent:
                     do(work)
             case messages.Spare(ranks):
                 self._stopping.spare(ranks)
-            case messages.LetGo(task_id, ranks):
-                do(self._workers.ask(ranks, control.LetGo(task_id), LET_GO_TIMEOUT))
-            case messages.Enter(rank, typed):
+            case messages.ReleaseValues(task_id, ranks):
+                do(self._workers.ask(ranks, control.ReleaseValues(task_id), RELEASE_TIMEOUT))
+            case messages.SendInput(rank, typed):
                 for worker in self._workers.alive([rank]):
                     worker.enter(typed)
             case messages.ToWidget(rank, comm):
@@ -140,7 +140,7 @@ class Agent:
                     worker.send_comm(comm)
             case messages.Received():
                 self._outbox.acknowledge()
-            case messages.Leave():
+            case messages.Shutdown():
                 self._serving.leave()
 
     async def _answer(self, request: messages.Request) -> messages.Reply:

@@ -59,8 +59,8 @@ class Forming:
         started = [each for each in answers if isinstance(each, WorldStarted)]
         for each in started:
             self._note(each)
-        lacks = dict.fromkeys(lack for each in started for lack in each.lacks)
-        return WorldStarted(*self.whereabouts(), tuple(lacks), spec=spec)
+        missing = dict.fromkeys(lack for each in started for lack in each.missing)
+        return WorldStarted(*self.whereabouts(), tuple(missing), spec=spec)
 
     async def stop(self, grace: float) -> None:
         """End all workers."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist import __version__
-from nbdist.agent.notebook_link import Tether
+from nbdist.agent.notebook_link import NotebookLink
 from nbdist.system.folders import PRIVATE_FILE
 from nbdist.wire import store, views
 from nbdist.wire.frames import BadFrame, FrameCutter
@@ -86,7 +86,7 @@ class Door:
                 with suppress(OSError, ValueError, BadFrame, asyncio.CancelledError):
                     await self._talk(task, reader, writer)
         except Exception:
-            # A fault of ours, of which the world is not to die: who asks learns no more.
+            # A fault of ours, which must not end the world: the asking process learns no more.
             log.exception("%r cannot answer", self)
         finally:
             self._calling.pop(task, None)
@@ -117,18 +117,18 @@ class Listener(Door):
     """Gives each connection one answer, `MOST_CALLING` of one kind at a time.
 
     `look` adds the ranks to what is known of the world, and `read` has more of them; an agent that
-    is a part of one has no `tether`, and can only be looked at.
+    is a part of one has no `link`, and can only be looked at.
     """
 
     def __init__(
         self,
         runtime: Path,
         look: Callable[[views.WorldInfo], Awaitable[views.WorldInfo]],
-        tether: Tether | None,
+        link: NotebookLink | None,
         read: Read | None = None,
     ) -> None:
         super().__init__(runtime / views.DOOR)
-        self._look, self._tether, self._read = look, tether, read
+        self._look, self._link, self._read = look, link, read
 
     async def open(self) -> None:
         """Answer from now on; where there can be no socket, the world does without."""
@@ -163,9 +163,9 @@ class Listener(Door):
                     pass
         finally:
             match question, answer:
-                case views.Attach(pid=pid), views.Accepted() if self._tether:
+                case views.Attach(pid=pid), views.Accepted() if self._link:
                     # Also where it has gone while it waited for this answer.
-                    self._tether.let_go_by(pid)
+                    self._link.let_go_by(pid)
 
     def _of_kind(self, kind: type[views.Said] | None) -> list[asyncio.Task[None]]:
         """Return those that have asked this, or nothing yet; the first one first."""
@@ -177,16 +177,16 @@ class Listener(Door):
                 return self._describe()
             case views.Look():
                 return await self._look(self._describe())
-            case views.Inquire() if self._tether and self._read:
-                return await self._find(question, self._tether, self._read)
-            case views.Attach() if self._tether:
-                return await self._tether.admit(question)
+            case views.Inquire() if self._link and self._read:
+                return await self._find(question, self._link, self._read)
+            case views.Attach() if self._link:
+                return await self._link.admit(question)
         return None
 
-    async def _find(self, asked: views.Inquire, tether: Tether, read: Read) -> views.Findings:
+    async def _find(self, asked: views.Inquire, link: NotebookLink, read: Read) -> views.Findings:
         if asked.about == "tasks":
-            return tether.tasks
-        ranks = asked.ranks or tuple(tether.ranks)
+            return link.tasks
+        ranks = asked.ranks or tuple(link.ranks)
         if asked.about == "stacks":
             return views.Findings(stacks=await read(GetStacks(ranks)))
         ranks = ranks[:MOST_READ]
@@ -200,9 +200,9 @@ class Listener(Door):
         )
 
     def _describe(self) -> views.WorldInfo:
-        if self._tether is None:
+        if self._link is None:
             return views.WorldInfo(__version__, socket.gethostname())
-        return self._tether.describe()
+        return self._link.describe()
 
 
 AskStore = Callable[[store.Operation], Awaitable[store.Answer]]

@@ -44,7 +44,7 @@ LAST_WORDS = 0.1  # seconds for what a notebook has said just before its end
 FIRST_LINE = 200  # characters of a cell's line that are shown
 
 
-class Tether:
+class NotebookLink:
     """The notebook that has this world, if any does, as agents see it.
 
     A world that is to be detached outlives it: what comes up is kept then (`WorldRecord`), and a
@@ -79,7 +79,7 @@ class Tether:
 
     def __repr__(self) -> str:
         at = f"notebook {self.notebook_pid}" if self._end else "detached"
-        return f"<Tether {at} {self._record}>"
+        return f"<NotebookLink {at} {self._record}>"
 
     async def open(self) -> None:
         """Say hello to the notebook, and watch for its end: that of stdin, or of its process."""
@@ -123,7 +123,7 @@ class Tether:
 
     async def close(self) -> None:
         """End the link; what was sent has a moment to arrive."""
-        end, self._end = self._end, None  # nobody is lost any more
+        end, self._end = self._end, None  # no notebook is lost any more
         self._unwatch()
         if end is not None:
             end.close()
@@ -203,8 +203,8 @@ class Tether:
         self._end, self.notebook_pid, self._since = None, 0, time.time()
         for _ in range(self._live):
             self._hand_on(messages.Received())
-        for let_go in self._record.unread():
-            self._hand_on(let_go)
+        for release_values in self._record.unread():
+            self._hand_on(release_values)
         self._live = self._replayed = 0
 
     def let_go_by(self, pid: int) -> None:
@@ -255,7 +255,7 @@ class Tether:
         )
 
     async def admit(self, wanted: Attach) -> Accepted | Refused:
-        """Give the world to a notebook, where nobody has it."""
+        """Give the world to a notebook, if none has it."""
         deadline = time.monotonic() + CHANGE_TIMEOUT
         while True:
             held = self.describe()

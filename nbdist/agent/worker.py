@@ -122,7 +122,7 @@ class Worker:
 
     @property
     def task(self) -> Task | None:
-        """The task that it does: unpacked only for who asks."""
+        """The task that it does: unpacked when it is read."""
         return task_from(self._packed) if self.task_id else None
 
     def run(self, run: Run) -> None:
@@ -215,7 +215,7 @@ class Worker:
         self.rank = rank
 
     def sit(self, world: WorldSpec) -> None:
-        """Take its seat in a world that has others, or more or fewer of them."""
+        """Take its slot in a world that has others, or more or fewer of them."""
         self.given = replace(self.given, rank=self.rank, world=world)
 
     async def stop(self, grace: float) -> None:

@@ -26,7 +26,7 @@ from nbdist.topology import parse_gpus, usable_cores, visible_gpus
 from nbdist.wire import control, node_messages
 from nbdist.wire.messages import StartFailure, Starting, WorldStarted
 from nbdist.wire.node_messages import Form, Formed, Groups, Held
-from nbdist.wire.spec import WorkerStart, WorldSpec, over_file, torchrun_variables
+from nbdist.wire.spec import WorkerStart, WorldSpec, cancel_file, torchrun_variables
 
 START_TIMEOUT = 180.0  # seconds for all workers to start and meet; a busy disk makes it slow
 HEAL_TIMEOUT = 30.0  # seconds for survivors and new workers to meet
@@ -99,7 +99,7 @@ class WorkerGroup:
             case node_messages.Form(spec):
                 return await self._form(replace(request, spec=self._here(spec)))
             case node_messages.CallOff(generation) if generation == self._rendezvous.generation:
-                self._rendezvous.over_file.touch()
+                self._rendezvous.cancel_file.touch()
                 for worker in self.all.values():
                     if worker.state == "starting":  # it waits in C++
                         worker.kill()
@@ -136,8 +136,8 @@ class WorkerGroup:
             return _failure(spec, worker.rank, str(why), lines)
         # All have the same libraries.
         checked = await self.all[ranks[0]].ask(control.Check(), CHECK_TIMEOUT)
-        lacks = checked if isinstance(checked, tuple) else ()
-        return WorldStarted(*self._whereabouts(), lacks)
+        missing = checked if isinstance(checked, tuple) else ()
+        return WorldStarted(*self._whereabouts(), missing)
 
     def _begin(self, spec: WorldSpec, attempt: int) -> None:
         """Make a store and a log folder for this start of the world."""
@@ -161,7 +161,7 @@ class WorkerGroup:
         workers = self.all.values()
         reports = [asyncio.create_task(self._report_up(each)) for each in workers]
         try:
-            with CallOff(self._rendezvous.over_file) as call_off:
+            with CallOff(self._rendezvous.cancel_file) as call_off:
                 starts = (call_off.start(each, START_TIMEOUT) for each in workers)
                 errors = await asyncio.gather(*starts)
         finally:
@@ -222,7 +222,7 @@ class WorkerGroup:
     ) -> str:
         """Form the survivors' groups, and start new workers that join; return a problem or ""."""
         ends = [worker.process.exited for worker in forms if worker.process is not None]
-        with CallOff(self._rendezvous.over_file, ends) as call_off:
+        with CallOff(self._rendezvous.cancel_file, ends) as call_off:
             answers, errors = await asyncio.gather(
                 asyncio.gather(*(call_off.ask(each, forms[each], HEAL_TIMEOUT) for each in forms)),
                 asyncio.gather(*(call_off.start(each, HEAL_TIMEOUT) for each in new)),
@@ -392,9 +392,9 @@ class Rendezvous:
         self._store = -1
 
     @property
-    def over_file(self) -> Path:
+    def cancel_file(self) -> Path:
         """The file by which the forming of this generation is called off."""
-        return over_file(self._over, self.generation)
+        return cancel_file(self._over, self.generation)
 
     def start_of(
         self, spec: WorldSpec, rank: int, log_folder: Path | None, joins: Groups | None = None
@@ -406,7 +406,7 @@ class Rendezvous:
             connection_file=f"{self._name_of(rank)}.json",
             token=secrets.token_hex(8),
             store_path=f"/proc/{os.getpid()}/fd/{self._store}",
-            over_path=str(self._over),
+            cancel_path=str(self._over),
             generation=self.generation,
             environ=self.environ_of(spec, rank, log_folder),
             joins=joins,

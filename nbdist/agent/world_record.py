@@ -80,9 +80,9 @@ class WorldRecord:
                 self._begin(message)
             case messages.Abort(ranks) if self._last:
                 self._last.abort(ranks)
-            case messages.Enter(rank, reply):
+            case messages.SendInput(rank, reply):
                 self._backlog.answered(rank, reply.number)
-            case messages.LetGo(task_id, ranks):
+            case messages.ReleaseValues(task_id, ranks):
                 self._lent.get(task_id, set()).difference_update(ranks)
 
     def take_up(self, message: messages.Up) -> None:
@@ -99,7 +99,7 @@ class WorldRecord:
                 self.known.is_whole = False
                 if self._last:
                     self._last.aborted.update(places)
-            case messages.Came(host) if host not in self.known.came:
+            case messages.NodeJoined(host) if host not in self.known.came:
                 self.known.came += (host,)
 
     def seen(self) -> None:
@@ -172,7 +172,7 @@ class WorldRecord:
                 self._end_world()
                 known = self.known
                 known.spec, known.hosts = reply.spec, reply.hosts
-                known.pids, known.logs, known.lacks = reply.pids, reply.logs, reply.lacks
+                known.pids, known.logs, known.missing = reply.pids, reply.logs, reply.missing
                 self.began = time.time()
             case (_, messages.StartFailure()) | (messages.StopWorld(), _):
                 self._end_world()
@@ -183,9 +183,9 @@ class WorldRecord:
 
     def _take_healed(self, healed: messages.Healed) -> None:
         known = self.known
-        earlier = processes(known.pids, known.spec.seats if known.spec else ())
+        earlier = processes(known.pids, known.spec.slots if known.spec else ())
         before = {process: rank for rank, process in earlier.items()}
-        now = processes(healed.pids, healed.spec.seats)
+        now = processes(healed.pids, healed.spec.slots)
         was = {rank: before[process] for rank, process in now.items() if process in before}
         known.spec, known.pids, known.logs = healed.spec, healed.pids, healed.logs
         known.hosts, known.is_whole = healed.hosts, not healed.problem
@@ -199,7 +199,7 @@ class WorldRecord:
             self.known.memory,
             self.known.spec,
             hosts=self.known.hosts,
-            lacks=self.known.lacks,
+            missing=self.known.missing,
             next_call=self.known.next_call,
         )
         self.unfinished, self._tasks = set(), 0
@@ -221,11 +221,11 @@ class WorldRecord:
             size += size_of(item[2])
         return [Outputs(tuple(batch)) for batch in batches if batch]
 
-    def unread(self) -> list[messages.LetGo]:
+    def unread(self) -> list[messages.ReleaseValues]:
         """Return what has workers release values that went to a notebook which is gone."""
         running = self.known.run.id if self.known.run else ""
         over = [task for task in self._lent if task != running]
-        return [messages.LetGo(task, tuple(self._lent.pop(task))) for task in over]
+        return [messages.ReleaseValues(task, tuple(self._lent.pop(task))) for task in over]
 
 
 # --- a task, as assistants are told of it --------------------------------------------------------

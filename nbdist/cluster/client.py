@@ -39,7 +39,7 @@ from nbdist.system.processes import Guard
 from nbdist.topology import usable_cores, visible_gpus
 from nbdist.wire import messages
 from nbdist.wire.frames import pack
-from nbdist.wire.messages import Leave, Run
+from nbdist.wire.messages import Run, Shutdown
 from nbdist.wire.node_messages import (
     NodeDown,
     NodeFacts,
@@ -81,7 +81,7 @@ def read_ticket() -> Ticket:
     return ticket_from(line)
 
 
-class HeadEnd:
+class HeadLink:
     """Sends typed messages to the head, and hands on those that come from there.
 
     `problem` says why the link has ended before the head did, "" where nothing was wrong.
@@ -129,7 +129,7 @@ class HeadEnd:
         self._link.on_recv(self._receive, copy=False)
 
     async def open(self) -> None:
-        """Say who this is, and where; leave when the link is lost, stdin ends, or at a SIGTERM."""
+        """Say which agent this is; leave when the link is lost, stdin ends, or at a SIGTERM."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._leave)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
@@ -188,7 +188,7 @@ class HeadEnd:
                 self._link.send_multipart(frames, copy=False)
 
     def _begin_giving_up(self) -> None:
-        """Leave if libzmq cannot connect again in time, at once where nobody listens there."""
+        """Leave if libzmq cannot connect again in time, at once where nothing listens there."""
         loop = asyncio.get_running_loop()
         if self._giving_up is None:
             timeout = self._way.ticket.link_timeout
@@ -253,7 +253,7 @@ class HeadEnd:
                     run = run._replace(task=pack(task_from(run.task).moved(places)))
                 self._hand_on(run)
             case message:
-                self._is_dismissed = self._is_dismissed or isinstance(message, Leave)
+                self._is_dismissed = self._is_dismissed or isinstance(message, Shutdown)
                 self._hand_on(message)
 
 

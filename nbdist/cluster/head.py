@@ -19,17 +19,17 @@ from typing import Any
 
 from nbdist.agent.forming import nodes_of, shares
 from nbdist.agent.listener import Listener, with_ranks
-from nbdist.agent.notebook_link import Serving, Tether
+from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.cluster.node import (
     KeptCode,
     Node,
     NodeLost,
-    NoSeats,
+    NoSlots,
     full_size,
     led_by_first,
+    placed,
     resized,
     room_of,
-    seated,
     without,
 )
 from nbdist.cluster.nodes import CannotStart, NodePool
@@ -46,7 +46,7 @@ from nbdist.wire.views import GetLogs, WorldInfo
 
 log = logging.getLogger("nbdist.cluster")
 
-ToRanks = messages.Abort | messages.Interrupt | messages.LetGo | messages.Spare
+ToRanks = messages.Abort | messages.Interrupt | messages.ReleaseValues | messages.Spare
 
 
 class Head:
@@ -72,7 +72,7 @@ class Head:
             lambda outputs: self._show(outputs, None),
             self._serving.do,
         )
-        self._notebook = Tether(
+        self._notebook = NotebookLink(
             *(runtime, notebook_pid, guard, self._receive, self._serving.leave),
             has_machines=lambda: self._there,
         )
@@ -139,18 +139,18 @@ class Head:
                 do(self._locate(ranks))
             case messages.Interrupt(ranks):
                 self._pass_on(message, self._transfers.stop(ranks))
-            case messages.LetGo(task_id, ranks):
-                self._transfers.let_go(ranks, task_id)
+            case messages.ReleaseValues(task_id, ranks):
+                self._transfers.release_values(ranks, task_id)
                 self._pass_on(message, ranks)
             case messages.Abort(ranks) | messages.Spare(ranks):
                 self._pass_on(message, ranks)
-            case messages.Enter(rank) | messages.ToWidget(rank):
+            case messages.SendInput(rank) | messages.ToWidget(rank):
                 for node in self._parts([rank]):
                     node.send(message)
             case messages.Received():
                 if sender := self._batches.popleft():
                     sender.send(message)
-            case messages.Leave():
+            case messages.Shutdown():
                 self._serving.leave()
 
     async def _answer(self, request: messages.Request) -> messages.Reply:
@@ -254,7 +254,7 @@ class Head:
         """Tell the notebook of a machine that could have ranks."""
         spec = self._pool.forming.spec if self._pool else None
         if spec and self._pool and full_size(self._pool.wanted, self._there) > spec.world_size:
-            self._send(messages.Came(node.name))
+            self._send(messages.NodeJoined(node.name))
 
     # --- the world: its start and end -------------------------------------------------------
 
@@ -264,10 +264,10 @@ class Head:
         try:
             pool = await self._gather(wanted)
             await self._bring_code()
-            spec = seated(spec, wanted, pool.there)
-        except (CannotStart, NoSeats) as error:
+            spec = placed(spec, wanted, pool.there)
+        except (CannotStart, NoSlots) as error:
             await self._dismiss()
-            if isinstance(error, NoSeats):
+            if isinstance(error, NoSlots):
                 error = CannotStart(wanted.launched_by, str(error))
             return error.failure
         if wanted.rdzv_backend and wanted.rdzv_endpoint:
@@ -281,10 +281,10 @@ class Head:
         started = await pool.forming.start(spec)
         if isinstance(started, messages.StartFailure):
             return started
-        lacks = started.lacks
-        if back := pool.word_way_back():
-            lacks += (f"{len(pool.there)} of {wanted.max_nodes} nodes have come. {back}",)
-        return replace(started, hosts=self._hosts, lacks=lacks)
+        missing = started.missing
+        if back := pool.word_rejoin_hint():
+            missing += (f"{len(pool.there)} of {wanted.max_nodes} nodes have come. {back}",)
+        return replace(started, hosts=self._hosts, missing=missing)
 
     async def _gather(self, wanted: WorldConfig) -> NodePool:
         """Start agents on the machines that are wanted, unless those that are there will do."""
@@ -330,7 +330,7 @@ class Head:
             healed = await self._resize(request, pool, spec)
         self._node_of = nodes_of(healed.spec)
         # Also where it says why it is not what was asked.
-        return replace(healed, hosts=self._hosts, way_back=pool.word_way_back())
+        return replace(healed, hosts=self._hosts, rejoin_hint=pool.word_rejoin_hint())
 
     async def _heal(self, pool: NodePool, spec: WorldSpec) -> messages.Healed:
         """Form a group of all ranks that can be, also where nodes are lost meanwhile."""
@@ -366,7 +366,7 @@ class Head:
                 size = max(full_size(pool.wanted, pool.there), size)
             await self._bring_code()
             spec = resized(before, size, keep, room_of(pool.wanted, pool.there))
-        except (NoSeats, CannotStart) as error:
+        except (NoSlots, CannotStart) as error:
             whereabouts = pool.forming.whereabouts()
             return messages.Healed(*whereabouts, before, not_scaled=str(error))
         if isinstance(request, messages.Scale):

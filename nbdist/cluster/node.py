@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from nbdist import __version__, topology
 from nbdist.config import WorldConfig
 from nbdist.errors import BadTopology
-from nbdist.topology import Seats, free_seats, reseat
+from nbdist.topology import Slots, free_slots, place_again
 from nbdist.wire.messages import (
     Ask,
     CodeFile,
@@ -142,7 +142,7 @@ class Node:
 # --- where ranks sit, and what is checked of machines before ----------------------------------
 
 
-class NoSeats(ValueError):
+class NoSlots(ValueError):
     """There are not enough of them; the message says how many there are where."""
 
 
@@ -157,12 +157,12 @@ def room_of(wanted: WorldConfig, nodes: Sequence[Node]) -> dict[int, int]:
 
 
 def _gpus(wanted: WorldConfig, node: Node) -> tuple[str, ...]:
-    """List its GPUs that are to be used; raises NoSeats where one of them is not there."""
+    """List its GPUs that are to be used; raises NoSlots where one of them is not there."""
     try:
         gpus = node.facts.gpus
         return topology.parse_gpus(wanted.gpus, gpus) if wanted.gpus else gpus
     except BadTopology as error:
-        raise NoSeats(f"{node.facts.name}: {error}") from None
+        raise NoSlots(f"{node.facts.name}: {error}") from None
 
 
 def _has_cuda(node: Node) -> bool:
@@ -170,83 +170,83 @@ def _has_cuda(node: Node) -> bool:
     return not node.facts.torch.endswith("+cpu")
 
 
-def _usable_seats(wanted: WorldConfig, nodes: Sequence[Node]) -> Seats:
-    """Return all seats that a world may have on these nodes."""
+def _usable_slots(wanted: WorldConfig, nodes: Sequence[Node]) -> Slots:
+    """Return all slots that a world may have on these nodes."""
     room = room_of(wanted, nodes)
     # A host may have room for more than it is to have: ranks of lost ones find it there.
     most = wanted.per_node if isinstance(wanted.per_node, int) else max(room.values())
     there = {node: min(room[node], most) for node in sorted(room)[: wanted.max_nodes]}
-    return tuple(free_seats(there))
+    return tuple(free_slots(there))
 
 
-def seated(spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]) -> WorldSpec:
-    """Seat the ranks of a new world on the nodes that have come; raises NoSeats."""
-    room, free = room_of(wanted, nodes), _usable_seats(wanted, nodes)
+def placed(spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]) -> WorldSpec:
+    """Place the ranks of a new world on the nodes that have come; raises NoSlots."""
+    room, free = room_of(wanted, nodes), _usable_slots(wanted, nodes)
     size = len(free) if wanted.workers is None else wanted.workers
     if size > len(free):
         there = ", ".join(f"{node.facts.name} has {room[node.number]}" for node in nodes)
-        raise NoSeats(f"{count(size, 'worker')} asked for, but room for {len(free)}: {there}")
+        raise NoSlots(f"{count(size, 'worker')} asked for, but room for {len(free)}: {there}")
     gpus = all(_gpus(wanted, node) and _has_cuda(node) for node in nodes)
     backend = spec.backend
     if wanted.backend is None:
         backend = topology.default_backend(int(gpus))
-    seats = free[:size]
+    slots = free[:size]
     if topology.uses_nccl(backend or ""):
-        _check_nccl(wanted, nodes, Counter(seat.node for seat in seats))
-    spec = replace(spec, world_size=size, seats=seats, backend=backend)
+        _check_nccl(wanted, nodes, Counter(slot.node for slot in slots))
+    spec = replace(spec, world_size=size, slots=slots, backend=backend)
     return led_by_first(spec, nodes)
 
 
 def _check_nccl(wanted: WorldConfig, nodes: Sequence[Node], ranks: Mapping[int, int]) -> None:
-    """Raise NoSeats where a node has no GPU for each of its ranks, or a torch without nccl."""
+    """Raise NoSlots where a node has no GPU for each of its ranks, or a torch without nccl."""
     for node in nodes:
         number, gpus, name = ranks.get(node.number, 0), len(_gpus(wanted, node)), node.facts.name
         if number and not _has_cuda(node):
-            raise NoSeats(f"torch {node.facts.torch} on {name} has no nccl: `--backend gloo`")
+            raise NoSlots(f"torch {node.facts.torch} on {name} has no nccl: `--backend gloo`")
         if number > gpus and not (gpus and wanted.share_gpus):
             there = f"{name} has {count(gpus, 'GPU')} for {count(number, 'rank')}"
-            raise NoSeats(f"{there}, and nccl needs one for each: `--backend gloo`")
+            raise NoSlots(f"{there}, and nccl needs one for each: `--backend gloo`")
 
 
 def led_by_first(spec: WorldSpec, nodes: Sequence[Node]) -> WorldSpec:
     """Set MASTER_ADDR to the machine of rank 0."""
-    first = next(node for node in nodes if node.number == spec.seats[0].node)
+    first = next(node for node in nodes if node.number == spec.slots[0].node)
     return replace(spec, master_addr=first.facts.address, master_port=first.facts.port)
 
 
 def without(
     spec: WorldSpec, wanted: WorldConfig, nodes: Sequence[Node]
 ) -> tuple[WorldSpec, tuple[int, ...]]:
-    """Seat the ranks of lost nodes on the others, or leave them out; return the ranks that stay.
+    """Place the ranks of lost nodes on the others, or leave them out; return the ranks that stay.
 
-    They all are seated where there is room for all, else none is; () where no node is left.
+    They all are placed where there is room for all, else none is; () where no node is left.
     """
-    lost = {seat.node for seat in spec.seats} - {node.number for node in nodes}
+    lost = {slot.node for slot in spec.slots} - {node.number for node in nodes}
     keep = tuple(range(spec.world_size))
     if not lost:
         return spec, keep
-    seats = reseat(spec.seats, lost, room_of(wanted, nodes))
-    if seats is None:
-        keep = tuple(rank for rank in keep if spec.seats[rank].node not in lost)
-        seats = tuple(spec.seats[rank] for rank in keep)
+    slots = place_again(spec.slots, lost, room_of(wanted, nodes))
+    if slots is None:
+        keep = tuple(rank for rank in keep if spec.slots[rank].node not in lost)
+        slots = tuple(spec.slots[rank] for rank in keep)
     if not keep:
         return spec, ()
-    return led_by_first(replace(spec, world_size=len(keep), seats=seats), nodes), keep
+    return led_by_first(replace(spec, world_size=len(keep), slots=slots), nodes), keep
 
 
 def full_size(wanted: WorldConfig, nodes: Sequence[Node]) -> int:
     """Count the ranks that a world is to have, as far as these nodes have room for them."""
-    there = len(_usable_seats(wanted, nodes))
+    there = len(_usable_slots(wanted, nodes))
     return there if wanted.workers is None else min(there, wanted.workers)
 
 
 def resized(spec: WorldSpec, size: int, keep: Sequence[int], room: Mapping[int, int]) -> WorldSpec:
-    """Seat the ranks that stay, in this order, and more where there is room; raises NoSeats."""
-    seats = tuple(spec.seats[rank] for rank in keep)
-    new = tuple(islice(free_seats(room, seats), size - len(seats)))
-    if len(seats) + len(new) < size:
-        raise NoSeats(f"{count(len(seats) + len(new), 'worker')} have room on these machines")
-    return replace(spec, world_size=size, seats=(*seats, *new))
+    """Place the ranks that stay, in this order, and more where there is room; raises NoSlots."""
+    slots = tuple(spec.slots[rank] for rank in keep)
+    new = tuple(islice(free_slots(room, slots), size - len(slots)))
+    if len(slots) + len(new) < size:
+        raise NoSlots(f"{count(len(slots) + len(new), 'worker')} have room on these machines")
+    return replace(spec, world_size=size, slots=(*slots, *new))
 
 
 REACHED = 16  # machines that each machine tries to reach, at most; the others try the rest

@@ -15,7 +15,7 @@ from nbdist.cluster.launcher import AgentProcess, Launched, LaunchError, find_la
 from nbdist.cluster.node import Node, NodeLost, mismatch, room_of, targets
 from nbdist.cluster.server import NodeServer, addresses, listened_at
 from nbdist.config import WorldConfig
-from nbdist.wire.messages import Leave, Silent, StartFailure
+from nbdist.wire.messages import Shutdown, Silent, StartFailure
 from nbdist.wire.node_messages import NodeHello, NodeUp, Reach
 from nbdist.wire.spec import LINK_TIMEOUT, versions_here
 from nbdist.words import count, word_exit
@@ -87,7 +87,7 @@ class NodePool:
         self.wanted = wanted
         return len(self.there) >= wanted.min_nodes and not (self._is_final and self._is_short)
 
-    def word_way_back(self) -> str:
+    def word_rejoin_hint(self) -> str:
         """Word what makes missing nodes come; "" for none, and where they do by themselves."""
         if not self._is_short:
             return ""
@@ -145,7 +145,7 @@ class NodePool:
         """Make all agents leave, and end what was started for them."""
         self._is_leaving = True
         for node in self.there:
-            node.send(Leave())
+            node.send(Shutdown())
         loop, late = asyncio.get_running_loop(), [*self._late]
         for task in late:
             task.cancel()
@@ -171,7 +171,7 @@ class NodePool:
         least = wanted.min_nodes if wanted.max_nodes and wanted.min_nodes < launched.nodes else 0
         awaited = Awaited(launched.nodes, wanted.workers, launched.invitation, least)
         end = asyncio.get_running_loop().time() + launched.arrive_timeout
-        while not awaited.have_come(room := self._room()):
+        while not awaited.are_enough(room := self._room()):
             report(launched.news() or awaited.text(room))
             self._came.clear()
             if len(self._failures) > (launched.nodes - least if least else 0):
@@ -244,7 +244,7 @@ class NodePool:
         node = Node(number, name, hello, lambda message: self.server.send(identity, message))
         if why := mismatch(name, hello, versions_here()):
             self._fail(CannotStart(name, why))
-            node.send(Leave())
+            node.send(Shutdown())
             return
         self._by_identity[identity] = node
         self.nodes[number] = node
@@ -354,7 +354,7 @@ class Awaited:
         """Return True if it can be begun without the others."""
         return 0 < self.least <= len(room) and not self.invitation
 
-    def have_come(self, room: Mapping[str, int]) -> bool:
+    def are_enough(self, room: Mapping[str, int]) -> bool:
         """Return True if these are enough; `room` is for how many workers each has it, by name."""
         if len(room) < self.nodes:
             return False
@@ -367,6 +367,6 @@ class Awaited:
         if self.invitation and self.workers is not None:
             text = f"{sum(room.values())} of {count(self.workers, 'worker')}"
         text += f": {hosts}" if hosts else ""
-        if self.invitation and not self.have_come(room):
+        if self.invitation and not self.are_enough(room):
             return f"run `{self.invitation}` on each machine · {text}"
         return text

@@ -1,7 +1,7 @@
-"""Where agents of other machines come in: one port, and nobody without this world's keys.
+"""Where agents of other machines come in: one port, which takes only this world's keys.
 
 libzmq's own threads send signs of life, so that a busy interpreter is not taken for a dead one; the
-kernel knows when the last one came.  Who was refused libzmq's monitor tells.
+kernel knows when the last one came.  libzmq's monitor tells which connections were refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Line:
     """The link to an agent, and what was said: its connection is libzmq's descriptor.
 
     That may be another's once it is closed.  For how many seconds it is lost is counted while this
-    process runs: after a pause it has not read yet who is back.
+    process runs: after a pause it has not read yet which agents are back.
     """
 
     talk: Numbered = field(default_factory=Numbered)
@@ -216,7 +216,7 @@ class NodeServer:
 
 
 OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses that nobody has (RFC 5737, RFC 3849): nothing is sent there."""
+"""Addresses of no machine (RFC 5737, RFC 3849): nothing is sent there."""
 
 
 def addresses(asked: str | None) -> tuple[str, ...]:

@@ -320,7 +320,7 @@ def own_allocation() -> None:
     stderr is a log, from which it learns the job's number.
     """
     salloc = subprocess.Popen(sys.argv[1:], env=salloc_environ(os.environ))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who sends it has ended stdin before
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its sender has ended stdin before
     ends = select.poll()
     ends.register(os.pidfd_open(salloc.pid), select.POLLIN)
     ends.register(0, 0)  # a pipe's hang-up

@@ -52,7 +52,7 @@ class KeyPair:
 
     @classmethod
     def new(cls) -> KeyPair:
-        """Make one that nobody else has."""
+        """Make a new, random one."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
@@ -229,7 +229,7 @@ LONGEST_SAYING = 1000  # milliseconds
 
 
 def what_to_say(identity: bytes, ticket: Ticket, address: str) -> bytes:
-    """Write for the guard of an agent who that is, and where the head listens."""
+    """Write for an agent's guard which agent that is, and where the head listens."""
     return identity.hex().encode() + b" " + replace(ticket, addresses=(address,)).to_line()
 
 

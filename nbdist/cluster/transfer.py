@@ -74,7 +74,7 @@ class BulkTransfers:
 
     def run(self, run: Run, nodes: Iterable[int]) -> None:
         """Send a task to these nodes once they have what the notebook still has of its memory."""
-        self.let_go(run.ranks)
+        self.release_values(run.ranks)
         lacks = {}
         for node in nodes if run.segments else ():
             there = self._there.setdefault(node, set())
@@ -207,7 +207,7 @@ class BulkTransfers:
         later = self.hold_back(held.node, Outputs(tuple(held.after)))
         self._show(Outputs((*((rank, held.task, each) for each in ended), *later.items)))
 
-    def let_go(self, ranks: Iterable[int], task: str | None = None) -> None:
+    def release_values(self, ranks: Iterable[int], task: str | None = None) -> None:
         """Release what these ranks have brought back of this task, by default of any."""
         for rank in ranks:
             if rank in self._came_from and task in (None, self._came_from[rank][0]):
@@ -217,7 +217,7 @@ class BulkTransfers:
     # --- both ways -------------------------------------------------------------------------
 
     def stop(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """End tasks of these ranks whose memory or values are under way; who has others."""
+        """End tasks of these ranks whose values are under way; return the other ranks."""
         stopped, ended = {*ranks}, set[int]()
         for run in [each.run for each in self._waiting.values()]:
             if not stopped.isdisjoint(run.ranks):

@@ -39,10 +39,10 @@ from nbdist.wire.work import Call, Source, Task, Work
 from nbdist.words import name_ranks
 from nbdist.world.calling import ask
 from nbdist.world.exchange import binding
-from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Shipped
+from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Sent
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
 from nbdist.world.result import CellResult, usage_text
-from nbdist.world.running import News, RunningTask
+from nbdist.world.running import News, TaskRun
 from nbdist.world.world import World
 
 R = TypeVar("R")
@@ -50,7 +50,7 @@ R = TypeVar("R")
 LONG_CELL = 2.0  # seconds: in the middle of a shorter one hardly anybody reloads
 
 Pack = Callable[[NameTable], Shipment]
-"""Packs the variables to send, by who has which; called before each attempt."""
+"""Packs the variables to send, by which ranks have them; called before each attempt."""
 
 
 def source_steps(
@@ -149,7 +149,7 @@ def attempt_steps(
 
 
 def outcome_of(
-    pool: Pool, world: World, running: RunningTask, display: CellDisplay
+    pool: Pool, world: World, running: TaskRun, display: CellDisplay
 ) -> CellResult[Any] | BaseException:
     """Return the result of a cell that has ended, or its error."""
     try:
@@ -187,7 +187,7 @@ def _attempt(
     display: CellDisplay,
     patience: Patience,
     setup: str,
-) -> Generator[RunningTask, float | None, RunningTask]:
+) -> Generator[TaskRun, float | None, TaskRun]:
     payload, segment = shipment.packed(display)
     task = replace(task, names=payload, stays=shipment.stays)
     try:
@@ -214,11 +214,11 @@ def _attempt(
 
 
 def follow_steps(
-    pool: Pool, world: World, running: RunningTask, display: CellDisplay | None
-) -> Generator[RunningTask, float | None, None]:
+    pool: Pool, world: World, running: TaskRun, display: CellDisplay | None
+) -> Generator[TaskRun, float | None, None]:
     """Show a task (or not) until it ends, or Stop has given control back; a step at a time.
 
-    What a rank wants typed is asked for below all that it has said, once somebody waits.
+    What a rank wants typed is asked for below all that it has said, once the cell is waited for.
     A Stop is met, wherever in a step it comes.
     """
     is_here = True  # the cell that runs is the one whose output is shown
@@ -261,9 +261,7 @@ def follow_steps(
             pool.show_late()
 
 
-def _show_news(
-    running: RunningTask, news: News, display: CellDisplay, *, is_attended: bool
-) -> None:
+def _show_news(running: TaskRun, news: News, display: CellDisplay, *, is_attended: bool) -> None:
     waits, asks = running.waits, running.prompts.text
     done, total = running.bytes_moved
     # As lines below one another there would be too many.
@@ -276,11 +274,9 @@ def _show_news(
         display.pause()
 
 
-def check_end(
-    pool: Pool, world: World, running: RunningTask, *, stopped: bool | None = None
-) -> None:
+def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | None = None) -> None:
     """Raise the one error of a cell that failed, which says what became of dead ranks."""
-    if running.unfinished and world.session.is_left():
+    if running.unfinished and world.session.outlives_kernel():
         find = f"`%dist_attach {world.session.spec.name}` in the next one finds them"
         raise Interrupted((), fate=f"the kernel ends, and the workers keep running: {find}")
     if cause := running.transcript.root_cause():
@@ -329,7 +325,7 @@ def bring(
                     show(*running.bytes_moved)
     check_end(pool, world, running)
     found = {**running.result().by_rank}
-    world.session.let_go(running)
+    world.session.release_values(running)
     return found
 
 
@@ -339,7 +335,7 @@ def bind(
     take: Task,
     work: Work,
     display: CellDisplay | None = None,
-    shipped: Mapping[str, Shipped] | None = None,
+    shipped: Mapping[str, Sent] | None = None,
 ) -> None:
     """Bind what a task brings on all its ranks, or on none; shown where there is a display."""
     machines = world.session.machines
@@ -352,13 +348,13 @@ def bind(
     check_end(pool, world, running)
 
 
-def result_of(pool: Pool, world: World, running: RunningTask) -> CellResult[Any]:
+def result_of(pool: Pool, world: World, running: TaskRun) -> CellResult[Any]:
     """Make the result of a cell: its last value on each rank, big ones brought when asked for."""
     values = last_values(world.session, running, partial(bring, pool, world))
     return replace(running.result(), by_rank=values)
 
 
-def _keep_why(pool: Pool, running: RunningTask) -> None:
+def _keep_why(pool: Pool, running: TaskRun) -> None:
     if error := running.error():
         pool.why = why_of(running, error, pool.log_files()) or pool.why
 

@@ -156,7 +156,7 @@ class Command:
         return f"{'%%' if self.kind == 'cell' else '%'}{self.name}"
 
     def short(self, name: str, option: str) -> Command:
-        """Make a magic of this name, for those who know it, that is this one with an option."""
+        """Make a magic of this name, from an earlier version, that is this one with an option."""
         how = f"`{self.shown_name} {option}`"
 
         @wraps(self.run)  # with its parser

@@ -226,7 +226,7 @@ def choices(pools: Pools, command: Command, text: str, pool: str | None) -> tupl
         ]
     else:
         owners = world.session.names.owners() if world else {}
-        names = [each for each in owners if world and not world.session.names.whence(each)]
+        names = [each for each in owners if world and not world.session.names.import_path(each)]
         if command.name in ("dist_push", "dist_scatter"):
             names = [*{**shell.user_ns}.keys() - shell.user_ns_hidden]
         found = [Candidate(each, "instance") for each in sorted(names) if each not in words]

@@ -91,7 +91,7 @@ class PanelDisplay:
         self._draw_live(transcript, time.monotonic(), asks, turn=turn)
 
     def typed(self) -> None:
-        """Go on after somebody has typed something there."""
+        """Go on after input was typed there."""
         # A page leaves there what was typed, which the panel says too: it goes on below that.
         self._above = self._id
         self._begin()
@@ -135,7 +135,7 @@ class PanelDisplay:
     again = end
 
     def pause(self) -> None:
-        """Leave room for others, who write next: a panel is in nobody's way."""
+        """Leave room for other output below it."""
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         """Show what a rank has printed after the end, if it can change."""

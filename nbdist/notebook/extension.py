@@ -289,7 +289,7 @@ def hint_of(pool: Pool, name: str) -> str:
     ranks = world.session.names.ranks_with(name)
     if ranks:
         lives = f"`{name}` is on {name_ranks(ranks)}: {begin}"
-        if world.session.names.whence(name):
+        if world.session.names.import_path(name):
             return f"{lives}, or import it here too"
         return f"{lives}, or `%dist_gather{of_pool} {name}`"
     if name in WORKERS_MODULES:

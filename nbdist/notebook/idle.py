@@ -119,7 +119,7 @@ CELLS_KEPT = 20  # cells whose displays can still change
 MOST_CHARACTERS = 300  # of what one rank has said, where it cannot be shown under its cell
 
 
-class Ended:
+class FinishedCells:
     """The cells that have ended, newest last, with the displays that they have."""
 
     def __init__(self) -> None:

@@ -24,9 +24,9 @@ from nbdist.output.wording import ranks_text, seconds_text
 from nbdist.words import one_line
 from nbdist.world.recovery import TICK
 from nbdist.world.result import CellResult, raised
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 
-Steps: TypeAlias = Generator[RunningTask, float | None, CellResult[Any] | BaseException]
+Steps: TypeAlias = Generator[TaskRun, float | None, CellResult[Any] | BaseException]
 """A cell on its way: what is sent to it is how long its next step may take, as in `Following`.
 
 It leads to the result of the cell, or to what the cell raises.
@@ -37,7 +37,7 @@ LONGEST_LOOK = 2.0
 """Seconds in which `done` takes in what there is: ranks can write faster than it is shown."""
 
 AT_ONCE = 0.05  # seconds within which more comes, where there is more
-AWAITED_EVERY = 0.05  # seconds between two looks of who awaits it
+AWAITED_EVERY = 0.05  # seconds between two looks of code that awaits it
 
 
 class Job:
@@ -56,7 +56,7 @@ class Job:
     raises, `wait` and `result` raise.  `running` is the task, or the last attempt at it.
     """
 
-    def __init__(self, steps: Steps, running: RunningTask, name: str, place: CellPlace) -> None:
+    def __init__(self, steps: Steps, running: TaskRun, name: str, place: CellPlace) -> None:
         """Take over the steps of a cell after the first, which has sent it."""
         self._steps = steps
         self.running = running
@@ -204,7 +204,7 @@ class Job:
         return not (self.has_ended or self._is_stepping) and is_main_thread()
 
     def take_unheard(self) -> str:
-        """Say once that it failed, where nobody has waited for it; else ""."""
+        """Say once that it failed, if `wait()` did not tell; else ""."""
         is_heard, self._was_waited_for = self._was_waited_for, True
         if is_heard or not isinstance(self._error, WorkerError | CellTimeout):
             return ""

@@ -213,7 +213,7 @@ def flags_of(magic: Magic) -> dict[str, argparse.Action]:
     return {flag: each for each in arguments_of(magic) for flag in each.option_strings}
 
 
-# --- what people type who come from elsewhere, or in haste ------------------------------------
+# --- what users of other tools type, or in haste ------------------------------------
 
 SAME = {
     "--nproc-per-node": "-n",  # torchrun

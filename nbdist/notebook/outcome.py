@@ -35,7 +35,7 @@ from nbdist.wire.ops import Brought
 from nbdist.wire.work import Call, Task
 from nbdist.words import one_line, size_text
 from nbdist.world.names import list_names
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot
 
@@ -96,7 +96,7 @@ class Elsewhere(str):
 
 
 def last_values(
-    session: Session, running: RunningTask, bring: Callable[[Task], Mapping[int, Brought]]
+    session: Session, running: TaskRun, bring: Callable[[Task], Mapping[int, Brought]]
 ) -> LastValues:
     """Read those that came along with the end of a cell; `bring` runs a task for the others."""
     values: dict[int, Any] = {}
@@ -119,7 +119,7 @@ def last_values(
 
 def _brought(
     session: Session,
-    running: RunningTask,
+    running: TaskRun,
     bring: Callable[[Task], Mapping[int, Brought]],
     unread: Mapping[int, str],
     ranks: tuple[int, ...],
@@ -127,7 +127,7 @@ def _brought(
     if problem := next((unread[rank] for rank in ranks if rank in unread), ""):
         raise ValueLost((rank for rank in ranks if unread.get(rank) == problem), problem)
     pids = session.pids
-    if new := [rank for rank in ranks if pids.get(rank) != running.crew.pids.get(rank)]:
+    if new := [rank for rank in ranks if pids.get(rank) != running.members.pids.get(rank)]:
         raise ValueLost(new, "is gone with its worker")
     task = session.task(Call("values.last_value", {"of": running.task.id}), ranks=ranks)
     found = bring(task)
@@ -170,7 +170,7 @@ class Why:
         return Shown(panel(line(bold(self.title)), box), text)
 
 
-def why_of(running: RunningTask, error: NbdistError, logs: Mapping[int, str]) -> Why | None:
+def why_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why | None:
     """Find why a cell failed; None where no rank did."""
     if isinstance(error, AgentLost):
         return Why(f"{_clock(time.time())} · {error}")

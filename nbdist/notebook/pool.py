@@ -15,7 +15,7 @@ from nbdist.errors import ForkedProcess, Interrupted, UsageError
 from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode
 from nbdist.notebook.display import CellDisplay, has_panels, make_display
 from nbdist.notebook.free_names import Gathered, assigned_in, names_bound
-from nbdist.notebook.idle import Ended, IdleStop, IdleWatch, is_in_subshell
+from nbdist.notebook.idle import FinishedCells, IdleStop, IdleWatch, is_in_subshell
 from nbdist.notebook.jobs import Job
 from nbdist.notebook.options import NbDist, check_same, given
 from nbdist.notebook.outcome import Routine, Why, idle_end, why_died
@@ -25,7 +25,7 @@ from nbdist.words import count, name_ranks
 from nbdist.world.link import Link
 from nbdist.world.names import list_names
 from nbdist.world.recovery import healing_text, scaled_text
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
 from nbdist.world.states import Machines, State, size_text
@@ -46,8 +46,8 @@ class Pool:
         self.gathered = pools.gathered
         self.name = name
         self.world: World | None = None
-        self.last: RunningTask | None = None
-        self.ended = Ended()
+        self.last: TaskRun | None = None
+        self.ended = FinishedCells()
         self.why: Why | None = None
         self.failed: tuple[float, int, RankError] | None = None
         self.routine = Routine()
@@ -240,7 +240,7 @@ class Pool:
                 display.wait_for(text)
         except KeyboardInterrupt:
             raise Interrupted(()) from None
-        for text in world.session.lacks:
+        for text in world.session.missing:
             display.note(text.rstrip("."))
         self._started(world)
 
@@ -310,9 +310,9 @@ class Pool:
         if not world.session.is_idle:
             return
         machines, dead = world.session.machines, dict(world.session.dead)
-        came = list_names(world.session.have_come)
+        came = list_names(world.session.joined)
         world.session.heal()
-        if came and not world.session.have_come:
+        if came and not world.session.joined:
             display.note(f"{came} came · {scaled_text(world.session)}")
             self.shown_size = world.size
         dead = {rank: died for rank, died in dead.items() if rank not in world.session.dead}
@@ -452,7 +452,7 @@ class Pools:
         """
         for pool in self:
             if pool.world is not None:
-                pool.world.session.leaving.set()
+                pool.world.session.kernel_exiting.set()
         return original(*args, **kwargs)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Which names of the notebook go with a cell, and their values, packed.
 
-Who owns a name is in `NameTable`, what has changed and what belongs together in `_Plan`.
+Which process owns a name is in `NameTable`, what has changed and what belongs together in `_Plan`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nbdist.world.names import (
     WORKERS_MODULES,
     WORKERS_OWN,
     NameTable,
-    Shipped,
+    Sent,
     check_are_free,
     list_names,
 )
@@ -60,7 +60,7 @@ class Shipment:
     notices: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     frames: Sequence[Buffer] = ()
-    records: Mapping[str, Shipped] = field(default_factory=dict)
+    records: Mapping[str, Sent] = field(default_factory=dict)
     replaces: Mapping[str, frozenset[int]] = field(default_factory=dict)
     stays: Mapping[int, frozenset[str]] = field(default_factory=dict)
     big: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ class _Look:
     """How a name is now."""
 
     value: Any
-    record: Shipped
+    record: Sent
     changed: bool
     pickled: Pickled | None = None
     is_theirs: bool = False  # the ranks have changed it in place: it is not sent
@@ -258,7 +258,7 @@ class _Plan:
         value, last = self._names[name], self._table.record(name)
         pickled = None
         if is_atomic(value):
-            record = Shipped(atomic_version(value), Identity(value))
+            record = Sent(atomic_version(value), Identity(value))
         elif isinstance(value, types.ModuleType):
             record = self._record_of_module(name, value, last)
         elif (
@@ -280,14 +280,12 @@ class _Plan:
             )
         return _Look(value, record, self._is_setup or not has_it, pickled)
 
-    def _record_of_module(
-        self, name: str, module: types.ModuleType, last: Shipped | None
-    ) -> Shipped:
+    def _record_of_module(self, name: str, module: types.ModuleType, last: Sent | None) -> Sent:
         submodules = self._submodules(name, module)
         match last.version if last else None:
             case ("module", known, frozenset(before)) if known == module.__name__:
                 submodules |= before
-        return Shipped(("module", module.__name__, submodules), Identity(module))
+        return Sent(("module", module.__name__, submodules), Identity(module))
 
     def _submodules(self, name: str, module: types.ModuleType) -> frozenset[str]:
         """Return modules that the cell reaches through this one: `xml` alone has no `xml.dom`."""
@@ -507,7 +505,7 @@ class _Plan:
         return heaviest if size >= BIG // 2 else ""
 
 
-def _record_of(value: Any, pickled: Pickled) -> Shipped:
+def _record_of(value: Any, pickled: Pickled) -> Sent:
     identity = Identity(value)
     # The buffers are looked at in place; what is in the pickle itself has to be pickled.
     too_big = memoryview(pickled.frames[0]).nbytes > PICKLE_LIMIT
@@ -515,7 +513,7 @@ def _record_of(value: Any, pickled: Pickled) -> Shipped:
     holds_objects = not isinstance(value, type)  # which another name may share
     if isinstance(value, types.FunctionType):
         holds_objects = value.__closure__ is not None or value.__defaults__ is not None
-    return Shipped(version, identity, pickled.needs, holds_objects, size=pickled.size)
+    return Sent(version, identity, pickled.needs, holds_objects, size=pickled.size)
 
 
 # --- how a value looked when it was last shipped, to find whether it has changed ------------------

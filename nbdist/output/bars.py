@@ -28,7 +28,7 @@ from nbdist.words import aligned, format_ranks, name_ranks
 
 MOST_ROWS, SLOWEST_ROWS = 16, 6
 _LOOK_BACK = 24
-"""Lines below an unfinished bar, after which nobody waits for it any more."""
+"""Lines below an unfinished bar, after which it counts as left."""
 
 _MOST_AROUND, _MOST_BESIDE = 3, 4
 _LONGEST_NAME = 40

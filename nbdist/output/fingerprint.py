@@ -96,7 +96,7 @@ def key_of(text: str) -> Key:
 
 
 WITHOUT_REFERENCES = 2
-"""The version of marshal's format in which equal JSON is equal bytes, whoever has made it."""
+"""The version of marshal's format in which equal JSON is equal bytes, on every rank."""
 
 
 def content_key(data: MimeBundle) -> bytes:
@@ -200,7 +200,7 @@ class Bar(NamedTuple):
 
     @property
     def amount(self) -> str:
-        """How much is done: `315/500`, or `315` where nobody knows of how many."""
+        """How much is done: `315/500`, or `315` where the total is unknown."""
         return f"{self.done}/{self.total}" if self.total else self.done
 
     @property

@@ -97,7 +97,7 @@ class Row(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A cell's output: who, how long and how; blocks, then rows, then what stands back.
+    """A cell's output: which ranks, how long and how; blocks, then rows, then what stands back.
 
     `squares` are numbered, for ranks or runs of ranks where there are many; the ranks of `more`
     have no block and no row; `rest` are blocks behind one line; `bars` come after the blocks of

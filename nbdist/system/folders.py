@@ -274,9 +274,9 @@ class RuntimeFolder:
     def close(self) -> None:
         """Remove it, which an agent that was killed could not, and let go of it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Leave it to the agents that use it."""
         os.close(self._claim)
 
@@ -297,7 +297,7 @@ class JoinedFolder:
         (self.path / self.socket).unlink(missing_ok=True)
         os.close(self._claim)
 
-    let_go = close
+    release = close
 
 
 def problem_of(parent: Path) -> str:

@@ -100,7 +100,7 @@ NONE = (
 )
 
 MADE_UP = re.compile(r"\d{8}-\d{6}-\d+|world|")
-"""Names of worlds that nobody has given one."""
+"""Names that nbdist gives worlds without `--name`."""
 
 Before = dict[tuple[str, int], tuple[float, float]]
 """When each process was looked at last, by its host and number, and its seconds by then."""

@@ -132,7 +132,7 @@ class Comparison:
                 self.distances.setdefault(path, {})[rank] = distance
 
     def head(self, differing: int) -> str:
-        """Say how much there is, and who agrees: `model: 6 parts, 1.2 MiB · ranks 0-3 agree`."""
+        """Write how much there is, and which agree: `model: 6 parts, 1.2 MiB · ranks 0-3 agree`."""
         have = self.have
         parts = self.looked[have[0]].parts.values()
         size = sum(part.size for part in parts)

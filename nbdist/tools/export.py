@@ -41,7 +41,7 @@ from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.values.unpicklable import PICKLING_ERRORS
 from nbdist.words import count, one_line, size_text
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, list_names
-from nbdist.world.past import Past, PastTask, Sent
+from nbdist.world.past import Past, PastTask, SentName
 from nbdist.world.spec import given_environ
 
 if TYPE_CHECKING:
@@ -335,7 +335,9 @@ class Composer:
                     self._lost.append(f"`{name}` is used and not there")
             there |= names_used(text) | names_bound(text)
 
-    def _give(self, name: str, section: _Section, sent: Mapping[str, Sent], seen: set[str]) -> None:
+    def _give(
+        self, name: str, section: _Section, sent: Mapping[str, SentName], seen: set[str]
+    ) -> None:
         """Write a variable before a cell, and before it those that it needs.
 
         As it was when it was sent if that is known.  A set-up cell has brought variables to new

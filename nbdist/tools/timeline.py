@@ -58,7 +58,7 @@ def dist_timeline(line: Line) -> Shown | str:
 
 
 def headline(found: Timeline) -> str:
-    """Say how long it took, and who kept the others waiting."""
+    """Say how long it took, and which rank kept the others waiting."""
     met = count(found.met, "collective")
     if not found.is_recorded:
         met = "which rank came last is not recorded before torch 2.11"

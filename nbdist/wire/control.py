@@ -126,7 +126,7 @@ class Check:
     """What do torch and IPython lack?  Answered by a sentence for each thing."""
 
 
-class LetGo(NamedTuple):
+class ReleaseValues(NamedTuple):
     """Keep no longer what this task brought back: it has been read."""
 
     task_id: str
@@ -157,7 +157,7 @@ class Resize(NamedTuple):
 
 
 Look = Locate | Trace | LastCollective | ListGroups | Check | Question
-Request = Look | LetGo | Abort | Regroup | Resize
+Request = Look | ReleaseValues | Abort | Regroup | Resize
 
 
 @dataclass(frozen=True, slots=True)

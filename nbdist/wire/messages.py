@@ -153,13 +153,13 @@ Request = Look | Change | GetCode | PutCode
 class WorldStarted:
     """All ranks are up and share a group; `logs` are their log folders ("" for none).
 
-    `lacks` says what their libraries lack, a sentence each.  Of several machines `hosts` has that
+    `missing` says what their libraries lack, a sentence each.  Of several machines `hosts` has that
     of each rank.  `spec` is what the world became; a part of one has none.
     """
 
     pids: Mapping[int, int]
     logs: Mapping[int, str]
-    lacks: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     hosts: Mapping[int, str] = field(default_factory=dict)
     spec: WorldSpec | None = None
 
@@ -180,7 +180,7 @@ class Healed:
     """All ranks share a group again; `problem` says why they do not, "" when they do.
 
     `spec` is what the world became; `not_scaled` says why it has as many ranks as before.  `hosts`
-    are as in `WorldStarted`; `way_back` brings back lost machines.
+    are as in `WorldStarted`; `rejoin_hint` brings back lost machines.
     """
 
     pids: Mapping[int, int]
@@ -189,7 +189,7 @@ class Healed:
     problem: str = ""
     not_scaled: str = ""
     hosts: Mapping[int, str] = field(default_factory=dict)
-    way_back: str = ""
+    rejoin_hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,14 +250,14 @@ class Spare(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class LetGo(NamedTuple):
+class ReleaseValues(NamedTuple):
     """Notebook to agent: what these ranks sent back of a task has been read."""
 
     task_id: str
     ranks: tuple[int, ...]
 
 
-class Enter(NamedTuple):
+class SendInput(NamedTuple):
     """Notebook to agent: pass on to this rank what was typed for it."""
 
     rank: int
@@ -288,7 +288,7 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Shutdown:
     """Notebook to agent: end everything and go."""
 
 
@@ -306,7 +306,7 @@ class Attached:
 
     `run` is the task that no notebook has seen to its end, None for none; it was sent at
     `started`, monotonic, and ranks ended it at `ended`.  `bound` has by rank the names that
-    tasks have bound, with what they imported; `dead` are ranks that nobody has replaced.
+    tasks have bound, with what they imported; `dead` are ranks that were not replaced.
     Unless `is_whole` the group has to be formed anew; machines that `came` could have ranks.
     Calls are numbered from `next_call` on, `forgotten` counts tasks that have ended before,
     `since` is when the notebook before was gone.  Its agent keeps it up to date.
@@ -318,7 +318,7 @@ class Attached:
     logs: Mapping[int, str] = field(default_factory=dict)
     hosts: Mapping[int, str] = field(default_factory=dict)
     came: tuple[str, ...] = ()
-    lacks: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     is_whole: bool = True
     dead: dict[int, Died] = field(default_factory=dict)
     bound: dict[int, dict[str, str | None]] = field(default_factory=dict)
@@ -361,7 +361,7 @@ class Used:
 
 
 @dataclass(frozen=True, slots=True)
-class Came:
+class NodeJoined:
     """Agent to notebook: this machine has come, and there could be more ranks: `Grow`."""
 
     host: str
@@ -388,6 +388,6 @@ class Outputs(NamedTuple):
     items: tuple[tuple[int, str, Output], ...]
 
 
-OfRanks = Locate | Abort | Interrupt | Spare | LetGo
-Down = Ask[Request] | Run | OfRanks | Enter | ToWidget | Remember | Received | Leave
-Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | Came | Silent
+OfRanks = Locate | Abort | Interrupt | Spare | ReleaseValues
+Down = Ask[Request] | Run | OfRanks | SendInput | ToWidget | Remember | Received | Shutdown
+Up = Hello | Attached | Answer | Outputs | Located | Aborted | Starting | Used | NodeJoined | Silent

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from nbdist.topology import Seats
+from nbdist.topology import Slots
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import HeldGroups
 from nbdist.wire.frames import pack, unpack
@@ -49,12 +49,12 @@ class Formed(NamedTuple):
     problem: str = ""
 
 
-def processes(pids: Mapping[int, int], seats: Seats) -> Processes:
+def processes(pids: Mapping[int, int], slots: Slots) -> Processes:
     """Say which process each rank is: on several machines two can have one number."""
-    return {rank: (seats[rank].node if seats else 0, pid) for rank, pid in pids.items()}
+    return {rank: (slots[rank].node if slots else 0, pid) for rank, pid in pids.items()}
 
 
-# --- who comes ------------------------------------------------------------------------------
+# --- nodes that join ------------------------------------------------------------------------------
 
 
 class NodeFacts(NamedTuple):

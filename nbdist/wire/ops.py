@@ -242,7 +242,7 @@ class Mesh:
 class Written(NamedTuple):
     """A rank's file of a snapshot, or a `problem`; restoring it needs the `meshes`.
 
-    It has `names` and what goes along (`also`); what was `left_out`, and why; who wrote it.
+    It has `names` and what goes along (`also`); what was `left_out`; the writer's `versions`.
     """
 
     problem: str = ""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from nbdist.config import WorldConfig
 from nbdist.errors import UsageError
 from nbdist.system.processes import MODULE
-from nbdist.topology import Seat, Seats, is_slice, uses_nccl
+from nbdist.topology import Slot, Slots, is_slice, uses_nccl
 
 Versions = Mapping[str, str]
 """By what it is the version of; "" where it is not there."""
@@ -75,7 +75,7 @@ class WorldSpec:
 
     `environ` is the notebook's whole environment, on other machines what was asked for: with
     secrets.  `threads` is how many each rank may use for one operation; `backend` is None for no
-    process group.  `seats` has where each rank sits, () on one node, `room` for how many each
+    process group.  `slots` has where each rank sits, () on one node, `room` for how many each
     simulated node has room; `node` is the one that this spec is for, with its own `gpus`, None on
     one machine, whose nodes are simulated.  `log_limit` is bytes for each stream of a rank, 0 for
     no limit.  `sys_path` and `argv` are the notebook's; with `own_path` the interpreter's own path
@@ -95,7 +95,7 @@ class WorldSpec:
     python: str
     gpus: tuple[str, ...] = ()
     log_limit: int = 0
-    seats: Seats = ()
+    slots: Slots = ()
     room: tuple[int, ...] = ()
     node: int | None = None
     own_path: bool = False
@@ -125,13 +125,13 @@ class WorldSpec:
     @property
     def nodes(self) -> list[int]:
         """The node of each rank."""
-        return [each.node for each in self.seats] or [0] * self.world_size
+        return [each.node for each in self.slots] or [0] * self.world_size
 
-    def seat(self, rank: int) -> Seat:
-        """Return a rank's seat; as torchrun does it counts nodes that have ranks, without a gap."""
-        node, local_rank = self.seats[rank] if self.seats else (0, rank)
+    def slot(self, rank: int) -> Slot:
+        """Return a rank's slot; as torchrun does it counts nodes that have ranks, without a gap."""
+        node, local_rank = self.slots[rank] if self.slots else (0, rank)
         there = sorted({*self.nodes})
-        return Seat(local_rank, self.nodes.count(node), there.index(node), len(there))
+        return Slot(local_rank, self.nodes.count(node), there.index(node), len(there))
 
     @property
     def here(self) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ class WorldSpec:
             node = nodes[rank]
             first, here = sum(each < node for each in nodes), min(nodes.count(node), len(gpus))
             gpus = tuple(gpus[(first + each) % len(gpus)] for each in range(here))
-        own = self.seat(rank).local_rank % max(1, len(gpus))
+        own = self.slot(rank).local_rank % max(1, len(gpus))
         return gpus[own : own + 1] if any(map(is_slice, gpus)) else gpus
 
 
@@ -159,7 +159,7 @@ class WorkerStart:
 
     `token` marks the escape sequences for its agent in its stdout.  The ranks of this machine find
     one another through the file `store_path`, or those of all machines through `store_socket`.
-    The names of `over_file` begin with `over_path`.  With `joins` a worker is replaced or added,
+    Names of a `cancel_file` begin with `cancel_path`.  With `joins` a worker is replaced or added,
     and joins these groups, the ranks of each by name, besides the world's own.  `gpus` are those
     that it sees; `sized_in` is the generation in which the world's group got its size.
     """
@@ -169,7 +169,7 @@ class WorkerStart:
     connection_file: str
     token: str
     store_path: str
-    over_path: str
+    cancel_path: str
     generation: int
     environ: Mapping[str, str]
     joins: Mapping[str, tuple[int, ...]] | None = None
@@ -180,7 +180,7 @@ class WorkerStart:
     @property
     def local_rank(self) -> int:
         """Its number among the ranks of its node."""
-        return self.world.seat(self.rank).local_rank
+        return self.world.slot(self.rank).local_rank
 
     @property
     def device(self) -> str:
@@ -219,7 +219,7 @@ class WorkerStart:
         return self.connection_file.removesuffix(".json") + ".tasks"
 
 
-def over_file(path: str | Path, generation: int) -> Path:
+def cancel_file(path: str | Path, generation: int) -> Path:
     """Name the file that is there once forming this generation has been called off."""
     return Path(f"{path}.over{generation}")
 
@@ -357,7 +357,7 @@ def torchrun_variables(
     and Lightning read them; a test compares them with a real torchrun's.  There is no
     TORCHELASTIC_SIGNALS_TO_HANDLE, which is for torchrun's own process.
     """
-    seat, size = spec.seat(rank), str(spec.world_size)
+    slot, size = spec.slot(rank), str(spec.world_size)
     gpus = spec.gpus_of(rank)
     unless_set = {
         # gloo would ask the host's name for an address, and listen on that one.
@@ -373,11 +373,11 @@ def torchrun_variables(
         unless_set |= {"NCCL_SOCKET_IFNAME": f"={spec.interface}", **WITH_NCCL}
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(seat.local_rank),
+        "LOCAL_RANK": str(slot.local_rank),
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": str(seat.local_world_size),
-        "GROUP_RANK": str(seat.node),
-        "GROUP_WORLD_SIZE": str(seat.nodes),
+        "LOCAL_WORLD_SIZE": str(slot.local_world_size),
+        "GROUP_RANK": str(slot.node),
+        "GROUP_WORLD_SIZE": str(slot.nodes),
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": spec.config.pool,

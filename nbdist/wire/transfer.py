@@ -6,16 +6,16 @@ they have kept, and each takes the next number alone.
 
 Head and agents carry shared memory over their link, once for all ranks of a node, into segments of
 their own, and pass on what refers to it with the `SegmentRef` that is good there
-(`nbdist.values.payload.moved`).  Who lacks a segment asks for it, a piece at a time (`Receiving`);
-who is asked reads the piece, and remembers nothing (`piece_of`).
+(`nbdist.values.payload.moved`).  A process without a segment asks for it, a piece at a time
+(`Receiving`); the other reads the piece, and remembers nothing (`piece_of`).
 
 How long a segment is kept:
 
 - What goes down is on a node for as long as the notebook has it open; the head looks after that
   (`nbdist.values.payload.is_there`), and says `Drop`.
-- What comes up stays until the notebook has read it (`LetGo`), the rank gets its next task, or the
-  world ends.
-- What is under way is dropped with its link, and where nobody waits for it any more.
+- What comes up stays until the notebook has read it (`ReleaseValues`), the rank gets its next task,
+  or the world ends.
+- What is under way is dropped with its link, and where nothing waits for it any more.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Kind(Enum):
     MESSAGE = b"m"
     BEAT = b"b"
     AGAIN = b"a"
-    """This is a new connection of who was here before."""
+    """This is a new connection of an agent that was here before."""
     ENDED = b"e"
     """The agent of this identity has ended, which follows; to one: it has been given up."""
 
@@ -245,7 +245,7 @@ class Receiving:
         }
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Let go of these, whole or not; whoever has mapped one keeps that."""
+        """Let go of these, whole or not; a process that has mapped one keeps that."""
         for path in paths:
             if coming := self._coming.get(path):
                 self._end(coming)

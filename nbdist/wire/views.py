@@ -134,7 +134,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's memory in bytes, of all who use it, and per cent of the time that it is at work."""
+    """A GPU's memory in bytes, of all processes, and per cent of the time that it is at work."""
 
     used: int
     total: int
@@ -454,7 +454,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Somebody has the world, or nobody can have it now; `why` says it in a sentence."""
+    """Another notebook has the world, or none can have it now; `why` says it in a sentence."""
 
     why: str
 

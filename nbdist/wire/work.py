@@ -158,7 +158,7 @@ def task_from(frame: bytes) -> Task:
 
 
 class InputReply(NamedTuple):
-    """What was typed for this `InputRequest`, None for the end of input; or why nobody can type."""
+    """What was typed for this `InputRequest`, None for the end of input; or why there is none."""
 
     number: int
     text: str | None = None

@@ -68,7 +68,7 @@ class ControlThread:
     async def _abort(
         self, request: control.Request, send: Callable[[control.Answer], None]
     ) -> None:
-        """Abort, for which nccl can take seconds: who asks where this rank is does not wait."""
+        """Abort, for which nccl can take seconds; questions where this rank is do not wait."""
         if self._aborting is None or self._aborting.done():
             loop = asyncio.get_running_loop()
             self._aborting = loop.run_in_executor(None, self._tried, request)
@@ -130,8 +130,8 @@ class ControlThread:
                 return self._complete(code, cursor)
             case Inspect(code, cursor, detail):
                 return self._describe(code, cursor, detail)
-            case control.LetGo(task_id):
-                self._kernel.namespace.let_go(task_id)
+            case control.ReleaseValues(task_id):
+                self._kernel.namespace.release_values(task_id)
             case control.Abort() if group is not None:
                 if probe.waits_for_nccl:
                     # What waited for an aborted collective goes on, with results of no meaning:

@@ -81,7 +81,7 @@ class Namespace:
         """
         # What the last task brought back has been read by now.
         for task_id in list(self._lent):
-            self.let_go(task_id)
+            self.release_values(task_id)
         if payload is not None:
             kept = self._names.keys() & {*stays}
             values = {name: each for name, each in self.open(payload).items() if name not in kept}
@@ -99,7 +99,7 @@ class Namespace:
             ) from error
 
     def take(self, values: dict[str, Any], task_id: str) -> None:
-        """Keep what came with this task for `bind_taken`, until `let_go` or the next `take`."""
+        """Keep what came with this task for `bind_taken`, until its release or the next `take`."""
         self._taken = {task_id: values}
 
     def bind_taken(self) -> frozenset[str]:
@@ -110,10 +110,10 @@ class Namespace:
         self._names.update(values)
         return frozenset(values)
 
-    def let_go(self, task_id: str) -> None:
+    def release_values(self, task_id: str) -> None:
         """Release what this task took, sent back or has kept; also on the control thread."""
         self._taken.pop(task_id, None)
-        self.last_values.let_go(task_id)
+        self.last_values.release_values(task_id)
         for segment in self._lent.pop(task_id, ()):
             segment.close()
 
@@ -141,7 +141,7 @@ class Namespace:
     def imported(self, names: Iterable[str]) -> dict[str, str]:
         """Return those that are modules, or functions and classes of modules, and whose."""
         found = ((name, _whence(self._names.get(name))) for name in names)
-        return {name: whence for name, whence in found if whence is not None}
+        return {name: import_path for name, import_path in found if import_path is not None}
 
     def kinds(self, names: Iterable[str]) -> dict[str, int]:
         """Return which of these are modules, optimizers or tensors."""
@@ -164,16 +164,16 @@ class Namespace:
         What cannot be imported any more is said on stderr: the cell may do without.
         """
         bound = set()
-        for name, whence in imports.items():
-            if name in self._names or not whence:
+        for name, import_path in imports.items():
+            if name in self._names or not import_path:
                 continue
-            module, _, path = whence.partition(":")
+            module, _, path = import_path.partition(":")
             try:
                 found = import_module(module)
                 self._names[name] = attrgetter(path)(found) if path else found
             except Exception as error:  # noqa: BLE001 (a module can raise anything)
                 said = f"{type(error).__name__}: {error}"
-                sys.stderr.write(f"`{name}` could not be imported again ({whence}): {said}\n")
+                sys.stderr.write(f"`{name}` could not be imported again ({import_path}): {said}\n")
                 continue
             bound.add(name)
         return frozenset(bound)
@@ -181,7 +181,7 @@ class Namespace:
     def fetch(self, expressions: Sequence[str], task_id: str) -> Payload:
         """Pack the values of names, or expressions; CUDA tensors come from the CPU.
 
-        A big payload is memory of this process until `let_go`, or its next cell.
+        A big payload is memory of this process until `release_values`, or its next cell.
         """
         values = {}
         for expression in expressions:
@@ -211,7 +211,7 @@ class Namespace:
             raise VariableError(f"{part} ({kind}) cannot be sent back: {why}.") from error
 
     def lend(self, value: Any, task_id: str, home: Homeward | None = None) -> Payload:
-        """Pack a value; what is too big for a message stays in memory, until `let_go`.
+        """Pack a value; what is too big for a message stays in memory, until `release_values`.
 
         `home` takes apart what is of the ranks' group, which cannot be pickled without.
         """

@@ -75,7 +75,7 @@ class Probe:
             begun=self._begun(counts) if operation or is_idle else (),
             has_help=bool(operation) and self._has_help(frames),
             is_cleaning_up=handles_stop(self._ident),
-            # Who is in the next one of the same name has moved on.
+            # A rank in the next one of the same name has moved on.
             counts={**begun, "nccl": nccl.number} if self.uses_nccl else begun,
             moved=moved,
             in_flight=in_flight,

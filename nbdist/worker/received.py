@@ -229,15 +229,15 @@ class KeptValues:
             if isinstance(each, Segment):
                 count, size = count + 1, size + sum(each.ref.sizes)
                 if count > 1 and (count > MOST or size > MOST_BYTES):
-                    self.let_go(of)
+                    self.release_values(of)
         while len(self._kept) > 16 * MOST:
-            self.let_go(next(iter(self._kept)))
+            self.release_values(next(iter(self._kept)))
 
     def find(self, task_id: str) -> Segment | str:
         """Return one, to be read before it is let go; or why it cannot be had."""
         return self._kept.get(task_id, REPLACED)
 
-    def let_go(self, task_id: str) -> None:
+    def release_values(self, task_id: str) -> None:
         """Release a value that has been read."""
         if isinstance(found := self._kept.pop(task_id, None), Segment):
             found.close()

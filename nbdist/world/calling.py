@@ -29,7 +29,7 @@ from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in
 from nbdist.wire.work import Call, Kind, Script, Task
 from nbdist.world.names import WORKERS_OWN
 from nbdist.world.result import CellResult, raised
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.session import Session
 from nbdist.world.workers import MovingLine
 
@@ -115,7 +115,7 @@ def _find_executable(name: str) -> tuple[str, str]:
     raise UsageError(f"`--no-python {name}`: it is not executable. `!chmod +x {name}`")
 
 
-def ask(session: Session, running: RunningTask, rank: int) -> None:
+def ask(session: Session, running: TaskRun, rank: int) -> None:
     """Ask the user for the input of this rank and send it; an error where there is no input."""
     request, prompt = running.prompts[rank], running.prompts.prompt(rank)
     while True:
@@ -157,7 +157,7 @@ def run(session: Session, task: Task, most: int = 0) -> CellResult[Any]:
     return outcome(session, map(session.submit, session.attempts(task, most)))
 
 
-def outcome(session: Session, attempts: Iterable[RunningTask]) -> CellResult[Any]:
+def outcome(session: Session, attempts: Iterable[TaskRun]) -> CellResult[Any]:
     """Wait for each attempt; raises the last one's error, with the first traceback of it.
 
     With the config's `show` output goes to stdout line by line: `[0-1] epoch 3`.  Raises
@@ -171,11 +171,11 @@ def outcome(session: Session, attempts: Iterable[RunningTask]) -> CellResult[Any
         error.show(f"rank {error.rank}:", *_rank_lines(running.transcript[error.rank].error))
         raise raised(error) from None
     result = running.result()
-    session.let_go(running)
+    session.release_values(running)
     return result
 
 
-def _follow(session: Session, running: RunningTask) -> None:
+def _follow(session: Session, running: TaskRun) -> None:
     """Print what ranks print until all have finished, and answer what they ask."""
     lines, bars = PlainLines(running.task.ranks), MovingLine(sys.stdout)
     for news in session.follow(running, answers=True):

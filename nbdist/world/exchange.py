@@ -24,9 +24,9 @@ from nbdist.wire.spec import difference, versions_here
 from nbdist.wire.work import Call, Task, Work
 from nbdist.words import count, did_you_mean, format_ranks, name_ranks, one_line
 from nbdist.world import recovery
-from nbdist.world.names import WORKERS_OWN, Shipped, check_are_free
+from nbdist.world.names import WORKERS_OWN, Sent, check_are_free
 from nbdist.world.parts import Joining, join, length_of, split, unit_of
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore
 
@@ -132,8 +132,8 @@ def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> 
 
 
 def binding(
-    session: Session, take: Task, work: Work, shipped: Mapping[str, Shipped] | None = None
-) -> Iterator[RunningTask]:
+    session: Session, take: Task, work: Work, shipped: Mapping[str, Sent] | None = None
+) -> Iterator[TaskRun]:
     """Yield the two tasks, each to be followed; the second only where nothing ended the first.
 
         for running in binding(session, take, Call("values.bind_scattered")):
@@ -154,16 +154,14 @@ def binding(
         yield bound
 
 
-def commit(
-    session: Session, work: Work, shipped: Mapping[str, Shipped] | None = None
-) -> RunningTask:
+def commit(session: Session, work: Work, shipped: Mapping[str, Sent] | None = None) -> TaskRun:
     """Let the ranks of the last task bind what they have taken; raises with nothing bound."""
     taken = session.running
     assert taken is not None
     session.receive_waiting()
     recovery.heal(session)
     session.check_ready()
-    before, ranks = taken.crew.pids, taken.task.ranks
+    before, ranks = taken.members.pids, taken.task.ranks
     if gone := [rank for rank in ranks if session.pids.get(rank) != before[rank]]:
         died, lost = dict(session.replaced), Died(None, time.time_ns())
         session.told(gone)
@@ -174,7 +172,7 @@ def commit(
     return session.send(session.task(work, ranks=ranks), patience, shipped)
 
 
-def bind(session: Session, take: Task, work: Work) -> RunningTask:
+def bind(session: Session, take: Task, work: Work) -> TaskRun:
     """Wait for both, and return the last; raises its error, or KeyboardInterrupt after Stop."""
     for running in binding(session, take, work):
         session.wait(running)

@@ -71,7 +71,7 @@ class Watch:
         self._next = started + min(hang_timeout, FIRST_LOOK)
         self._hurried: float | None = None
 
-    def hurry(self, now: float) -> None:
+    def poll_fast(self, now: float) -> None:
         """Look soon, and often: some ranks have finished, or shall."""
         if self._hurried is None:
             self._hurried = now
@@ -91,7 +91,7 @@ class Watch:
         self._next = now + ANSWER_TIMEOUT
 
     def take(self, places: Mapping[int, Place], now: float, in_flight: int = 0) -> None:
-        """Take in where ranks are; `in_flight` counts what all have sent, also who has finished."""
+        """Take in where ranks are; `in_flight` counts what all have sent, finished ones too."""
         self._before, self.places = self.places, dict(places)
         self._in_flight = in_flight
         self._looks += 1
@@ -105,13 +105,15 @@ class Watch:
         self._was_soon = in_a_hurry or (is_new and not self._was_soon)
         self._next = now + (SOON if self._was_soon else LOOK_EVERY)
 
-    def never(self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED) -> bool:
+    def is_deadlocked(
+        self, unfinished: Iterable[int], now: float, unchanged: float = UNCHANGED
+    ) -> bool:
         """Return True if all of these wait, and can never go on without the others.
 
         They have rested for `unchanged` seconds, where they cannot be seen to be calm.
         """
         ranks = tuple(unfinished)
-        rest = self._looks >= 2 and all(self._rests(rank, now, unchanged) for rank in ranks)
+        rest = self._looks >= 2 and all(self._is_idle(rank, now, unchanged) for rank in ranks)
         # What is on its way may bring them on.  TCP sends it again and again, for minutes, after
         # twice as long each time; where it gives up, gloo raises.
         return rest and not self._in_flight
@@ -127,13 +129,13 @@ class Watch:
         ranks = tuple(ranks)
         # Of what runs ahead no rank can be seen to be calm.
         unchanged = ALL_UNCHANGED if is_known and runs_ahead else math.inf
-        if not self.never(ranks, now, unchanged):
+        if not self.is_deadlocked(ranks, now, unchanged):
             return False
         has_help = any(self.places[rank].has_help for rank in ranks)
         since = max(self._since[rank] for rank in ranks)
         return is_known or (not has_help and now - since >= ALL_UNCHANGED)
 
-    def _rests(self, rank: int, now: float, unchanged: float) -> bool:
+    def _is_idle(self, rank: int, now: float, unchanged: float) -> bool:
         place, before = self.places.get(rank), self._before.get(rank)
         if place is None or not place.operation or not _is_same(place, before):
             return False

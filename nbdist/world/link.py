@@ -46,7 +46,7 @@ Agent = AgentProcess | AttachedAgent
 """What serves the world: this machine's agent, or the head of agents on several."""
 
 Item = tuple[int, str, Output]
-News = messages.Located | messages.Aborted | messages.Used | messages.Came | messages.Silent
+News = messages.Located | messages.Aborted | messages.Used | messages.NodeJoined | messages.Silent
 Arrived = Item | Received | News | AgentLost
 
 
@@ -219,7 +219,7 @@ class Link:
         if self._closing or os.getpid() != self.pid:  # a fork of the notebook owns nothing here
             return ""
         self._closing = True
-        self.send(messages.Leave())
+        self.send(messages.Shutdown())
         if self._opened:
             self._launched.wait(LEAVE_TIMEOUT)
         left = ""
@@ -239,7 +239,7 @@ class Link:
             self._launched.wait(LEAVE_TIMEOUT)
         _write_to(self._wake_end)
         self._end()
-        self._folder.let_go()
+        self._folder.release()
 
     def _end(self) -> None:
         if self._thread.is_alive():  # all that it waits for has ended

@@ -29,7 +29,7 @@ _OF_ANOTHER = "of another notebook"  # the version of what that has sent
 
 
 @dataclass(frozen=True, slots=True)
-class Shipped:
+class Sent:
     """The notebook's value of a name as it was shipped; `identity` None: it is bound anew since.
 
     Not `is_last`: other ranks have got a later version.
@@ -44,30 +44,30 @@ class Shipped:
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """A task has bound the name on the rank; `whence` says what it imported, None for nothing.
+class BoundByWorker:
+    """A task has bound the name on the rank; `import_path` says what it imported, None for nothing.
 
     `identity` is what the notebook had under the name then, None if it has bound it anew since.
     With a `version` the rank was sent that one, and this or another rank `has_changed` it in place.
     """
 
     identity: Identity | None
-    whence: str | None = None
+    import_path: str | None = None
     version: Hashable = None
     has_changed: bool = False
     kind: int = OTHER
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class Missing:
     """A task had bound the name, but the rank is a new process; the rest as before."""
 
-    whence: str | None = None
+    import_path: str | None = None
     kind: int = OTHER
 
 
-Entry = Shipped | Own | Lost
-E = TypeVar("E", Shipped, Own)
+Entry = Sent | BoundByWorker | Missing
+E = TypeVar("E", Sent, BoundByWorker)
 
 
 class NameTable:
@@ -95,21 +95,21 @@ class NameTable:
         self._is_found = True
         self._ranks = {
             rank: {
-                name: Own(Identity(self._value(name)), whence)
-                for name, whence in bound.get(rank, {}).items()
+                name: BoundByWorker(Identity(self._value(name)), import_path)
+                for name, import_path in bound.get(rank, {}).items()
             }
             for rank in {*ranks, *bound}
         }
 
-    def sent(self, records: Mapping[str, Shipped]) -> None:
+    def sent(self, records: Mapping[str, Sent]) -> None:
         """Note that a task goes out with these: of older versions ranks lack the last."""
         for name, record in records.items():
             for has in self._ranks.values():
                 entry = has.get(name)
-                if isinstance(entry, Shipped) and entry.version != record.version:
+                if isinstance(entry, Sent) and entry.version != record.version:
                     has[name] = replace(entry, is_last=False)
 
-    def finished(self, rank: int, done: Done, received: Mapping[str, Shipped]) -> None:
+    def finished(self, rank: int, done: Done, received: Mapping[str, Sent]) -> None:
         """Note what a rank has received with a task, and what this has bound there."""
         has = self._ranks.setdefault(rank, {})
         has.update(received)
@@ -117,7 +117,7 @@ class NameTable:
             has.pop(name, None)
         for name in done.bound:
             identity, kind = Identity(self._value(name)), done.kinds.get(name, OTHER)
-            has[name] = Own(identity, done.imported.get(name), kind=kind)
+            has[name] = BoundByWorker(identity, done.imported.get(name), kind=kind)
 
     def bound_in_notebook(self, names: Iterable[str]) -> None:
         """Note that a cell of the notebook may have bound these names: they are its own again.
@@ -130,7 +130,7 @@ class NameTable:
             value = self.namespace[name]
             for has in self._ranks.values():
                 entry = has.get(name)
-                if isinstance(entry, Shipped | Own) and not _is_kept(entry.identity, value):
+                if isinstance(entry, Sent | BoundByWorker) and not _is_kept(entry.identity, value):
                     has[name] = replace(entry, identity=None)
 
     def gathered(self, name: str, ranks: Collection[int] = ()) -> None:
@@ -138,10 +138,10 @@ class NameTable:
         identity = Identity(self._value(name))
         for rank, has in self._ranks.items():
             entry = has.get(name)
-            if isinstance(entry, Own) and (entry.identity or rank in ranks):
+            if isinstance(entry, BoundByWorker) and (entry.identity or rank in ranks):
                 has[name] = replace(entry, identity=identity)
             elif rank in ranks:
-                has[name] = Own(identity)
+                has[name] = BoundByWorker(identity)
 
     def changed_in_place(self, changed: Mapping[int, Collection[str]]) -> None:
         """Note which ranks have changed what they were sent: it is theirs, as if bound there."""
@@ -149,17 +149,19 @@ class NameTable:
             self._noticed.discard(name)
             for rank in self.holders(name):
                 entry, value = self._ranks[rank].get(name), self._value(name)
-                self._ranks[rank][name] = Own(
+                self._ranks[rank][name] = BoundByWorker(
                     Identity(value),
-                    version=entry.version if isinstance(entry, Shipped) else _OF_ANOTHER,
+                    version=entry.version if isinstance(entry, Sent) else _OF_ANOTHER,
                     has_changed=name in changed.get(rank, ()),
                     kind=kind_of(value),
                 )
 
     def replaced(self, ranks: Iterable[int], made: Iterable[str] = ()) -> None:
         """Note that these ranks are new processes, without what the last cell `made` either."""
-        kinds = {name: [own.kind for own in self._of(name, Own).values()] for name in made}
-        lost = {name: Lost(kind=min(found, default=OTHER)) for name, found in kinds.items()}
+        kinds = {
+            name: [own.kind for own in self._of(name, BoundByWorker).values()] for name in made
+        }
+        lost = {name: Missing(kind=min(found, default=OTHER)) for name, found in kinds.items()}
         for rank in ranks:
             had = self._ranks.get(rank, {})
             self._ranks[rank] = {**_losses([had]), **lost}
@@ -184,31 +186,33 @@ class NameTable:
         found: dict[int, dict[str, str]] = {}
         for rank in ranks:
             for name, entry in [*self._ranks.get(rank, {}).items()]:
-                if isinstance(entry, Lost) and entry.whence is not None:
-                    found.setdefault(rank, {})[name] = entry.whence
+                if isinstance(entry, Missing) and entry.import_path is not None:
+                    found.setdefault(rank, {})[name] = entry.import_path
                     del self._ranks[rank][name]
         return found
 
     def ranks_that_own(self, name: str) -> frozenset[int]:
         """Find the ranks where a task bound this name itself; none when it is the notebook's."""
-        return frozenset(self._current(name, Own))
+        return frozenset(self._current(name, BoundByWorker))
 
     def holders(self, name: str) -> frozenset[int]:
         """Find the ranks that this or another notebook has sent the object of this name."""
         is_known = name in self._bound_since or any(name in has for has in self._ranks.values())
         if self._is_found and not is_known:
             return frozenset(self._ranks)
-        return frozenset(self._current(name, Shipped))
+        return frozenset(self._current(name, Sent))
 
     def is_older(self, name: str, ranks: Container[int]) -> bool:
         """Return True if one of these ranks has what the notebook sent before it bound it again."""
-        sent, value = self._of(name, Shipped).items(), self._value(name)
+        sent, value = self._of(name, Sent).items(), self._value(name)
         had = (each.identity for rank, each in sent if rank in ranks)
         return not all(identity and identity.is_still(value) for identity in had)
 
     def changed_since(self, name: str) -> tuple[frozenset[int], Hashable]:
         """Find the ranks that have changed what they were sent, and which version that was."""
-        own = {rank: each for rank, each in self._current(name, Own).items() if each.version}
+        own = {
+            rank: each for rank, each in self._current(name, BoundByWorker).items() if each.version
+        }
         ranks = frozenset(rank for rank, entry in own.items() if entry.has_changed)
         return ranks, next((entry.version for entry in own.values()), None)
 
@@ -218,24 +222,24 @@ class NameTable:
 
     def ranks_with(self, name: str) -> tuple[int, ...]:
         """Find the ranks that have something under this name, whosever it is."""
-        return tuple(sorted({*self._of(name, Shipped), *self._of(name, Own)}))
+        return tuple(sorted({*self._of(name, Sent), *self._of(name, BoundByWorker)}))
 
-    def whence(self, name: str) -> str | None:
+    def import_path(self, name: str) -> str | None:
         """Return what the name was imported from on the ranks, None if it was not."""
-        found = (entry.whence for entry in self._of(name, Own).values())
+        found = (entry.import_path for entry in self._of(name, BoundByWorker).values())
         return next(filter(None, found), None)
 
     def ranks_that_have(self, name: str, version: Hashable = None) -> frozenset[int]:
         """Find the ranks that have this version of the notebook's name, or its last one."""
         return frozenset(
             rank
-            for rank, entry in self._of(name, Shipped).items()
+            for rank, entry in self._of(name, Sent).items()
             if entry.identity and entry.is_last and version in (None, entry.version)
         )
 
-    def record(self, name: str) -> Shipped | None:
+    def record(self, name: str) -> Sent | None:
         """Return how the name was when it was last shipped to a rank that has it."""
-        shipped = self._of(name, Shipped).values()
+        shipped = self._of(name, Sent).values()
         return max(shipped, key=lambda each: bool(each.identity and each.is_last), default=None)
 
     def holding_objects(self) -> list[str]:
@@ -258,7 +262,9 @@ class NameTable:
     def bound(self, rank: int) -> list[str]:
         """List the names that tasks have bound on this rank, without those that they imported."""
         has = self._ranks.get(rank, {}).items()
-        return sorted(name for name, e in has if isinstance(e, Own) and e.whence is None)
+        return sorted(
+            name for name, e in has if isinstance(e, BoundByWorker) and e.import_path is None
+        )
 
     def lacking(self, ranks: Iterable[int]) -> str:
         """List what these ranks lack since they are new: `model, x and 3 more`; modules first."""
@@ -266,7 +272,7 @@ class NameTable:
             name: entry.kind
             for rank in ranks
             for name, entry in self._ranks.get(rank, {}).items()
-            if isinstance(entry, Lost) and entry.whence is None
+            if isinstance(entry, Missing) and entry.import_path is None
         }
         return list_names(lost, order=lost)
 
@@ -304,11 +310,11 @@ def _is_kept(identity: Identity | None, value: Any) -> bool:
     return identity is not None and not is_atomic(value) and identity.is_still(value)
 
 
-def _losses(had: Iterable[Mapping[str, Entry]]) -> dict[str, Lost]:
+def _losses(had: Iterable[Mapping[str, Entry]]) -> dict[str, Missing]:
     """List what is lost with processes that had this; what one has made goes before an import."""
-    bound = ((n, e) for has in had for n, e in has.items() if not isinstance(e, Shipped))
-    ordered = sorted(bound, key=lambda each: each[1].whence is None)
-    return {name: Lost(entry.whence, entry.kind) for name, entry in ordered}
+    bound = ((n, e) for has in had for n, e in has.items() if not isinstance(e, Sent))
+    ordered = sorted(bound, key=lambda each: each[1].import_path is None)
+    return {name: Missing(entry.import_path, entry.kind) for name, entry in ordered}
 
 
 def check_are_free(names: Iterable[str], line: str) -> None:

@@ -13,8 +13,8 @@ from typing import Literal
 from nbdist.output.rank_transcript import Shown
 from nbdist.values.payload import Segment
 from nbdist.wire.work import Attempt, Call, Source, Task
-from nbdist.world.names import Shipped
-from nbdist.world.running import RunningTask
+from nbdist.world.names import Sent
+from nbdist.world.running import TaskRun
 from nbdist.world.states import Renumbering
 
 
@@ -84,12 +84,12 @@ class PastTask:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentName:
     """A name of the notebook that went to workers with the task of this number."""
 
     task: int
     name: str
-    shipped: Shipped
+    shipped: Sent
 
 
 class Past:
@@ -98,7 +98,7 @@ class Past:
     def __init__(self) -> None:
         self.forgotten = 0
         self.gathered: dict[str, None] = {}
-        self.sent: deque[Sent] = deque(maxlen=MOST_SENT)
+        self.sent: deque[SentName] = deque(maxlen=MOST_SENT)
         self._tasks: dict[str, PastTask] = {}
         self._characters = 0
         self._count = 0
@@ -108,12 +108,12 @@ class Past:
         """All that are kept, in the order in which they first ran."""
         return sorted(self._tasks.values(), key=lambda each: each.first)
 
-    def add(self, running: RunningTask) -> None:
+    def add(self, running: TaskRun) -> None:
         """Keep a task that has ended, in place of an earlier run of the cell that ended alike."""
         self._count += 1
         now = self._count
         for name, shipped in running.shipped.items():
-            self.sent.append(Sent(now, name, shipped))
+            self.sent.append(SentName(now, name, shipped))
         task = _past(running, now)
         if task is None:
             match running.task.work:
@@ -149,7 +149,7 @@ class Past:
         same = (each.text == task.source for each in self._tasks.values() if each.kind == "cell")
         return task.key in self._tasks or any(same)
 
-    def sent_before(self, task: int) -> Mapping[str, Sent]:
+    def sent_before(self, task: int) -> Mapping[str, SentName]:
         """Return how each name of the notebook was last sent, up to this task."""
         return {each.name: each for each in self.sent if each.task <= task}
 
@@ -159,7 +159,7 @@ class Past:
         return task
 
 
-def _past(running: RunningTask, now: int) -> PastTask | None:
+def _past(running: TaskRun, now: int) -> PastTask | None:
     """Note what a task was, and what became of it; None for what leaves nothing on the workers."""
     task = running.task
     kind: Kind
@@ -181,7 +181,7 @@ def _past(running: RunningTask, now: int) -> PastTask | None:
         text=text,
         number=task.execution_count,
         ranks=task.ranks,
-        on_all=len(task.ranks) == running.crew.size,
+        on_all=len(task.ranks) == running.members.size,
         status=status,
         made=running.made,
         shows_value=running.shows_value,

@@ -1,7 +1,7 @@
 """The loop over a task that runs, and how its group is kept whole; what is said of both.
 
 On IPython's own thread, or that of the script which made the world; all acts on `Workers`.
-`RunningTask.next_steps` decides what is done here.
+`TaskRun.next_steps` decides what is done here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nbdist.words import name_ranks, one_line
 from nbdist.world.code_sync import missing_text
 from nbdist.world.hangs import ANSWER_TIMEOUT, differing
 from nbdist.world.names import list_names
-from nbdist.world.running import News, RunningTask, Step
+from nbdist.world.running import News, Step, TaskRun
 from nbdist.world.states import Event, State, size_text
 from nbdist.world.workers import Workers
 
@@ -49,7 +49,7 @@ LASTING |= {"IndentationError", "TabError"}
 # --- one task, to its end ---------------------------------------------------------------------
 
 
-def follow(workers: Workers, running: RunningTask, *, answers: bool = False) -> Following:
+def follow(workers: Workers, running: TaskRun, *, answers: bool = False) -> Following:
     """Yield new output of `running` until every rank has finished: `Session.follow`.
 
         for news in session.follow(running):
@@ -70,7 +70,7 @@ def follow(workers: Workers, running: RunningTask, *, answers: bool = False) -> 
             # Stop first: it may have come as the task was sent, or to the consumer.
             is_stopped = running.stops > running.stops_met
             is_first = is_stopped and not running.is_stopping
-            if workers.is_left(LEAVE_SECONDS if is_first else 0.0):
+            if workers.outlives_kernel(LEAVE_SECONDS if is_first else 0.0):
                 return
             if is_stopped:
                 running.stops_met = running.stops
@@ -104,7 +104,7 @@ def follow(workers: Workers, running: RunningTask, *, answers: bool = False) -> 
         yield running.take_news()
 
 
-def interrupt(workers: Workers, running: RunningTask) -> None:
+def interrupt(workers: Workers, running: TaskRun) -> None:
     """Interrupt the ranks that still run it; only wait, the first time, if the task holds Stop."""
     if not running.unfinished:
         return
@@ -115,7 +115,7 @@ def interrupt(workers: Workers, running: RunningTask) -> None:
         workers.link.send(Interrupt(running.unfinished))
 
 
-def _spare(workers: Workers, running: RunningTask) -> None:
+def _spare(workers: Workers, running: TaskRun) -> None:
     """Let ranks that have not stopped be ended only if Stop is pressed again."""
     if running.interrupts > 1:
         return
@@ -124,7 +124,7 @@ def _spare(workers: Workers, running: RunningTask) -> None:
     running.spared = frozenset(_locate(workers, running))
 
 
-def _take(workers: Workers, running: RunningTask, step: Step) -> None:
+def _take(workers: Workers, running: TaskRun, step: Step) -> None:
     # Collectives are aborted on all ranks: a connection is ended by the one that accepted it,
     # wherever it is, and a rank that is busy now must not wait later for one of these.
     match step:
@@ -150,7 +150,7 @@ def _take(workers: Workers, running: RunningTask, step: Step) -> None:
             workers.link.call(Kill(ranks, why))
 
 
-def _locate(workers: Workers, running: RunningTask) -> dict[int, Place]:
+def _locate(workers: Workers, running: TaskRun) -> dict[int, Place]:
     running.places = {}
     workers.link.send(Locate(workers.everyone))
     deadline = time.monotonic() + ANSWER_TIMEOUT
@@ -159,10 +159,10 @@ def _locate(workers: Workers, running: RunningTask) -> dict[int, Place]:
     return running.places
 
 
-def _end(workers: Workers, running: RunningTask) -> None:
+def _end(workers: Workers, running: TaskRun) -> None:
     """Do what is left to do once all ranks have finished a task, and keep with it what it was."""
     _abort_leftovers(workers, running)
-    if running.crew.heals and running.explains_death({}):
+    if running.members.heals and running.explains_death({}):
         # The survivors are asked what they were in as long as they know.
         running.why_died = running.explains_death(_locate(workers, running))
     # In a stalled network they could not meet now, and the next cell has them do so.  Where they
@@ -179,13 +179,13 @@ def _end(workers: Workers, running: RunningTask) -> None:
     running.is_over = True
 
 
-def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
+def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
     """End collectives of a failed task that no rank completes: the next task's would meet them."""
-    crew = running.crew
-    if not running.transcript.errors or workers.state is not State.READY or not crew.has_group:
+    members = running.members
+    if not running.transcript.errors or workers.state is not State.READY or not members.has_group:
         return
     now = time.monotonic()
-    enough, until = now + (LEFTOVERS_GRACE if crew.runs_ahead else 0.0), now + SLOW_GRACE
+    enough, until = now + (LEFTOVERS_GRACE if members.runs_ahead else 0.0), now + SLOW_GRACE
     looks, may_be_old = 0, True
     known: dict[int, Place] = {}  # the last answer of each rank
     while looks < 2 or time.monotonic() < enough:
@@ -205,13 +205,13 @@ def _abort_leftovers(workers: Workers, running: RunningTask) -> None:
         if not any(place.unfinished for place in known.values()):
             return
         looks += 1
-        if crew.runs_ahead:
+        if members.runs_ahead:
             workers.receive(EAGER_TICK)
     workers.advance(Event.ABORTED)
     workers.link.send(Abort(workers.everyone))
 
 
-def _lacking_text(workers: Workers, running: RunningTask) -> str:
+def _lacking_text(workers: Workers, running: TaskRun) -> str:
     """Name the ranks that have the variable, or say where the module is, that a rank lacked."""
     rank, failure = running.transcript.root_cause() or (0, None)
     if not isinstance(failure, Failure):
@@ -346,7 +346,7 @@ def death(workers: Workers, dead: Mapping[int, Died]) -> WorkerDied:
     return error
 
 
-def _restart_text(workers: Workers, running: RunningTask) -> str:
+def _restart_text(workers: Workers, running: TaskRun) -> str:
     """Write `rank 2 was killed by SIGKILL: restart 1 of 3`; "" for no further attempt."""
     done, most = running.task.attempt.number, running.task.attempt.most
     cause = running.transcript.root_cause()
@@ -384,7 +384,7 @@ def healing_text(workers: Workers, dead: Iterable[int]) -> str:
     if found.after < found.before:
         size = size_text(found.after, found.moved)
         said = f"No other machine can take {name_ranks(ranks)}: {size}"
-        back = f" {workers.way_back}" if workers.way_back else ""
+        back = f" {workers.rejoin_hint}" if workers.rejoin_hint else ""
         return f"{said}; the other ranks keep their variables.{back}{workers.setup.problem}"
     did = "was restarted and its" if len(ranks) == 1 else "were restarted and their"
     lacking = f" ({lost})" if (lost := workers.names.lacking(ranks)) else ""
@@ -404,7 +404,7 @@ def stop_text(workers: Workers, killed: Iterable[int]) -> str:
     return f"{said}{_others_text(workers, ranks)}.{workers.setup.problem}"
 
 
-def late_stop_text(running: RunningTask) -> str:
+def late_stop_text(running: TaskRun) -> str:
     """Write `Stop came too late: ranks 0-1 have bound x`; "" where it did not."""
     if not running.patience.holds_stop or running.unfinished or running.transcript.errors:
         return ""

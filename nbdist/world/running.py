@@ -26,7 +26,7 @@ from nbdist.wire.views import Place, Usage
 from nbdist.wire.work import Task, task_from
 from nbdist.words import name_ranks
 from nbdist.world import hangs
-from nbdist.world.names import Shipped
+from nbdist.world.names import Sent
 from nbdist.world.result import CellResult, Contents, as_raised
 from nbdist.world.states import Machines, Prompts
 
@@ -50,7 +50,7 @@ News = list[tuple[int, Output]]
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class Members:
     """The workers when the task was sent; `heals`: the dead are to be replaced."""
 
     size: int
@@ -71,7 +71,7 @@ class Crew:
         return "nccl" in self.backend
 
 
-class RunningTask:
+class TaskRun:
     """A task from the time when it was sent: what its ranks have said, and where they are.
 
     `transcript` has all that they have shown so far, `shipped` says what its names are.  When it
@@ -84,8 +84,8 @@ class RunningTask:
         self,
         task: Task,
         patience: Patience,
-        crew: Crew,
-        shipped: Mapping[str, Shipped] | None = None,
+        members: Members,
+        shipped: Mapping[str, Sent] | None = None,
         started: tuple[float, int] | None = None,
         ended: Mapping[int, float] | None = None,
     ) -> None:
@@ -95,11 +95,11 @@ class RunningTask:
         `ended` are the ranks that have finished it meanwhile, and when.
         """
         self.task = task
-        self.shipped: Mapping[str, Shipped] = shipped or {}
+        self.shipped: Mapping[str, Sent] = shipped or {}
         self.patience = patience
         self.transcript = Transcript(task.ranks)
         self.prompts = Prompts()
-        self.crew = crew
+        self.members = members
         self.aborted: dict[int, Place] = {}
         self.places: dict[int, Place] = {}
         self.moved: dict[int, events.Moved] = {}
@@ -125,17 +125,17 @@ class RunningTask:
         self.transcript.start(self._started)
 
     def __repr__(self) -> str:
-        return f"<RunningTask {self.task.id[:8]} unfinished {self.unfinished}>"
+        return f"<TaskRun {self.task.id[:8]} unfinished {self.unfinished}>"
 
     @classmethod
-    def found(cls, there: Attached, crew: Crew) -> Self:
+    def found(cls, there: Attached, members: Members) -> Self:
         """Make the task that ranks were given by another notebook, as it was then."""
         assert there.run is not None
         patience = there.memory.patience
         if patience.control_timeout is None:  # a cell waits for it now
             patience = replace(patience, control_timeout=CONTROL_TIMEOUT)
         started, task = (there.started, there.started_ns), task_from(there.run.task)
-        return cls(task, patience, crew, started=started, ended=there.ended)
+        return cls(task, patience, members, started=started, ended=there.ended)
 
     # --- what is known --------------------------------------------------------------------
 
@@ -179,18 +179,18 @@ class RunningTask:
     @property
     def waits(self) -> str:
         """Which machine or network is silent, and which ranks wait; "" for neither."""
-        stalled = hangs.stalled_text(self.places, self.crew.machines)
+        stalled = hangs.stalled_text(self.places, self.members.machines)
         return " · ".join(filter(None, [hangs.silent_text(self.silent), stalled, self._waiting]))
 
     @property
     def _waiting(self) -> str:
         """Which ranks wait in which collective, and where the others are; "" if none waits."""
-        if self.prompts.ranks:  # all others may wait for what somebody types there
+        if self.prompts.ranks:  # all others may wait for the input
             return ""
         unfinished = self.unfinished
         places = {rank: self._watch.places.get(rank, Place()) for rank in unfinished}
         waiting = any(place.operation for place in places.values())
-        others = set(range(self.crew.size)) - set(self.task.ranks)
+        others = set(range(self.members.size)) - set(self.task.ranks)
         # A rank in a cell for some ranks may wait for those that do not run it.
         if not waiting or (self.age < self.patience.hang_timeout and not others):
             return ""
@@ -233,16 +233,16 @@ class RunningTask:
         # Survivors may wait for one another without a connection to the dead.
         if self.deaths and not self._has_met_death:
             self._has_met_death = True
-            if not self.crew.heals:
+            if not self.members.heals:
                 yield Step.END_SURVIVORS
-            elif self.crew.has_group:
+            elif self.members.has_group:
                 yield Step.ABORT_FOR_DEAD
         # A rank that waits for one in the debugger does not wait in vain.
-        if not self.crew.has_group or self.prompts.ranks:
+        if not self.members.has_group or self.prompts.ranks:
             return
         # Ranks that do not run the task will not join either.
-        if len(unfinished) < self.crew.size:
-            self._watch.hurry(now)
+        if len(unfinished) < self.members.size:
+            self._watch.poll_fast(now)
         # Stop aborts collectives too, which their agent sees to.
         aborts = self.patience.aborts and not self.is_stopping
         if aborts and self._can_never_go_on(unfinished, now):
@@ -255,7 +255,7 @@ class RunningTask:
     def unwakeable(self) -> tuple[int, ...]:
         """The ranks that wait in what has been aborted, and that nothing wakes."""
         # With nccl the rank's own agent sees to that.
-        return () if self.crew.runs_ahead else self._watch.aborted_in_vain(self.unfinished)
+        return () if self.members.runs_ahead else self._watch.aborted_in_vain(self.unfinished)
 
     def seconds_to_look(self, now: float) -> float:
         """Return for how many seconds there is nothing to ask the ranks, and nothing to do."""
@@ -264,19 +264,19 @@ class RunningTask:
     def _seconds_left(self, now: float) -> float:
         if self.patience.timeout is None or self.is_stopping:
             return float("inf")
-        # What somebody types takes as long as it takes.
+        # Input takes as long as it takes.
         return self._started + self.patience.timeout + self.prompts.seconds(now) - now
 
     def _can_never_go_on(self, unfinished: tuple[int, ...], now: float) -> bool:
-        ahead, has_failed = self.crew.runs_ahead, bool(self.transcript.errors)
-        if len(unfinished) == self.crew.size:
+        ahead, has_failed = self.members.runs_ahead, bool(self.transcript.errors)
+        if len(unfinished) == self.members.size:
             # With gloo ranks whose sizes differ meet, and get what is wrong.
             differ = ahead and bool(hangs.differing(self.places))
             known = differ or hangs.never_meet(self.places)
             return self._watch.is_dead_end(unfinished, now, is_known=known, runs_ahead=ahead)
         # The sooner the better where the task has failed anyway.
         unchanged = GPU_UNCHANGED if has_failed and ahead else hangs.UNCHANGED
-        if not self._watch.never(unfinished, now, unchanged):
+        if not self._watch.is_deadlocked(unfinished, now, unchanged):
             return False
         finished = (place for rank, place in self.places.items() if rank not in unfinished)
         # Their GPUs may still do what is waited for; or wait too, where a rank has failed.
@@ -307,7 +307,7 @@ class RunningTask:
         for rank in self.prompts.ranks:  # their answers come too late
             self.prompts.drop(rank, now)
         self.give_up_at = float("inf") if wait is None else now + wait
-        self._watch.hurry(now)
+        self._watch.poll_fast(now)
 
     @property
     def ends_after_stop(self) -> bool:
@@ -337,7 +337,11 @@ class RunningTask:
         """Note that its ranks can never go on, and that their collectives are being aborted."""
         unfinished, places = self.unfinished, self.places
         self.take(Aborted({rank: self._watch.places[rank] for rank in unfinished}), now)
-        ran, failed, size = self.task.ranks, {*self.transcript.errors, *unfinished}, self.crew.size
+        ran, failed, size = (
+            self.task.ranks,
+            {*self.transcript.errors, *unfinished},
+            self.members.size,
+        )
         self.differing = hangs.differing(places)
         self._why_aborted = hangs.why_aborted(self.aborted, places, ran, failed, size)
 
@@ -389,7 +393,7 @@ class RunningTask:
 
     # --- what became of it ----------------------------------------------------------------
 
-    def received(self, rank: int) -> Mapping[str, Shipped]:
+    def received(self, rank: int) -> Mapping[str, Sent]:
         """Return what of `shipped` this rank has, as far as is known."""
         error = self.transcript[rank].error
         was_refused = isinstance(error, Failure) and error.name == events.NAME_PROBLEM
@@ -404,7 +408,7 @@ class RunningTask:
         """Return what has become of it so far; last values are read one by one, by `value`."""
         done = {rank: each for rank, each in self._done().items() if each.status == "ok"}
         values = {r: None if self.task.keeps else self.value(each) for r, each in done.items()}
-        told, hosts = self.transcript, self.crew.machines.by_rank
+        told, hosts = self.transcript, self.members.machines.by_rank
         seconds = told.elapsed(time.monotonic())
         return CellResult(self.task, told, seconds, told.errors, values, hosts)
 
@@ -432,7 +436,7 @@ class RunningTask:
                 if isinstance(error, Failure) and error.connections != "ended"
             }
             rank, first = min(own.items(), key=lambda item: item[1].time_ns, default=cause)
-        host, pid = self.crew.machines.name(rank), self.crew.pids.get(rank, 0)
+        host, pid = self.members.machines.name(rank), self.members.pids.get(rank, 0)
         blame = errors.Blame(rank, host, pid, failed)
         seconds, deaths = self.seconds_until(first.time_ns), self.deaths.values()
         why_ended = next((f"{each.why}." for each in deaths if each.why and not each.by_stop), "")
@@ -444,7 +448,7 @@ class RunningTask:
         if not own and self.aborted and not self.is_stopping:
             return errors.RanksReleased(blame, self._why_aborted, self.fate)
         blame = errors.Blame(rank, host, pid, own or failed)
-        who, said = self.crew.machines.who([rank]), (first.name, first.message)
+        who, said = self.members.machines.who([rank]), (first.name, first.message)
         error = errors.WorkerError(blame, len(self.task.ranks), seconds, said, who)
         kept, differing = "" if self.fate else KEPT, self.differing
         released = f"{hangs.released_text(self.aborted)}{kept}." if self.aborted else ""
@@ -452,7 +456,7 @@ class RunningTask:
         for fact in filter(None, (released, why_ended, self.fate, differing, self.lacking)):
             error.add(fact)
         done = self.transcript[rank].done
-        contents = Contents.read(done.values if done else None, self.crew.namespace)
+        contents = Contents.read(done.values if done else None, self.members.namespace)
         return as_raised(error, first.kinds, contents)
 
     def payloads(self) -> dict[int, Payload]:
@@ -467,6 +471,6 @@ class RunningTask:
         """Read what a rank has brought back."""
         if not isinstance(done.values, Payload):
             return None
-        values = as_read(unpickle(open_payload(done.values), self.crew.namespace), done.values)
+        values = as_read(unpickle(open_payload(done.values), self.members.namespace), done.values)
         is_one = len(self.task.fetch) == 1 and not self.task.keeps
         return values[self.task.fetch[0]] if is_one else values

@@ -20,15 +20,25 @@ from nbdist.config import Patience, read_restarts
 from nbdist.errors import AgentLost, BadRanks, UsageError, WorldNotStarted
 from nbdist.values.payload import Segment, open_payload, pack_frames
 from nbdist.wire.control import Question
-from nbdist.wire.messages import Consult, Enter, Grow, Heal, Kill, LetGo, Reply, Request, Scale
+from nbdist.wire.messages import (
+    Consult,
+    Grow,
+    Heal,
+    Kill,
+    ReleaseValues,
+    Reply,
+    Request,
+    Scale,
+    SendInput,
+)
 from nbdist.wire.views import WorkerStatus
 from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
 from nbdist.world import recovery
 from nbdist.world.agents import module_of
-from nbdist.world.names import Shipped
+from nbdist.world.names import Sent
 from nbdist.world.result import CellResult
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.spec import parse_size, scaled
 from nbdist.world.states import Renumbering, State
 from nbdist.world.workers import Workers
@@ -64,8 +74,8 @@ class Session(Workers):
         self,
         task: Task,
         patience: Patience | None = None,
-        shipped: Mapping[str, Shipped] | None = None,
-    ) -> RunningTask:
+        shipped: Mapping[str, Sent] | None = None,
+    ) -> TaskRun:
         """Send a task to all of its ranks at once, which are made ready first.
 
         `shipped` is what its names are, where they are the notebook's.  Raises what keeps it from
@@ -102,10 +112,10 @@ class Session(Workers):
             self._link.wake()
         return True
 
-    def reply(self, running: RunningTask, answers: Mapping[int, str | None]) -> None:
+    def reply(self, running: TaskRun, answers: Mapping[int, str | None]) -> None:
         """Send each of these ranks what was typed for it, None for the end of all input."""
         for rank, text in answers.items():
-            self.link.send(Enter(rank, InputReply(running.prompts[rank].number, text)))
+            self.link.send(SendInput(rank, InputReply(running.prompts[rank].number, text)))
             running.prompts.answered(rank, time.monotonic())
 
     def attempts(self, task: Task, most: int) -> Iterator[Task]:
@@ -119,18 +129,18 @@ class Session(Workers):
         """Send a task and wait for it.  Raises its error, or KeyboardInterrupt after Stop."""
         return self.finish(self.submit(task))
 
-    def finish(self, running: RunningTask) -> CellResult[Any]:
+    def finish(self, running: TaskRun) -> CellResult[Any]:
         """Wait for a task that has been sent; raises as `run`."""
         self.wait(running)
         self.check(running)
         return running.result()
 
-    def wait(self, running: RunningTask) -> None:
+    def wait(self, running: TaskRun) -> None:
         """Follow a task to its end, without a look at what it shows."""
         for _ in self.follow(running):
             pass
 
-    def check(self, running: RunningTask) -> None:
+    def check(self, running: TaskRun) -> None:
         """Raise the error of a task that has been followed, or KeyboardInterrupt after Stop."""
         if running.stops:
             fate = recovery.late_stop_text(running)
@@ -162,7 +172,7 @@ class Session(Workers):
         self.setup.keep(key, task, segment)
         self.remember()
 
-    def let_go(self, running: RunningTask) -> None:
+    def release_values(self, running: TaskRun) -> None:
         """Let workers release the values that it fetched, which have been read."""
         payloads = running.payloads().items()
         self.let_go_of(running.task, (rank for rank, payload in payloads if payload.segment))
@@ -170,7 +180,7 @@ class Session(Workers):
     def let_go_of(self, task: Task, ranks: Iterable[int]) -> None:
         """Let these ranks release values that were lent inside of what they returned."""
         if lent := tuple(ranks):
-            self.link.send(LetGo(task.id, lent))
+            self.link.send(ReleaseValues(task.id, lent))
 
     def check_ready(self) -> None:
         """Raise the error that says why no task can be sent now, with the remedy."""
@@ -195,8 +205,8 @@ class Session(Workers):
     def heal(self) -> None:
         """Do about deaths and broken collectives what `on_failure` says; take in new machines."""
         recovery.heal(self)
-        if self.have_come and self.state is State.READY:
-            self.have_come = {}
+        if self.joined and self.state is State.READY:
+            self.joined = {}
             recovery.regroup(self, Grow())
 
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:

@@ -23,7 +23,7 @@ from nbdist.config import DEFAULT_POOL, LOCAL, OPTIONS, WorldConfig
 from nbdist.errors import BadTopology, UnknownArgument, UsageError
 from nbdist.system import folders
 from nbdist.system.limits import memory_limits
-from nbdist.topology import Position, seat_more
+from nbdist.topology import Position, place_more
 from nbdist.wire.spec import (
     DEBUG_VARIABLES,
     NBDIST_DECIDES,
@@ -144,7 +144,7 @@ def make_spec(
     )
     if is_here:
         return _on_this_machine(spec, here)
-    # The size, seats and backend follow when machines have come, and each one's GPUs and cores.
+    # The size, slots and backend follow when machines have come, and each one's GPUs and cores.
     backend = config.backend or topology.GPU_BACKEND
     return spec, check_nvls(backend, given, shared=config.share_gpus)
 
@@ -171,7 +171,7 @@ def scaled(
 ) -> tuple[WorldSpec, str]:
     """Return the spec of `size` workers, otherwise the same, and a warning or "".
 
-    The ranks in `keep`, or all, keep their seats, which other machines find themselves.  Raises
+    The ranks in `keep`, or all, keep their slots, which other machines find themselves.  Raises
     NotEnoughGpus, and UsageError where hosts have no room.
     """
     config = spec.config
@@ -196,12 +196,12 @@ def scaled(
     room = spec.room
     while room and sum(room) < size:  # as many simulated nodes as it takes
         room = (*room, room[-1])
-    seats = spec.seats
+    slots = spec.slots
     # With GPUs each rank that stays keeps its own, and so LOCAL_RANK.
-    if keep is not None and [*keep] != [*range(len(keep))] and (seats or spec.gpus):
-        seats = tuple(seats[rank] if seats else Position(0, rank) for rank in keep)
-    seats = seat_more(seats, room, size)
-    spec = replace(spec, world_size=size, threads=threads, room=room, seats=seats)
+    if keep is not None and [*keep] != [*range(len(keep))] and (slots or spec.gpus):
+        slots = tuple(slots[rank] if slots else Position(0, rank) for rank in keep)
+    slots = place_more(slots, room, size)
+    spec = replace(spec, world_size=size, threads=threads, room=room, slots=slots)
     return spec, " ".join(filter(None, (warning, more)))
 
 

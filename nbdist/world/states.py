@@ -106,8 +106,8 @@ class Machines:
 
     @classmethod
     def of(cls, hosts: Mapping[int, str], spec: WorldSpec) -> Machines:
-        """Take them from the seats of a world on several machines, named by rank in `hosts`."""
-        return cls({rank: (host, spec.seat(rank).local_rank) for rank, host in hosts.items()})
+        """Take them from the slots of a world on several machines, named by rank in `hosts`."""
+        return cls({rank: (host, spec.slot(rank).local_rank) for rank, host in hosts.items()})
 
     @classmethod
     def one(cls, host: str, size: int) -> Machines:
@@ -203,7 +203,7 @@ def moved_text(moved: Mapping[int, int]) -> str:
 
 SETTLE_SECONDS = 0.1  # seconds that a rank is given to ask before one that comes after it
 
-STAY_SECONDS = 0.3  # seconds that the one who was answered last is given to ask again before others
+STAY_SECONDS = 0.3  # seconds for the rank that was answered last to ask again before others
 
 NO_INPUT = (
     "input() and breakpoint() need JupyterLab or a terminal; this run has neither (nbclient, "
@@ -236,7 +236,7 @@ class Prompts:
         return self._open[rank]
 
     def seconds(self, now: float) -> float:
-        """Return how long any rank has waited for somebody to type."""
+        """Return how long any rank has waited for input."""
         return self._seconds + (now - self._changed if self._open else 0.0)
 
     def receive(self, rank: int, request: InputRequest, now: float) -> None:
@@ -245,7 +245,7 @@ class Prompts:
         self._open[rank] = request
 
     def drop(self, rank: int, now: float) -> None:
-        """Forget what it asks: it has ended, or somebody has answered."""
+        """Forget what it asks: it has ended, or has its input."""
         self._count(now)
         self._open.pop(rank, None)
 

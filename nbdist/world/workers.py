@@ -33,7 +33,7 @@ from nbdist.output.events import (
 )
 from nbdist.wire import messages
 from nbdist.wire.frames import pack
-from nbdist.wire.messages import Attached, Enter, Healed, Received, Remember, Starting
+from nbdist.wire.messages import Attached, Healed, Received, Remember, SendInput, Starting
 from nbdist.wire.node_messages import processes
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.work import InputReply, Task
@@ -41,10 +41,10 @@ from nbdist.words import count
 from nbdist.world.agents import module_of
 from nbdist.world.code_sync import CodeSync
 from nbdist.world.link import CALL_TIMEOUT, Link
-from nbdist.world.names import NameTable, Shipped
+from nbdist.world.names import NameTable, Sent
 from nbdist.world.past import Past, Setup
 from nbdist.world.result import hand_over, wanted_level
-from nbdist.world.running import Crew, RunningTask
+from nbdist.world.running import Members, TaskRun
 from nbdist.world.spec import NotebookSurroundings, make_spec
 from nbdist.world.states import NO_INPUT, Event, Machines, Renumbering, State, compare, next_state
 
@@ -64,8 +64,8 @@ LATE_KEPT = 1000  # outputs of threads that outlived their task; all text is in 
 class Workers:
     """The workers of a world; the loop over a task and what heals their group act on them.
 
-    `state` changes through `advance` alone.  `leaving` is set, in any thread, when this process
-    is about to end.
+    `state` changes through `advance` alone.  `kernel_exiting` is set, in any thread, when this
+    process is about to end.
     """
 
     def __init__(self, config: WorldConfig, there: Attached | None = None) -> None:
@@ -74,8 +74,8 @@ class Workers:
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.pids: Mapping[int, int] = {}
         self.logs: Mapping[int, str] = {}
-        self.lacks: tuple[str, ...] = ()  # what is missing in their libraries
-        self.problem = self.way_back = self.warning = ""  # why no group, how machines come back
+        self.missing: tuple[str, ...] = ()  # what is missing in their libraries
+        self.problem = self.rejoin_hint = self.warning = ""  # why no group, how machines come back
         self.machines = Machines()
         self.is_elsewhere = False  # not, or not all, on the notebook's machine
         self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)  # shown outside of tasks
@@ -86,12 +86,12 @@ class Workers:
         self.setup, self.past = Setup(), Past()
         self.renumbering = Renumbering(0, 0, {})  # by the last forming of the group
         self._renumbered: Renumbering | None = None  # since `take_moved`
-        self.have_come: dict[str, None] = {}  # machines that could be taken in
+        self.joined: dict[str, None] = {}  # machines that could be taken in
         self.widgets: Widgets | None = None  # from the first one on, where a page can show them
         self.shows_widgets = False
         self.lost: AgentLost | None = None
-        self.running: RunningTask | None = None
-        self.leaving = threading.Event()
+        self.running: TaskRun | None = None
+        self.kernel_exiting = threading.Event()
         self._link: Link | None = None
         self._remembered = Remember()
         self.config = config
@@ -110,14 +110,14 @@ class Workers:
     @property
     def layout(self) -> str:
         """`1x4`; simulated nodes and workers on each, `2x4`."""
-        seat = self.spec.seat(0)
-        return f"{seat.nodes}x{seat.local_world_size}"
+        slot = self.spec.slot(0)
+        return f"{slot.nodes}x{slot.local_world_size}"
 
     @property
-    def crew(self) -> Crew:
+    def members(self) -> Members:
         """The workers as they are now."""
         heals = self.on_failure == "heal"
-        return Crew(self.size, self.backend, self.machines, self.pids, self.namespace, heals)
+        return Members(self.size, self.backend, self.machines, self.pids, self.namespace, heals)
 
     @property
     def everyone(self) -> tuple[int, ...]:
@@ -158,9 +158,9 @@ class Workers:
     def on_failure(self, policy: OnFailure) -> None:
         self.config = self.config.but(on_failure=policy)
 
-    def is_left(self, seconds: float = 0.0) -> bool:
+    def outlives_kernel(self, seconds: float = 0.0) -> bool:
         """Return True if this process ends and the workers stay; wait for that, in seconds."""
-        return self.config.detach and self.leaving.wait(seconds)
+        return self.config.detach and self.kernel_exiting.wait(seconds)
 
     # --- what changes ---------------------------------------------------------------------
 
@@ -193,9 +193,9 @@ class Workers:
 
     def take_healed(self, healed: Healed) -> None:
         """Take in what the agent says of the workers there are now, more or fewer."""
-        now = processes(healed.pids, healed.spec.seats)
-        found = compare(processes(self.pids, self.spec.seats), now)
-        self.problem, self.way_back, after = healed.problem, healed.way_back, found.after
+        now = processes(healed.pids, healed.spec.slots)
+        found = compare(processes(self.pids, self.spec.slots), now)
+        self.problem, self.rejoin_hint, after = healed.problem, healed.rejoin_hint, found.after
         if found.before != after and not self.is_elsewhere:
             self.config = self.config.of_size(after)
         self.spec = healed.spec
@@ -250,14 +250,14 @@ class Workers:
         self,
         task: Task,
         patience: Patience | None = None,
-        shipped: Mapping[str, Shipped] | None = None,
-    ) -> RunningTask:
+        shipped: Mapping[str, Sent] | None = None,
+    ) -> TaskRun:
         """Send a task to its ranks, which are ready; `shipped` is what its names are."""
         imports = self.names.take_lost_imports(task.ranks)
         around = self.surroundings.now()
         level = wanted_level(is_shown=self.config.show)
         task = replace(task, log_level=level, imports=imports, around=around)
-        running = RunningTask(task, patience or self.config.patience, self.crew, shipped)
+        running = TaskRun(task, patience or self.config.patience, self.members, shipped)
         link, packed = self.link, messages.Run(task.id, task.ranks, pack(task), task.segments)
         self.remember(running.patience)
         self.advance(Event.TASK)
@@ -277,7 +277,7 @@ class Workers:
         self.lost, self.dead, self.replaced, self._renumbered = None, {}, {}, None
         if self.widgets is not None:
             self.widgets.end()
-        self.have_come = {}
+        self.joined = {}
         self.names, self.past = NameTable(self.namespace), Past()
         try:
             if self._link is None or not self._link.is_up:
@@ -301,7 +301,10 @@ class Workers:
                 log.warning("%s", left)
             raise
         assert isinstance(started, messages.WorldStarted)
-        self.spec, self.lacks = started.spec or self.spec, started.lacks  # other machines decide
+        self.spec, self.missing = (
+            started.spec or self.spec,
+            started.missing,
+        )  # other machines decide
         self._take_there(started, self._link.agent.host)
         if self.code is not None and self.is_elsewhere:  # now that it is known who shares it
             yield from self.code.bringing(self._link.calling, to_new=True)
@@ -369,15 +372,15 @@ class Workers:
         self._link, self.namespace = link, namespace
         self.names = NameTable(namespace)
         self.names.found(there.bound, there.pids)
-        self.lacks, self.dead = there.lacks, dict(there.dead)
-        self.have_come = dict.fromkeys(there.came)
+        self.missing, self.dead = there.missing, dict(there.dead)
+        self.joined = dict.fromkeys(there.came)
         self.past.forgotten = there.forgotten
         self.setup.tasks |= dict(there.memory.setup)  # the agent holds their names
         self._take_there(there, link.agent.host)
         self.advance(Event.START)
         self.advance(Event.STARTED)
         if there.run is not None:
-            self.running = RunningTask.found(there, self.crew)
+            self.running = TaskRun.found(there, self.members)
             self.advance(Event.TASK)
         if there.dead:
             self.advance(Event.RANK_DIED)
@@ -398,10 +401,12 @@ class Workers:
         link = self.detach_link()
         return link.close() if link is not None else ""
 
-    def refuse(self, running: RunningTask) -> None:
+    def refuse(self, running: TaskRun) -> None:
         """Answer all ranks that ask for input that there is none."""
         for rank in running.prompts.ranks:
-            self.link.send(Enter(rank, InputReply(running.prompts[rank].number, problem=NO_INPUT)))
+            self.link.send(
+                SendInput(rank, InputReply(running.prompts[rank].number, problem=NO_INPUT))
+            )
             running.prompts.drop(rank, time.monotonic())
 
     # --- what comes up --------------------------------------------------------------------
@@ -421,8 +426,8 @@ class Workers:
                     self.take_loss(lost)
                 case Received() as batch:
                     link.received(batch)
-                case messages.Came(host):
-                    self.have_come[host] = None
+                case messages.NodeJoined(host):
+                    self.joined[host] = None
                 case (rank, task_id, output):
                     self._take(rank, task_id, output)
                 case news if self.running is not None:
@@ -476,14 +481,14 @@ class Workers:
             self.names.finished(rank, output, received)
         if running is None:
             if isinstance(output, InputRequest):
-                self.link.send(Enter(rank, InputReply(output.number, problem=NO_INPUT)))
+                self.link.send(SendInput(rank, InputReply(output.number, problem=NO_INPUT)))
             elif not isinstance(output, Moved):
                 self.late.append((rank, output))
         elif isinstance(output, Moved):
             running.moved[rank] = output
         else:
             # Gloo's connections have ended, by us, with a dead rank, or by gloo itself.
-            if isinstance(output, Failure) and output.connections and running.crew.has_group:
+            if isinstance(output, Failure) and output.connections and running.members.has_group:
                 self.advance(Event.ABORTED)
             if running.is_of_another(rank, output):
                 self.late.append((rank, output))

@@ -29,7 +29,7 @@ from nbdist.world.link import Link
 from nbdist.world.parts import Joining
 from nbdist.world.recovery import Following
 from nbdist.world.result import CellResult
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import takes_options
@@ -284,7 +284,7 @@ class World:
         fields = {"names": names, "fetch": fetch, "execution_count": execution_count}
         return self.session.task(work, ranks=ranks, key=key, **fields)
 
-    def submit(self, task: Task, patience: Patience | None = None) -> RunningTask:
+    def submit(self, task: Task, patience: Patience | None = None) -> TaskRun:
         """Send a task to all of its ranks at once, and `follow` what is returned.
 
         `patience` is for this task alone, the world's own by default.  Raises as `Session.submit`.
@@ -292,7 +292,7 @@ class World:
         before, session = self.session.everyone, self._started
         return session.submit(session.of_those_there(task, before), patience)
 
-    def follow(self, running: RunningTask, *, answers: bool = False) -> Following:
+    def follow(self, running: TaskRun, *, answers: bool = False) -> Following:
         """Yield output until the task has ended, as `Session.follow`; then ask for `error()`."""
         return self.session.follow(running, answers=answers)
 
@@ -304,7 +304,7 @@ class World:
         try:
             return calling.outcome(self.session, [running])
         finally:
-            self.session.let_go(running)
+            self.session.release_values(running)
 
     def interrupt(self) -> None:
         """Send SIGINT to the ranks that run a task; does nothing when none does."""

@@ -32,7 +32,7 @@ def worker_start(runtime: Path, rank: int = 0) -> WorkerStart:
         connection_file=str(runtime / f"{rank}.json"),
         token=TOKEN,
         store_path=str(runtime / "store"),
-        over_path=str(runtime / "world"),
+        cancel_path=str(runtime / "world"),
         generation=1,
         environ={"RANK": str(rank)},
     )

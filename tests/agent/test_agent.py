@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nbdist import __version__
-from nbdist.agent.notebook_link import Serving, Tether
+from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.config import WorldConfig
 from nbdist.wire import messages
 from nbdist.wire.messages import Answer, Ask, GetStatus, Kill
@@ -123,10 +123,10 @@ def test_notebook_that_is_gone_already(runtime: Path) -> None:
 
 async def test_another_version(runtime: Path) -> None:
     """A notebook of another nbdist is refused, in a sentence."""
-    tether = Tether(runtime, os.getpid(), SimpleNamespace(pid=1), print, print)
-    refused = await tether.admit(Attach("0.0", 1, "notebook-1.sock"))
+    link = NotebookLink(runtime, os.getpid(), SimpleNamespace(pid=1), print, print)
+    refused = await link.admit(Attach("0.0", 1, "notebook-1.sock"))
     assert refused == Refused(f"it is of nbdist {__version__}, and this is 0.0")
-    await tether.close()
+    await link.close()
 
 
 async def test_calls_wait_for_one_another_and_other_things_do_not() -> None:

@@ -126,8 +126,8 @@ class FakePart:
 
 def spec_of(size: int) -> WorldSpec:
     """A world of so many ranks, on two nodes by turns."""
-    seats = tuple(Position(rank % 2, rank // 2) for rank in range(size))
-    return WorldSpec(size, "gloo", {}, "/", (), 1, "python", seats=seats)
+    slots = tuple(Position(rank % 2, rank // 2) for rank in range(size))
+    return WorldSpec(size, "gloo", {}, "/", (), 1, "python", slots=slots)
 
 
 class TwoParts:

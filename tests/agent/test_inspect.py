@@ -19,7 +19,7 @@ from nbdist.agent.inspect import GpuGauge, UsageWatch, status_of
 from nbdist.system.processes import thread_state
 from nbdist.wire.views import Gpu, Place, Stack, WorkerStatus
 from nbdist.world.result import usage_text
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.world import World
 from tests.waiting import SOON
 
@@ -53,7 +53,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 @contextmanager
-def busy(world: World, source: str, is_there: Callable[[int], bool]) -> Iterator[RunningTask]:
+def busy(world: World, source: str, is_there: Callable[[int], bool]) -> Iterator[TaskRun]:
     """A cell that runs, as cell 5, from when all ranks (by their pids) are where they should be.
 
     It is let end by itself at the end, and stopped where the test has failed.

@@ -87,9 +87,9 @@ def runner(bench: Source) -> asyncio.Runner:
 @pytest.fixture
 def spec(bench: Source) -> WorldSpec:
     """A world of two ranks on one machine."""
-    seats = (Position(0, 0), Position(0, 1))
+    slots = (Position(0, 0), Position(0, 1))
     spec = worker_start(bench.runtime).world
-    return replace(spec, world_size=2, backend="gloo", seats=seats)
+    return replace(spec, world_size=2, backend="gloo", slots=slots)
 
 
 @pytest.fixture(params=["fake", "here", "elsewhere"])
@@ -143,7 +143,7 @@ async def test_its_ranks(tried: Tried, spec: WorldSpec) -> None:
     await part.do(asks.EndRanks((0,), 0.0))
     await part.do(asks.EndRanks((0,), 0.0))  # which it has no more
     await part.do(asks.Renumber({1: 0}))
-    fewer = replace(spec, world_size=1, seats=spec.seats[:1])
+    fewer = replace(spec, world_size=1, slots=spec.slots[:1])
     alone = await part.do(asks.Form(fewer, (0,), 1, 3, 3, (), None))
     assert (alone.problem, alone.alive, dict(alone.pids)) == ("", (0,), {0: formed.pids[1]})
     assert await part.do(asks.GetHeld()) == asks.Held({0: HeldGroups(0, 1, {})})
@@ -178,7 +178,7 @@ async def test_a_silent_survivor(
     """It is ended after a while, so that it is restarted alone, and the world goes on."""
     monkeypatch.setattr(worker_group, "HEAL_TIMEOUT", 0.1)
     monkeypatch.setattr(worker_group, "CALLED_OFF_GRACE", 0.1)
-    alone = replace(spec, world_size=1, seats=spec.seats[:1])
+    alone = replace(spec, world_size=1, slots=spec.slots[:1])
     started = await tried.part.do(asks.StartPart(alone, (0,), 1))
     assert isinstance(started, WorldStarted)
     os.kill(started.pids[0], signal.SIGSTOP)

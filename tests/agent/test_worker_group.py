@@ -174,7 +174,7 @@ SEATS = (Position(0, 0), Position(1, 0), Position(1, 1))
 def spec(cwd: str, threads: int = 0) -> WorldSpec:
     """One of three ranks, for the second node, which has two of them."""
     environ = {"SEED": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return WorldSpec(3, "gloo", environ, cwd, (), threads, "", seats=SEATS, node=1)
+    return WorldSpec(3, "gloo", environ, cwd, (), threads, "", slots=SEATS, node=1)
 
 
 def test_the_environment_is_the_nodes_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

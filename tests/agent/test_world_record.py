@@ -143,7 +143,7 @@ def test_more_workers(lab: Lab) -> None:
     assert lab.there.spec == spec()
     lab.ask(messages.Scale(spec(3), (0, 1)), messages.Healed(three, {}, spec(3)))
     assert lab.there.spec == spec(3)
-    lab.record.take_up(messages.Came("node3"))
+    lab.record.take_up(messages.NodeJoined("node3"))
     assert lab.there.came == ("node3",)
     lab.ask(messages.Grow(), messages.Healed({**three, 3: 13}, {}, spec(4)))
     assert (lab.there.came, lab.there.spec) == ((), spec(4))
@@ -156,13 +156,13 @@ def test_what_is_over(lab: Lab) -> None:
     """
     lab.run("gather")
     lab.say(0, events.InputRequest(1, "? "), "gather")
-    lab.record.take_down(messages.Enter(0, InputReply(1, "yes")))
+    lab.record.take_down(messages.SendInput(0, InputReply(1, "yes")))
     assert lab.said == []
     lent = Payload(segment=SegmentRef("/proc/1/fd/2#3", (1,)))
     lab.say(0, Done("ok", 1.0, values=lent), "gather")
     assert lab.record.unread() == []
     lab.run("next")
-    assert lab.record.unread() == [messages.LetGo("gather", (0,))]
+    assert lab.record.unread() == [messages.ReleaseValues("gather", (0,))]
     assert lab.record.unread() == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from nbdist.output.events import Died
 from nbdist.output.screen import Screen
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.cells import run
@@ -34,7 +34,7 @@ def world(started: World) -> Iterator[World]:
         started.replace([1])
 
 
-def ran(world: World, source: str) -> RunningTask:
+def ran(world: World, source: str) -> TaskRun:
     """A cell that has ended."""
     return run(world, source).running
 

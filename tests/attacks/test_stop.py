@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbdist.errors import WorkerDied
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.world import World
 from tests.cells import stop
 from tests.faults.stops import FIRST, spinning, stop_in
@@ -20,7 +20,7 @@ def world(world: World) -> World:
     return world
 
 
-def begin(world: World, source: str) -> RunningTask:
+def begin(world: World, source: str) -> TaskRun:
     """Have all ranks run it; they print a line when they are where Stop is to find them."""
     running = world.submit(world.task(source))
     for _ in world.follow(running):
@@ -34,7 +34,7 @@ def kept(world: World) -> list[int | None]:
     return world.gather("globals().get('kept')")
 
 
-def leave(world: World, running: RunningTask) -> None:
+def leave(world: World, running: TaskRun) -> None:
     """Wait behind the notebook, which has control, until all ranks have left or were killed.
 
     C code that gets a tenth of a processor has had its time after ten times as long.

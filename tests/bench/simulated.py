@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdist.agent.outbox import Outbox
-from nbdist.cluster.client import HeadEnd, Way, find_way, read_ticket
+from nbdist.cluster.client import HeadLink, Way, find_way, read_ticket
 from nbdist.cluster.launcher import AgentCommand, Launched
 from nbdist.cluster.ticket import Ticket
 from nbdist.config import WorldConfig
@@ -27,9 +27,9 @@ from nbdist.wire.messages import (
     Answer,
     Ask,
     GetStatus,
-    Leave,
     Received,
     Run,
+    Shutdown,
     WorldStarted,
 )
 from nbdist.wire.node_messages import (
@@ -112,7 +112,7 @@ class SimulatedAgent:
 
     def __init__(self, way: Way, leave: Callable[[], None]) -> None:
         self._leave = leave
-        self.end = HeadEnd(way, 1, self._receive, leave)
+        self.end = HeadLink(way, 1, self._receive, leave)
         self._ranks: tuple[int, ...] = ()
         self._outbox = Outbox(self.end.send)
 
@@ -138,7 +138,7 @@ class SimulatedAgent:
                     row = ("simulated", "idle", 0.0, 0, "cpu")
                     rows = tuple(WorkerStatus(rank, pid, *row) for rank, pid in self._pids.items())
                 self.end.send(Answer(number, rows))
-            case Leave():
+            case Shutdown():
                 self._leave()
 
     def _reply(self, request: object) -> Any:

@@ -17,7 +17,7 @@ import torch
 from nbdist.agent.code_folder import CodeFolder
 from nbdist.agent.forming import shares
 from nbdist.cluster.head import Head, first_answer, in_time_of_head, last_words, rows_of
-from nbdist.cluster.node import KeptCode, NodeLost, seated
+from nbdist.cluster.node import KeptCode, NodeLost, placed
 from nbdist.cluster.nodes import NodePool
 from nbdist.config import Patience
 from nbdist.errors import RanksReleased, ScaleError, UsageError, WorkerDied, WorkerError
@@ -47,7 +47,7 @@ SUM = """
 import os, torch, torch.distributed as dist
 total = torch.tensor([float(rank)])
 dist.all_reduce(total)
-seat = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
+slot = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
 """
 
 MEMORY = """
@@ -132,11 +132,11 @@ def test_stop_as_a_batch_is_acknowledged(world: World) -> None:
 def test_what_assistants_are_told(world: World) -> None:
     """Of ranks on both nodes, as of those on one: where they are, and who failed or never came.
 
-    Ranks of both reduce together, each in its own seat; what one raises frees the others.
+    Ranks of both reduce together, each in its own slot; what one raises frees the others.
     """
     world.execute(SUM)
     assert [float(each) for each in world.gather("total")] == [6.0] * 4
-    assert world.gather("seat") == [[str(r % 2), "2", str(r // 2)] for r in range(4)]
+    assert world.gather("slot") == [[str(r % 2), "2", str(r // 2)] for r in range(4)]
     (name,) = (str(each.agent) for each in mcp.worlds_here() if each.info.notebook == os.getpid())
     with pytest.raises(WorkerError):
         world.execute("if rank == 3: raise ValueError('bad shard')\ndist.all_reduce(total)")
@@ -313,7 +313,7 @@ async def test_nodes_that_are_lost_one_after_the_other(tmp_path: Path) -> None:
     asked, none = wanted(layout="2x1"), lambda *_: None
     pool = NodePool(tmp_path, asked, none, none, none, none)
     pool.nodes.update({0: first, 1: second})
-    pool.forming.spec = spec = seated(SPEC, asked, [first, second])
+    pool.forming.spec = spec = placed(SPEC, asked, [first, second])
     healed = await Head(tmp_path, os.getpid(), Guard(-1))._heal(pool, spec)
     await pool.close()
     assert (first.lost, second.lost) == ("gone", "gone too")

@@ -199,12 +199,12 @@ def test_only_who_has_the_key_comes(world: World, offers: Path) -> None:
     world.execute("kept = rank")
     no_secret_is_to_be_seen(ticket, world)
     is_running = lambda: world.state is State.RUNNING  # noqa: E731
-    way_back = rf"rank 1 .*now 1 worker; .*`nbdist join {place}` on a machine has it come"
-    with once(is_running, right[1].terminate), pytest.raises(WorkerDied, match=way_back):
+    rejoin_hint = rf"rank 1 .*now 1 worker; .*`nbdist join {place}` on a machine has it come"
+    with once(is_running, right[1].terminate), pytest.raises(WorkerDied, match=rejoin_hint):
         world.execute("import torch.distributed as dist\nwhile True: dist.barrier()")
     assert right[1].wait(SOON) == 128 + signal.SIGTERM
     right.append(join(1))
-    wait_until(lambda: world.session.receive(0.01) or world.session.have_come, "it comes again")
+    wait_until(lambda: world.session.receive(0.01) or world.session.joined, "it comes again")
     assert world.gather("globals().get('kept')") == [0, None]
     world.shutdown()
     assert [right[index].wait(SOON) for index in (0, 2)] == [0, 0]

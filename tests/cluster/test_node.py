@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nbdist.cluster import node as nodes_module
-from nbdist.cluster.node import REACHED, Node, NodeLost, NoSeats, resized, seated, targets
+from nbdist.cluster.node import REACHED, Node, NodeLost, NoSlots, placed, resized, targets
 from nbdist.config import WorldConfig
 from nbdist.topology import GPU_BACKEND, Position
 from nbdist.wire import node_messages as messages
@@ -47,7 +47,7 @@ def wanted(**fields: Any) -> WorldConfig:
 
 
 @pytest.mark.parametrize(
-    ("fields", "nodes", "seats"),
+    ("fields", "nodes", "slots"),
     [
         ({"hosts": "a:1,b:2"}, [machine(0), machine(1)], [(0, 0), (1, 0), (1, 1)]),
         ({}, [machine(0, gpus=1), machine(1, cores=1)], [(0, 0), (1, 0)]),
@@ -59,12 +59,12 @@ def wanted(**fields: Any) -> WorldConfig:
     ],
 )
 def test_who_sits_where(
-    fields: Mapping[str, Any], nodes: list[Machine], seats: list[tuple[int, int]]
+    fields: Mapping[str, Any], nodes: list[Machine], slots: list[tuple[int, int]]
 ) -> None:
     """As was asked, or one for each GPU, or core; one node after the other."""
-    spec = seated(SPEC, wanted(**fields), nodes)
-    assert [tuple(seat) for seat in spec.seats] == seats
-    assert spec.world_size == len(seats)
+    spec = placed(SPEC, wanted(**fields), nodes)
+    assert [tuple(slot) for slot in spec.slots] == slots
+    assert spec.world_size == len(slots)
     assert spec.master_addr == "10.0.0.1"
 
 
@@ -79,38 +79,38 @@ def test_nccl_where_it_cannot_be() -> None:
     ):
         there = machine(0, gpus)
         there.facts = there.facts._replace(versions={"torch": torch})
-        with pytest.raises(NoSeats) as found:
-            seated(replace(SPEC, backend="nccl"), asked, [there])
+        with pytest.raises(NoSlots) as found:
+            placed(replace(SPEC, backend="nccl"), asked, [there])
         assert str(found.value) == told
         if gpus == 1:
             shared = replace(asked, share_gpus=True)
-            assert seated(replace(SPEC, backend="nccl"), shared, [there]).world_size == 2
+            assert placed(replace(SPEC, backend="nccl"), shared, [there]).world_size == 2
         else:
-            assert seated(SPEC, auto, [there]).backend == "gloo"
+            assert placed(SPEC, auto, [there]).backend == "gloo"
 
 
 def test_the_backend_is_that_of_all_nodes() -> None:
     """nccl needs GPUs everywhere; what was asked for is not changed."""
     mixed, all_have = [machine(0, gpus=1), machine(1)], [machine(0, gpus=1), machine(1, gpus=1)]
-    assert seated(SPEC, wanted(), mixed).backend == "gloo"
-    assert seated(SPEC, wanted(), all_have).backend == GPU_BACKEND
-    assert seated(SPEC, wanted(backend="gloo"), all_have).backend == "gloo"
+    assert placed(SPEC, wanted(), mixed).backend == "gloo"
+    assert placed(SPEC, wanted(), all_have).backend == GPU_BACKEND
+    assert placed(SPEC, wanted(backend="gloo"), all_have).backend == "gloo"
 
 
 def test_more_and_fewer() -> None:
-    """New ranks take free seats, the others keep theirs; what has no room is named."""
+    """New ranks take free slots, the others keep theirs; what has no room is named."""
     nodes = [machine(0), machine(1)]
     asked = wanted(layout="2x2", n=3)
-    spec, room = seated(SPEC, asked, nodes), nodes_module.room_of(asked, nodes)
-    assert resized(spec, 4, (0, 1, 2), room).seats == (*spec.seats, (1, 1))
-    assert resized(spec, 1, (2,), room).seats == spec.seats[2:]
-    assert resized(spec, 3, (0, 2), room).seats == (spec.seats[0], spec.seats[2], (0, 1))
-    with pytest.raises(NoSeats, match="4 workers have room"):
+    spec, room = placed(SPEC, asked, nodes), nodes_module.room_of(asked, nodes)
+    assert resized(spec, 4, (0, 1, 2), room).slots == (*spec.slots, (1, 1))
+    assert resized(spec, 1, (2,), room).slots == spec.slots[2:]
+    assert resized(spec, 3, (0, 2), room).slots == (spec.slots[0], spec.slots[2], (0, 1))
+    with pytest.raises(NoSlots, match="4 workers have room"):
         resized(spec, 5, (0, 1, 2), room)
-    with pytest.raises(NoSeats, match="5 workers asked for, but room for 4: n0 has 2, n1 has 2"):
-        seated(SPEC, wanted(n=5), nodes)
-    with pytest.raises(NoSeats, match="n1: `--gpus 1,3`: there is no GPU 3, 0-1 are visible"):
-        seated(SPEC, wanted(gpus="1,3"), [machine(0, gpus=4), machine(1, gpus=2)])
+    with pytest.raises(NoSlots, match="5 workers asked for, but room for 4: n0 has 2, n1 has 2"):
+        placed(SPEC, wanted(n=5), nodes)
+    with pytest.raises(NoSlots, match="n1: `--gpus 1,3`: there is no GPU 3, 0-1 are visible"):
+        placed(SPEC, wanted(gpus="1,3"), [machine(0, gpus=4), machine(1, gpus=2)])
     for fields, there, size in (
         *(({"layout": "2x2"}, 1, 2), ({"layout": "2x2"}, 3, 4), ({"hosts": "a:1,b:2"}, 2, 3)),
         *(({"layout": "2x2", "n": 3}, 2, 3), ({"layout": "2x2", "n": 3}, 1, 2)),
@@ -119,7 +119,7 @@ def test_more_and_fewer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "there", "keep", "seats"),
+    ("hosts", "there", "keep", "slots"),
     [
         ("a:2,b:2", (0, 1), (0, 1, 2, 3), [(0, 0), (0, 1), (1, 0), (1, 1)]),
         # No room for all of them: they leave, and who stays keeps node and LOCAL_RANK.
@@ -132,17 +132,17 @@ def test_more_and_fewer() -> None:
     ],
 )
 def test_who_stays_where_machines_are_lost(
-    hosts: str, there: tuple[int, ...], keep: tuple[int, ...], seats: list[tuple[int, int]]
+    hosts: str, there: tuple[int, ...], keep: tuple[int, ...], slots: list[tuple[int, int]]
 ) -> None:
     """All ranks where there is room; MASTER_ADDR is the machine of rank 0, whichever that is."""
     asked = wanted(hosts=hosts, layout="2x2")
     nodes = [machine(number) for number in range(len(asked.named_hosts))]
-    spec = seated(SPEC, asked, nodes)
+    spec = placed(SPEC, asked, nodes)
     spec, stay = nodes_module.without(spec, asked, [nodes[number] for number in there])
     assert stay == keep
-    assert [*spec.seats] == seats
-    assert spec.world_size == len(seats)
-    assert spec.master_addr == f"10.0.0.{seats[0][0] + 1}"
+    assert [*spec.slots] == slots
+    assert spec.world_size == len(slots)
+    assert spec.master_addr == f"10.0.0.{slots[0][0] + 1}"
 
 
 HERE = {"Python": "3.11.7", "torch": "2.13.0+cpu", "cloudpickle": "3.1.2"}
@@ -186,7 +186,7 @@ def test_all_ways_are_tried() -> None:
 # --- what is asked of a machine, and its loss -----------------------------------------------------
 
 HOUR = 3600 * 10**9
-SEATED = replace(SPEC, seats=(Position(1, 0),))
+SEATED = replace(SPEC, slots=(Position(1, 0),))
 
 
 def node(number: int, send: Callable[[NodeDown], None]) -> Node:

@@ -19,7 +19,7 @@ import pytest
 from nbdist.cluster.nodes import Awaited
 from nbdist.errors import StartError, UsageError, WorkerDied
 from nbdist.world.agents import worlds
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.world import World
 from tests.waiting import wait_until
 
@@ -121,7 +121,7 @@ def test_who_has_come(
     awaited: Awaited, room: dict[str, int], *, is_enough: bool, will_do: bool, said: str
 ) -> None:
     """The command stands there as long as somebody has to run it; fewer do where that was said."""
-    found = awaited.have_come(room), awaited.will_do(room), awaited.text(room)
+    found = awaited.are_enough(room), awaited.will_do(room), awaited.text(room)
     assert found == (is_enough, will_do, said)
 
 
@@ -259,7 +259,7 @@ def test_a_detached_head_without_machines(launchers: None) -> None:
     wait_until(lambda: not head.is_running(), "the head has ended")
 
 
-def follow(world: World, running: RunningTask, is_so: Callable[[], object]) -> None:
+def follow(world: World, running: TaskRun, is_so: Callable[[], object]) -> None:
     """Follow a cell until this is so."""
     for _ in world.session.follow(running):
         if is_so():

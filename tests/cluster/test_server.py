@@ -22,7 +22,7 @@ from nbdist.cluster.launcher import agent_command
 from nbdist.cluster.server import NodeServer, addresses, listened_at
 from nbdist.cluster.ticket import KeyPair, Ticket, come_with, endpoint
 from nbdist.wire.frames import pack, unpack
-from nbdist.wire.messages import Leave, Spare, Starting
+from nbdist.wire.messages import Shutdown, Spare, Starting
 from nbdist.wire.node_messages import NodeUp
 from nbdist.wire.transfer import Kind, Numbered
 from tests.waiting import SOON, until
@@ -103,8 +103,8 @@ async def test_agents_come_and_go(opened: Opened) -> None:
         link.send_multipart(Numbered().message([pack(Starting(3))]))
         await until(lambda: opened.said)
         assert opened.said == [Starting(3)]
-        opened.server.send(opened.who[0], Leave())
-        assert unpack(await next_message(link)) == Leave()
+        opened.server.send(opened.who[0], Shutdown())
+        assert unpack(await next_message(link)) == Shutdown()
         assert (opened.lost, opened.server.refused) == ([], 0)
         link.send_multipart([Numbered().sign(Kind.ENDED), opened.who[0]])
         await until(lambda: opened.lost)

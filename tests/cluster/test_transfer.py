@@ -226,10 +226,10 @@ async def test_the_end_waits_for_its_values(head: Head, segment: Segment) -> Non
     assert done.values.segment is not None
     here = done.values.segment
     assert open_segment(here)[0] == open_segment(segment.ref)[0]
-    head.transfers.let_go([2], "b")
-    head.transfers.let_go([1])
+    head.transfers.release_values([2], "b")
+    head.transfers.release_values([1])
     assert is_there(here)
-    head.transfers.let_go([2], "a")
+    head.transfers.release_values([2], "a")
     assert not is_there(here)
 
 

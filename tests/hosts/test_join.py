@@ -11,7 +11,7 @@ import pytest
 
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network, end
-from tests.hosts.worlds import Launched, has_come, has_seats, inherited, survives_an_agent
+from tests.hosts.worlds import Launched, has_come, has_slots, inherited, survives_an_agent
 from tests.waiting import SOON, wait_until
 
 JOIN = f"{sys.executable} -m nbdist.terminal join"
@@ -71,7 +71,7 @@ def test_a_world(network: Network, hosts: list[Host], offers: Path) -> None:
     joined = Joined(network, offers)
     try:
         with inherited(joined, network) as world:
-            has_seats(world)
+            has_slots(world)
             survives_an_agent(world, joined, network)
         assert joined.commands[0].wait(SOON) == 0
         for command in joined.commands:

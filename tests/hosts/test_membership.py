@@ -20,7 +20,7 @@ import torch
 from nbdist.errors import AgentLost, ScaleError, UsageError, WorkerDied, WorkerError
 from nbdist.terminal.worlds import kill_world
 from nbdist.values.payload import pack_names
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network
@@ -28,7 +28,7 @@ from tests.hosts.worlds import (
     Launched,
     check_whole,
     has_come,
-    has_seats,
+    has_slots,
     is_clean,
     lose,
     named,
@@ -81,7 +81,7 @@ def in_order(world: World, hosts: list[Host]) -> list[Host]:
     return sorted(hosts[:2], key=lambda host: host.name != first)
 
 
-def seats(world: World) -> list[object]:
+def slots(world: World) -> list[object]:
     """Say where each rank is, and what it was before; all ranks can still reduce together."""
     world.execute("total = torch.tensor([float(rank)])\ndist.all_reduce(total)")
     everyone = float(sum(range(world.size)))
@@ -97,13 +97,13 @@ def test_a_link_is_taken_down(world: World, hosts: list[Host], network: Network)
     assert "was lost" in said
     assert "now 2 workers; the other ranks keep their variables" in said
     assert world.state is State.READY
-    assert seats(world) == [[r, 2, 0, 1, 2, "node1", r] for r in range(2)]
+    assert slots(world) == [[r, 2, 0, 1, 2, "node1", r] for r in range(2)]
     # With the cable still out: what was started there has found out by itself.
     wait_until(lambda: not ours_on(hosts[1]), "node2 to be empty")
     hosts[1].link_up()
     wait_until(lambda: has_come(world), "node2 to come back")
     there = [["node1", 0], ["node1", 1], ["node2", None], ["node2", None]]
-    assert [seat[5:] for seat in seats(world)] == there
+    assert [slot[5:] for slot in slots(world)] == there
 
 
 def test_ranks_of_a_lost_machine_go_where_there_is_room(
@@ -112,11 +112,11 @@ def test_ranks_of_a_lost_machine_go_where_there_is_room(
     """With their ranks; what they had is lost, set-up cells have run, and groups are whole."""
     world.scale(ranks=[0, 2])
     world.execute("was = rank")
-    assert [seat[5] for seat in seats(world)] == ["node1", "node2"]
+    assert [slot[5] for slot in slots(world)] == ["node1", "node2"]
     said = lose(world, network, hosts[0].link_down)
     assert said.startswith("rank 0 on node1 ")
     assert "was restarted and its variables" in said
-    assert seats(world) == [[0, 2, 0, 1, 2, "node2", None], [1, 2, 0, 1, 2, "node2", 1]]
+    assert slots(world) == [[0, 2, 0, 1, 2, "node2", None], [1, 2, 0, 1, 2, "node2", 1]]
     hosts[0].link_up()
     wait_until(lambda: has_room(world), "node1 to come back")
 
@@ -127,7 +127,7 @@ def test_the_first_machine_is_lost(world: World, hosts: list[Host]) -> None:
     first.link_down()
     session = world.session
     wait_until(lambda: session.receive(0.1) or session.dead, f"the loss of {first} is noticed")
-    assert seats(world) == [[r, 2, 0, 1, 2, second.name, r + 2] for r in range(2)]
+    assert slots(world) == [[r, 2, 0, 1, 2, second.name, r + 2] for r in range(2)]
     assert world.gather("os.environ['MASTER_ADDR']") == [second.address] * 2
 
 
@@ -143,7 +143,7 @@ def test_all_machines_are_lost(world: World, hosts: list[Host], network: Network
     for host in hosts[:2]:
         host.link_up()
     world.restart()
-    assert [seat[5] for seat in seats(world)] == ["node1", "node1", "node2", "node2"]
+    assert [slot[5] for slot in slots(world)] == ["node1", "node1", "node2", "node2"]
 
 
 def test_a_slow_link_and_busy_machines(world: World, hosts: list[Host]) -> None:
@@ -169,8 +169,8 @@ def test_a_slow_link_and_busy_machines(world: World, hosts: list[Host]) -> None:
 
 
 def test_cells(world: World) -> None:
-    """Each rank has its seat; a user's own group meets at MASTER_ADDR; Stop ends what waits."""
-    has_seats(world)
+    """Each rank has its slot; a user's own group meets at MASTER_ADDR; Stop ends what waits."""
+    has_slots(world)
     world.execute(
         "dist.destroy_process_group()\n"
         "dist.init_process_group('gloo', init_method='env://')\n"
@@ -242,7 +242,7 @@ def steady(world: World, hosts: list[Host]) -> Iterator[World]:
 
 def until_stalled(
     world: World, source: str = "dist.all_reduce(t)", ends: str = "node1 and node2"
-) -> RunningTask:
+) -> TaskRun:
     """Run a cell until it says that the network between these is."""
     running = world.session.submit(world.session.task(f"t = torch.ones(1)\n{source}"))
     for _ in world.session.follow(running):
@@ -399,15 +399,15 @@ def test_a_world_begins_at_the_minimum(hosts: list[Host], network: Network, path
     with new_world("node1,node2", layout="1:2x1", on_failure="restart-all") as world:
         world.execute(SET_UP, setup=True)
         world.execute("was = rank")
-        assert seats(world) == [[0, 1, 0, 1, 1, "node1", 0]]
+        assert slots(world) == [[0, 1, 0, 1, 1, "node1", 0]]
         hosts[1].mend()
         wait_until(lambda: has_come(world), "node2 to come")
-        assert [seat[5:] for seat in seats(world)] == [["node1", 0], ["node2", None]]
+        assert [slot[5:] for slot in slots(world)] == [["node1", 0], ["node2", None]]
         assert "All workers were" in lose(world, network, hosts[1].link_down)
-        assert seats(world) == [[0, 1, 0, 1, 1, "node1", None]]
+        assert slots(world) == [[0, 1, 0, 1, 1, "node1", None]]
         hosts[1].link_up()
         wait_until(lambda: has_come(world), "node2 to come back")
-        assert [seat[5] for seat in seats(world)] == ["node1", "node2"]
+        assert [slot[5] for slot in slots(world)] == ["node1", "node2"]
         world.restart(on_failure="stop")
         assert "All workers were" in lose(world, network, hosts[1].link_down)
         assert world.state is State.STOPPED

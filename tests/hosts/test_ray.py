@@ -28,7 +28,7 @@ from nbdist.cluster.ray import RayLauncher
 from nbdist.cluster.ticket import KeyPair, Ticket, listen_with
 from nbdist.config import WorldConfig
 from tests.hosts.network import Host, Network, end, hurry
-from tests.hosts.worlds import agent_on, allocated, has_seats, inherited, lose, survives_an_agent
+from tests.hosts.worlds import agent_on, allocated, has_slots, inherited, lose, survives_an_agent
 from tests.traces import shows
 from tests.waiting import SOON, wait_until
 
@@ -287,12 +287,12 @@ def test_a_world(cluster: RayCluster, hosts: list[Host], network: Network) -> No
             patch.setenv("RAY_TMPDIR", str(cluster.home))
             patch.setenv("HOME", str(cluster.home))
             world = stack.enter_context(inherited(launched, network))
-        has_seats(world)
+        has_slots(world)
         assert world.gather("[name for name in os.environ if name.startswith('RAY_')]") == [[]] * 4
         name = f"nbdist:{world.session.spec.name}"
         assert shown() == f"['{name}/0', '{name}/1'] ['{name}']"
         assert [len(cluster.actors(host)) for host in cluster.hosts] == [1, 1]
-        assert world.session.lacks == (
+        assert world.session.missing == (
             "2 of 3 nodes have come. With `--launcher ray` machines come at the start alone: "
             "`%dist_restart` asks for all again, with new workers.",
         )

@@ -25,7 +25,7 @@ from tests.hosts.network import Host, Network, end, of_tests
 from tests.hosts.worlds import (
     Launched,
     allocated,
-    has_seats,
+    has_slots,
     inherited,
     other_notebook,
     survives_an_agent,
@@ -232,7 +232,7 @@ def test_a_world(
         running = lambda: slurm.run(*steps, check=False).stdout.split()  # noqa: E731
         launched = allocated("slurm", running)
         with inherited(launched, network) as world:
-            has_seats(world)
+            has_slots(world)
             # By these Lightning would take the node's number for the rank.
             told = "{'SLURM_NTASKS', 'SLURM_PROCID', 'SLURM_NODEID'} & {*os.environ}"
             assert world.gather(f"os.environ['SLURM_JOB_ID'], {told}") == [(str(job), set())] * 4

@@ -108,7 +108,7 @@ def lose(world: World, network: Network, do: Callable[[], object]) -> str:
 def has_come(world: World) -> bool:
     """Whether a machine has come that could be taken in."""
     world.session.receive(0.1)
-    return bool(world.session.have_come)
+    return bool(world.session.joined)
 
 
 def ours_on(host: Host) -> list[str]:
@@ -122,7 +122,7 @@ def ours_on(host: Host) -> list[str]:
 class Launched:
     """How worlds are started by one launcher; `options` are their arguments.
 
-    `way_back` is what the user is told to do about a host that is lost, "" where it is tried again;
+    `rejoin_hint` is what the user is told to do about a lost host, "" where it is tried again;
     `holds` lists what the launcher's own programs still keep for a world.
     """
 
@@ -130,10 +130,10 @@ class Launched:
         self,
         name: str,
         options: Mapping[str, Any],
-        way_back: str = "",
+        rejoin_hint: str = "",
         holds: Callable[[], list[str]] = list,
     ) -> None:
-        self.name, self.way_back, self.holds = name, way_back, holds
+        self.name, self.rejoin_hint, self.holds = name, rejoin_hint, holds
         self.options = {**options, "log_dir": "", "show": False, "link_timeout": LINK_TIMEOUT}
 
     def hear(self, said: str) -> None:
@@ -146,9 +146,9 @@ class Launched:
 
 def allocated(name: str, holds: Callable[[], list[str]]) -> Launched:
     """One that starts machines at the start alone."""
-    way_back = f"With `--launcher {name}` .*`%dist_restart` asks for all again"
+    rejoin_hint = f"With `--launcher {name}` .*`%dist_restart` asks for all again"
     options = {"layout": "2x2"} | ({"launcher": name} if name != "slurm" else {})
-    return Launched(name, options, way_back, holds)
+    return Launched(name, options, rejoin_hint, holds)
 
 
 def is_clean(launched: Launched, network: Network) -> None:
@@ -230,7 +230,7 @@ PLACES = ["node1", "node1", "node2", "node2"]
 KEPT = [10, 11, 12, 13]
 
 
-def has_seats(world: World) -> None:
+def has_slots(world: World) -> None:
     """Ranks are on the hosts that were named, with torchrun's variables.
 
     Of the environment they have only the node's own besides.
@@ -250,12 +250,12 @@ def survives_an_agent(world: World, launched: Launched, network: Network) -> Non
     host = network.hosts[1]
     said = lose(world, network, lambda: os.kill(agent_on(host), signal.SIGKILL))
     assert said.startswith("rank 2 on node2 ")
-    told = rf"now 2 workers; the other ranks keep their variables\. ?{launched.way_back}"
+    told = rf"now 2 workers; the other ranks keep their variables\. ?{launched.rejoin_hint}"
     # A host that is tried again by itself may be back before the others have a group.
-    is_back = not launched.way_back and world.size == 4
+    is_back = not launched.rejoin_hint and world.size == 4
     assert re.search("Ranks 2-3 were restarted and their var" if is_back else told, said), said
     assert world.gather("globals().get('kept')") == KEPT[:2] + [None] * (world.size - 2)
-    if launched.way_back:
+    if launched.rejoin_hint:
         launched.come_back(world, host)
     else:
         wait_until(lambda: has_come(world), f"{host} to come by itself")

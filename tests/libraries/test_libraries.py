@@ -62,7 +62,7 @@ def drawn(world: World, folder: Path, source: str, ranks: Sequence[int] = (0, 1)
                 (folder / f"seen {name.encode().hex()}").touch()
     world.session.check(running)
     final = panel_text(final_layout(running.transcript))
-    world.session.let_go(running)
+    world.session.release_values(running)
     return Drawn(with_bars, lines, final)
 
 

@@ -20,7 +20,7 @@ from nbdist.notebook.display import PanelDisplay, PlainDisplay
 from nbdist.notebook.idle import (
     MOST_CHARACTERS,
     PAUSE,
-    Ended,
+    FinishedCells,
     IdleStop,
     IdleWatch,
     Stops,
@@ -131,15 +131,15 @@ def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 @pytest.fixture
-def cells() -> Ended:
+def cells() -> FinishedCells:
     """Two cells that have ended, of ranks 0-1 and of rank 1."""
-    cells = Ended()
+    cells = FinishedCells()
     for transcript in (ended(0, 1), ended(1)):
         cells.add(transcript, PanelDisplay())
     return cells
 
 
-def test_below_the_last_cell(cells: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+def test_below_the_last_cell(cells: FinishedCells, capsys: pytest.CaptureFixture[str]) -> None:
     """What a rank says stands in its last cell, a display in the cell that has it; none is lost."""
     cells.receive([(0, out("a\n")), (0, out("b\n")), (1, out("c\n")), (1, Done("ok", 1.0))])
     assert shown(capsys) == []
@@ -164,7 +164,7 @@ def test_below_the_last_cell(cells: Ended, capsys: pytest.CaptureFixture[str]) -
     assert "── rank 0 ──\nnew" in "\n".join(shown(capsys))
 
 
-def test_what_belongs_to_no_cell(cells: Ended) -> None:
+def test_what_belongs_to_no_cell(cells: FinishedCells) -> None:
     """It is said with the next one, once; so is what lines that are printed cannot take in."""
     cells.receive([(2, out("bye\n")), (3, out("bye\n"))])
     assert cells.take_texts() == ["ranks 2-3 printed after their last cell: bye"]
@@ -177,7 +177,7 @@ def test_what_belongs_to_no_cell(cells: Ended) -> None:
     assert cells.take_texts() == ["rank 0 printed after its last cell: bye"]
 
 
-def test_texts(cells: Ended) -> None:
+def test_texts(cells: FinishedCells) -> None:
     """One line for all that said the same, not too long; cells before are known."""
     late = [
         (0, out("a\n\n  b")),

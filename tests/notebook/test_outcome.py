@@ -13,7 +13,7 @@ from nbdist.notebook.outcome import Elsewhere, LastValues, Routine, idle_end, wh
 from nbdist.output.events import IGNORES_STOP, Died, Text
 from nbdist.wire.ops import Written
 from nbdist.wire.work import Source, Task
-from nbdist.world.running import Crew, RunningTask
+from nbdist.world.running import Members, TaskRun
 from nbdist.world.snapshot_store import Snapshot
 from nbdist.world.states import Machines
 
@@ -28,8 +28,8 @@ def test_ends_of_idle_ranks() -> None:
 
 def test_a_rank_whose_machine_is_lost() -> None:
     """Of its end nobody has said anything: its last lines are those that were shown."""
-    crew = Crew(1, "gloo", Machines.one("node1", 1), {0: 4711}, {}, True)  # noqa: FBT003
-    running = RunningTask(Task("id", (0,), Source("print(1)")), Patience(), crew)
+    members = Members(1, "gloo", Machines.one("node1", 1), {0: 4711}, {}, True)  # noqa: FBT003
+    running = TaskRun(Task("id", (0,), Source("print(1)")), Patience(), members)
     running.receive(0, Text("stdout", "loading shards\nepoch 7\n"))
     running.receive(0, Died(None, time.time_ns(), why="its machine counts as lost"))
     error = running.error()

@@ -29,9 +29,9 @@ from nbdist.tools.export import Composer, Script
 from nbdist.values.payload import Identity
 from nbdist.wire.work import Call, Source, Task, Work
 from nbdist.wire.work import Script as ScriptFile
-from nbdist.world.names import NameTable, Shipped
+from nbdist.world.names import NameTable, Sent
 from nbdist.world.past import Past
-from nbdist.world.running import Crew, RunningTask
+from nbdist.world.running import Members, TaskRun
 from nbdist.world.states import Machines
 
 TRANSFORM = TransformerManager().transform_cell
@@ -64,10 +64,10 @@ class Lab:
         shipped = {}
         for name in names:
             what = version_now(name, table), Identity(self.namespace[name])
-            shipped[name] = Shipped(*what, frozenset(needs.get(name, ())))
+            shipped[name] = Sent(*what, frozenset(needs.get(name, ())))
         task = Task("id", ranks, work, execution_count=self._count, key=key)
-        crew = Crew(2, "gloo", Machines.one("here", 2), {}, {}, heals=True)
-        running = RunningTask(task, Patience(), crew, shipped)
+        members = Members(2, "gloo", Machines.one("here", 2), {}, {}, heals=True)
+        running = TaskRun(task, Patience(), members, shipped)
         for rank in ranks:
             if shows:
                 running.receive(rank, Display({}, {}, is_result=True))

@@ -106,7 +106,7 @@ def test_bytes_of_a_big_value() -> None:
 
 
 def test_processes_by_rank() -> None:
-    """With the node of each; without seats all are on one."""
+    """With the node of each; without slots all are on one."""
     assert processes({0: 17, 1: 17}, (Position(0, 0), Position(1, 0))) == {0: (0, 17), 1: (1, 17)}
     assert processes({3: 17}, ()) == {3: (0, 17)}
 

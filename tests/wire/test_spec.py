@@ -1,4 +1,4 @@
-"""Tests of `nbdist.wire.spec`: command, seats, device, files and environment of a worker."""
+"""Tests of `nbdist.wire.spec`: command, slots, device, files and environment of a worker."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 
 from nbdist.config import WorldConfig
 from nbdist.errors import UsageError
-from nbdist.topology import Position, Seat, seat_more
+from nbdist.topology import Position, Slot, place_more
 from nbdist.wire.spec import (
     NBDIST_DECIDES,
     NBDIST_SETS,
     WITH_NCCL,
     WorkerStart,
     WorldSpec,
+    cancel_file,
     check_nvls,
-    over_file,
     sharing_variables,
     torchrun_variables,
 )
@@ -29,13 +29,13 @@ START = WorkerStart(1, WRAPPED, "/run/3.json", "token", "/run/store", "/run/over
 
 
 def test_command_of_a_spawned_worker() -> None:
-    """Its wrap, seats and files; it crosses over whole, with the environment in no log."""
+    """Its wrap, slots and files; it crosses over whole, with the environment in no log."""
     assert " ".join(WRAPPED.command) == "nice -n 5 /venv/bin/python -P -m nbdist.worker"
     assert replace(WRAPPED, node=1).wrap == ()  # there it is the agent that is wrapped
-    assert WRAPPED.seat(3) == Seat(3, 4, 0, 1)
-    assert replace(WRAPPED, seats=seat_more((), (2, 2), 4)).seat(3) == Seat(1, 2, 1, 2)
+    assert WRAPPED.slot(3) == Slot(3, 4, 0, 1)
+    assert replace(WRAPPED, slots=place_more((), (2, 2), 4)).slot(3) == Slot(1, 2, 1, 2)
     assert START.stack_file == "/run/3.stack"
-    assert over_file(START.over_path, 2) == Path("/run/over.over2")
+    assert cancel_file(START.cancel_path, 2) == Path("/run/over.over2")
     # Log files are beside torch's error file, which has a place also where there are none.
     environ = {"TORCHELASTIC_ERROR_FILE": "/logs/run/0/error.json"}
     for log_dir, folder in (("", None), ("/logs", Path("/logs/run/0"))):
@@ -57,7 +57,7 @@ def test_device_of_a_worker() -> None:
 
 def test_one_node_of_several() -> None:
     """It has its own ranks, and shows each all GPUs that it has; simulated ones share."""
-    world = replace(WRAPPED, seats=(Position(0, 0), Position(1, 0), Position(0, 1)), world_size=3)
+    world = replace(WRAPPED, slots=(Position(0, 0), Position(1, 0), Position(0, 1)), world_size=3)
     real = replace(world, node=0, gpus=("0", "1"))
     assert (real.here, real.gpus_of(2)) == ((0, 2), ("0", "1"))
     found = [replace(real, node=node).here for node in (1, 2, None)]
@@ -66,20 +66,20 @@ def test_one_node_of_several() -> None:
     assert [replace(WRAPPED, node=node).here for node in (0, 1)] == [(0, 1, 2, 3), ()]
 
 
-SEATS = seat_more((), (2, 2), 4)
+SEATS = place_more((), (2, 2), 4)
 USER, RUN = {"MPLBACKEND": "agg"}, WorldConfig(name="run")
-SPEC = WorldSpec(4, "gloo", USER, "/", (), 3, "py", ("4", "5", "6"), seats=SEATS, config=RUN)
+SPEC = WorldSpec(4, "gloo", USER, "/", (), 3, "py", ("4", "5", "6"), slots=SEATS, config=RUN)
 NCCLS = {*WITH_NCCL, "NCCL_SOCKET_IFNAME"}
 
 
 def test_ranks_on_two_nodes() -> None:
-    """Each has its seat and its node's slice of the GPUs; all else is the world's."""
+    """Each has its slot and its node's slice of the GPUs; all else is the world's."""
     first, last = (torchrun_variables(SPEC, rank, 29500, "/error.json") for rank in (0, 3))
-    seats = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-    assert [first[name] for name in seats] == ["0", "0", "2", "0", "2"]
-    assert [last[name] for name in seats] == ["3", "1", "2", "1", "2"]
+    slots = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    assert [first[name] for name in slots] == ["0", "0", "2", "0", "2"]
+    assert [last[name] for name in slots] == ["3", "1", "2", "1", "2"]
     assert (first["CUDA_VISIBLE_DEVICES"], last["CUDA_VISIBLE_DEVICES"]) == ("4,5", "6,4")
-    common = first.keys() - {*seats, "ROLE_RANK", "CUDA_VISIBLE_DEVICES"}
+    common = first.keys() - {*slots, "ROLE_RANK", "CUDA_VISIBLE_DEVICES"}
     assert all(first[name] == last[name] for name in common)
     assert (first["MASTER_PORT"], first["TORCHELASTIC_RUN_ID"]) == ("29500", "run")
     # But for what a rank is told by.

@@ -214,7 +214,7 @@ def shown(world: World, source: str) -> str:
     world.session.wait(running)
     running.result()
     text = panel_text(final_layout(running.transcript))
-    world.session.let_go(running)
+    world.session.release_values(running)
     return text
 
 

@@ -227,7 +227,7 @@ def test_values_of_expressions(names: dict[str, Any], namespace: Namespace) -> N
     lent = [namespace.fetch(["big"], task) for task in "abc"]
     assert opened(lent[0]) == {"big": names["big"]}
     for _ in range(2):
-        namespace.let_go("a")
+        namespace.release_values("a")
     assert [*map(is_lent, lent)] == [False, True, True]
     namespace.receive(None)
     assert not any(map(is_lent, lent))
@@ -237,7 +237,7 @@ def test_values_of_expressions(names: dict[str, Any], namespace: Namespace) -> N
     assert returned is not None
     assert refs_in(returned) == refs_in(part)
     assert opened(returned) == [part]
-    namespace.let_go("d")
+    namespace.release_values("d")
 
 
 def test_values_that_cannot_be_had(names: dict[str, Any], namespace: Namespace) -> None:

@@ -215,5 +215,5 @@ def test_the_newest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (kept.find("big"), kept.find("none")) == (received.CLEANED, "cannot be sent")
     assert kept.find("c") == received.REPLACED
     kept.keep("a", segment(10))
-    kept.let_go("a")
+    kept.release_values("a")
     assert kept.find("a") == received.REPLACED

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.worker.test_memory import shell_with
 
 from nbdist.errors import WorkerError
 from nbdist.output.events import Failure
@@ -25,9 +26,8 @@ from nbdist.worker.tracebacks import (
     unfit_after,
     why_not_started,
 )
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.world import World
-from tests.worker.test_memory import shell_with
 
 pytestmark = pytest.mark.shared_world(2)
 
@@ -55,7 +55,7 @@ DRAWN = {
 """What a cell does before another one, or itself, raises."""
 
 
-def ran(world: World, source: str) -> RunningTask:
+def ran(world: World, source: str) -> TaskRun:
     running = world.submit(world.task(source, execution_count=7))
     world.session.wait(running)
     return running

@@ -8,7 +8,7 @@ import pytest
 
 from nbdist.output.events import Done
 from nbdist.values.payload import Identity
-from nbdist.world.names import NameTable, Shipped, list_names
+from nbdist.world.names import NameTable, Sent, list_names
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def ship(
     table: NameTable, *names: str, version: int = 1, ranks: tuple[int, ...] = (0, 1), **more: Any
 ) -> None:
     """A cell takes names of the notebook along."""
-    records = {name: Shipped(version, Identity(table.namespace[name]), **more) for name in names}
+    records = {name: Sent(version, Identity(table.namespace[name]), **more) for name in names}
     table.sent(records)
     for rank in ranks:
         table.finished(rank, Done("ok", 0.0), records)
@@ -37,7 +37,7 @@ def ship(
 
 def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
     """On the ranks that it has reached; of an older version nobody has it; it is not lost."""
-    table.sent({"x": Shipped(1, Identity(1))})
+    table.sent({"x": Sent(1, Identity(1))})
     table.finished(0, Done("error", 0.0), {})  # it could not be rebuilt there
     assert table.owners() == {}
     ship(table, "x", "model")
@@ -216,7 +216,11 @@ def test_who_has_something_under_a_name(table: NameTable) -> None:
     ship(table, "x", ranks=(0,))
     bind(table, 1, "loss", nn="torch.nn")
     assert (table.ranks_with("x"), table.ranks_with("loss")) == ((0,), (1,))
-    assert (table.whence("nn"), table.whence("loss"), table.whence("x")) == ("torch.nn", None, None)
+    assert (table.import_path("nn"), table.import_path("loss"), table.import_path("x")) == (
+        "torch.nn",
+        None,
+        None,
+    )
     table.replaced([1])
     assert table.ranks_with("loss") == table.ranks_with("nope") == ()
 

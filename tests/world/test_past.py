@@ -14,9 +14,9 @@ from nbdist.output.events import Display, Done, Failure
 from nbdist.values.payload import Identity, Segment, SegmentGone, to_end
 from nbdist.wire.work import Attempt, Call, Script, Source, Task, Work
 from nbdist.world import past as module
-from nbdist.world.names import Shipped
+from nbdist.world.names import Sent
 from nbdist.world.past import Past, Setup
-from nbdist.world.running import Crew, RunningTask
+from nbdist.world.running import Members, TaskRun
 from nbdist.world.states import Machines, Renumbering, State
 from nbdist.world.world import World
 from tests.cells import run
@@ -24,8 +24,8 @@ from tests.waiting import once, press_stop
 
 pytestmark = pytest.mark.shared_world(3)
 
-CREW = Crew(2, "gloo", Machines.one("here", 2), {0: 100, 1: 101}, {}, heals=True)
-LR = Shipped(("float", "0.1"), Identity(0.1))
+MEMBERS = Members(2, "gloo", Machines.one("here", 2), {0: 100, 1: 101}, {}, heals=True)
+LR = Sent(("float", "0.1"), Identity(0.1))
 
 
 def ended(
@@ -35,11 +35,11 @@ def ended(
     status: str = "ok",
     bound: str = "",
     ranks: tuple[int, ...] = (0, 1),
-    shipped: dict[str, Shipped] | None = None,
-) -> RunningTask:
+    shipped: dict[str, Sent] | None = None,
+) -> TaskRun:
     """A task that all of its ranks have finished in this way."""
     task = Task("id", ranks, work, key=key, execution_count=5)
-    running = RunningTask(task, Patience(), CREW, shipped)
+    running = TaskRun(task, Patience(), MEMBERS, shipped)
     for rank in ranks:
         if status == "error":
             running.receive(rank, Failure("ValueError", "bad", (), 1))
@@ -97,7 +97,7 @@ def test_facts() -> None:
 def test_names_that_went_along() -> None:
     """As they last were before each task; what went home is named."""
     past = Past()
-    new = Shipped(("float", "0.01"), Identity(0.01))
+    new = Sent(("float", "0.01"), Identity(0.01))
     past.add(ended(Source("pass"), shipped={"lr": LR}))
     past.add(ended(Call("values.bind_pushed"), shipped={"lr": new}))
     past.add(ended(Call("values.gather", {"expressions": ("loss",)})))

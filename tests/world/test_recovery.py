@@ -21,7 +21,7 @@ from nbdist.errors import ScaleError, UsageError, WorkerError, WorldBusy, WorldN
 from nbdist.output.events import Done
 from nbdist.world import recovery
 from nbdist.world.recovery import healing_text
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
@@ -287,7 +287,7 @@ def have_begun() -> bool:
     return Path("0").exists() and Path("1").exists()
 
 
-def stop_once_begun(world: World, running: RunningTask, stops: int = 1) -> None:
+def stop_once_begun(world: World, running: TaskRun, stops: int = 1) -> None:
     """Follow a task that is stopped so often as soon as its ranks have begun."""
     for _ in world.follow(running):
         with running.counting_stops():

@@ -23,7 +23,7 @@ from nbdist.wire.views import Begun, Place
 from nbdist.wire.work import Source, Task
 from nbdist.world import hangs
 from nbdist.world.hangs import ALL_UNCHANGED, FIRST_LOOK, LOOK_EVERY, SOON, UNCHANGED, Watch
-from nbdist.world.running import Crew, RunningTask, Step
+from nbdist.world.running import Members, Step, TaskRun
 from nbdist.world.states import Machines
 
 WAITS = Place(line=1, operation="barrier", is_calm=True)
@@ -32,15 +32,15 @@ STOPPED = Failure("KeyboardInterrupt", "", (), 2)
 
 def running(
     *, ranks: int = 2, backend: str = "gloo", heals: bool = True, patience: Patience | None = None
-) -> RunningTask:
+) -> TaskRun:
     """A task on all ranks of a world, with nothing shown so far."""
     pids = {rank: 100 + rank for rank in range(ranks)}
-    crew = Crew(ranks, backend, Machines.one("here", ranks), pids, {}, heals)
+    members = Members(ranks, backend, Machines.one("here", ranks), pids, {}, heals)
     task = Task("id", tuple(range(ranks)), Source("dist.barrier()"))
-    return RunningTask(task, patience or Patience(), crew)
+    return TaskRun(task, patience or Patience(), members)
 
 
-def looks(task: RunningTask, now: float) -> list[Step]:
+def looks(task: TaskRun, now: float) -> list[Step]:
     """What is to be done at three looks, at which rank 0 waits and the other does nothing."""
     steps: list[Step] = []
     for number in range(3):
@@ -289,7 +289,7 @@ def test_when_to_look() -> None:
     found = Watch(10.0)
     assert found.wait(10.0) == FIRST_LOOK
     assert Watch(10.0, hang_timeout=0.5).wait(10.0) == 0.5
-    found.hurry(10.5)
+    found.poll_fast(10.5)
     assert found.wait(10.5) == pytest.approx(SOON)
     found.asked(11.2)
     assert found.wait(11.5) > 0

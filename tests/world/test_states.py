@@ -80,9 +80,9 @@ def test_processes_are_compared(
 
 def test_what_became_of_ranks() -> None:
     """Processes of two machines can have one number; what moved in order is said together."""
-    seats = (Position(0, 0), Position(1, 0))
-    before = processes({0: 17, 1: 17}, seats)
-    assert compare(before, processes({0: 17}, seats[1:])).became == {1: 0}
+    slots = (Position(0, 0), Position(1, 0))
+    before = processes({0: 17, 1: 17}, slots)
+    assert compare(before, processes({0: 17}, slots[1:])).became == {1: 0}
     both = compare(ranks(10, 11, 12, 13), ranks(11, 13)).then(compare(ranks(11, 13), ranks(13, 14)))
     assert both == Renumbering(4, 2, {3: 0})
     assert states.size_text(2, both.moved) == "now 2 workers · rank 3 is now rank 0"
@@ -104,8 +104,8 @@ def test_machines() -> None:
     assert (str(three), three.name(3), three.name(9)) == ("a, b and c", "c", "")
     many = Machines({rank: (f"n{rank}", 0) for rank in range(9)})
     assert (str(many), str(Machines())) == ("n0 and 8 other machines", "")
-    seats = (Position(0, 0), Position(2, 1))
-    spec = WorldSpec(2, None, {}, "/", (), 1, "python", seats=seats)
+    slots = (Position(0, 0), Position(2, 1))
+    spec = WorldSpec(2, None, {}, "/", (), 1, "python", slots=slots)
     assert Machines.of({0: "a", 1: "c"}, spec).by_rank == {0: ("a", 0), 1: ("c", 1)}
 
 

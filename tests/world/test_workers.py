@@ -208,7 +208,7 @@ def test_ranks_that_have_other_numbers_now() -> None:
     """By node and process it is known who became whom, once for whoever asks."""
     there = Workers(WorldConfig(layout="2x1", log_dir=""))
     there.pids = {0: 100, 1: 101}
-    spec = replace(there.spec, world_size=1, seats=(Position(1, 0),))
+    spec = replace(there.spec, world_size=1, slots=(Position(1, 0),))
     there.take_healed(Healed({0: 101}, {0: ""}, spec))
     assert (there.size, there.pids) == (1, {0: 101})
     assert [there.take_moved(), there.take_moved()] == [{1: 0}, {}]

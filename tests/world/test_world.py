@@ -16,7 +16,7 @@ from nbdist.agent.worker_output import LOST_AFTER
 from nbdist.errors import AgentLost, BadRanks, UsageError, WorkerError, WorldNotStarted
 from nbdist.output.events import Clear, Display, Text, Update
 from nbdist.values.payload import Identity, pack_names
-from nbdist.world.names import Shipped
+from nbdist.world.names import Sent
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.cells import begin, follow, run, run_well
@@ -188,7 +188,7 @@ def test_names_that_come_along(world: World) -> None:
     no_number = type("Bad", (), {"__reduce__": lambda self: (int, ("x",))})()
     for name, value in (("bad", no_number), ("given", 1)):
         payload, _ = pack_names({name: value}, session.namespace)
-        shipped = {name: Shipped(type(value), Identity(value))}
+        shipped = {name: Sent(type(value), Identity(value))}
         session.wait(session.submit(session.task(names=payload), shipped=shipped))
     assert session.names.owners() == {"given": ("notebook", {0, 1, 2})}
 

@@ -22,7 +22,7 @@ from nbdist.notebook.jobs import CellPlace, Job, Steps
 from nbdist.notebook.options import POOL, Magic, parse, ranks_option, restarts_option, world_options
 from nbdist.topology import parse_ranks
 from nbdist.words import count
-from nbdist.world.running import RunningTask
+from nbdist.world.running import TaskRun
 
 sending_options = (
     argument("--no-wait", action="store_true", help="return at once and keep showing the "
@@ -77,7 +77,7 @@ def _awaits(shell: InteractiveShell, cell: str) -> bool:
     return bool(shell.should_run_async(cell, transformed_cell=transformed))
 
 
-def _run_here(line: Line, running: RunningTask) -> BaseException | None:
+def _run_here(line: Line, running: TaskRun) -> BaseException | None:
     """Run the cell in the notebook too; return what it raised, which has been shown."""
     ran: Any = line.pool.shell.run_cell(line.cell)
     if world := line.pool.world:

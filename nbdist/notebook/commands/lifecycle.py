@@ -183,4 +183,4 @@ def _steps(line: Line) -> Steps:
     try:
         return outcome_of(pool, world, running, line.display)
     finally:
-        world.session.let_go(running)
+        world.session.release_values(running)

@@ -60,7 +60,7 @@ def index() -> int:
 
 
 def room() -> tuple[int, int]:
-    """Return how much is free, whoever uses the rest, and how much there is."""
+    """Return how much is free of all processes' use, and how much there is."""
     free, total = _module().mem_get_info()
     return free, total
 

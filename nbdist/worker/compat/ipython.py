@@ -186,7 +186,7 @@ def write_whole(cache: Any) -> None:
 
     def save(hashed_grammar: str, path: object, item: object, cache_path: object = None) -> None:
         name = cache._get_hashed_path(hashed_grammar, path, cache_path=cache_path)
-        # What a killed process leaves there, parso removes with what nobody has read for 30 days.
+        # What a killed process leaves there, parso removes with what was not read for 30 days.
         with whole_file(Path(name)) as file:
             pickle.dump(item, file, pickle.HIGHEST_PROTOCOL)
 

@@ -54,7 +54,7 @@ BACKWARD = "_engine_run_backward"  # the function in which a thread runs a backw
 
 TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"),
-    "pg_flight_recorder_hooks",  # from torch 2.15 on, and it lasts as long as somebody has it
+    "pg_flight_recorder_hooks",  # from torch 2.15 on, and it lasts as long as a reference to it
 )
 """Where torch has something under a group."""
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from nbdist.system.processes import trim_memory
-from nbdist.wire.spec import WorkerStart, over_file
+from nbdist.wire.spec import WorkerStart, cancel_file
 from nbdist.worker.compat import nccl
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group import default
@@ -191,7 +191,7 @@ class Group:
         What was made from the one before is stale, but for DDP modules.  Until all newcomers have
         started nothing happens to it, and it can be called off.
         """
-        over = over_file(start.over_path, start.generation)
+        over = cancel_file(start.cancel_path, start.generation)
         self._meet(start.generation, start)
         arrivals = Meeting(self._store_of(start.generation, ARRIVED), over=over)
         AbortableStore(arrivals).wait([str(rank) for rank in newcomers])
@@ -349,7 +349,7 @@ class Group:
 
     def _meeting_of(self, name: str, generation: int) -> Meeting:
         """Return where they meet; it can be called off, when one of them has died meanwhile."""
-        over = over_file(self._start.over_path, generation)
+        over = cancel_file(self._start.cancel_path, generation)
         return Meeting(self._store_of(generation, name), generation, over)
 
     def _store_of(self, generation: int, name: str) -> Any:

@@ -440,7 +440,7 @@ def forget_errors(shell: Any, raised: BaseException | None = None) -> None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             with suppress(RuntimeError):  # it still runs
                 frame.clear()
-                # The copy of them that was made for one who has asked for it is renewed by asking.
+                # A copy of them that a reader has asked for is renewed by asking again.
                 _ = frame.f_locals
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):

@@ -50,7 +50,7 @@ def gather(context: Context, expressions: Sequence[str], *, joins: bool = False)
         problem = f"{part} ({kind}) cannot be sent to the notebook: {why}"
         return Brought(expressions[number], problem=problem)
     if home.spread:
-        context.namespace.let_go(context.task_id)
+        context.namespace.release_values(context.task_id)
         return Brought(" ".join(expressions), spread=tuple(home.spread))
     return Brought(packed=packed)
 

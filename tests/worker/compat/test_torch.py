@@ -73,7 +73,7 @@ def test_a_world_whose_torch_lacks_something(tmp_path: Path) -> None:
     python.write_text(WITHOUT_RECORDER)
     python.chmod(0o755)
     with World(2, log_dir="", fork=False, python=str(python)) as world:
-        assert "ranks that wait in an asynchronous collective" in " ".join(world.session.lacks)
+        assert "ranks that wait in an asynchronous collective" in " ".join(world.session.missing)
         with pytest.raises(RanksReleased, match="barrier"):
             world.execute("if rank == 0: dist.barrier()")
         assert world.run(sum, [1, 2]).rank(0) == 3

@@ -40,7 +40,7 @@ def test_values_travel_together(context: Context):
     brought = gather(context, ("big",))
     assert brought.packed is not None
     assert unpickle(open_payload(brought.packed)) == [bytes(INLINE_LIMIT)]
-    context.namespace.let_go("t")
+    context.namespace.release_values("t")
     with pytest.raises(OSError, match="shared memory"):
         open_payload(brought.packed)
 
