@@ -121,7 +121,7 @@ def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Shipme
 
 
 def version_now(name: str, table: NameTable) -> Hashable:
-    """Say how a name of the notebook is now, to compare with a `Shipped.version` of before.
+    """Say how a name of the notebook is now, to compare with a `Sent.version` of before.
 
     Raises `VariableNotSent`, where it has become something that cannot travel.
     """

@@ -34,7 +34,7 @@ Who = Callable[[Iterable[int]], str]
 """Names ranks, and their machines where there are several."""
 
 FIRST_LOOK = LOOK_EVERY = 1.0
-SOON, HURRY_SECONDS = 0.1, 2.0  # once a rank has finished, and so long: others may go on for hours
+SOON, FAST_SECONDS = 0.1, 2.0  # once a rank has finished, and so long: others may go on for hours
 ANSWER_TIMEOUT = 1.0
 LONGEST_CODE = 60
 UNCHANGED = 3.0  # seconds after which nothing moves, though some thread has something to do
@@ -69,12 +69,12 @@ class Watch:
         self._was_soon = False
         self._aborts: dict[int, tuple[Place, int]] = {}
         self._next = started + min(hang_timeout, FIRST_LOOK)
-        self._hurried: float | None = None
+        self._fast_since: float | None = None
 
     def poll_fast(self, now: float) -> None:
         """Look soon, and often: some ranks have finished, or shall."""
-        if self._hurried is None:
-            self._hurried = now
+        if self._fast_since is None:
+            self._fast_since = now
             self._next = min(self._next, now + SOON)
 
     def finished(self) -> None:
@@ -98,11 +98,11 @@ class Watch:
         for rank, place in places.items():
             if rank not in self._since or not _is_same(place, self._before.get(rank)):
                 self._since[rank] = now
-        in_a_hurry = self._hurried is not None and now - self._hurried < HURRY_SECONDS
+        is_fast = self._fast_since is not None and now - self._fast_since < FAST_SECONDS
         # Where all wait since a moment ago, one look more shows whether they do for ever.
         all_wait = bool(places) and all(place.operation for place in places.values())
-        is_new = all_wait and now - max(self._since.values()) < HURRY_SECONDS
-        self._was_soon = in_a_hurry or (is_new and not self._was_soon)
+        is_new = all_wait and now - max(self._since.values()) < FAST_SECONDS
+        self._was_soon = is_fast or (is_new and not self._was_soon)
         self._next = now + (SOON if self._was_soon else LOOK_EVERY)
 
     def is_deadlocked(

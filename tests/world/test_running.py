@@ -262,7 +262,7 @@ def watch(*looks: Places, every: float = SOON) -> Watch:
 def test_all_wait_and_nothing_moves(looks: list[Places], every: float, *, never: bool) -> None:
     """Two looks that show the same are enough; threads at work hold it up, but not for ever."""
     now = (len(looks) - 1) * every
-    assert watch(*looks, every=every).never((0, 2), now) is never
+    assert watch(*looks, every=every).is_deadlocked((0, 2), now) is never
 
 
 def test_what_may_still_bring_on_who_waits() -> None:
@@ -270,18 +270,18 @@ def test_what_may_still_bring_on_who_waits() -> None:
     found = watch(BOTH, BOTH, BOTH)
     found.finished()
     assert found.places == BOTH
-    assert not found.never((0,), 3 * SOON)
+    assert not found.is_deadlocked((0,), 3 * SOON)
     for number, is_enough in ((3, False), (4, True)):
         found.take(ONE, number * SOON)
-        assert found.never((0,), number * SOON) is is_enough
+        assert found.is_deadlocked((0,), number * SOON) is is_enough
     found.finished()
     for now in (10 * UNCHANGED, 10 * UNCHANGED + SOON):
         found.take(BUSY, now)
-    assert not found.never((0,), 10 * UNCHANGED + SOON)
+    assert not found.is_deadlocked((0,), 10 * UNCHANGED + SOON)
     found = watch(ONE, ONE)
     for now, in_flight in ((SOON, 0), (2 * SOON, 1), (500.0, 1), (501.0, 0)):
         found.take(ONE, now, in_flight=in_flight)
-        assert found.never((0,), now) is (not in_flight)
+        assert found.is_deadlocked((0,), now) is (not in_flight)
 
 
 def test_when_to_look() -> None:
