@@ -254,9 +254,10 @@ class Forker:
         self._asked[number] = forked
         frame = framed(pack(fork_server.Fork(number, start)))
         try:
-            # Blocks only where its buffer is full, until it has imported the module at hand.
-            sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
-            self._server.socket.sendall(frame[sent:])
+            if self._server.socket.fileno() >= 0:  # else its end was read, as that below
+                # Blocks only where its buffer is full, until it has imported the module at hand.
+                sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
+                self._server.socket.sendall(frame[sent:])
         except ConnectionError:
             pass  # it has ended, which is noticed in a moment
         except OSError as error:

@@ -112,6 +112,20 @@ async def test_a_fork_server_and_the_next_one(
     assert not first.exited.done()
 
 
+@pytest.mark.parametrize("source", ["fork"], indirect=True)
+async def test_a_fork_server_whose_end_is_read_before_it_is_reaped(source: Source) -> None:
+    """Who asks between the two gets a worker of the next one, as who asks before or after."""
+    await source.source.prepare()
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+    os.kill(source.server_pid, signal.SIGKILL)
+    await until(lambda: source.forker._server.socket.fileno() < 0)
+    asked = asyncio.ensure_future(source.worker())
+    await asyncio.sleep(0.1)
+    source.children.attach()
+    signal.raise_signal(signal.SIGCHLD)
+    assert not (await asked).exited.done()
+
+
 def test_requests_and_the_end_of_a_fork_server(runtime: Path, adopting: None) -> None:
     """Each worker has its own descriptors; once the agent has gone nothing is left."""
     folder = runtime / "world"
