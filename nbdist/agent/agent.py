@@ -121,8 +121,8 @@ class Agent:
                 do(reply(number, consulted, self._workers.alive(ranks), question))
             case Ask() as ask:
                 self._serving.call(ask)
-            case messages.Locate(ranks):
-                do(self._report_places(ranks))
+            case messages.Locate(ranks, asked):
+                do(self._report_places(ranks, asked))
             case messages.Abort(ranks):
                 do(self._workers.abort(ranks))
             case messages.Interrupt(ranks):
@@ -195,8 +195,8 @@ class Agent:
             self._outbox.forget()
         return reply
 
-    async def _report_places(self, ranks: Sequence[int]) -> None:
-        self._send(messages.Located(await self._locate(ranks)))
+    async def _report_places(self, ranks: Sequence[int], asked: float) -> None:
+        self._send(messages.Located(await self._locate(ranks), asked))
 
     async def _locate(self, ranks: Sequence[int]) -> dict[int, Place]:
         alive = self._workers.alive(ranks)

@@ -135,8 +135,8 @@ class Head:
                 do(reply(number, first_answer, self._parts(consult.ranks), consult))
             case messages.Ask() as ask:
                 self._serving.call(ask)
-            case messages.Locate(ranks):
-                do(self._locate(ranks))
+            case messages.Locate(ranks, asked):
+                do(self._locate(ranks, asked))
             case messages.Interrupt(ranks):
                 self._pass_on(message, self._transfers.stop(ranks))
             case messages.ReleaseValues(task_id, ranks):
@@ -190,11 +190,11 @@ class Head:
             if node.lost:
                 self._report_dead(node, part)
 
-    async def _locate(self, ranks: Iterable[int]) -> None:
+    async def _locate(self, ranks: Iterable[int], asked: float) -> None:
         parts = self._parts(ranks).items()
         found = await asyncio.gather(*(node.do(LocateRanks(part)) for node, part in parts))
         places = {rank: place for each in found for rank, place in each.items()}
-        self._send(messages.Located(places))
+        self._send(messages.Located(places, asked))
 
     async def _look(self, info: WorldInfo) -> WorldInfo:
         spec = self._pool.forming.spec if self._pool else None

@@ -227,9 +227,10 @@ class Run(NamedTuple):
 
 
 class Locate(NamedTuple):
-    """Notebook to agent: say where these ranks are; answered by `Located`."""
+    """Notebook to agent: say where these ranks are; answered by `Located`, with this time."""
 
     ranks: tuple[int, ...]
+    asked: float
 
 
 class Abort(NamedTuple):
@@ -351,6 +352,7 @@ class Located:
     """Agent to notebook: where the ranks are that a `Locate` asked for."""
 
     places: Mapping[int, Place]
+    asked: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def _take(workers: Workers, running: TaskRun, step: Step) -> None:
         case Step.LOCATE:
             # All: with nccl a rank can have finished the task before its collectives have
             # ended, with gloo what it began shows whether the others can meet.
-            workers.link.send(Locate(workers.everyone))
+            workers.link.send(Locate(workers.everyone, time.monotonic()))
         case Step.ABORT | Step.ABORT_FOR_DEAD:
             if step is Step.ABORT:
                 workers.advance(Event.ABORTED)
@@ -151,9 +151,9 @@ def _take(workers: Workers, running: TaskRun, step: Step) -> None:
 
 
 def _locate(workers: Workers, running: TaskRun) -> dict[int, Place]:
-    running.places = {}
-    workers.link.send(Locate(workers.everyone))
-    deadline = time.monotonic() + ANSWER_TIMEOUT
+    running.places, running.asked = {}, time.monotonic()
+    workers.link.send(Locate(workers.everyone, running.asked))
+    deadline = running.asked + ANSWER_TIMEOUT
     while not (running.places or running.lost) and (left := deadline - time.monotonic()) > 0:
         workers.receive(left)
     return running.places
@@ -186,15 +186,10 @@ def _abort_leftovers(workers: Workers, running: TaskRun) -> None:
         return
     now = time.monotonic()
     enough, until = now + (LEFTOVERS_GRACE if members.runs_ahead else 0.0), now + SLOW_GRACE
-    looks, may_be_old = 0, True
+    looks = 0
     known: dict[int, Place] = {}  # the last answer of each rank
     while looks < 2 or time.monotonic() < enough:
         places = _locate(workers, running)
-        # The first answer can be to what was asked while ranks still ran.
-        is_old = may_be_old and any(p.is_in_code and not p.holds_gil for p in places.values())
-        may_be_old = may_be_old and not places
-        if is_old:
-            continue
         answers = {rank: place for rank, place in places.items() if not place.holds_gil}
         known.update(answers)
         running.differing = differing(known)

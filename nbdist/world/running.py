@@ -102,6 +102,7 @@ class TaskRun:
         self.members = members
         self.aborted: dict[int, Place] = {}
         self.places: dict[int, Place] = {}
+        self.asked = 0.0  # answers to what was asked before that come too late
         self.moved: dict[int, events.Moved] = {}
         self.usage: Mapping[int, Usage] = {}
         self.silent = Silent((), 0.0)
@@ -321,7 +322,7 @@ class TaskRun:
     def take(self, news: Located | Aborted | Silent | Used, now: float) -> None:
         """Take in what its agent says of it."""
         match news:
-            case Located(places):
+            case Located(places, asked) if asked >= self.asked:
                 self.places, unfinished = dict(places), self.unfinished
                 known = {rank: place for rank, place in places.items() if rank in unfinished}
                 self._watch.take(known, now, sum(place.in_flight for place in places.values()))

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,13 +20,14 @@ import torch
 from nbdist.config import Patience, WorldConfig
 from nbdist.errors import ScaleError, UsageError, WorkerError, WorldBusy, WorldNotStarted
 from nbdist.output.events import Done
+from nbdist.wire.messages import Kill, Locate, Located
 from nbdist.world import recovery
 from nbdist.world.recovery import healing_text
 from nbdist.world.running import TaskRun
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
-from tests.waiting import SOON, once, press_stop
+from tests.waiting import SOON, once, press_stop, wait_until
 from tests.worlds import NewWorld
 
 pytestmark = pytest.mark.shared_world
@@ -271,7 +273,8 @@ def test_stop_while_it_is_scaled(world: World, tmp_path: Path) -> None:
 
 
 BEGUN = "from pathlib import Path; import os, time\nPath(os.environ['RANK']).touch()\n"
-SLEEPS = f"{BEGUN}time.sleep(600)\n"
+SLEEP = "time.sleep(600)"
+SLEEPS = f"{BEGUN}{SLEEP}\n"
 WAITS = "while not Path('open').exists(): time.sleep(0.01)"
 
 
@@ -335,6 +338,25 @@ def test_a_second_stop_gives_control_back(
     (tmp_path / "open").touch()
     assert ready.gather("kept") == [0, 1]
     assert not running.unfinished
+
+
+def test_an_answer_to_an_earlier_question(ready: World) -> None:
+    """It does not say which ranks live: one of them may have been ended since."""
+    running = ready.submit(ready.task(f"{BEGUN}try: {SLEEP}\nexcept KeyboardInterrupt: {SLEEP}"))
+    wait_until(have_begun)
+    following = ready.follow(running)
+    running.stops = 1
+    next(following)
+    link = ready.session.link
+    link.send(Locate((0, 1), time.monotonic()))
+    wait_until(lambda: any(isinstance(each, Located) for each in link.arrived))
+    link.call(Kill((1,)))
+    running.stops = 2
+    for _ in following:
+        pass
+    assert running.spared == {0}
+    ready.interrupt()
+    assert ready.gather("globals().get('kept')") == [0, None]
 
 
 def test_a_stop_while_a_rank_is_silent(ready: World, monkeypatch: pytest.MonkeyPatch) -> None:
