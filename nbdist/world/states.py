@@ -81,6 +81,10 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.BROKEN, Event.INTERRUPT): State.BROKEN,
     (State.BROKEN, Event.GAVE_UP): State.BROKEN,
     (State.STOPPING, Event.STOPPED): State.STOPPED,
+    # What was not read before Stop came while they were ended.
+    (State.STOPPING, Event.RANK_DIED): State.STOPPING,
+    (State.STOPPING, Event.ABORTED): State.STOPPING,
+    (State.STOPPING, Event.TASK_DONE): State.STOPPING,
     (State.LOST, Event.START): State.STARTING,
     **{(state, Event.RANK_DIED): State.BROKEN for state in FORMED},
     # A failed task had left collectives under way.

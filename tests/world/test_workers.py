@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -127,6 +128,22 @@ def test_restart_interrupted() -> None:
         assert world.state is State.READY
         assert not psutil.pid_exists(before[0])
         world.execute("assert 'atexit' not in globals()")
+
+
+@pytest.mark.world
+def test_what_is_read_after_a_restart_was_interrupted() -> None:
+    """A death that was not read before does not keep anything from being asked or begun."""
+    with World(2, backend="none", log_dir="") as world:
+        world.execute("import atexit, time; atexit.register(time.sleep, 60)", ranks=[0])
+        os.kill(world.pids[1], signal.SIGKILL)
+        arrived = world.session.link.arrived
+        wait_until(lambda: any("Died(" in repr(item) for item in arrived))
+        restarts = once(lambda: world.state is not State.READY, press_stop)
+        with restarts, pytest.raises(KeyboardInterrupt):
+            world.restart()
+        assert (world.state, world.status()) == (State.STOPPING, ())
+        world.restart()
+        assert world.gather("rank") == [0, 1]
 
 
 def test_what_was_not_read_before_a_restart(new_world: NewWorld) -> None:
