@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from nbdist.agent.outbox import ENOUGH_IN_A_BATCH, TEXT_KEPT, Backlog, Item
 from nbdist.output.events import Died, Done, Failure, Output, RankError, size_of
-from nbdist.values.payload import Payload
+from nbdist.values.payload import refs_in
 from nbdist.wire import messages
 from nbdist.wire.messages import Outputs
 from nbdist.wire.node_messages import processes
@@ -160,7 +160,7 @@ class WorldRecord:
         for name in done.gone:
             bound.pop(name, None)
         bound.update((name, done.imported.get(name)) for name in done.bound)
-        if isinstance(done.values, Payload) and done.values.segment is not None:
+        if refs_in(done.values):
             self._lent.setdefault(task_id, set()).add(rank)
         # Tasks are dropped whose values all ranks have let go.
         self._lent = {task: ranks for task, ranks in self._lent.items() if ranks}

@@ -158,11 +158,12 @@ def test_what_is_over(lab: Lab) -> None:
     lab.say(0, events.InputRequest(1, "? "), "gather")
     lab.record.take_down(messages.SendInput(0, InputReply(1, "yes")))
     assert lab.said == []
-    lent = Payload(segment=SegmentRef("/proc/1/fd/2#3", (1,)))
-    lab.say(0, Done("ok", 1.0, values=lent), "gather")
+    lent = SegmentRef("/proc/1/fd/2#3", (1,))
+    for rank, values in enumerate([Payload(segment=lent), Payload(within=((lent.path, lent),))]):
+        lab.say(rank, Done("ok", 1.0, values=values), "gather")
     assert lab.record.unread() == []
     lab.run("next")
-    assert lab.record.unread() == [messages.ReleaseValues("gather", (0,))]
+    assert lab.record.unread() == [messages.ReleaseValues("gather", (0, 1))]
     assert lab.record.unread() == []
 
 
