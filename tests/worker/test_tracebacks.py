@@ -28,6 +28,7 @@ from nbdist.worker.tracebacks import (
 )
 from nbdist.world.running import TaskRun
 from nbdist.world.world import World
+from tests.worker.ops.test_memory import shell_with
 
 pytestmark = pytest.mark.shared_world(2)
 
