@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.worker.test_memory import shell_with
 
 from nbdist.errors import WorkerError
 from nbdist.output.events import Failure
