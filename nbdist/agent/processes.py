@@ -98,8 +98,8 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill it and what it started, also before it leads a group."""
-        self.send_signal(signal.SIGKILL)
         if not self.exited.done():
+            end_group(self.pid)
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 

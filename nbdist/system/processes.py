@@ -248,18 +248,58 @@ def go_below_guard(
     return Guard(tell)
 
 
+TRACKER = b"multiprocessing.resource_tracker"
+TRACKED = ("sem.mp-", "psm_")  # what multiprocessing calls semaphores and memory in /dev/shm
+TRACKER_GRACE = 1.0
+"""Seconds for its trackers to remove what killed processes left there, once they have seen it."""
+
+MOST_LOOKS = 20  # for members of a group that started more meanwhile, or cannot end yet
+
+
 def end_group(pid: int) -> None:
-    """Kill the process group that a worker leads: itself and what it started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+    """Kill the process group that a worker leads: itself and what it started.
+
+    multiprocessing's resource tracker ends by itself then, and first removes what they left.
+    """
+    if not _has_tracked():
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        return
+    for _ in range(MOST_LOOKS):
+        members = [each for each in _members_of(pid) if not _is_tracker(each)]
+        for each in members:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(each, signal.SIGKILL)
+        if not members:
+            break
+
+
+def _has_tracked() -> bool:
+    with suppress(OSError):
+        return any(name.startswith(TRACKED) for name in os.listdir("/dev/shm"))
+    return False
+
+
+def _members_of(group: int) -> list[int]:
+    """List the processes of a group that have not ended."""
+    found = ((int(pid), _stat(pid)) for pid in filter(str.isdigit, os.listdir("/proc")))
+    return [pid for pid, stat in found if stat[2:3] == [str(group)] and stat[0] not in "ZX"]
+
+
+def _is_tracker(pid: int) -> bool:
+    with suppress(OSError):
+        return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def end_descendants() -> None:
     """Kill and reap all that descends from this process, which adopts orphans."""
+    spared_until = time.monotonic() + TRACKER_GRACE
 
     def end_children() -> bool:
         if not (have_ended := _reap_children()):
-            _signal_children(signal.SIGKILL)
+            is_over = time.monotonic() > spared_until
+            _signal_children(signal.SIGKILL, lambda child: is_over or not _is_tracker(child))
         return have_ended
 
     await_end(end_children)
@@ -282,8 +322,8 @@ def _reap_children() -> bool:
     return False
 
 
-def _signal_children(number: int) -> None:
-    for child in children_of(os.getpid()):
+def _signal_children(number: int, which: Callable[[int], bool] = lambda _: True) -> None:
+    for child in filter(which, children_of(os.getpid())):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(child, number)
 

@@ -267,6 +267,21 @@ def kill_idle(world: World, rank: int) -> None:
     wait_until(lambda: world.status()[rank].state == "dead")
 
 
+def test_semaphores_of_a_killed_rank(world: World) -> None:
+    """multiprocessing's resource tracker, which the rank had started, removes them; 1 s."""
+    world.execute(
+        "import multiprocessing\nsemaphore = multiprocessing.get_context('spawn').Lock()\n"
+        "where = '/dev/shm/sem.' + semaphore._semlock.name.lstrip('/')"
+    )
+    made = [*map(Path, world.gather("where"))]
+    assert all(path.exists() for path in made)
+    kill_idle(world, 1)
+    wait_until(lambda: not made[1].exists(), "its semaphore is removed")
+    assert [path.exists() for path in made] == [True, False, True, True]
+    world.execute("[globals().pop(each, None) for each in ('semaphore', 'where')];")
+    wait_until(lambda: not any(path.exists() for path in made), "the others' are removed")
+
+
 def test_a_survivor_dies_while_it_forms_the_group(world: World) -> None:
     """The others, who wait for it in the store, are called off and form another one."""
     world.execute(
