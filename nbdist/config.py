@@ -471,7 +471,7 @@ class WorldConfig:
         return dict.fromkeys({"launcher", *old} - said)
 
     def of_size(self, size: int) -> WorldConfig:
-        """Make another of so many workers, placed by the layout as far as it has room for them."""
+        """Return the same for `size` workers: on the nodes of its layout, if there is room."""
         room = self.shape.world_size if self.shape else 0
         if size > room:
             return self.but(n=size)

@@ -203,8 +203,8 @@ class NotebookLink:
         self._end, self.notebook_pid, self._since = None, 0, time.time()
         for _ in range(self._live):
             self._hand_on(messages.Received())
-        for release_values in self._record.unread():
-            self._hand_on(release_values)
+        for release in self._record.unread():
+            self._hand_on(release)
         self._live = self._replayed = 0
 
     def let_go_by(self, pid: int) -> None:

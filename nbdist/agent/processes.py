@@ -255,7 +255,7 @@ class Forker:
         frame = framed(pack(fork_server.Fork(number, start)))
         try:
             if self._server.socket.fileno() >= 0:  # else its end was read, as that below
-                # Blocks only where its buffer is full, until it has imported the module at hand.
+                # Blocks only while its buffer is full: until the server's present import is done.
                 sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
                 self._server.socket.sendall(frame[sent:])
         except ConnectionError:

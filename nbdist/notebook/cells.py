@@ -67,9 +67,14 @@ def source_steps(
     task, world = prepare(pool, Source(source), display, options)
     check_commands(python, world.session.names, task.ranks, pool.shell.user_ns)
     setup = (cell_id(pool.shell) or source) if options.setup else ""
-    hidden = pool.shell.user_ns_hidden
-    pack = partial(plan, python, ranks=task.ranks, hidden=hidden, gathered=pool.gathered)
-    pack = partial(pack, is_setup=options.setup)
+    pack = partial(
+        plan,
+        python,
+        ranks=task.ranks,
+        hidden=pool.shell.user_ns_hidden,
+        gathered=pool.gathered,
+        is_setup=options.setup,
+    )
     return (yield from attempt_steps(pool, world, task, pack, display, options, setup))
 
 

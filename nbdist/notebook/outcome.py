@@ -183,7 +183,7 @@ def why_of(running: TaskRun, error: NbdistError, logs: Mapping[int, str]) -> Why
     when = f"{running.seconds_until(first.time_ns):.1f} s into "
     when += f"Cell In[{number}]" if number else "the cell"
     title = f"{_clock(first.time_ns / 1e9)} · {where} · {when} · {error_text(first)}"
-    # Of a machine that is lost nobody has told the last lines: those count that were shown.
+    # A lost machine sends no last lines: those that were shown count.
     tail = running.transcript[rank].tail(LAST_LINES)
     body = body_text(first, (each.text for each in tail if isinstance(each, Line)))
     return Why(title, body, tuple(followed_text(errors, rank)), logs.get(rank, ""))

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
@@ -73,8 +73,13 @@ def adopt_orphans(*, adopts: bool = True) -> None:
 
 def children_of(pid: int) -> list[int]:
     """List the processes whose parent it is."""
-    processes = map(int, filter(str.isdigit, os.listdir("/proc")))
-    return [process for process in processes if _stat(process)[1:2] == [str(pid)]]
+    return [process for process, stat in _processes() if stat[1:2] == [str(pid)]]
+
+
+def _processes() -> Iterator[tuple[int, list[str]]]:
+    """Yield all processes, each with what `_stat` reads: its state, parent, group and so on."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        yield int(pid), _stat(pid)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -253,7 +258,7 @@ TRACKED = ("sem.mp-", "psm_")  # what multiprocessing calls semaphores and memor
 TRACKER_GRACE = 1.0
 """Seconds for its trackers to remove what killed processes left there, once they have seen it."""
 
-MOST_LOOKS = 20  # for members of a group that started more meanwhile, or cannot end yet
+MOST_LOOKS = 20  # for members of a group that started more meanwhile
 
 
 def end_group(pid: int) -> None:
@@ -265,25 +270,22 @@ def end_group(pid: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         return
+    killed = set[int]()
     for _ in range(MOST_LOOKS):
-        members = [each for each in _members_of(pid) if not _is_tracker(each)]
-        for each in members:
+        members = [each for each, stat in _processes() if stat[2:3] == [str(pid)]]
+        new = [each for each in members if each not in killed and not _is_tracker(each)]
+        for each in new:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(each, signal.SIGKILL)
-        if not members:
+        if not new:
             break
+        killed.update(new)
 
 
 def _has_tracked() -> bool:
     with suppress(OSError):
         return any(name.startswith(TRACKED) for name in os.listdir("/dev/shm"))
     return False
-
-
-def _members_of(group: int) -> list[int]:
-    """List the processes of a group that have not ended."""
-    found = ((int(pid), _stat(pid)) for pid in filter(str.isdigit, os.listdir("/proc")))
-    return [pid for pid, stat in found if stat[2:3] == [str(group)] and stat[0] not in "ZX"]
 
 
 def _is_tracker(pid: int) -> bool:

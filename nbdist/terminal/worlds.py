@@ -272,7 +272,7 @@ def coloured(line: str) -> str:
     return STATE.sub(lambda it: f"\x1b[{COLOURS[(it.lastindex or 1) - 1]}m{it[0]}\x1b[0m", line, 1)
 
 
-# --- what an assistant is told of one (`nbdist mcp`) --------------------------------------------
+# --- what `nbdist mcp` tells an assistant of a world --------------------------------------------
 
 MOST_ROWS = 64
 

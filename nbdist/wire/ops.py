@@ -242,7 +242,8 @@ class Mesh:
 class Written(NamedTuple):
     """A rank's file of a snapshot, or a `problem`; restoring it needs the `meshes`.
 
-    It has `names` and what goes along (`also`); what was `left_out`; the writer's `versions`.
+    It has `names`, and also what they need (`also`); `left_out` says what it lacks, and why;
+    `versions` are those of the process that wrote it.
     """
 
     problem: str = ""
