@@ -21,6 +21,8 @@ from typing import Any
 from nbdist.values.payload import Identity, is_atomic
 
 _READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME", "DELETE_GLOBAL")
+_OWN_READS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_NAME")
+"""Of the reads, the instructions that look at the names of a class's body before the globals."""
 _BINDS = ("STORE_NAME", "STORE_GLOBAL")
 _UNBINDS = ("DELETE_NAME", "DELETE_GLOBAL")
 _RETURNS = ("RETURN_VALUE", "RETURN_CONST")
@@ -116,6 +118,8 @@ class _Code:
         self._functions: dict[int, tuple[str, set[str]]] = {}
         bytecode = dis.Bytecode(code)
         self._steps = [step for step in bytecode if step.opname != "EXTENDED_ARG"]
+        of_class = (step.argval for step in self._steps if step.opname == "STORE_NAME")
+        self._own = frozenset[str](() if self._is_cell else of_class)
         reads = [self._reads(index, step) for index, step in enumerate(self._steps)]
         self.later.update(*(later for _, later in self._functions.values()))
         if self._is_function and not code.co_name.startswith(_GENERIC):
@@ -185,9 +189,10 @@ class _Code:
 
     def _follow(self, reads: list[set[str]], states: list[_State | None]) -> None:
         """Find what is read before it is bound, in whatever order instructions can run."""
-        for names, state in zip(reads, states, strict=True):
+        for step, names, state in zip(self._steps, reads, states, strict=True):
             if state is not None:
-                self._load(names, state)
+                # Comprehensions, functions and classes in a class do not see its names.
+                self._load(names, state if step.opname in _OWN_READS else state - self._own)
         if not self._is_cell:
             return
         ways = zip(self._steps, states, strict=True)

@@ -37,6 +37,8 @@ SYSTEM_NAMES = re.compile(r"_+|_i+|_i?\d+|_[dio]h|_exit_code|__\w+__|In|Out|exit
 PYTHON = sys.version_info[:2]
 """The code of functions is of one minor version."""
 
+_JUMPS = frozenset(dis.hasjrel + dis.hasjabs)
+
 _SPECIAL_SLOTS = {"__dict__", "__weakref__"}
 
 _receiver: ContextVar[dict[str, Any] | None] = ContextVar("nbdist_receiver", default=None)
@@ -101,15 +103,23 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     if (known := _names_of_code.get(code)) is not None:
         return known
     found, stored = set(), {"__name__"}
-    for instruction in dis.get_instructions(code):
+    bytecode = dis.Bytecode(code)
+    # Behind a jump, or where an error is caught, a name may not have been stored.
+    straight = min((each.start for each in bytecode.exception_entries), default=sys.maxsize)  # type: ignore[attr-defined]  # in no stub
+    for instruction in bytecode:
+        name = instruction.argval
+        if instruction.opcode in _JUMPS:
+            straight = min(straight, instruction.offset)
         match instruction.opname:
             case "LOAD_GLOBAL" | "DELETE_GLOBAL" | "LOAD_FROM_DICT_OR_GLOBALS":
-                found.add(instruction.argval)
-            case "STORE_NAME":
-                stored.add(instruction.argval)
+                found.add(name)
+            case "STORE_NAME" if instruction.offset < straight:
+                stored.add(name)
+            case "DELETE_NAME":
+                stored.discard(name)
             # The body of a class looks in itself first.
-            case "LOAD_NAME" if instruction.argval not in stored:
-                found.add(instruction.argval)
+            case "LOAD_NAME" if name not in stored:
+                found.add(name)
     inner = (global_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
     _names_of_code[code] = names = frozenset(found).union(*inner)
     return names

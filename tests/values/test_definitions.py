@@ -80,6 +80,10 @@ NEEDS = {
     "def f():\n    def g(): return a\n    return g": {"a"},
     "def f(): return [a for x in b if c]": {"a", "b", "c"},
     "def f():\n    class A(b):\n        x = a\n        y = x\n    return A": {"a", "b"},
+    "def f():\n    class A:\n        a = 1\n        n = [a for _ in range(2)]": {"a"},
+    "def f():\n    class A:\n        a = 1\n        del a\n        x = a": {"a"},
+    "def f():\n    class A:\n        if b: a = 1\n        x = a": {"a", "b"},
+    "def f():\n  class A:\n    try: a = b()\n    except c: pass\n    x = a": {"a", "b", "c"},
     "class f:\n    def m(self): return a\n    @property\n    def p(self): return b\n"
     "    @staticmethod\n    def s(): return c": {"a", "b", "c"},
     "class A:\n    def m(self): return a\nf = A()": {"a"},

@@ -75,6 +75,12 @@ USED = {
     "class A(B, metaclass=M):\n    x: T = y\n    z = x\n    def m(self): return w": "B M T y w",
     "@dataclass\nclass A:\n    x: int = field(k)": "dataclass field k",
     "def f():\n    class A(B):\n        c = d\n        def m(self): return c, e": "B d c e",
+    "class A: items = [x for x in items]": "items",
+    "class A:\n    a = 1\n    n = [a for _ in range(2)]": "a",
+    "class A:\n    a = [1]\n    n = [a for i in a if b]\n    b = 2": "a b",
+    "class A:\n    a = 1\n    g, h = (a for _ in 'x'), lambda: b\n    b = 2": "a b",
+    "class A:\n    a = 1\n    class B:\n        b = a": "a",
+    "class A:\n    global a\n    a = 1\n    n = [a for _ in 'x']": "",
     # What IPython makes of magics
     "get_ipython().system('echo {x:.2f} {y.z} $w $$v ${u}')": "x y w u",
     "get_ipython().run_line_magic('timeit', '-n 10 -r3 f(x)')": "f x",
