@@ -51,6 +51,12 @@ _State = frozenset[str | int]
 by the index of the instruction that makes each, that are certainly not made yet."""
 
 
+_Reads = dict[str, frozenset[str]]
+"""Names that are read, each with the names that are certainly bound whenever it is read."""
+
+_NONE: frozenset[str] = frozenset()
+
+
 def names_used(source: str) -> frozenset[str]:
     """Find the global names that a cell reads before it has certainly bound them.
 
@@ -58,6 +64,16 @@ def names_used(source: str) -> frozenset[str]:
     and a function may be called as soon as something mentions it.  Raises SyntaxError.
     """
     return frozenset(_cell(source).used)
+
+
+def bound_before(source: str) -> Mapping[str, frozenset[str]]:
+    """Return, for each name of `names_used`, the names that are certainly bound at each read.
+
+    If a function of the notebook is read in the cell `lock = Lock(); work()`, the `lock` that
+    it needs is the cell's own, and the notebook's lock need not be sent.  Raises SyntaxError.
+    """
+    cell = _cell(source)
+    return {name: bound - cell.unbound for name, bound in cell.used.items()}
 
 
 def names_used_later(source: str) -> frozenset[str]:
@@ -99,16 +115,19 @@ def _cell(source: str) -> _Code:
 class _Code:
     """What a cell, a class's body or a function does with global names.
 
-    `used` are those that it reads as soon as it runs, before it has certainly bound them;
+    `used` are those that it reads as soon as it runs, before it has certainly bound them, each
+    with the names that are bound whenever it is read;
     `later` those that its functions will read when they are called, and a function itself;
-    `inner` all that is read by functions, classes and lambdas in it.
+    `inner` all that is read by functions, classes and lambdas in it; `unbound` the globals that
+    they delete.
     """
 
     def __init__(self, code: types.CodeType) -> None:
-        self.used: set[str] = set()
+        self.used: _Reads = {}
         self.later: set[str] = set()
         self.inner: set[str] = set()
         self.bound: set[str] = set()
+        self.unbound: set[str] = set()
         self.chains: set[tuple[str, ...]] = set()
         self.commands: list[str] = []
         self._code = code
@@ -123,14 +142,14 @@ class _Code:
         reads = [self._reads(index, step) for index, step in enumerate(self._steps)]
         self.later.update(*(later for _, later in self._functions.values()))
         if self._is_function and not code.co_name.startswith(_GENERIC):
-            self.later.update(*reads)
+            self.later = self.later.union(*reads)
         else:
             self._follow(reads, self._states(bytecode))
         del self._steps
 
     # --- what an instruction reads and binds ----------------------------------------------
 
-    def _reads(self, index: int, step: dis.Instruction) -> set[str]:
+    def _reads(self, index: int, step: dis.Instruction) -> _Reads:
         """Find what one instruction reads; note what it binds, and what it reaches by dots."""
         name = step.argval
         if step.opname in _DOTS:
@@ -139,28 +158,35 @@ class _Code:
         if isinstance(name, types.CodeType):
             return self._made(index, name)
         if name in _PYTHONS_OWN:
-            return set()
+            return {}
         if step.opname in (*_BINDS, *_UNBINDS) and (self._is_cell or "GLOBAL" in step.opname):
             self.bound.add(name)
-        return {name} if step.opname in _READS else set()
+        if step.opname == "DELETE_GLOBAL":
+            self.unbound.add(name)
+        return {name: _NONE} if step.opname in _READS else {}
 
-    def _made(self, index: int, code: types.CodeType) -> set[str]:
+    def _made(self, index: int, code: types.CodeType) -> _Reads:
         """Note what a function or class will read when it is called; find what it reads now."""
         inner = _Code(code)
         self.bound |= inner.bound
+        self.unbound |= inner.unbound
         self.chains |= inner.chains
         self.commands += inner.commands
         self.inner |= inner.inner
         if code.co_name not in _AT_ONCE:
-            self.inner |= inner.used | inner.later
+            self.inner |= inner.used.keys() | inner.later
         name = code.co_name.removeprefix(_GENERIC).removesuffix(">")
         if not name.isidentifier():  # a lambda or a comprehension
-            return inner.used | inner.later
+            return inner.used | dict.fromkeys(inner.later, _NONE)
+        before = [later for other, later in self._functions.values() if other == name]
         self._functions[index] = name, inner.later
         # A decorator, whose line comes first, may call what it decorates.
         place = self._steps[index].positions
         is_plain = place is not None and place.lineno == code.co_firstlineno
-        return inner.used if is_plain else inner.used | (inner.later - {name})
+        called = set() if is_plain else inner.later - {name}
+        if not is_plain and name in inner.later:  # still the function of before
+            called = called.union(*before)
+        return inner.used | dict.fromkeys(called, _NONE)
 
     def _note_dots(self, index: int) -> None:
         chain: list[str] = []
@@ -170,11 +196,11 @@ class _Code:
         if self._steps[index].opname in _READS:
             self.chains.add((self._steps[index].argval, *chain))
 
-    def _in_magic(self, index: int) -> set[str]:
+    def _in_magic(self, index: int) -> _Reads:
         """Find what `get_ipython().run_line_magic("time", "f(x)")` would read."""
         method, before = self._steps[index].argval, self._steps[max(0, index - 3) : index]
         if not any(step.argval == "get_ipython" for step in before):
-            return set()
+            return {}
         following = takewhile(lambda step: step.opname == "LOAD_CONST", self._steps[index + 1 :])
         texts = [step.argval for step in following if isinstance(step.argval, str)]
         if method in ("system", "getoutput", "run_line_magic") and not self._is_function:
@@ -183,11 +209,14 @@ class _Code:
         if self._is_cell:
             self.bound.update(*map(names_bound, sources))
         own = {*self._code.co_varnames, *self._code.co_cellvars, *self._code.co_freevars}
-        return set().union(*map(names_used, sources)) - own
+        found: _Reads = {}
+        for source in sources:
+            _add(found, bound_before(source))
+        return {name: bound for name, bound in found.items() if name not in own}
 
     # --- in which order -------------------------------------------------------------------
 
-    def _follow(self, reads: list[set[str]], states: list[_State | None]) -> None:
+    def _follow(self, reads: list[_Reads], states: list[_State | None]) -> None:
         """Find what is read before it is bound, in whatever order instructions can run."""
         for step, names, state in zip(self._steps, reads, states, strict=True):
             if state is not None:
@@ -201,20 +230,28 @@ class _Code:
         unbound = {step.argval for step in self._steps if step.opname in _UNBINDS}
         for index, (_, later) in self._functions.items():  # they will be called after the cell
             when_made = states[index] or frozenset()
-            self.used |= later - at_end - (when_made - unbound)
+            bound = _names_in(at_end | (when_made - unbound))
+            _add(self.used, dict.fromkeys(later - bound, bound))
 
-    def _load(self, names: Iterable[str], state: _State) -> None:
-        waiting, seen = [*names], set[str]()
+    def _load(self, names: _Reads, state: _State) -> None:
+        bound_here = _names_in(state) - self._own
+        waiting = [(name, bound | bound_here) for name, bound in names.items()]
+        seen = set[tuple[str, frozenset[str]]]()
         while waiting:
-            name = waiting.pop()
-            if name in seen:
+            name, bound = read = waiting.pop()
+            if read in seen:
                 continue
-            seen.add(name)
-            self.used |= {name} - state
+            seen.add(read)
+            if name not in state:
+                _add(self.used, {name: bound})
             for index, (function, later) in self._functions.items():
                 # What mentions a function may call it; methods do not see the class's names.
                 if function == name and index not in state:
-                    (waiting.extend if self._is_cell else self.used.update)(later)
+                    called = dict.fromkeys(later, bound)
+                    if self._is_cell:
+                        waiting.extend(called.items())
+                    else:
+                        _add(self.used, called)
 
     def _states(self, bytecode: dis.Bytecode) -> list[_State | None]:
         """Find the state before each instruction; None for those that never run."""
@@ -260,6 +297,16 @@ class _Code:
                 inside = self._steps[min(body) : max(body) + 1]
                 found[jump] = {step.argval for step in inside if step.opname in _BINDS}
         return found
+
+
+def _names_in(state: _State) -> frozenset[str]:
+    return frozenset(each for each in state if isinstance(each, str))
+
+
+def _add(reads: _Reads, more: Mapping[str, frozenset[str]]) -> None:
+    """Add reads; of a name that was read before, only what is bound at both places counts."""
+    for name, bound in more.items():
+        reads[name] = reads.get(name, bound) & bound
 
 
 # --- the Python in the strings that IPython makes of magics and `!` lines -----------------------

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from nbdist.notebook.free_names import (
+    bound_before,
     code_in_magic,
     dotted_names,
     names_bound,
@@ -102,6 +103,47 @@ def test_names_used(source: str) -> None:
     found = names_used(source) - {"get_ipython"} - set(dir(builtins))
     assert found == set(USED[source].split())
 
+
+BOUND_BEFORE = {
+    # The cell makes what a function of the notebook needs.
+    "lock = Lock()\nwork()": {"Lock": "", "work": "lock"},
+    "work()\nlock = 1": {"work": ""},
+    "work()\nlock = 1\nwork()": {"work": ""},
+    "if c:\n    lock = 1\nwork()": {"c": "", "work": ""},
+    "if c:\n    a = b = 1\nelse:\n    b = d = 1\nwork()": {"c": "", "work": "b"},
+    "a = 1\nfor b in xs: work(b)\nelse:\n    work(a)": {"xs": "a", "work": "a"},
+    "a = b = 1\ndel a\nwork()": {"work": "b"},
+    "try:\n    a = make()\nexcept E:\n    work()": {"make": "", "E": "", "work": ""},
+    "with open_() as f:\n    work(f)": {"open_": "", "work": "f"},
+    "import a\nclass A(work()):\n    b = k\n    c = k": {"work": "a", "k": "a"},
+    "class A:\n    global a\n    a = 1\n    b = work()": {"work": "a"},
+    # A read where the cell has bound the name itself is no read of the notebook's value.
+    "a = 1\nwork()\nwork = 1\ndel a\nwork": {"work": "a"},
+    # What a function of the cell reads when it may be called.
+    "a = 1\ndef f(): return work()\nb = 2\nf()\nc = 3": {"work": "a b f"},
+    "a = 1\ndef f(): return work()\nb = 2": {"work": "a b f"},
+    "a = 1\ndef f(): return work()\ng(f)\nb = 2": {"g": "a f", "work": "a f"},
+    "def f(): return work()\ndef g(): return f()\na = 1\ng()": {"work": "a f g"},
+    "a = 1\ndef f(): return work()\nf()\ndel a": {"work": "f"},
+    "a = 1\n@d\ndef f(): return work()\nb = 2": {"d": "a", "work": "a"},
+    "def f():\n    global a\n    del a\na = b = 1\nf()\nwork()": {"work": "b f"},
+    "def f(): return work()\n@d\ndef f(): return f()\na = 1": {"d": "f", "work": "f"},
+    "f = lambda: work()\na = 1\nf()": {"work": ""},
+    # In magics
+    "a = 1\nget_ipython().run_cell_magic('time', '', 'b = 1\\nwork()')": {"work": "a b"},
+    "get_ipython().run_line_magic('time', 'work()')\na = 1": {"work": ""},
+}
+
+
+@pytest.mark.parametrize("source", BOUND_BEFORE)
+def test_names_bound_before_a_read(source: str) -> None:
+    """Of each name that is used, what the cell has certainly bound wherever it reads the name."""
+    found = {name: before for name, before in bound_before(source).items() if name in USERS}
+    assert found.keys() == names_used(source) & USERS
+    assert found == {name: {*before.split()} for name, before in BOUND_BEFORE[source].items()}
+
+
+USERS = frozenset(["work", "c", "d", "g", "k", "xs", "E", "Lock", "make", "open_"])
 
 BOUND = {
     "x = y.z = v[0] = 1": "x",
@@ -223,11 +265,14 @@ class Oops(Exception):
 
 
 class Globals(dict[str, Any]):
-    """The globals of a program, which note the names that it reads and that are not there."""
+    """The globals of a program, which note the names that it reads and that are not there.
+
+    With each name, the names that were there whenever it was read.
+    """
 
     def __init__(self, chance: random.Random) -> None:
         super().__init__()
-        self.missing: set[str] = set()
+        self.missing: dict[str, frozenset[str]] = {}
         self._calls = 0
         self._chance = chance
         self._helpers = {
@@ -246,7 +291,8 @@ class Globals(dict[str, Any]):
             return self._helpers[name]
         if name not in (*NAMES, *FUNCTIONS):
             return getattr(builtins, name)
-        self.missing.add(name)
+        now = frozenset(self)
+        self.missing[name] = self.missing.get(name, now) & now
         return None
 
     def call(self, function: Any) -> None:
@@ -262,14 +308,17 @@ class Globals(dict[str, Any]):
 
     def _called(self, function: Any) -> Any:
         # Its own name is not bound yet: to call itself so early would be an error.
-        known = {*self.missing}
+        name = function.__name__
+        known = self.missing.get(name)
         with contextlib.suppress(Oops):
             self.call(function)
-        self.missing -= {function.__name__} - known
+        self.missing.pop(name, None)
+        if known is not None:
+            self.missing[name] = known
         return function
 
 
-def names_missing(code: Any, seed: int) -> set[str]:
+def names_missing(code: Any, seed: int) -> dict[str, frozenset[str]]:
     """Run a program, and after it its functions; find what was read and was not bound."""
     found = Globals(random.Random(seed))
     with contextlib.suppress(Oops, NameError):
@@ -290,6 +339,8 @@ def test_no_name_is_missed(seed: int) -> None:
         except SyntaxError:  # `global` after a use, or two patterns for one name
             continue
         runs += 1
-        missing = set().union(*(names_missing(code, each) for each in range(20)))
-        assert missing <= names_used(source), source
+        before = bound_before(source)
+        for missing in (names_missing(code, each) for each in range(20)):
+            assert missing.keys() <= names_used(source), source
+            assert all(before[name] <= there for name, there in missing.items()), source
     assert runs > 20
