@@ -21,7 +21,7 @@ import sys
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Container, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from multiprocessing import parent_process
@@ -158,6 +158,18 @@ def take_slots(kind: type, state: dict[str, Any]) -> tuple[str, ...] | None:
     return (*members, *sorted(made & _SPECIAL_SLOTS))
 
 
+_OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}
+
+
+def member_attributes(kind: type[enum.Enum]) -> list[tuple[str, dict[str, Any]]]:
+    """List members of an Enum with the attributes that its `__init__` or `__new__` gave them."""
+    found = (
+        (name, {key: value for key, value in vars(member).items() if key not in _OF_MEMBERS})
+        for name, member in kind.__members__.items()
+    )
+    return [(name, attributes) for name, attributes in found if attributes]
+
+
 def is_importable(value: Any) -> bool:
     """Return True if another process finds this very object under its module and name."""
     found: Any = sys.modules.get(value.__module__)
@@ -236,16 +248,56 @@ def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str)
     known: type | None = by_value._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     if known is not None:
         return known
-    made = maker(*args)
+    try:
+        with _without_hooks(args, _received):
+            made = maker(*args)
+    except Exception:  # noqa: BLE001 (a class of this process can want keywords, which are not known)
+        with _without_hooks(args):
+            made = maker(*args)
     made.__qualname__ = qualname
     _received.add(made)
     return made
 
 
+_HOOKS = ("__init_subclass__", "__prepare__", "__new__", "__init__")
+
+
+@contextmanager
+def _without_hooks(args: tuple[Any, ...], of: Container[type] | None = None) -> Iterator[None]:
+    """Keep methods of these classes from running when a class with these bases is made.
+
+    Without `of`, keep methods of all classes of `__main__` from running.  The methods have run in
+    the sender, and what they did there arrives with the classes: in the receiver a registry would
+    have the class twice, or the method's globals would be missing.  Bases of libraries are not
+    received, so a library registers the class here too.
+    """
+    metaclass, bases = args[0], args[2]
+    if isinstance(metaclass, tuple):  # the arguments of an Enum begin with its bases
+        metaclass, bases = type(args[0][-1]), args[0]
+    holders = {kind: _HOOKS[:1] for base in types.resolve_bases(bases) for kind in base.__mro__}
+    holders |= dict.fromkeys(metaclass.__mro__, _HOOKS[1:])
+    found = [
+        (kind, name, vars(kind)[name])
+        for kind, names in holders.items()
+        for name in names
+        if name in vars(kind) and (kind.__module__ == "__main__" if of is None else kind in of)
+    ]
+    for kind, name, _ in found:
+        type.__delattr__(kind, name)
+    try:
+        yield
+    finally:
+        for kind, name, method in found:
+            type.__setattr__(kind, name, method)
+
+
 def fill_class(kind: type, state: Any) -> None:
     """Set on a class that came from another process what it has there."""
     if kind in _received:
-        by_value._class_setstate(kind, state[1])
+        _, (attributes, slots, *of_members), _ = state
+        by_value._class_setstate(kind, (attributes, slots))
+        for name, its in of_members:
+            kind.__members__[name].__dict__.update(its)  # type: ignore[attr-defined]  # an Enum
 
 
 # --- functions and classes of `__main__` between a rank and what multiprocessing starts -------

@@ -237,7 +237,11 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         if reduced is NotImplemented or len(reduced) == REFERENCE:
             return reduced
         maker, args, state = reduced[:3]
-        slots = None if issubclass(kind, Enum) else definitions.take_slots(kind, state[0])
+        slots = None
+        if issubclass(kind, Enum):
+            state = (*state, *definitions.member_attributes(kind))
+        else:
+            slots = definitions.take_slots(kind, state[0])
         if slots is not None:
             args = (*args[:3], {**args[3], "__slots__": slots}, *args[4:])
         # Python puts these there when they are first asked for: that is no change.

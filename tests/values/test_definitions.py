@@ -156,6 +156,35 @@ CLASSES = {
         "class M(type):\n    def hello(cls): return cls.__name__\nclass B(metaclass=M): pass",
         {"B.hello()": "B"},
     ),
+    "base that counts its subclasses by its name": (
+        "class A:\n    count, kinds = 0, []\n    def __init_subclass__(cls, tag=None, **more):\n"
+        "        super().__init_subclass__(**more)\n        A.count += 1\n"
+        "        A.kinds.append(cls)\n        cls.tag = (A.count, tag)\n"
+        "class C(A): pass\nclass B(C, tag='t'): pass",
+        {"B.tag, B.count, len(B.kinds), B.kinds[1] is B": ((2, "t"), 2, 2, True)},
+    ),
+    "base that needs a keyword": (
+        "class A:\n    def __init_subclass__(cls, *, tag):\n        cls.tag = tag\n"
+        "class B(A, tag='t'): pass",
+        {"B.tag": "t", "class C(B, tag='c'): pass\nC.tag": "c"},
+    ),
+    "base with a registry of the notebook": (
+        "kinds = []\nclass A:\n    def __init_subclass__(cls): kinds.append(cls)\nclass B(A): pass",
+        {"[kind is B for kind in kinds]": [True]},
+    ),
+    "metaclass that counts": (
+        "import abc\nclass M(abc.ABCMeta):\n    count = 0\n    def __new__(kind, *args, **more):\n"
+        "        M.count += 1\n        return super().__new__(kind, *args)\n"
+        "    def __init__(cls, *args, tag='x'): cls.tag = tag\n"
+        "class A(metaclass=M):\n    @abc.abstractmethod\n    def m(self): ...\n"
+        "class B(A, tag='t'):\n    def m(self): return 1",
+        {"type(B).count, B.tag, B().m(), len(B.__mro__[1].__abstractmethods__)": (2, "t", 1, 1)},
+    ),
+    "enum whose members have attributes": (
+        "import enum\nclass B(enum.Enum):\n    RED = 1, 'r'\n"
+        "    def __init__(self, number, letter): self.letter = letter",
+        {"B.RED.letter, B((1, 'r')) is B.RED": ("r", True)},
+    ),
     "nested": ("class B:\n    class C:\n        x = 7", {"B.C.x, B.C.__qualname__": (7, "B.C")}),
 }
 
@@ -183,7 +212,8 @@ def test_a_class_arrives_once(notebook: Any, worker: Any, ship: Ship) -> None:
     for name in ("Base", "A", "a", "b"):
         ship(name)
     assert worker.run("type(a) is A and type(b) is A and isinstance(b, A)") is True
-    assert worker.run("len(made)") == 1
+    # What `__init_subclass__` does has been done in the notebook, and comes with its results.
+    assert worker.run("len(made)") == 0
     notebook.run("A.x = 2")
     ship("A")
     assert worker.run("a.x") == 2
@@ -205,6 +235,21 @@ def test_a_class_that_comes_home_stays_as_it_is(notebook: Any, worker: Any, ship
     back = unpickle(worker.fetch("w"), notebook.names)
     assert back.m() == 2
     assert type(unpickle(worker.fetch("W()"), notebook.names)) is type(back)
+
+
+def test_a_class_that_comes_home_has_its_own_base(notebook: Any, worker: Any, ship: Ship) -> None:
+    """The notebook's base learns of a worker's class, unless it wants keywords, which are lost."""
+    notebook.run(
+        "kinds = []\nclass A:\n    def __init_subclass__(cls): kinds.append(cls.__name__)\n"
+        "class B:\n    def __init_subclass__(cls, *, tag): cls.tag = tag"
+    )
+    ship("A", "B", "kinds")
+    worker.run("class C(A): pass\nclass D(B, tag='t'): pass")
+    first, second = unpickle(worker.fetch("(C(), D())"), notebook.names)
+    assert (notebook.names["kinds"], type(second).tag) == (["C"], "t")
+    assert isinstance(first, notebook.names["A"])
+    assert isinstance(second, notebook.names["B"])
+    assert notebook.run("class E(B, tag='e'): pass\nE.tag") == "e"
 
 
 SLOTTED = {
