@@ -39,6 +39,8 @@ ALLOWED = {
     ("wire/control.py", "_jupyter_types_experimental"): "a key of replies that front ends read",
     # On both sides of the wire, so not in workers only.
     (DEFINITIONS, "by_value._DYNAMIC_CLASS_TRACKER_BY_ID"): "cloudpickle looks too late",
+    (DEFINITIONS, "by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS"): "whether a class has an id",
+    (DEFINITIONS, "by_value._lookup_class_or_track"): "the one place that registers an id",
     (DEFINITIONS, "by_value._class_setstate"): "cloudpickle fills what it has itself",
     (DEFINITIONS, "by_value._get_or_create_tracker_id"): "a class's mark in all processes",
     (DEFINITIONS, "_filename_map"): "IPython's, of cells that ran in another process",

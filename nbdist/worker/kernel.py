@@ -26,6 +26,7 @@ from jupyter_client.session import Session
 from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, TRACKED, Done
+from nbdist.values.definitions import name_classes
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Call, InputReply, Source, Task, Work, failure_in_words
 from nbdist.worker import tracking
@@ -86,6 +87,8 @@ class WorkerKernel(LeavesChildren):
             self._prepare(task, context)
             done = replace(done, received=True)
             error, value = await self._work(task.work, context)
+            names = context.names
+            name_classes({name: names[name] for name in context.bound & names.keys()}, task.id)
             done = replace(
                 done,
                 bound=frozenset(context.bound),

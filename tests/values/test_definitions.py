@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import linecache
@@ -235,6 +236,54 @@ def test_a_class_that_comes_home_stays_as_it_is(notebook: Any, worker: Any, ship
     back = unpickle(worker.fetch("w"), notebook.names)
     assert back.m() == 2
     assert type(unpickle(worker.fetch("W()"), notebook.names)) is type(back)
+
+
+DEFINED = """
+import enum
+class A:
+    number, kinds = {number}, {{'x', 'y'}}
+    class Inner(enum.Enum):
+        RED = 1
+    @property
+    def size(self): return {size}
+    def own(self): return super().__init__()
+    many, endless = list(range(20_000)), []
+    endless.append(endless)
+class Unbound:
+    @property
+    def __class__(self): raise RuntimeError("stands for nothing")
+B, Imported, unbound = A, enum.Enum, Unbound()
+"""
+
+
+def test_classes_that_ranks_have_made_of_one_cell(notebook: Any, worker: Any, ship: Ship) -> None:
+    """They are one class to who gets objects of them, unless their code or values differ."""
+    names = [{"__name__": "__main__"} for _ in range(4)]
+    by_class = definitions.by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS
+    for each, (number, size) in zip(names, [(1, 2), (1, 2), (3, 2), (1, 4)], strict=True):
+        exec(DEFINED.format(number=number, size=size), each)
+        definitions.name_classes(each, "task")
+        for kind in (each["A"], each["A"].Inner):  # the ranks are processes of their own
+            del definitions.by_value._DYNAMIC_CLASS_TRACKER_BY_ID[by_class[kind]]
+    ids = [by_class[each["A"]] for each in names]
+    assert (ids[0] == ids[1], len({*ids})) == (True, 3)
+    assert by_class[names[0]["A"].Inner] == by_class[names[1]["A"].Inner] not in ids
+    assert by_class.get(enum.Enum) is None
+    # A class that came from the notebook, or has been named before, keeps its id.
+    notebook.run("class A: pass\na = A()")
+    kept = by_value_id(notebook.names["A"])
+    ship("A")
+    worker.run(
+        "from nbdist.values import definitions\ndefinitions.name_classes(globals(), 'another')"
+    )
+    assert type(unpickle(worker.fetch("A()"), notebook.names)) is notebook.names["A"]
+    definitions.name_classes({**notebook.names, **names[0]}, "another")
+    assert (by_value_id(notebook.names["A"]), by_value_id(names[0]["A"])) == (kept, ids[0])
+
+
+def by_value_id(kind: type) -> str:
+    """The id by which a receiver recognises a class."""
+    return definitions.by_value._get_or_create_tracker_id(kind)
 
 
 def test_a_class_that_comes_home_has_its_own_base(notebook: Any, worker: Any, ship: Ship) -> None:

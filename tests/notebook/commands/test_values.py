@@ -62,6 +62,29 @@ def test_several_names(two: Notebook):
     assert body(two.run("%%distributed\nx"))[-1] == "'theirs'"
 
 
+def test_classes_of_a_cell_are_the_same_from_all_ranks(two: Notebook):
+    """Equal objects of two ranks are equal here; a class that a later cell makes is another."""
+    cell = (
+        "%%distributed\nimport dataclasses, enum\n"
+        "@dataclasses.dataclass\nclass Point:\n    x: int\n"
+        "    class Kind(enum.Enum):\n        A, B = 1, 2\n"
+        "class Own:\n    number = rank\npoint, kind, own = Point(7), Point.Kind.B, Own()"
+    )
+    assert two.run(cell).errors == []
+    assert two.run("%dist_gather point kind own").errors == []
+    assert two.value("point[0] == point[1], type(point[0]) is type(point[1])") == (True, True)
+    assert two.value("kind[0] is kind[1] is type(point[0]).Kind.B") is True
+    assert two.value("[each.number for each in own]") == [0, 1]
+    assert two.run("before = point[0]").errors == []
+    assert two.run(cell).errors == []
+    assert two.run("%dist_gather point").errors == []
+    assert two.value("point[0] == point[1], type(point[0]) is type(before)") == (True, False)
+    # What goes back to the ranks is of their own class.
+    two.run("sent = point[1]")
+    ran = two.run("%%distributed\nisinstance(sent, Point) and sent == point")
+    assert body(ran) == ["── ranks 0-1 (same) ──", "True"]
+
+
 def test_one_value_in_place_of_a_list(two: Notebook):
     """Of one rank, by the old option too, or put together from all."""
     lines = ("n -r 1 --as one", "n -r -1 --as last", "n -r 0:1 --as first")
