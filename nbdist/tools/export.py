@@ -38,7 +38,6 @@ from nbdist.tools.cell_code import (
     needed_to_read,
 )
 from nbdist.values.definitions import SYSTEM_NAMES
-from nbdist.values.unpicklable import PICKLING_ERRORS
 from nbdist.words import count, one_line, size_text
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, list_names
 from nbdist.world.past import Past, PastTask, SentName
@@ -113,7 +112,7 @@ def _write(script: Script, path: Path, file: Path, names: Mapping[str, object]) 
                 with whole_file(file) as opened:
                     torch.save({name: names[name] for name in script.saved}, opened)
                     size = opened.tell()
-    except PICKLING_ERRORS as error:  # those of files are among them
+    except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
         why = getattr(error, "strerror", None) or one_line(str(error))
         raise UsageError(f"`%dist_export {path}`: {why}.") from None
     return size
@@ -389,7 +388,7 @@ class Composer:
             try:
                 needs = needed_to_read(value)
                 return _Origin(f"{name} = NOTEBOOK[{name!r}]", needs, is_saved=True)
-            except PICKLING_ERRORS as error:
+            except Exception as error:  # noqa: BLE001 (a user's __reduce__ can raise anything)
                 why = one_line(f"{type(error).__name__}: {error}")
                 problem = f"`{name}` cannot be saved ({why})"
         if text := self._statements.binding(name, whole):

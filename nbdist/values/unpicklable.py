@@ -20,19 +20,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from nbdist.errors import NbdistError
 from nbdist.values import pickling
 
 SEARCH_TIMEOUT = 1.0
 DEEPEST = 12
 WIDEST = 1000
 
-# What pickling raises: its own error, what C types and closures say (TypeError,
-# AttributeError), ctypes (ValueError), torch and multiprocessing (RuntimeError), and what
-# `__reduce__` and `__getstate__` of users' classes raise on purpose.
-PICKLING_ERRORS = (
-    *(pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, LookupError),
-    *(OSError, ImportError, AssertionError, ArithmeticError),
-)
+PICKLING_ERRORS = (Exception,)
+"""What pickling raises: `__reduce__` and `__getstate__` of a class can raise anything."""
+
+_WITHOUT_NAME = (pickle.PicklingError, TypeError, AttributeError)
+"""Errors of pickling itself, whose texts say enough."""
 
 _LOCKS = (
     *(type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event),
@@ -106,7 +105,9 @@ def fails_in(namespace: dict[str, Any]) -> Callable[[Any], bool]:
     def fails(value: Any) -> bool:
         try:
             pickling.pickle(value, namespace, sketch=True)
-        except PICKLING_ERRORS:
+        except NbdistError:  # the machine lacks memory, and the value is not to blame
+            return False
+        except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)
             return True
         return False
 
@@ -124,10 +125,19 @@ def blame(
     path, culprit = _find_culprit(name, value, fails)
     if kind := _kind_of(culprit):
         return path, *kind
-    said = str(problem).partition("\n")[0] or type(problem).__name__
-    why = f"it cannot be pickled ({said.rstrip('.')})"
+    why = f"it cannot be pickled ({_words_of(problem)})"
     remedy = "make it inside the cell, or give its class a `__reduce__` that says how to make it"
     return path, type_name(culprit), why, remedy
+
+
+def _words_of(problem: BaseException) -> str:
+    """Return the first line of an error's text, after its name unless pickling itself raised it."""
+    name, text = type(problem).__name__, ""
+    with suppress(Exception):  # a user's __str__ can raise anything
+        text = str(problem).partition("\n")[0].rstrip(".")
+    if not text:
+        return name
+    return text if isinstance(problem, _WITHOUT_NAME) else f"{name}: {text}"
 
 
 def type_name(value: Any) -> str:
@@ -148,7 +158,7 @@ def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[
     for _ in range(DEEPEST):
         if _kind_of(value):
             break  # What it is made of explains nothing.
-        for more, part in itertools.islice(parts(value), WIDEST):
+        for more, part in itertools.islice(_parts_until_error(value), WIDEST):
             if time.monotonic() > deadline:
                 return path, value
             if id(part) not in seen and not isinstance(part, _HARMLESS) and fails(part):
@@ -158,6 +168,11 @@ def _find_culprit(name: str, value: Any, fails: Callable[[Any], bool]) -> tuple[
         else:
             return path, value
     return path, value
+
+
+def _parts_until_error(value: Any) -> Iterator[tuple[str, Any]]:
+    with suppress(Exception):  # a user's mapping can raise anything when it is listed
+        yield from parts(value)
 
 
 _HARMLESS = (str, bytes, int, float, complex, bool, type(None))

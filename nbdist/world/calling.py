@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
-from nbdist.errors import UsageError, VariableNotSent, WorkerError
+from nbdist.errors import NbdistError, UsageError, VariableNotSent, WorkerError
 from nbdist.output.ansi import strip
 from nbdist.output.bars import merged_line
 from nbdist.output.events import Failure, RankError
@@ -25,7 +25,7 @@ from nbdist.output.text import PlainLines
 from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.values.payload import pack_frames
 from nbdist.values.pickling import Pickled, pickle
-from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in
+from nbdist.values.unpicklable import blame, fails_in
 from nbdist.wire.work import Call, Kind, Script, Task
 from nbdist.world.names import WORKERS_OWN
 from nbdist.world.result import CellResult, raised
@@ -229,10 +229,12 @@ def _pickled_call(
     def sketch(name: str, value: Any) -> Pickled:
         try:
             return pickle(value, namespace, sketch=True)
-        except PICKLING_ERRORS as problem:
+        except Exception as problem:  # noqa: BLE001 (a user's __reduce__ can raise anything)
             refuse(name, value, problem)
 
     def refuse(name: str, value: Any, problem: Exception) -> NoReturn:
+        if isinstance(problem, NbdistError):  # such as NotEnoughMemory
+            raise problem
         path, kind, why, remedy = blame(name, value, fails_in(namespace), problem)
         remedy = remedy.replace("the cell", "the function")
         raise VariableNotSent(name, path, kind, why, remedy) from None
@@ -240,7 +242,7 @@ def _pickled_call(
     def whole(names: Mapping[str, Any]) -> Pickled:
         try:
             return pickle((function, args, kwargs, names), namespace)
-        except PICKLING_ERRORS as problem:
+        except Exception as problem:  # noqa: BLE001 (a user's __reduce__ can raise anything)
             # The parts have the names that people know them by.
             parts = {f"argument {index}": value for index, value in enumerate(args, 1)} | kwargs
             with suppress(TypeError, ValueError):  # no signature, or it does not fit

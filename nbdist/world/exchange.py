@@ -13,12 +13,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nbdist.errors import BadRanks, UsageError, VariableNotSent, WorkerError
+from nbdist.errors import BadRanks, NbdistError, UsageError, VariableNotSent, WorkerError
 from nbdist.output.events import NAME_PROBLEM, Died, Failure
 from nbdist.output.wording import fold_ranks
 from nbdist.values.payload import INLINE_LIMIT, Payload, Steps, open_payload, packing, size_of
 from nbdist.values.pickling import Buffer, pickle, unpickle
-from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in
+from nbdist.values.unpicklable import blame, fails_in
 from nbdist.wire.ops import Brought, Loaded, Mesh, Written
 from nbdist.wire.spec import difference, versions_here
 from nbdist.wire.work import Call, Task, Work
@@ -214,7 +214,9 @@ class Scatter:
         for rank, part in cut.items():
             try:
                 self._frames[rank] = pickle(part, session.namespace, exact=True).frames
-            except PICKLING_ERRORS as problem:
+            except NbdistError:  # such as NotEnoughMemory
+                raise
+            except Exception as problem:  # noqa: BLE001 (a user's __reduce__ can raise anything)
                 found = blame(name, part, fails_in(session.namespace), problem)
                 raise VariableNotSent(name, *found) from None
         self.bytes = sum(map(size_of, self._frames.values()))

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from nbdist.errors import VariableNotSent
+from nbdist.errors import NotEnoughMemory, VariableNotSent
 from nbdist.notebook.shipping import plan
+from nbdist.world.calling import _pickled_call
 from nbdist.world.names import NameTable
 
 
@@ -87,6 +89,68 @@ def test_each_kind_has_its_word_and_its_remedy(case: str, refuse: Callable[[Any]
     said = refuse(_Refuses())
     assert "_Refuses) cannot be sent to the workers: it cannot be pickled (not me)" in said
     assert "`__reduce__`" in said
+
+
+class OwnError(Exception):
+    """An error that a user has made."""
+
+
+class _Raises:
+    """Raises this error when it is pickled."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getstate__(self) -> Any:
+        raise self.error
+
+
+class _Unlistable(dict[Any, Any]):
+    """Cannot be pickled, and raises when its items are looked at."""
+
+    def __reduce__(self) -> Any:
+        raise OwnError("not me")
+
+    def items(self) -> Any:
+        raise OwnError("no items")
+
+
+@pytest.mark.parametrize("error", [OwnError("no way"), StopIteration(), EOFError("x"), KeyError(1)])
+def test_an_error_of_a_users_class(error: Exception, refuse: Callable[..., str]) -> None:
+    """Whatever a class raises, the error names the path, the type and the error."""
+    value = _hold(parts=[1, _Raises(error)])
+    said = refuse(value)
+    assert said.startswith("`it`: `it.parts[1]` (")
+    assert f"({type(error).__name__}" in said
+    assert "__reduce__" in said
+    with pytest.raises(VariableNotSent) as caught:
+        _pickled_call({}, print, (), {"file": value})
+    assert "`file.parts[1]`" in str(caught.value)
+    assert "(OwnError: not me)" in refuse(_Unlistable())
+
+
+def test_a_compiled_function(refuse: Callable[..., str]) -> None:
+    """What torch.jit has compiled is refused in one line too."""
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.jit.script(torch.nn.functional.relu)
+    assert refuse(_hold(f=compiled)).startswith("`it`: `it.f` (compiled function or C data)")
+
+
+def test_too_little_memory_is_no_value_to_blame(notebook: Any, monkeypatch: Any) -> None:
+    """The error of the machine comes out as it is."""
+
+    def refuse(*_: Any) -> None:
+        raise NotEnoughMemory(1, "the machine", 1, 0)
+
+    monkeypatch.setattr("nbdist.values.pickling.require_memory", refuse)
+    monkeypatch.setattr("nbdist.values.pickling.ASKED_FROM", 1)
+    notebook.names["it"] = [1]
+    with pytest.raises(NotEnoughMemory):
+        plan("it", NameTable(notebook.names), (0,))
+    with pytest.raises(NotEnoughMemory):
+        _pickled_call({}, print, ([1],), {})
 
 
 @pytest.mark.world
