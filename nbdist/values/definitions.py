@@ -193,6 +193,48 @@ def other_name(kind: type) -> str | None:
     return next((name for name, value in [*vars(module).items()] if value is kind), None)
 
 
+# --- objects that know which process they are in ---------------------------------------------
+
+is_rank = False  # a worker sets it: what a rank pickles does not go from a notebook to ranks
+
+_OF_ONE_PROCESS = frozenset(
+    {
+        "accelerate.accelerator.Accelerator",
+        "accelerate.data_loader.DataLoaderStateMixin",  # a loader that was prepared
+        "accelerate.state.AcceleratorState",
+        "accelerate.state.PartialState",
+        "lightning.fabric.fabric.Fabric",
+        "lightning.pytorch.trainer.trainer.Trainer",
+        "lightning_fabric.fabric.Fabric",
+        "pyspark.context.SparkContext",
+        "pyspark.core.context.SparkContext",
+        "pyspark.sql.connect.session.SparkSession",
+        "pyspark.sql.session.SparkSession",
+        "pytorch_lightning.trainer.trainer.Trainer",
+        "wandb.sdk.wandb_run.Run",
+    }
+)
+"""Classes by module and name.  A rank with the notebook's object would be process 0 of 1."""
+
+
+def process_bound_name(kind: type) -> str | None:
+    """Return the name of the class if its objects know their process, and would go to ranks."""
+    names = (f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
+    if is_rank or _OF_ONE_PROCESS.isdisjoint(names):
+        return None
+    return kind.__qualname__
+
+
+def refuse_process_bound(kind: type) -> None:
+    """Raise PicklingError for a class whose objects know their process."""
+    if name := process_bound_name(kind):
+        raise pickle.PicklingError(f"{name} {KNOWS_ITS_PROCESS}")
+
+
+KNOWS_ITS_PROCESS = (
+    "knows the number of processes and its own rank, which are others on the workers"
+)
+
 # --- classes that every rank has made of the same cell --------------------------------------
 
 

@@ -159,6 +159,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         self._namespace = namespace
         self._reduce = reduce
         self._variables: dict[int, Variable] = {}
+        self._kinds: set[type] = set()  # types of objects that were met and may be pickled
 
     def dump_with_cells(self, value: Any) -> None:
         """Pickle the value, and after it the cells in it, which are all known by then."""
@@ -171,6 +172,9 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             if reduced is not NotImplemented:
                 return reduced
         kind = type(value)
+        if kind not in self._kinds:
+            definitions.refuse_process_bound(kind)
+            self._kinds.add(kind)
         if kind is types.FunctionType:
             return self._reduce_function(value)
         if issubclass(kind, type):

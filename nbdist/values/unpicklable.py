@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from nbdist.errors import NbdistError
-from nbdist.values import pickling
+from nbdist.values import definitions, pickling
 
 SEARCH_TIMEOUT = 1.0
 DEEPEST = 12
@@ -149,6 +149,8 @@ def type_name(value: Any) -> str:
 
 def _kind_of(value: Any) -> tuple[str, str, str] | None:
     """Return what people call it, why it stays where it is, and the way out; None if unknown."""
+    if name := definitions.process_bound_name(type(value)):
+        return name, f"it {definitions.KNOWS_ITS_PROCESS}", "make it inside the cell"
     return next((kind[1:] for kind in _KINDS if kind[0](value)), None)
 
 

@@ -26,7 +26,7 @@ from jupyter_client.session import Session
 from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, TRACKED, Done
-from nbdist.values.definitions import name_classes
+from nbdist.values import definitions
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Call, InputReply, Source, Task, Work, failure_in_words
 from nbdist.worker import tracking
@@ -88,7 +88,9 @@ class WorkerKernel(LeavesChildren):
             done = replace(done, received=True)
             error, value = await self._work(task.work, context)
             names = context.names
-            name_classes({name: names[name] for name in context.bound & names.keys()}, task.id)
+            definitions.name_classes(
+                {name: names[name] for name in context.bound & names.keys()}, task.id
+            )
             done = replace(
                 done,
                 bound=frozenset(context.bound),
@@ -271,6 +273,7 @@ def make_app(start: WorkerStart) -> WorkerApp:
     signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
     loop.add_reader(wake, os.read, wake, 4096)
     WorkerApp.rank, WorkerApp.token = start.rank, start.token
+    definitions.is_rank = True
     app = WorkerApp.instance(connection_file=start.connection_file, log_level=50)
     app.config.HistoryManager.enabled = False
     app.initialize([])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -346,3 +349,59 @@ rows.map(slowly, keep_in_memory=True)
     )
     assert (0, 1) in found.ranks
     assert found.stays("Map: 100%|██████████| 40/40 [")
+
+
+# --- what a notebook has made with them ---------------------------------------------------------
+
+MADE_IN_A_NOTEBOOK = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import accelerate, lightning, torch, transformers
+from nbdist.errors import VariableNotSent
+from nbdist.notebook.shipping import plan
+from nbdist.world.names import NameTable
+
+net, here = torch.nn.Linear(1, 1), {"accelerator": "cpu", "devices": 1}
+accelerator = accelerate.Accelerator(cpu=True)
+optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+loader = accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
+args = transformers.TrainingArguments("out", report_to=[], use_cpu=True)
+names = {
+    "accelerator": accelerator,
+    "state": accelerate.PartialState(),
+    "loader": loader,
+    "optimizer": optimizer,
+    "args": args,
+    "hf": transformers.Trainer(net, args),
+    "trainer": lightning.Trainer(logger=False, enable_checkpointing=False, **here),
+    "fabric": lightning.Fabric(**here),
+    "net": net,
+    "config": transformers.BertConfig(),
+}
+said = {}
+for name in names:
+    try:
+        plan(name, NameTable(names), (0,))
+    except VariableNotSent as error:
+        said[name] = str(error).partition(")")[0]
+print(json.dumps(said))
+"""
+
+
+def test_what_a_notebook_has_made_and_must_not_send(tmp_path: Path) -> None:
+    """Objects that believe to be in process 0 of 1 are refused by their path; others are sent."""
+    run = subprocess.run(
+        [sys.executable, "-c", MADE_IN_A_NOTEBOOK], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    said = json.loads(run.stdout.splitlines()[-1])
+    assert said == {
+        "accelerator": "`accelerator` (Accelerator",
+        "state": "`state` (PartialState",
+        "loader": "`loader` (DataLoaderShard",
+        "optimizer": "`optimizer`: `optimizer.accelerator_state` (AcceleratorState",
+        "args": "`args`: `args.distributed_state` (PartialState",
+        "hf": "`hf`: `hf.args.distributed_state` (PartialState",
+        "trainer": "`trainer` (Trainer",
+        "fabric": "`fabric` (Fabric",
+    }

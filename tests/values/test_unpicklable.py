@@ -13,12 +13,15 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from pickle import PicklingError
 from typing import Any
 
 import pytest
 
 from nbdist.errors import NotEnoughMemory, VariableNotSent
 from nbdist.notebook.shipping import plan
+from nbdist.values import definitions
+from nbdist.values.pickling import pickle, unpickle
 from nbdist.world.calling import _pickled_call
 from nbdist.world.names import NameTable
 
@@ -127,6 +130,48 @@ def test_an_error_of_a_users_class(error: Exception, refuse: Callable[..., str])
         _pickled_call({}, print, (), {"file": value})
     assert "`file.parts[1]`" in str(caught.value)
     assert "(OwnError: not me)" in refuse(_Unlistable())
+
+
+def _made(name: str, *bases: type, **parts: Any) -> Any:
+    module, _, name = name.rpartition(".")
+    made = type(name, bases, {"__module__": module})()
+    vars(made).update(parts)
+    return made
+
+
+PROCESS_BOUND = {
+    "Accelerator": lambda: _made("accelerate.accelerator.Accelerator"),
+    "Mine": lambda: _made("other.Mine", type(_made("accelerate.accelerator.Accelerator"))),
+    "Trainer": lambda: _made("pytorch_lightning.trainer.trainer.Trainer"),
+    "SparkSession": lambda: _made("pyspark.sql.session.SparkSession"),
+    "Run": lambda: _made("wandb.sdk.wandb_run.Run"),
+}
+
+
+@pytest.mark.parametrize("name", PROCESS_BOUND)
+def test_what_knows_its_process(name: str, refuse: Callable[..., str]) -> None:
+    """It would be process 0 of 1 on each rank, and is refused, wherever in a value it is."""
+    value = PROCESS_BOUND[name]()
+    assert refuse(value).startswith(
+        f"`it` ({name}) cannot be sent to the workers: it knows the num"
+    )
+    said = refuse([1, _hold(it=[value])])
+    assert said.startswith(f"`it`: `it[1].it[0]` ({name}) cannot be sent")
+    assert said.endswith("Make it inside the cell.")
+
+
+class Run:
+    """An object that has the name of one that knows its process."""
+
+
+def test_ranks_may_pickle_what_knows_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its way home, into a snapshot or to another rank nothing is refused; nor is a class."""
+    monkeypatch.setattr(definitions, "_OF_ONE_PROCESS", {f"{__name__}.Run"})
+    with pytest.raises(PicklingError):
+        pickle([Run()], {})
+    assert unpickle(pickle(Run, {}).frames) is Run
+    monkeypatch.setattr(definitions, "is_rank", True)
+    assert type(unpickle(pickle([Run()], {}).frames)[0]) is Run
 
 
 def test_a_compiled_function(refuse: Callable[..., str]) -> None:
