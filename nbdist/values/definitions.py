@@ -10,6 +10,7 @@ import decimal
 import dis
 import enum
 import fractions
+import functools
 import hashlib
 import importlib
 import itertools
@@ -170,6 +171,21 @@ def member_attributes(kind: type[enum.Enum]) -> list[tuple[str, dict[str, Any]]]
         for name, member in kind.__members__.items()
     )
     return [(name, attributes) for name, attributes in found if attributes]
+
+
+DISPATCHER = {
+    each.co_name: each
+    for each in functools.singledispatch.__code__.co_consts
+    if isinstance(each, types.CodeType)
+}.get("wrapper")
+"""The code of all functions that `functools.singledispatch` has made."""
+
+
+def parts_of_dispatcher(function: Any) -> tuple[Any, dict[type, Any], dict[str, Any]]:
+    """Return the default of a `singledispatch` function, all by type, and attributes set on it."""
+    own = vars(functools.singledispatch(len))
+    attributes = {name: value for name, value in vars(function).items() if name not in own}
+    return function.registry[object], dict(function.registry), attributes
 
 
 def is_importable(value: Any) -> bool:
@@ -361,6 +377,19 @@ def fill_function(function: types.FunctionType, state: Any) -> None:
     for name, value in details.items():
         setattr(function, name, value)
     function.__dict__.update(attributes)
+
+
+def fill_dispatcher(dispatcher: Any, state: Any) -> None:
+    """Register with a new `singledispatch` function what the sender's has registered."""
+    _, (registry, attributes), _ = state
+    for kind, function in registry.items():
+        dispatcher.register(kind, function)
+    vars(dispatcher).update(attributes)
+
+
+def dead_reference() -> weakref.ref[Any]:
+    """Return a weak reference whose object is gone."""
+    return weakref.ref(set())
 
 
 def make_class(maker: Callable[..., type], args: tuple[Any, ...], qualname: str) -> type:

@@ -16,6 +16,7 @@ import operator
 import pickle as plain_pickle
 import sys
 import types
+import weakref
 import zlib
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
@@ -139,6 +140,11 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         {
             functools.cached_property: lambda it: (type(it), (it.func,), {"attrname": it.attrname}),
             types.CodeType: lambda code: _reduce_code(code),
+            # What is weakly referred to is there afterwards if something else holds it.
+            weakref.WeakKeyDictionary: lambda it: (type(it), (), None, None, iter([*it.items()])),
+            weakref.WeakValueDictionary: lambda it: (type(it), (), None, None, iter([*it.items()])),
+            weakref.WeakSet: lambda it: (type(it), (), [*it], None, None, type(it).update),
+            weakref.ref: lambda it: _reduce_reference(it),
         },
         by_value.Pickler.dispatch_table,
     )
@@ -203,6 +209,11 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             names = definitions.global_names(function.__code__)
             self.needs |= names
             return self._rebuild_in(definitions.MAIN, function, names)
+        if function.__code__ is definitions.DISPATCHER:
+            default, *parts = definitions.parts_of_dispatcher(function)
+            state = self._fenced(parts)
+            fill = definitions.fill_dispatcher
+            return functools.singledispatch, (default,), state, None, None, fill
         reduced: Reduced = super().reducer_override(function)
         if reduced is NotImplemented:
             return reduced  # by its name
@@ -292,6 +303,14 @@ def _reduce_stream(stream: io.TextIOBase) -> Reduced:
         # cloudpickle reads the whole file, and sends that.
         raise plain_pickle.PicklingError("an open file cannot be pickled")
     return NotImplemented
+
+
+def _reduce_reference(reference: weakref.ref[Any]) -> Reduced:
+    if reference.__callback__ is not None:
+        raise TypeError("a weak reference with a callback cannot be pickled")
+    if (value := reference()) is None:
+        return definitions.dead_reference, ()
+    return weakref.ref, (value,)
 
 
 def _reduce_code(code: types.CodeType) -> Reduced:

@@ -45,6 +45,28 @@ FUNCTIONS = {
         "        return g(*a) * 2\n    return inner\n@twice\ndef f(x):\n    'doc'\n    return x",
         {"f(4), f.__name__, f.__doc__, f.__wrapped__(4)": (8, "f", "doc", 4)},
     ),
+    "singledispatch": (
+        "import functools\nclass B: pass\n@functools.singledispatch\ndef f(x): return 'any'\n"
+        "@f.register\ndef _(x: int): return 'int'\n@f.register(B)\ndef of_a(x): return 'A'\n"
+        "f.more = 1\nf(1)",
+        {
+            "f('x'), f(1), f(True), f(B()), f.__name__, f.more": (
+                *("any", "int", "int", "A", "f", 1),
+            ),
+            "@f.register\ndef g(x: str): return 'str'\nf('x'), str in f.registry": ("str", True),
+        },
+    ),
+    "singledispatch that leads to itself": (
+        "import functools\ndef make():\n    @functools.singledispatch\n    def g(x): return x\n"
+        "    @g.register\n    def _(x: list): return [g(each) for each in x]\n"
+        "    @g.register\n    def _(x: int): return -x\n    return g\nf = make()",
+        {"f([1, ['x', 2]])": [-1, ["x", -2]]},
+    ),
+    "singledispatchmethod": (
+        "import functools\nclass B:\n    @functools.singledispatchmethod\n"
+        "    def m(self, x): return 'any'\n    @m.register\n    def _(self, x: int): return 'int'",
+        {"B().m(1), B().m('x')": ("int", "any")},
+    ),
     "attributes": ("def f(): return f.count\nf.count = 3", {"f()": 3}),
     "annotations": ("def f(x: int) -> str: ...", {"f.__annotations__": {"x": int, "return": str}}),
     "kept names": (

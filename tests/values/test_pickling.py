@@ -45,6 +45,28 @@ def test_a_module_made_by_hand_is_refused(notebook: Any, tmp_path: Path) -> None
         pickle(notebook.names["file"], notebook.names)
 
 
+def test_weak_references_lead_to_what_travels_with_them(
+    notebook: Any, worker: Any, ship: Ship
+) -> None:
+    """They have the objects that something else holds there; one that is dead arrives dead."""
+    notebook.run(
+        "import weakref\nclass A: pass\na, b = A(), A()\n"
+        "a.me, a.other = weakref.ref(a), weakref.ref(A())\n"
+        "keys = weakref.WeakKeyDictionary({a: 1, A(): 2})\n"
+        "values = weakref.WeakValueDictionary(x=b)\n"
+        "a.all, a.all_else = weakref.WeakSet([a, b]), weakref.WeakSet([A()])\n"
+        "everything = [a, b, keys, values]\n"
+        "call = weakref.ref(a, print)"
+    )
+    ship("everything")
+    worker.run("import gc\na, b, keys, values = everything\n_ = gc.collect()")
+    assert worker.run("a.me() is a, a.other(), type(a.me) is type(a.other)") == (True, None, True)
+    assert worker.run("dict(keys) == {a: 1}, dict(values) == {'x': b}") == (True, True)
+    assert worker.run("set(a.all) == {a, b}, len(a.all_else)") == (True, 0)
+    with pytest.raises(TypeError, match="callback"):
+        ship("call")
+
+
 def test_arrays_are_not_copied(notebook: Any) -> None:
     """An array's memory is a frame, and the receiver's frame is the array's memory."""
     numpy = pytest.importorskip("numpy")

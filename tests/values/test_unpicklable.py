@@ -58,7 +58,11 @@ def _kinds() -> dict[str, tuple[Callable[[], Any], str, str]]:
         "file": (lambda: open(__file__), "open file", "Keep its path"),
         "module": (lambda: types.ModuleType("by_hand"), "module", ".py file"),
         "library": (lambda: ctypes.CDLL(None), "compiled function or C data", "Load or compile"),
-        "weak reference": (lambda: weakref.ref(Holder), "weak reference", "the object itself"),
+        "weak reference": (
+            lambda: weakref.ref(Holder, print),
+            "weak reference",
+            "the object itself",
+        ),
         "frame": (sys._getframe, "frame", "its text"),
         "thread": (threading.Thread, "process or thread", "Start it inside"),
         "ipython": (_PartOfIPython, "part of this notebook", "outside `%%distributed`"),
