@@ -110,6 +110,7 @@ def help_at_border(
         (shell, "debugger", partial(debug_ranks, pools)),
         (shell, "var_expand", border.expand),
         (shell.history_manager, "store_inputs", auto.store_inputs),
+        (shell.extension_manager, "reload_extension", partial(keep_loaded, pools)),
     ]
     if kernel is not None:
         wanted += [
@@ -133,6 +134,14 @@ def help_at_border(
     for each in wanted:
         if hasattr(each[0], each[1]):  # not every kernel is an ipykernel
             stack.callback(wrap(*each))
+
+
+def keep_loaded(pools: Pools, original: Callable[[str], object], module_str: str) -> object:
+    """Keep nbdist as it is at `%reload_ext nbdist` if there are workers: unloading ends them."""
+    if module_str != nbdist.__name__ or not any(pool.has_workers for pool in pools):
+        return original(module_str)
+    sys.stdout.write("nbdist stays loaded, with its workers: `%unload_ext nbdist` ends them\n")
+    return None
 
 
 # --- methods of the shell and of its kernel, wrapped on the one object, and given back --------

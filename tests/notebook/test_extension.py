@@ -96,6 +96,33 @@ def test_an_old_library_is_refused(fresh: Callable[..., Notebook], tmp_path: Pat
     assert notebook.process.children() == []
 
 
+def test_reloading_keeps_the_workers(fresh: Callable[..., Notebook]) -> None:
+    """`%reload_ext nbdist` leaves workers and variables as they are; without workers it reloads."""
+    notebook = fresh("%load_ext nbdist")
+    hooks = (
+        "sorted(get_ipython().magics_manager.lsmagic()['cell']), "
+        "[len(found) for found in get_ipython().events.callbacks.values()], "
+        "len(get_ipython().input_transformers_cleanup), sorted(vars(get_ipython().kernel))"
+    )
+    before = notebook.value(hooks)
+    assert notebook.run("%reload_ext nbdist").streams == []
+    assert notebook.value(hooks) == before
+    notebook.run("%%distributed -n 2\nimport os\nx, pid = 7 + rank, os.getpid()")
+    notebook.run("%dist_gather pid --as pids")
+    for _ in range(2):
+        ran = notebook.run("%reload_ext nbdist")
+        assert (ran.errors, len(ran.streams)) == ([], 1)
+    assert body(notebook.run("%distributed x"))[1::2] == ["7", "8"]
+    notebook.run("%dist_gather pid --as again")
+    assert notebook.value("again == pids") is True
+    assert notebook.value(hooks) == before
+    assert notebook.run("%unload_ext nbdist").errors == []
+    assert notebook.value("[__import__('os').path.exists(f'/proc/{pid}') for pid in pids]") == [
+        False,
+        False,
+    ]
+
+
 class Kernel:
     """Something with a method."""
 
