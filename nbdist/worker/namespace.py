@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -16,6 +16,7 @@ from typing import Any
 
 from nbdist import plugins
 from nbdist.output.events import NAME_PROBLEM
+from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.values.payload import (
     OTHER,
     Identity,
@@ -134,9 +135,9 @@ class Namespace:
         return bound, before.keys() - self._names.keys()
 
     def _of_users(self) -> list[tuple[str, Any]]:
-        """List all names without IPython's own `_`, `_i3`."""
+        """List all names without IPython's own `_`, `_i3` and Python's `__name__`."""
         # Of a copy: cells' threads may bind more meanwhile.
-        return [each for each in dict(self._names).items() if not each[0].startswith("_")]
+        return [each for each in dict(self._names).items() if not _is_of_system(each[0])]
 
     def imported(self, names: Iterable[str]) -> dict[str, str]:
         """Return those that are modules, or functions and classes of modules, and whose."""
@@ -263,6 +264,11 @@ class Namespace:
                     say_at = now + MOVED_EVERY
                     self.say_moved(done, total)
         return steps.made
+
+
+@lru_cache(maxsize=1 << 16)  # each cell asks this of all names, twice
+def _is_of_system(name: str) -> bool:
+    return SYSTEM_NAMES.fullmatch(name) is not None
 
 
 def _whence(value: Any) -> str | None:

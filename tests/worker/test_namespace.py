@@ -114,7 +114,9 @@ def test_what_code_binds(names: dict[str, Any], namespace: Namespace) -> None:
     exec("kept = [1]; other = [1]; gone = 1", names)
     before = namespace.snapshot()
     exec("kept.append(2); other = [1]; del gone; new = rank; _ = 6; _i3 = 'x'; rank = 0", names)
-    assert namespace.changes_since(before) == ({"other", "new"}, {"gone"})
+    exec("_17 = __ = _ih = _exit_code = __doc__ = 1; _cfg = _2a = 1; __x = 1", names)
+    found = {"other", "new", "_cfg", "_2a", "__x"}
+    assert namespace.changes_since(before) == (found, {"gone"})
 
 
 def test_what_is_bound_often(names: dict[str, Any], namespace: Namespace) -> None:

@@ -85,6 +85,14 @@ def test_classes_of_a_cell_are_the_same_from_all_ranks(two: Notebook):
     assert body(ran) == ["── ranks 0-1 (same) ──", "True"]
 
 
+def test_names_that_begin_with_an_underscore(two: Notebook):
+    """They belong to the ranks that have bound them, as other names do."""
+    two.run("_cfg = {'lr': 1}\ndef _helper():\n    return 'notebook'")
+    two.run("%%distributed\n_cfg = {'lr': 5}\ndef _helper():\n    return 'ranks'")
+    assert body(two.run("%%distributed\n_cfg['lr'], _helper()"))[-1] == "(5, 'ranks')"
+    assert two.value("_cfg['lr'], _helper()") == (1, "notebook")
+
+
 def test_one_value_in_place_of_a_list(two: Notebook):
     """Of one rank, by the old option too, or put together from all."""
     lines = ("n -r 1 --as one", "n -r -1 --as last", "n -r 0:1 --as first")
