@@ -27,7 +27,8 @@ DOCUMENTED = {"_thread", "os._exit", "sys._current_exceptions", "sys._current_fr
 # And those of named tuples.
 OF_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 
-DEFINITIONS = "values/definitions.py"
+DEFINITIONS, CLASS_IDS = "values/definitions.py", "values/class_ids.py"
+CHILDREN = "values/child_definitions.py"
 
 # What stays where it is, by file and name, and why.
 ALLOWED = {
@@ -39,14 +40,14 @@ ALLOWED = {
     ("wire/control.py", "_jupyter_types_experimental"): "a key of replies that front ends read",
     # On both sides of the wire, so not in workers only.
     (DEFINITIONS, "by_value._DYNAMIC_CLASS_TRACKER_BY_ID"): "cloudpickle looks too late",
-    (DEFINITIONS, "by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS"): "whether a class has an id",
-    (DEFINITIONS, "by_value._lookup_class_or_track"): "the one place that registers an id",
+    (CLASS_IDS, "by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS"): "whether a class has an id",
+    (CLASS_IDS, "by_value._lookup_class_or_track"): "the one place that registers an id",
     (DEFINITIONS, "by_value._class_setstate"): "cloudpickle fills what it has itself",
-    (DEFINITIONS, "by_value._get_or_create_tracker_id"): "a class's mark in all processes",
+    (CHILDREN, "by_value._get_or_create_tracker_id"): "a class's mark in all processes",
     (DEFINITIONS, "_filename_map"): "IPython's, of cells that ran in another process",
     ("notebook/options.py", "magic.parser._actions"): "argparse lists what it knows nowhere else",
     ("values/tensors.py", "tensor._version"): "torch's version counter has no public name",
-    ("values/tensors.py", "value._untyped_storage"): "the public name warns",
+    ("values/tensors.py", "_untyped_storage"): "the public name warns",
 }
 
 

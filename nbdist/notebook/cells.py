@@ -32,25 +32,27 @@ from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import at_once
 from nbdist.notebook.outcome import last_values, why_of
 from nbdist.notebook.pool import Pool
-from nbdist.notebook.shipping import Shipment, plan
+from nbdist.notebook.shipment import Shipment
+from nbdist.notebook.shipping import Plan, plan
 from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call, Source, Task, Work
 from nbdist.words import name_ranks
 from nbdist.world.calling import ask
 from nbdist.world.exchange import binding
-from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable, Sent
+from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable
 from nbdist.world.recovery import late_stop_text, stop_text, undefined_name
 from nbdist.world.result import CellResult, usage_text
 from nbdist.world.running import News, TaskRun
+from nbdist.world.sent_objects import Parcel
 from nbdist.world.world import World
 
 R = TypeVar("R")
 
 LONG_CELL = 2.0  # seconds: in the middle of a shorter one hardly anybody reloads
 
-Pack = Callable[[NameTable], Shipment]
-"""Packs the variables to send, by which ranks have them; called before each attempt."""
+Pack = Callable[[NameTable], Plan]
+"""Finds the variables to send, by which ranks have them; called before each attempt."""
 
 
 def source_steps(
@@ -169,19 +171,11 @@ def outcome_of(
 
 def settled(pool: Pool, world: World, names: NameTable, pack: Pack) -> Shipment:
     """Pack what has to go along; what ranks have changed since it was sent stays theirs."""
-    shipment = pack(names)
-    if not shipment.replaces:
-        return shipment
-    ranks = sorted(frozenset().union(*shipment.replaces.values()))
-    task = world.task(Call("values.changed", {"names": (*shipment.replaces,)}), ranks=ranks)
-    changed = bring(pool, world, task)
-    if not any(changed.values()):
-        return shipment
-    world.session.names.changed_in_place(changed)
-    if names is not world.session.names:
-        names.changed_in_place(changed)
-    again = pack(names)
-    return replace(again, notices=(*shipment.notices, *again.notices))
+    found = pack(names)
+    if (question := found.question) is not None:
+        task = world.task(Call("values.inspect", question.arguments), ranks=question.ranks)
+        found.answer(bring(pool, world, task))
+    return found.shipment()
 
 
 def _attempt(
@@ -193,13 +187,13 @@ def _attempt(
     patience: Patience,
     setup: str,
 ) -> Generator[TaskRun, float | None, TaskRun]:
-    payload, segment = shipment.packed(display)
-    task = replace(task, names=payload, stays=shipment.stays)
+    packed = shipment.packed(display)
+    task = replace(task, names=packed.payloads)
     try:
         # Ranks may run it before it is followed: a Stop meanwhile is met as one that comes later.
         with met_stops(partial(world.session.meet_stop, task)):
             machines = world.session.machines
-            running = pool.last = world.session.submit(task, patience, shipment.records)
+            running = pool.last = world.session.submit(task, patience, shipment.parcels)
             pool.tell_of_deaths(world, display, machines)
             if world.session.code and (left := world.session.code.take_note()):
                 display.note(left)
@@ -207,11 +201,11 @@ def _attempt(
                 display.note(said)
             yield from follow_steps(pool, world, running, display)
         if setup and not running.error():
-            world.session.keep_setup(setup, replace(task, stays={}), segment)
-            segment = None
+            kept = packed.pop_setup()
+            parcel = shipment.setup.parcel if shipment.setup else None
+            world.session.keep_setup(setup, task, kept[1], kept[0], parcel)
     finally:
-        if segment:
-            segment.close()
+        packed.close()
     return running
 
 
@@ -340,8 +334,8 @@ def bind(
     take: Task,
     work: Work,
     display: CellDisplay | None = None,
-    shipped: Mapping[str, Sent] | None = None,
-) -> None:
+    shipped: Mapping[int, Parcel] | None = None,
+) -> TaskRun:
     """Bind what a task brings on all its ranks, or on none; shown where there is a display."""
     machines = world.session.machines
     for running in binding(world.session, take, work, shipped):
@@ -351,6 +345,7 @@ def bind(
         through(follow_steps(pool, world, running, display))
         display = None
     check_end(pool, world, running)
+    return running
 
 
 def result_of(pool: Pool, world: World, running: TaskRun) -> CellResult[Any]:

@@ -86,6 +86,11 @@ def names_bound(source: str) -> frozenset[str]:
     return frozenset(_cell(source).bound)
 
 
+def names_certainly_bound(source: str) -> frozenset[str]:
+    """Find the names that a cell has bound whenever it ends without an error."""
+    return _cell(source).certain
+
+
 def dotted_names(source: str) -> frozenset[tuple[str, ...]]:
     """Find what the cell reaches through dots from a name: `xml.dom.minidom` as three parts."""
     return frozenset(_cell(source).chains)
@@ -126,6 +131,7 @@ class _Code:
         self.used: _Reads = {}
         self.later: set[str] = set()
         self.inner: set[str] = set()
+        self.certain = frozenset[str]()
         self.bound: set[str] = set()
         self.unbound: set[str] = set()
         self.chains: set[tuple[str, ...]] = set()
@@ -227,6 +233,7 @@ class _Code:
         ways = zip(self._steps, states, strict=True)
         ends = [state for step, state in ways if step.opname in _RETURNS and state is not None]
         at_end = frozenset.intersection(*ends) if ends else frozenset()
+        self.certain = _names_in(at_end)
         unbound = {step.argval for step in self._steps if step.opname in _UNBINDS}
         for index, (_, later) in self._functions.items():  # they will be called after the cell
             when_made = states[index] or frozenset()

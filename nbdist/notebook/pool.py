@@ -14,7 +14,13 @@ from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, UsageError
 from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode
 from nbdist.notebook.display import CellDisplay, has_panels, make_display
-from nbdist.notebook.free_names import Gathered, assigned_in, names_bound
+from nbdist.notebook.free_names import (
+    Gathered,
+    assigned_in,
+    names_bound,
+    names_certainly_bound,
+    names_used,
+)
 from nbdist.notebook.idle import FinishedCells, IdleStop, IdleWatch, is_in_subshell
 from nbdist.notebook.jobs import Job
 from nbdist.notebook.options import NbDist, check_same, given
@@ -24,7 +30,7 @@ from nbdist.output.events import Died, RankError
 from nbdist.words import count, name_ranks
 from nbdist.world.link import Link
 from nbdist.world.names import list_names
-from nbdist.world.recovery import healing_text, scaled_text
+from nbdist.world.recovery import healing_text, note_changes, scaled_text
 from nbdist.world.running import TaskRun
 from nbdist.world.snapshot_store import SnapshotStore, owner_of, root_folder
 from nbdist.world.spec import default_log_dir
@@ -253,6 +259,28 @@ class Pool:
         self.ended.forget()
         self._watch_while_idle()
 
+    def say_others(self, read: Collection[str]) -> None:
+        """Say which variables that a cell of the notebook has read the ranks have otherwise."""
+        names, session = self.world.session.names, self.world.session  # type: ignore[union-attr]
+        ours = [n for n in read if n in self.shell.user_ns and n not in self.gathered]
+        known = [name for name in ours if names.record(name) or names.others_of(name)]
+        if (
+            not known
+            or not session.is_idle
+            or self.job is not None
+            or session.state is not State.READY
+        ):
+            return
+        if names.objects.have_run and any(map(names.record, known)):
+            note_changes(session, session.everyone)
+        for name in known:
+            is_other = bool(names.others_of(name)) or names.is_changed(name)
+            if is_other and names.is_first_notice(_otherwise(name)):
+                self.display().say(
+                    f"this is the notebook's `{name}`; the ranks have another: "
+                    f"`%dist_gather {name} --as {name}_ranks` brings theirs"
+                )
+
     # --- while no cell runs ---------------------------------------------------------------
 
     def bind_gathered(
@@ -373,6 +401,11 @@ class Pool:
             self._pools.idle_stop.update()
 
 
+def _otherwise(name: str) -> str:
+    """Return what a line on a variable that ranks have otherwise is known by."""
+    return f"{name} here"
+
+
 def _complete_shutdown(world: World) -> None:
     """End workers whose end was being waited for when Stop came."""
     if world.state is State.STOPPING:
@@ -443,7 +476,11 @@ class Pools:
         for pool in self:
             if pool.world is not None:
                 own = [name for name in bound if name not in self.gathered]
-                pool.world.session.names.bound_in_notebook(own)
+                if not is_theirs:
+                    surely = names_certainly_bound(python) if python and result.success else ()
+                    pool.world.session.names.bound_in_notebook(own, surely)
+                if python and result.success:
+                    pool.say_others(names_used(python))
 
     def do_shutdown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stand around the kernel's method of this name, in its control thread.

@@ -1,33 +1,50 @@
-"""Which names of the notebook go with a cell, and their values, packed.
+"""Which variables of the notebook are sent with a cell, and which changes of objects.
 
-Which process owns a name is in `NameTable`, what has changed and what belongs together in `_Plan`.
+Which process a variable belongs to is in `NameTable`, which objects ranks have is in `SentObjects`.
+Commands call `plan` or `push`, on IPython's own thread; `nbdist.notebook.cells.settled` asks the
+ranks what a plan needs to know.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import sys
 import types
 from collections.abc import Collection, Container, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
-from nbdist.errors import UsageError, VariableNotSent
-from nbdist.notebook.display import CellDisplay, moved
-from nbdist.notebook.free_names import dotted_names, names_used, names_used_later
+from nbdist.errors import NbdistError, VariableNotSent
+from nbdist.notebook.free_names import (
+    bound_before,
+    dotted_names,
+    names_certainly_bound,
+    names_used,
+    names_used_later,
+)
+from nbdist.notebook.shipment import (
+    HAVE_NAMED_PARTS,
+    Packet,
+    Shipment,
+    path_of,
+    replaced_text,
+)
 from nbdist.values.definitions import SYSTEM_NAMES, Import
 from nbdist.values.payload import (
     OPTIMIZER,
+    TENSOR,
     Identity,
-    Payload,
-    Segment,
     is_atomic,
     kind_of,
-    packing,
-    size_of,
 )
-from nbdist.values.pickling import Buffer, Pickled, content_version, is_compared_whole, pickle
-from nbdist.values.unpicklable import PICKLING_ERRORS, blame, fails_in, parts
+from nbdist.values.pickling import pickle
+from nbdist.values.scan import WHOLE_LIMIT
+from nbdist.values.states import Parts
+from nbdist.values.unpicklable import blame, fails_in
+from nbdist.values.unpicklable import parts as parts_of
+from nbdist.wire.ops import Inspected
 from nbdist.words import count, format_ranks, name_ranks, size_text
 from nbdist.world.names import (
     WORKERS_MODULES,
@@ -35,52 +52,22 @@ from nbdist.world.names import (
     NameTable,
     Sent,
     check_are_free,
-    list_names,
 )
+from nbdist.world.outgoing import MAX_RENEWALS, Outgoing, Question
+from nbdist.world.sent_objects import Parcel, SentObjects
 
-SMALL = 64 << 10  # up to this many bytes it takes some 50 µs to see whether a value has changed
-BIG = 64 << 20  # from this many bytes on a notice is shown before something is sent
+SMALL = 64 << 10
+"""Bytes up to which a variable that only functions on the ranks use is compared for each cell."""
+
+BIG = 64 << 20
+"""Bytes from which on a line is shown before a variable is sent."""
+
+MAX_PARTS_NAMED = 3
+"""Parts of one object that lines name if both sides have changed them."""
 
 OLD_IN_FUNCTIONS = "cannot be sent: functions on the ranks use the one that was sent before"
 
 _MISSING = object()
-
-
-@dataclass(frozen=True, slots=True)
-class Shipment:
-    """Names with their values, ready to travel; without names there is something to say only.
-
-    `notices` are lines for the user, to be shown before it is sent; `big` are others, on what is
-    large of it or sent again: they follow "sending", or "sent".  `records` say what is sent.
-    `frames` show the values' own memory: pack them before these change.  `replaces` says on which
-    ranks it would take the place of what they were sent before, which they may have changed,
-    `stays` which names a rank is not to bind, as it has them.
-    """
-
-    notices: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    frames: Sequence[Buffer] = ()
-    records: Mapping[str, Sent] = field(default_factory=dict)
-    replaces: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    stays: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    big: tuple[str, ...] = ()
-
-    def packed(self, display: CellDisplay) -> tuple[Payload | None, Segment | None]:
-        """Pack the names, and show what there is to say of them.
-
-        Keep the segment open until the ranks have the payload.
-        """
-        for notice in self.notices:
-            display.note(notice)
-        if not self.names:
-            return None, None
-        if self.big and display.can_change:
-            display.wait_for(" · ".join(f"sending {each}" for each in self.big))
-        what = f"sending {list_names(self.names)}"
-        made = moved(packing(self.frames), size_of(self.frames), display, what)
-        for each in self.big:
-            display.note(f"sent {each}")
-        return made
 
 
 def plan(
@@ -91,57 +78,58 @@ def plan(
     gathered: Container[str] = (),
     *,
     is_setup: bool = False,
-) -> Shipment:
-    """Pack what has to go to `ranks` for this cell.
+) -> Plan:
+    """Find the variables and changes that `ranks` lack for a cell.
 
     `source` is the cell after IPython's transformations, `hidden` IPython's table of
     names that are not the user's (`shell.user_ns_hidden`), `gathered` has names whose values
-    are the ranks'.  With a set-up cell goes for new workers what these ranks have (`stays`).
+    are the ranks'.  With a set-up cell goes for new workers what these ranks have.
     Raises `VariableNotSent`, and SyntaxError; nothing has been sent or recorded then.
     """
     chains = dotted_names(source)
-    plan = _Plan(table, frozenset(ranks), hidden or {}, chains, gathered, is_setup)
-    plan.follow(names_used(source))
+    found = Plan(table, frozenset(ranks), hidden or {}, chains, gathered, is_setup)
+    found.binds = names_certainly_bound(source)
+    found.follow(names_used(source), bound_before(source))
     table.in_functions |= names_used_later(source)
-    plan.follow_calls()
-    return plan.shipment()
+    found.follow_calls()
+    found.compare()
+    return found
 
 
-def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Shipment:
-    """Pack these names, and what their functions need, whatever the table says of them.
+def push(names: Iterable[str], table: NameTable, ranks: Iterable[int]) -> Plan:
+    """Find the variables and changes that replace the ranks' variables of some names.
 
     Raises `VariableNotSent`, UsageError for a name that each worker has of its own, and
     KeyError for one that the notebook lacks.
     """
     names = [*names]
     check_are_free(names, "`%dist_push`")
-    plan = _Plan(table, frozenset(ranks))
-    plan.force(names)
-    return plan.shipment()
+    found = Plan(table, frozenset(ranks))
+    found.force(names)
+    found.compare()
+    return found
 
 
 def version_now(name: str, table: NameTable) -> Hashable:
-    """Say how a name of the notebook is now, to compare with a `Sent.version` of before.
+    """Say how a variable of the notebook is now, to compare with a `Sent.version` of before.
 
     Raises `VariableNotSent`, where it has become something that cannot travel.
     """
-    return _Plan(table, frozenset())._look(name).record.version
+    found = Plan(table, frozenset())
+    return found.look(name).record.version
 
 
 @dataclass(slots=True)
 class _Look:
-    """How a name is now."""
+    """How a variable is now."""
 
     value: Any
     record: Sent
-    changed: bool
-    pickled: Pickled | None = None
-    is_theirs: bool = False  # the ranks have changed it in place: it is not sent
 
 
-@dataclass(slots=True)
-class _Plan:
-    """Follows names to the names that they need, and decides what goes."""
+@dataclass
+class Plan:
+    """Follows names to the names that they need, and finds what ranks lack of them."""
 
     _table: NameTable
     _ranks: frozenset[int]
@@ -151,30 +139,48 @@ class _Plan:
     _is_setup: bool = False
     _looks: dict[str, _Look] = field(default_factory=dict)
     _forced: frozenset[str] = frozenset()
-    _asked_for: list[str] = field(default_factory=list)
     _notices: list[str] = field(default_factory=list)
     _big: list[str] = field(default_factory=list)
+    _held_back: dict[str, frozenset[int]] = field(default_factory=dict)
+    question: Question | None = None
+    binds: frozenset[str] = frozenset()  # variables that the cell assigns in any case
 
     @property
     def _names(self) -> dict[str, Any]:
         return self._table.namespace
+
+    @property
+    def _objects(self) -> SentObjects:
+        return self._table.objects
+
+    @functools.cached_property
+    def outgoing(self) -> Outgoing:
+        """The objects that the variables lead to."""
+        forces = bool(self._forced)
+        return Outgoing(self._objects, self._names, self._ranks, forces=forces)
 
     # --- which names ----------------------------------------------------------------------
 
     # From the names that the cell uses to those that their functions and classes use, as far as
     # these are the notebook's: a name that workers own, or have of themselves, ends the way.
 
-    def follow(self, names: Iterable[str]) -> None:
-        """Look at these names, and at those that their functions need, as far as they go."""
-        waiting = sorted(names, reverse=True)
+    def follow(
+        self, names: Iterable[str], before: Mapping[str, frozenset[str]] | None = None
+    ) -> None:
+        """Look at names, and at the names that their functions need.
+
+        `before` has by name what the cell has bound by itself whenever it reads that name.
+        """
+        waiting = [(name, (before or {}).get(name, frozenset())) for name in sorted(names)]
+        waiting.reverse()
         while waiting:
-            name = waiting.pop()
+            name, bound = waiting.pop()
             if name in self._names and name not in self._looks and self._is_ours(name):
-                look = self._looks[name] = self._look(name)
-                waiting += sorted(look.record.needs, reverse=True)
+                needs = self.look(name).record.needs - bound
+                waiting += [(need, bound) for need in sorted(needs, reverse=True)]
 
     def follow_calls(self) -> None:
-        """Look at what functions on the ranks use: the cell that calls them may not name it.
+        """Look at variables that functions on the ranks use: the calling cell may not name them.
 
         At what the notebook has bound again since it was sent, and at what is small and can have
         changed in place.
@@ -199,11 +205,10 @@ class _Plan:
                     self._note(name, f"`{name}` {OLD_IN_FUNCTIONS}")
 
     def force(self, names: Collection[str]) -> None:
-        """Ship these whatever the table says; then follow what they need."""
+        """Send variables whatever the table says, and the variables that their functions need."""
         self._forced = frozenset(names)
         for name in names:
-            look = self._looks[name] = self._look(name)
-            look.changed = True
+            self.look(name)
         for look in [*self._looks.values()]:
             self.follow(look.record.needs)
 
@@ -228,9 +233,7 @@ class _Plan:
                 return False
         owners = self._table.ranks_that_own(name)
         without = self._ranks - owners - self._table.ranks_that_have(name)
-        if self._table.changed_since(name)[0]:
-            self._asked_for.append(name)
-        elif owners and without:
+        if owners and without:
             self._note(name, self._missing_text(name, owners, without))
         return not owners
 
@@ -245,47 +248,58 @@ class _Plan:
         return f"`{name}` {where}: `{copy} {min(owners)}`"
 
     def _note(self, name: str, notice: str) -> None:
-        """Say it, once until the notebook binds the name again."""
+        """Add a notice on a variable, once until the notebook assigns the variable again."""
         if self._table.is_first_notice(name):
             self._notices.append(notice)
 
     # --- how they are ---------------------------------------------------------------------
 
-    # A name goes where ranks lack this version of its value.  To know the version it is pickled
-    # as a sketch: buffers stay where they are, and what is on a device is not copied from there.
-
-    def _look(self, name: str) -> _Look:
-        value, last = self._names[name], self._table.record(name)
-        pickled = None
+    def look(self, name: str) -> _Look:
+        """Look at a variable, and at all objects that it leads to."""
+        value = self._names[name]
         if is_atomic(value):
-            record = Sent(atomic_version(value), Identity(value))
+            version: Hashable = atomic_version(value)
+            record = Sent(version, Identity(value))
         elif isinstance(value, types.ModuleType):
-            record = self._record_of_module(name, value, last)
-        elif (
-            last
-            and isinstance(last.version, Identity)
-            and last.version.is_unchanged(value)
-            and self._ranks <= self._table.ranks_that_have(name, last.version)
-        ):
-            record = last  # it was too big to look at; that again would show nothing new
+            record = self._record_of_module(name, value, self._table.record(name))
         else:
-            pickled = self._pickle({name: value}, sketch=True)
-            record = _record_of(value, pickled)
-        has_it = self._ranks <= self._table.ranks_that_have(name, record.version)
-        in_full = record is not last and (pickled is None or is_compared_whole(pickled))
-        if has_it and not in_full and self._table.is_first_notice(name):
-            self._notices.append(
-                f"`{name}` was taken for unchanged: it is too big to be compared as a whole; "
-                f"`%dist_push {name}` sends it"
-            )
-        return _Look(value, record, self._is_setup or not has_it, pickled)
+            record = self._record_of_object(name, value)
+        self._looks[name] = look = _Look(value, record)
+        return look
+
+    def _record_of_object(self, name: str, value: Any) -> Sent:
+        try:
+            token = self.outgoing.look(value)
+        except Exception as problem:  # noqa: BLE001 (a user's `__reduce__` can raise anything)
+            self._refuse([name], problem)
+        scan, reached = self.outgoing.scan, self.outgoing.reach(token)
+        needs = frozenset().union(*(scan.needs.get(key, ()) for key in reached))
+        digest = hashlib.blake2b(repr(token).encode(), digest_size=16)
+        for key in sorted(reached):
+            digest.update(scan.states[key].digest)
+        size = sum(scan.sizes.get(key, 64) for key in reached)
+        return Sent(digest.digest(), Identity(value), needs, size=size, token=token)
+
+    def _refuse(self, names: Collection[str], problem: Exception) -> NoReturn:
+        """Raise VariableNotSent for the variable that cannot be pickled, or the problem itself."""
+        fails = fails_in(self._names)
+        for name in names:
+            if fails(self._names[name]):
+                raise VariableNotSent(name, *blame(name, self._names[name], fails, problem))
+        if isinstance(problem, NbdistError):  # such as NotEnoughMemory
+            raise problem
+        name = next(iter(names), "")
+        value = self._names.get(name)
+        # Each part can be pickled, but not the changes of all of them.
+        raise VariableNotSent(name, *blame(name, value, lambda _: False, problem)) from problem
 
     def _record_of_module(self, name: str, module: types.ModuleType, last: Sent | None) -> Sent:
         submodules = self._submodules(name, module)
         match last.version if last else None:
             case ("module", known, frozenset(before)) if known == module.__name__:
                 submodules |= before
-        return Sent(("module", module.__name__, submodules), Identity(module))
+        version = "module", module.__name__, submodules
+        return Sent(version, Identity(module))
 
     def _submodules(self, name: str, module: types.ModuleType) -> frozenset[str]:
         """Return modules that the cell reaches through this one: `xml` alone has no `xml.dom`."""
@@ -299,197 +313,226 @@ class _Plan:
                 found.add(path)
         return frozenset(found)
 
-    def _pickle(self, values: dict[str, Any], *, sketch: bool = False) -> Pickled:
-        try:
-            return pickle(values, self._names, sketch=sketch)
-        except PICKLING_ERRORS as problem:
-            fails = fails_in(self._names)
-            for name in values:
-                if fails(self._names[name]):
-                    found = blame(name, self._names[name], fails, problem)
-                    raise VariableNotSent(name, *found) from problem
-            raise
+    # --- what ranks lack ------------------------------------------------------------------
 
-    # --- what belongs together ------------------------------------------------------------
+    def compare(self) -> None:
+        """Find which objects differ from what ranks have been sent, and what to ask ranks first."""
+        self.outgoing.compare()
+        if self._forced:
+            return
+        asked = self.outgoing.asked()
+        names, ranks = set[str](), {r for r, changed in self.outgoing.changed.items() if changed}
+        for name in self._looks:
+            lack, have = self._lacking(name), self._having(name)
+            if there := lack & self._to_ask(name):
+                names.add(name)
+                ranks |= there
+            if lack and have and not self._is_setup:
+                reached = self._reach(name) & set[int]().union(*map(self._objects.of, have))
+                asked |= dict.fromkeys(reached)
+                ranks |= have
+            if not lack and self._is_sampled(name):
+                self._note(
+                    name,
+                    f"`{name}` was taken for unchanged: it is too big to be compared as a whole; "
+                    f"`%dist_push {name}` sends it",
+                )
+        if asked or names:
+            self.question = Question(tuple(sorted(ranks)), asked, tuple(sorted(names)))
 
-    # Sent apart, an object that two names share would become two objects on the workers.  So a
-    # changed name takes along the names that share objects with it, by their sketches: a group.
-    # Whether a rank has all of a group, or has changed it, is asked of the whole group.
+    def _is_sampled(self, name: str) -> bool:
+        """Return True if a variable leads to memory of which only samples are compared."""
+        blocks = map(self._objects.links.blocks.get, self._reach(name))
+        return any(block is not None and block.size > WHOLE_LIMIT for block in blocks)
+
+    def answer(self, found: Mapping[int, Inspected]) -> None:
+        """Use the answers of ranks: objects that they have changed stay theirs."""
+        self.outgoing.answer(found)
+        self._keep_found(found)
+        for name in self._looks:
+            self._hold_back(name, found)
+            self._say_replaced(name, found)
+
+    def _keep_found(self, found: Mapping[int, Inspected]) -> None:
+        """Leave ranks the variables of a notebook before this one that they have changed."""
+        for name in [*self._looks]:
+            changed = any(name in i.names and i.names[name].is_changed for i in found.values())
+            if changed and self._table.is_of_another(name):
+                self._table.keep_theirs(name)
+                del self._looks[name]
+                self._note(
+                    name,
+                    f"`{name}` was changed on the ranks since it was sent: the cell uses "
+                    f"theirs; `%dist_push {name}` sends the notebook's",
+                )
+
+    def _hold_back(self, name: str, found: Mapping[int, Inspected]) -> None:
+        """Leave a variable out for new ranks if the ranks that have it have changed it.
+
+        Ranks that have never had it get the notebook's, and a line says so.
+        """
+        lack = self._lacking(name)
+        if not lack or self._is_setup:
+            return
+        reached, have = self._reach(name), self._having(name)
+        changed = [r for r in have & found.keys() if not reached.isdisjoint(found[r].changed)]
+        if not changed:
+            return
+        done = f"`{name}` was {self._verb(name)} on {name_ranks(sorted(changed))} since it was sent"
+        new = frozenset(rank for rank in lack if self._table.is_missing(name, rank))
+        sync = f"`%dist_sync {name} --from {min(changed)}"
+        if new:
+            self._held_back[name] = new
+            verb = "does" if len(new) == 1 else "do"
+            text = (
+                f"{done}; {name_ranks(sorted(new))} {verb} not have it: {sync}` copies it, "
+                f"`%dist_push {name}` sends the notebook's"
+            )
+            self._note(name, text)
+        if others := lack - new:
+            verb = "gets" if len(others) == 1 else "get"
+            text = (
+                f"{done}; {name_ranks(sorted(others))} {verb} the notebook's: "
+                f"{sync} -r {format_ranks(sorted(others))}` copies theirs"
+            )
+            self._note(f"{name} is older", text)
+
+    def _reach(self, name: str) -> set[int]:
+        """Return the keys of all objects that a variable leads to."""
+        look = self._looks[name]
+        if is_atomic(look.value) or isinstance(look.value, types.ModuleType):
+            return set()
+        return self.outgoing.reach(look.record.bound_to)
+
+    def _having(self, name: str) -> frozenset[int]:
+        """Return the ranks that have the notebook's object under a name."""
+        return self._table.ranks_that_have(name, self._looks[name].record.bound_to)
+
+    def _lacking(self, name: str) -> frozenset[int]:
+        """Return the ranks that have another object under a name, or none."""
+        if name in self._forced:
+            return self._ranks
+        return self._ranks - self._having(name) - self._held_back.get(name, frozenset())
+
+    def _to_ask(self, name: str) -> frozenset[int]:
+        """Return the ranks that may have changed or bound what they have under a name."""
+        return self._table.holders(name) | self._table.ranks_that_bound(name)
+
+    # --- what goes ------------------------------------------------------------------------
 
     def shipment(self) -> Shipment:
-        """Pack what changed, with what shares objects with it, in one pickle."""
-        plain = {
-            name: Import(look.value, look.record.version[2])  # type: ignore[index]
-            if isinstance(look.value, types.ModuleType)
-            else look.value
-            for name, look in self._looks.items()
-            if look.changed and look.pickled is None
+        """Make a packet for each group of ranks that lack the same variables and changes."""
+        for _ in range(MAX_RENEWALS):
+            if not self.outgoing.renew_replaced():
+                break
+            for name in [*self._looks]:
+                self.look(name)
+            self.outgoing.compare()
+        for key, parts in ({} if self._forced else self.outgoing.kept()).items():
+            self._say_kept(key, parts)
+        lacks = {r: [n for n in self._looks if r in self._lacking(n)] for r in self._ranks}
+        packets = [self._packet(ranks, lacks[ranks[0]]) for ranks in self.outgoing.groups(lacks)]
+        found = tuple(packet for packet in packets if packet is not None)
+        setup = self._setup_packet() if self._is_setup and self._looks else None
+        size = sum(packet.message.size for packet in found)
+        if size >= BIG:
+            self._big.append(self._big_text(size, [n for p in found for n in p.names]))
+        if self._forced:
+            self._objects.overwrite(self.outgoing.states)
+        sent = ((packet.ranks, packet.parcel) for packet in found)
+        parcels = self.outgoing.parcels(sent, self.binds)
+        return Shipment(tuple(self._notices), found, parcels, setup, tuple(self._big))
+
+    def _packet(self, ranks: tuple[int, ...], names: Sequence[str]) -> Packet | None:
+        if not names and not self.outgoing.changed[ranks[0]]:
+            return None
+        try:
+            message, states = self.outgoing.message(self._values(names), ranks[0])
+        except Exception as problem:  # noqa: BLE001 (a user's `__reduce__` can raise anything)
+            self._refuse(names, problem)
+        records = {name: self._looks[name].record for name in names}
+        return Packet(ranks, tuple(names), message, Parcel(records, states))
+
+    def _setup_packet(self) -> Packet:
+        try:
+            message, states = self.outgoing.whole(self._values(self._looks))
+        except Exception as problem:  # noqa: BLE001 (a user's `__reduce__` can raise anything)
+            self._refuse(self._looks, problem)
+        records = {name: look.record for name, look in self._looks.items()}
+        return Packet((), (*self._looks,), message, Parcel(records, states))
+
+    def _values(self, names: Iterable[str]) -> dict[str, Any]:
+        return {name: self._value(name) for name in names}
+
+    def _value(self, name: str) -> Any:
+        look = self._looks[name]
+        if isinstance(look.value, types.ModuleType):
+            return Import(look.value, look.record.version[2])  # type: ignore[index]
+        return look.value
+
+    # --- what to say ----------------------------------------------------------------------
+
+    def _verb(self, name: str) -> str:
+        kind = kind_of(self._names.get(name))
+        return "trained" if kind in (*range(OPTIMIZER + 1), TENSOR) else "changed"
+
+    def _say_kept(self, key: int, parts: Parts) -> None:
+        """Say that ranks keep an object that both sides have changed, and both remedies."""
+        name = self._name_of(key)
+        if name is None:
+            return
+        entry = self._objects.links.by_key.get(key)
+        value = None if entry is None else entry()
+        is_by_part = entry is not None and entry.tool in HAVE_NAMED_PARTS and parts
+        for part in sorted(parts or (), key=repr)[:MAX_PARTS_NAMED] if is_by_part else [None]:
+            only = None if part is None else frozenset([part])
+            where = path_of(name, self._names.get(name), value, only)
+            # A gathered class is the notebook's own.
+            what = where if isinstance(value, type) else name
+            text = (
+                f"`{where}` was {self._verb(name)} on the ranks since it was sent, and in the "
+                f"notebook: the ranks keep theirs. `%dist_push {name}` sends the notebook's, "
+                f"`%dist_gather {what} --as {name}_ranks` brings theirs"
+            )
+            if text not in self._notices:
+                self._notices.append(text)
+
+    def _name_of(self, key: int) -> str | None:
+        """Find the variable of the notebook that leads to an object; of several the nearest."""
+        for name in self._looks:
+            if key in self._reach(name):
+                return name
+        for name in self._table.owners():
+            record = self._table.record(name)
+            if record is not None and name in self._names:
+                ranks = self._table.ranks_that_have(name)
+                if any(key in self._objects.reach(rank, record.bound_to) for rank in ranks):
+                    return name
+        return None
+
+    def _say_replaced(self, name: str, found: Mapping[int, Inspected]) -> None:
+        """Say which object of the ranks the notebook's takes the place of, and what holds it."""
+        lack = self._lacking(name)
+        there = {r: each.names[name] for r, each in found.items() if name in each.names}
+        there = {rank: each for rank, each in there.items() if rank in lack}
+        # Variables that are replaced with this one do not hold the old object for long.
+        also = {other for other in self._looks if self._lacking(other)}
+        there = {
+            rank: replace(each, others=tuple(n for n in each.others if n not in also))
+            for rank, each in there.items()
         }
-        groups = self._groups()
-        self._say_changed()
-        values = {name: self._looks[name].value for group in groups for name in group}
-        if not plain and not values:
-            return Shipment(tuple(self._notices))
-        names = (*plain, *values)
-        pickled = self._looks[names[0]].pickled if len(names) == 1 else None
-        if pickled is None or pickled.is_sketch:
-            pickled = self._pickle({**plain, **values})
-        if pickled.size >= BIG:
-            self._big.append(self._big_text(pickled.size, values))
-        stays = self._stays(groups)
-        return Shipment(
-            names=names,
-            frames=pickled.frames,
-            notices=tuple(self._notices),
-            records={name: self._looks[name].record for name in names},
-            replaces=self._replaces(values, stays),
-            stays=stays,
-            big=tuple(self._big),
-        )
+        told = [each for each in there.values() if each.is_changed or each.others]
+        if told:
+            self._notices.append(replaced_text(name, self._names[name], there, self._verb(name)))
 
     def _big_text(self, size: int, names: Collection[str]) -> str:
         """Write `corpus (191 MiB) to 4 ranks`, with the names that make up most of it."""
-        looks = {name: self._looks[name].pickled for name in names}
-        heavy = [name for name, look in looks.items() if look and look.size >= BIG // 2] or names
+        names = [*dict.fromkeys(names)]
+        heavy = [name for name in names if self._looks[name].record.size >= BIG // 2] or names
+        listed = heavy or ["changes"]
         blame = [f", most of it in {path}" for path in map(self._heaviest, heavy) if path]
         to = count(len(self._ranks), "rank")
-        return f"{', '.join(heavy)} ({size_text(size)}{''.join(blame)}) to {to}"
-
-    def _replaces(
-        self, names: Iterable[str], stays: Mapping[int, frozenset[str]]
-    ) -> dict[str, frozenset[int]]:
-        """Say what would be taken from which ranks; of definitions the notebook's are wanted."""
-        found: dict[str, frozenset[int]] = {}
-        for name in names:
-            if name in self._forced:
-                continue
-            if isinstance(self._looks[name].value, type | types.FunctionType):
-                continue
-            ranks = self._table.holders(name) & self._ranks
-            if self._is_setup:  # new workers get the notebook's, whatever these ranks have done
-                ranks -= {rank for rank, kept in stays.items() if name in kept}
-            if ranks:
-                found[name] = ranks
-        return found
-
-    def _stays(self, groups: list[list[str]]) -> dict[int, frozenset[str]]:
-        """Say what ranks have as it is now, with all that shares objects with it."""
-        found: dict[int, frozenset[str]] = {}
-        for group in groups:
-            now = {name: self._looks[name].record.version for name in group}
-            have = (self._table.ranks_that_have(name, version) for name, version in now.items())
-            for rank in self._ranks.intersection(*have):
-                found[rank] = found.get(rank, frozenset()).union(group)
-        return found
-
-    def _groups(self) -> list[list[str]]:
-        """Group the changed names that were pickled, each with those that share objects with it."""
-        changed = [name for name, look in self._looks.items() if look.changed and look.pickled]
-        if not any(self._looks[name].record.holds_objects for name in changed):
-            return [[name] for name in changed]
-        self._look_at_others_with_objects()
-        self._look_at_theirs()
-        candidates = [name for name, look in self._looks.items() if look.pickled]
-        if len(candidates) == 1:  # to know what it holds takes longer than to pickle it
-            return [changed]
-        groups: list[list[str]] = []
-        for name in changed:
-            if not any(name in group for group in groups):
-                groups.append(self._connected(name, candidates))
-        groups = [group for group in groups if not self._is_held_back(group, changed)]
-        for group in groups:
-            for look in (self._looks[name] for name in group if name not in changed):
-                if look.pickled:  # It may have changed since a cell last used it.
-                    look.record = _record_of(look.value, look.pickled)
-            if again := [f"`{name}`" for name in group if name not in changed]:
-                because = ", ".join(f"`{name}`" for name in group if name in changed)
-                self._big.append(f"{', '.join(again)} again: shares objects with {because}")
-        return groups
-
-    def _look_at_others_with_objects(self) -> None:
-        for name in self._table.holding_objects():
-            if name not in self._looks and self._is_ours(name):
-                value = self._names[name]
-                # This cell does not use it; the one that does will say why it cannot be sent.
-                with suppress(*PICKLING_ERRORS):
-                    pickled = pickle({name: value}, self._names, sketch=True)
-                    record = self._table.record(name) or _record_of(value, pickled)
-                    self._looks[name] = _Look(value, record, changed=False, pickled=pickled)
-
-    def _connected(self, name: str, candidates: list[str]) -> list[str]:
-        group, objects = [name], self._shared(name)
-        while more := [
-            each
-            for each in candidates
-            if each not in group and not objects.isdisjoint(self._shared(each))
-        ]:
-            group += more
-            objects = objects.union(*map(self._shared, more))
-        return group
-
-    def _shared(self, name: str) -> frozenset[int]:
-        pickled = self._looks[name].pickled
-        return pickled.shared if pickled else frozenset()
-
-    # --- what ranks have changed in place ---------------------------------------------------
-
-    # It is theirs, as what they have bound; and what shares objects with it stays here too: it
-    # would bring its own copy of these, or take theirs along.
-
-    def _look_at_theirs(self) -> None:
-        for name in self._table.changed_names():
-            if name not in self._looks and name in self._names:
-                with suppress(VariableNotSent, *PICKLING_ERRORS):
-                    look = self._looks[name] = self._look(name)
-                    look.changed, look.is_theirs = False, True
-
-    def _is_held_back(self, group: list[str], changed: list[str]) -> bool:
-        """Return True if a group cannot go, and say why; UsageError where it was asked for."""
-        theirs = [name for name in group if self._looks[name].is_theirs]
-        for name in group if theirs else ():
-            text = (
-                f"{self._done_there(theirs[0])}; `{name}` shares objects with it and was not "
-                f"sent: `%dist_push {' '.join([name, *theirs])}` sends them"
-            )
-            if name in self._forced:
-                raise UsageError(f"`%dist_push {name}`: {text}.")
-            if name in changed:
-                self._note(name, text)
-        return bool(theirs)
-
-    def _say_changed(self) -> None:
-        """Say of what the cell uses why the ranks keep theirs, where that makes a difference."""
-        for name in self._asked_for:
-            ranks, version = self._table.changed_since(name)
-            without = self._ranks.difference(self._table.ranks_with(name))
-            done = self._done_there(name)
-            if without:
-                verb = "does" if len(without) == 1 else "do"
-                copy = f"`%dist_sync {name} --from {min(ranks)}` copies it"
-                send = f"`%dist_push {name}` sends the notebook's"
-                lack = f"{name_ranks(without)} {verb} not have it"
-                self._note(name, f"{done}; {lack}: {copy}, {send}")
-            elif not self._table.was_noticed(name):
-                self._look_at_theirs()
-                if name not in self._looks or self._looks[name].record.version == version:
-                    continue
-                own = self._shared(name)
-                theirs = [each for each, look in self._looks.items() if look.is_theirs]
-                shares = (each for each in theirs if own & self._shared(each))
-                together = [*dict.fromkeys((name, *shares))]
-                it = "it" if len(together) == 1 else "them"
-                push = f"`%dist_push {' '.join(together)}` sends {it}"
-                gather = f"`%dist_gather {name}` brings theirs"
-                self._note(name, f"{done}; the notebook's change was not sent: {push}, {gather}")
-
-    def _done_there(self, name: str) -> str:
-        """Write `model was trained on the ranks since it was sent`."""
-        ranks, _ = self._table.changed_since(name)
-        verb = "trained" if kind_of(self._names[name]) <= OPTIMIZER else "changed"
-        where = "the ranks" if {*ranks} >= self._ranks else name_ranks(ranks)
-        return f"{name} was {verb} on {where} since it was sent"
-
-    # --- what to say ----------------------------------------------------------------------
+        return f"{', '.join(listed)} ({size_text(size)}{''.join(blame)}) to {to}"
 
     def _heaviest(self, name: str) -> str:
         """Find the variable of a function, or of a class, that makes up most of it."""
@@ -497,31 +540,14 @@ class _Plan:
         if not callable(value):
             return ""
         size, heaviest = 0, ""
-        for step, part in parts(value):
-            with suppress(*PICKLING_ERRORS):  # it was left out by what holds it
+        for step, part in parts_of(value):
+            with suppress(Exception):  # a part that cannot be pickled was left out
                 found = pickle(part, self._names, sketch=True).size
                 if found > size:
                     size, heaviest = found, name + step
         return heaviest if size >= BIG // 2 else ""
 
 
-def _record_of(value: Any, pickled: Pickled) -> Sent:
-    identity = Identity(value)
-    # The buffers are looked at in place; what is in the pickle itself has to be pickled.
-    too_big = memoryview(pickled.frames[0]).nbytes > PICKLE_LIMIT
-    version = identity if too_big else content_version(pickled)
-    holds_objects = not isinstance(value, type)  # which another name may share
-    if isinstance(value, types.FunctionType):
-        holds_objects = value.__closure__ is not None or value.__defaults__ is not None
-    return Sent(version, identity, pickled.needs, holds_objects, size=pickled.size)
-
-
-# --- how a value looked when it was last shipped, to find whether it has changed ------------------
-
-PICKLE_LIMIT = 64 << 20
-"""Up to this many bytes of Python objects are pickled for each cell that uses them."""
-
-
 def atomic_version(value: Any) -> tuple[str, str]:
-    """Return what differs whenever the value of an atomic object does."""
+    """Return the type and text of an atomic value: different values differ in them."""
     return type(value).__name__, repr(value)

@@ -158,7 +158,9 @@ class Done:
     bound the names that came along.  `kept` is the bytes of the cell's last value where the rank
     keeps it, else None.  `kinds` tells modules, optimizers and tensors (`nbdist.values.payload`);
     `covered` are names that each worker has of itself, and that are something else now.  `unfit`
-    says why the process is of no more use.
+    says why the process is of no more use.  `dead` are the keys of objects that the notebook has
+    sent and that have ended on the rank, `gained` the keys of objects that the rank has got from
+    another rank or from a file.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -175,6 +177,8 @@ class Done:
     kinds: Mapping[str, int] = field(default_factory=dict)
     covered: frozenset[str] = frozenset()
     unfit: str = ""
+    dead: tuple[int, ...] = ()
+    gained: tuple[int, ...] = ()
 
     @property
     def made(self) -> frozenset[str]:

@@ -5,31 +5,20 @@ The source of their cells follows them, to where `inspect`, tracebacks and IPyth
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import dis
 import enum
-import fractions
 import functools
-import hashlib
 import importlib
-import itertools
 import linecache
-import logging
 import os
-import pathlib
 import pickle
 import re
 import sys
 import types
-import uuid
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from multiprocessing import parent_process
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import cloudpickle.cloudpickle as by_value
@@ -56,14 +45,30 @@ _names_of_code: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = (
 # --- the sender's side ------------------------------------------------------------------
 
 
+REFERENCE = 2
+"""Items in which cloudpickle takes apart a class that is known by its name; others have a state."""
+
+DETAILS = (
+    *("__qualname__", "__annotations__", "__kwdefaults__", "__defaults__", "__module__", "__doc__"),
+    "__type_params__",  # from Python 3.12 on
+)
+"""What a function has besides its code and closure, which may lead to the function itself."""
+
+
+def class_attributes(state: Any) -> dict[str, Any]:
+    """Return the attributes of a class from the state that it is pickled with."""
+    attributes: dict[str, Any] = state[0]
+    return attributes
+
+
 class MadeBy:
     """Stands in a pickle for what a function makes of these arguments in the receiver."""
 
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
-        self._reduced = make, args
+        self.reduced = make, args
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._reduced
+        return self.reduced
 
 
 class Variable:
@@ -251,85 +256,6 @@ KNOWS_ITS_PROCESS = (
     "knows the number of processes and its own rank, which are others on the workers"
 )
 
-# --- classes that every rank has made of the same cell --------------------------------------
-
-
-def name_classes(names: Mapping[str, Any], of: str) -> None:
-    """Give the classes that a task has bound ids that are equal on all ranks.
-
-    By its id the receiver recognises a class: objects that come from several ranks are then of
-    one class.  `of` is the task's id, `names` what it has bound.  A class that has an id, since
-    it came from the notebook or was pickled before, keeps that id.  Classes that differ from rank
-    to rank, in code or in plain values, get different ids.
-    """
-    for name, kind in _classes_in(names, ""):
-        if kind in by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS:
-            continue
-        with suppress(Exception):  # what is in a user's class can raise anything when looked at
-            contents = hashlib.blake2b(repr(_outline(kind)).encode(), digest_size=8).hexdigest()
-            by_value._lookup_class_or_track(f"{of} {name} {contents}", kind)
-
-
-def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, type]]:
-    """List classes of `__main__` and the classes inside them, each by its own name if possible."""
-    found = [
-        (prefix + name, value)
-        for name, value in sorted(names.items())
-        # Not `isinstance`: an object that stands for another can raise when it is asked.
-        if issubclass(type(value), type) and value.__module__ == "__main__"
-    ]
-    for name, kind in sorted(found, key=lambda each: each[0] != each[1].__qualname__):
-        if not prefix or kind.__qualname__ == name:
-            yield name, kind
-            yield from _classes_in(vars(kind), f"{kind.__qualname__}.")
-
-
-def _outline(kind: type) -> Any:
-    """Describe a class by its code and plain values, in words that are equal in all processes."""
-    left = _LARGEST_OUTLINE
-
-    def outline(value: Any, depth: int = 0) -> Any:
-        nonlocal left
-        left -= 1
-        what = type(value)
-        if what in _ATOMS:
-            return value[:_LARGEST_OUTLINE] if isinstance(value, str | bytes) else value
-        if left < 0 or depth > _DEEPEST_OUTLINE:
-            return what.__qualname__
-        match value:
-            case types.CodeType():
-                parts: Iterable[Any] = (value.co_code, value.co_names, value.co_consts)
-            case types.FunctionType():
-                cells = (Variable(cell).contents() for cell in value.__closure__ or ())
-                parts = (value.__code__, value.__defaults__, value.__kwdefaults__, *cells)
-            case property():
-                parts = (value.fget, value.fset, value.fdel)
-            case classmethod() | staticmethod():
-                parts = (value.__func__,)
-            case enum.Enum():
-                parts = (vars(value).get("_value_"),)
-            case type() if depth:
-                return value.__qualname__
-            case type():
-                parts = (kind.__bases__, dict(vars(kind)))
-            case dict() if what is dict:
-                parts = value.items()
-            case list() | tuple() if what in (list, tuple):
-                parts = value
-            case set() | frozenset() if what in (set, frozenset):
-                return what.__name__, sorted(repr(outline(each, depth + 1)) for each in value)
-            case _:
-                return what.__qualname__
-        some = itertools.islice(parts, max(0, left))
-        return what.__qualname__, [outline(each, depth + 1) for each in some]
-
-    return outline(kind)
-
-
-_ATOMS = {str, bytes, int, float, complex, bool, type(None), type(...)}
-_LARGEST_OUTLINE = 10_000  # values, and letters of a text
-_DEEPEST_OUTLINE = 20
-
 # --- the receiver's side ----------------------------------------------------------------
 
 
@@ -370,7 +296,7 @@ def make_code(python: tuple[int, int], filename: str, *parts: Any) -> types.Code
 
 def fill_function(function: types.FunctionType, state: Any) -> None:
     """Set a function's defaults and attributes, and the values of its closure."""
-    values, (_, (attributes, details, _), _) = state
+    values, (attributes, details, _) = state
     for cell, contents in zip(function.__closure__ or (), values, strict=True):
         if contents:
             (cell.cell_contents,) = contents
@@ -381,7 +307,7 @@ def fill_function(function: types.FunctionType, state: Any) -> None:
 
 def fill_dispatcher(dispatcher: Any, state: Any) -> None:
     """Register with a new `singledispatch` function what the sender's has registered."""
-    _, (registry, attributes), _ = state
+    registry, attributes = state
     for kind, function in registry.items():
         dispatcher.register(kind, function)
     vars(dispatcher).update(attributes)
@@ -446,147 +372,10 @@ def _without_hooks(args: tuple[Any, ...], of: Container[type] | None = None) -> 
 def fill_class(kind: type, state: Any) -> None:
     """Set on a class that came from another process what it has there."""
     if kind in _received:
-        _, (attributes, slots, *of_members), _ = state
+        attributes, slots, *of_members = state
         by_value._class_setstate(kind, (attributes, slots))
         for name, its in of_members:
             kind.__members__[name].__dict__.update(its)  # type: ignore[attr-defined]  # an Enum
-
-
-# --- functions and classes of `__main__` between a rank and what multiprocessing starts -------
-
-script_names: set[str] = set()
-"""Names that a running script binds: a spawned child imports the script, so it has them too."""
-
-_marks: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()
-"""The marks of functions; classes have those that cloudpickle gives them in all processes."""
-
-_marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""The worker's own definitions by their marks, and those that its forked children have of it."""
-
-
-def share_definitions_with_children() -> None:
-    """Let multiprocessing children of this process use what was defined in cells, and return it.
-
-    A spawned child, such as a DataLoader's, cannot import a worker's `__main__`, so definitions
-    are pickled by value.  A forked child has them and takes its own, and so does the worker when
-    they come back: a copy would have other globals, and be another class to `isinstance`.
-    """
-    _pickle_by_value()
-    # What a script's spawned children call the script, whose `__main__` is multiprocessing's.
-    sys.modules["__mp_main__"] = sys.modules["__main__"]
-    os.register_at_fork(before=_mark_all)
-
-
-def _pickle_by_value() -> None:
-    # A class attribute of a C class: mypy takes it for a method that must not change.
-    setattr(ForkingPickler, "reducer_override", _reduce)  # noqa: B010
-
-
-def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
-    if not _is_definition(value) or _is_found_by_name(value):
-        return NotImplemented
-    return _receive, (_mark(value), by_value.dumps(value))
-
-
-def _receive(mark: str, pickled: bytes) -> Any:
-    if mark not in _marked and parent_process() is None:
-        _mark_all()  # it can have been sent as a part of another definition
-    if (known := _marked.get(mark)) is not None:
-        return known
-    _pickle_by_value()  # a spawned child sends instances of it back
-    return by_value.loads(pickled)
-
-
-def _is_definition(value: Any) -> bool:
-    return isinstance(value, types.FunctionType | type) and value.__module__ == "__main__"
-
-
-def _is_found_by_name(value: Any) -> bool:
-    """Return True if the receiver has it under the name that it has here, as without nbdist."""
-    first, *others = value.__qualname__.split(".")
-    is_sent_to_parent = parent_process() is not None and get_spawning_popen() is None
-    if not is_sent_to_parent and first not in script_names:
-        return False
-    found = sys.modules["__main__"].__dict__.get(first)
-    for part in others:
-        found = getattr(found, part, None)
-    return found is value
-
-
-def _mark(value: Any) -> str:
-    if isinstance(value, type):
-        mark: str = by_value._get_or_create_tracker_id(value)
-    else:
-        mark = _marks.setdefault(value, uuid.uuid4().hex)
-    if parent_process() is None:
-        _marked[mark] = value
-    return mark
-
-
-def _mark_all(kind: type | None = None) -> None:
-    """Mark all definitions of `__main__`, or those in a class of it."""
-    names = vars(kind) if kind else sys.modules["__main__"].__dict__
-    prefix = f"{kind.__qualname__}." if kind else ""
-    for name, value in [*names.items()]:
-        if _is_definition(value) and value.__qualname__ == prefix + name:
-            _mark(value)
-            if isinstance(value, type):
-                _mark_all(value)
-
-
-# --- which objects of a pickle another value may share with it -------------------------------
-
-# Not worth keeping together: equal copies of these cannot be distinguished, or there is
-# one of each in every process.
-_IMMUTABLE: tuple[type, ...] = (
-    *(str, bytes, int, float, complex, tuple, frozenset, range, slice, type, property),
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
-    *(types.CodeType, types.GenericAlias, types.UnionType, types.MappingProxyType),
-    *(staticmethod, classmethod, enum.Enum, logging.Logger, pathlib.PurePath, re.Pattern),
-    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
-    *(decimal.Decimal, fractions.Fraction, uuid.UUID),
-)
-
-_IMMUTABLE_BY_NAME = (
-    *(("torch", name) for name in ("dtype", "device", "layout", "memory_format")),
-    *(("numpy", name) for name in ("dtype", "generic")),
-)
-
-_PLAIN = frozenset({str, bytes, int, float, tuple, types.FunctionType, type})
-
-# Their instances are made once in every process; ours stand for things in a pickle.
-_BY_NAME = ("typing", "dataclasses", "nbdist.values.")
-
-
-class Fence:
-    """Marks in a pickle's memo where the contents of a class or a function begin and end."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return int, ()  # of what it becomes nothing is used
-
-
-def mutable_ids(
-    memo: dict[int, tuple[int, Any]], fences: list[tuple[Fence, Fence]]
-) -> frozenset[int]:
-    """Collect the ids of the objects in a pickler's memo that two values can share."""
-    inside = [False] * (len(memo) + 1)
-    for begin, end in fences:
-        if id(begin) not in memo:  # of a class that its own bases lead to: it is written once
-            continue
-        for index in range(memo[id(begin)][0], memo[id(end)][0]):
-            inside[index] = True
-    by_name = (getattr(sys.modules.get(lib), name, None) for lib, name in _IMMUTABLE_BY_NAME)
-    immutable = (*_IMMUTABLE, *filter(None, by_name))
-    found = set()
-    for key, (index, value) in memo.items():
-        # Nearly all of them; asking for subclasses takes ten times as long.
-        if type(value) in _PLAIN or inside[index]:
-            continue
-        if isinstance(value, Variable):
-            found.add(id(value.cell))
-        elif not (isinstance(value, immutable) or type(value).__module__.startswith(_BY_NAME)):
-            found.add(key)
-    return frozenset(found)
 
 
 # --- the source of cells ----------------------------------------------------------------------

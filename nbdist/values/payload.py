@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import fcntl
-import itertools
 import mmap
 import os
 import sys
@@ -267,11 +266,16 @@ def pack_names(
     """Pickle and pack a mapping so; UsageError where a function in it needs another name."""
     if not names:
         return None, None
-    pickled = pickle(dict(names), namespace)
+    check_needs(names, namespace)
+    return pack_frames(pickle(dict(names), namespace).frames)
+
+
+def check_needs(names: Mapping[str, Any], namespace: dict[str, Any]) -> None:
+    """Raise UsageError if a function among the values needs a name that is not among them."""
+    pickled = pickle(dict(names), namespace, sketch=True)
     if missing := pickled.needs - names.keys() - vars(builtins).keys():
         listed = ", ".join(sorted(missing))
         raise UsageError(f"The functions among `names` use {listed}: pass these too.")
-    return pack_frames(pickled.frames)
 
 
 def open_payload(payload: Payload) -> list[Buffer]:
@@ -355,14 +359,6 @@ def _is_light(value: Any) -> bool:
     return all(map(is_atomic, [*value, *value.values()] if type(value) is dict else [*value]))
 
 
-def _outline(value: Any) -> tuple[Any, ...]:
-    """Return enough of an object to notice another in its place: first its id and its type."""
-    # Python's own: what a user's class says of itself can raise anything.
-    length = len(value) if type(value) in (list, tuple, dict, bytearray, bytes, str) else 0
-    first = itertools.islice(value, _FEW) if type(value) in (list, tuple, dict) else ()
-    return id(value), type(value), length, *map(id, first)
-
-
 class Identity:
     """Tells whether a name is still bound to the very same object.
 
@@ -372,27 +368,21 @@ class Identity:
     def __init__(self, value: Any) -> None:
         self._value = value if _is_light(value) else None
         self._weak: weakref.ref[Any] | None = None
-        self._outline: tuple[Any, ...] | None = None
+        self._id: tuple[int, type] | None = None
         if is_atomic(value):
             return
         try:
             self._weak = weakref.ref(value)
         except TypeError:
-            self._outline = _outline(value)
+            self._id = id(value), type(value)
 
     def is_still(self, value: Any) -> bool:
         """Return True if `value` is what this was made from."""
         if self._weak is not None:
             return self._weak() is value
-        if self._outline is not None:
-            # Its own length may have changed; it is the same object all the same.
-            return self._outline[:2] == (id(value), type(value))
+        if self._id is not None:
+            return self._id == (id(value), type(value))
         return self._value is value
-
-    def is_unchanged(self, value: Any) -> bool:
-        """Return True if it also has the same contents, as far as a glance can show."""
-        same = self._outline is None or self._outline == _outline(value)
-        return same and self.is_still(value)
 
 
 MODULE, OPTIMIZER, TENSOR, OTHER = range(4)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import hashlib
 import importlib
 import io
 import operator
@@ -29,7 +28,7 @@ import cloudpickle.cloudpickle as by_value
 
 from nbdist.system.limits import ASKED_FROM, require_memory
 from nbdist.values import definitions
-from nbdist.values.definitions import CellSource, Fence, MadeBy, Variable
+from nbdist.values.definitions import CellSource, MadeBy, Variable
 from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 
 LONG, READ_FROM, AT_ONCE = 1 << 20, 1 << 20, 64 << 20
@@ -45,7 +44,7 @@ Reduce = Callable[[Any], Reduced]
 class Pickled:
     """A value as frames of its own memory, to be packed before it changes, and what was learnt."""
 
-    def __init__(self, pickler: _Pickler) -> None:
+    def __init__(self, pickler: Pickler) -> None:
         # It keeps every object that it met alive, so that ids stay theirs.
         self._pickler = pickler
         self.frames: list[Buffer] = [pickler.file.getbuffer(), *pickler.buffers]
@@ -56,26 +55,12 @@ class Pickled:
         """It can be compared with, but not loaded: some of its contents were left out."""
         self.needs = frozenset(pickler.needs)
         """Names that the value's functions will look for in the receiver's `__main__`."""
-        self.versions = tuple(pickler.tensors.versions)
-        """torch's counts of in-place changes, of the tensors in the order they were met."""
 
     @property
     def objects(self) -> list[Any]:
         """All that was met on the way and can be met again, in that order."""
         memo = self._pickler.memo.copy().values()
         return [met for _, met in sorted(memo, key=operator.itemgetter(0))]
-
-    @functools.cached_property
-    def shared(self) -> frozenset[int]:
-        """Ids of the mutable objects in it, and addresses of tensors' memory.
-
-        Two values share an object where these meet, if both `Pickled` are still there.  What
-        classes and functions hold does not count: they are the same in the receiver anyway.
-        """
-        with without_cycles():
-            memo = self._pickler.memo.copy()
-        ids = definitions.mutable_ids(memo, self._pickler.fences)
-        return ids | self._pickler.tensors.addresses
 
 
 def pickle(
@@ -95,10 +80,10 @@ def pickle(
     `reduce` is asked first how to take an object apart; NotImplemented for as usual.
     """
     tensors = TensorReducer(sketch=sketch, back_to_device=back_to_device, exact=exact)
-    pickler = _Pickler(namespace, tensors, reduce)
+    pickler = Pickler(namespace, tensors, reduce)
     pickler.dump_with_cells(value)
     if whole := tensors.overlapping:
-        pickler = _Pickler(namespace, replace(tensors, whole=whole), reduce)
+        pickler = Pickler(namespace, replace(tensors, whole=whole), reduce)
         pickler.dump_with_cells(value)
     return Pickled(pickler)
 
@@ -135,7 +120,9 @@ class _FirstFrame(io.BytesIO):
         return super().write(data)
 
 
-class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types.
+class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types.
+    """Takes objects apart for another process: cloudpickle's way, but for what is named here."""
+
     dispatch_table: ClassVar[ChainMap[type, Any]] = ChainMap(
         {
             functools.cached_property: lambda it: (type(it), (it.func,), {"attrname": it.attrname}),
@@ -160,7 +147,6 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         super().__init__(self.file, 5, buffer_callback=lambda buffer: take(buffer.raw()))
         self.needs: set[str] = set()
         self.sources: dict[str, CellSource] = {}
-        self.fences: list[tuple[Fence, Fence]] = []
         self.tensors = tensors
         self._namespace = namespace
         self._reduce = reduce
@@ -211,7 +197,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
             return self._rebuild_in(definitions.MAIN, function, names)
         if function.__code__ is definitions.DISPATCHER:
             default, *parts = definitions.parts_of_dispatcher(function)
-            state = self._fenced(parts)
+            state = tuple(parts)
             fill = definitions.fill_dispatcher
             return functools.singledispatch, (default,), state, None, None, fill
         reduced: Reduced = super().reducer_override(function)
@@ -231,15 +217,16 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
     ) -> Reduced:
         self._keep_source(function.__code__)
         # They get their values after the function is there, because these may lead to it.
-        known = self._variables
-        closure = [known.setdefault(id(c), Variable(c)) for c in function.__closure__ or ()]
-        details = {name: getattr(function, name) for name in DETAILS if hasattr(function, name)}
+        closure = [self.variable_of(cell) for cell in function.__closure__ or ()]
+        details = {
+            name: getattr(function, name) for name in definitions.DETAILS if hasattr(function, name)
+        }
         submodules = definitions.imported_submodules(function, names)
-        inner = self._fenced((dict(function.__dict__), details, submodules))
+        inner = dict(function.__dict__), details, submodules
         return (
             types.FunctionType,
             (function.__code__, namespace, function.__name__, None, tuple(closure) or None),
-            ([variable.contents() for variable in closure], inner),
+            ([self.contents_of(variable) for variable in closure], inner),
             None,
             None,
             definitions.fill_function,
@@ -249,7 +236,7 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         if alias := definitions.other_name(kind):
             return getattr, (sys.modules[kind.__module__], alias)
         reduced: Reduced = super().reducer_override(kind)
-        if reduced is NotImplemented or len(reduced) == REFERENCE:
+        if reduced is NotImplemented or len(reduced) == definitions.REFERENCE:
             return reduced
         maker, args, state = reduced[:3]
         slots = None
@@ -264,27 +251,25 @@ class _Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no ty
         if not state[0].get("__annotations__", True):
             del state[0]["__annotations__"]
         made = maker, args, kind.__qualname__
-        return definitions.make_class, made, self._fenced(state), None, None, definitions.fill_class
+        return definitions.make_class, made, state, None, None, definitions.fill_class
 
-    def _fenced(self, state: Any) -> tuple[Fence, Any, Fence]:
-        fences = Fence(), Fence()
-        self.fences.append(fences)
-        return fences[0], state, fences[1]
+    def variable_of(self, cell: types.CellType) -> Variable:
+        """Return what stands for a variable that closures capture: one for each."""
+        return self._variables.setdefault(id(cell), Variable(cell))
+
+    def contents_of(self, variable: Variable) -> tuple[Any, ...]:
+        """Return the value that a variable gets in the receiver, alone; nothing to leave it."""
+        return variable.contents()
+
+    def known_variable(self, cell: types.CellType) -> Variable | None:
+        """Return what stands for a variable, None if the pickle has not met it."""
+        return self._variables.get(id(cell))
 
     def _keep_source(self, code: types.CodeType) -> None:
         name = code.co_filename
         if name not in self.sources and (source := definitions.cell_source(name)) is not None:
             self.sources[name] = source
 
-
-DETAILS = (
-    *("__qualname__", "__annotations__", "__kwdefaults__", "__defaults__", "__module__", "__doc__"),
-    "__type_params__",  # from Python 3.12 on
-)
-"""What a function has besides its code and closure, which may lead to the function itself."""
-
-REFERENCE = 2
-"""Items in which cloudpickle takes apart a class that is known by its name; others have a state."""
 
 _CACHED = type(functools.lru_cache(lambda: None))
 
@@ -353,42 +338,3 @@ def without_cycles() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-# --- whether a value has changed -------------------------------------------------------------
-
-WHOLE_LIMIT = 4 << 30  # up to this many bytes a value is compared whole, at some 5 GB each second
-_SMALL = 4096
-_SAMPLES = 64
-
-
-def content_version(pickled: Pickled) -> bytes:
-    """Return what differs when the value does: the digest of its pickle, and of its buffers.
-
-    Where these are more than `WHOLE_LIMIT` in all they are looked at here and there only; the
-    count of changes that every tensor keeps makes up for some of it.
-    """
-    first, *buffers = (memoryview(frame) for frame in pickled.frames)
-    digest = hashlib.blake2b(digest_size=16)
-    _add(digest, first)
-    in_full = is_compared_whole(pickled)
-    for buffer in buffers:
-        if in_full:
-            _add(digest, buffer)
-        else:
-            digest.update(str(buffer.nbytes).encode())
-            for start in range(0, buffer.nbytes, max(_SMALL, buffer.nbytes // _SAMPLES)):
-                digest.update(buffer[start : start + _SMALL])
-    if pickled.is_sketch or not in_full:
-        digest.update(repr(pickled.versions).encode())
-    return digest.digest()
-
-
-def is_compared_whole(pickled: Pickled) -> bool:
-    """Return True if its `content_version` differs whenever a byte of it does."""
-    return pickled.size <= WHOLE_LIMIT
-
-
-def _add(digest: hashlib.blake2b, view: memoryview) -> None:
-    # Four times as fast as any hash in hashlib; no value is forged here.
-    digest.update(view if view.nbytes <= 16 * _SMALL else digest_of(view).encode())

@@ -6,7 +6,6 @@ import ctypes
 import functools
 import operator
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, cast
@@ -48,7 +47,6 @@ class TensorReducer:
     exact: bool
     whole: frozenset[int] = frozenset()
     types: Any = field(init=False, default=())
-    versions: list[int] = field(init=False, default_factory=list)
     sketched: bool = field(init=False, default=False)
     # By address, begin and end; of what was copied together also by its strides.
     _pieces: dict[tuple[int, int, int, tuple[int, ...]], _Piece] = field(
@@ -59,11 +57,6 @@ class TensorReducer:
         self._torch = torch = cast(Any, sys.modules.get("torch"))
         if hasattr(torch, "TypedStorage"):  # not while it is still being imported
             self.types = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
-
-    @property
-    def addresses(self) -> frozenset[int]:
-        """The storages that were met."""
-        return frozenset(address for address, *_ in self._pieces)
 
     @property
     def overlapping(self) -> frozenset[int]:
@@ -79,7 +72,7 @@ class TensorReducer:
     def reduce(self, value: Any) -> Reduced:
         """Choose what to pickle for one of `types`, or NotImplemented: then torch's own way."""
         if isinstance(value, self.types[2]):
-            return rebuild_typed_storage, (value._untyped_storage, value.dtype)
+            return rebuild_typed_storage, (untyped_storage_of(value), value.dtype)
         if isinstance(value, self.types[1]):
             if value.device.type != "cpu":
                 return NotImplemented
@@ -100,9 +93,6 @@ class TensorReducer:
                 make, args = rebuild_sparse, (make, args, device)
             attributes = {} if grad is None else {"grad": grad}
             return make, args, attributes, None, None, set_attributes
-        # RuntimeError: inference tensors do not count their changes.
-        with suppress(RuntimeError):
-            self.versions.append(tensor._version)
         data = tensor.detach()
         if data.is_conj() or data.is_neg():
             data = data.resolve_conj().resolve_neg()
@@ -191,6 +181,19 @@ class TensorReducer:
         except RuntimeError:  # no more can be pinned
             return flat.cpu()
         return pinned.copy_(flat)
+
+
+def untyped_storage_of(value: Any) -> Any:
+    """Return the untyped storage of a typed one, or the untyped storage itself."""
+    return getattr(value, "_untyped_storage", value)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for inference tensors."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def reduce_constant(value: Any) -> Reduced:

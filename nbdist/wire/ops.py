@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nbdist.system.limits import MemoryLimit
 from nbdist.values.payload import Payload
+from nbdist.values.states import Parts
 from nbdist.wire.frames import NOTHING
 from nbdist.words import count
 
@@ -120,6 +121,35 @@ class Spread(NamedTuple):
 
     ranks: tuple[int, ...]
     what: str
+
+
+Changed = Mapping[int, Parts]
+"""By an object's key, which of its parts a rank has changed since they were sent to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """What a rank has under a name that the notebook has assigned again.
+
+    `kind` is its type; it `is_changed` if the rank has bound or changed it since it was sent.
+    `others` are variables of the rank that hold it, or parts of it.
+    """
+
+    kind: str
+    is_changed: bool
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """A rank's answer to what it has changed: objects by key, and what it has under names.
+
+    The objects of `gone` have ended on the rank.
+    """
+
+    changed: Changed = field(default_factory=dict)
+    names: Mapping[str, Replaced] = field(default_factory=dict)
+    gone: tuple[int, ...] = ()
 
 
 class Brought(NamedTuple):

@@ -92,8 +92,10 @@ class Attempt:
 class Task:
     """Work for some ranks at once.
 
-    `names` is a pickled mapping to bind in the ranks first, but for those that a rank has by
-    `stays`.  The values of the expressions in `fetch`, or what an op returns, become `Done.values`.
+    `names` has by rank what the notebook sends it: variables to bind first, and changes of objects
+    (`nbdist.values.linked`).  `plain` is a pickled mapping to bind instead.  `forget` has by rank
+    the keys of objects that have ended in the notebook, `deleted` variables that it has deleted.
+    The values of the expressions in `fetch`, or what an op returns, become `Done.values`.
     From `log_level` on the notebook handles records of the ranks' `logging`, None for none.
     `imports` has for new ranks what others have imported, as `Done.imported`.  By
     `execution_count` tracebacks say `Cell In[5]`; `key` is the front end's id of the cell, "" for
@@ -104,12 +106,14 @@ class Task:
     id: str
     ranks: tuple[int, ...]
     work: Work = Source()
-    names: Payload | None = None
+    names: Mapping[int, Payload] = field(default_factory=dict)
+    plain: Payload | None = None
     fetch: tuple[str, ...] = ()
     attempt: Attempt = Attempt()
     log_level: int | None = None
     imports: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    stays: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    forget: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    deleted: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     execution_count: int | None = None
     key: str = ""
     keeps: bool = False
@@ -141,14 +145,15 @@ class Task:
     def segments(self) -> tuple[SegmentRef, ...]:
         """The shared memory that has its big values."""
         given = self.work.arguments if isinstance(self.work, Call) else None
-        return refs_in((self.names, given))
+        return refs_in((self.names, self.plain, given))
 
     def moved(self, places: Places) -> Task:
         """Return it for workers for whom that memory is in these places."""
         work = self.work
         if isinstance(work, Call):
             work = work._replace(arguments=moved(work.arguments, places))
-        return replace(self, names=moved(self.names, places), work=work)
+        names, plain = moved(self.names, places), moved(self.plain, places)
+        return replace(self, names=names, plain=plain, work=work)
 
 
 def task_from(frame: bytes) -> Task:

@@ -27,6 +27,7 @@ from traitlets import Type, default
 
 from nbdist.output.events import MOVED, RECORD, TRACKED, Done
 from nbdist.values import definitions
+from nbdist.values.class_ids import name_classes
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Call, InputReply, Source, Task, Work, failure_in_words
 from nbdist.worker import tracking
@@ -77,24 +78,26 @@ class WorkerKernel(LeavesChildren):
     async def run(self, task: Task, interrupts: Interrupts) -> Done:
         """Bind the task's names, do its work, which Stop interrupts, and report what came of it."""
         started, began = time.perf_counter(), time.time_ns()
-        done, error = Done("error", 0.0, received=False), None
+        done = Done("error", 0.0, received=False)
+        error: BaseException | None = None
+        value: Any = None
         context = Context(self.shell, self.namespace, task_id=task.id)
         self.records.begin_task(task.log_level)
         self.session.begin_task()
         tracking.begin_task()
+        self.namespace.counterparts.end_idle()
         try:
             interrupts.begin()
             self._prepare(task, context)
             done = replace(done, received=True)
             error, value = await self._work(task.work, context)
             names = context.names
-            definitions.name_classes(
-                {name: names[name] for name in context.bound & names.keys()}, task.id
-            )
+            name_classes({name: names[name] for name in context.bound & names.keys()}, task.id)
             done = replace(
                 done,
                 bound=frozenset(context.bound),
                 gone=frozenset(context.gone),
+                gained=(*context.gained,),
                 imported=self.namespace.imported(context.bound),
                 kinds=self.namespace.kinds(context.bound),
                 covered=self.namespace.covered(context.bound),
@@ -111,12 +114,22 @@ class WorkerKernel(LeavesChildren):
         context.at_end.close()
         if isinstance(task.work, Call) and done.status != "ok":
             forget_errors(self.shell, error)
+            error = None
             gc.collect()  # what looked at the frames refers to them in cycles
+        # Objects that they hold must not end once the notebook has been told which have ended.
+        error = value = None
         changed = self.own_modules.news(began, reloads=reloads_modules(self.shell))
         self.records.end_task()
         tracking.flush()
         flush_streams()
-        return replace(done, changed=changed, seconds=time.perf_counter() - started)
+        counterparts = self.namespace.counterparts
+        counterparts.begin_idle()
+        return replace(
+            done,
+            changed=changed,
+            dead=counterparts.take_dead(),
+            seconds=time.perf_counter() - started,
+        )
 
     def _prepare(self, task: Task, context: Context) -> None:
         if self.group is not None:
@@ -124,7 +137,8 @@ class WorkerKernel(LeavesChildren):
         self.around.follow(task.around)
         if self.syncs_code:
             self.own_modules.reload(time.time_ns())
-        self.namespace.receive(task.names, task.stays.get(context.rank, ()))
+        deleted = self.namespace.receive(task, context.rank)
+        context.gone |= {*deleted}
         context.bound |= self.namespace.import_again(task.imports.get(context.rank, {}))
         if task.execution_count is not None:
             context.shell.execution_count = task.execution_count

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from nbdist.output.events import COMMS, Done, InputRequest
 from nbdist.system.processes import safe_path
-from nbdist.values.definitions import share_definitions_with_children
+from nbdist.values.child_definitions import share_definitions_with_children
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, difference, versions_here
 from nbdist.wire.work import CatchUp, CommSent, Finished, InputReply, Said, SigintSent, Task, mark

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -17,6 +17,7 @@ from typing import Any
 from nbdist import plugins
 from nbdist.output.events import NAME_PROBLEM
 from nbdist.values.definitions import SYSTEM_NAMES
+from nbdist.values.linked import Arrived, CannotRebuild, NotThere
 from nbdist.values.payload import (
     OTHER,
     Identity,
@@ -31,11 +32,34 @@ from nbdist.values.payload import (
 )
 from nbdist.values.pickling import pickle, unpickle
 from nbdist.values.unpicklable import blame, fails_in, type_name
-from nbdist.wire.ops import Brought
+from nbdist.wire.ops import Brought, Replaced
+from nbdist.wire.work import Task
 from nbdist.worker import ops
-from nbdist.worker.received import Homeward, KeptValues, Received, SpreadValue
+from nbdist.worker.counterparts import Counterparts, Keyed
+from nbdist.worker.received import Homeward, KeptValues, SpreadValue
 
 MOVED_EVERY = 0.25  # seconds after which it is said how far a big value has been packed
+
+
+@dataclass
+class Taken:
+    """Variables that have come and are not bound yet; `keyed` are objects in them with a key.
+
+    `arrived` is the message of the notebook that they came with.
+    """
+
+    values: dict[str, Any]
+    keyed: Sequence[Keyed] = ()
+    arrived: Arrived | None = None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What was bound: the variables, the keys of their objects, and which objects were replaced."""
+
+    names: frozenset[str]
+    gained: tuple[int, ...]
+    replaced: Mapping[str, Replaced]
 
 
 class Problem(Exception):
@@ -56,11 +80,11 @@ class Namespace:
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
         self.ready: dict[str, Any] = {}
-        self.received = Received(names)
+        self.counterparts = Counterparts(names)
         self.say_moved: Callable[[int, int], None] = lambda done, total: None
         self.last_values = KeptValues()
         self._lent: dict[str, list[Segment]] = {}
-        self._taken: dict[str, dict[str, Any]] = {}
+        self._taken: dict[str, Taken] = {}
         self._identities: dict[str, Identity] = {}
 
     def start_with(self, names: Mapping[str, Any]) -> None:
@@ -75,19 +99,56 @@ class Namespace:
             self._names[name] = value
         self.ready[name] = value
 
-    def receive(self, payload: Payload | None, stays: Collection[str] = ()) -> None:
-        """Bind the names that came with a task: all, or none where one cannot be rebuilt.
+    def receive(self, task: Task, rank: int) -> list[str]:
+        """Bind the variables that came with a task, and change the objects that it has changes of.
 
-        Those of `stays` are bound only where there is no such name.
+        All of it, or nothing if a variable cannot be rebuilt: then VariableError is raised.  Return
+        the variables that the notebook has deleted, and that were deleted here too.
         """
         # What the last task brought back has been read by now.
         for task_id in list(self._lent):
             self.release_values(task_id)
-        if payload is not None:
-            kept = self._names.keys() & {*stays}
-            values = {name: each for name, each in self.open(payload).items() if name not in kept}
-            self._names.update(values)
-            self.received.note(values)
+        self.counterparts.forget(task.forget.get(rank, ()))
+        arrived = None
+        if (payload := task.names.get(rank)) is not None:
+            arrived = self.read(payload)
+            self._commit(arrived)
+        if task.plain is not None:
+            self._names.update(self.open(task.plain))
+        deleted = self.counterparts.delete(task.deleted.get(rank, ()))
+        if arrived is not None:
+            self.counterparts.give(arrived.values)
+        return deleted
+
+    def receive_values(self, payload: Payload) -> dict[str, Any]:
+        """Return values of the notebook without binding them, once their objects are linked."""
+        arrived = self.read(payload)
+        self._commit(arrived)
+        return arrived.values
+
+    def read(self, payload: Payload) -> Arrived:
+        """Return what the notebook has sent; VariableError if it cannot be rebuilt."""
+        try:
+            return self.counterparts.read(open_payload(payload))
+        except CannotRebuild as problem:
+            error = problem.__cause__
+            what = f"`{problem.name}`" if problem.name else "a variable that the cell uses"
+            raise VariableError(
+                f"{what} could not be rebuilt in the worker: {type(error).__name__}: {error}"
+            ) from error
+        except NotThere:
+            raise VariableError(
+                "this rank has dropped an object that the cell uses; run the cell again"
+            ) from None
+
+    def _commit(self, arrived: Arrived) -> None:
+        try:
+            self.counterparts.accept(arrived)
+        except Exception as error:  # a user's `__setstate__` or attribute can raise anything
+            raise VariableError(
+                "a change of a variable could not be made in the worker: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def open(self, payload: Payload) -> Any:
         """Return what the notebook has pickled; VariableError where it cannot be rebuilt."""
@@ -99,17 +160,27 @@ class Namespace:
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def take(self, values: dict[str, Any], task_id: str) -> None:
-        """Keep what came with this task for `bind_taken`, until its release or the next `take`."""
-        self._taken = {task_id: values}
+    def take(self, taken: Taken, task_id: str) -> None:
+        """Keep what came with this task for `pop_taken`, until its release or the next `take`."""
+        self._taken = {task_id: taken}
 
-    def bind_taken(self) -> frozenset[str]:
-        """Bind what was taken last; return the names."""
+    def pop_taken(self) -> Taken:
+        """Return what was taken last; VariableError if nothing was."""
         if not self._taken:
             raise VariableError("there is nothing to bind: this rank has received no values")
-        _, values = self._taken.popitem()
-        self._names.update(values)
-        return frozenset(values)
+        return self._taken.popitem()[1]
+
+    def bind_taken(self) -> Bound:
+        """Bind what was taken last: into what is there, if it has the same structure."""
+        taken = self.pop_taken()
+        if taken.arrived is not None:
+            self._commit(taken.arrived)
+        instead, replaced = self.counterparts.replace(taken.values, taken.keyed)
+        gained = self.counterparts.register(taken.keyed, instead)
+        if taken.arrived is not None:
+            self.counterparts.move_keys(instead)
+            self.counterparts.give({name: self._names[name] for name in taken.values})
+        return Bound(frozenset(taken.values), gained, replaced)
 
     def release_values(self, task_id: str) -> None:
         """Release what this task took, sent back or has kept; also on the control thread."""
@@ -298,8 +369,9 @@ def _is_still(known: Mapping[str, Identity], name: str, value: object) -> bool:
 class Context:
     """What a task works with, and what it says of itself besides its value.
 
-    `bound` are the names that it has bound, `gone` those that it has deleted, `title` is what
-    people call it.  What `at_end` has is closed once the value has been packed.
+    `bound` are the names that it has bound, `gone` the names that it has deleted, `gained` the
+    keys of objects of the notebook that it has got from elsewhere.  `title` is what people call
+    it.  What `at_end` has is closed once the value has been packed.
     """
 
     shell: Any
@@ -307,6 +379,7 @@ class Context:
     title: str = ""
     task_id: str = ""
     bound: set[str] = field(default_factory=set)
+    gained: set[int] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
     at_end: ExitStack = field(default_factory=ExitStack)
 

@@ -1,115 +1,24 @@
-"""What the notebook has sent to this worker, and whether it was changed; and what goes back."""
+"""What goes back from a rank to the notebook, as something that the notebook can use."""
 
 from __future__ import annotations
 
 import copyreg
-import hashlib
-import mmap
 import sys
 import types
-from collections.abc import Iterable
 from operator import getitem
 from pickle import PicklingError
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist.values.payload import Identity, Segment, is_atomic, size_of
-from nbdist.values.pickling import digest_of, pickle
+from nbdist.values.payload import Segment
 from nbdist.wire.ops import Spread
 from nbdist.words import name_ranks, size_text
 from nbdist.worker.compat import models as seam
 
-READ_MOST = 4 << 20
-"""Bytes of a value that are read when it arrives; of a bigger one it is asked later which pages
-have been written to."""
-
 DEFINITIONS = (types.FunctionType, type, types.ModuleType)
-"""What is not looked at: they are the notebook's, which sends them when they change."""
-
-
-_Part = str | tuple[int, int, str, str]
-"""A digest of memory; or address, size and edges of memory that this process has not written to."""
-
-
-class Received:
-    """Knows how each value was when it was bound, and keeps none alive."""
-
-    def __init__(self, names: dict[str, Any]) -> None:
-        self._names = names
-        self._known: dict[str, tuple[Identity, tuple[_Part, ...] | None]] = {}
-
-    def note(self, names: Iterable[str]) -> None:
-        """Remember how these are now, which have just been bound."""
-        for name in names:
-            value = self._names[name]
-            self._known.pop(name, None)
-            if not (is_atomic(value) or isinstance(value, DEFINITIONS)):
-                self._known[name] = Identity(value), self._parts(value)
-
-    def changed(self, names: Iterable[str]) -> frozenset[str]:
-        """Return those that have been changed, or bound to something else, since they came.
-
-        What could not be looked at then counts as unchanged.
-        """
-        return frozenset(filter(self._is_changed, names))
-
-    def _is_changed(self, name: str) -> bool:
-        if name not in self._known or name not in self._names:
-            return False
-        value, (identity, before) = self._names[name], self._known[name]
-        if before is None or not identity.is_still(value):
-            return not identity.is_still(value)
-        is_written = any(isinstance(part, tuple) and _are_written(*part[:2]) for part in before)
-        return is_written or self._parts(value) != before
-
-    def _parts(self, value: Any) -> tuple[_Part, ...] | None:
-        """Describe a value by its pickle and the memory beside it; None where it has none."""
-        try:
-            pickled = pickle(value, self._names, sketch=True)
-        except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)
-            return None
-        first, *buffers = (memoryview(frame).cast("B") for frame in pickled.frames)
-        head = hashlib.blake2b(first, digest_size=16)
-        if pickled.is_sketch:
-            head.update(repr(pickled.versions).encode())
-        is_big = size_of(pickled.frames) > READ_MOST
-        return head.hexdigest(), *(_part_of(each, is_big=is_big) for each in buffers)
-
-
-def _part_of(view: memoryview, *, is_big: bool) -> _Part:
-    if not is_big:
-        return digest_of(view)
-    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    if _are_written(address, view.nbytes):
-        return digest_of(view)
-    # Of pages that it has in part it is read: others may be written to there.
-    before, after = -address % mmap.PAGESIZE, (address + view.nbytes) % mmap.PAGESIZE
-    edges = view[:before], view[max(before, view.nbytes - after) :]
-    return address, view.nbytes, digest_of(edges[0]), digest_of(edges[1])
-
-
-_PRESENT, _SWAPPED, _OF_A_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
-"""Bits of `/proc/PID/pagemap`, which every process may read for itself; proc_pid_pagemap(5)."""
-
-
-def _are_written(address: int, size: int) -> bool:
-    """Return True if any page that lies wholly in this memory is this process's own.
-
-    That is once it is written to, or from the start where the memory is no file's.  True also
-    where the kernel does not say.
-    """
-    first, last = -(-address // mmap.PAGESIZE), (address + size) // mmap.PAGESIZE
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-            pages.seek(8 * first)
-            found = np.frombuffer(pages.read(8 * max(0, last - first)), np.uint64)
-    except OSError:
-        return True
-    is_own = ((found & (_PRESENT | _SWAPPED)) != 0) & ((found & _OF_A_FILE) == 0)
-    return len(found) < last - first or bool(is_own.any())
+"""Types of what `%dist_sync` sends along with the values that use it."""
 
 
 # --- what has a meaning only among ranks, as something that the notebook can use --------------

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import getpass
 import inspect
+import logging
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -23,15 +24,19 @@ from nbdist.output.bars import merged_line
 from nbdist.output.events import Failure, RankError
 from nbdist.output.text import PlainLines
 from nbdist.values.definitions import SYSTEM_NAMES
-from nbdist.values.payload import pack_frames
+from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.pickling import Pickled, pickle
 from nbdist.values.unpicklable import blame, fails_in
 from nbdist.wire.work import Call, Kind, Script, Task
 from nbdist.world.names import WORKERS_OWN
+from nbdist.world.outgoing import MAX_RENEWALS, Outgoing, Question
 from nbdist.world.result import CellResult, raised
 from nbdist.world.running import TaskRun
+from nbdist.world.sent_objects import Parcel
 from nbdist.world.session import Session
 from nbdist.world.workers import MovingLine
+
+log = logging.getLogger("nbdist.world")
 
 
 def find_script(
@@ -145,11 +150,49 @@ def run_call(
     session: Session, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CellResult[Any]:
     """Call the function on all ranks at once, and wait; raises what a cell raises."""
-    pickled = _pickled_call(session.namespace, function, args, kwargs)
-    payload, segment = pack_frames(pickled.frames)
-    with closing(segment) if segment else nullcontext():
-        arguments = {"title": title_of(function), "packed": payload}
-        return run(session, session.task(Call("run.call", arguments)))
+    names = _names_of_call(session.namespace, function, args, kwargs)
+    values = {"call": (function, args, kwargs), "names": names}
+    with sending(session, values, session.everyone) as (payloads, parcels):
+        arguments = {"title": title_of(function), "packed": payloads}
+        task = session.task(Call("run.call", arguments))
+        return outcome(session, [session.submit(task, shipped=parcels)])
+
+
+@contextmanager
+def sending(
+    session: Session, values: Mapping[str, Any], ranks: Iterable[int]
+) -> Iterator[tuple[dict[int, Payload], dict[int, Parcel]]]:
+    """Pack values for ranks, which get references to objects that they have; open until sent.
+
+    Gives the payloads by rank, and what each rank has with them.  Raises what pickling raises.
+    """
+    objects = session.names.objects
+    objects.runs += 1  # a script changes what it likes between two calls
+    outgoing = Outgoing(objects, session.namespace, frozenset(ranks))
+    for _ in range(MAX_RENEWALS):
+        for value in values.values():
+            outgoing.look(value)
+        outgoing.compare()
+        if asked := outgoing.asked():
+            on = tuple(sorted(rank for rank, changed in outgoing.changed.items() if changed))
+            question = Question(on, asked)
+            task = session.task(Call("values.inspect", question.arguments), ranks=on)
+            outgoing.answer(session.run(task).by_rank)
+        if not outgoing.renew_replaced():
+            break
+    for key in outgoing.kept():
+        kind = type(objects.links.find(key)).__qualname__
+        log.warning("ranks have changed a %s since it was sent, and keep theirs", kind)
+    payloads, sent = dict[int, Payload](), list[tuple[tuple[int, ...], Parcel]]()
+    with ExitStack() as memory:
+        for group in outgoing.groups({}):
+            message, states = outgoing.message(values, group[0])
+            payload, segment = pack_frames(message.frames)
+            if segment is not None:
+                memory.callback(segment.close)
+            payloads |= dict.fromkeys(group, payload)
+            sent.append((group, Parcel(states=states)))
+        yield payloads, outgoing.parcels(sent)
 
 
 def run(session: Session, task: Task, most: int = 0) -> CellResult[Any]:
@@ -218,13 +261,13 @@ def title_of(function: Callable[..., Any]) -> str:
     return getattr(inner, "__qualname__", type(inner).__name__).rpartition("<locals>.")[2]
 
 
-def _pickled_call(
+def _names_of_call(
     namespace: dict[str, Any],
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Pickled:
-    """Return a call and the names of `__main__` that it uses in one pickle, for shared objects."""
+) -> dict[str, Any]:
+    """Return the names of `__main__` that a call uses; VariableNotSent if it cannot be sent."""
 
     def sketch(name: str, value: Any) -> Pickled:
         try:
@@ -261,4 +304,6 @@ def _pickled_call(
     while new := {*filter(is_ours, needs - names.keys())}:
         names.update({name: namespace[name] for name in sorted(new)})
         needs = frozenset().union(*(sketch(name, names[name]).needs for name in new))
-    return whole(names) if names else pickled
+    if names:
+        whole(names)
+    return names

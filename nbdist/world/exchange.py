@@ -24,9 +24,10 @@ from nbdist.wire.spec import difference, versions_here
 from nbdist.wire.work import Call, Task, Work
 from nbdist.words import count, did_you_mean, format_ranks, name_ranks, one_line
 from nbdist.world import recovery
-from nbdist.world.names import WORKERS_OWN, Sent, check_are_free
+from nbdist.world.names import WORKERS_OWN, check_are_free
 from nbdist.world.parts import Joining, join, length_of, split, unit_of
 from nbdist.world.running import TaskRun
+from nbdist.world.sent_objects import Parcel
 from nbdist.world.session import Session
 from nbdist.world.snapshot_store import Snapshot, SnapshotStore
 
@@ -132,7 +133,7 @@ def _missing_text(session: Session, name: str, found: Mapping[int, Brought]) -> 
 
 
 def binding(
-    session: Session, take: Task, work: Work, shipped: Mapping[str, Sent] | None = None
+    session: Session, take: Task, work: Work, shipped: Mapping[int, Parcel] | None = None
 ) -> Iterator[TaskRun]:
     """Yield the two tasks, each to be followed; the second only where nothing ended the first.
 
@@ -140,7 +141,8 @@ def binding(
             session.wait(running)
         session.check(running)
 
-    `shipped` is what the names are, where they are the notebook's.  Raises as `Session.submit`.
+    `shipped` is by rank what the names and objects are, if they are the notebook's.  Raises as
+    `Session.submit`.
     """
     taken, bound = session.submit(take), None
     try:
@@ -154,7 +156,7 @@ def binding(
         yield bound
 
 
-def commit(session: Session, work: Work, shipped: Mapping[str, Sent] | None = None) -> TaskRun:
+def commit(session: Session, work: Work, shipped: Mapping[int, Parcel] | None = None) -> TaskRun:
     """Let the ranks of the last task bind what they have taken; raises with nothing bound."""
     taken = session.running
     assert taken is not None
@@ -277,11 +279,14 @@ def sync(
             if isinstance(failure, Failure) and failure.name == NAME_PROBLEM:
                 raise UsageError(f"`%dist_sync`, rank {rank}: {failure.message}") from None
         raise
-    return tuple(
+    got = tuple(
         track.rank
         for track in running.transcript
         if track.rank != source and track.done is not None and track.done.bound >= {*names}
     )
+    for rank in got:
+        session.names.objects.copied_from(source, rank, running.gained(rank))
+    return got
 
 
 # --- snapshots: each rank writes and reads a file of its own (`nbdist.worker.ops.snapshot`) ----
@@ -304,8 +309,10 @@ def save(
 ) -> Snapshot:
     """Write these variables of each rank, by default all that cells have bound; or UsageError."""
     name = store.default_name if name is None else name
-    bound = session.names.bound
-    wanted = {r: bound(r) if names is None else [*names] for r in session.everyone}
+    if names is None:
+        recovery.note_changes(session, session.everyone)
+    theirs = session.names.theirs
+    wanted = {r: theirs(r) if names is None else [*names] for r in session.everyone}
     with store.writing(name) as folder:
         arguments = {"folder": str(folder), "wanted": wanted, "leave_out": names is None}
         parts: dict[int, Written] = _on_ranks(session, "write", None, **arguments)
@@ -367,7 +374,10 @@ def restore(
             problem += f" (written with {differs.what} {differs.there}, here is {differs.here})"
         raise UsageError(f"The snapshot `{snapshot.key}` cannot be restored: {problem}.")
     wanted = {"names": names and [*names], "with_random": from_rank is None}
-    bound = session.finish(commit(session, Call("snapshot.bind", wanted))).values()
+    running = commit(session, Call("snapshot.bind", wanted))
+    bound = session.finish(running).values()
+    for rank in on:
+        session.names.objects.gained(rank, running.gained(rank))
     return Restored(snapshot, tuple(sorted(set().union(*bound))), on)
 
 

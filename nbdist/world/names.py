@@ -7,6 +7,7 @@ Nothing here keeps a big value alive.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Container, Hashable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from nbdist.errors import UsageError
 from nbdist.output.events import Done
 from nbdist.values.payload import OTHER, Identity, is_atomic, kind_of
+from nbdist.world.sent_objects import Parcel, SentObjects
 
 WORKERS_OWN = frozenset({"rank", "world_size", "local_rank", "device"})
 """Names that every worker binds to its own from its start."""
@@ -25,37 +27,44 @@ WORKERS_MODULES = {"torch": "torch", "dist": "torch.distributed"}
 MOST_NAMES = 6  # names that a message lists before it only counts the others
 
 _NOTHING = type("_Nothing", (), {})  # stands for the value of a name that the notebook lacks
-_OF_ANOTHER = "of another notebook"  # the version of what that has sent
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The notebook's value of a name as it was shipped; `identity` None: it is bound anew since.
+    """A variable of the notebook as it was sent to a rank.
 
-    Not `is_last`: other ranks have got a later version.
+    `version` differs if the contents do; `token` tells the object from all others if it has an
+    identity that can be noticed (`nbdist.values.states`).  `identity` is None once the notebook
+    has assigned the variable again.  `needs` are the variables that its functions use, `size` is
+    in bytes.  Without `is_last` other ranks have been sent another object since.
     """
 
     version: Hashable
     identity: Identity | None
     needs: frozenset[str] = frozenset()
-    holds_objects: bool = False
     is_last: bool = True
     size: int = 0
+    token: Hashable = None
+
+    @property
+    def bound_to(self) -> Hashable:
+        """What the variable was bound to: an object, or a value without an identity."""
+        return self.version if self.token is None else self.token
 
 
 @dataclass(frozen=True, slots=True)
 class BoundByWorker:
-    """A task has bound the name on the rank; `import_path` says what it imported, None for nothing.
+    """A variable that a task has bound on a rank.
 
-    `identity` is what the notebook had under the name then, None if it has bound it anew since.
-    With a `version` the rank was sent that one, and this or another rank `has_changed` it in place.
+    `import_path` says what was imported, None for nothing.  `identity` is what the notebook had
+    under the name then, None if the notebook has assigned it again since.  `was_sent` is True if
+    the notebook had sent the variable before.
     """
 
     identity: Identity | None
     import_path: str | None = None
-    version: Hashable = None
-    has_changed: bool = False
     kind: int = OTHER
+    was_sent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,11 @@ class NameTable:
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
+        self.objects = SentObjects()
         self._ranks: dict[int, dict[str, Entry]] = {}
+        self._had: dict[int, Collection[str]] = {}  # the names of ranks that were replaced
+        self._clock = itertools.count()
+        self._bound_at: dict[str, int] = {}
         self._noticed: set[str] = set()
         self._is_found = False
         self._bound_since: set[str] = set()
@@ -86,6 +99,7 @@ class NameTable:
         """Copy it as it is now; a notice that is given by one is given by both."""
         copied = copy(self)
         copied._ranks = {rank: dict(has) for rank, has in self._ranks.items()}
+        copied.objects = self.objects.copy()
         return copied
 
     def found(
@@ -101,37 +115,75 @@ class NameTable:
             for rank in {*ranks, *bound}
         }
 
-    def sent(self, records: Mapping[str, Sent]) -> None:
-        """Note that a task goes out with these: of older versions ranks lack the last."""
+    def sent(self, records: Mapping[str, Sent]) -> int:
+        """Note that a task goes out with these records; return the time of it, for `finished`."""
         for name, record in records.items():
             for has in self._ranks.values():
                 entry = has.get(name)
-                if isinstance(entry, Sent) and entry.version != record.version:
+                if isinstance(entry, Sent) and entry.bound_to != record.bound_to:
                     has[name] = replace(entry, is_last=False)
+        return next(self._clock)
 
-    def finished(self, rank: int, done: Done, received: Mapping[str, Sent]) -> None:
-        """Note what a rank has received with a task, and what this has bound there."""
+    def finished(self, rank: int, done: Done, received: Parcel, since: int | None = None) -> None:
+        """Note what a rank has received with a task, and what this has bound there.
+
+        A variable that the notebook has assigned since the task was sent is the notebook's.
+        """
         has = self._ranks.setdefault(rank, {})
-        has.update(received)
+        has.update(received.names)
+        self.objects.finished(rank, received, done.dead)
         for name in done.gone:
             has.pop(name, None)
         for name in done.bound:
-            identity, kind = Identity(self._value(name)), done.kinds.get(name, OTHER)
-            has[name] = BoundByWorker(identity, done.imported.get(name), kind=kind)
+            is_later = since is not None and self._bound_at.get(name, -1) > since
+            identity = None if is_later else Identity(self._value(name))
+            kind = done.kinds.get(name, OTHER)
+            before = has.get(name)
+            was_sent = getattr(before, "was_sent", isinstance(before, Sent))
+            has[name] = BoundByWorker(identity, done.imported.get(name), kind, was_sent)
+        for name in received.binds - done.bound if done.status == "ok" else ():
+            # A rank does not notice that it has assigned what was there already.
+            entry = has.get(name)
+            is_later = since is not None and self._bound_at.get(name, -1) > since
+            if isinstance(entry, Sent | BoundByWorker) and entry.identity is None and not is_later:
+                path = entry.import_path if isinstance(entry, BoundByWorker) else None
+                has[name] = BoundByWorker(Identity(self._value(name)), path, was_sent=True)
 
-    def bound_in_notebook(self, names: Iterable[str]) -> None:
+    def bound_in_notebook(self, names: Iterable[str], surely: Container[str] = ()) -> None:
         """Note that a cell of the notebook may have bound these names: they are its own again.
 
-        An object with an identity counts only if it is another one now: `if False: model = Net()`.
+        An object with an identity counts only if it is another one now (`if False: model = Net()`),
+        or if the name is among those that were `surely` bound.
         """
-        for name in self.namespace.keys() & set(names):
+        self.objects.runs += 1
+        for name in set(names):
             self._noticed.discard(name)
             self._bound_since.add(name)
-            value = self.namespace[name]
+            self._bound_at[name] = next(self._clock)
+            value = self._value(name)
             for has in self._ranks.values():
                 entry = has.get(name)
-                if isinstance(entry, Sent | BoundByWorker) and not _is_kept(entry.identity, value):
+                if not isinstance(entry, Sent | BoundByWorker):
+                    continue
+                if name in surely or not _is_kept(entry.identity, value):
                     has[name] = replace(entry, identity=None)
+        self.objects.links.drop_unused()
+
+    def take_deleted(self, ranks: Collection[int]) -> dict[int, tuple[str, ...]]:
+        """Return by rank the variables that were sent there and that the notebook has deleted."""
+        found = {}
+        for rank in ranks:
+            has = self._ranks.get(rank, {})
+            gone = [
+                name
+                for name, entry in has.items()
+                if isinstance(entry, Sent) and entry.identity is None and name not in self.namespace
+            ]
+            for name in gone:  # the rank says whether it has kept its own
+                has[name] = BoundByWorker(Identity(_NOTHING), was_sent=True)
+            if gone:
+                found[rank] = tuple(gone)
+        return found
 
     def gathered(self, name: str, ranks: Collection[int] = ()) -> None:
         """Note that the notebook has bound what these ranks have; what any rank bound stays its."""
@@ -143,28 +195,29 @@ class NameTable:
             elif rank in ranks:
                 has[name] = BoundByWorker(identity)
 
-    def changed_in_place(self, changed: Mapping[int, Collection[str]]) -> None:
-        """Note which ranks have changed what they were sent: it is theirs, as if bound there."""
-        for name in {name for names in changed.values() for name in names}:
-            self._noticed.discard(name)
-            for rank in self.holders(name):
-                entry, value = self._ranks[rank].get(name), self._value(name)
-                self._ranks[rank][name] = BoundByWorker(
-                    Identity(value),
-                    version=entry.version if isinstance(entry, Sent) else _OF_ANOTHER,
-                    has_changed=name in changed.get(rank, ()),
-                    kind=kind_of(value),
-                )
-
     def replaced(self, ranks: Iterable[int], made: Iterable[str] = ()) -> None:
         """Note that these ranks are new processes, without what the last cell `made` either."""
         kinds = {
             name: [own.kind for own in self._of(name, BoundByWorker).values()] for name in made
         }
         lost = {name: Missing(kind=min(found, default=OTHER)) for name, found in kinds.items()}
+        ranks = tuple(ranks)
+        changed = {*self.changed_names()}
         for rank in ranks:
             had = self._ranks.get(rank, {})
-            self._ranks[rank] = {**_losses([had]), **lost}
+            kept = had.keys() & changed
+            changes = {name: Missing(kind=kind_of(self._value(name))) for name in kept}
+            self._had[rank] = frozenset(had)
+            self._ranks[rank] = {**_losses([had]), **lost, **changes}
+        self.objects.replaced(ranks)
+
+    def note_lost(self, ranks: Iterable[int]) -> None:
+        """Note that these new ranks lack the variables that other ranks have changed."""
+        kind = {name: kind_of(self._value(name)) for name in self.changed_names()}
+        for rank in ranks:
+            has, had = self._ranks.setdefault(rank, {}), self._had.pop(rank, kind.keys())
+            for name in kind.keys() & had - has.keys():
+                has[name] = Missing(kind=kind[name])
 
     def renumbered(self, was: Mapping[int, int], after: int) -> None:
         """Note that there are `after` ranks now; `was` has the old numbers of those that stay.
@@ -172,6 +225,7 @@ class NameTable:
         The others are new, and lack what any rank has had.
         """
         losses, had = _losses(self._ranks.values()), self._ranks
+        self.objects.renumbered(was, after)
         self._ranks = {
             rank: had.get(was[rank], {}) if rank in was else {**losses} for rank in range(after)
         }
@@ -180,6 +234,7 @@ class NameTable:
         """Take over what these ranks have `now`, which were restarted since this was copied."""
         for rank in ranks:
             self._ranks[rank] = dict(now._ranks.get(rank, {}))
+            self.objects.known[rank] = dict(now.objects.known.get(rank, {}))
 
     def take_lost_imports(self, ranks: Iterable[int]) -> dict[int, dict[str, str]]:
         """Return, once, what had been imported where these ranks are new, and from where."""
@@ -196,11 +251,29 @@ class NameTable:
         return frozenset(self._current(name, BoundByWorker))
 
     def holders(self, name: str) -> frozenset[int]:
-        """Find the ranks that this or another notebook has sent the object of this name."""
-        is_known = name in self._bound_since or any(name in has for has in self._ranks.values())
-        if self._is_found and not is_known:
+        """Find the ranks to which this or another notebook has sent an object under a name."""
+        if self.is_of_another(name):
             return frozenset(self._ranks)
-        return frozenset(self._current(name, Sent))
+        sent = self._of(name, Sent).items()
+        return frozenset(rank for rank, entry in sent if entry.token is not None)
+
+    def is_of_another(self, name: str) -> bool:
+        """Return True if only a notebook before this one can have sent a variable.
+
+        Not if this notebook has assigned it since it took the ranks over.
+        """
+        is_known = name in self._bound_since or any(name in has for has in self._ranks.values())
+        return self._is_found and not is_known
+
+    def keep_theirs(self, name: str) -> None:
+        """Note that a variable which a notebook before this one has sent is the ranks' own."""
+        identity = Identity(self._value(name))
+        for has in self._ranks.values():
+            has[name] = BoundByWorker(identity, was_sent=True)
+
+    def ranks_that_bound(self, name: str) -> frozenset[int]:
+        """Find the ranks where a task bound this name, whoever has bound it since."""
+        return frozenset(self._of(name, BoundByWorker))
 
     def is_older(self, name: str, ranks: Container[int]) -> bool:
         """Return True if one of these ranks has what the notebook sent before it bound it again."""
@@ -208,17 +281,43 @@ class NameTable:
         had = (each.identity for rank, each in sent if rank in ranks)
         return not all(identity and identity.is_still(value) for identity in had)
 
-    def changed_since(self, name: str) -> tuple[frozenset[int], Hashable]:
-        """Find the ranks that have changed what they were sent, and which version that was."""
-        own = {
-            rank: each for rank, each in self._current(name, BoundByWorker).items() if each.version
-        }
-        ranks = frozenset(rank for rank, entry in own.items() if entry.has_changed)
-        return ranks, next((entry.version for entry in own.values()), None)
-
     def changed_names(self) -> list[str]:
-        """List the names of the notebook whose objects ranks have changed since they were sent."""
-        return [name for name in self._all() if self.changed_since(name)[0]]
+        """List the variables of the notebook whose objects ranks are known to have changed."""
+        return [name for name in self._all() if self.is_changed(name)]
+
+    def is_changed(self, name: str) -> bool:
+        """Return True if ranks are known to have changed an object of a variable that was sent."""
+        changed = self.objects.changed
+        sent = self._of(name, Sent).items() if changed else ()
+        return any(
+            not changed.keys().isdisjoint(self.objects.reach(rank, entry.bound_to))
+            for rank, entry in sent
+        )
+
+    def is_missing(self, name: str, rank: int) -> bool:
+        """Return True if a rank is a new process, and others had bound or changed a variable."""
+        return isinstance(self._ranks.get(rank, {}).get(name), Missing)
+
+    def assigned_again(self) -> list[str]:
+        """List variables that ranks were sent, and that are another object in the notebook now."""
+        key_of = self.objects.links.key_of
+        return [
+            name
+            for name in self._all()
+            if any(
+                each.identity is None and each.token != (..., key_of(self._value(name)))
+                for each in self._of(name, Sent).values()
+            )
+        ]
+
+    def keep_changed(self, name: str, rank: int) -> None:
+        """Note that a rank has changed a variable that the notebook has assigned again since."""
+        self._ranks[rank][name] = BoundByWorker(None, was_sent=True)
+
+    def others_of(self, name: str) -> frozenset[int]:
+        """Find the ranks to which a variable was sent, and that have assigned it since."""
+        own = self._current(name, BoundByWorker).items()
+        return frozenset(rank for rank, each in own if each.was_sent)
 
     def ranks_with(self, name: str) -> tuple[int, ...]:
         """Find the ranks that have something under this name, whosever it is."""
@@ -229,25 +328,18 @@ class NameTable:
         found = (entry.import_path for entry in self._of(name, BoundByWorker).values())
         return next(filter(None, found), None)
 
-    def ranks_that_have(self, name: str, version: Hashable = None) -> frozenset[int]:
-        """Find the ranks that have this version of the notebook's name, or its last one."""
+    def ranks_that_have(self, name: str, token: Hashable = None) -> frozenset[int]:
+        """Find the ranks that have the object of this token under a name, or the last one sent."""
         return frozenset(
             rank
             for rank, entry in self._of(name, Sent).items()
-            if entry.identity and entry.is_last and version in (None, entry.version)
+            if (entry.bound_to == token if token is not None else entry.identity and entry.is_last)
         )
 
     def record(self, name: str) -> Sent | None:
         """Return how the name was when it was last shipped to a rank that has it."""
         shipped = self._of(name, Sent).values()
         return max(shipped, key=lambda each: bool(each.identity and each.is_last), default=None)
-
-    def holding_objects(self) -> list[str]:
-        """List shipped names of the notebook that may share an object with another name."""
-        owners = self.owners().items()
-        here = [n for n, (owner, ranks) in owners if owner == "notebook" and ranks]
-        records = {name: self.record(name) for name in here if name in self.namespace}
-        return [name for name, record in records.items() if record and record.holds_objects]
 
     def owners(self) -> dict[str, tuple[Literal["notebook", "workers"], frozenset[int]]]:
         """List the names that were shipped or bound on workers: whose each is, and its ranks."""
@@ -266,15 +358,31 @@ class NameTable:
             name for name, e in has if isinstance(e, BoundByWorker) and e.import_path is None
         )
 
+    def theirs(self, rank: int) -> list[str]:
+        """List the variables that are a rank's own: that tasks have bound there, or changed."""
+        sent = (name for name in self._of_rank(rank, Sent) if self.is_changed(name))
+        return sorted({*self.bound(rank), *sent})
+
+    def _of_rank(self, rank: int, kind: type[E]) -> list[str]:
+        has = self._ranks.get(rank, {})
+        return [name for name, entry in has.items() if isinstance(entry, kind)]
+
     def lacking(self, ranks: Iterable[int]) -> str:
         """List what these ranks lack since they are new: `model, x and 3 more`; modules first."""
-        lost = {
+        lost = self._lacking(ranks)
+        return list_names(lost, order=lost)
+
+    def lacking_names(self, ranks: Iterable[int]) -> list[str]:
+        """Return the names of all variables that these ranks lack since they are new."""
+        return sorted(self._lacking(ranks))
+
+    def _lacking(self, ranks: Iterable[int]) -> dict[str, int]:
+        return {
             name: entry.kind
             for rank in ranks
             for name, entry in self._ranks.get(rank, {}).items()
             if isinstance(entry, Missing) and entry.import_path is None
         }
-        return list_names(lost, order=lost)
 
     def was_noticed(self, name: str) -> bool:
         """Return True if `is_first_notice` was asked for since it was last bound."""

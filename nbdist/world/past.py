@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,11 @@ from nbdist.values.payload import Segment
 from nbdist.wire.work import Attempt, Call, Source, Task
 from nbdist.world.names import Sent
 from nbdist.world.running import TaskRun
+from nbdist.world.sent_objects import Parcel
 from nbdist.world.states import Renumbering
+
+ANY = -1
+"""The number under which a set-up cell has what goes to each new rank."""
 
 
 class Setup:
@@ -25,15 +30,29 @@ class Setup:
         self.problem = ""
         self.is_replaying = False
         self.tasks: dict[str, Task] = {}
+        self._parcels: dict[str, Parcel] = {}
         self._segments: dict[str, Segment] = {}  # with the names of a cell, open as long as it is
 
-    def keep(self, key: str, task: Task, segment: Segment | None) -> None:
+    def keep(
+        self, key: str, task: Task, segment: Segment | None, parcel: Parcel | None = None
+    ) -> None:
         """Run this cell too from now on, in place of the one with the same key."""
         self.tasks[key] = replace(task, attempt=Attempt())
+        self._parcels.pop(key, None)
+        if parcel is not None:
+            self._parcels[key] = parcel
         if (old := self._segments.pop(key, None)) is not None:
             old.close()
         if segment is not None:
             self._segments[key] = segment
+
+    def on(self, key: str, ranks: tuple[int, ...]) -> tuple[Task, dict[int, Parcel]]:
+        """Return a cell for new workers, and by rank what they get with it."""
+        task = self.tasks[key]
+        names = dict.fromkeys(ranks, task.names[ANY]) if ANY in task.names else {}
+        parcel = self._parcels.get(key)
+        parcels = {} if parcel is None else dict.fromkeys(ranks, parcel)
+        return replace(task, id=uuid.uuid4().hex, ranks=ranks, names=names), parcels
 
     def forget(self) -> None:
         """Run none any more."""
@@ -112,7 +131,7 @@ class Past:
         """Keep a task that has ended, in place of an earlier run of the cell that ended alike."""
         self._count += 1
         now = self._count
-        for name, shipped in running.shipped.items():
+        for name, shipped in running.shipped_names().items():
             self.sent.append(SentName(now, name, shipped))
         task = _past(running, now)
         if task is None:

@@ -11,7 +11,6 @@ import sys
 import time
 import uuid
 from collections.abc import Collection, Generator, Iterable, Mapping
-from dataclasses import replace as but
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,6 +20,7 @@ from nbdist.output import events
 from nbdist.output.events import Died, Failure, RankError
 from nbdist.wire.messages import Abort, Grow, Heal, Healed, Interrupt, Kill, Locate, Scale, Spare
 from nbdist.wire.views import Place
+from nbdist.wire.work import Call, Task
 from nbdist.words import name_ranks, one_line
 from nbdist.world.code_sync import missing_text
 from nbdist.world.hangs import ANSWER_TIMEOUT, differing
@@ -296,8 +296,35 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
         workers.advance(outcome)
     if isinstance(request, Scale):
         workers.told(workers.renumbering.new)  # as new ones: those that died were none yet
+    new = {*replaced, *workers.renumbering.new}
+    if new:
+        note_changes(workers, [rank for rank in workers.everyone if rank not in new])
+        workers.names.note_lost(new)
     replay(workers, {*replaced, *workers.renumbering.new})
     return replaced, why
+
+
+def note_changes(workers: Workers, ranks: Collection[int]) -> None:
+    """Ask these ranks which objects of the notebook they have changed, and note it."""
+    objects, before = workers.names.objects, workers.running
+    keys = set[int]().union(*map(objects.of, ranks))
+    names = workers.names.assigned_again()
+    if not (keys or names) or not ranks or workers.state is not State.READY:
+        return
+    work = Call("values.inspect", {"objects": dict.fromkeys(keys), "names": names})
+    try:
+        running = workers.send(Task(uuid.uuid4().hex, tuple(ranks), work))
+        for _ in follow(workers, running):
+            pass
+        if not (running.stops or running.error()):
+            for rank, inspected in running.result().by_rank.items():
+                objects.note_changed(inspected.changed)
+                for name, found in inspected.names.items():
+                    if found.is_changed:
+                        workers.names.keep_changed(name, rank)
+            objects.have_run = False
+    finally:
+        workers.running = before
 
 
 # --- set-up cells -----------------------------------------------------------------------------
@@ -313,10 +340,11 @@ def replay(workers: Workers, ranks: Collection[int]) -> NbdistError | None:
         return None
     setup.is_replaying, setup.problem = True, ""
     try:
-        for kept in [*setup.tasks.values()]:
+        for key, kept in [*setup.tasks.items()]:
             if not (on := tuple(rank for rank in kept.ranks if rank in ranks)):
                 continue
-            running = workers.send(but(kept, id=uuid.uuid4().hex, ranks=on))
+            task, parcels = setup.on(key, on)
+            running = workers.send(task, shipped=parcels)
             for _ in follow(workers, running):
                 pass
             if running.stops:
@@ -403,7 +431,7 @@ def late_stop_text(running: TaskRun) -> str:
     """Write `Stop came too late: ranks 0-1 have bound x`; "" where it did not."""
     if not running.patience.holds_stop or running.unfinished or running.transcript.errors:
         return ""
-    ranks, names = running.task.ranks, {*running.shipped, *running.made}
+    ranks, names = running.task.ranks, {*running.shipped_names(), *running.made}
     verb = "has" if len(ranks) == 1 else "have"
     return f"Stop came too late: {name_ranks(ranks)} {verb} bound {list_names(names)}"
 
@@ -418,7 +446,7 @@ def scaled_text(workers: Workers) -> str:
     if lacking := workers.names.lacking(new):
         text += (
             f" · new {name_ranks(new)} {verb} not have {lacking}: "
-            "`%dist_sync NAME --from 0` copies a variable there"
+            f"`%dist_sync {' '.join(workers.names.lacking_names(new))} --from 0` copies it there"
         )
     problem = f" ·{workers.setup.problem.rstrip('.')}" if workers.setup.problem else ""
     return text + problem

@@ -28,6 +28,7 @@ from nbdist.words import name_ranks
 from nbdist.world import hangs
 from nbdist.world.names import Sent
 from nbdist.world.result import CellResult, Contents, as_raised
+from nbdist.world.sent_objects import NOTHING_SENT, Parcel
 from nbdist.world.states import Machines, Prompts
 
 GPU_UNCHANGED = 1.5
@@ -85,7 +86,7 @@ class TaskRun:
         task: Task,
         patience: Patience,
         members: Members,
-        shipped: Mapping[str, Sent] | None = None,
+        shipped: Mapping[int, Parcel] | None = None,
         started: tuple[float, int] | None = None,
         ended: Mapping[int, float] | None = None,
     ) -> None:
@@ -95,7 +96,8 @@ class TaskRun:
         `ended` are the ranks that have finished it meanwhile, and when.
         """
         self.task = task
-        self.shipped: Mapping[str, Sent] = shipped or {}
+        self.shipped: Mapping[int, Parcel] = shipped or {}
+        self.sent_at: int | None = None  # by the clock of the table of names
         self.patience = patience
         self.transcript = Transcript(task.ranks)
         self.prompts = Prompts()
@@ -394,11 +396,20 @@ class TaskRun:
 
     # --- what became of it ----------------------------------------------------------------
 
-    def received(self, rank: int) -> Mapping[str, Sent]:
+    def received(self, rank: int) -> Parcel:
         """Return what of `shipped` this rank has, as far as is known."""
         error = self.transcript[rank].error
         was_refused = isinstance(error, Failure) and error.name == events.NAME_PROBLEM
-        return {} if was_refused else self.shipped
+        return NOTHING_SENT if was_refused else self.shipped.get(rank, NOTHING_SENT)
+
+    def shipped_names(self) -> dict[str, Sent]:
+        """Return the records of the variables that went to any rank."""
+        return {n: record for each in self.shipped.values() for n, record in each.names.items()}
+
+    def gained(self, rank: int) -> tuple[int, ...]:
+        """Return the keys of the notebook's objects that a rank has got from elsewhere."""
+        done = self._done().get(rank)
+        return () if done is None else done.gained
 
     @property
     def made(self) -> frozenset[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from nbdist import errors, topology
 from nbdist.config import Patience, read_restarts
 from nbdist.errors import AgentLost, BadRanks, UsageError, WorldNotStarted
-from nbdist.values.payload import Segment, open_payload, pack_frames
+from nbdist.values.payload import Payload, Segment, open_payload, pack_frames
 from nbdist.wire.control import Question
 from nbdist.wire.messages import (
     Consult,
@@ -36,9 +36,10 @@ from nbdist.wire.work import Attempt, Call, InputReply, Source, Task, Work
 from nbdist.words import format_ranks
 from nbdist.world import recovery
 from nbdist.world.agents import module_of
-from nbdist.world.names import Sent
+from nbdist.world.past import ANY
 from nbdist.world.result import CellResult
 from nbdist.world.running import TaskRun
+from nbdist.world.sent_objects import Parcel
 from nbdist.world.spec import parse_size, scaled
 from nbdist.world.states import Renumbering, State
 from nbdist.world.workers import Workers
@@ -74,11 +75,11 @@ class Session(Workers):
         self,
         task: Task,
         patience: Patience | None = None,
-        shipped: Mapping[str, Sent] | None = None,
+        shipped: Mapping[int, Parcel] | None = None,
     ) -> TaskRun:
         """Send a task to all of its ranks at once, which are made ready first.
 
-        `shipped` is what its names are, where they are the notebook's.  Raises what keeps it from
+        `shipped` is by rank what its names and objects are.  Raises what keeps it from
         running, with nothing sent: WorldNotStarted, WorldBusy, WorkerDied, AgentLost, CodeNotSent.
         """
         self.receive_waiting()
@@ -167,9 +168,20 @@ class Session(Workers):
             self.interrupt()
             raise KeyboardInterrupt
 
-    def keep_setup(self, key: str, task: Task, segment: Segment | None) -> None:
-        """Run this cell in every new worker too; the segment with its names stays open for that."""
-        self.setup.keep(key, task, segment)
+    def keep_setup(
+        self,
+        key: str,
+        task: Task,
+        segment: Segment | None,
+        packed: Payload | None = None,
+        parcel: Parcel | None = None,
+    ) -> None:
+        """Run this cell in every new worker too; the segment with its names stays open for that.
+
+        `packed` is what every new worker gets, and `parcel` says what that is.
+        """
+        task = replace(task, forget={}, deleted={}, names={} if packed is None else {ANY: packed})
+        self.setup.keep(key, task, segment, parcel)
         self.remember()
 
     def release_values(self, running: TaskRun) -> None:
@@ -237,6 +249,7 @@ class Session(Workers):
         if others or self.state not in (State.READY, State.BROKEN, State.STUCK):
             self.check_ready()
         kept, ending = self.take(keep, ranks), {*ranks}
+        recovery.note_changes(self, self.everyone)
         self.link.call(Kill((*ending,)))
         deadline = time.monotonic() + KILL_TIMEOUT
         while not self.dead.keys() >= ending and time.monotonic() < deadline:
@@ -280,16 +293,19 @@ class Session(Workers):
         """Fetch these names from these ranks, to outlive their workers; raises as `run` does."""
         if not names:
             return {}
-        running = self.submit(self.task(ranks=tuple(ranks), fetch=tuple(names)))
+        keep = Call("values.keep", {"names": tuple(names)})
+        running = self.submit(self.task(keep, ranks=tuple(ranks)))
         self.wait(running)
         lacking = [name for name in names if not self.names.ranks_with(name)]
         if running.transcript.errors and lacking:
             raise UsageError(f"`--keep`: no rank has `{lacking[0]}`; all workers are as they were.")
         self.check(running)
-        return {
+        kept = {
             rank: [bytes(memoryview(frame)) for frame in open_payload(payload)]
-            for rank, payload in running.payloads().items()
+            for rank, payload in running.result().by_rank.items()
         }
+        self.let_go_of(running.task, running.task.ranks)
+        return kept
 
     def give_back(self, kept: Kept) -> None:
         """Bind it again; ranks that there are no more are left out."""
@@ -298,7 +314,10 @@ class Session(Workers):
                 continue
             payload, segment = pack_frames(frames)
             with closing(segment) if segment else nullcontext():
-                self.run(self.task(Call("values.give_back", {"packed": payload}), ranks=(rank,)))
+                task = self.task(Call("values.give_back", {"packed": payload}), ranks=(rank,))
+                running = self.submit(task)
+                self.finish(running)
+                self.names.objects.gained(rank, running.gained(rank))
 
     # --- the agent ------------------------------------------------------------------------
 

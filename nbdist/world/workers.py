@@ -41,10 +41,11 @@ from nbdist.words import count
 from nbdist.world.agents import module_of
 from nbdist.world.code_sync import CodeSync
 from nbdist.world.link import CALL_TIMEOUT, Link
-from nbdist.world.names import NameTable, Sent
+from nbdist.world.names import NameTable
 from nbdist.world.past import Past, Setup
 from nbdist.world.result import hand_over, wanted_level
 from nbdist.world.running import Members, TaskRun
+from nbdist.world.sent_objects import NOTHING_SENT, Parcel
 from nbdist.world.spec import NotebookSurroundings, make_spec
 from nbdist.world.states import NO_INPUT, Event, Machines, Renumbering, State, compare, next_state
 
@@ -250,19 +251,28 @@ class Workers:
         self,
         task: Task,
         patience: Patience | None = None,
-        shipped: Mapping[str, Sent] | None = None,
+        shipped: Mapping[int, Parcel] | None = None,
     ) -> TaskRun:
-        """Send a task to its ranks, which are ready; `shipped` is what its names are."""
+        """Send a task to its ranks, which are ready; `shipped` is by rank what it brings there."""
         imports = self.names.take_lost_imports(task.ranks)
         around = self.surroundings.now()
         level = wanted_level(is_shown=self.config.show)
-        task = replace(task, log_level=level, imports=imports, around=around)
+        forget = self.names.objects.take_forgotten(task.ranks)
+        deleted = self.names.take_deleted(task.ranks)
+        task = replace(
+            task,
+            log_level=level,
+            imports=imports,
+            around=around,
+            forget=forget,
+            deleted=deleted,
+        )
         running = TaskRun(task, patience or self.config.patience, self.members, shipped)
         link, packed = self.link, messages.Run(task.id, task.ranks, pack(task), task.segments)
         self.remember(running.patience)
         self.advance(Event.TASK)
         self.running = running
-        self.names.sent(running.shipped)
+        running.sent_at = self.names.sent(running.shipped_names())
         with running.counting_stops():  # ranks may have begun when it comes
             link.send(packed)
         return running
@@ -278,7 +288,10 @@ class Workers:
         if self.widgets is not None:
             self.widgets.end()
         self.joined = {}
+        # Objects keep their keys: what a restart keeps has them too.
+        before = self.names.objects
         self.names, self.past = NameTable(self.namespace), Past()
+        self.names.objects.follow(before)
         try:
             if self._link is None or not self._link.is_up:
                 module = module_of(self.config.launched_by)
@@ -477,8 +490,9 @@ class Workers:
             is_more = isinstance(output, Visible) and not task_id and running.waits_after(rank)
             running = running if is_more else None
         if isinstance(output, Done):
-            received = running.received(rank) if running and output.received else {}
-            self.names.finished(rank, output, received)
+            is_received = running is not None and output.received
+            received = running.received(rank) if running and is_received else NOTHING_SENT
+            self.names.finished(rank, output, received, running.sent_at if running else None)
         if running is None:
             if isinstance(output, InputRequest):
                 self.link.send(SendInput(rank, InputReply(output.number, problem=NO_INPUT)))

@@ -10,13 +10,14 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar, get_args, overload
 
 from nbdist.config import Patience, WorldConfig
 from nbdist.errors import NbdistError, UsageError
 from nbdist.system.folders import JoinedFolder
-from nbdist.values.payload import Payload, pack_names
+from nbdist.values.payload import Payload, check_needs, pack_names
 from nbdist.wire.messages import GetStacks, GetStatus
 from nbdist.wire.ops import Cleaned
 from nbdist.wire.views import Stack, WorkerStatus
@@ -159,11 +160,17 @@ class World:
             WorkerError: the source raised on a rank; WorkerDied: a rank's process ended.
         """
         session = self._started
+        task = session.task(source, ranks=ranks, fetch=tuple(fetch))
+        if names and not setup:
+            check_needs(names, session.namespace)
+            with calling.sending(session, names, task.ranks) as (payloads, parcels):
+                task = replace(task, names=payloads)
+                return calling.outcome(session, [session.submit(task, shipped=parcels)])
         payload, segment = pack_names(names, session.namespace)
-        task = session.task(source, ranks=ranks, names=payload, fetch=tuple(fetch))
         with ExitStack() as memory:
             if segment is not None:
                 memory.callback(segment.close)
+            task = replace(task, plain=payload)
             result = calling.run(session, task)
             if setup:
                 session.keep_setup(source, task, segment)
@@ -281,7 +288,7 @@ class World:
         key: str = "",
     ) -> Task:
         """Make a task to `submit`, on all ranks by default; a text is a cell's source."""
-        fields = {"names": names, "fetch": fetch, "execution_count": execution_count}
+        fields = {"plain": names, "fetch": fetch, "execution_count": execution_count}
         return self.session.task(work, ranks=ranks, key=key, **fields)
 
     def submit(self, task: Task, patience: Patience | None = None) -> TaskRun:

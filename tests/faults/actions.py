@@ -41,7 +41,7 @@ from nbdist.errors import RanksReleased, UsageError, WorkerDied
 from nbdist.output.ansi import strip
 from nbdist.topology import parse_ranks
 from nbdist.words import format_ranks
-from tests.faults.oracle import KINDS, Oracle, Ranks, names_of
+from tests.faults.oracle import KINDS, Oracle, kind_with, names_of
 from tests.faults.stops import spinning
 from tests.waiting import once, press_stop, wait_until_at_rest
 
@@ -79,6 +79,12 @@ COLLECTIVES = (
     "dist.recv(torch.ones(1), (rank + 1) % world_size)",
 )
 """In which ranks wait for one that does not come."""
+
+REPLACED = re.compile(r"the notebook's `(\w+)` \(\w+\) replaces the ranks'")
+KEPT = re.compile(r"`(\w+)[^`]*` was \w+ on the ranks since it was sent, and in the notebook")
+
+MAY_BE_REPLACED = {"model", "give"}
+"""Also without a change: an optimizer is of the old model, a pushed function is another one."""
 
 LOST = re.compile(r"anks? ([\d,-]+) w\w+ restarted and \w+ variables(?: \(([^)]*)\))? are gone")
 
@@ -136,10 +142,10 @@ class Notebook:
     def __init__(self, dice: random.Random, folder: str) -> None:
         self.dice, self.folder, self.said = dice, folder, ""
         self.oracle = Oracle([{} for _ in range(RANKS)], [0] * RANKS)
-        self.before: Ranks | None = None  # where it may be as before just as well
+        self.before: Oracle | None = None  # where it may be as before just as well
         config = Config(HistoryManager={"enabled": False})
         self.shell: Any = InteractiveShell(config=config)  # type: ignore[no-untyped-call]
-        self.run("import torch\n%load_ext nbdist")
+        self.run("import torch, torch._dynamo\n%load_ext nbdist")  # as the first optimizer does
         self.run(f"%dist_init -n {RANKS}")
 
     def run(self, source: str, *errors: type[BaseException]) -> None:
@@ -165,17 +171,20 @@ class Notebook:
 
     def look(self) -> None:
         """Compare all variables of all ranks with the oracle's, and losses with what was said."""
-        oracle, before, self.before = self.oracle, self.before, None
+        before, self.before = self.before, None
         self.run(LOOK)
         found = [{**each} for each in self.shell.user_ns["found"]]
         pids, sums = [each.pop("pid") for each in found], {each.pop("sum") for each in found}
+        for oracle in filter(None, (self.oracle, before)):
+            oracle.begin(oracle.everyone)
+        if before and found == before.values:
+            self.oracle = before
+        oracle = self.oracle
         self.require(sums == {len(found)} == {len(oracle.ranks)}, f"{sums} of {len(found)} ranks")
-        are_same = [was in (0, pid) for was, pid in zip(self.oracle.pids, pids, strict=True)]
-        self.require(all(are_same), f"processes {pids} instead of {self.oracle.pids}")
-        if before and found == Oracle(before, []).values:
-            oracle.ranks = before
-        wanted = oracle.values
-        self.require(found == wanted, f"{found}\n--- instead of {wanted}\n--- or {before}")
+        are_same = [was in (0, pid) for was, pid in zip(oracle.pids, pids, strict=True)]
+        self.require(all(are_same), f"processes {pids} instead of {oracle.pids}")
+        wanted, other = oracle.values, before and before.values
+        self.require(found == wanted, f"{found}\n--- instead of {wanted}\n--- or {other}")
         told = {
             rank: {*re.findall(r"\w+", lost[2] or "")}
             for lost in LOST.finditer(self.said)
@@ -185,7 +194,14 @@ class Notebook:
             names <= told[rank] or "more" in told[rank] for rank, names in oracle.lost.items()
         )
         self.require(is_told, f"said to be lost: {told} instead of {oracle.lost}")
-        self.oracle.pids, oracle.lost, self.said = pids, {}, ""
+        if before is None:
+            replaced = {*map(kind_with, REPLACED.findall(self.said))}
+            is_told = oracle.replaced <= replaced <= oracle.replaced | MAY_BE_REPLACED
+            self.require(is_told, f"said to replace: {replaced} instead of {oracle.replaced}")
+            kept = {*map(kind_with, KEPT.findall(self.said))}
+            self.require(kept == oracle.kept, f"said to be kept: {kept} instead of {oracle.kept}")
+        oracle.lost, oracle.replaced, oracle.kept = {}, set(), set()
+        oracle.pids, self.said = pids, ""
 
     def holdings(self) -> Holdings:
         """Look at what outlives every fault, with as many ranks as at first."""
@@ -243,8 +259,9 @@ class Notebook:
             self.oracle.bind_here(kind, [value] * how.size)
         elif self.is_so():
             self.run(how.change)
-            changed = [number + 1 for number in now]
+            changed = [number + 1 for number in now.value]
             self.oracle.bind_here(kind, changed, in_place=how.changes_in_place)
+            self.oracle.read_here(kind)
         else:
             self.run(f"del {', '.join(names_of([kind]))}")
             self.oracle.bind_here(kind, None)
@@ -254,7 +271,8 @@ class Notebook:
         is_here = kind in self.oracle.here
         line = f"%dist_push {' '.join(names_of([kind]))} -r {format_ranks(on)}"
         self.run(line, NoneType if is_here else UsageError)
-        self.oracle.send(kind, on if is_here else ())
+        if is_here:
+            self.oracle.push(kind, on)
 
     def gather(self) -> None:
         on, kind = self.some(), self.dice.choice([*KINDS])
@@ -285,7 +303,7 @@ class Notebook:
         self.run(line, NoneType if given else UsageError)
         wants = [r for r, has in enumerate(self.oracle.ranks) if to_all or kind not in has]
         if given and {*wants} - {source}:  # what others have a copy of is its own, too
-            self.oracle.give(kind, dict.fromkeys([*wants, source], given))
+            self.oracle.sync(kind, source, {*wants} - {source})
 
     def raises(self) -> None:
         on = self.oracle.everyone
@@ -333,9 +351,10 @@ class Notebook:
         keep = [k for k in self.kinds() if all(k in self.oracle.ranks[rank] for rank in on)]
         kept = f" --keep {','.join(names_of(keep))}" if keep else ""
         self.run(f"%dist_restart{'' if is_all else f' -r {on[0]}'}{kept}")
-        self.oracle.lose(on, keep)
         if is_all:  # which says that all is cleared
-            self.oracle.lost = {}
+            self.oracle.start_anew(keep)
+        else:
+            self.oracle.lose(on, keep, at_rest=True)
 
     def scale(self) -> None:
         now = len(self.oracle.ranks)
@@ -348,9 +367,8 @@ class Notebook:
         self.oracle.scale(size, stay)
 
     def snapshot(self) -> None:
-        own = self.oracle.own
-        self.run("%dist_snapshot --name kept", NoneType if any(own) else UsageError)
-        self.oracle.saved = own if any(own) else self.oracle.saved
+        is_saved = self.oracle.snapshot()
+        self.run("%dist_snapshot --name kept", NoneType if is_saved else UsageError)
 
     def restore(self) -> None:
         size, source = len(self.oracle.saved), self.dice.choice((None, None, 0, 1))
@@ -369,7 +387,7 @@ class Notebook:
         self.run("sum(range(9))")
         if self.is_so():
             self.run("%dist_interrupt")
-            self.oracle.ranks = before
+            self.oracle = before
         else:
             with open(gate, "w"):
                 self.run(self.dice.choice(("job.wait()", "pass")))

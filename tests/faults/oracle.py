@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,39 @@ def names_of(kinds: Iterable[str]) -> list[str]:
     return [name for kind in kinds for name in KINDS[kind].names or (kind,)]
 
 
+def kind_with(name: str) -> str:
+    """Return the kind that a variable belongs to."""
+    return next(kind for kind in KINDS if name in names_of([kind]))
+
+
+class Here(NamedTuple):
+    """What the notebook has under a name; `number` tells its object from all others."""
+
+    value: list[int]
+    number: int
+
+
 @dataclass
 class Held:
-    """What a rank has under a name: its own, or as it was `sent` by the notebook.
+    """What a rank has under a name.
 
+    `is_own` is True of what a task has bound there.  `counterpart_of` is the number of the
+    notebook's object that it is the counterpart of, 0 for none, `received` its value as it came,
+    and `known` the value that the notebook has sent, None if the notebook does not know of it.
     It `is_old` once the notebook has bound the name again: the next cell to use it brings that.
     """
 
     value: list[int]
-    sent: list[int] | None = None
+    is_own: bool = True
+    counterpart_of: int = 0
+    received: list[int] | None = None
+    known: list[int] | None = None
     is_old: bool = False
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the rank has changed what it has received."""
+        return self.value != self.received
 
 
 Ranks = list[dict[str, Held]]
@@ -69,15 +94,25 @@ Ranks = list[dict[str, Held]]
 class Oracle:
     """What `ranks` have, what is `here` in the notebook, what was `saved`; all by kind.
 
-    `pids` are the ranks' processes, 0 of new ones; `lost` has the variables that nbdist has to
-    name, by rank.
+    `pids` are the ranks' processes, 0 of new ones.  What nbdist has to say: `lost` has by rank the
+    variables that are gone, `replaced` those of ranks that the notebook's have replaced, `kept`
+    those that both sides have changed.  By their numbers: `theirs` are the notebook's objects of
+    which ranks keep their own, with the value of which a line has said so; `changed` those that
+    ranks are known to have changed.  `missing` has by rank what is not sent to it, since it is a
+    new process.
     """
 
     ranks: Ranks
     pids: list[int]
-    here: dict[str, list[int]] = field(default_factory=dict)
+    here: dict[str, Here] = field(default_factory=dict)
     saved: Ranks = field(default_factory=list)
     lost: dict[int, set[str]] = field(default_factory=dict)
+    replaced: set[str] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)
+    theirs: dict[int, list[int] | None] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)
+    missing: dict[int, set[str]] = field(default_factory=dict)
+    numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def everyone(self) -> range:
@@ -89,52 +124,109 @@ class Oracle:
         """What a look at all ranks has to find."""
         return [{kind: held.value for kind, held in has.items()} for has in self.ranks]
 
-    @property
-    def own(self) -> Ranks:
-        """What a snapshot has: all that ranks have bound or changed themselves."""
-        return [
-            {kind: Held(held.value) for kind, held in has.items() if held.sent is None}
-            for has in self.ranks
-        ]
+    def own(self, rank: int) -> dict[str, Held]:
+        """List what is a rank's own: what it has bound, and what ranks have changed."""
+        return {
+            kind: held
+            for kind, held in self.ranks[rank].items()
+            if held.is_own or held.counterpart_of in self.changed
+        }
+
+    def note_changes(self, on: Iterable[int]) -> None:
+        """Have nbdist ask these ranks what they have changed."""
+        for held in (held for rank in on for held in self.ranks[rank].values()):
+            if held.counterpart_of and held.known is not None and held.is_changed:
+                self.changed.add(held.counterpart_of)
 
     def give(self, kind: str, values: Mapping[int, list[int]]) -> None:
         """Have these ranks have a variable of their own."""
         for rank, value in values.items():
-            self.ranks[rank][kind] = Held(value)
+            self._put(rank, kind, Held(value))
 
-    def send(self, kind: str, on: Iterable[int]) -> None:
-        """Have these ranks have what the notebook has."""
+    def _put(self, rank: int, kind: str, held: Held) -> None:
+        self.ranks[rank][kind] = held
+        self.missing.get(rank, set()).discard(kind)
+
+    def _send(self, kind: str, rank: int) -> None:
+        now = self.here[kind]
+        self._put(
+            rank,
+            kind,
+            Held(
+                now.value,
+                is_own=False,
+                counterpart_of=now.number,
+                received=now.value,
+                known=now.value,
+            ),
+        )
+
+    def push(self, kind: str, on: Iterable[int]) -> None:
+        """Have these ranks have what the notebook has, whatever they have done to theirs."""
         for rank in on:
-            self.ranks[rank][kind] = Held(self.here[kind], self.here[kind])
+            self._send(kind, rank)
+        self.theirs.pop(self.here[kind].number, None)
+        self.changed.discard(self.here[kind].number)
+
+    def begin(self, on: Collection[int]) -> None:
+        """Have any cell be sent: the notebook's changes and deletions come with it.
+
+        What both sides have changed stays the ranks', and nbdist says so.
+        """
+        for kind, now in self.here.items():
+            there = [self.ranks[rank][kind] for rank in on if kind in self.ranks[rank]]
+            have = [each for each in there if each.counterpart_of == now.number]
+            older = [each for each in have if each.known not in (None, now.value)]
+            if any(each.is_changed for each in older):
+                self.changed.add(now.number)
+                self.theirs.setdefault(now.number, None)
+            if now.number not in self.theirs:
+                for each in older:
+                    each.value = each.received = each.known = now.value
+            elif older and self.theirs[now.number] != now.value:
+                self.theirs[now.number] = now.value
+                self.kept.add(kind)
+        for rank in on:
+            for kind, held in [*self.ranks[rank].items()]:
+                if kind in self.here or held.is_own:
+                    continue
+                if held.is_changed:
+                    self.ranks[rank][kind] = Held(held.value)
+                else:
+                    del self.ranks[rank][kind]
 
     def use(self, kinds: Sequence[str], on: Sequence[int]) -> None:
-        """Have a cell use these: they are sent where ranks lack what the notebook has.
+        """Have a cell use these: they are sent to ranks that lack what the notebook has.
 
-        But where a rank has its own, or has changed in place what it was sent, it is theirs.
+        But what any rank has bound is the ranks', until the notebook binds it.
         """
+        self.begin(on)
         for kind in kinds:
             has = {rank: each[kind] for rank, each in enumerate(self.ranks) if kind in each}
-            now = self.here.get(kind)
-            is_theirs = any(held.sent is None and not held.is_old for held in has.values())
-            lacking = [r for r in on if r not in has or has[r].is_old or has[r].sent != now]
-            if now is None or is_theirs or not lacking:
+            is_theirs = any(held.is_own and not held.is_old for held in has.values())
+            if kind not in self.here or is_theirs:
                 continue
-            holders = {rank: held for rank, held in has.items() if not held.is_old}
-            changed = [r for r, held in holders.items() if r in on and held.value != held.sent]
-            if changed and KINDS[kind].changes_in_place:
-                for held in holders.values():
-                    held.sent = None
-            else:
-                self.send(kind, lacking)
+            number = self.here[kind].number
+            have = {r for r, each in has.items() if each.counterpart_of == number}
+            have = {rank for rank in have if not has[rank].is_own}
+            lack = {*on} - have
+            if lack and any(has[rank].is_changed for rank in have):
+                self.changed.add(number)
+                lack = {rank for rank in lack if kind not in self.missing.get(rank, ())}
+            for rank in lack:
+                if rank in has and (has[rank].is_own or has[rank].is_changed):
+                    self.replaced.add(kind)
+                self._send(kind, rank)
 
     def change(self, kinds: Sequence[str], on: Sequence[int]) -> None:
         """Have a cell use these, and count up those that ranks have."""
         self.use(kinds, on)
-        for kind, has in ((kind, self.ranks[rank]) for kind in kinds for rank in on):
-            if kind in has:
-                has[kind].value = [number + 1 for number in has[kind].value]
-                if not KINDS[kind].changes_in_place:
-                    has[kind] = Held(has[kind].value)
+        for kind, rank in ((kind, rank) for kind in kinds for rank in on):
+            if (held := self.ranks[rank].get(kind)) is None:
+                continue
+            held.value = [number + 1 for number in held.value]
+            if not KINDS[kind].changes_in_place:
+                self.give(kind, {rank: held.value})
 
     def forget(self, kinds: Sequence[str], on: Sequence[int]) -> None:
         """Have a cell delete these."""
@@ -144,33 +236,104 @@ class Oracle:
 
     def bind_here(self, kind: str, value: list[int] | None, *, in_place: bool = False) -> None:
         """Have the notebook bind this, delete it, or change it in place."""
-        if value is None:
-            del self.here[kind]
-        else:
-            self.here[kind] = value
+        before = self.here.pop(kind, None)
+        if in_place:
+            assert value is not None
+            assert before is not None
+            self.here[kind] = before._replace(value=value)
+            return
+        if value is not None:
+            self.here[kind] = Here(value, next(self.numbers))
         for has in self.ranks:
-            if kind in has and not in_place:
+            if kind in has:
                 has[kind].is_old = True
 
-    def lose(self, ranks: Iterable[int], keep: Sequence[str] = ()) -> None:
-        """Have these be new processes, with what is kept."""
+    def read_here(self, kind: str) -> None:
+        """Have a cell of the notebook read this: nbdist asks ranks that have it what they have."""
+        if any(kind in has and not has[kind].is_own for has in self.ranks):
+            self.note_changes(self.everyone)
+
+    def sync(self, kind: str, source: int, wants: Collection[int]) -> None:
+        """Have these ranks have what one has; it is its own there, too."""
+        there = self.ranks[source][kind]
+        for rank in wants:
+            held, before = replace(there, is_own=True, is_old=False), self.ranks[rank].get(kind)
+            if before is not None and not there.counterpart_of:
+                held = replace(before, value=there.value, is_own=True, is_old=False)
+            self._put(rank, kind, held)
+        self.ranks[source][kind] = replace(there, is_own=True, is_old=False)
+
+    def lose(
+        self, ranks: Collection[int], keep: Sequence[str] = (), *, at_rest: bool = False
+    ) -> None:
+        """Have these be new processes, with what is kept; `at_rest` nbdist asks them before."""
+        left = [rank for rank in self.everyone if rank not in ranks]
+        self.note_changes(self.everyone if at_rest else left)
+        changed = self._changed_kinds(left)
         for rank in ranks:
-            kept = {kind: Held(self.ranks[rank][kind].value) for kind in keep}
-            self.lost[rank] = {*names_of(self.own[rank].keys() - kept.keys())}
-            self.ranks[rank], self.pids[rank] = kept, 0
+            had, has = self.own(rank), self.ranks[rank]
+            self.lost[rank] = {*names_of(had.keys() - {*keep})}
+            own = {kind for kind, held in had.items() if held.is_own}
+            self.missing[rank] = (self.missing.get(rank, set()) | own | changed) - {*keep}
+            self.ranks[rank] = {
+                kind: replace(has[kind], is_own=True, is_old=False) for kind in keep
+            }
+            self.pids[rank] = 0
+
+    def _changed_kinds(self, on: Iterable[int]) -> set[str]:
+        """List what the notebook has sent to any of these ranks, and ranks have changed."""
+        return {
+            kind
+            for rank in on
+            for kind, held in self.ranks[rank].items()
+            if not held.is_own and held.counterpart_of in self.changed
+        }
+
+    def start_anew(self, keep: Sequence[str]) -> None:
+        """Have all processes be new ones, with what is kept; nothing else is known of before."""
+        self.ranks = [
+            {kind: replace(has[kind], is_own=True, is_old=False) for kind in keep}
+            for has in self.ranks
+        ]
+        self.pids = [0 for _ in self.ranks]
+        self.theirs, self.changed, self.missing = {}, set(), {}
 
     def scale(self, size: int, stay: Sequence[int]) -> None:
         """Have so many ranks, of which these are the first."""
-        new = size - len(stay)
-        self.ranks = [self.ranks[rank] for rank in stay] + [{} for _ in range(new)]
-        self.pids = [self.pids[rank] for rank in stay] + [0] * new
+        had = [
+            *self.missing.values(),
+            *({*filter(lambda k: has[k].is_own, has)} for has in self.ranks),
+        ]
+        before = self.missing
+        self.missing = {new: before.get(old, set()) for new, old in enumerate(stay)}
+        self.ranks = [self.ranks[rank] for rank in stay]
+        self.pids = [self.pids[rank] for rank in stay]
+        if new := range(len(stay), size):
+            self.note_changes(self.everyone)
+            lacks = set[str]().union(*had, self._changed_kinds(self.everyone))
+            self.missing |= {rank: {*lacks} for rank in new}
+            self.ranks += [{} for _ in new]
+            self.pids += [0 for _ in new]
+
+    def snapshot(self) -> bool:
+        """Save what is the ranks' own; return False if there is nothing to save."""
+        self.note_changes(self.everyone)
+        own = [self.own(rank) for rank in self.everyone]
+        if any(own):
+            self.saved = deepcopy(own)
+        return any(own)
 
     def restore(self, source: int | None) -> None:
         """Have all ranks have what they had, or what one had."""
         for rank, has in enumerate(self.ranks):
-            saved = self.saved[rank if source is None else source]
-            has.update({kind: Held(held.value) for kind, held in saved.items()})
+            for kind, saved in self.saved[rank if source is None else source].items():
+                held, before = replace(saved, is_own=True, is_old=False, known=None), has.get(kind)
+                if before is not None and before.counterpart_of == saved.counterpart_of:
+                    held.known = before.known
+                elif before is not None and not saved.counterpart_of:
+                    held = replace(before, value=saved.value, is_own=True, is_old=False)
+                self._put(rank, kind, held)
 
-    def copy(self) -> Ranks:
-        """Copy what ranks have, for an action that may do nothing after all."""
-        return deepcopy(self.ranks)
+    def copy(self) -> Oracle:
+        """Copy it, for an action that may do nothing after all."""
+        return deepcopy(self)

@@ -381,7 +381,7 @@ names = {
 said = {}
 for name in names:
     try:
-        plan(name, NameTable(names), (0,))
+        plan(name, NameTable(names), (0,)).shipment()
     except VariableNotSent as error:
         said[name] = str(error).partition(")")[0]
 print(json.dumps(said))

@@ -15,6 +15,7 @@ from nbdist.notebook.completion import choices
 from nbdist.notebook.pool import Pools
 from nbdist.output.ansi import strip
 from nbdist.output.events import Done
+from nbdist.world.sent_objects import NOTHING_SENT
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.notebook.front_end import Notebook, lasting
@@ -213,7 +214,7 @@ def with_two(pools: Pools) -> Pools:
     world = pools.default.world = World(2, log_dir="")
     for rank in (0, 1):
         done = Done("ok", 0.0, frozenset({"loss", "model", "np"}), {"np": "numpy"})
-        world.session.names.finished(rank, done, {})
+        world.session.names.finished(rank, done, NOTHING_SENT)
     world.session.state = State.READY
     return pools
 

@@ -47,10 +47,12 @@ import nbdist.notebook.extension
 class Bomb:
     def __reduce__(self):
         session = {session}
-        if {pid} in session.pids.values():
+        if {pid} in session.pids.values() and not killed:  # it is taken apart several times
+            killed.append({pid})
             os.kill({pid}, signal.SIGKILL)
             while not any("Died" in repr(news) for news in [*session.link.arrived]): pass
         return int, (7,)
+killed = []
 bomb = Bomb()
 """
 

@@ -32,6 +32,7 @@ from nbdist.wire.work import Script as ScriptFile
 from nbdist.world.names import NameTable, Sent
 from nbdist.world.past import Past
 from nbdist.world.running import Members, TaskRun
+from nbdist.world.sent_objects import Parcel
 from nbdist.world.states import Machines
 
 TRANSFORM = TransformerManager().transform_cell
@@ -43,6 +44,7 @@ class Lab:
     def __init__(self, **namespace: Any) -> None:
         self.namespace = namespace
         self.past = Past()
+        self.table = NameTable(namespace)
         self.cells: list[str] = []
         self._count = 0
 
@@ -60,14 +62,15 @@ class Lab:
         """A task that has ended, with these names of the notebook as they are now."""
         self._count += 1
         work = Source(work) if isinstance(work, str) else work
-        table, needs = NameTable(self.namespace), needs or {}
+        needs = needs or {}
         shipped = {}
         for name in names:
-            what = version_now(name, table), Identity(self.namespace[name])
+            what = version_now(name, self.table), Identity(self.namespace[name])
             shipped[name] = Sent(*what, frozenset(needs.get(name, ())))
         task = Task("id", ranks, work, execution_count=self._count, key=key)
         members = Members(2, "gloo", Machines.one("here", 2), {}, {}, heals=True)
-        running = TaskRun(task, Patience(), members, shipped)
+        parcels = dict.fromkeys(ranks, Parcel(shipped))
+        running = TaskRun(task, Patience(), members, parcels)
         for rank in ranks:
             if shows:
                 running.receive(rank, Display({}, {}, is_result=True))
@@ -78,8 +81,10 @@ class Lab:
         self.past.add(running)
 
     def script(self, backend: str = "") -> Script:
-        names, cells = NameTable(self.namespace), Statements(self.cells)
-        script = Composer(self.past, names, cells, TRANSFORM).compose(Path("train.py"), 2, backend)
+        cells = Statements(self.cells)
+        script = Composer(self.past, self.table, cells, TRANSFORM).compose(
+            Path("train.py"), 2, backend
+        )
         ast.parse(script.text)
         return script
 

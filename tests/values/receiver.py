@@ -66,6 +66,21 @@ class Worker:
     bind_payload = partialmethod(_ask, "bind_payload")
     """The same with a `Payload`, whose segment it opens."""
 
+    receive = partialmethod(_ask, "receive")
+    """Take a message of `nbdist.values.linked` as a worker does: change objects, bind variables."""
+
+    inspect = partialmethod(_ask, "inspect")
+    """Say what of these objects was changed there, and what is there under these names."""
+
+    forget = partialmethod(_ask, "forget")
+    """Note that objects with these keys have ended in the notebook."""
+
+    delete = partialmethod(_ask, "delete")
+    """Delete variables that the notebook has deleted; return those that were deleted."""
+
+    take_dead = partialmethod(_ask, "take_dead")
+    """Return the keys of objects that have ended there."""
+
     run = partialmethod(_ask, "run")
     """Run source there; the value of its last line, if that is an expression."""
 
@@ -92,7 +107,26 @@ def _run(source: str, names: dict[str, Any], filename: str) -> Any:
     return eval(value, names)
 
 
-def _answer(kind: str, what: Any) -> Any:
+_counterparts: list[Any] = []
+
+
+def _answer(kind: str, *what: Any) -> Any:
+    if kind in ("bind", "bind_payload", "run", "fetch", "clear"):
+        return _answer_of_names(kind, *what)
+    from nbdist.values.payload import open_payload
+    from nbdist.worker.counterparts import Counterparts
+
+    if not _counterparts:
+        _counterparts.append(Counterparts(sys.modules["__main__"].__dict__))
+    counterparts = _counterparts[0]
+    if kind == "receive":
+        arrived = counterparts.read(open_payload(*what))
+        counterparts.accept(arrived)
+        return counterparts.give(arrived.values)
+    return getattr(counterparts, kind)(*what)
+
+
+def _answer_of_names(kind: str, what: Any) -> Any:
     from nbdist.values.payload import open_payload
     from nbdist.values.pickling import pickle as nbdist_pickle
     from nbdist.values.pickling import unpickle
@@ -106,6 +140,7 @@ def _answer(kind: str, what: Any) -> Any:
         case "clear":
             for name in [name for name in names if not name.startswith("__")]:
                 del names[name]
+            _counterparts.clear()
         case "run":
             return _run(what, names, "<worker>")
         case "fetch":

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nbdist.values import definitions
+from nbdist.values import class_ids, definitions
 from nbdist.values.definitions import CellSource, cell_source
 from nbdist.values.pickling import pickle, unpickle
 
@@ -115,19 +115,6 @@ NEEDS = {
     "def f(): return f()": {"f"},
 }
 
-SHARED = {
-    "l = []\na, b = [l], {'l': l}": True,
-    "b = {}\na = [b]": True,
-    "a, b = [1], [1]": False,
-    "s = 'text' * 9\na, b = [s, 2**70], [s, 2**70]": False,
-    "class A:\n    x = []\na, b = A(), A()": False,
-    "class A:\n    x: int = 1\n    def m(self, y: int) -> int: ...\na, b = A(), A()": False,
-    "def f(x: int = 1): ...\na, b = [f], [f]": False,
-    "class A: pass\nt = A()\nt.x = 1\na, b = A(), A()\na.t = b.t = t": True,
-    "def make():\n    n = 0\n    def up():\n        nonlocal n\n        n += 1\n"
-    "    def get(): return n\n    return up, get\na, b = make()": True,
-}
-
 
 @pytest.mark.parametrize("source", NEEDS)
 def test_needs_are_the_names_that_are_looked_up(source: str, notebook: Any) -> None:
@@ -136,14 +123,6 @@ def test_needs_are_the_names_that_are_looked_up(source: str, notebook: Any) -> N
     notebook.run(source)
     pickled = pickle(notebook.names["f"], notebook.names)
     assert {name for name in pickled.needs if name in notebook.names} == NEEDS[source]
-
-
-@pytest.mark.parametrize("source", SHARED)
-def test_what_two_values_share(source: str, notebook: Any) -> None:
-    """Only objects that can change, and are not part of a class, count as shared."""
-    notebook.run(source)
-    one, other = (pickle({n: notebook.names[n]}, notebook.names) for n in "ab")
-    assert bool(one.shared & other.shared) is SHARED[source]
 
 
 CLASSES = {
@@ -284,7 +263,7 @@ def test_classes_that_ranks_have_made_of_one_cell(notebook: Any, worker: Any, sh
     by_class = definitions.by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS
     for each, (number, size) in zip(names, [(1, 2), (1, 2), (3, 2), (1, 4)], strict=True):
         exec(DEFINED.format(number=number, size=size), each)
-        definitions.name_classes(each, "task")
+        class_ids.name_classes(each, "task")
         for kind in (each["A"], each["A"].Inner):  # the ranks are processes of their own
             del definitions.by_value._DYNAMIC_CLASS_TRACKER_BY_ID[by_class[kind]]
     ids = [by_class[each["A"]] for each in names]
@@ -295,11 +274,9 @@ def test_classes_that_ranks_have_made_of_one_cell(notebook: Any, worker: Any, sh
     notebook.run("class A: pass\na = A()")
     kept = by_value_id(notebook.names["A"])
     ship("A")
-    worker.run(
-        "from nbdist.values import definitions\ndefinitions.name_classes(globals(), 'another')"
-    )
+    worker.run("from nbdist.values import class_ids\nclass_ids.name_classes(globals(), 'another')")
     assert type(unpickle(worker.fetch("A()"), notebook.names)) is notebook.names["A"]
-    definitions.name_classes({**notebook.names, **names[0]}, "another")
+    class_ids.name_classes({**notebook.names, **names[0]}, "another")
     assert (by_value_id(notebook.names["A"]), by_value_id(names[0]["A"])) == (kept, ids[0])
 
 

@@ -22,7 +22,7 @@ from nbdist.errors import NotEnoughMemory, VariableNotSent
 from nbdist.notebook.shipping import plan
 from nbdist.values import definitions
 from nbdist.values.pickling import pickle, unpickle
-from nbdist.world.calling import _pickled_call
+from nbdist.world.calling import _names_of_call
 from nbdist.world.names import NameTable
 
 
@@ -33,7 +33,7 @@ def refuse(notebook: Any) -> Callable[[Any], str]:
     def message(value: Any) -> str:
         notebook.names["it"] = value
         with pytest.raises(VariableNotSent) as caught:
-            plan("it", NameTable(notebook.names), (0,))
+            plan("it", NameTable(notebook.names), (0,)).shipment()
         assert caught.value.name == "it"
         return str(caught.value)
 
@@ -131,7 +131,7 @@ def test_an_error_of_a_users_class(error: Exception, refuse: Callable[..., str])
     assert f"({type(error).__name__}" in said
     assert "__reduce__" in said
     with pytest.raises(VariableNotSent) as caught:
-        _pickled_call({}, print, (), {"file": value})
+        _names_of_call({}, print, (), {"file": value})
     assert "`file.parts[1]`" in str(caught.value)
     assert "(OwnError: not me)" in refuse(_Unlistable())
 
@@ -197,9 +197,9 @@ def test_too_little_memory_is_no_value_to_blame(notebook: Any, monkeypatch: Any)
     monkeypatch.setattr("nbdist.values.pickling.ASKED_FROM", 1)
     notebook.names["it"] = [1]
     with pytest.raises(NotEnoughMemory):
-        plan("it", NameTable(notebook.names), (0,))
+        plan("it", NameTable(notebook.names), (0,)).shipment()
     with pytest.raises(NotEnoughMemory):
-        _pickled_call({}, print, ([1],), {})
+        _names_of_call({}, print, ([1],), {})
 
 
 @pytest.mark.world

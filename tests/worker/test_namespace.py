@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from nbdist.values.linked import write
+from nbdist.values.links import Links
 from nbdist.values.payload import (
     INLINE_LIMIT,
     MODULE,
@@ -26,6 +28,7 @@ from nbdist.values.payload import (
     refs_in,
 )
 from nbdist.values.pickling import pickle, unpickle
+from nbdist.wire.work import Task
 from nbdist.worker.namespace import Context, Namespace, VariableError
 
 
@@ -39,11 +42,21 @@ def namespace(names: dict[str, Any]) -> Namespace:
     return Namespace(names)
 
 
-def packed(value: Any) -> Payload:
-    """As the notebook packs it; small."""
-    payload, segment = pack_frames(pickle(value, {}).frames)
+def message(**values: Any) -> Payload:
+    """Return values as the notebook sends them; small."""
+    payload, segment = pack_frames(write(values, [], Links(), {}, (), {}).frames)
     assert segment is None
     return payload
+
+
+def task(**fields: Any) -> Task:
+    """Return a task for rank 0."""
+    return Task("t", (0,), **fields)
+
+
+def plain(value: Any) -> Payload:
+    """Return a value that is pickled alone."""
+    return pack_frames(pickle(value, {}).frames)[0]
 
 
 class Undone:
@@ -68,25 +81,69 @@ def test_what_kinds_the_names_are(names: dict[str, Any], namespace: Namespace) -
 
 
 def test_names_that_come_along(names: dict[str, Any], namespace: Namespace) -> None:
-    """They take the place of what was there, but for those that are to stay; the rest stays."""
+    """They take the place of what was there; other ranks' are not even opened; the rest stays."""
     namespace.start_with({"size": 4, "x": 1})
-    namespace.receive(packed({"x": [2], "y": 3}))
-    namespace.receive(None)
+    assert namespace.receive(task(names={0: message(x=[2], y=3)}), 0) == []
+    namespace.receive(task(), 0)
+    namespace.receive(task(names={1: Payload((b"not for this one",))}), 0)
     assert names == {"rank": 0, "_": 5, "size": 4, "x": [2], "y": 3}
-    namespace.receive(packed({"x": 5, "z": 3}), ["x", "z"])
-    assert (names["x"], names["z"]) == ([2], 3)
+    namespace.receive(task(plain=plain({"x": 5, "z": 3})), 0)
+    assert (names["x"], names["y"], names["z"]) == (5, 3, 3)
+
+
+def test_names_that_the_notebook_has_deleted(names: dict[str, Any], namespace: Namespace) -> None:
+    """They are deleted here too, unless they are something else by now."""
+    namespace.receive(task(names={0: message(x=[2], y=3, z=[1])}), 0)
+    names["z"] = [1]
+    gone = namespace.receive(task(deleted={0: ("x", "y", "z", "never")}), 0)
+    assert (gone, names) == (["x", "y"], {"rank": 0, "_": 5, "z": [1]})
 
 
 def test_names_that_cannot_be_rebuilt(names: dict[str, Any], namespace: Namespace) -> None:
     """It is told in a line, and none of them is bound."""
-    before, undone = {**names}, packed({"a": 1, "b": Undone()})
-    for payload, said in (
-        (Payload((b"garbage",)), "UnpicklingError"),
-        (undone, "ValueError: invalid literal"),
+    before, undone = {**names}, message(a=1, b=Undone())
+    for given, said in (
+        ({"plain": Payload((b"garbage",))}, "a variable .*: UnpicklingError"),
+        ({"plain": plain({"b": Undone()})}, "a variable .*: ValueError: invalid literal"),
+        ({"names": {0: Payload((b"garbage",))}}, "a variable .*: UnpicklingError"),
+        ({"names": {0: undone}}, "`b` .*: ValueError: invalid literal"),
     ):
-        with pytest.raises(VariableError, match=f"could not be rebuilt in the worker: .*{said}"):
-            namespace.receive(payload)
+        said = said.replace(".*", "(that the cell uses )?could not be rebuilt in the worker")
+        with pytest.raises(VariableError, match=said):
+            namespace.receive(task(**given), 0)
     assert names == before
+
+
+def test_an_object_that_this_rank_has_dropped(names: dict[str, Any], namespace: Namespace) -> None:
+    """Nothing is bound, and the notebook sends the object again with the next cell."""
+    links, x = Links(), [1]
+    key = links.add(x, "list").key
+    frames = write({"y": 1, "x": [x]}, [], links, {}, {key}, {}).frames
+    before = {**names}
+    with pytest.raises(VariableError, match="has dropped an object that the cell uses; run the"):
+        namespace.receive(task(names={0: pack_frames(frames)[0]}), 0)
+    assert names == before
+
+
+class Unchangeable:
+    """Cannot be changed."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise LookupError(name)
+
+    def __setstate__(self, state: Any) -> None:
+        raise LookupError("no")
+
+
+def test_a_change_that_cannot_be_made(names: dict[str, Any], namespace: Namespace) -> None:
+    """The error is one line, and no variable is bound."""
+    names["x"] = value = Unchangeable()
+    namespace.counterparts.links.add(value, "opaque", 7)
+    update = 7, "opaque", ({"a": 1}, None, None, None)
+    frames = write({"y": 1}, [update], Links(), {}, {7}, {}).frames
+    with pytest.raises(VariableError, match="could not be made in the worker: LookupError: no"):
+        namespace.receive(task(names={0: pack_frames(frames)[0]}), 0)
+    assert "y" not in names
 
 
 def test_the_number_of_ranks_changes(names: dict[str, Any], namespace: Namespace) -> None:
@@ -231,7 +288,7 @@ def test_values_of_expressions(names: dict[str, Any], namespace: Namespace) -> N
     for _ in range(2):
         namespace.release_values("a")
     assert [*map(is_lent, lent)] == [False, True, True]
-    namespace.receive(None)
+    namespace.receive(task(), 0)
     assert not any(map(is_lent, lent))
     # What an op lends within what it returns is said beside it, for whoever passes that on.
     part = namespace.lend(names["big"], "d")

@@ -1,120 +1,17 @@
-"""Tests of `nbdist.worker.received`: what was changed since it came, and what goes home."""
+"""Tests of `nbdist.worker.received`: what goes home, and last values that are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
 from nbdist.errors import UsageError, WorkerError
-from nbdist.values.payload import Segment, open_payload, pack_frames, to_end
-from nbdist.values.pickling import pickle, unpickle
+from nbdist.values.payload import Segment, to_end
 from nbdist.worker import received
-from nbdist.worker.received import Homeward, KeptValues, Received
+from nbdist.worker.received import Homeward, KeptValues
 from nbdist.world.world import World
 
 pytestmark = pytest.mark.shared_world(2)
-
-
-class Box:
-    """A user's own."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def made() -> dict[str, Any]:
-    model = torch.nn.Linear(3, 3)
-    return {
-        "model": model,
-        "adam": torch.optim.Adam(model.parameters()),
-        "tensor": torch.zeros(1000),
-        "array": np.zeros(1000),
-        "rows": [1, [2, "three"]],
-        "table": {"a": 1},
-        "box": Box([1]),
-        "n": 3,
-        "f": made,
-        "lines": (line for line in "ab"),
-    }
-
-
-def step(names: dict[str, Any]) -> None:
-    names["model"](torch.ones(3)).sum().backward()
-    names["adam"].step()
-
-
-CHANGES: list[tuple[Callable[[dict[str, Any]], Any], set[str]]] = [
-    (step, {"model", "adam"}),
-    (lambda names: names["model"].eval(), {"model"}),
-    (lambda names: names["model"].weight.data.add_(1), {"model", "adam"}),
-    (lambda names: names["tensor"].numpy().__setitem__(5, 1), {"tensor"}),
-    (lambda names: names["array"].__setitem__(5, 1), {"array"}),
-    (lambda names: names["rows"][1].append(4), {"rows"}),
-    (lambda names: setattr(names["box"], "value", 2), {"box"}),
-    (lambda names: names.update(table={"a": 1}, n=4), {"table"}),
-    (lambda names: names.update(rows=5), {"rows"}),
-    (lambda names: names.pop("rows"), set()),
-    (lambda names: next(names["lines"]), set()),
-    (lambda names: (names["table"].update(a=2), names["table"].update(a=1)), set()),
-]
-
-
-def test_what_has_been_changed() -> None:
-    """Whatever it is; not what cannot be looked at, nor what looks as it did."""
-    for change, found in CHANGES:
-        names = made()
-        known = Received(names)
-        known.note(names)
-        change(names)
-        assert known.changed([*made(), "unknown"]) == found
-        known.note(names)
-        assert known.changed(names) == set()
-        assert "array" in known._known
-
-
-BIG_CHANGES: list[tuple[Callable[[Any, Any], Any], set[str]]] = [
-    (lambda x, y: x.sum() + y.sum(), set()),
-    (lambda x, y: x.view(-1)[300_000:300_001].fill_(1.0), {"x"}),
-    (lambda x, y: x.view(-1)[-1:].fill_(1.0), {"x"}),
-    (lambda x, y: y.__setitem__(0, 1), {"y"}),
-    (lambda x, y: setattr(x, "data", x.data.clone()), {"x"}),
-]
-
-
-def test_big_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not read when they come; one element that is written to is noticed all the same."""
-    read: list[int] = []
-    digest = received.digest_of
-
-    def digest_of(view: Any) -> bytes:
-        read.append(memoryview(view).nbytes)
-        return digest(view)
-
-    monkeypatch.setattr(received, "READ_MOST", 1 << 20)
-    monkeypatch.setattr(received, "digest_of", digest_of)
-    values = {"x": torch.zeros(1000, 1000), "y": np.zeros(1_000_000)}
-    for change, found in BIG_CHANGES:
-        payload, segment = pack_frames(pickle(values, {}).frames)
-        assert segment is not None
-        with segment:
-            names = unpickle(open_payload(payload))
-            known = Received(names)
-            read.clear()
-            known.note(names)
-            assert sum(read) < 1 << 18
-            change(names["x"], names["y"])
-            assert known.changed(names) == found
-    # Of memory of this process's own there is nothing to see: it is read.
-    own = {"x": torch.zeros(1_000_000)}
-    known = Received(own)
-    known.note(own)
-    assert known.changed(own) == set()
-    own["x"][7] = 1
-    assert known.changed(own) == {"x"}
 
 
 # --- models and tensors of several ranks, gathered --------------------------------------

@@ -8,7 +8,9 @@ import pytest
 
 from nbdist.output.events import Done
 from nbdist.values.payload import Identity
+from nbdist.values.states import State
 from nbdist.world.names import NameTable, Sent, list_names
+from nbdist.world.sent_objects import NOTHING_SENT, Parcel
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def table() -> NameTable:
 
 def bind(table: NameTable, rank: int, *names: str, **imported: str) -> None:
     """A cell binds names on this rank; some of them it imports."""
-    table.finished(rank, Done("ok", 0.0, frozenset({*names, *imported}), imported), {})
+    table.finished(rank, Done("ok", 0.0, frozenset({*names, *imported}), imported), NOTHING_SENT)
 
 
 def ship(
@@ -32,19 +34,19 @@ def ship(
     records = {name: Sent(version, Identity(table.namespace[name]), **more) for name in names}
     table.sent(records)
     for rank in ranks:
-        table.finished(rank, Done("ok", 0.0), records)
+        table.finished(rank, Done("ok", 0.0), Parcel(records))
 
 
 def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
     """On the ranks that it has reached; of an older version nobody has it; it is not lost."""
     table.sent({"x": Sent(1, Identity(1))})
-    table.finished(0, Done("error", 0.0), {})  # it could not be rebuilt there
+    table.finished(0, Done("error", 0.0), NOTHING_SENT)  # it could not be rebuilt there
     assert table.owners() == {}
     ship(table, "x", "model")
     assert table.owners() == {name: ("notebook", {0, 1}) for name in ("x", "model")}
     ship(table, "x", version=2, ranks=(0,))
     assert table.ranks_that_have("x") == table.ranks_that_have("x", 2) == {0}
-    assert table.ranks_that_have("x", 1) == set()
+    assert table.ranks_that_have("x", 1) == {1}
     assert table.ranks_that_have("model", 1) == {0, 1}
     ship(table, "x", version=3, ranks=(1,))
     assert (last := table.record("x")) is not None
@@ -58,19 +60,6 @@ def test_what_is_shipped_is_the_notebooks(table: NameTable) -> None:
     assert table.lacking([1]) == ""
 
 
-def test_what_may_share_objects(table: NameTable) -> None:
-    """Names of the notebook that a rank has as they are there now, if their values can."""
-    names = ("model", "net", "f", "x", "gone")
-    table.namespace.update(net=[2], f=[3], gone=[4])
-    ship(table, *names, holds_objects=True)
-    ship(table, "x")
-    bind(table, 0, "net")
-    table.namespace["f"] = []
-    table.bound_in_notebook(["f"])
-    del table.namespace["gone"]
-    assert table.holding_objects() == ["model"]
-
-
 def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
     """Not that of others which did not come to it: `if rank == 0: ...`; nor once deleted."""
     ship(table, "x", "model")
@@ -79,7 +68,7 @@ def test_what_a_rank_has_bound_is_its_own(table: NameTable) -> None:
     assert (table.ranks_that_own("x"), table.ranks_that_have("x")) == ({0}, {1})
     assert table.owners()["x"] == ("workers", {0})
     assert (table.bound(0), table.bound(1)) == (["x"], [])
-    table.finished(0, Done("ok", 0.0, gone=frozenset({"model", "x", "unknown"})), {})
+    table.finished(0, Done("ok", 0.0, gone=frozenset({"model", "x", "unknown"})), NOTHING_SENT)
     assert table.owners() == {name: ("notebook", {1}) for name in ("x", "model")}
 
 
@@ -116,20 +105,88 @@ def test_what_stays_the_workers(table: NameTable) -> None:
 
 
 def test_what_ranks_have_changed_in_place(table: NameTable) -> None:
-    """It is theirs, with those that were sent the same, until the notebook binds it again."""
-    ship(table, "model", "x")
+    """It is among what is theirs, with all that leads to it, until the notebook binds it again."""
+    states = {1: State({}), 2: State({}, (1,)), 3: State({})}
+    tokens = {"model": (..., 1), "trainer": (..., 2), "x": (..., 3)}
+    table.namespace.update(trainer=[1], x=[1])
+    records = {
+        name: Sent(1, Identity(table.namespace[name]), token=token)
+        for name, token in tokens.items()
+    }
+    table.sent(records)
+    for rank in (0, 1):
+        table.finished(rank, Done("ok", 0.0), Parcel(records, states))
     assert table.holders("model") == {0, 1}
-    table.changed_in_place({0: ["model"], 1: []})
-    assert table.owners()["model"] == ("workers", {0, 1})
-    assert table.changed_since("model") == ({0}, 1)
-    assert table.changed_names() == ["model"]
-    assert table.changed_since("x") == (frozenset(), None)
+    assert (table.changed_names(), table.theirs(0)) == ([], [])
+    table.objects.note_changed({1: frozenset({"a"})})
+    assert table.owners()["model"] == ("notebook", {0, 1})
+    assert {*table.changed_names()} == {"model", "trainer"}
+    bind(table, 0, "loss")
+    assert (table.theirs(0), table.theirs(1)) == (
+        ["loss", "model", "trainer"],
+        ["model", "trainer"],
+    )
+    table.replaced([1])
+    assert table.is_missing("model", 1)
+    table.note_lost([1])
+    assert [table.is_missing(name, 1) for name in tokens] == [True, True, False]
+    assert table.lacking([1]) == "model and trainer"
+    table.objects.overwrite([1])
+    assert table.changed_names() == []
+
+
+def test_which_object_a_rank_has(table: NameTable) -> None:
+    """An equal one is another; what was bound to another object is asked for."""
+    model = table.namespace["model"]
+    ship(table, "model", token=(..., 1))
+    assert table.ranks_that_have("model", (..., 1)) == {0, 1}
+    assert table.ranks_that_have("model", (..., 2)) == set()
+    assert not table.is_older("model", [0, 1])
+    table.namespace["model"] = [1]
+    assert table.is_older("model", [0, 1])
+    table.bound_in_notebook(["model"])
+    assert table.ranks_that_have("model") == set()
+    assert table.ranks_that_have("model", (..., 1)) == {0, 1}
+    ship(table, "model", token=(..., 2), ranks=(0,))
+    assert table.ranks_that_have("model") == {0}
+    table.namespace["model"] = model
+    assert table.ranks_that_have("model", (..., 1)) == {1}
+
+
+def test_what_ranks_have_bound_over_what_was_sent(table: NameTable) -> None:
+    """They are named as others of it; not what ranks alone have had."""
+    ship(table, "model")
+    bind(table, 0, "model", "y")
+    bind(table, 0, "model")
+    assert (table.others_of("model"), table.others_of("y")) == ({0}, set())
     table.namespace["model"] = [2]
-    assert (table.holders("model"), table.changed_names()) == (set(), [])
-    ship(table, "model", ranks=(0,))
-    ship(table, "model", version=2, ranks=(1,))
-    assert table.holders("model") == {0, 1}
-    assert table.ranks_that_have("model") == {1}
+    table.bound_in_notebook(["model"])
+    assert table.others_of("model") == set()
+
+
+def test_what_the_notebook_deletes(table: NameTable) -> None:
+    """It is deleted on the ranks that were sent it, once; not what ranks have bound."""
+    ship(table, "model", "x")
+    bind(table, 1, "model")
+    del table.namespace["model"]
+    assert table.take_deleted([0, 1]) == {}, "a cell may still be running"
+    table.bound_in_notebook(["model"])
+    assert [table.take_deleted([0, 1]) for _ in range(2)] == [{0: ("model",)}, {}]
+    # Until the rank says that it has deleted its own too.
+    assert table.owners()["model"] == ("workers", {0})
+    table.finished(0, Done("ok", 0.0, gone=frozenset({"model"})), NOTHING_SENT)
+    assert table.owners() == {"x": ("notebook", {0, 1})}
+    assert table.bound(1) == ["model"]
+
+
+def test_what_was_assigned_while_a_task_ran(table: NameTable) -> None:
+    """It is the notebook's, though the task has bound it later."""
+    since = table.sent({})
+    table.namespace["model"] = [2]
+    table.bound_in_notebook(["model"])
+    table.finished(0, Done("ok", 0.0, frozenset({"model", "x"})), NOTHING_SENT, since)
+    assert (table.ranks_that_own("model"), table.ranks_that_own("x")) == (set(), {0})
+    assert table.ranks_that_bound("model") == {0}
 
 
 def test_what_another_notebook_has_sent(table: NameTable) -> None:
@@ -139,10 +196,7 @@ def test_what_another_notebook_has_sent(table: NameTable) -> None:
     assert table.holders("y") == set()
     table.bound_in_notebook(["x"])
     assert table.holders("x") == set()
-    table.changed_in_place({0: ["model"], 1: []})
-    assert table.owners()["model"] == ("workers", {0, 1})
-    assert table.changed_since("model")[0] == {0}
-    ship(table, "x")
+    ship(table, "x", token=(..., 1))
     assert table.copy().holders("x") == {0, 1}
 
 
@@ -176,10 +230,10 @@ def test_what_a_new_rank_lacks(table: NameTable) -> None:
     assert table.lacking([1]) == "model"
     kinds = {"net": 0, "opt": 1, "weights": 2}
     names = frozenset({*kinds, "a", "b"})
-    table.finished(1, Done("ok", 0.0, names, kinds=kinds), {})
+    table.finished(1, Done("ok", 0.0, names, kinds=kinds), NOTHING_SENT)
     table.replaced([1])
     assert table.lacking([1]) == "net, opt, weights, a, b, late and 2 more"
-    table.finished(1, Done("ok", 0.0, names, kinds=kinds), {})
+    table.finished(1, Done("ok", 0.0, names, kinds=kinds), NOTHING_SENT)
     table.replaced([0], made={"a", "net"})
     assert table.lacking([0]) == "net, a, model and x"
 

@@ -17,6 +17,7 @@ from nbdist.world import past as module
 from nbdist.world.names import Sent
 from nbdist.world.past import Past, Setup
 from nbdist.world.running import Members, TaskRun
+from nbdist.world.sent_objects import Parcel
 from nbdist.world.states import Machines, Renumbering, State
 from nbdist.world.world import World
 from tests.cells import run
@@ -39,7 +40,8 @@ def ended(
 ) -> TaskRun:
     """A task that all of its ranks have finished in this way."""
     task = Task("id", ranks, work, key=key, execution_count=5)
-    running = TaskRun(task, Patience(), MEMBERS, shipped)
+    parcels = dict.fromkeys(ranks, Parcel(shipped or {}))
+    running = TaskRun(task, Patience(), MEMBERS, parcels)
     for rank in ranks:
         if status == "error":
             running.receive(rank, Failure("ValueError", "bad", (), 1))

@@ -24,6 +24,7 @@ from nbdist.wire.messages import Kill, Locate, Located
 from nbdist.world import recovery
 from nbdist.world.recovery import healing_text
 from nbdist.world.running import TaskRun
+from nbdist.world.sent_objects import NOTHING_SENT
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
 from nbdist.world.world import World
@@ -188,7 +189,7 @@ def test_it_takes_workers_that_have_nothing_to_do(world: World) -> None:
         World(2).scale(3)
     two: Any = Workers(WorldConfig(2, log_dir=""))
     assert healing_text(two, [1, 0]) == "ranks 0-1 were restarted and their variables are gone."
-    two.names.finished(1, Done("ok", 0.0, frozenset("x")), {})
+    two.names.finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
     two.names.replaced([1])
     said = "rank 1 was restarted and its variables (x) are gone; other ranks are unaffected."
     assert healing_text(two, [1]) == said

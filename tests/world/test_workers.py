@@ -21,6 +21,7 @@ from nbdist.output.events import Died, Done
 from nbdist.topology import Position
 from nbdist.wire.messages import GetStatus, Healed
 from nbdist.wire.work import Surroundings
+from nbdist.world.sent_objects import NOTHING_SENT
 from nbdist.world.spec import NotebookSurroundings, make_spec
 from nbdist.world.states import State
 from nbdist.world.workers import Workers
@@ -197,7 +198,7 @@ def connections_of(process: psutil.Process) -> list[Any]:
 def test_who_was_replaced_is_said_once() -> None:
     """With how they ended; ranks that there are no more do not count."""
     workers = Workers(WorldConfig(n=2, log_dir=""))
-    workers.names.finished(1, Done("ok", 0.0, frozenset("x")), {})
+    workers.names.finished(1, Done("ok", 0.0, frozenset("x")), NOTHING_SENT)
     workers.dead = {1: Died(-9, 0), 2: Died(-9, 0)}
     workers.take_healed(Healed({0: 1, 1: 2}, {0: "", 1: ""}, workers.spec))
     assert workers.replace_dead({"late"}) == (1,)

@@ -15,8 +15,11 @@ import pytest
 from nbdist.agent.worker_output import LOST_AFTER
 from nbdist.errors import AgentLost, BadRanks, UsageError, WorkerError, WorldNotStarted
 from nbdist.output.events import Clear, Display, Text, Update
-from nbdist.values.payload import Identity, pack_names
+from nbdist.values.linked import write
+from nbdist.values.links import Links
+from nbdist.values.payload import Identity, pack_frames
 from nbdist.world.names import Sent
+from nbdist.world.sent_objects import Parcel
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.cells import begin, follow, run, run_well
@@ -187,9 +190,12 @@ def test_names_that_come_along(world: World) -> None:
     assert session.names.owners() == {}
     no_number = type("Bad", (), {"__reduce__": lambda self: (int, ("x",))})()
     for name, value in (("bad", no_number), ("given", 1)):
-        payload, _ = pack_names({name: value}, session.namespace)
-        shipped = {name: Sent(type(value), Identity(value))}
-        session.wait(session.submit(session.task(names=payload), shipped=shipped))
+        frames = write({name: value}, [], Links(), {}, (), session.namespace).frames
+        payload, _ = pack_frames(frames)
+        ranks = range(session.size)
+        task = session.task(names=dict.fromkeys(ranks, payload))
+        parcel = Parcel({name: Sent(type(value), Identity(value))})
+        session.wait(session.submit(task, shipped=dict.fromkeys(ranks, parcel)))
     assert session.names.owners() == {"given": ("notebook", {0, 1, 2})}
 
 

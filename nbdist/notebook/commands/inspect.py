@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from html import escape
@@ -43,6 +43,7 @@ from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
 from nbdist.wire.views import GetLogs, LogTail, Stack, read_logs
 from nbdist.words import count, format_ranks, name_ranks
 from nbdist.world.hangs import Who, alike, stacks_text
+from nbdist.world.recovery import note_changes
 from nbdist.world.result import log_lines, logs_text, rows
 from nbdist.world.session import Session
 from nbdist.world.spec import default_log_dir
@@ -209,10 +210,20 @@ def _shown_of(line: Line, pool: Pool) -> Shown:
     shown = table(pool.headline, rows(workers), STATE_COLOURS)
     if not line.options.verbose:
         return shown
-    owners = pool.world.session.names.owners() if pool.world is not None else {}
+    owners: Mapping[str, tuple[str, frozenset[int]]] = {}
+    changed: list[str] = []
+    if pool.world is not None:
+        session = pool.world.session
+        if session.is_idle:
+            note_changes(session, session.everyone)
+        owners, changed = session.names.owners(), session.names.changed_names()
     lines = []
     for owner, words in (("workers", "made on the workers"), ("notebook", "sent by the notebook")):
         names = sorted(name for name, (whose, _) in owners.items() if whose == owner)
+        if owner == "notebook":
+            names = [name for name in names if name not in changed]
+            if changed:
+                lines.append(f"sent, and changed on the workers: {', '.join(sorted(changed))}")
         lines.append(f"{words}: {', '.join(names) or 'none'}")
     if pool.world is not None and pool.world.session.is_elsewhere:
         refused = line.look(pool, GetRefused()) or "none"

@@ -30,7 +30,7 @@ from nbdist.notebook.options import (
     world_options,
 )
 from nbdist.notebook.pool import Pool, Pools
-from nbdist.notebook.shipping import Shipment
+from nbdist.notebook.shipping import Plan
 from nbdist.output.events import Died
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.ops import Cleaned, Held, Memory, Peak
@@ -90,7 +90,9 @@ def _steps(line: Line) -> Steps:
     program, *words = line.words
     script = find_script(kind, program, words, local_rank=options.pass_local_rank)
     task, world = prepare(line.pool, script, line.display, options)
-    steps = attempt_steps(line.pool, world, task, lambda _: Shipment(), line.display, options)
+    steps = attempt_steps(
+        line.pool, world, task, lambda table: Plan(table, frozenset()), line.display, options
+    )
     return (yield from steps)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 
 from IPython.core.magic_arguments import argument
@@ -17,6 +17,7 @@ from nbdist.notebook.command import Line, Value, command, is_used
 from nbdist.notebook.display import Shown, block, moved
 from nbdist.notebook.options import names_in, ranks_option
 from nbdist.notebook.pool import Pool
+from nbdist.notebook.shipment import replaced_text
 from nbdist.notebook.shipping import push
 from nbdist.wire.work import Call
 from nbdist.words import aligned, count, did_you_mean, name_ranks, one_line, size_text
@@ -136,10 +137,15 @@ def dist_push(line: Line) -> None:
     _check_are_here(line, names)
     pack = partial(push, names, ranks=line.ranks)
     shipment = settled(pool, world, world.session.names, pack)
-    payload, segment = shipment.packed(line.display)
-    with segment or nullcontext():
-        take = world.task(Call("values.push", {"packed": payload}), ranks=line.ranks)
-        bind(pool, world, take, Call("values.bind_pushed"), line.display, shipment.records)
+    with shipment.packed(line.display) as packed:
+        take = world.task(Call("values.push", {"packed": packed.payloads}), ranks=line.ranks)
+        running = bind(
+            pool, world, take, Call("values.bind_pushed"), line.display, shipment.parcels
+        )
+    found = {rank: each for rank, each in running.result().by_rank.items() if each}
+    for name in names:
+        if there := {rank: each[name] for rank, each in found.items() if name in each}:
+            line.display.note(replaced_text(name, line.pool.shell.user_ns[name], there))
 
 
 def _check_are_here(line: Line, names: Sequence[str]) -> None:

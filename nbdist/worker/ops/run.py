@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from nbdist.output.events import SCRIPT_FAILED
-from nbdist.values.definitions import script_names
+from nbdist.values.child_definitions import script_names
 from nbdist.values.payload import Payload
 from nbdist.wire.views import Place
 from nbdist.wire.work import Script
@@ -253,12 +253,13 @@ READY_MODULES = ("torch", "dist")  # ready in every worker, but the caller's tak
 _left: dict[str, Any] = {}  # what earlier calls have left behind
 
 
-def call(context: Context, title: str, packed: Payload) -> Any:
+def call(context: Context, title: str, packed: Mapping[int, Payload]) -> Any:
     """Call a function, with its arguments and the names of the caller's `__main__` that it uses."""
     context.title = title
-    function, args, kwargs, names = context.namespace.open(packed)
+    arrived = context.namespace.receive_values(packed[context.rank])
+    (function, args, kwargs), names = arrived["call"], arrived["names"]
     context.at_end.enter_context(lent_names(context, names))
-    del names
+    del names, arrived  # so that all of it ends with the call, unless it is kept
     shell = context.shell
     with context.noting():
         try:

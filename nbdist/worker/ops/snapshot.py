@@ -125,6 +125,7 @@ def write(
     contents: dict[str, Any] = {"names": values, "also": also, "random": random_states()}
     contents["hooks"] = RemovableHandle.next_id
     pickled = _sketch(contents, namespace)
+    contents["keyed"] = context.namespace.counterparts.keyed(pickled.objects)
     # A pickle of tensors leaves their gradients behind.
     tensors = [met for met in pickled.objects if isinstance(met, torch.Tensor) and met.is_leaf]
     contents["grads"] = [(each, each.grad) for each in tensors if each.grad is not None]
@@ -262,11 +263,17 @@ def bind(context: Context, *, names: Sequence[str] | None, with_random: bool) ->
     found = {n: value for n, value in contents["names"].items() if names is None or n in names}
     for tensor, grad in contents["grads"]:
         tensor.grad = grad
-    for net, layout in contents["buckets"]:
-        set_bucket_layout(net, layout)
     for name, value in contents["also"].items():
         namespace.setdefault(name, value)
-    namespace.update(found)
+    # With the variables that are restored: others of the snapshot must not change what is there.
+    keyed = contents.get("keyed", [])
+    if names is not None:
+        inside = {id(each) for each in _sketch(found, namespace).objects}
+        keyed = [each for each in keyed if id(each.value) in inside]
+    instead, _ = context.namespace.counterparts.replace(found, keyed)
+    for net, layout in contents["buckets"]:
+        set_bucket_layout(instead.get(id(net), net), layout)
+    context.gained |= {*context.namespace.counterparts.register(keyed, instead)}
     context.bound |= found.keys()
     if with_random:
         set_random_states(contents["random"])

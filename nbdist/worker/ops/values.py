@@ -6,20 +6,21 @@ An op that takes values binds none; another one binds them when all ranks have t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from nbdist.errors import NotEnoughMemory
 from nbdist.values.payload import Payload
-from nbdist.values.pickling import Buffer, Pickled, pickle, unpickle
+from nbdist.values.pickling import Buffer, pickle, unpickle
+from nbdist.values.states import Parts
 from nbdist.values.unpicklable import fails_in
-from nbdist.wire.ops import Brought
+from nbdist.wire.ops import Brought, Inspected, Replaced
 from nbdist.words import did_you_mean
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.default import begin_models_anew
-from nbdist.worker.namespace import Context, VariableError
+from nbdist.worker.namespace import Context, Taken, VariableError
 from nbdist.worker.received import DEFINITIONS, Homeward
 
 
@@ -60,30 +61,40 @@ def last_value(context: Context, of: str) -> Brought:
     return context.namespace.lend_kept(of, context.task_id)
 
 
-def push(context: Context, packed: Payload) -> None:
-    """Take the values by their names, for `bind_pushed`."""
-    context.namespace.take(context.namespace.open(packed), context.task_id)
+def push(context: Context, packed: Mapping[int, Payload]) -> None:
+    """Take this rank's values by their names, for `bind_pushed`."""
+    arrived = context.namespace.read(packed[context.rank])
+    context.namespace.take(Taken(arrived.values, arrived=arrived), context.task_id)
 
 
-def bind_pushed(context: Context) -> None:
-    """Bind them; they are the notebook's."""
-    context.namespace.received.note(context.namespace.bind_taken())
+def bind_pushed(context: Context) -> Mapping[str, Replaced]:
+    """Bind them; they are the notebook's.  Return what could not be changed in place."""
+    return context.namespace.bind_taken().replaced
 
 
 def scatter(context: Context, name: str, parts: Mapping[int, Payload]) -> None:
     """Take this rank's part, for `bind_scattered`; those of others are not even opened."""
     part = context.namespace.open(parts[context.rank])
-    context.namespace.take({name: part}, context.task_id)
+    context.namespace.take(Taken({name: part}), context.task_id)
 
 
 def bind_scattered(context: Context) -> None:
     """Bind the name to the part, which is the rank's own from now on."""
-    context.bound |= context.namespace.bind_taken()
+    values = context.namespace.pop_taken().values
+    context.names.update(values)
+    context.bound |= values.keys()
 
 
-def changed(context: Context, names: Sequence[str]) -> list[str]:
-    """List those of these variables that this rank has changed since they were sent to it."""
-    return sorted(context.namespace.received.changed(names))
+def inspect(context: Context, objects: Mapping[int, Parts], names: Sequence[str] = ()) -> Inspected:
+    """Say what of these objects this rank has changed, and what it has under these names."""
+    return context.namespace.counterparts.inspect(objects, names)
+
+
+def keep(context: Context, names: Sequence[str]) -> Payload:
+    """Lend the values of these names, with the keys of their objects, for `give_back`."""
+    values = {name: eval(name, context.names) for name in names}
+    keyed = context.namespace.counterparts.keyed(_pickled(context, values).objects)
+    return context.namespace.lend((values, keyed), context.task_id)
 
 
 def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int] | None) -> None:
@@ -100,11 +111,11 @@ def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
         near = did_you_mean(missing[0], names)
         lacks = f"this rank has no `{', '.join(missing)}`; nothing was copied"
         raise VariableError(f"{lacks}.{near}" if near else lacks)
-    taken = {}
+    taken = Taken({})
     if is_wanted and not is_impossible:
-        frames = _send(names, wanted, source) if is_source else _receive(source)
+        frames = _send(context, wanted, source) if is_source else _receive(source)
         if is_source:
-            taken = {name: names[name] for name in wanted}
+            taken.values = {name: names[name] for name in wanted}
         elif wants:
             taken = _rebuilt(names, wanted, frames)
     context.namespace.take(taken, context.task_id)
@@ -112,23 +123,28 @@ def sync(context: Context, wanted: Sequence[str], source: int, to: Sequence[int]
 
 def bind_synced(context: Context, wanted: Sequence[str]) -> None:
     """Bind what was taken; at the source too the names are the workers' own now."""
-    new = context.namespace.bind_taken()
-    context.bound |= new & {*wanted}
-    if _any(bool(new)):
+    bound = context.namespace.bind_taken()
+    context.bound |= bound.names & {*wanted}
+    context.gained |= {*bound.gained}
+    if _any(bool(bound.names)):
         # Ranks that had the model have its buckets in another order than those new to it.
         begin_models_anew()
 
 
 def give_back(context: Context, packed: Payload) -> None:
     """Bind what the process before this one had."""
-    values = context.namespace.open(packed)
+    values, keyed = context.namespace.open(packed)
     context.names.update(values)
     context.bound |= values.keys()
+    context.gained |= {*context.namespace.counterparts.register(keyed, {})}
 
 
-def _send(names: dict[str, Any], wanted: Sequence[str], source: int) -> Sequence[Buffer]:
+def _send(context: Context, wanted: Sequence[str], source: int) -> Sequence[Buffer]:
+    names = context.names
     try:
-        frames = _pickled(names, wanted).frames
+        pickled = _pickled(context, {name: names[name] for name in wanted})
+        keyed = context.namespace.counterparts.keyed(pickled.objects, adds=True)
+        frames = pickle((pickled.values, keyed), names, back_to_device=True).frames
     except Exception as error:  # a user's __reduce__ can raise anything
         _broadcast_header([], source)
         raise VariableError(
@@ -145,18 +161,28 @@ def _send(names: dict[str, Any], wanted: Sequence[str], source: int) -> Sequence
     return frames
 
 
-def _pickled(names: dict[str, Any], wanted: Sequence[str]) -> Pickled:
-    """Pickle these names, and definitions that they use; data that they use has to be named."""
-    values = {name: names[name] for name in wanted}
+class _Objects(NamedTuple):
+    """Values by name, and all objects that they lead to."""
+
+    values: dict[str, Any]
+    objects: Sequence[Any]
+
+
+def _pickled(context: Context, values: dict[str, Any]) -> _Objects:
+    """Add the definitions that values use, and list all objects in them.
+
+    Data that they use has to be named.
+    """
+    names = context.names
     while True:
-        pickled = pickle(values, names, back_to_device=True)
+        pickled = pickle(values, names, sketch=True, back_to_device=True)
         more = {
             name: names[name]
             for name in pickled.needs - values.keys()
             if isinstance(names.get(name), DEFINITIONS)
         }
         if not more:
-            return pickled
+            return _Objects(values, pickled.objects)
         values |= more
 
 
@@ -170,20 +196,19 @@ def _receive(source: int) -> Sequence[Buffer]:
     return frames
 
 
-def _rebuilt(
-    names: dict[str, Any], wanted: Sequence[str], frames: Sequence[Buffer]
-) -> dict[str, Any]:
+def _rebuilt(names: dict[str, Any], wanted: Sequence[str], frames: Sequence[Buffer]) -> Taken:
     if not frames:
-        return {}  # the source says why
+        return Taken({})  # the source says why
     try:
-        values = unpickle(frames, names)
+        values, keyed = unpickle(frames, names)
     except Exception as error:  # a user's class can raise anything while it is rebuilt
         raise VariableError(
             f"`{', '.join(wanted)}` could not be rebuilt: {type(error).__name__}: {error}; "
             "nothing was copied"
         ) from error
     # What goes along only with them must not take the place of what is there.
-    return {name: value for name, value in values.items() if name in wanted or name not in names}
+    values = {name: each for name, each in values.items() if name in wanted or name not in names}
+    return Taken(values, keyed)
 
 
 # --- collectives ------------------------------------------------------------------------

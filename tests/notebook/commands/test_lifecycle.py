@@ -142,7 +142,7 @@ def test_killed_in_mid_cell(fresh: Callable[..., Notebook], name: str, tmp_path:
     assert body(second.run("%%distributed\nprint(x, world_size)"))[1::2] == ["0 2", "1 2"]
     ran = second.run("%%distributed\nprint(sent, same)").text
     assert "[1, 2] [3]" in ran, "what was sent, and changed on the ranks, is theirs too"
-    assert "sent was changed on the ranks since it was sent" in ran
+    assert "`sent` was changed on the ranks since it was sent" in ran
     assert second.run("%dist_gather step").errors == []
     assert second.value("step[0] == step[1] > 3") is True
     assert name in second.run("%dist_status").text

@@ -126,7 +126,10 @@ def test_parts_are_the_workers(two: Notebook):
     assert body(two.run("%%distributed\nprint(x)"))[1::2] == ["[1, 2]", "[3]"]
     assert two.value("x") == [1, 2, 3]
     two.run("x = 'another'")
-    assert body(two.run("%%distributed\nprint(x)"))[1:] == ["another"]
+    assert body(two.run("%%distributed\nprint(x)"))[1:] == [
+        "another",
+        "the notebook's `x` (str) replaces the ranks' `x` (list, changed)",
+    ]
     said = two.run("%dist_scatter grid --dim 1 --as column -r 1").text
     assert said == "scattered column: 3 along dimension 1, 3 to rank 1"
     assert two.run("%dist_gather column -r 1").errors == []

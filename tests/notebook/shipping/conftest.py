@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from nbdist.notebook.free_names import names_bound
-from nbdist.notebook.shipping import Shipment, plan
+from nbdist.notebook.shipping import Plan, Shipment, plan
 from nbdist.output.events import Done
 from nbdist.values.payload import pack_frames
+from nbdist.wire.ops import Inspected
 from nbdist.world.names import NameTable
+from nbdist.world.sent_objects import Parcel
 
 _here = runpy.run_path(str(Path(__file__).parents[2] / "values" / "receiver.py"))
 _Notebook = _here["Notebook"]
@@ -47,28 +49,68 @@ class House:
     def distributed(self, source: str, ranks: tuple[int, ...] = ALL) -> Any:
         """A cell on the workers; what its last line says there."""
         self.send(plan(source, self.table, ranks), ranks)
+        return self.run(source, ranks)
+
+    def run(self, source: str, ranks: tuple[int, ...] = ALL) -> Any:
+        """Run a cell on the workers with which nothing is sent; return its last line's value."""
         before = self.worker.run("{n: id(v) for n, v in globals().items() if n[0] != '_'}")
         result = self.worker.run(source)
         after = self.worker.run("{n: id(v) for n, v in globals().items() if n[0] != '_'}")
         bound = frozenset(name for name in after if before.get(name) != after[name])
+        gone, dead = frozenset(before.keys() - after.keys()), self.worker.take_dead()
         for rank in ranks:
-            self.table.finished(rank, Done("ok", 0.0, bound), {})
+            self.table.finished(rank, Done("ok", 0.0, bound, gone=gone, dead=dead), Parcel())
         return result
 
-    def send(self, shipment: Shipment, ranks: tuple[int, ...] = ALL) -> None:
+    def settled(self, found: Plan, *changed: int) -> Shipment:
+        """Ask the worker what a plan asks of ranks, and return what goes to them.
+
+        With some `changed` ranks only these answer as the worker, others have changed nothing.
+        """
+        if (question := found.question) is not None:
+            said = self.worker.inspect(dict(question.objects), question.names)
+            no = Inspected(names=said.names)
+            ranks = question.ranks
+            found.answer({r: said if r in changed or not changed else no for r in ranks})
+        return found.shipment()
+
+    def send(self, found: Plan, ranks: tuple[int, ...] = ALL, *changed: int) -> Shipment:
+        """Send what was planned; ranks with a packet of their own receive it one by one."""
+        shipment = self.settled(found, *changed)
         self.notices += [*shipment.notices, *(f"sent {each}" for each in shipment.big)]
-        if shipment.names:
-            payload, segment = pack_frames(shipment.frames)
-            self.worker.bind_payload(payload)
-            self.table.sent(shipment.records)
-            for rank in ranks:
-                self.table.finished(rank, Done("ok", 0.0), shipment.records)
+        forgotten = self.table.objects.take_forgotten(ranks)
+        deleted = self.table.take_deleted(ranks)
+        self.worker.forget([*{key for keys in forgotten.values() for key in keys}])
+        for packet in shipment.packets:
+            payload, segment = pack_frames(packet.message.frames)
+            self.worker.receive(payload)
+            self.table.sent(packet.parcel.names)
             if segment:
                 segment.close()
+        gone = self.worker.delete([*{name for names in deleted.values() for name in names}])
+        for rank in ranks:
+            done = Done("ok", 0.0, gone=frozenset(gone))
+            self.table.finished(rank, done, shipment.parcels.get(rank, Parcel()))
+        return shipment
+
+    def plan(self, source: str, ranks: tuple[int, ...] = ALL) -> Shipment:
+        """What would go with a cell once ranks were asked, without sending it."""
+        return self.settled(plan(source, self.table, ranks))
 
     def names(self, source: str, ranks: tuple[int, ...] = ALL) -> set[str]:
-        """What a cell would take along, without sending it."""
-        return set(plan(source, self.table, ranks).names)
+        """The variables that a cell would take along."""
+        return set(self.plan(source, ranks).names)
+
+    def changes(self, source: str, ranks: tuple[int, ...] = ALL) -> set[str]:
+        """The variables that lead to an object which would be changed in place for a cell."""
+        question = plan(source, self.table, ranks).question
+        keys = set() if question is None else question.objects.keys()
+        tokens = {name: self.table.record(name) for name in self.table.owners()}
+        return {
+            name
+            for name, record in tokens.items()
+            if record and keys & self.table.objects.reach(ranks[0], record.bound_to)
+        }
 
 
 @pytest.fixture

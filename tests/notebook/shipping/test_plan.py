@@ -12,7 +12,8 @@ import torch
 import torch.distributed
 
 from nbdist.errors import UsageError, VariableNotSent
-from nbdist.notebook.shipping import Shipment, plan, push
+from nbdist.notebook.shipping import Plan, Shipment, plan, push
+from nbdist.values import scan
 
 ALL = (0, 1)
 
@@ -55,18 +56,26 @@ def test_a_cell_finds_what_it_uses(case: str, house: Any) -> None:
     assert house.names(cell) == set(), "nothing has changed since"
 
 
+def is_nothing(found: Plan) -> bool:
+    """Return True if nothing goes to ranks, is said, or is asked."""
+    shipment = found.shipment()
+    assert shipment == Shipment(parcels=shipment.parcels)
+    assert not any(parcel.names or parcel.states for parcel in shipment.parcels.values())
+    return found.question is None
+
+
 def test_nothing_goes_that_is_not_used(house: Any) -> None:
     """Nor what is IPython's, as long as the user has not bound it."""
     house.cell("a, b, f = 1, 2, lambda: a")
     assert house.names("b + 1") == {"b"}
-    assert plan("x = 1\nprint(x)", house.table, ALL) == Shipment()
+    assert is_nothing(plan("x = 1\nprint(x)", house.table, ALL))
     for name in ("In", "_", "_i3", "_12", "__name__"):
         house.notebook.names[name] = [1]
         assert house.names(f"{name}[0]") == set()
     house.notebook.names["open"] = hidden = lambda: None
-    assert plan("open('x')", house.table, ALL, {"open": hidden}) == Shipment()
+    assert is_nothing(plan("open('x')", house.table, ALL, {"open": hidden}))
     house.cell("open = 5")
-    assert plan("open", house.table, ALL, {"open": hidden}).names == ("open",)
+    assert plan("open", house.table, ALL, {"open": hidden}).shipment().names == ("open",)
 
 
 def test_what_was_defined_again_goes_again(house: Any) -> None:
@@ -98,7 +107,8 @@ def test_functions_of_distributed_cells(house: Any) -> None:
     assert house.distributed(source) == (1, 1, 0, 1)
     assert house.names("f()") == set()
     house.cell("k = 2\ncfg['lr'] = 3\nunused, b = 5, 4")
-    assert house.names("pass") == {"k", "cfg", "b"}
+    assert house.names("pass") == {"k", "b"}
+    assert house.changes("pass") == {"cfg"}
     assert house.distributed("f()") == (2, 3, 0, 4)
     house.cell("big[0] = 1\nbig = [*big]")
     assert house.distributed("f()") == (2, 3, 1, 4)
@@ -110,48 +120,59 @@ def test_functions_of_distributed_cells(house: Any) -> None:
     assert house.notices == [f"`b` cannot be sent: {said}"]
 
 
-def test_a_shared_object_is_shipped_again_with_all_its_names(house: Any) -> None:
-    """What shares objects with what changed goes along, but not what the workers have bound."""
+def test_names_that_share_an_object(house: Any) -> None:
+    """Share it on the ranks too, whichever is sent when, and whatever has changed between."""
     house.cell("params = [1]\nmodel, opt = {'p': params}, [params]")
-    house.distributed("model, opt")
+    house.distributed("kept = model\nopt")
     house.cell("opt.append('state')")
+    assert house.changes("opt") == {"opt"}
     assert house.distributed("len(opt)") == 2
-    assert house.distributed("opt[0] is model['p']") is True
-    assert house.notices == ["sent `model` again: shares objects with `opt`"]
+    assert house.distributed("opt[0] is model['p'] is kept['p']") is True
     house.cell("opt = [model['p']]")  # made after `model` was sent
-    assert house.distributed("opt[0] is model['p']") is True
+    assert house.names("opt") == {"opt"}
+    assert house.distributed("opt[0] is model['p'] is kept['p']") is True
     house.distributed("model = 'workers'")
     house.cell("opt.append(3)")
     house.distributed("opt")
     assert house.distributed("model") == "workers"
+    house.cell("params.append(2)")
+    assert house.distributed("opt[0], kept['p'], opt[0] is kept['p']") == ([1, 2], [1, 2], True)
+    assert house.notices == []
 
 
 def test_names_between_others(house: Any) -> None:
-    """What is between goes along; nothing that workers made of others is lost."""
+    """Only what has changed goes; nothing that workers made of others is lost."""
     house.cell("x, y = [1], [2]\na, b, c = [x], [x, y], [y]")
     house.distributed("a, b, c")
     house.cell("a.append(3)")
-    assert house.names("a") == {"a", "b", "c"}
+    assert (house.names("a"), house.changes("a")) == (set(), {"a"})
+    assert house.distributed("a, b[0] is a[0], b[1] is c[0]") == ([[1], 3], True, True)
     house.cell("class A:\n    limits: list = []\na, b, c = A(), A(), [1]\na.x = b.x = 1")
     house.distributed("b.x = 'trained'\na.x, c")
     house.cell("a.x = 2\nc.append(2)")
-    assert house.names("a, c") == {"a", "c"}
+    assert (house.names("a, c"), house.changes("a, c")) == (set(), {"a", "c"})
     assert house.distributed("a.x, b.x, c") == (2, "trained", [1, 2])
+    house.cell("A.limits.append(1)")
+    assert house.distributed("a.limits is A.limits is b.limits, b.limits, b.x") == (
+        True,
+        [1],
+        "trained",
+    )
+    assert house.notices == []
 
 
 def test_big_values_are_announced(house: Any) -> None:
     """With size, ranks and the name that is to blame, before it is sent."""
     house.notebook.names["corpus"] = b"x" * 200_000_000
-    shipment = plan("len(corpus)", house.table, (0, 1, 2, 3))
+    shipment = house.plan("len(corpus)", (0, 1, 2, 3))
     assert shipment.big == ("corpus (191 MiB) to 4 ranks",)
     house.cell(
         "def make():\n    corpus = bytes(70_000_000)\n"
         "    def batches(): return len(corpus)\n    return batches\nbatches = make()"
     )
-    shipment = plan("batches()", house.table, ALL)
+    shipment = house.send(plan("batches()", house.table, ALL))
     said = "batches (66.8 MiB, most of it in batches.<closure>.corpus) to 2 ranks"
     assert shipment.big == (said,)
-    house.send(shipment)
     assert house.distributed("batches()") == 70_000_000
 
 
@@ -173,36 +194,32 @@ CHANGES = {
 
 
 def test_one_element_of_a_big_value(house: Any) -> None:
-    """Changed in place it goes again, whatever it is and whatever holds it; others stay."""
+    """Changed in place it is changed on ranks, whatever it is in; others are not sent."""
     house.cell(BIG)
     house.distributed("array, held, inside, uses\nNone")
     for name, change in CHANGES.items():
-        assert house.names(", ".join(CHANGES)) == set()
+        assert house.changes(", ".join(CHANGES)) == set()
         house.cell(change)
-        assert house.names(", ".join(CHANGES)) == {name}
+        assert house.changes(", ".join(CHANGES)) == {name}
         house.distributed(name + "\nNone")
+    assert house.names(", ".join(CHANGES)) == set()
     assert house.distributed("float(array.sum() + held.tensor.sum())") == 2
     assert house.distributed("inside['raw'][67_777_777], float(uses().sum())") == (1, 1)
     assert not any("unchanged" in notice for notice in house.notices)
 
 
 def test_what_is_not_compared_as_a_whole(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above some GB samples are, of very many objects nothing is, and a line says so once."""
-    monkeypatch.setattr("nbdist.values.pickling.WHOLE_LIMIT", 1 << 20)
-    monkeypatch.setattr("nbdist.notebook.shipping.PICKLE_LIMIT", 1 << 20)
+    """Above some GB samples are; of very many objects all are."""
+    monkeypatch.setattr(scan, "QUICK_BYTES", 1 << 20)
+    monkeypatch.setattr(scan, "WHOLE_LIMIT", 1 << 20)
     house.cell("import numpy as np\nbig = np.zeros(1_000_000)\nmany = [*range(1_000_000)]")
     house.distributed("len(big) + len(many)")
-    assert house.notices == []
     house.cell("big[777] = 1; many[777] = 1")
     for _ in range(2):
-        assert house.distributed("float(big[777]), many[777]") == (0, 777)
-    assert house.notices == [
-        f"`{name}` was taken for unchanged: it is too big to be compared as a whole; "
-        f"`%dist_push {name}` sends it"
-        for name in ("big", "many")
-    ]
+        assert house.distributed("float(big[777]), many[777]") == (0, 1)
     house.cell("big += 1; many.append(1)")
-    assert house.names("big, many") == {"big", "many"}
+    assert house.changes("big, many") == {"big", "many"}
+    assert house.distributed("float(big[777]), len(many)") == (2, 1_000_001)
     house.cell("big = np.zeros(1_000_000)")
     assert house.names("big") == {"big"}
 

@@ -8,141 +8,182 @@ import numpy
 import pytest
 import torch
 
-from nbdist.errors import UsageError
 from nbdist.notebook.free_names import Gathered, assigned_in
-from nbdist.notebook.shipping import Shipment, atomic_version, plan, push
-from nbdist.values import pickling
-from nbdist.values.pickling import content_version, is_compared_whole, pickle
+from nbdist.notebook.shipping import atomic_version, plan, push, version_now
+from nbdist.values import scan
+from nbdist.world.names import NameTable
 
 
 def test_contents_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also deep inside, in buffers, and of other types; what is too big is sampled."""
     assert len({atomic_version(value) for value in (1, True, 1.0, 1 + 0j, "1", b"1")}) == 6
-    assert _version([[1], "x" * 99]) == _version([[1], "x" * 99])
-    assert _version([[1]]) != _version([[2]])
-    big = numpy.zeros(1 << 20, dtype="uint8")
-    before = _version(big)
-    assert _version(big.copy()) == before
-    big[12345] = 1
-    assert _version(big) != before
-    monkeypatch.setattr(pickling, "WHOLE_LIMIT", 1 << 20)
-    big, tensor = numpy.zeros((1 << 20) + 1, dtype="uint8"), torch.zeros(1 << 19)
-    assert not is_compared_whole(pickle(big, {}))
-    before, of_tensor = _version(big), _version(tensor)
-    assert _version(big[:-1]) != before
-    big[0] = 1
-    assert _version(big) != before
-    tensor[-1] = 1
-    assert _version(tensor) != of_tensor
-
-
-def _version(value: Any) -> bytes:
-    return content_version(pickle(value, {}))
+    names: dict[str, Any] = {"deep": [[1], "x" * 99], "big": numpy.zeros(1 << 20, dtype="uint8")}
+    table = NameTable(names)
+    before = {name: version_now(name, table) for name in names}
+    assert {name: version_now(name, table) for name in names} == before
+    names["deep"][0].append(2)
+    names["big"][12345] = 1
+    assert all(version_now(name, table) != before[name] for name in names)
+    names["deep"][0].pop()
+    names["big"][12345] = 0
+    assert {name: version_now(name, table) for name in names} == before
+    monkeypatch.setattr(scan, "QUICK_BYTES", 1 << 19)
+    monkeypatch.setattr(scan, "WHOLE_LIMIT", 1 << 20)
+    names.update(big=numpy.zeros((1 << 20) + 1, dtype="uint8"), tensor=torch.zeros(1 << 19))
+    before = {name: version_now(name, table) for name in names}
+    names["big"][0] = 1
+    names["tensor"][0] = 1
+    assert {n for n in names if version_now(n, table) != before[n]} == {"big", "tensor"}
 
 
 ALL = (0, 1)
+KEPT = (
+    "`{}` was changed on the ranks since it was sent, and in the notebook: the ranks keep theirs. "
+    "`%dist_push {name}` sends the notebook's, `%dist_gather {name} --as {name}_ranks` brings "
+    "theirs"
+)
 
 
-def planned(house: Any, source: str) -> Shipment:
-    """What a cell would take along."""
-    return plan(source, house.table, ALL)
-
-
-def changed(house: Any, *names: str, ranks: tuple[int, ...] = ALL) -> None:
-    """What the ranks would answer that were asked."""
-    house.table.changed_in_place(dict.fromkeys(ranks, names))
+def asked(house: Any, source: str, ranks: tuple[int, ...] = ALL) -> Any:
+    """Return the objects and the variables that ranks are asked about, and which ranks."""
+    question = plan(source, house.table, ranks).question
+    if question is None:
+        return None
+    found = [house.table.objects.links.find(key) for key in question.objects]
+    return found, question.names, question.ranks
 
 
 def test_ranks_are_asked_only_before_something_is_replaced(house: Any) -> None:
-    """Not where it comes for the first time, is bound again, is a definition, or is pushed."""
+    """Not where it comes for the first time, nor before a push."""
     house.cell("xs = [1]\nn = 1\nclass Net: pass\ndef f(x=[]): return Net, xs")
-    assert planned(house, "xs, n, f").replaces == {}
+    assert asked(house, "xs, n, f") is None
     house.distributed("xs, n, f() and 0")
+    assert asked(house, "xs, n, f") is None
     house.cell("xs.append(2)\nn = 2\nNet.size = f.size = 3")
-    sent = planned(house, "xs, n, f")
-    assert {*sent.names} >= {"xs", "n", "Net"}
-    assert sent.replaces == {"xs": {0, 1}}
-    assert push(["xs"], house.table, ALL).replaces == {}
+    found, names, ranks = asked(house, "xs, n, f")
+    wanted = [house.notebook.names[name] for name in ("xs", "Net", "f")]
+    assert len(found) == 3
+    assert all(any(each is other for other in found) for each in wanted)
+    assert (names, ranks) == ((), ALL)
+    assert house.names("xs, n, f") == {"n"}
+    assert push(["xs"], house.table, ALL).question is None
     house.cell("xs = xs + [3]")
-    assert planned(house, "xs").replaces == {}
+    assert asked(house, "xs")[1:] == (("xs",), ALL)
+
+
+def test_a_part_of_an_object_is_asked_for(house: Any) -> None:
+    """The part that the notebook has changed: what ranks did to others is no conflict."""
+    house.cell("cfg = {'lr': 1, 'layers': 2}")
+    house.distributed("cfg['layers'] = 'theirs'")
+    house.cell("cfg['lr'] = 3")
+    (parts,) = plan("cfg", house.table, ALL).question.objects.values()
+    assert parts == {"lr"}
+    assert house.distributed("cfg") == {"lr": 3, "layers": "theirs"}
+    assert house.notices == []
+    house.cell("cfg['layers'] = cfg['new'] = 5")
+    for _ in range(2):
+        assert house.distributed("cfg") == {"lr": 3, "layers": "theirs", "new": 5}
+    assert house.notices == [KEPT.format("cfg['layers']", name="cfg")]
 
 
 def test_what_ranks_have_changed_stays_theirs(house: Any) -> None:
-    """It is said once, with push and gather, where the notebook changed it too."""
+    """It is said, with push and gather, once for each change that the notebook makes."""
     house.cell("xs = [1]")
-    house.distributed("xs")
+    house.distributed("xs.append('theirs')")
+    assert house.distributed("xs") == [1, "theirs"]
     house.cell("xs.append(2)")
-    changed(house, "xs")
-    assert house.table.owners() == {"xs": ("workers", {0, 1})}
     for _ in range(2):
-        assert house.distributed("xs") == [1]
+        assert house.distributed("xs") == [1, "theirs"]
+    assert house.table.owners() == {"xs": ("notebook", {0, 1})}
+    assert (house.table.changed_names(), house.table.theirs(0)) == (["xs"], ["xs"])
     house.cell("xs.append(3)")
-    house.distributed("xs")
-    assert house.notices == [
-        "xs was changed on the ranks since it was sent; the notebook's change was not sent: "
-        "`%dist_push xs` sends it, `%dist_gather xs` brings theirs"
-    ]
+    assert house.notices == [KEPT.format("xs", name="xs")]
+    assert house.distributed("xs") == [1, "theirs"]
+    assert house.notices == [KEPT.format("xs", name="xs")] * 2
+    house.send(push(["xs"], house.table, ALL))
+    assert house.table.changed_names() == []
+    assert house.distributed("xs.append(4)\nxs") == [1, 2, 3, 4]
     house.cell("xs = [5]")
     assert house.distributed("xs") == [5]
-    changed(house, "xs", ranks=(0,))
-    house.distributed("xs")
-    assert len(house.notices) == 1
-    house.cell("xs.append(2)")
-    house.distributed("xs")
-    assert house.notices[1].startswith("xs was changed on rank 0 since it was sent; the notebook's")
+    assert house.notices[2:] == [
+        "the notebook's `xs` (list) replaces the ranks' `xs` (list, changed)"
+    ]
+    house.cell("xs.append(6)")
+    assert house.distributed("xs") == [5, 6]
+    assert len(house.notices) == 3
+
+
+def test_what_belongs_to_a_replaced_object(house: Any) -> None:
+    """It is named: variables of the ranks, of which none other is sent."""
+    house.cell("net = [1]\nother = 1")
+    house.distributed("mine, wrapped = {'of': net}, [[net]]\nother")
+    house.cell("net = [2]")
+    assert house.distributed("net, mine, wrapped") == ([2], {"of": [1]}, [[[1]]])
+    assert house.notices == [
+        "the notebook's `net` (list) replaces the ranks' `net` (list); `mine` and `wrapped` on the "
+        "ranks still belong to the old one"
+    ]
+    house.run("net = 'theirs'")
+    house.cell("net = [3]")
+    assert house.distributed("net") == [3]
+    assert house.notices[1:] == [
+        "the notebook's `net` (list) replaces the ranks' `net` (str, changed)"
+    ]
 
 
 def test_a_rank_that_lacks_it(house: Any) -> None:
-    """Those that have it, or an older one, are asked, and keep it; else it goes to the others."""
+    """Ranks that have it are asked, and keep it; others get it, and a line says if it differs."""
     house.cell("xs = [1]")
     house.distributed("xs", ranks=(0,))
-    sent = planned(house, "xs")
-    assert (sent.names, sent.replaces, sent.stays) == (("xs",), {"xs": {0}}, {0: {"xs"}})
-    changed(house, "xs", ranks=(0,))
-    sent = planned(house, "xs")
-    assert (sent.names, sent.notices) == (
-        (),
-        (
-            "xs was changed on rank 0 since it was sent; rank 1 does not have it: `%dist_sync xs "
-            "--from 0` copies it, `%dist_push xs` sends the notebook's",
-        ),
+    (packet,) = house.plan("xs").packets
+    assert (packet.names, packet.ranks) == (("xs",), (1,))
+    assert asked(house, "xs") == ([[1]], (), (0,))
+    house.run("xs.append('theirs')", ranks=(0,))
+    sent = house.settled(plan("xs", house.table, ALL), 0)
+    assert [(each.names, each.ranks) for each in sent.packets] == [(("xs",), (1,))]
+    assert sent.notices == (
+        "`xs` was changed on rank 0 since it was sent; rank 1 gets the notebook's: "
+        "`%dist_sync xs --from 0 -r 1` copies theirs",
     )
-    house.cell("ys = [1]")
-    house.distributed("ys")
-    house.cell("ys.append(2)")
-    house.distributed("ys", ranks=(0,))
-    sent = planned(house, "ys")
-    assert (sent.replaces, sent.stays) == ({"ys": {0, 1}}, {0: {"ys"}})
+
+
+def test_a_new_rank_does_not_get_the_old_one(house: Any) -> None:
+    """Of what others have changed it gets neither; a line has both remedies."""
+    house.cell("xs = [1]")
+    house.distributed("xs.append('theirs')")
+    house.cell("xs.append(2)")
+    house.distributed("xs")
+    house.table.replaced([1])
+    house.table.note_lost([1])
+    sent = house.settled(plan("xs", house.table, ALL), 0)
+    assert sent.packets == ()
+    assert sent.notices == (
+        "`xs` was changed on rank 0 since it was sent; rank 1 does not have it: "
+        "`%dist_sync xs --from 0` copies it, `%dist_push xs` sends the notebook's",
+    )
+    pushed = push(["xs"], house.table, ALL).shipment()
+    assert [(each.names, each.ranks) for each in pushed.packets] == [
+        (("xs",), (0,)),
+        (("xs",), (1,)),
+    ]
 
 
 def test_what_shares_objects_with_it(house: Any) -> None:
-    """It is not sent with a copy of its own, nor takes theirs along; push wants both named."""
+    """It refers to the ranks' own, changed or not; a push changes all that it leads to."""
     house.cell("inner = [1]\nouter = [inner]")
-    house.distributed("inner, outer")
+    house.distributed("kept = inner\ninner.append('theirs')\nouter")
     house.cell("outer.append(2)")
-    sent = planned(house, "outer")
-    assert sent.replaces == {"outer": {0, 1}, "inner": {0, 1}}
-    changed(house, "inner")
+    assert house.distributed("outer, outer[0] is kept") == ([[1, "theirs"], 2], True)
     house.cell("other = {'of': inner}")
-    for _ in range(2):
-        house.send(plan("outer, other", house.table, ALL))
-        assert house.names("outer, other") == set()
-    done = "inner was changed on the ranks since it was sent"
-    assert sorted(house.notices) == [
-        f"{done}; `{name}` shares objects with it and was not sent: "
-        f"`%dist_push {name} inner` sends them"
-        for name in ("other", "outer")
-    ]
-    with pytest.raises(UsageError, match=r"`%dist_push outer`: inner was .* `%dist_push outer inn"):
-        push(["outer"], house.table, ALL)
+    assert house.names("outer, other") == {"other"}
+    assert house.distributed("other['of'] is inner is kept, inner") == (True, [1, "theirs"])
+    assert house.notices == []
     house.cell("inner.append(3)")
-    house.distributed("inner")
-    assert "`%dist_push inner` sends it" in house.notices[-1]
-    changed(house, "outer")
-    pushed = push(["outer", "inner"], house.table, ALL)
-    assert {*pushed.names} == {"outer", "inner"}
-    house.send(pushed)
-    assert house.distributed("outer[0] is inner, outer, inner") == (True, [[1, 3], 2], [1, 3])
+    assert house.distributed("inner") == [1, "theirs"]
+    assert house.notices == [KEPT.format("inner", name="inner")]
+    pushed = house.send(push(["outer"], house.table, ALL))
+    assert pushed.names == ("outer",)
+    assert house.distributed("outer[0] is inner is kept, outer") == (True, [[1, 3], 2])
 
 
 def test_until_the_notebook_binds_the_name_itself() -> None:
@@ -183,11 +224,12 @@ def test_is_sent_by_push_alone(house: Any) -> None:
     gathered = Gathered(house.notebook.names)
     gathered.add(["acc"])
     house.table.gathered("acc")
-    first = plan("acc + f()", house.table, ALL, None, gathered)
+    first = plan("acc + f()", house.table, ALL, None, gathered).shipment()
     said = "`acc` was gathered: the cell uses the ranks' own"
     assert (first.names, first.notices) == ((), (said,))
-    assert plan("acc", house.table, ALL, None, gathered) == Shipment(), "it is said once"
+    again = plan("acc", house.table, ALL, None, gathered).shipment()
+    assert (again.names, again.notices) == ((), ()), "it is said once"
     house.cell("alias = acc")
-    sent = plan("alias", house.table, ALL, None, gathered)
-    pushed = push(["acc"], house.table, ALL)
+    sent = plan("alias", house.table, ALL, None, gathered).shipment()
+    pushed = push(["acc"], house.table, ALL).shipment()
     assert [each.names for each in (sent, pushed)] == [("alias",), ("acc",)]

@@ -14,8 +14,9 @@ from IPython.core.events import EventManager, available_events
 from nbdist.config import Patience
 from nbdist.errors import WorkerDied, WorkerError
 from nbdist.output.ansi import strip
+from nbdist.values.linked import write
+from nbdist.values.links import Links
 from nbdist.values.payload import Payload, pack_frames
-from nbdist.values.pickling import pickle
 from nbdist.worker.namespace import Context, Namespace, VariableError
 from nbdist.worker.ops.run import call, lent_names
 from nbdist.world.calling import find_script
@@ -268,16 +269,19 @@ class Shell:
 @pytest.fixture
 def context() -> Context:
     shell = Shell()
-    return Context(shell, Namespace(shell.user_ns))
+    namespace = Namespace(shell.user_ns)
+    namespace.ready["rank"] = 0
+    return Context(shell, namespace)
 
 
-def packed(source: str, *args: Any, **names: Any) -> Payload:
+def packed(source: str, *args: Any, **names: Any) -> dict[int, Payload]:
     """`f` of this source, its arguments, and names of the caller that it uses."""
     main: dict[str, Any] = {"__name__": "__main__"}
     exec(source, main)
-    payload, segment = pack_frames(pickle((main["f"], args, {}, names), main).frames)
+    values = {"call": (main["f"], args, {}), "names": names}
+    payload, segment = pack_frames(write(values, [], Links(), {}, (), main).frames)
     assert segment is None
-    return payload
+    return {0: payload}
 
 
 def test_names_are_lent(context: Context) -> None:
@@ -345,7 +349,7 @@ def test_a_call_that_is_ended(context: Context, stop: type[BaseException]) -> No
     """It is shown as a cell's end would be, and raised; where it cannot be rebuilt nothing runs."""
     before = {**context.names}
     with pytest.raises(VariableError):
-        call(context, "f", Payload((b"garbage",)))
+        call(context, "f", {0: Payload((b"garbage",))})
     assert (context.names, context.title, context.shell.ends) == (before, "f", 0)
     with pytest.raises(stop):
         call(context, "f", packed(f"def f(): raise {stop.__name__}(3)", other=1))

@@ -11,11 +11,23 @@ import pytest
 import torch
 
 from nbdist.errors import UsageError, WorkerError
+from nbdist.notebook.shipping import plan
+from nbdist.notebook.shipping import push as push_of
+from nbdist.output.events import Done
 from nbdist.values.payload import INLINE_LIMIT, Payload, open_payload, pack_frames
 from nbdist.values.pickling import pickle, unpickle
-from nbdist.wire.ops import Brought
+from nbdist.wire.ops import Brought, Inspected, Replaced
+from nbdist.wire.work import Task
 from nbdist.worker.namespace import Context, Namespace
-from nbdist.worker.ops.values import bind_pushed, bind_scattered, changed, gather, push, scatter
+from nbdist.worker.ops.values import (
+    bind_pushed,
+    bind_scattered,
+    gather,
+    inspect,
+    push,
+    scatter,
+)
+from nbdist.world.names import NameTable
 from nbdist.world.world import World
 from tests.bench.watch import watched
 
@@ -58,18 +70,43 @@ def test_what_has_no_value(context: Context):
         assert gather(context, ("x", expression)) == said
 
 
+class Sender:
+    """A notebook that has sent objects to one rank."""
+
+    def __init__(self) -> None:
+        self.table = NameTable({})
+
+    def packed(self, *pushed: str, **values: Any) -> Payload:
+        """Return what a cell, or a push of these variables, takes along."""
+        self.table.namespace.update(values)
+        self.table.bound_in_notebook(values)
+        cell = ", ".join(values)
+        found = push_of(pushed, self.table, (0,)) if pushed else plan(cell, self.table, (0,))
+        shipment = found.shipment()
+        self.table.finished(0, Done("ok", 0.0), shipment.parcels[0])
+        (packet,) = shipment.packets
+        return pack_frames(packet.message.frames)[0]
+
+
 def test_what_is_pushed():
     """Is bound when that is asked for; what was scattered is this rank's part, and its own."""
     names: dict[str, Any] = {"x": "as it was"}
     namespace = Namespace(names)
     namespace.start_with({"rank": 1})
     names["rank"] = 0
-    context = Context(SimpleNamespace(user_ns=names), namespace)
-    packed, _ = pack_frames(pickle({"x": 1, "y": 2}, {}).frames)
-    push(context, packed)
+    context, sender = Context(SimpleNamespace(user_ns=names), namespace), Sender()
+    packed = sender.packed("x", "y", x=1, y=[2])
+    push(context, {0: Payload((b"not for this one",)), 1: packed})
     assert names == {"rank": 0, "x": "as it was"}
+    assert bind_pushed(context) == {}
+    assert names == {"rank": 0, "x": 1, "y": [2]}
+    y = names["y"]
+    y.append("theirs")
+    push(context, {1: sender.packed("y")})
     bind_pushed(context)
-    assert names == {"rank": 0, "x": 1, "y": 2}
+    assert names["y"] is y
+    assert y == [2], "the push has changed it in place"
+    assert not namespace.counterparts.is_changed("y")
     mine, _ = pack_frames(pickle([3, 4], {}).frames)
     scatter(context, "x", {0: Payload((b"not for this one",)), 1: mine})
     assert (names["x"], context.bound) == (1, set())
@@ -78,20 +115,28 @@ def test_what_is_pushed():
 
 
 def test_what_was_changed():
-    """Whether it came with a task or was pushed; what stays on a rank is not bound again."""
+    """Whether it came with a task or was pushed; what ranks have bound themselves is changed."""
     names: dict[str, Any] = {}
-    context = Context(SimpleNamespace(user_ns=names), Namespace(names))
-    packed, _ = pack_frames(pickle({"x": [1], "y": [2]}, {}).frames)
-    context.namespace.receive(packed)
-    assert changed(context, ("x", "y")) == []
+    context, sender = Context(SimpleNamespace(user_ns=names), Namespace(names)), Sender()
+    context.namespace.start_with({"rank": 0})
+    packed = sender.packed(x=[1], y=[2])
+    context.namespace.receive(Task("t", (0,), names={0: packed}), 0)
+    objects = dict.fromkeys(entry.key for entry in sender.table.objects.links.entries())
+    assert inspect(context, objects, ("x", "never")) == Inspected(
+        {}, {"x": Replaced("list", is_changed=False)}
+    )
     names["y"].append(3)
-    assert changed(context, ("x", "y")) == ["y"]
-    context.namespace.receive(packed, {"y", "z"})
-    assert names == {"x": [1], "y": [2, 3]}
-    assert changed(context, ("x", "y")) == ["y"]
-    push(context, packed)
+    names["both"] = [names["y"]]
+    key = sender.table.objects.links.key_of(sender.table.namespace["y"])
+    assert inspect(context, objects, ("y",)) == Inspected(
+        {key: None}, {"y": Replaced("list", is_changed=True, others=("both",))}
+    )
+    push(context, {0: sender.packed("x", "y")})
     bind_pushed(context)
-    assert changed(context, ("x", "y")) == []
+    assert inspect(context, objects).changed == {}
+    assert names["both"][0] is names["y"]
+    names["y"] = [2]
+    assert inspect(context, objects, ("y",)).names["y"].is_changed
 
 
 # --- copied through the group -----------------------------------------------------------

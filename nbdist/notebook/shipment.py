@@ -1,0 +1,132 @@
+"""Variables and changes on their way to ranks with a cell, and the lines that say so.
+
+`nbdist.notebook.shipping` makes shipments; `nbdist.notebook.cells` packs and sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbdist.notebook.display import CellDisplay, moved
+from nbdist.values.linked import Message
+from nbdist.values.payload import Payload, Segment, packing, size_of
+from nbdist.values.states import CLASS, Parts
+from nbdist.wire.ops import Replaced
+from nbdist.world.names import list_names
+from nbdist.world.sent_objects import Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A message for a group of ranks: variables to bind, and changes of objects."""
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    message: Message
+    parcel: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """The packets that go to ranks with a cell, and the lines to show; there may be no packet.
+
+    `notices` are lines for the user, to be shown before it is sent; `big` are others, on what is
+    large of it: they follow "sending", or "sent".  `parcels` say by rank what it has afterwards.
+    The frames of packets show the values' own memory: pack them before these change.  `setup` is a
+    packet for new workers, which have nothing.
+    """
+
+    notices: tuple[str, ...] = ()
+    packets: tuple[Packet, ...] = ()
+    parcels: Mapping[int, Parcel] = field(default_factory=dict)
+    setup: Packet | None = None
+    big: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The variables that a rank is going to bind."""
+        return (*dict.fromkeys(name for packet in self.packets for name in packet.names),)
+
+    def packed(self, display: CellDisplay) -> Packed:
+        """Pack the packets, and show the lines.  Close the result once the ranks have them."""
+        for notice in self.notices:
+            display.note(notice)
+        packed = Packed()
+        if self.big and display.can_change:
+            display.wait_for(" · ".join(f"sending {each}" for each in self.big))
+        what = f"sending {list_names(self.names)}"
+        try:
+            for packet in [*self.packets, *filter(None, [self.setup])]:
+                frames = packet.message.frames
+                payload, segment = moved(packing(frames), size_of(frames), display, what)
+                if packet is self.setup:
+                    packed.setup = payload, segment
+                else:
+                    packed.segments += filter(None, [segment])
+                    packed.payloads |= dict.fromkeys(packet.ranks, payload)
+        except BaseException:  # Stop too
+            packed.close()
+            raise
+        for each in self.big:
+            display.note(f"sent {each}")
+        return packed
+
+
+@dataclass(slots=True)
+class Packed:
+    """Payloads by rank, and the shared memory that they are in."""
+
+    payloads: dict[int, Payload] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
+    setup: tuple[Payload | None, Segment | None] = (None, None)
+
+    def __enter__(self) -> Packed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def pop_setup(self) -> tuple[Payload | None, Segment | None]:
+        """Return the payload for new workers and its memory, which the caller closes."""
+        setup, self.setup = self.setup, (None, None)
+        return setup
+
+    def close(self) -> None:
+        """Release the shared memory; ranks that have mapped it keep it."""
+        segments, self.segments = [*self.segments, *filter(None, [self.setup[1]])], []
+        for segment in segments:
+            segment.close()
+
+
+def replaced_text(
+    name: str, value: Any, there: Mapping[int, Replaced], verb: str = "changed"
+) -> str:
+    """Write "the notebook's `m` (Net) replaces the ranks' `m` (Net, trained)"."""
+    kinds = dict.fromkeys(each.kind for each in there.values())
+    others = dict.fromkeys(other for each in there.values() for other in each.others)
+    is_changed = any(each.is_changed for each in there.values())
+    was = ", ".join([*kinds, *([verb] if is_changed else [])])
+    text = (
+        f"the notebook's `{name}` ({type(value).__qualname__}) replaces the ranks' `{name}` ({was})"
+    )
+    if others:
+        listed = list_names([f"`{each}`" for each in others])
+        verb = "belongs" if len(others) == 1 else "belong"
+        text += f"; {listed} on the ranks still {verb} to the old one"
+    return text
+
+
+HAVE_NAMED_PARTS = ("dict", "instance", "class", "function")
+"""Kinds of objects (`nbdist.values.scan`) whose parts people know by a name."""
+
+
+def path_of(name: str, root: Any, value: Any, parts: Parts) -> str:
+    """Write "cfg['lr']" or "CFG.lr" if one part of the variable's own object is meant."""
+    if value is not root or not parts or len(parts) != 1:
+        return name
+    (part,) = parts
+    if isinstance(value, dict):
+        return f"{name}[{part!r}]" if isinstance(part, str | int | float) else name
+    return f"{name}.{part.removeprefix('.')}" if isinstance(part, str) and part != CLASS else name

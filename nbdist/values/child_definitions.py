@@ -1,0 +1,97 @@
+"""Functions and classes of `__main__` between a rank and what multiprocessing starts there.
+
+In a worker: `run_worker` calls `share_definitions_with_children` once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+import uuid
+import weakref
+from multiprocessing import parent_process
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import cloudpickle.cloudpickle as by_value
+
+script_names: set[str] = set()
+"""Names that a running script binds: a spawned child imports the script, so it has them too."""
+
+_marks: weakref.WeakKeyDictionary[types.FunctionType, str] = weakref.WeakKeyDictionary()
+"""The marks of functions; classes have those that cloudpickle gives them in all processes."""
+
+_marked: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""The worker's own definitions by their marks, and those that its forked children have of it."""
+
+
+def share_definitions_with_children() -> None:
+    """Let multiprocessing children of this process use what was defined in cells, and return it.
+
+    A spawned child, such as a DataLoader's, cannot import a worker's `__main__`, so definitions
+    are pickled by value.  A forked child has them and takes its own, and so does the worker when
+    they come back: a copy would have other globals, and be another class to `isinstance`.
+    """
+    _pickle_by_value()
+    # What a script's spawned children call the script, whose `__main__` is multiprocessing's.
+    sys.modules["__mp_main__"] = sys.modules["__main__"]
+    os.register_at_fork(before=_mark_all)
+
+
+def _pickle_by_value() -> None:
+    # A class attribute of a C class: mypy takes it for a method that must not change.
+    setattr(ForkingPickler, "reducer_override", _reduce)  # noqa: B010
+
+
+def _reduce(_pickler: ForkingPickler, value: Any) -> Any:
+    if not _is_definition(value) or _is_found_by_name(value):
+        return NotImplemented
+    return _receive, (_mark(value), by_value.dumps(value))
+
+
+def _receive(mark: str, pickled: bytes) -> Any:
+    if mark not in _marked and parent_process() is None:
+        _mark_all()  # it can have been sent as a part of another definition
+    if (known := _marked.get(mark)) is not None:
+        return known
+    _pickle_by_value()  # a spawned child sends instances of it back
+    return by_value.loads(pickled)
+
+
+def _is_definition(value: Any) -> bool:
+    return isinstance(value, types.FunctionType | type) and value.__module__ == "__main__"
+
+
+def _is_found_by_name(value: Any) -> bool:
+    """Return True if the receiver has it under the name that it has here, as without nbdist."""
+    first, *others = value.__qualname__.split(".")
+    is_sent_to_parent = parent_process() is not None and get_spawning_popen() is None
+    if not is_sent_to_parent and first not in script_names:
+        return False
+    found = sys.modules["__main__"].__dict__.get(first)
+    for part in others:
+        found = getattr(found, part, None)
+    return found is value
+
+
+def _mark(value: Any) -> str:
+    if isinstance(value, type):
+        mark: str = by_value._get_or_create_tracker_id(value)
+    else:
+        mark = _marks.setdefault(value, uuid.uuid4().hex)
+    if parent_process() is None:
+        _marked[mark] = value
+    return mark
+
+
+def _mark_all(kind: type | None = None) -> None:
+    """Mark all definitions of `__main__`, or those in a class of it."""
+    names = vars(kind) if kind else sys.modules["__main__"].__dict__
+    prefix = f"{kind.__qualname__}." if kind else ""
+    for name, value in [*names.items()]:
+        if _is_definition(value) and value.__qualname__ == prefix + name:
+            _mark(value)
+            if isinstance(value, type):
+                _mark_all(value)

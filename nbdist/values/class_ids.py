@@ -1,0 +1,95 @@
+"""Ids of classes that every rank has made of the same cell: gathered, they are one class.
+
+In a worker: its kernel calls `name_classes` after each task.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import itertools
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import cloudpickle.cloudpickle as by_value
+
+from nbdist.values.definitions import Variable
+
+
+def name_classes(names: Mapping[str, Any], of: str) -> None:
+    """Give the classes that a task has bound ids that are equal on all ranks.
+
+    By its id the receiver recognises a class: objects that come from several ranks are then of
+    one class.  `of` is the task's id, `names` what it has bound.  A class that has an id, since
+    it came from the notebook or was pickled before, keeps that id.  Classes that differ from rank
+    to rank, in code or in plain values, get different ids.
+    """
+    for name, kind in _classes_in(names, ""):
+        if kind in by_value._DYNAMIC_CLASS_TRACKER_BY_CLASS:
+            continue
+        with suppress(Exception):  # attributes of a user's class can raise anything
+            contents = hashlib.blake2b(repr(_outline(kind)).encode(), digest_size=8).hexdigest()
+            by_value._lookup_class_or_track(f"{of} {name} {contents}", kind)
+
+
+def _classes_in(names: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, type]]:
+    """List classes of `__main__` and the classes inside them, each by its own name if possible."""
+    found = [
+        (prefix + name, value)
+        for name, value in sorted(names.items())
+        # Not `isinstance`: an object that stands for another can raise when it is asked.
+        if issubclass(type(value), type) and value.__module__ == "__main__"
+    ]
+    for name, kind in sorted(found, key=lambda each: each[0] != each[1].__qualname__):
+        if not prefix or kind.__qualname__ == name:
+            yield name, kind
+            yield from _classes_in(vars(kind), f"{kind.__qualname__}.")
+
+
+def _outline(kind: type) -> Any:
+    """Describe a class by its code and plain values, in words that are equal in all processes."""
+    left = _LARGEST_OUTLINE
+
+    def outline(value: Any, depth: int = 0) -> Any:
+        nonlocal left
+        left -= 1
+        what = type(value)
+        if what in _ATOMS:
+            return value[:_LARGEST_OUTLINE] if isinstance(value, str | bytes) else value
+        if left < 0 or depth > _DEEPEST_OUTLINE:
+            return what.__qualname__
+        match value:
+            case types.CodeType():
+                parts: Iterable[Any] = (value.co_code, value.co_names, value.co_consts)
+            case types.FunctionType():
+                cells = (Variable(cell).contents() for cell in value.__closure__ or ())
+                parts = (value.__code__, value.__defaults__, value.__kwdefaults__, *cells)
+            case property():
+                parts = (value.fget, value.fset, value.fdel)
+            case classmethod() | staticmethod():
+                parts = (value.__func__,)
+            case enum.Enum():
+                parts = (vars(value).get("_value_"),)
+            case type() if depth:
+                return value.__qualname__
+            case type():
+                parts = (kind.__bases__, dict(vars(kind)))
+            case dict() if what is dict:
+                parts = value.items()
+            case list() | tuple() if what in (list, tuple):
+                parts = value
+            case set() | frozenset() if what in (set, frozenset):
+                return what.__name__, sorted(repr(outline(each, depth + 1)) for each in value)
+            case _:
+                return what.__qualname__
+        some = itertools.islice(parts, max(0, left))
+        return what.__qualname__, [outline(each, depth + 1) for each in some]
+
+    return outline(kind)
+
+
+_ATOMS = {str, bytes, int, float, complex, bool, type(None), type(...)}
+_LARGEST_OUTLINE = 10_000  # values, and letters of a text
+_DEEPEST_OUTLINE = 20

@@ -1,0 +1,213 @@
+"""Copies from another rank or from a file, made into what a rank has there already.
+
+What is there keeps its identity, so that optimizers, wrappers and containers of it stay linked.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nbdist.values.states import ATOMIC
+
+_UNPAIRED = object()
+
+
+def copy_into(
+    there: Mapping[str, tuple[Any, Any]], others: Iterable[tuple[Any, Any]], *tops: Any
+) -> tuple[dict[int, Any], set[str]]:
+    """Make the first object of each pair equal to the second, in place, with all they lead to.
+
+    `there` has pairs by the name of a variable, `others` further pairs.  What the `tops` lead to is
+    what is there from then on, if it was paired.  Return by id of each second object which object
+    is in its place, and the names of which a tensor or a module has another structure than the one
+    that is there: these stay as they are, and so do variables that share a tensor with them.
+    """
+    failed, kept = set[str](), set[int]()
+    while True:
+        copying = _Copying(kept)
+        tried = {name: pair for name, pair in there.items() if name not in failed}
+        bad = {n for n, (old, new) in tried.items() if not copying.match(old, new, is_top=True)}
+        if not bad:
+            break
+        failed |= bad
+        for name in bad:
+            kept |= copying.strict_in(there[name][1])
+    for old, new in others:
+        if id(new) not in kept:
+            copying.match(old, new)
+    copying.copy(tops)
+    return copying.instead, failed
+
+
+class _Copying:
+    """Pairs two graphs of objects, then copies one into the other."""
+
+    def __init__(self, kept: set[int]) -> None:
+        self._kept = kept
+        self.instead: dict[int, Any] = {}
+        self._pairs: list[tuple[Any, Any]] = []
+        self._torch: Any = sys.modules.get("torch")
+
+    def match(self, old: Any, new: Any, *, is_top: bool = False) -> bool:
+        """Pair two objects and their parts; False if tensors or modules cannot be paired."""
+        if type(new) in ATOMIC:
+            return not is_top
+        if old is new:
+            if type(new) is not tuple:
+                self.instead[id(new)] = old
+            return True
+        if id(new) in self._kept:
+            return False
+        if id(new) in self.instead:
+            return self.instead[id(new)] is old
+        kind = type(new)
+        if type(old) is not kind:
+            return not self._is_strict(old) and not self._is_strict(new) and not is_top
+        if isinstance(new, self._torch.Tensor if self._torch else ()):
+            if _how_it_lies(old) != _how_it_lies(new):
+                return False
+            self._add(old, new)
+            return True
+        if kind in (dict, OrderedDict, defaultdict):
+            self._add(old, new)
+            return all(self.match(old[k], part) for k, part in new.items() if k in old)
+        if kind in (list, deque):
+            self._add(old, new)
+            return all(map(self.match, old, new))
+        if kind in (set, bytearray):
+            self._add(old, new)
+            return True
+        if kind is tuple:
+            if len(old) != len(new):
+                return not (is_top or self.strict_in(new) or self.strict_in(old))
+            return all(map(self.match, old, new))
+        if self._is_array(new):
+            if old.shape == new.shape and old.dtype == new.dtype and old.flags.writeable:
+                self._add(old, new)
+                return True
+            return not is_top
+        if _has_attributes(new):
+            self._add(old, new)
+            if self._is_module(new) and not _have_same_parts(old, new):
+                return False
+            own = vars(old)
+            return all(self.match(own[n], part) for n, part in vars(new).items() if n in own)
+        return not is_top
+
+    def _add(self, old: Any, new: Any) -> None:
+        self.instead[id(new)] = old
+        self._pairs.append((old, new))
+
+    def _is_array(self, value: Any) -> bool:
+        numpy = sys.modules.get("numpy")
+        return numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject
+
+    def _is_module(self, value: Any) -> bool:
+        return self._torch is not None and isinstance(value, self._torch.nn.Module)
+
+    def _is_strict(self, value: Any) -> bool:
+        return self._torch is not None and isinstance(
+            value, self._torch.Tensor | self._torch.nn.Module
+        )
+
+    def strict_in(self, value: Any) -> set[int]:
+        """Return the ids of the tensors and modules that a value leads to."""
+        found, seen, waiting = set[int](), set[int](), [value]
+        while waiting:
+            part = waiting.pop()
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            if self._is_strict(part):
+                found.add(id(part))
+            if isinstance(part, dict):
+                waiting += [*part, *part.values()]
+            elif isinstance(part, list | tuple | set | deque):
+                waiting += part
+            elif _has_attributes(part):
+                waiting += vars(part).values()
+        return found
+
+    def copy(self, tops: Iterable[Any]) -> None:
+        """Give each object the contents of the one that it is paired with."""
+        for old, new in [*self._pairs]:
+            if old is not new:
+                self._copy(old, new)
+        for top in tops:
+            self._substitute(top)
+
+    def _copy(self, old: Any, new: Any) -> None:
+        sub = self._substitute
+        if self._torch is not None and isinstance(new, self._torch.Tensor):
+            with self._torch.no_grad():
+                old.data.copy_(new.data)
+            if old.is_leaf:
+                old.requires_grad_(new.requires_grad)
+                old.grad = sub(new.grad)
+            return
+        if self._is_array(new):
+            old[...] = new
+            return
+        match new:
+            case dict():
+                pairs = [(sub(key), sub(part)) for key, part in new.items()]
+                old.clear()
+                old.update(pairs)
+            case list():
+                old[:] = [*map(sub, new)]
+            case deque():
+                parts = [*map(sub, new)]
+                old.clear()
+                old.extend(parts)
+            case set():
+                parts = [*map(sub, new)]
+                old.clear()
+                old.update(parts)
+            case bytearray():
+                old[:] = new
+            case _:
+                own = {name: sub(part) for name, part in vars(new).items()}
+                # A class that says itself what is copied may have more attributes.
+                kind: Any = type(old)
+                if kind.__getstate__ is object.__getstate__ and not self._is_module(old):
+                    for name in vars(old).keys() - own.keys():
+                        del vars(old)[name]
+                vars(old).update(own)
+
+    def _substitute(self, value: Any) -> Any:
+        """Return the object that took the place of a part, also within the part's containers."""
+        found = self.instead.get(id(value), _UNPAIRED)
+        if found is not _UNPAIRED:
+            return found
+        kind = type(value)
+        if kind is tuple:
+            return tuple(map(self._substitute, value))
+        self.instead[id(value)] = value
+        if kind in (dict, OrderedDict, defaultdict, list, deque, set) or _has_attributes(value):
+            self._copy(value, value)
+        return value
+
+
+def _how_it_lies(tensor: Any) -> tuple[Any, ...]:
+    """Return the structure of a tensor, and of a DTensor how it is spread over ranks."""
+    mesh = getattr(tensor, "device_mesh", None)
+    spread = None if mesh is None else (mesh, tensor.placements)
+    return tensor.shape, tensor.dtype, tensor.layout, spread
+
+
+def _has_attributes(value: Any) -> bool:
+    kinds = type | types.FunctionType | types.ModuleType | types.MethodType
+    return hasattr(value, "__dict__") and not isinstance(value, kinds)
+
+
+def _have_same_parts(old: Any, new: Any) -> bool:
+    if any(kind.__name__ == "FSDPModule" for kind in type(new).__mro__):
+        return False  # its groups hold parameters of their own
+    return all(
+        getattr(old, name).keys() == getattr(new, name).keys()
+        for name in ("_parameters", "_buffers", "_modules")
+    )

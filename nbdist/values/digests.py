@@ -1,0 +1,38 @@
+"""Digests of memory, which tell whether contents have changed: fast, and not against forgery."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import xxhash
+
+PIECE_BYTES = 16 << 20
+"""Bytes that are read between two looks for Stop, and that one thread reads at a time."""
+
+_SAMPLE_BYTES, _SAMPLES = 4096, 64
+
+
+def digest_bytes(data: Any) -> str:
+    """Return the digest of bytes: their number and XXH3-128 of them, the same in every process.
+
+    XXH3 reads some 7 GB/s on one core, CRC-32 of zlib 2 GB/s.  Pieces of big memory are read by
+    several threads.
+    """
+    view = memoryview(data).cast("B")
+    if view.nbytes <= PIECE_BYTES:
+        return f"{view.nbytes:x}-{xxhash.xxh3_128_hexdigest(view)}"
+    pieces = [view[at : at + PIECE_BYTES] for at in range(0, view.nbytes, PIECE_BYTES)]
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "nbdist-digest") as pool:
+        found = b"".join(pool.map(xxhash.xxh3_128_digest, pieces))
+    return f"{view.nbytes:x}-{xxhash.xxh3_128_hexdigest(found)}"
+
+
+def sample_of(data: Any) -> str:
+    """Return the digest of some pages of the bytes: if it differs, the bytes have changed."""
+    view = memoryview(data).cast("B")
+    found = xxhash.xxh3_128(str(view.nbytes).encode())
+    for start in range(0, view.nbytes, max(_SAMPLE_BYTES, view.nbytes // _SAMPLES)):
+        found.update(view[start : start + _SAMPLE_BYTES])
+    return found.hexdigest()

@@ -1,0 +1,445 @@
+"""Pickles that refer to objects which the receiver has: the notebook sends them, a rank reads them.
+
+One such message has values by name, changes of objects that the receiver has, and the keys of the
+objects that are new to it.  Every pickle of a message shares one memo, so that an object which two
+of the values share arrives once.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle as plain_pickle
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from nbdist.values import definitions
+from nbdist.values.definitions import MadeBy
+from nbdist.values.links import Block, Links
+from nbdist.values.memory import (
+    attributes_of_array,
+    has_plain_memory,
+    is_plain_array,
+    is_scattered,
+    memory_at,
+    root_of_array,
+    span_of_array,
+    span_of_tensor,
+)
+from nbdist.values.pickling import Buffer, Pickler, without_cycles
+from nbdist.values.states import Reducer, State
+from nbdist.values.tensors import Reduced, TensorReducer, set_attributes
+from nbdist.values.updates import Update
+
+READ_FROM = 1 << 20
+"""Bytes of a pickle that take some 10 ms to be read: Stop is met between two pieces of them."""
+
+
+class Message(NamedTuple):
+    """A message for a rank: `frames` of memory, and the `keys` of objects that are new there."""
+
+    frames: Sequence[Buffer]
+    size: int
+    keys: frozenset[int]
+
+
+class Arrived(NamedTuple):
+    """A message as a rank has read it: `values` by name, `updates`, new objects with their keys.
+
+    `blocks` has the roots of new memory with their keys and digests.
+    """
+
+    values: dict[str, Any]
+    updates: list[Update]
+    objects: list[tuple[int, str, Any]]
+    blocks: list[tuple[int, str, Any]]
+
+
+_DEFINED = (types.FunctionType, type, definitions.Import)
+
+
+class NotThere(LookupError):
+    """The receiver has no object with this key."""
+
+    def __init__(self, key: int) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+class CannotRebuild(Exception):
+    """A value could not be rebuilt: its name, and as `__cause__` what was raised."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def reducer_for(namespace: dict[str, Any]) -> Reducer:
+    """Return how objects of a process are taken apart, where `namespace` is its `__main__`."""
+    scout = Pickler(namespace, TensorReducer(sketch=True, back_to_device=False, exact=False), None)
+
+    def content(value: Any) -> str:
+        from nbdist.values.digests import digest_bytes
+
+        tensors = TensorReducer(sketch=True, back_to_device=False, exact=False)
+        pickler = Pickler(namespace, tensors, None)
+        pickler.dump(value)
+        frames = [pickler.file.getbuffer(), *pickler.buffers]
+        return " ".join(map(digest_bytes, frames))
+
+    return Reducer(scout.reducer_override, content, Pickler.dispatch_table)
+
+
+# --- the sender's side ------------------------------------------------------------------
+
+
+class _Memory(TensorReducer):
+    """Pickles tensors as views of blocks, by the keys that the blocks have."""
+
+    def __init__(self, links: Links, refs: dict[int, int], known: Collection[int]) -> None:
+        super().__init__(sketch=False, back_to_device=False, exact=False)
+        self.links, self.refs, self.known = links, refs, known
+        self.pieces: dict[int, _BlockPiece] = {}
+
+    def piece_of(self, block: Block) -> _BlockPiece:
+        """Return the stand-in of a block: a reference if the receiver has the block."""
+        piece = self.pieces.get(block.key)
+        if piece is None:
+            piece = self.pieces[block.key] = _BlockPiece(block)
+            if block.key in self.known:
+                self.refs[id(piece)] = block.key
+        return piece
+
+    def reduce_array(self, value: Any) -> Reduced:
+        """Reduce a numpy array to a view of a block; NotImplemented for numpy's own way."""
+        if value.dtype.hasobject or not value.size:
+            return NotImplemented
+        start, end = span_of_array(value)
+        root, _ = root_of_array(self._torch, value, (start, end))
+        block = self.links.blocks.known(start, end, root[0], "cpu")
+        if block is None:
+            return NotImplemented
+        at = value.__array_interface__["data"][0] - block.start
+        shape = value.dtype, at, value.shape, value.strides, bool(value.flags.writeable)
+        args = (self.piece_of(block), *shape, type(value))
+        attributes = attributes_of_array(value)
+        if not attributes:
+            return array_on, args
+        return array_on, args, attributes, None, None, set_own_attributes
+
+    def reduce(self, value: Any) -> Reduced:
+        """Reduce a tensor or a storage to a view of a block, if it lies in one."""
+        if isinstance(value, self.types[1]):
+            start, size = value.data_ptr(), value.nbytes()
+            block = self.links.blocks.known(start, start + size, start, value.device.type)
+            if block is not None and block.size == size:
+                return storage_on, (self.piece_of(block),)
+            return super().reduce(value)
+        if isinstance(value, self.types[2]) or not has_plain_memory(self._torch, value):
+            return super().reduce(value)
+        return self._linked(value)
+
+    def _linked(self, tensor: Any) -> Reduced:
+        data = tensor.detach()
+        if not data.numel():
+            return super().reduce(tensor)
+        storage, (start, end) = data.untyped_storage(), span_of_tensor(data)
+        root = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        device = storage.device.type
+        block = self.links.blocks.known(start, end, root[0], device)
+        if block is None and is_scattered(data, root, start, end):
+            what = start, end, str(data.dtype), tuple(data.shape), tuple(data.stride())
+            block = self.links.blocks.copied(what)
+        if block is None:
+            return super().reduce(tensor)
+        offset, stride = start - block.start, tuple(data.stride())
+        piece = self.piece_of(block)
+        if block.copied:
+            piece.contents, stride = self._compact(data)
+            offset = 0
+        elif piece.contents is None and id(piece) not in self.refs:
+            piece.contents = self.contents_of(block, storage)
+        kind = type(tensor) is not self._torch.Tensor
+        args = (piece, data.dtype, offset, tuple(data.shape), stride, tensor.requires_grad, kind)
+        grad = tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+        attributes = tensor.__dict__ if grad is None else {**tensor.__dict__, "grad": grad}
+        if not attributes:
+            return tensor_on, args
+        return tensor_on, args, attributes, None, None, set_attributes
+
+    def _compact(self, data: Any) -> tuple[Any, tuple[int, ...]]:
+        once = data[tuple(slice(1) if step == 0 else slice(None) for step in data.stride())]
+        copy = once.clone(memory_format=self._torch.preserve_format).cpu()
+        kept = zip(data.stride(), copy.stride(), strict=True)
+        contents = plain_pickle.PickleBuffer(copy.contiguous().view(self._torch.uint8).numpy())
+        return contents, tuple(new if old else 0 for old, new in kept)
+
+    def contents_of(self, block: Block, owner: Any = None) -> Any:
+        """Return the bytes of a block, as a buffer of the memory itself if it is the CPU's."""
+        if block.device != "cpu":
+            flat = self._torch.empty(0, dtype=self._torch.uint8, device=owner.device)
+            start = block.start - owner.data_ptr()
+            flat = flat.set_(owner, start, (block.size,), (1,))
+            host: Any = self._on_host(flat).numpy()
+            return plain_pickle.PickleBuffer(host)
+        return plain_pickle.PickleBuffer(_held(memory_at(block.start, block.size), owner))
+
+
+def _held(view: memoryview, owner: Any) -> Any:
+    """Return the memory, as a buffer that keeps its owner alive."""
+    made: Any = view.obj
+    made.owner = owner  # a ctypes array takes attributes
+    return made
+
+
+class _BlockPiece:
+    """Stands in a pickle for a block."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.contents: Any = None
+
+    def __reduce__(self) -> Reduced:
+        contents = self.contents
+        if contents is None:
+            contents = plain_pickle.PickleBuffer(memory_at(self.block.start, self.block.size))
+        return block_from, (contents,)
+
+
+class _LinkedPickler(Pickler):
+    """Pickles an object that the receiver has as its key."""
+
+    def __init__(
+        self, namespace: dict[str, Any], links: Links, refs: dict[int, int], known: Collection[int]
+    ) -> None:
+        self.memory = _Memory(links, refs, known)
+        super().__init__(namespace, self.memory, None)
+        self._refs = refs
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the key of an object that the receiver has.  Called by pickle for each object."""
+        return self._refs.get(id(value))
+
+    def reducer_override(self, value: Any) -> Reduced:
+        """Reduce an object that is no plain built-in.  Called by pickle."""
+        if is_plain_array(value):
+            reduced = self.memory.reduce_array(value)
+            if reduced is not NotImplemented:
+                return reduced
+        return super().reducer_override(value)
+
+    def variable_of(self, cell: types.CellType) -> Any:
+        """Return the stand-in of a variable that closures capture."""
+        variable = super().variable_of(cell)
+        if (key := self._refs.get(id(cell))) is not None:
+            self._refs[id(variable)] = key
+        return variable
+
+    def contents_of(self, variable: Any) -> tuple[Any, ...]:
+        """Leave a variable that the receiver has as it is there."""
+        return () if id(variable) in self._refs else super().contents_of(variable)
+
+
+def write(
+    values: Mapping[str, Any],
+    updates: Iterable[Update],
+    links: Links,
+    states: Mapping[int, State],
+    known: Collection[int],
+    namespace: dict[str, Any],
+) -> Message:
+    """Pickle values and updates for ranks that have the objects of the keys in `known`.
+
+    All objects of `states` that are met get registered there.  Raises what pickling raises.
+    """
+    refs = {number: entry.key for number, entry in links.by_id.copy().items() if entry.key in known}
+    pickler = _LinkedPickler(namespace, links, refs, known)
+    updates = [*updates]
+    # Definitions come first: other values may need them to be rebuilt.
+    definitions_first = lambda name: not isinstance(values[name], _DEFINED)  # noqa: E731
+    values = {name: values[name] for name in sorted(values, key=definitions_first)}
+    pickler.dump((*values,))
+    for value in values.values():
+        pickler.dump(value)
+    pickler.dump([(key, tool, _with_memory(data, pickler.memory)) for key, tool, data in updates])
+    memo = {number: index for number, (index, _) in pickler.memo.copy().items()}
+    new, objects = set[int](), []
+    for key in states:
+        entry = links.by_key.get(key)
+        if entry is None or key in known:
+            continue
+        found: Any = entry()
+        stand_in: Any = pickler.known_variable(found) if entry.tool == "cell" else found
+        if stand_in is not None and id(stand_in) in memo:
+            new.add(key)
+            objects.append((key, entry.tool, stand_in))
+    blocks = []
+    for key, piece in pickler.memory.pieces.items():
+        if key not in known and id(piece) in memo:
+            new.add(key)
+            digest = states[key].digest.decode() if key in states else ""
+            blocks.append((key, digest, piece))
+    pickler.dump((objects, blocks))
+    pickler.dump(MadeBy(definitions.keep_cell_sources, pickler.sources))
+    frames: list[Buffer] = [pickler.file.getbuffer(), *pickler.buffers]
+    size = sum(memoryview(frame).nbytes for frame in frames)
+    # The pickler keeps all pickled objects alive, and so the memory that the frames show.
+    message = Message(_Frames(frames), size, frozenset(new))
+    message.frames.pickler = pickler  # type: ignore[attr-defined]
+    return message
+
+
+class _Frames(list[Any]):
+    """Frames that keep the objects alive whose memory they show."""
+
+    pickler: Any = None
+
+
+def _with_memory(data: Any, memory: _Memory) -> Any:
+    """Put the contents of a block in the place of the block."""
+    if isinstance(data, Block):
+        return memory.contents_of(data, data.owner_storage())
+    return data
+
+
+# --- the receiver's side ----------------------------------------------------------------
+
+
+class _Unpickler(plain_pickle.Unpickler):
+    find: Callable[[int], Any]
+
+    def persistent_load(self, key: Any) -> Any:
+        """Return the object with this key.  Called by pickle."""
+        found = self.find(key)
+        if found is None:
+            raise NotThere(key)
+        return found
+
+
+def read(
+    frames: Sequence[Buffer], find: Callable[[int], Any], namespace: dict[str, Any] | None
+) -> Arrived:
+    """Make the values of a message; `find` returns the receiver's own object with a key.
+
+    Raises NotThere for a key that `find` does not know, and CannotRebuild.
+    """
+    buffers = [bytearray(frame) if isinstance(frame, bytes) else frame for frame in frames[1:]]
+    with definitions.receiving(namespace), without_cycles():
+        file = io.BytesIO(frames[0])
+        source: Any = file
+        if memoryview(frames[0]).nbytes >= READ_FROM:
+            # A piece at a time: between two pieces Stop is met, which C code alone never does.
+            source = types.SimpleNamespace(
+                read=lambda size: file.read(size),
+                readline=lambda: file.readline(),
+                readinto=lambda buffer: file.readinto(buffer),
+            )
+        unpickler = _Unpickler(source, buffers=buffers)
+        unpickler.find = find
+        values: dict[str, Any] = {}
+        name, early = "", []
+        try:
+            for name in unpickler.load():
+                values[name] = unpickler.load()
+                # A class that says itself how it is rebuilt may need what came before.
+                if namespace is not None and name not in namespace:
+                    namespace[name] = values[name]
+                    early.append(name)
+            name = ""
+            updates = unpickler.load()
+            objects, blocks = unpickler.load()
+            unpickler.load()
+        except NotThere:
+            raise
+        except Exception as error:  # a user's class can raise anything while it is rebuilt
+            raise CannotRebuild(name) from error
+        finally:
+            for name in early:
+                namespace.pop(name, None)  # type: ignore[union-attr]
+    return Arrived(values, updates, objects, blocks)
+
+
+def block_from(contents: Any) -> Any:
+    """Make a block of this memory: an array of its bytes, of which all views are made."""
+    import numpy as np
+
+    view = memoryview(contents).cast("B")
+    if view.readonly:
+        view = memoryview(bytearray(view))
+    return np.frombuffer(view, np.uint8)
+
+
+_storages: dict[int, Any] = {}
+"""Weak references to the storages of blocks, by address: one storage for each block."""
+
+
+def storage_on(root: Any) -> Any:
+    """Return the storage of a block, as one object for as long as a tensor uses it."""
+    import torch
+
+    if isinstance(root, torch.UntypedStorage):
+        return root
+    address = root.__array_interface__["data"][0]
+    ref = _storages.get(address)
+    storage = ref() if ref is not None else None
+    if storage is None or storage.data_ptr() != address or storage.nbytes() != root.nbytes:
+        storage = torch.from_numpy(root).untyped_storage()
+        _storages[address] = weakref.ref(storage)
+        if len(_storages) % 1024 == 0:
+            for old in [old for old, each in _storages.items() if each() is None]:
+                del _storages[old]
+    return storage
+
+
+def tensor_on(
+    root: Any,
+    dtype: Any,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,  # noqa: FBT001 (arguments of a pickle have no names)
+    is_parameter: bool,  # noqa: FBT001
+) -> Any:
+    """Make a leaf tensor, or parameter, that is a view of a block; `offset` is in bytes."""
+    import torch
+
+    storage = storage_on(root)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor = tensor.set_(storage, offset // tensor.element_size(), size, stride)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def array_on(
+    root: Any,
+    dtype: Any,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    writeable: bool,  # noqa: FBT001
+    kind: type,
+) -> Any:
+    """Make a numpy array, of this class, that is a view of a block."""
+    import numpy as np
+
+    if not isinstance(root, np.ndarray):  # the storage of a tensor that uses the block now
+        root = bytes_of_storage(root)
+    array = np.ndarray(shape, dtype, root, offset, strides)
+    array = array if kind is np.ndarray else array.view(kind)
+    array.flags.writeable = writeable
+    return array
+
+
+def set_own_attributes(value: Any, attributes: dict[str, Any]) -> None:
+    """Set the attributes that Python code has put on an array of a class of its own."""
+    value.__dict__.update(attributes)
+
+
+def bytes_of_storage(storage: Any) -> Any:
+    """Return a storage of the CPU as an array of its bytes."""
+    import torch
+
+    flat = torch.empty(0, dtype=torch.uint8)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,)).numpy()

@@ -1,0 +1,310 @@
+"""Which object of the notebook and which object of a rank are counterparts: one key for both.
+
+The notebook gives a key to each object that it sends and that can be told from an equal one; each
+rank keeps its own object under the same key.  A table keeps no object alive that Python can refer
+to weakly.  Lists, dicts and other objects that it cannot refer to weakly are held until
+`drop_unused` finds that nothing else refers to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import weakref
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+MAX_WHOLE_BYTES = 64 << 20
+"""Memory up to this size is sent whole with the first view of it, so that later views of it are
+linked; of bigger memory only the part that a view shows is sent, if that is less than half."""
+
+
+ALIGNMENT = 64
+
+
+class _WeakEntry(weakref.ref):  # type: ignore[type-arg]
+    """An object under its key; `tool` is the name of the way in which its state is read."""
+
+    __slots__ = ("key", "number", "tool")
+
+    key: int
+    number: int  # the id of the object
+    tool: str
+
+
+class _StrongEntry:
+    """An object under its key that Python cannot refer to weakly."""
+
+    __slots__ = ("key", "number", "tool", "value")
+
+    key: int
+    number: int
+    tool: str
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Block:
+    """Memory of tensors and arrays, as far as it is sent: the bytes from `start` to `end`.
+
+    `owner` returns the object that keeps the memory alive, or None once the memory is free.
+    `copied` is set for a few elements that lie far apart: they were copied together.
+    """
+
+    key: int
+    start: int
+    end: int
+    owner: Any
+    device: str = "cpu"
+    copied: tuple[Any, ...] = ()
+    users: list[Any] = field(default_factory=list)  # weak references to tensors made on a rank
+
+    def owner_storage(self) -> Any:
+        """Return the storage of a tensor that keeps memory on a device alive; else None."""
+        if self.device == "cpu":
+            return None
+        return self.owner()
+
+    @property
+    def size(self) -> int:
+        """The number of its bytes."""
+        return self.end - self.start
+
+
+Entry = _WeakEntry | _StrongEntry
+
+
+class Links:
+    """The objects of this process by key, and the key of each object.
+
+    The keys of two tables never meet: each table begins at a random number.
+    """
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Entry] = {}
+        self.by_key: dict[int, Entry] = {}
+        self._strong: dict[int, _StrongEntry] = {}
+        self.blocks = Blocks(self)
+        self.has_dead = False  # an object has ended: `drop_unused` may find more that can go
+        self._next = itertools.count(random.SystemRandom().getrandbits(40) << 22)
+        self._dead: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.by_key) + len(self.blocks)
+
+    def new_key(self) -> int:
+        """Return a key that no object has had."""
+        return next(self._next)
+
+    def key_of(self, value: Any) -> int | None:
+        """Return the key of an object; None if it has no key."""
+        entry = self.by_id.get(id(value))
+        return None if entry is None else entry.key
+
+    def add(self, value: Any, tool: str, key: int | None = None) -> Entry:
+        """Give an object a key, or this key, unless it has one; return its entry."""
+        number = id(value)
+        known = self.by_id.get(number)
+        if known is not None:
+            if key is None or known.key == key:
+                return known
+            self._remove(known)
+        entry: Entry
+        try:
+            entry = _WeakEntry(value, self._note_death)
+        except TypeError:
+            entry = _StrongEntry(value)
+        entry.key, entry.number, entry.tool = (
+            (next(self._next) if key is None else key),
+            number,
+            tool,
+        )
+        if (before := self.by_key.get(entry.key)) is not None:
+            self._remove(before)
+        self.by_id[number] = self.by_key[entry.key] = entry
+        if isinstance(entry, _StrongEntry):
+            self._strong[number] = entry
+        return entry
+
+    def find(self, key: int) -> Any:
+        """Return the object with this key; None if it has ended, or was never here."""
+        entry = self.by_key.get(key)
+        return self.blocks.owner_of(key) if entry is None else entry()
+
+    def renew(self, entry: Entry) -> None:
+        """Give an object another key: its counterparts cannot be changed into what it is now."""
+        self.by_key.pop(entry.key, None)
+        self._dead.append(entry.key)
+        entry.key = next(self._next)
+        self.by_key[entry.key] = entry
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Drop keys whose objects have ended in the other process."""
+        for key in keys:
+            if (entry := self.by_key.get(key)) is not None:
+                self._remove(entry)
+            self.blocks.forget(key)
+
+    def take_dead(self) -> tuple[int, ...]:
+        """Return the keys whose objects have ended since this was last asked."""
+        self.blocks.drop_dead()
+        dead, self._dead = self._dead, []
+        return tuple(dead)
+
+    def drop_unused(self) -> None:
+        """Drop objects that nothing but this table refers to; called when some may have ended."""
+        self.has_dead = False
+        while True:
+            held = [*self._strong.values()]
+            unused = [each for each in held if sys.getrefcount(each.value) <= _ALONE]
+            if not unused:
+                return
+            del held
+            self._drop(unused)
+
+    def _drop(self, unused: list[_StrongEntry]) -> None:
+        while unused:
+            entry = unused.pop()
+            self._dead.append(entry.key)
+            self._remove(entry)
+
+    def entries(self) -> list[Entry]:
+        """List the entries of all objects that are here."""
+        return [*self.by_key.values()]
+
+    def _remove(self, entry: Entry) -> None:
+        if self.by_key.get(entry.key) is entry:
+            del self.by_key[entry.key]
+        if self.by_id.get(entry.number) is entry:
+            del self.by_id[entry.number]
+        # No global name: this is also called while the interpreter ends.
+        if entry.number in self._strong and self._strong[entry.number] is entry:
+            del self._strong[entry.number]
+
+    def _note_death(self, entry: _WeakEntry) -> None:
+        # Also called while the interpreter ends, and in any thread.
+        if self.by_key.get(entry.key) is entry:
+            self._dead.append(entry.key)
+        self._remove(entry)
+        self.has_dead = True
+
+
+def _count_alone() -> int:
+    """Return the count of references to an object that only the entry of a table refers to."""
+    held = [_StrongEntry([])]
+    return max([sys.getrefcount(each.value) for each in held])
+
+
+_ALONE = _count_alone()
+
+
+def _is_as_big(tensor: Any, size: int) -> bool:
+    """Return True if a tensor is there and has memory of this size, wherever it is."""
+    return tensor is not None and tensor.untyped_storage().nbytes() == size
+
+
+class Blocks:
+    """The memory of tensors and arrays that has a key, by address."""
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self._by_key: dict[int, Block] = {}
+        self._sorted: list[Block] = []
+        self._copied: dict[tuple[Any, ...], Block] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter([*self._by_key.values()])
+
+    def get(self, key: int) -> Block | None:
+        """Return the block with this key."""
+        return self._by_key.get(key)
+
+    def known(self, start: int, end: int, root: int, device: str) -> Block | None:
+        """Return the block that has these bytes of the memory at `root` in it; None if none has."""
+        for block in self._around(start, root, device):
+            if block.owner() is None:
+                self._links._dead.append(block.key)
+                self._remove(block)
+            elif block.start <= start and end <= block.end:
+                return block
+        return None
+
+    def find(
+        self, start: int, end: int, root: tuple[int, int], own: Callable[[], Any], device: str
+    ) -> Block:
+        """Return the block that has the bytes of a view in it, which may be a new block.
+
+        `root` are the bounds of all the memory that the view is of; `own` returns a new block's
+        `owner`.
+        """
+        if (block := self.known(start, end, root[0], device)) is not None:
+            return block
+        is_whole = root[1] - root[0] <= max(MAX_WHOLE_BYTES, 2 * (end - start))
+        # Aligned, so that views of all types begin at a whole number of elements.
+        bounds = root if is_whole else (start - (start - root[0]) % ALIGNMENT, end)
+        return self.add(Block(self._links.new_key(), *bounds, own(), device))
+
+    def copied(self, what: tuple[Any, ...]) -> Block | None:
+        """Return the block of a few elements that are copied together; None if there is none."""
+        return self._copied.get(what)
+
+    def find_copied(self, what: tuple[Any, ...], own: Callable[[], Any], device: str) -> Block:
+        """Return the block of a few elements that are copied together; `what` tells which."""
+        block = self._copied.get(what)
+        if block is None or block.owner() is None:
+            block = Block(self._links.new_key(), 0, 0, own(), device, what)
+            self._copied[what] = self._by_key[block.key] = block
+        return block
+
+    def add(self, block: Block) -> Block:
+        """Keep a block, under its key."""
+        self._by_key[block.key] = block
+        insort(self._sorted, block, key=attrgetter("start"))
+        return block
+
+    def owner_of(self, key: int) -> Any:
+        """Return the object that keeps a block's memory alive; None if the memory was freed."""
+        block = self._by_key.get(key)
+        return None if block is None else block.owner()
+
+    def forget(self, key: int) -> None:
+        """Drop a block whose memory was freed in the other process."""
+        if (block := self._by_key.get(key)) is not None:
+            self._remove(block)
+
+    def drop_dead(self) -> None:
+        """Drop blocks whose memory was freed, and note their keys as dead."""
+        for block in [*self._by_key.values()]:
+            if block.owner() is None and not any(_is_as_big(u(), block.size) for u in block.users):
+                self._links._dead.append(block.key)
+                self._remove(block)
+
+    def _around(self, start: int, root: int, device: str) -> list[Block]:
+        """List the blocks that begin at or before an address, within the same memory."""
+        at = bisect_right(self._sorted, start, key=attrgetter("start"))
+        found = []
+        while at > 0 and self._sorted[at - 1].start >= root:
+            at -= 1
+            if self._sorted[at].device == device:
+                found.append(self._sorted[at])
+        return found
+
+    def _remove(self, block: Block) -> None:
+        if self._by_key.get(block.key) is block:
+            del self._by_key[block.key]
+        if block.copied:
+            self._copied.pop(block.copied, None)
+        elif block in self._sorted:
+            self._sorted.remove(block)

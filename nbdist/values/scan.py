@@ -1,0 +1,614 @@
+"""Reads the states of objects: of those that a value leads to, each once.
+
+The notebook scans what it sends, a rank what it has received.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import datetime
+import decimal
+import enum
+import fractions
+import logging
+import marshal
+import os
+import pathlib
+import pickle
+import re
+import sys
+import types
+import uuid
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from nbdist.values import definitions
+from nbdist.values.definitions import MadeBy, Variable
+from nbdist.values.digests import digest_bytes, sample_of
+from nbdist.values.links import Block, Links
+from nbdist.values.memory import (
+    attributes_of_array,
+    has_plain_memory,
+    is_plain_array,
+    is_scattered,
+    memory_at,
+    root_of_array,
+    span_of_array,
+    span_of_tensor,
+)
+from nbdist.values.states import (
+    ATOMIC,
+    ATTRIBUTE,
+    CLASS,
+    FACTORY,
+    HEAD,
+    MAX_PARTS,
+    MAX_TEXT,
+    Reducer,
+    State,
+    Token,
+    attributes_of,
+    digest_of_token,
+    has_python_reduce,
+    is_its_attributes,
+    is_made_of_attributes,
+    keys_in,
+    listed,
+    own_attributes,
+)
+from nbdist.values.tensors import untyped_storage_of, version_of
+
+_VALUES: tuple[type, ...] = (
+    *(pathlib.PurePath, re.Pattern, datetime.date, datetime.time, datetime.timedelta),
+    *(datetime.tzinfo, decimal.Decimal, fractions.Fraction, uuid.UUID, os.PathLike),
+)
+"""Types of which equal values cannot be told apart."""
+
+_VALUES_BY_NAME = (("numpy", "dtype"), ("numpy", "generic"))
+_TEXTS_BY_NAME = tuple(("torch", name) for name in ("dtype", "device", "layout", "memory_format"))
+
+_NAMED = (
+    *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodWrapperType),
+)
+
+
+class Scan:
+    """Reads the states of objects and of all that they refer to, each object once.
+
+        scan = Scan(links, reducer, namespace)
+        token = scan.token(value)
+        scan.run()
+        scan.states  # by key
+
+    With `adds=False` no object gets a key: a part that has none is only known by its type.
+    With `before` big memory that has its old sample counts as unchanged since then.
+    Raises what a class's own `__reduce__` or `__getstate__` raises, and PicklingError.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        reducer: Reducer,
+        namespace: dict[str, Any],
+        *,
+        adds: bool = True,
+        before: Callable[[int], State | None] | None = None,
+    ) -> None:
+        self.links = links
+        self.states: dict[int, State] = {}
+        self.needs: dict[int, frozenset[str]] = {}
+        self.sizes: dict[int, int] = {}
+        self.blocks: dict[int, Block] = {}
+        self.unlinked: list[Any] = []  # tensors whose memory overlaps memory that was sent apart
+        self._reducer, self._namespace, self._adds, self._before = reducer, namespace, adds, before
+        self._seen: set[int] = set()
+        self._waiting: list[Any] = []
+        self._children: list[int] = []
+        self._versions: dict[int, list[int]] = defaultdict(list)
+        self._hows: dict[type, Callable[[Any], Token]] = {}
+        self._named: dict[int, tuple[Any, Token]] = {}
+        self._inlined: set[int] = set()  # ids of containers that are a part of their object
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        self._torch: Any = torch if hasattr(torch, "UntypedStorage") else None
+        self._numpy: Any = numpy if hasattr(numpy, "ndarray") else None
+
+    # --- from object to object ------------------------------------------------------------
+
+    def token(self, value: Any) -> Token:
+        """Return the token of a value; `run` reads the objects that the token refers to."""
+        kind = type(value)
+        if kind in ATOMIC:
+            if (kind is str or kind is bytes) and len(value) > MAX_TEXT:
+                data = value.encode("utf-8", "surrogatepass") if kind is str else value
+                return "#", kind.__name__, digest_bytes(data)
+            return value
+        entry = self.links.by_id.get(id(value))
+        if entry is not None:
+            return self._refer(entry)
+        how = self._hows.get(kind)
+        if how is None:
+            how = self._hows[kind] = self._how(kind, value)
+        return how(value)
+
+    def run(self) -> None:
+        """Read the states of all objects that were met and not read yet."""
+        while self._waiting:
+            entry = self._waiting.pop()
+            value = entry()
+            if value is None or entry.key in self.states:
+                continue
+            self._children = []
+            state = getattr(self, f"_read_{entry.tool}")(value, entry)
+            self.states[entry.key] = state
+        self._read_blocks()
+
+    def read(self, entries: Iterable[Any]) -> None:
+        """Read the states of the objects of some entries."""
+        self._waiting += entries
+        self.run()
+
+    def read_all(self, entries: Iterable[Any]) -> None:
+        """Read the states of the objects of entries; leave out objects that cannot be read.
+
+        A value that cannot be sent any more is an error once a cell names it.
+        """
+        entries = [*entries]
+        try:
+            self.read(entries)
+        except Exception:  # noqa: BLE001 (a user's `__reduce__` can raise anything)
+            for entry in entries:
+                self._waiting.clear()
+                with suppress(Exception):
+                    self.read([entry])
+
+    def reach(self, tokens: Iterable[Token]) -> set[int]:
+        """Return the keys of all objects that values with these tokens lead to."""
+        found: set[int] = set()
+        waiting = [key for token in tokens for key in keys_in(token)]
+        while waiting:
+            key = waiting.pop()
+            if key not in found:
+                found.add(key)
+                if (state := self.states.get(key)) is not None:
+                    waiting += state.children
+        return found
+
+    def _refer(self, entry: Any) -> Token:
+        key = entry.key
+        self._children.append(key)
+        if key not in self._seen:
+            self._seen.add(key)
+            if self._adds:
+                self._waiting.append(entry)
+        return ..., key
+
+    def _track(self, tool: str) -> Callable[[Any], Token]:
+        def track(value: Any) -> Token:
+            if not self._adds:
+                return "new", type(value).__qualname__
+            return self._refer(self.links.add(value, tool))
+
+        return track
+
+    # --- which kind of object -------------------------------------------------------------
+
+    def _how(self, kind: type, value: Any) -> Callable[[Any], Token]:
+        """Choose how values of a type are looked at."""
+        simple = _TOOLS.get(kind)
+        if simple is not None:
+            return self._track(simple)
+        inline = {
+            tuple: self._of_tuple,
+            frozenset: lambda v: ("fs", *sorted(map(self.token, v), key=digest_of_token)),
+            types.MethodType: lambda v: ("mm", self.token(v.__func__), self.token(v.__self__)),
+            types.FunctionType: self._of_function,
+            types.BuiltinFunctionType: self._of_builtin,
+            types.ModuleType: lambda v: ("mod", definitions.require_importable(v)),
+            types.CodeType: lambda v: ("code", marshal.dumps(v, 2)),
+            staticmethod: lambda v: ("sm", self.token(v.__func__)),
+            classmethod: lambda v: ("cm", self.token(v.__func__)),
+            property: lambda v: ("pr", *map(self.token, (v.fget, v.fset, v.fdel, v.__doc__))),
+            weakref.ReferenceType: lambda v: ("w", self.token(v())),
+            range: lambda v: ("v", repr(v)),
+            slice: lambda v: ("sl", *map(self.token, (v.start, v.stop, v.step))),
+            type(NotImplemented): lambda v: ("v", "NotImplemented"),
+            types.MethodWrapperType: lambda v: ("mw", self.token(v.__self__), v.__name__),
+            MadeBy: lambda v: ("mb", self.token(v.reduced)),
+            Variable: lambda v: self.token(v.cell),
+            types.GenericAlias: lambda v: ("ga", self.token(v.__origin__), self.token(v.__args__)),
+        }.get(kind)
+        if inline is not None:
+            return inline
+        if isinstance(value, type):
+            return self._of_class
+        for base, tool in _TOOLS.items():
+            if base in _HAVE_SUBCLASSES and issubclass(kind, base):
+                return self._track(tool)
+        if issubclass(kind, enum.Enum):
+            return lambda v: ("e", self.token(type(v)), repr(v.name), self.token(v.value))
+        if isinstance(value, _NAMED):
+            return lambda v: ("n", repr(v))
+        if isinstance(value, types.ModuleType):
+            return lambda v: ("mod", definitions.require_importable(v))
+        if isinstance(value, logging.Logger):
+            return lambda v: ("log", v.name)
+        if kind.__module__ == "typing" or kind is types.UnionType or _is_sentinel(kind):
+            return lambda v: ("v", repr(v))
+        if isinstance(value, self._types(_TEXTS_BY_NAME)):
+            return lambda v: ("v", repr(v))
+        if isinstance(value, (*_VALUES, *self._types(_VALUES_BY_NAME))):
+            return lambda v: ("v", digest_bytes(pickle.dumps(v, 5)))
+        if issubclass(kind, tuple) and (hasattr(kind, "_fields") or kind.__module__ == "torch"):
+            return lambda v: ("nt", self.token(type(v)), *map(self.token, v))
+        if self._torch is not None and isinstance(value, self._torch.Tensor):
+            return self._of_tensor
+        if self._torch is not None and isinstance(
+            value, self._torch.UntypedStorage | self._torch.TypedStorage
+        ):
+            return self._of_storage
+        if is_plain_array(value):
+            return self._of_array
+        if kind not in self._reducer.table and is_made_of_attributes(kind):
+            return self._of_instance
+        if isinstance(self.reduced(value), str):
+            return lambda v: ("n", type(v).__module__, str(self.reduced(v)))
+        return self._track("opaque")
+
+    @staticmethod
+    def _types(names: Iterable[tuple[str, str]]) -> tuple[type, ...]:
+        found = (getattr(sys.modules.get(library), name, None) for library, name in names)
+        return tuple(filter(None, found))
+
+    def _of_tuple(self, value: tuple[Any, ...]) -> Token:
+        return "t", *map(self.token, value)
+
+    def _of_builtin(self, value: Any) -> Token:
+        if value.__self__ is None or isinstance(value.__self__, types.ModuleType):
+            return "n", value.__module__ or "", value.__qualname__
+        return "bm", self.token(value.__self__), value.__name__
+
+    def _of_function(self, value: types.FunctionType) -> Token:
+        if value.__code__ is definitions.DISPATCHER:
+            return self._track("opaque")(value)
+        return self._of_definition(value, "function")
+
+    def _of_class(self, value: type) -> Token:
+        return self._of_definition(value, "class")
+
+    def _of_definition(self, value: Any, tool: str) -> Token:
+        """Return the token of a class or function: its name if every process can import it."""
+        known = self._named.get(id(value))
+        if known is not None:
+            return known[1]
+        reduced = self._reducer.reduce(value)
+        if reduced is NotImplemented or len(reduced) <= definitions.REFERENCE:
+            token = "n", value.__module__ or "", value.__qualname__
+            self._named[id(value)] = value, token
+            return token
+        return self._track(tool)(value)
+
+    # --- the states of containers and instances -------------------------------------------
+
+    def _state(self, parts: dict[Token, Token]) -> State:
+        if len(parts) > MAX_PARTS:
+            return self._unit(tuple(parts.items()))
+        return State(parts, tuple(self._children))
+
+    def _unit(self, token: Token) -> State:
+        return State(None, tuple(self._children), digest_of_token(token))
+
+    def _read_dict(self, value: Any, entry: Any) -> State:
+        if type(value) in (dict, OrderedDict) and not value:
+            return _EMPTY
+        token = self.token
+        # Of a copy: another thread may change it meanwhile.
+        # A class of the user's may show other items than it has.
+        items = OrderedDict.items if isinstance(value, OrderedDict) else dict.items
+        parts = {token(k): token(v) for k, v in [*items(value)]}
+        if isinstance(value, defaultdict):
+            parts[FACTORY] = token(value.default_factory)
+        if type(value) not in _TOOLS:
+            parts |= {(ATTRIBUTE, name): token(part) for name, part in own_attributes(value)}
+        self.sizes[entry.key] = 64 * len(parts)
+        return self._state(parts)
+
+    def _read_list(self, value: Any, entry: Any) -> State:
+        self.sizes[entry.key] = 16 * list.__len__(value)
+        own = () if type(value) is list else self._attributes_in(value)
+        return self._unit((*own, *map(self.token, [*list.__iter__(value)])))
+
+    def _attributes_in(self, value: Any) -> list[Token]:
+        return [(ATTRIBUTE, name, self.token(part)) for name, part in own_attributes(value)]
+
+    def _read_deque(self, value: Any, entry: Any) -> State:
+        own = () if type(value) is deque else self._attributes_in(value)
+        return self._unit((*own, value.maxlen, *map(self.token, [*deque.__iter__(value)])))
+
+    def _read_set(self, value: Any, entry: Any) -> State:
+        self.sizes[entry.key] = 64 * set.__len__(value)
+        own = () if type(value) is set else self._attributes_in(value)
+        return self._unit(
+            (*own, *sorted(map(self.token, [*set.__iter__(value)]), key=digest_of_token))
+        )
+
+    def _read_bytearray(self, value: Any, entry: Any) -> State:
+        self.sizes[entry.key] = len(value)
+        return State(None, (), digest_bytes(bytes(value)).encode())
+
+    def _read_cell(self, value: Any, entry: Any) -> State:
+        try:
+            return self._unit((self.token(value.cell_contents),))
+        except ValueError:  # the cell is empty
+            return self._unit(())
+
+    def _read_instance(self, value: Any, entry: Any) -> State:
+        token = self.token
+        parts = {name: token(part) for name, part in attributes_of(value)}
+        parts[CLASS] = token(type(value))
+        return self._state(parts)
+
+    # --- definitions ----------------------------------------------------------------------
+
+    def _read_function(self, value: types.FunctionType, entry: Any) -> State:
+        own = value.__globals__
+        if own is self._namespace:
+            self.needs[entry.key] = definitions.global_names(value.__code__)
+            where = "main"
+        elif getattr(sys.modules.get(own.get("__name__", "")), "__dict__", None) is own:
+            where = str(own.get("__name__"))
+        else:
+            return self._read_opaque(value, entry)
+        token = self.token
+        parts = {
+            HEAD: (where, *map(token, value.__closure__ or ())),
+            "__code__": ("code", digest_bytes(marshal.dumps(value.__code__, 2))),
+        }
+        for name in definitions.DETAILS:
+            if hasattr(value, name):
+                part = getattr(value, name)
+                parts[name] = ("d", *_flat(token, part)) if type(part) is dict else token(part)
+        for name, part in value.__dict__.items():
+            parts[f".{name}"] = token(part)
+        return self._state(parts)
+
+    def _read_class(self, value: type, entry: Any) -> State:
+        maker, args, state = self._reducer.reduce(value)[:3]
+        again = self._reducer.reduce(value)
+        parts = {HEAD: (self.token(maker), self._pair(args, again[1]))}
+        for name, part in definitions.class_attributes(state).items():
+            second = definitions.class_attributes(again[2]).get(name)
+            parts[name] = self._pair(part, second)
+        return self._state(parts)
+
+    # --- all other objects, by what they are pickled as -----------------------------------
+
+    def reduced(self, value: Any) -> Any:
+        reduced = self._reducer.reduce(value)
+        if reduced is NotImplemented:
+            make = self._reducer.table.get(type(value))
+            reduced = value.__reduce_ex__(5) if make is None else make(value)
+        return reduced
+
+    def _read_opaque(self, value: Any, entry: Any) -> State:
+        own = getattr(value, "__dict__", None)  # first: some objects make theirs when it is read
+        first = listed(self.reduced(value))
+        # Objects that a second reduction has too belong to the value; other objects are made
+        # for each reduction.
+        second = first if _is_plain(first) else listed(self.reduced(value))
+        self._inlined = {id(own), *self._own_containers(value, first)}
+        make, args, state, items, pairs, _ = first
+        parts = {
+            HEAD: (self._pair(make, second[0]), self._pair(args, second[1])),
+            "state": self._pair(state, second[2]),
+            "items": self._pair(items, second[3]),
+            "pairs": self._pair(pairs, second[4]),
+        }
+        return self._state(parts)
+
+    def _own_containers(self, value: Any, reduced: tuple[Any, ...]) -> set[int]:
+        """Return the ids of containers that are sent with an object, as parts of it."""
+        own = set[int]()
+        kind = type(value)
+        if kind not in copyreg.dispatch_table and not has_python_reduce(kind):  # made in C
+            for part in reduced[1:3]:
+                inner = part if type(part) is tuple else (part,)
+                own |= {id(each) for each in inner if type(each) in (list, dict, set)}
+        return own
+
+    def _pair(self, first: Any, second: Any) -> Token:
+        """Return the token of a part of a reduced object; `second` is of a second reduction."""
+        kind = type(first)
+        if first is second and kind is not MadeBy and id(first) not in self._inlined:
+            return self.token(first)
+        if kind is not type(second):
+            return "?", kind.__qualname__
+        if kind in ATOMIC:
+            return self.token(first)
+        if kind in (tuple, list):
+            if len(first) != len(second):
+                return "?", len(first)
+            return kind.__name__, *map(self._pair, first, second)
+        if kind in (dict, OrderedDict, defaultdict):
+            items = zip([*first.items()], [*second.items()], strict=False)
+            return "d", *((self._pair(a, c), self._pair(b, d)) for (a, b), (c, d) in items)
+        if kind in (set, frozenset):
+            return "s", *sorted(map(self.token, first), key=digest_of_token)
+        if kind is MadeBy:
+            return "mb", self._pair(first.reduced, second.reduced)
+        if kind is Variable:
+            return self.token(first.cell)
+        if kind is pickle.PickleBuffer:
+            return "b", digest_bytes(first.raw())
+        if isinstance(first, types.MethodType | types.BuiltinFunctionType | types.ModuleType):
+            return self.token(first)
+        return "f", kind.__qualname__, self._reducer.content(first)
+
+    # --- tensors and arrays ---------------------------------------------------------------
+
+    def _of_tensor(self, value: Any) -> Token:
+        tool = "tensor" if has_plain_memory(self._torch, value) else "opaque"
+        return self._track(tool)(value)
+
+    def _of_storage(self, value: Any) -> Token:
+        untyped = untyped_storage_of(value)
+        start, size = untyped.data_ptr(), untyped.nbytes()
+        if not size or not start:
+            return "st", 0
+        own = partial(weakref.ref, untyped)
+        block = self._block(start, start + size, (start, start + size), own, untyped.device.type)
+        if block is None:
+            return "st", "new"
+        self._use(block)
+        return "st", (..., block.key), start - block.start, size
+
+    def _of_instance(self, value: Any) -> Token:
+        return self._track("instance" if is_its_attributes(value) else "opaque")(value)
+
+    def _of_array(self, value: Any) -> Token:
+        return self._track("opaque" if value.dtype.hasobject else "array")(value)
+
+    def _read_tensor(self, value: Any, entry: Any) -> State:
+        parts = {"data": self._data_of_tensor(value, version_of(value))}
+        parts["requires_grad"] = value.requires_grad
+        parts[CLASS] = type(value).__qualname__
+        if value.is_leaf or value.retains_grad:
+            parts["grad"] = self.token(value.grad)
+        for name, part in value.__dict__.items():
+            parts[f".{name}"] = self.token(part)
+        return self._state(parts)
+
+    def _data_of_tensor(self, value: Any, version: int) -> Token:
+        data = value.detach()
+        shape = str(data.dtype), tuple(data.shape), tuple(data.stride())
+        if not data.numel():
+            return "empty", *shape
+        storage = data.untyped_storage()
+        start, end = span_of_tensor(data)
+        root = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        device = storage.device.type
+        own = partial(weakref.ref, storage)
+        if is_scattered(data, root, start, end) and (
+            self.links.blocks.known(start, end, root[0], device) is None
+        ):
+            what = start, end, *shape
+            block = self.links.blocks.find_copied(what, own, device) if self._adds else None
+        else:
+            block = self._block(start, end, root, own, device)
+        if block is None:
+            return "new", *shape
+        self._versions[block.key].append(version)
+        self._use(block)
+        return (..., block.key), start - block.start, *shape
+
+    def _read_array(self, value: Any, entry: Any) -> State:
+        shape = (
+            value.dtype.str,
+            repr(value.dtype.fields and value.dtype),
+            value.shape,
+            value.strides,
+        )
+        attributes = attributes_of_array(value).items()
+        parts = {f".{name}": self.token(part) for name, part in attributes}
+        parts[CLASS] = self.token(type(value))
+        if not value.size:
+            return self._state({HEAD: ("empty", *shape), **parts})
+        start, end = span_of_array(value)
+        at = value.__array_interface__["data"][0]
+        root, own = root_of_array(self._torch, value, (start, end))
+        block = self._block(start, end, root, own, "cpu")
+        if block is None:
+            return self._state({HEAD: ("new", *shape), **parts})
+        self._use(block)
+        parts["writeable"] = bool(value.flags.writeable)
+        return self._state({HEAD: ((..., block.key), at - block.start, *shape), **parts})
+
+    def _block(
+        self, start: int, end: int, root: tuple[int, int], own: Callable[[], Any], device: str
+    ) -> Block | None:
+        blocks = self.links.blocks
+        if not self._adds:
+            return blocks.known(start, end, root[0], device)
+        return blocks.find(start, end, root, own, device)
+
+    def _use(self, block: Block) -> None:
+        self._children.append(block.key)
+        self.blocks[block.key] = block
+
+    def _read_blocks(self) -> None:
+        """Read the memory of the tensors and arrays that were met, several blocks at a time."""
+        if not self._adds:  # a rank compares memory only if it is asked to
+            return
+        new = [each for key, each in self.blocks.items() if key not in self.states]
+        big = [each for each in new if each.size >= _AT_ONCE]
+        found = dict(zip(map(id, big), _in_threads(self._read_block, big), strict=True))
+        for block in new:
+            self.states[block.key] = found.get(id(block)) or self._read_block(block)
+            self.sizes[block.key] = block.size
+
+    def _read_block(self, block: Block) -> State:
+        versions = repr(self._versions[block.key])
+        if block.device != "cpu":
+            return State(None, (), f"{block.start} {versions}".encode())
+        if block.copied:
+            return State(None, (), repr((block.copied, versions)).encode())
+        view = memory_at(block.start, block.size)
+        sample = (versions, sample_of(view)) if block.size > QUICK_BYTES else None
+        before = self._before(block.key) if self._before else None
+        if sample and before is not None and before.sample == sample:
+            return before
+        if block.size > WHOLE_LIMIT:
+            return State(None, (), repr(sample).encode(), sample)
+        return State(None, (), digest_bytes(view).encode(), sample)
+
+
+QUICK_BYTES = 4 << 20
+WHOLE_LIMIT = 4 << 30
+"""Bytes of memory up to which its contents are compared whole; of more, samples are."""
+
+_AT_ONCE = 1 << 20  # bytes of memory that are worth a thread
+
+_TOOLS: dict[type, str] = {
+    dict: "dict",
+    OrderedDict: "dict",
+    defaultdict: "dict",
+    list: "list",
+    set: "set",
+    deque: "deque",
+    bytearray: "bytearray",
+    types.CellType: "cell",
+}
+
+
+def _is_sentinel(kind: type) -> bool:
+    """Return True for the types of which `dataclasses` makes one object in each process."""
+    return kind.__module__ == "dataclasses" and kind.__name__.startswith("_")
+
+
+_EMPTY = State({})
+
+
+_HAVE_SUBCLASSES = (dict, list, set, deque)
+
+
+def _flat(token: Callable[[Any], Token], value: dict[Any, Any]) -> Iterable[Token]:
+    return ((token(k), token(v)) for k, v in value.items())
+
+
+def _is_plain(reduced: Any) -> bool:
+    """Return True if a reduced object holds only plain values, functions and classes."""
+    if type(reduced) is tuple:
+        return all(map(_is_plain, reduced))
+    return type(reduced) in ATOMIC or isinstance(reduced, types.FunctionType | type)
+
+
+def _in_threads(read: Callable[[Block], State], blocks: list[Block]) -> list[State]:
+    if len(blocks) < 2:
+        return [*map(read, blocks)]
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "nbdist-digest") as pool:
+        return [*pool.map(read, blocks)]

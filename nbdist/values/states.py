@@ -1,0 +1,183 @@
+"""How an object is by itself: what changes when the object changes, with references to its parts.
+
+The notebook and each rank read the states of the objects that they share.  Two states of one object
+that were read in one process are equal as long as nobody has changed the object itself; a change of
+an object that it refers to changes the state of that object alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import hashlib
+import marshal
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+Token = Any
+"""What stands for a value in a state: a plain value for itself, `(..., key)` for an object that has
+a key, and tuples that begin with a short text for all else."""
+
+Parts = frozenset[Token] | None
+"""Parts of an object that are compared one by one; None for the whole object."""
+
+MAX_TEXT, MAX_PARTS, MAX_DIGEST = 256, 4096, 48
+"""Characters up to which a text stands for itself; entries up to which each entry of a dict is
+compared by itself; bytes up to which a state is kept as it is and not as its digest."""
+
+HEAD = "head"
+"""The part of a state that cannot be changed in place: another object has to take the place."""
+
+CLASS = "__class__"
+FACTORY = ("default_factory",)
+ATTRIBUTE = "attribute"
+
+MISSING: Token = ("missing",)
+
+
+class State:
+    """How an object was; `parts` has the parts that can be changed one by one, None for others.
+
+    `digest` differs if anything does.  `children` are the keys of the objects that it refers to.
+    `sample` is a quick digest of memory: if it differs, the memory has changed.
+    """
+
+    __slots__ = ("children", "digest", "parts", "sample")
+
+    def __init__(
+        self,
+        parts: dict[Token, Token] | None,
+        children: tuple[int, ...] = (),
+        digest: bytes | None = None,
+        sample: Any = None,
+    ) -> None:
+        self.parts = parts
+        self.children = children
+        self.sample = sample
+        self.digest: bytes = digest or digest_of_token(tuple((parts or {}).items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, State) and self.digest == other.digest
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def changed_since(self, before: State) -> frozenset[Token] | None:
+        """Return which parts differ; None for an object whose parts are not compared one by one."""
+        if self.parts is None or before.parts is None:
+            return None
+        names = self.parts.keys() | before.parts.keys()
+        return frozenset(
+            name
+            for name in names
+            if is_other(self.parts.get(name, MISSING), before.parts.get(name, MISSING))
+        )
+
+
+def is_other(token: Token, before: Token) -> bool:
+    """Return True if two tokens differ, also as 1 differs from True and 0.0 from -0.0."""
+    return marshal.dumps(token, 2) != marshal.dumps(before, 2)
+
+
+def digest_of_token(token: Token) -> bytes:
+    """Return the bytes of a token, or their digest.  Version 2 of marshal knows no references."""
+    data = marshal.dumps(token, 2)
+    return data if len(data) <= MAX_DIGEST else hashlib.blake2b(data, digest_size=16).digest()
+
+
+ATOMIC = frozenset({type(None), bool, int, float, complex, str, bytes, type(...)})
+
+HEAP_TYPE = 1 << 9
+"""A flag of classes that Python code has made; Py_TPFLAGS_HEAPTYPE of CPython."""
+
+
+class Reducer(NamedTuple):
+    """How objects are taken apart: `reduce` as `__reduce_ex__`, `content` a digest of a value.
+
+    `reduce` returns NotImplemented for what is found by its name, and for Python's own way.
+    `table` has functions that take apart the objects of some types.
+    """
+
+    reduce: Callable[[Any], Any]
+    content: Callable[[Any], str]
+    table: Mapping[type, Callable[[Any], Any]]
+
+
+def keys_in(token: Token) -> list[int]:
+    """List the keys of the objects that a token refers to."""
+    if type(token) is not tuple or not token:
+        return []
+    if token[0] is ... and len(token) == 2:
+        return [token[1]]
+    return [key for each in token for key in keys_in(each)]
+
+
+def attributes_of(value: Any) -> list[tuple[str, Any]]:
+    """List the attributes of an instance that are sent with it, those in slots included."""
+    if _has_getstate(type(value)):
+        return [*value.__getstate__().items()]
+    found = [*getattr(value, "__dict__", {}).items()]
+    for name, slot in slots_of(type(value)):
+        with contextlib.suppress(AttributeError):  # the slot is empty
+            found.append((name, slot.__get__(value)))
+    return found
+
+
+def own_attributes(value: Any) -> list[tuple[str, Any]]:
+    """List the attributes of a container of a class of its own, with its class."""
+    return [(CLASS, type(value)), *getattr(value, "__dict__", {}).items()]
+
+
+def slots_of(kind: type) -> list[tuple[str, Any]]:
+    """List the slots of a class and of its bases, each with its name."""
+    return [
+        (name, slot)
+        for base in kind.__mro__
+        for name, slot in base.__dict__.items()
+        if type(slot) is types.MemberDescriptorType and base.__flags__ & HEAP_TYPE
+    ]
+
+
+def listed(reduced: Any) -> tuple[Any, ...]:
+    """Return the six parts of what an object is reduced to, with iterators as lists."""
+    make, args, *more = reduced
+    state, items, pairs, setter = (*more, None, None, None, None)[:4]
+    listed = None if items is None else [*items]
+    return make, args, state, listed, None if pairs is None else [*pairs], setter
+
+
+def _has_getstate(kind: type) -> bool:
+    """Return True if a class says itself what its instances are pickled with."""
+    return getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None)
+
+
+def is_made_of_attributes(kind: Any) -> bool:
+    """Return True if Python code has made a class, and Python's own way of pickling is used."""
+    return (
+        all(base.__flags__ & HEAP_TYPE for base in kind.__mro__[:-1])
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and not hasattr(kind, "__getnewargs__")
+        and not hasattr(kind, "__getnewargs_ex__")
+    )
+
+
+def has_python_reduce(kind: Any) -> bool:
+    """Return True if Python code of a class says how its instances are pickled."""
+    names = ("__reduce__", "__reduce_ex__", "__getstate__")
+    return any(isinstance(getattr(kind, name, None), types.FunctionType) for name in names)
+
+
+def is_its_attributes(value: Any) -> bool:
+    """Return True if an instance is pickled as its attributes, as they are, and nothing else.
+
+    Raises what pickling the instance raises.
+    """
+    kind = type(value)
+    make, args, state, items, pairs, _ = listed(value.__reduce_ex__(5))
+    if make is not copyreg.__newobj__ or args != (kind,) or items or pairs:  # type: ignore[attr-defined]
+        return False
+    if not _has_getstate(kind):
+        return True
+    own = getattr(value, "__dict__", {})
+    return type(state) is dict and all(own.get(name, own) is part for name, part in state.items())

@@ -1,0 +1,393 @@
+"""Changes of objects in place: what the notebook changed, written for the rank's counterparts.
+
+An update never makes another object: aliases, wrappers and optimizers of the object stay linked.
+The sender calls `update_of`, a rank calls `apply`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from nbdist.values import definitions
+from nbdist.values.memory import attributes_of_array
+from nbdist.values.scan import Scan
+from nbdist.values.states import (
+    ATTRIBUTE,
+    CLASS,
+    FACTORY,
+    HEAD,
+    State,
+    Token,
+    attributes_of,
+    listed,
+    own_attributes,
+    slots_of,
+)
+
+Update = tuple[int, str, Any]
+"""The key of an object, the name of the way in which it is changed, and its new contents."""
+
+_ABSENT = object()
+COPY = "copy"
+"""Contents for a tensor wherever it has its memory now, in the place of `data`."""
+_PLAIN = (dict, OrderedDict, defaultdict, list, set, deque)
+
+
+# --- the sender's side ------------------------------------------------------------------
+
+
+def update_of(
+    entry: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+) -> Update:
+    """Write the update that makes a counterpart with the state `before` equal to an object.
+
+    `changed` are the parts to send, None for an object that is sent whole.
+    """
+    value = entry()
+    return entry.key, entry.tool, _WRITERS[entry.tool](value, state, before, changed, scan)
+
+
+def is_replaced(changed: frozenset[Token] | None) -> bool:
+    """Return True if a counterpart cannot be changed in place so that it equals the object."""
+    return changed is not None and HEAD in changed
+
+
+def _write_dict(
+    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+) -> Any:
+    own = None if type(value) in _PLAIN else [*own_attributes(value)]
+    if changed is None or state.parts is None or before.parts is None:
+        factory = (value.default_factory,) if isinstance(value, defaultdict) else None
+        return None, items_of(value), (), None, factory, own
+    pairs = [(k, v) for k, v in items_of(value) if scan.token(k) in changed]
+    drops = [name for name in changed if name not in state.parts and name != FACTORY]
+    kept = [name for name in before.parts if name in state.parts]
+    names = [name for name in state.parts if name != FACTORY and not is_attribute(name)]
+    kept = [name for name in kept if name != FACTORY and not is_attribute(name)]
+    # Without an order new keys stand behind the others.
+    is_in_order = names[: len(kept)] == kept
+    order = None if is_in_order else names
+    default: Any = value.default_factory if FACTORY in changed else _ABSENT
+    if own is not None:
+        own = [(name, part) for name, part in own if (ATTRIBUTE, name) in changed]
+    return True, pairs, drops, order, None if default is _ABSENT else (default,), own
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """List the items that a dict has; a class of the user's may show others."""
+    return [*(OrderedDict.items if isinstance(value, OrderedDict) else dict.items)(value)]
+
+
+def iter_of(value: Any) -> Iterable[Any]:
+    """Iterate over the items that a list, a set or a deque has."""
+    kind: Any = next(each for each in (list, set, deque) if isinstance(value, each))
+    return kind.__iter__(value)  # type: ignore[no-any-return]
+
+
+def _write_list(value: Any, *_: Any) -> Any:
+    return [*iter_of(value)], None if type(value) in _PLAIN else [*own_attributes(value)]
+
+
+def _write_bytearray(value: Any, *_: Any) -> Any:
+    return bytes(value)
+
+
+def _write_cell(value: Any, *_: Any) -> Any:
+    try:
+        return (value.cell_contents,)
+    except ValueError:  # the cell is empty
+        return ()
+
+
+def _parts_of(
+    value: Any,
+    names: Mapping[str, Any],
+    changed: frozenset[Token] | None,
+    before: State,
+) -> tuple[dict[str, Any], list[str]]:
+    if changed is None:
+        changed = frozenset([*names, *(before.parts or ())])
+    sets = {name: part for name, part in names.items() if name in changed}
+    return sets, [name for name in changed if name not in names and name not in (HEAD, CLASS)]
+
+
+def _write_instance(
+    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+) -> Any:
+    names = {**dict(attributes_of(value)), CLASS: type(value)}
+    return _parts_of(value, names, changed, before)
+
+
+def _write_function(
+    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+) -> Any:
+    details = {n: getattr(value, n) for n in definitions.DETAILS if hasattr(value, n)}
+    own = {f".{name}": part for name, part in value.__dict__.items()}
+    sets, drops = _parts_of(value, {"__code__": value.__code__, **details, **own}, changed, before)
+    if "__code__" in sets:
+        code = sets.pop("__code__")
+        sets["__code__"] = (code.co_filename, code)
+    return sets, drops
+
+
+def _write_class(
+    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+) -> Any:
+    attributes = {n: p for n, p in value.__dict__.items() if n in (state.parts or ())}
+    return _parts_of(value, attributes, changed, before)
+
+
+def _write_tensor(
+    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+) -> Any:
+    names = {f".{name}": part for name, part in value.__dict__.items()}
+    is_moved = changed is not None or (state.parts or {}).get("data") != (before.parts or {}).get(
+        "data"
+    )
+    names |= {"data" if is_moved else COPY: value.detach(), "requires_grad": value.requires_grad}
+    if value.is_leaf or value.retains_grad:
+        names["grad"] = value.grad
+    return _parts_of(value, names, changed, before)
+
+
+def _write_array(
+    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+) -> Any:
+    own = {f".{name}": part for name, part in attributes_of_array(value).items()}
+    return _parts_of(value, {"writeable": bool(value.flags.writeable), **own}, changed, before)
+
+
+def _write_opaque(
+    value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
+) -> Any:
+    return listed(scan.reduced(value))[2:]
+
+
+_WRITERS: dict[str, Callable[..., Any]] = {
+    "dict": _write_dict,
+    "list": _write_list,
+    "set": _write_list,
+    "deque": _write_list,
+    "bytearray": _write_bytearray,
+    "cell": _write_cell,
+    "instance": _write_instance,
+    "function": _write_function,
+    "class": _write_class,
+    "tensor": _write_tensor,
+    "array": _write_array,
+    "opaque": _write_opaque,
+}
+
+
+# --- a rank's side ----------------------------------------------------------------------
+
+
+def apply(value: Any, tool: str, data: Any, token: Callable[[Any], Token]) -> None:
+    """Change an object in place, by what `update_of` has written; `token` is a scan's."""
+    _APPLIERS[tool](value, data, token)
+
+
+def _apply_dict(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    is_by_part, pairs, drops, order, factory, own = data
+    # A class of the user's may do more than store an item.
+    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    if not is_by_part:
+        kind.clear(value)
+    elif drops:
+        for key in [key for key in value if token(key) in drops]:
+            kind.__delitem__(value, key)
+    for key, part in pairs:
+        kind.__setitem__(value, key, part)
+    if factory is not None:
+        (value.default_factory,) = factory
+    _set_own(value, own, drops)
+    if order is not None:
+        found = {token(key): (key, part) for key, part in kind.items(value)}
+        named = [found.pop(name) for name in order if name in found]
+        kind.clear(value)
+        for key, part in [*named, *found.values()]:
+            kind.__setitem__(value, key, part)
+
+
+def _set_own(value: Any, own: Iterable[tuple[str, Any]] | None, drops: Iterable[Any] = ()) -> None:
+    """Set attributes of a container of a class of its own."""
+    for name, part in own or ():
+        if name != CLASS:
+            value.__dict__[name] = part
+    for drop in drops:
+        if is_attribute(drop):
+            value.__dict__.pop(drop[1], None)
+
+
+def is_attribute(part: Token) -> bool:
+    """Return True for a part that is an attribute of a container, and not an item."""
+    return type(part) is tuple and len(part) == 2 and part[0] == ATTRIBUTE
+
+
+def _apply_list(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    parts, own = data
+    list.__setitem__(value, slice(None), parts)
+    _set_own(value, own)
+
+
+def _apply_set(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    parts, own = data
+    set.clear(value)
+    set.update(value, parts)
+    _set_own(value, own)
+
+
+def _apply_deque(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    parts, own = data
+    deque.clear(value)
+    deque.extend(value, parts)
+    _set_own(value, own)
+
+
+def _apply_cell(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    if data:
+        (value.cell_contents,) = data
+    else:
+        with suppress(ValueError):
+            del value.cell_contents
+
+
+def _apply_instance(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    sets, drops = data
+    if CLASS in sets and type(value) is not sets[CLASS]:
+        value.__class__ = sets[CLASS]
+    slots = dict(slots_of(type(value)))
+    for name, part in sets.items():
+        if name in slots:
+            slots[name].__set__(value, part)
+        elif name != CLASS:
+            value.__dict__[name] = part
+    for name in drops:
+        if name in slots:
+            with suppress(AttributeError):
+                slots[name].__delete__(value)
+        else:
+            value.__dict__.pop(name, None)
+
+
+def _apply_function(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    sets, drops = data
+    for name, part in sets.items():
+        if name == "__code__":
+            value.__code__ = part[1].replace(co_filename=part[0])
+        elif name.startswith("."):
+            value.__dict__[name[1:]] = part
+        else:
+            setattr(value, name, part)
+    for name in drops:
+        if name.startswith("."):
+            value.__dict__.pop(name[1:], None)
+        elif name in ("__defaults__", "__kwdefaults__"):
+            setattr(value, name, None)
+
+
+def _apply_class(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    sets, drops = data
+    for name, part in sets.items():
+        type.__setattr__(value, name, part)
+    for name in drops:
+        if name in value.__dict__:
+            type.__delattr__(value, name)
+
+
+def _apply_tensor(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    import torch
+
+    sets, drops = data
+    with torch.no_grad():
+        if "data" in sets:
+            value.data = sets["data"].to(value.device)
+        if COPY in sets and value.data_ptr() != sets[COPY].data_ptr():
+            if value.shape == sets[COPY].shape and value.dtype == sets[COPY].dtype:
+                value.copy_(sets[COPY])
+            else:
+                value.data = sets[COPY].to(value.device)
+        if "requires_grad" in sets and value.is_leaf:
+            value.requires_grad_(sets["requires_grad"])
+        if "grad" in sets:
+            value.grad = None if sets["grad"] is None else sets["grad"].to(value.device)
+    for name, part in sets.items():
+        if name.startswith("."):
+            value.__dict__[name[1:]] = part
+    _drop_own(value, drops)
+
+
+def _drop_own(value: Any, drops: Iterable[str]) -> None:
+    """Remove attributes that Python code has put on a tensor or array."""
+    for name in drops:
+        if name.startswith("."):
+            value.__dict__.pop(name[1:], None)
+
+
+def _apply_array(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    sets, drops = data
+    for name, part in sets.items():
+        if name == "writeable":
+            value.flags.writeable = part
+        else:
+            value.__dict__[name[1:]] = part
+    _drop_own(value, drops)
+
+
+def _apply_bytearray(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    value[:] = data
+
+
+def _apply_opaque(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    state, items, pairs, setter = data
+    set_state(value, state, setter)
+    if items is not None:
+        if isinstance(value, list):
+            del value[:]
+            value.extend(items)
+        elif hasattr(value, "clear") and hasattr(value, "extend"):
+            value.clear()
+            value.extend(items)
+    if pairs is not None:
+        value.clear()
+        for key, part in pairs:
+            value[key] = part
+
+
+def set_state(value: Any, state: Any, setter: Callable[..., Any] | None = None) -> None:
+    """Give an object a state, as pickle does; attributes that the state has not are removed."""
+    if setter is not None:
+        setter(value, state)
+        return
+    if state is None:
+        return
+    if hasattr(value, "__setstate__"):
+        value.__setstate__(state)
+        return
+    slots: Mapping[str, Any] = {}
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state[0] or {}, state[1] or {}
+    own = value.__dict__
+    own.clear()
+    own.update(state)
+    for name, part in slots.items():
+        object.__setattr__(value, name, part)
+
+
+_APPLIERS: dict[str, Callable[[Any, Any, Callable[[Any], Token]], None]] = {
+    "dict": _apply_dict,
+    "list": _apply_list,
+    "set": _apply_set,
+    "deque": _apply_deque,
+    "bytearray": _apply_bytearray,
+    "cell": _apply_cell,
+    "instance": _apply_instance,
+    "function": _apply_function,
+    "class": _apply_class,
+    "tensor": _apply_tensor,
+    "array": _apply_array,
+    "opaque": _apply_opaque,
+}

@@ -1,0 +1,287 @@
+"""Values on their way to ranks: which objects in them a rank lacks, and which have changed.
+
+In the notebook's process.  `nbdist.notebook.shipping` sends a cell's variables by it, and
+`nbdist.world.calling` the arguments of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nbdist.values.linked import Message, reducer_for, write
+from nbdist.values.pickling import without_cycles
+from nbdist.values.scan import Scan
+from nbdist.values.states import HEAD, Parts, State, Token
+from nbdist.values.updates import Update, is_replaced, update_of
+from nbdist.wire.ops import Inspected
+from nbdist.world.sent_objects import Parcel, SentObjects
+
+MAX_RENEWALS = 8
+"""How often objects get other keys for one task: an object that is replaced can be part of another
+that has to be replaced for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question to ranks before a task is sent: `nbdist.worker.ops.values.inspect` answers it.
+
+    `objects` are keys with the parts that the notebook has changed, None for whole objects;
+    `names` are variables that would be bound to another object.
+    """
+
+    ranks: tuple[int, ...]
+    objects: Mapping[int, Parts]
+    names: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the op."""
+        return {"objects": dict(self.objects), "names": self.names}
+
+
+class Outgoing:
+    """Compares the objects that values lead to with what ranks have been sent.
+
+        outgoing = Outgoing(objects, namespace, ranks)
+        token = outgoing.look(value)
+        outgoing.compare()
+        asked = outgoing.asked()  # if there are any: ask the ranks, and `answer`
+        outgoing.renew_replaced()
+        message, states = outgoing.message({"x": value}, rank)
+
+    With `forces` ranks get the notebook's state of all objects that were looked at.
+    """
+
+    def __init__(
+        self,
+        objects: SentObjects,
+        namespace: dict[str, Any],
+        ranks: frozenset[int],
+        *,
+        forces: bool = False,
+    ) -> None:
+        self.objects = objects
+        self.ranks = ranks
+        self.states: dict[int, State] = {}
+        self.changed: dict[int, dict[int, Parts]] = {}
+        self.forces = forces
+        self._namespace = namespace
+        self._scan: Scan | None = None
+
+    # --- looking --------------------------------------------------------------------------
+
+    def look(self, value: Any) -> Token:
+        """Read the states of all objects that a value leads to; return what stands for the value.
+
+        Raises what a class's own `__reduce__` raises, and PicklingError.
+        """
+        try:
+            with without_cycles():
+                token = self.scan.token(value)
+                self.scan.run()
+        except BaseException:  # Stop too: half a scan cannot be continued
+            self._scan = None
+            raise
+        return token
+
+    def look_again(self) -> None:
+        """Forget all states that were read: objects have other keys now."""
+        self._scan = None
+
+    @property
+    def scan(self) -> Scan:
+        """The states of all objects that were looked at."""
+        if self._scan is None:
+            self._scan = self._new_scan()
+        return self._scan
+
+    def reach(self, token: Token) -> set[int]:
+        """Return the keys of all objects that a value with this token leads to."""
+        return self.scan.reach([token])
+
+    def _new_scan(self, **options: Any) -> Scan:
+        return Scan(self.objects.links, reducer_for(self._namespace), self._namespace, **options)
+
+    # --- comparing ------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        """Find which objects of the ranks are others now, in which parts."""
+        self.states = dict(self.scan.states)
+        if not self.forces and self.objects.may_differ(self.ranks):
+            self._look_at_others()
+        self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
+
+    def _look_at_others(self) -> None:
+        """Look at objects that ranks have and no value leads to: a cell can reach them there."""
+        known: dict[int, State] = {}
+        for rank in self.ranks:
+            known |= self.objects.of(rank)
+        left = [
+            entry
+            for entry in self.objects.links.entries()
+            if entry.key in known and entry.key not in self.states
+        ]
+        others = self._new_scan(before=known.get)
+        others.states.update(self.states)
+        with without_cycles():
+            others.read_all(left)
+        self.states = others.states
+
+    def _changed_on(self, rank: int) -> dict[int, Parts]:
+        found: dict[int, Parts] = {}
+        known, lost = self.objects.of(rank), self.objects.lost_memory.get(rank, {})
+        for key, state in self.states.items():
+            before = known.get(key)
+            if before is None:
+                continue
+            if self.forces:
+                parts = state.changed_since(before)
+                found[key] = parts if parts and HEAD in parts else None
+            elif before != state:
+                left = self.objects.left_to_send(key, state.changed_since(before))
+                if left is not False:
+                    found[key] = None if left is True else left
+            elif lost and any(self._has_changed(child, lost) for child in state.children):
+                left = self.objects.left_to_send(key, frozenset(["data"]))
+                if left:
+                    found[key] = frozenset(["data"])
+        return found
+
+    def _has_changed(self, key: int, lost: Mapping[int, State]) -> bool:
+        """Return True if memory that a rank's tensors have left is not as it was sent."""
+        return key in lost and key in self.states and self.states[key] != lost[key]
+
+    def asked(self) -> dict[int, Parts]:
+        """Return the objects that ranks are asked about: whether they have changed the same."""
+        asked: dict[int, Parts] = {}
+        for changed in self.changed.values():
+            for key, parts in changed.items():
+                # An object that takes the place of another would end all changes of the rank.
+                if parts is None or HEAD in parts or asked.get(key, parts) is None:
+                    asked[key] = None
+                else:
+                    asked[key] = parts | (asked.get(key) or frozenset())
+        return asked
+
+    def answer(self, found: Mapping[int, Inspected]) -> None:
+        """Use the answers of ranks: objects that both sides have changed stay the ranks'."""
+        for rank, inspected in found.items():
+            self.objects.note_changed(inspected.changed)
+            self.objects.drop(rank, inspected.gone)
+            for key, theirs in inspected.changed.items():
+                if key not in self.changed.get(rank, {}):
+                    continue
+                ours = self.changed[rank][key]
+                is_by_part = ours is not None and theirs is not None and HEAD not in ours
+                both: Parts = ours & theirs if is_by_part else None  # type: ignore[operator]
+                if both is None or both:
+                    self.objects.keep_theirs(key, both)
+        self.changed = {rank: self._changed_on(rank) for rank in self.ranks}
+
+    def kept(self) -> dict[int, Parts]:
+        """Return the objects of which ranks keep their own, and no line has said so yet."""
+        found: dict[int, Parts] = {}
+        for key in self.states.keys() & self.objects.theirs.keys():
+            state, theirs = self.states[key], self.objects.theirs[key]
+            known = (self.objects.of(rank).get(key) for rank in self.ranks)
+            for before in known:
+                if before is None or before == state:
+                    continue
+                changed = state.changed_since(before)
+                if theirs is None or changed is None:
+                    found[key] = None
+                elif changed & theirs:
+                    found[key] = changed & theirs
+            if key in found and self.objects.told.get(key) == state.digest:
+                del found[key]
+            elif key in found:
+                self.objects.told[key] = state.digest
+        return found
+
+    def renew_replaced(self) -> bool:
+        """Give another key to objects that no counterpart can be changed into.
+
+        Return True if there were any: then all values have to be looked at again.
+        """
+        links = self.objects.links
+        replaced = {
+            key
+            for changed in self.changed.values()
+            for key, parts in changed.items()
+            if is_replaced(parts) and key in links.by_key
+        }
+        for key in replaced:
+            links.renew(links.by_key[key])
+        if replaced:
+            self.look_again()
+        return bool(replaced)
+
+    # --- sending --------------------------------------------------------------------------
+
+    def groups(self, lacks: Mapping[int, Collection[str]]) -> list[tuple[int, ...]]:
+        """Group the ranks that lack the same names and objects."""
+        found: dict[Hashable, list[int]] = {}
+        for rank in sorted(self.ranks):
+            known = self.objects.of(rank)
+            signature = (*lacks.get(rank, ()),), (*map(id, map(known.get, self.states)),)
+            found.setdefault(signature, []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
+
+    def message(self, values: Mapping[str, Any], rank: int) -> tuple[Message, dict[int, State]]:
+        """Pickle values, and changes of objects, for a rank; return also the states that it gets.
+
+        Raises what pickling raises.
+        """
+        known, links = self.objects.of(rank), self.objects.links
+        updates: list[Update] = []
+        states: dict[int, State] = {}
+        scan = self._new_scan()
+        for key, parts in self.changed[rank].items():
+            before, now = known[key], self.states[key]
+            if (block := links.blocks.get(key)) is not None:
+                updates.append((key, "block", block))
+            elif (entry := links.by_key.get(key)) is not None and entry() is not None:
+                updates.append(update_of(entry, now, before, parts, scan))
+            states[key] = merged(now, before, parts)
+        message = write(values, updates, links, self.states, known.keys(), self._namespace)
+        states |= self._registered(message)
+        return message, states
+
+    def whole(self, values: Mapping[str, Any]) -> tuple[Message, dict[int, State]]:
+        """Pickle values for a rank that has no object at all."""
+        links = self.objects.links
+        message = write(values, [], links, self.states, (), self._namespace)
+        return message, self._registered(message)
+
+    def _registered(self, message: Message) -> dict[int, State]:
+        return {key: self.states[key] for key in message.keys if key in self.states}
+
+    def parcels(
+        self, sent: Iterable[tuple[Iterable[int], Parcel]], binds: frozenset[str] = frozenset()
+    ) -> dict[int, Parcel]:
+        """Return by rank the parcel with which a rank has received the packets `sent` to it.
+
+        `binds` are variables that the task assigns in any case.
+        """
+        compared = 0 if self.forces else self.objects.runs
+        found = dict.fromkeys(self.ranks, Parcel(compared=compared, binds=binds))
+        for ranks, parcel in sent:
+            found |= dict.fromkeys(ranks, replace(parcel, compared=compared, binds=binds))
+        return found
+
+
+def merged(now: State, before: State, parts: Parts) -> State:
+    """Return the state of a counterpart that has got these parts of an object as it is now."""
+    if parts is None or now.parts is None or before.parts is None:
+        return now
+    if parts >= (now.changed_since(before) or frozenset()):
+        return now
+    found = dict(before.parts)
+    for part in parts:
+        if part in now.parts:
+            found[part] = now.parts[part]
+        else:
+            found.pop(part, None)
+    return State(found, now.children)
