@@ -1,0 +1,153 @@
+"""Programs whose steps run in a notebook or on its ranks, and the values that they must give."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from tests.notebook.front_end import Notebook, Outcome
+
+Run = Callable[[Sequence["Step"]], None]
+"""Runs a program and raises an AssertionError at the first step that is not as it must be."""
+
+HINT = re.compile(r"%dist_push|replaces|were not sent|was not sent")
+"""A line on something that both sides have changed, or that the notebook has replaced."""
+
+PRELUDE = """
+import sys, types, random, weakref, collections, dataclasses, enum, functools, abc, itertools
+from collections import OrderedDict, ChainMap, Counter, defaultdict, deque, namedtuple
+from dataclasses import dataclass, field
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from tests.objects.nets import loss_of, net, sgd, train
+"""
+
+FORGET = """
+def _forget():
+    names = get_ipython().user_ns
+    for name in [*names]:
+        if name not in _kept:
+            del names[name]
+    get_ipython().displayhook.flush()
+_kept = {*globals(), "_kept"}
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A cell of a program: where it runs, what it must show, and the values of its last line."""
+
+    source: str
+    is_here: bool = True
+    options: str = ""
+    shows: tuple[str, ...] = ()
+    fails: str = ""
+    values: tuple[Any, ...] | None = None
+    may_hint: bool = False
+
+
+def here(source: str, *shows: str, fails: str = "") -> Step:
+    """Run a cell in the notebook; its text must match all patterns."""
+    return Step(source, shows=shows, fails=fails)
+
+
+def ranks(source: str, *shows: str, options: str = "", fails: str = "") -> Step:
+    """Run a cell on the ranks; its text must match all patterns."""
+    return Step(source, is_here=False, options=options, shows=shows, fails=fails)
+
+
+def gives(expression: str, *values: Any) -> Step:
+    """Evaluate an expression on the ranks: one value for all of them, or one for each."""
+    return Step(expression, is_here=False, values=values)
+
+
+def holds(expression: str) -> Step:
+    """Evaluate an expression on the ranks, which must be true on all of them."""
+    return gives(expression, *[True])
+
+
+def gives_here(expression: str, value: Any) -> Step:
+    """Evaluate an expression in the notebook."""
+    return Step(expression, values=(value,))
+
+
+def holds_here(expression: str) -> Step:
+    """Evaluate an expression in the notebook, which must be true."""
+    return gives_here(expression, *[True])
+
+
+def hinting(step: Step, *shows: str) -> Step:
+    """Let a step show lines on conflicts; it must show those that match the patterns."""
+    return replace(step, shows=(*step.shows, *shows), may_hint=True)
+
+
+def begin(notebook: Notebook, workers: int = 2) -> None:
+    """Give the notebook new workers, and only the names of the prelude."""
+    notebook.run("%dist_auto off")
+    if notebook.run("_forget()").errors:
+        assert notebook.run(FORGET).errors == []
+    restarted = notebook.run(f"%dist_restart -n {workers}")
+    assert restarted.errors == [], restarted.seen
+    assert notebook.run(PRELUDE).errors == []
+
+
+def run(notebook: Notebook, steps: Iterable[Step]) -> None:
+    """Run a program, each step where it belongs."""
+    for number, step in enumerate(steps):
+        outcome = _run(notebook, step)
+        text = outcome.seen
+        where = f"step {number}, {'notebook' if step.is_here else 'ranks'}: {step.source}\n{text}"
+        if step.fails:
+            assert re.search(step.fails, text), f"does not fail with {step.fails!r}: {where}"
+            assert outcome.errors, where
+            continue
+        assert outcome.errors == [], where
+        for pattern in step.shows:
+            assert re.search(pattern, text), f"does not show {pattern!r}: {where}"
+        if not (step.shows or step.may_hint):
+            found = HINT.search(text)
+            assert found is None, f"shows a line that is not true: {where}"
+        if step.values is not None:
+            seen = notebook.value("seen")
+            wanted = [*step.values] * (len(seen) if len(step.values) == 1 else 1)
+            assert seen == wanted, where
+
+
+def _run(notebook: Notebook, step: Step) -> Outcome:
+    if step.values is None:
+        head = "" if step.is_here else f"%%distributed {step.options}\n"
+        return notebook.run(head + step.source)
+    if step.is_here:
+        return notebook.run(f"seen = [({step.source})]")
+    outcome = notebook.run(f"%%distributed -o seen\n{step.source}")
+    if not outcome.errors:
+        notebook.run("seen = [seen[rank] for rank in sorted(dict(seen.items()))]")
+    return outcome
+
+
+def on_ranks(steps: Iterable[Step]) -> list[Step]:
+    """Return the program with all its steps on the ranks: a plain kernel that gives its values."""
+    return [replace(each, is_here=False) for each in steps]
+
+
+def is_plain(steps: Iterable[Step]) -> bool:
+    """Tell whether the program means the same if all its steps run in one place."""
+    return not any(
+        each.shows
+        or each.fails
+        or each.may_hint
+        or each.options
+        or re.search("^%", each.source, re.MULTILINE)
+        or (each.is_here and each.values is not None)
+        for each in steps
+    )
+
+
+def table(cases: Mapping[str, Sequence[Step]]) -> Any:
+    """Parametrize a test by the programs of a table."""
+    return pytest.mark.parametrize("name", [pytest.param(each, id=each) for each in cases])

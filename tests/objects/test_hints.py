@@ -1,0 +1,191 @@
+"""Commands that a cell shows as remedies are run as they are shown, and nothing is lost by them."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.notebook.front_end import Notebook
+from tests.objects import programs
+from tests.objects.programs import Run, here, hinting, ranks
+
+pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
+
+COMMAND = re.compile(r"`(%dist_[^`]+)`")
+LINKED = "optimizer.param_groups[0]['params'][0] is model.weight"
+KILL = f"import os\nif rank == 1: os.kill(os.getpid(), {int(signal.SIGKILL)})\ndist.barrier()"
+
+Seen = Callable[[str], list[object]]
+
+
+@pytest.fixture
+def seen(two: Notebook, program: Run) -> Seen:
+    """Evaluates an expression on the ranks, and gives the value of each."""
+
+    def evaluate(expression: str) -> list[object]:
+        outcome = two.run(f"%%distributed -o seen\n{expression}")
+        assert outcome.errors == [], outcome.seen
+        return list(two.value("[seen[rank] for rank in sorted(dict(seen.items()))]"))
+
+    return evaluate
+
+
+def commands(two: Notebook, source: str) -> list[str]:
+    """Run a cell and return the commands that it shows, each once, as they are to be typed."""
+    text = re.sub(r"\s+", " ", two.run(source).seen)
+    return [*dict.fromkeys(COMMAND.findall(text))]
+
+
+def type_(two: Notebook, command: str) -> None:
+    """Type a command that was shown."""
+    outcome = two.run(command)
+    assert outcome.errors == [], outcome.seen
+
+
+def names_of(two: Notebook) -> set[str]:
+    """Return the notebook's variables."""
+    return {each for each in two.value("[*globals()]") if not each.startswith("_")}
+
+
+CONFLICTS = {
+    "a dict": ("x = {'a': 0}", "x['a'] = 1", "x['a'] = 2", "x['a']"),
+    "a list": ("x = [0]", "x.append(1)", "x.append(2)", "x[-1]"),
+    "a tensor": ("x = torch.zeros(1)", "x += 1", "x += 2", "x.item()"),
+    "an array": ("x = np.zeros(1)", "x += 1", "x += 2", "float(x[0])"),
+    "an instance": ("class A: pass\nx = A(); x.a = 0", "x.a = 1", "x.a = 2", "x.a"),
+    "a class": ("class x: a = 0", "x.a = 1", "x.a = 2", "x.a"),
+    "a function": ("def x(v, to=[0]): to.append(v)", "x(1)", "x(2)", "x.__defaults__[0][-1]"),
+    "a closure": (
+        "def make():\n    n = 0\n    def up(by):\n        nonlocal n; n = by; return n\n"
+        "    return up\nx = make()",
+        *("x(1)", "x(2)", "x.__closure__[0].cell_contents"),
+    ),
+    "a frame": (
+        "import pandas as pd\nx = pd.DataFrame({'a': [0]})",
+        *("x.loc[0, 'a'] = 1", "x.loc[0, 'a'] = 2", "int(x.a[0])"),
+    ),
+    "a model": (
+        "x = net()",
+        *("x.weight.data += 1", "x.weight.data += 2", "x.weight[0, 0].item()"),
+    ),
+}
+"""Made by the notebook, changed by the ranks, changed by the notebook, and what to read."""
+
+
+def begin_conflict(two: Notebook, program: Run, name: str) -> list[str]:
+    """Have both sides change `x`, and return the commands that the next cell shows."""
+    made, there, then, read = CONFLICTS[name]
+    program([here(made), ranks("keeper = [x]"), ranks(there), here(then)])
+    return commands(two, f"%%distributed\n{read}")
+
+
+@programs.table({name: [] for name in CONFLICTS})
+def test_push_takes_the_notebooks(two: Notebook, program: Run, seen: Seen, name: str) -> None:
+    """`%dist_push x` of the line changes the ranks' object in place, and the notebook's stays."""
+    read = CONFLICTS[name][3]
+    shown = begin_conflict(two, program, name)
+    (push,) = (each for each in shown if each.startswith("%dist_push"))
+    assert seen(f"({read}, keeper[0] is x)") == [(1, True)] * 2
+    type_(two, push)
+    assert seen(f"({read}, keeper[0] is x)") == [(2, True)] * 2
+    assert two.value(read) == 2
+    assert commands(two, f"%%distributed\n{read}") == []
+
+
+@programs.table({name: [] for name in CONFLICTS})
+def test_gather_brings_theirs(two: Notebook, program: Run, seen: Seen, name: str) -> None:
+    """`%dist_gather x` of the line brings the ranks' under a name that nothing had before."""
+    read = CONFLICTS[name][3]
+    shown = begin_conflict(two, program, name)
+    before = names_of(two)
+    (gather,) = (each for each in shown if each.startswith("%dist_gather"))
+    type_(two, gather)
+    assert two.value(read) == 2, "the notebook's own is overwritten"
+    (new,) = names_of(two) - before
+    values = new if " -r " not in gather else f"[{new}]"
+    # A class that is gathered is the notebook's own: the line names its attribute.
+    is_whole = gather.split()[1] == "x"
+    one = f"(lambda x: {read})(each)" if is_whole else "each"
+    assert {*two.value(f"[{one} for each in {values}]")} == {1}
+    assert seen(f"({read}, keeper[0] is x)") == [(1, True)] * 2
+
+
+def test_what_a_new_rank_lacks(two: Notebook, program: Run, seen: Seen) -> None:
+    """All that a cell lacks is named at once; the commands typed one by one bring it, linked."""
+    program([
+        here("model = net(); optimizer = sgd(model); hist = []"),
+        ranks("hist.append(train(model, optimizer))\nown = {'model': model}"),
+        ranks(KILL, fails="killed"),
+    ])  # fmt: skip
+    shown = commands(two, "%%distributed\nprint(own, hist, train(model, optimizer, 0))")
+    syncs = [each for each in shown if each.startswith("%dist_sync")]
+    named = {word for each in syncs for word in each.partition(" --")[0].split()[1:]}
+    assert named >= {"own", "hist", "model", "optimizer"}
+    for command in syncs:
+        type_(two, command)
+    assert seen(f"({LINKED}, own['model'] is model, hist)") == [(True, True, [0.605])] * 2
+    assert seen("train(model, optimizer)") == [0.004] * 2
+    assert commands(two, "%%distributed\nprint(own, hist, model, optimizer)") == []
+
+
+@pytest.mark.parametrize("way", ["%dist_restart -r 1", "%dist_scale 3"])
+def test_what_is_shown_of_new_workers(two: Notebook, program: Run, seen: Seen, way: str) -> None:
+    """The commands that a restart or a new rank shows bring back what was trained."""
+    program([
+        here("model = net(); optimizer = sgd(model)"),
+        ranks("print(train(model, optimizer))"),
+    ])  # fmt: skip
+    shown = commands(two, way)
+    shown += commands(two, "%%distributed\nprint(train(model, optimizer, 0))")
+    syncs = [each for each in dict.fromkeys(shown) if each.startswith("%dist_sync")]
+    assert syncs
+    for command in syncs:
+        type_(two, command)
+    assert set(seen(f"({LINKED}, train(model, optimizer))")) == {(True, 0.004)}
+
+
+def test_one_by_one_in_both_orders(two: Notebook, program: Run, seen: Seen) -> None:
+    """The commands of a death are typed one for each name, the last name first."""
+    program([
+        here("model = net(); optimizer = torch.optim.Adam(model.parameters(), lr=1.)"),
+        ranks("print(train(model, optimizer))"),
+        ranks(KILL, fails="killed"),
+    ])  # fmt: skip
+    for name in ("optimizer", "model"):
+        type_(two, f"%dist_sync {name} --from 0")
+    checks = f"({LINKED}, [*optimizer.state][0] is model.weight, train(model, optimizer))"
+    first, second = seen(checks)
+    assert first == second
+    assert first[:2] == (True, True)  # type: ignore[index]
+
+
+def test_a_name_in_a_plain_cell(two: Notebook, program: Run) -> None:
+    """The command for a variable of the ranks brings it."""
+    program([ranks("theirs = {'r': rank}")])
+    shown = commands(two, "theirs")
+    (gather,) = (each for each in shown if each.startswith("%dist_gather"))
+    type_(two, gather)
+    assert two.value("theirs") == [{"r": 0}, {"r": 1}]
+
+
+def test_a_gathered_name(two: Notebook, program: Run, seen: Seen) -> None:
+    """The command for a gathered variable that the ranks lack after a restart sends it."""
+    program([ranks("acc = [rank]"), here("%dist_gather acc"), here("%dist_restart")])
+    shown = commands(two, "%%distributed\nprint(acc)")
+    (push,) = (each for each in shown if each.startswith("%dist_push"))
+    type_(two, push)
+    assert seen("acc") == [[[0], [1]]] * 2
+
+
+def test_a_replaced_model(two: Notebook, program: Run, seen: Seen) -> None:
+    """A line on a replaced model names what holds the old one; no command is needed."""
+    program([
+        here("model = net(); optimizer = sgd(model)"),
+        ranks("wrapped = torch.nn.Sequential(model); print(train(wrapped, optimizer))"),
+        here("model = net()"),
+        hinting(ranks("model"), "Linear", "wrapped", "optimizer"),
+    ])  # fmt: skip
+    assert seen("wrapped[0] is model") == [False] * 2

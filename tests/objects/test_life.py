@@ -1,0 +1,104 @@
+"""Memory is given back on both sides when the notebook or the ranks drop what was sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.notebook.front_end import Notebook
+from tests.objects.programs import Run, gives, here, hinting, ranks
+
+pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
+
+COUNT = """
+import gc
+def count(size):
+    gc.collect()
+    return sum(isinstance(each, torch.Tensor) and each.numel() == size for each in gc.get_objects())
+def lists(size):
+    gc.collect()
+    return sum(type(each) is list and len(each) == size for each in gc.get_objects())
+"""
+
+
+def seen(two: Notebook, expression: str) -> tuple[int, list[int]]:
+    """Evaluate an expression here and on the ranks."""
+    outcome = two.run(f"%%distributed -o seen\n{COUNT}\n{expression}")
+    assert outcome.errors == [], outcome.seen
+    there = two.value("[seen[rank] for rank in sorted(dict(seen.items()))]")
+    return two.value(expression), there
+
+
+def test_a_model_that_is_made_again(two: Notebook, program: Run) -> None:
+    """After many rounds of making, training and deleting there is no more than one copy."""
+    program([here(COUNT)])
+    for _ in range(8):
+        program([
+            here("model = net(1237); optimizer = sgd(model)"),
+            hinting(ranks("model(torch.ones(1, 1237)).sum().backward(); optimizer.step()")),
+            here("del model, optimizer"),
+        ])  # fmt: skip
+    program([here("model = optimizer = None"), hinting(ranks("model, optimizer"))])
+    assert seen(two, "count(1237)") == (0, [0, 0])
+
+
+def test_a_name_that_is_bound_again(two: Notebook, program: Run) -> None:
+    """Of values that the notebook binds to one name the last one is there, on each side."""
+    program([here(COUNT)])
+    for number in range(8):
+        program([here(f"t = torch.full((1239,), {number}.)"), gives("t[0].item()", number)])
+    here_, there = seen(two, "count(1239)")
+    assert here_ == 1
+    assert max(there) <= 1
+
+
+def test_containers_without_weak_references(two: Notebook, program: Run) -> None:
+    """Lists are dropped with the variable that reached them."""
+    program([here(COUNT)])
+    for number in range(8):
+        program([
+            here(f"d = {{'l': [{number}] * 1231}}"),
+            gives("d['l'][0]", number),
+            here("d['l'] = [5] * 1231"),
+            gives("d['l'][0]", 5),
+        ])  # fmt: skip
+    here_, there = seen(two, "lists(1231)")
+    assert here_ <= 2
+    assert max(there) <= 2
+    program([here("d = None"), gives("d", None)])
+    assert seen(two, "lists(1231)") == (0, [0, 0])
+
+
+def test_deleted_in_the_notebook(two: Notebook, program: Run) -> None:
+    """The memory of a deleted variable that only the notebook has made is free on the ranks too."""
+    program([here(COUNT), here("t = torch.zeros(1241)"), ranks("print(t.sum())"), here("del t")])
+    program([ranks("pass")])
+    assert seen(two, "count(1241)") == (0, [0, 0])
+
+
+def test_deleted_on_the_ranks(two: Notebook, program: Run) -> None:
+    """What the ranks delete is free there, and comes again if it is used again."""
+    program([here(COUNT), here("t = torch.zeros(1243)"), ranks("print(t.sum()); del t")])
+    assert seen(two, "count(1243)") == (1, [0, 0])
+    program([here("u = [t]"), gives("u[0].numel()", 1243)])
+
+
+def test_kept_by_the_ranks(two: Notebook, program: Run) -> None:
+    """What the ranks still hold stays theirs after the notebook has deleted it."""
+    program([
+        here("model = net(); optimizer = sgd(model)"),
+        ranks("kept = model, optimizer; print(train(model, optimizer))"),
+        here("del model, optimizer"),
+        gives("train(*kept)", 0.004),
+    ])  # fmt: skip
+
+
+def test_after_a_restart(two: Notebook, program: Run) -> None:
+    """Nothing of the tables refers to workers that are gone."""
+    program([
+        here("a = [1]; b = {'a': a}"),
+        ranks("a.append(2); print(b)"),
+        here("%dist_restart"),
+        gives("a, b['a'] is a", ([1], True)),
+        here("a.append(3)"),
+        gives("b, b['a'] is a", ({"a": [1, 3]}, True)),
+    ])  # fmt: skip
