@@ -275,7 +275,7 @@ class Pool:
             note_changes(session, session.everyone)
         for name in known:
             is_other = bool(names.others_of(name)) or names.is_changed(name)
-            if is_other and names.is_first_notice(_otherwise(name)):
+            if is_other and names.is_first_notice(f"{name} here"):
                 self.display().say(
                     f"this is the notebook's `{name}`; the ranks have another: "
                     f"`%dist_gather {name} --as {name}_ranks` brings theirs"
@@ -399,11 +399,6 @@ class Pool:
         if self._job is not None:
             self._job.lose(why)
             self._pools.idle_stop.update()
-
-
-def _otherwise(name: str) -> str:
-    """Return what a line on a variable that ranks have otherwise is known by."""
-    return f"{name} here"
 
 
 def _complete_shutdown(world: World) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from nbdist.values import definitions
 from nbdist.values.definitions import MadeBy
+from nbdist.values.digests import digest_bytes
 from nbdist.values.links import Block, Links
 from nbdist.values.memory import (
     attributes_of_array,
@@ -80,8 +81,6 @@ def reducer_for(namespace: dict[str, Any]) -> Reducer:
     scout = Pickler(namespace, TensorReducer(sketch=True, back_to_device=False, exact=False), None)
 
     def content(value: Any) -> str:
-        from nbdist.values.digests import digest_bytes
-
         tensors = TensorReducer(sketch=True, back_to_device=False, exact=False)
         pickler = Pickler(namespace, tensors, None)
         pickler.dump(value)
@@ -131,9 +130,8 @@ class _Memory(TensorReducer):
     def reduce(self, value: Any) -> Reduced:
         """Reduce a tensor or a storage to a view of a block, if it lies in one."""
         if isinstance(value, self.types[1]):
-            start, size = value.data_ptr(), value.nbytes()
-            block = self.links.blocks.known(start, start + size, start, value.device.type)
-            if block is not None and block.size == size:
+            block = self.links.blocks.filled(value.data_ptr(), value.nbytes(), value.device.type)
+            if block is not None:
                 return storage_on, (self.piece_of(block),)
             return super().reduce(value)
         if isinstance(value, self.types[2]) or not has_plain_memory(self._torch, value):
@@ -178,9 +176,7 @@ class _Memory(TensorReducer):
     def contents_of(self, block: Block, owner: Any = None) -> Any:
         """Return the bytes of a block, as a buffer of the memory itself if it is the CPU's."""
         if block.device != "cpu":
-            flat = self._torch.empty(0, dtype=self._torch.uint8, device=owner.device)
-            start = block.start - owner.data_ptr()
-            flat = flat.set_(owner, start, (block.size,), (1,))
+            flat = flat_tensor(owner)[block.start - owner.data_ptr() :][: block.size]
             host: Any = self._on_host(flat).numpy()
             return plain_pickle.PickleBuffer(host)
         return plain_pickle.PickleBuffer(_held(memory_at(block.start, block.size), owner))
@@ -437,9 +433,14 @@ def set_own_attributes(value: Any, attributes: dict[str, Any]) -> None:
     value.__dict__.update(attributes)
 
 
-def bytes_of_storage(storage: Any) -> Any:
-    """Return a storage of the CPU as an array of its bytes."""
+def flat_tensor(storage: Any) -> Any:
+    """Return a storage as a tensor of its bytes, on the storage's device."""
     import torch
 
-    flat = torch.empty(0, dtype=torch.uint8)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,)).numpy()
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def bytes_of_storage(storage: Any) -> Any:
+    """Return a storage of the CPU as an array of its bytes."""
+    return flat_tensor(storage).numpy()

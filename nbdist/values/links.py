@@ -74,6 +74,17 @@ class Block:
             return None
         return self.owner()
 
+    def users_storage(self) -> Any:
+        """Return the storage of a tensor made on a rank, wherever it has its memory now.
+
+        None if there is no tensor whose memory is still of this block's size.
+        """
+        for user in self.users:
+            tensor = user()
+            if tensor is not None and tensor.untyped_storage().nbytes() == self.size:
+                return tensor.untyped_storage()
+        return None
+
     @property
     def size(self) -> int:
         """The number of its bytes."""
@@ -207,11 +218,6 @@ def _count_alone() -> int:
 _ALONE = _count_alone()
 
 
-def _is_as_big(tensor: Any, size: int) -> bool:
-    """Return True if a tensor is there and has memory of this size, wherever it is."""
-    return tensor is not None and tensor.untyped_storage().nbytes() == size
-
-
 class Blocks:
     """The memory of tensors and arrays that has a key, by address."""
 
@@ -240,6 +246,11 @@ class Blocks:
             elif block.start <= start and end <= block.end:
                 return block
         return None
+
+    def filled(self, start: int, size: int, device: str) -> Block | None:
+        """Return the block that has these bytes of memory and no others; None if none has."""
+        block = self.known(start, start + size, start, device)
+        return block if block is not None and block.size == size else None
 
     def find(
         self, start: int, end: int, root: tuple[int, int], own: Callable[[], Any], device: str
@@ -287,7 +298,7 @@ class Blocks:
     def drop_dead(self) -> None:
         """Drop blocks whose memory was freed, and note their keys as dead."""
         for block in [*self._by_key.values()]:
-            if block.owner() is None and not any(_is_as_big(u(), block.size) for u in block.users):
+            if block.owner() is None and block.users_storage() is None:
                 self._links._dead.append(block.key)
                 self._remove(block)
 

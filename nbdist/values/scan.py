@@ -60,6 +60,7 @@ from nbdist.values.states import (
     keys_in,
     listed,
     own_attributes,
+    reached,
 )
 from nbdist.values.tensors import untyped_storage_of, version_of
 
@@ -74,7 +75,7 @@ _TEXTS_BY_NAME = tuple(("torch", name) for name in ("dtype", "device", "layout",
 
 _NAMED = (
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
-    *(types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodWrapperType),
+    *(types.GetSetDescriptorType, types.MemberDescriptorType),
 )
 
 
@@ -169,15 +170,7 @@ class Scan:
 
     def reach(self, tokens: Iterable[Token]) -> set[int]:
         """Return the keys of all objects that values with these tokens lead to."""
-        found: set[int] = set()
-        waiting = [key for token in tokens for key in keys_in(token)]
-        while waiting:
-            key = waiting.pop()
-            if key not in found:
-                found.add(key)
-                if (state := self.states.get(key)) is not None:
-                    waiting += state.children
-        return found
+        return reached(self.states, (key for token in tokens for key in keys_in(token)))
 
     def _refer(self, entry: Any) -> Token:
         key = entry.key
@@ -379,11 +372,11 @@ class Scan:
 
     def _read_class(self, value: type, entry: Any) -> State:
         maker, args, state = self._reducer.reduce(value)[:3]
-        again = self._reducer.reduce(value)
-        parts = {HEAD: (self.token(maker), self._pair(args, again[1]))}
+        _, second_args, second_state = self._reducer.reduce(value)[:3]
+        parts = {HEAD: (self.token(maker), self._pair(args, second_args))}
+        second = definitions.class_attributes(second_state)
         for name, part in definitions.class_attributes(state).items():
-            second = definitions.class_attributes(again[2]).get(name)
-            parts[name] = self._pair(part, second)
+            parts[name] = self._pair(part, second.get(name))
         return self._state(parts)
 
     # --- all other objects, by what they are pickled as -----------------------------------

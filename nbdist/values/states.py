@@ -12,7 +12,7 @@ import copyreg
 import hashlib
 import marshal
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 Token = Any
@@ -73,6 +73,16 @@ class State:
             if is_other(self.parts.get(name, MISSING), before.parts.get(name, MISSING))
         )
 
+    def with_parts(self, now: State, names: Iterable[Token]) -> State:
+        """Return this state after the object got its parts of these names as they are in `now`."""
+        parts = dict(self.parts or {})
+        for name in names:
+            if name in (now.parts or {}):
+                parts[name] = now.parts[name]  # type: ignore[index]
+            else:
+                parts.pop(name, None)
+        return State(parts, now.children)
+
 
 def is_other(token: Token, before: Token) -> bool:
     """Return True if two tokens differ, also as 1 differs from True and 0.0 from -0.0."""
@@ -101,6 +111,18 @@ class Reducer(NamedTuple):
     reduce: Callable[[Any], Any]
     content: Callable[[Any], str]
     table: Mapping[type, Callable[[Any], Any]]
+
+
+def reached(states: Mapping[int, State], keys: Iterable[int]) -> set[int]:
+    """Return these keys, and the keys of all objects that their objects lead to."""
+    found, waiting = set[int](), [*keys]
+    while waiting:
+        key = waiting.pop()
+        if key not in found:
+            found.add(key)
+            if (state := states.get(key)) is not None:
+                waiting += state.children
+    return found
 
 
 def keys_in(token: Token) -> list[int]:

@@ -30,7 +30,6 @@ from nbdist.values.states import (
 Update = tuple[int, str, Any]
 """The key of an object, the name of the way in which it is changed, and its new contents."""
 
-_ABSENT = object()
 COPY = "copy"
 """Contents for a tensor wherever it has its memory now, in the place of `data`."""
 _PLAIN = (dict, OrderedDict, defaultdict, list, set, deque)
@@ -64,16 +63,16 @@ def _write_dict(
         return None, items_of(value), (), None, factory, own
     pairs = [(k, v) for k, v in items_of(value) if scan.token(k) in changed]
     drops = [name for name in changed if name not in state.parts and name != FACTORY]
-    kept = [name for name in before.parts if name in state.parts]
     names = [name for name in state.parts if name != FACTORY and not is_attribute(name)]
-    kept = [name for name in kept if name != FACTORY and not is_attribute(name)]
+    items = {*names}
+    kept = [name for name in before.parts if name in items]
     # Without an order new keys stand behind the others.
     is_in_order = names[: len(kept)] == kept
     order = None if is_in_order else names
-    default: Any = value.default_factory if FACTORY in changed else _ABSENT
+    factory = (value.default_factory,) if FACTORY in changed else None
     if own is not None:
         own = [(name, part) for name, part in own if (ATTRIBUTE, name) in changed]
-    return True, pairs, drops, order, None if default is _ABSENT else (default,), own
+    return True, pairs, drops, order, factory, own
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
@@ -103,10 +102,7 @@ def _write_cell(value: Any, *_: Any) -> Any:
 
 
 def _parts_of(
-    value: Any,
-    names: Mapping[str, Any],
-    changed: frozenset[Token] | None,
-    before: State,
+    names: Mapping[str, Any], changed: frozenset[Token] | None, before: State
 ) -> tuple[dict[str, Any], list[str]]:
     if changed is None:
         changed = frozenset([*names, *(before.parts or ())])
@@ -118,7 +114,7 @@ def _write_instance(
     value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
 ) -> Any:
     names = {**dict(attributes_of(value)), CLASS: type(value)}
-    return _parts_of(value, names, changed, before)
+    return _parts_of(names, changed, before)
 
 
 def _write_function(
@@ -126,18 +122,16 @@ def _write_function(
 ) -> Any:
     details = {n: getattr(value, n) for n in definitions.DETAILS if hasattr(value, n)}
     own = {f".{name}": part for name, part in value.__dict__.items()}
-    sets, drops = _parts_of(value, {"__code__": value.__code__, **details, **own}, changed, before)
-    if "__code__" in sets:
-        code = sets.pop("__code__")
-        sets["__code__"] = (code.co_filename, code)
-    return sets, drops
+    code = value.__code__
+    names = {**details, **own, "__code__": (code.co_filename, code)}
+    return _parts_of(names, changed, before)
 
 
 def _write_class(
     value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
 ) -> Any:
     attributes = {n: p for n, p in value.__dict__.items() if n in (state.parts or ())}
-    return _parts_of(value, attributes, changed, before)
+    return _parts_of(attributes, changed, before)
 
 
 def _write_tensor(
@@ -150,14 +144,14 @@ def _write_tensor(
     names |= {"data" if is_moved else COPY: value.detach(), "requires_grad": value.requires_grad}
     if value.is_leaf or value.retains_grad:
         names["grad"] = value.grad
-    return _parts_of(value, names, changed, before)
+    return _parts_of(names, changed, before)
 
 
 def _write_array(
     value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
 ) -> Any:
     own = {f".{name}": part for name, part in attributes_of_array(value).items()}
-    return _parts_of(value, {"writeable": bool(value.flags.writeable), **own}, changed, before)
+    return _parts_of({"writeable": bool(value.flags.writeable), **own}, changed, before)
 
 
 def _write_opaque(

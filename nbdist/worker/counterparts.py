@@ -10,7 +10,8 @@ import mmap
 import time
 import types
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +20,12 @@ import torch
 from nbdist.values.copying import copy_into
 from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.values.digests import digest_bytes
-from nbdist.values.linked import Arrived, NotThere, bytes_of_storage, read, reducer_for
+from nbdist.values.linked import Arrived, NotThere, bytes_of_storage, flat_tensor, read, reducer_for
 from nbdist.values.links import Block, Links
 from nbdist.values.payload import Identity, is_atomic
 from nbdist.values.pickling import Buffer, without_cycles
 from nbdist.values.scan import Scan
-from nbdist.values.states import Parts, State, keys_in
+from nbdist.values.states import Parts, State, keys_in, reached
 from nbdist.values.updates import apply
 from nbdist.wire.ops import Inspected, Replaced
 
@@ -131,8 +132,7 @@ class Counterparts:
         new = np.frombuffer(contents, np.uint8)
         if isinstance(root, torch.UntypedStorage):
             with torch.no_grad():
-                flat = torch.empty(0, dtype=torch.uint8, device=root.device)
-                flat.set_(root, 0, (root.nbytes(),), (1,)).copy_(torch.from_numpy(new.copy()))
+                flat_tensor(root).copy_(torch.from_numpy(new.copy()))
         else:
             root[:] = new
         self._digests[key] = digest_bytes(new)
@@ -148,13 +148,7 @@ class Counterparts:
         if (found := self.links.find(key)) is not None:
             return found
         block = self.links.blocks.get(key)
-        if block is None:
-            return None
-        for user in block.users:
-            tensor = user()
-            if tensor is not None and tensor.untyped_storage().nbytes() == block.size:
-                return tensor.untyped_storage()
-        return None
+        return None if block is None else block.users_storage()
 
     # --- what goes ------------------------------------------------------------------------
 
@@ -228,7 +222,7 @@ class Counterparts:
         value, given = self._names.get(name), self._given.get(name)
         if given is None or not given.is_still(value):
             return True
-        keys = self._reach(self._keys_of(value))
+        keys = reached(self._states, self._keys_of(value))
         return bool(self._changed(dict.fromkeys(keys))[0])
 
     def _keys_of(self, value: Any) -> list[int]:
@@ -237,16 +231,6 @@ class Counterparts:
             return []
         key = self.links.key_of(value)
         return [key] if key is not None else keys_in(self._scan().token(value))
-
-    def _reach(self, keys: Iterable[int]) -> set[int]:
-        found, waiting = set[int](), [*keys]
-        while waiting:
-            key = waiting.pop()
-            if key not in found:
-                found.add(key)
-                if (state := self._states.get(key)) is not None:
-                    waiting += state.children
-        return found
 
     def _changed(self, objects: Mapping[int, Parts]) -> tuple[dict[int, Parts], list[int]]:
         changed: dict[int, Parts] = {}
@@ -277,8 +261,7 @@ class Counterparts:
         if root is None:
             return True
         if isinstance(root, torch.UntypedStorage):
-            flat = torch.empty(0, dtype=torch.uint8, device=root.device)
-            contents = flat.set_(root, 0, (root.nbytes(),), (1,)).cpu().numpy()
+            contents = flat_tensor(root).cpu().numpy()
         else:
             contents = root
             address = root.__array_interface__["data"][0]
@@ -332,9 +315,7 @@ class Counterparts:
         if tensor.device.type != "cpu" or not tensor.numel() or tensor.is_sparse:
             return None
         storage = tensor.untyped_storage()
-        start, size = storage.data_ptr(), storage.nbytes()
-        block = self.links.blocks.known(start, start + size, start, "cpu")
-        return block if block is not None and block.size == size else None
+        return self.links.blocks.filled(storage.data_ptr(), storage.nbytes(), "cpu")
 
     def register(self, keyed: Iterable[Keyed], instead: Mapping[int, Any]) -> tuple[int, ...]:
         """Keep objects that came from a rank or a file under their keys; return the keys.
@@ -375,18 +356,17 @@ class Counterparts:
         if not isinstance(value, np.ndarray) or not value.size or not value.flags.forc:
             return None
         start = value.__array_interface__["data"][0]
-        block = self.links.blocks.known(start, start + value.nbytes, start, "cpu")
-        return block if block is not None and block.size == value.nbytes else None
+        return self.links.blocks.filled(start, value.nbytes, "cpu")
 
     def _link_memory(self, key: int, value: Any, digest: str) -> None:
         """Keep the memory of a tensor or array under the key of a block."""
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             start, size = storage.data_ptr(), storage.nbytes()
-            owner = _root_of(weakref.ref(storage))
+            owner = partial(_bytes_of, weakref.ref(storage), bytes_of_storage)
         else:
             start, size = value.__array_interface__["data"][0], value.nbytes
-            owner = _bytes_of(weakref.ref(value))
+            owner = partial(_bytes_of, weakref.ref(value), _bytes_of_array)
         block = Block(key, start, start + size, owner)
         if isinstance(value, torch.Tensor):
             block.users.append(weakref.ref(value))
@@ -430,37 +410,21 @@ def _is_named(value: Any) -> bool:
     return isinstance(value, type | types.ModuleType)
 
 
-def _root_of(owner: Any) -> Any:
-    """Return a question for the bytes of a storage, None once the storage has ended."""
-
-    def root() -> Any:
-        storage = owner()
-        return None if storage is None else bytes_of_storage(storage)
-
-    return root
+def _bytes_of(owner: weakref.ref[Any], show: Callable[[Any], Any]) -> Any:
+    """Return the bytes of a storage or of an array, None once that object has ended."""
+    found = owner()
+    return None if found is None else show(found)
 
 
-def _bytes_of(owner: Any) -> Any:
-    """Return a question for the bytes of an array, None once the array has ended."""
-
-    def root() -> Any:
-        array = owner()
-        return None if array is None else array.reshape(-1, order="K").view(np.uint8)
-
-    return root
+def _bytes_of_array(array: Any) -> Any:
+    return array.reshape(-1, order="K").view(np.uint8)
 
 
 def _received(after: State, before: State | None, was: State | None) -> State:
     """Return how an object was received, once an update has changed parts of it."""
     if before is None or was is None or after.parts is None or was.parts is None:
         return after
-    parts = dict(was.parts)
-    for name in after.changed_since(before) or ():
-        if name in after.parts:
-            parts[name] = after.parts[name]
-        else:
-            parts.pop(name, None)
-    return State(parts, after.children)
+    return was.with_parts(after, after.changed_since(before) or ())
 
 
 def _leads_to(top: Any, wanted: Collection[int], names: dict[str, Any], until: float) -> bool:

@@ -384,10 +384,6 @@ class NameTable:
             if isinstance(entry, Missing) and entry.import_path is None
         }
 
-    def was_noticed(self, name: str) -> bool:
-        """Return True if `is_first_notice` was asked for since it was last bound."""
-        return name in self._noticed
-
     def is_first_notice(self, name: str) -> bool:
         """Return True, once, until the name is bound again."""
         is_first = name not in self._noticed

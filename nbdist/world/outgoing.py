@@ -278,10 +278,4 @@ def merged(now: State, before: State, parts: Parts) -> State:
         return now
     if parts >= (now.changed_since(before) or frozenset()):
         return now
-    found = dict(before.parts)
-    for part in parts:
-        if part in now.parts:
-            found[part] = now.parts[part]
-        else:
-            found.pop(part, None)
-    return State(found, now.children)
+    return before.with_parts(now, parts)

@@ -300,7 +300,7 @@ def regroup(workers: Workers, request: Heal | Scale | Grow) -> tuple[tuple[int, 
     if new:
         note_changes(workers, [rank for rank in workers.everyone if rank not in new])
         workers.names.note_lost(new)
-    replay(workers, {*replaced, *workers.renumbering.new})
+    replay(workers, new)
     return replaced, why
 
 

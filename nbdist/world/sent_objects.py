@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbdist.values.links import Links
-from nbdist.values.states import Parts, State, Token, keys_in
+from nbdist.values.states import Parts, State, Token, keys_in, reached
 from nbdist.wire.ops import Changed
 
 
@@ -145,15 +145,7 @@ class SentObjects:
 
     def reach(self, rank: int, token: Token) -> set[int]:
         """Return the keys of the objects that a value led to, as it was sent to a rank."""
-        states, found = self.of(rank), set[int]()
-        waiting = keys_in(token)
-        while waiting:
-            key = waiting.pop()
-            if key not in found:
-                found.add(key)
-                if (state := states.get(key)) is not None:
-                    waiting += state.children
-        return found
+        return reached(self.of(rank), keys_in(token))
 
     def ranks_with(self, key: int) -> frozenset[int]:
         """Return the ranks that have the object with this key."""
