@@ -19,7 +19,7 @@ import torch
 
 from nbdist.errors import AgentLost, ScaleError, UsageError, WorkerDied, WorkerError
 from nbdist.terminal.worlds import kill_world
-from nbdist.values.payload import pack_names
+from nbdist.world.calling import sending
 from nbdist.world.running import TaskRun
 from nbdist.world.states import State
 from nbdist.world.world import World
@@ -331,11 +331,11 @@ def big(world: World, hosts: list[Host]) -> Iterator[torch.Tensor]:
 
 def test_how_far_it_is(world: World, big: torch.Tensor) -> None:
     """The notebook is told while it is on its way, once to each host, and when it is there."""
-    payload, segment = pack_names({"big": big}, {})
-    assert segment is not None
-    with segment:
-        running = world.session.submit(world.session.task("total = big.sum()", names=payload))
-        seen = [running.bytes_moved for _ in world.session.follow(running)]
+    session = world.session
+    with sending(session, {"big": big}, range(world.size)) as (payloads, parcels):
+        task = session.task("total = big.sum()", names=payloads)
+        running = session.submit(task, shipped=parcels)
+        seen = [running.bytes_moved for _ in session.follow(running)]
     done, total = zip(*(far for far in dict.fromkeys(seen) if far[1]), strict=True)
     assert len(done) > 3
     assert [*done] == sorted(done)
