@@ -11,6 +11,7 @@ import io
 import pickle as plain_pickle
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -213,12 +214,10 @@ class _LinkedPickler(Pickler):
         super().__init__(namespace, self.memory, None)
         self._refs = refs
 
-    def persistent_id(self, value: Any) -> int | None:
-        """Return the key of an object that the receiver has.  Called by pickle for each object."""
-        return self._refs.get(id(value))
-
     def reducer_override(self, value: Any) -> Reduced:
         """Reduce an object that is no plain built-in.  Called by pickle."""
+        if type(value) is OrderedDict:  # a torch module has a dozen
+            return NotImplemented
         if is_plain_array(value):
             reduced = self.memory.reduce_array(value)
             if reduced is not NotImplemented:
@@ -237,6 +236,14 @@ class _LinkedPickler(Pickler):
         return () if id(variable) in self._refs else super().contents_of(variable)
 
 
+class _ReferringPickler(_LinkedPickler):
+    """Does so for a receiver that has objects; the question for each object takes time."""
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the key of an object that the receiver has.  Called by pickle for each object."""
+        return self._refs.get(id(value))
+
+
 def write(
     values: Mapping[str, Any],
     updates: Iterable[Update],
@@ -250,7 +257,8 @@ def write(
     All objects of `states` that are met get registered there.  Raises what pickling raises.
     """
     refs = {number: entry.key for number, entry in links.by_id.copy().items() if entry.key in known}
-    pickler = _LinkedPickler(namespace, links, refs, known)
+    kind = _ReferringPickler if known else _LinkedPickler
+    pickler = kind(namespace, links, refs, known)
     updates = [*updates]
     # Definitions come first: other values may need them to be rebuilt.
     definitions_first = lambda name: not isinstance(values[name], _DEFINED)  # noqa: E731

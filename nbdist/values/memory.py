@@ -47,8 +47,10 @@ def attributes_of_array(value: Any) -> dict[str, Any]:
 
 def span_of_tensor(data: Any) -> tuple[int, int]:
     """Return the addresses where a tensor that is not empty begins and ends."""
-    steps = (step * (size - 1) for size, step in zip(data.shape, data.stride(), strict=True))
     start = data.data_ptr()
+    if data.is_contiguous():
+        return start, start + data.nbytes
+    steps = (step * (size - 1) for size, step in zip(data.shape, data.stride(), strict=True))
     return start, start + (int(sum(steps)) + 1) * data.element_size()
 
 

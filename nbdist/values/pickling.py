@@ -18,11 +18,11 @@ import types
 import weakref
 import zlib
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 import cloudpickle.cloudpickle as by_value
 
@@ -123,7 +123,7 @@ class _FirstFrame(io.BytesIO):
 class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no types.
     """Takes objects apart for another process: cloudpickle's way, but for what is named here."""
 
-    dispatch_table: ClassVar[ChainMap[type, Any]] = ChainMap(
+    dispatch_table: Mapping[type, Any] = ChainMap(
         {
             functools.cached_property: lambda it: (type(it), (it.func,), {"attrname": it.attrname}),
             types.CodeType: lambda code: _reduce_code(code),
@@ -139,6 +139,8 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
     def __init__(
         self, namespace: dict[str, Any], tensors: TensorReducer, reduce: Reduce | None
     ) -> None:
+        # pickle looks up the type of each object, and a ChainMap is Python code.
+        self.dispatch_table = dict(type(self).dispatch_table)
         self.file = _FirstFrame(sketch=tensors.sketch)
         self.buffers: list[Buffer] = []
         # Nothing that it holds may refer to it: what it met would be kept alive until

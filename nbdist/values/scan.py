@@ -10,6 +10,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import logging
 import marshal
 import os
@@ -88,7 +89,8 @@ class Scan:
         scan.states  # by key
 
     With `adds=False` no object gets a key: a part that has none is only known by its type.
-    With `before` big memory that has its old sample counts as unchanged since then.
+    With `before`, a state that has not changed is the same object as before, which is faster; and
+    with `trusts_samples` big memory that has its old sample counts as unchanged.
     Raises what a class's own `__reduce__` or `__getstate__` raises, and PicklingError.
     """
 
@@ -100,6 +102,7 @@ class Scan:
         *,
         adds: bool = True,
         before: Callable[[int], State | None] | None = None,
+        trusts_samples: bool = False,
     ) -> None:
         self.links = links
         self.states: dict[int, State] = {}
@@ -108,11 +111,13 @@ class Scan:
         self.blocks: dict[int, Block] = {}
         self.unlinked: list[Any] = []  # tensors whose memory overlaps memory that was sent apart
         self._reducer, self._namespace, self._adds, self._before = reducer, namespace, adds, before
+        self._trusts_samples = trusts_samples
         self._seen: set[int] = set()
         self._waiting: list[Any] = []
         self._children: list[int] = []
         self._versions: dict[int, list[int]] = defaultdict(list)
         self._hows: dict[type, Callable[[Any], Token]] = {}
+        self._readers: dict[str, Callable[[Any, Any], State]] = {}
         self._named: dict[int, tuple[Any, Token]] = {}
         self._inlined: set[int] = set()  # ids of containers that are a part of their object
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -145,8 +150,10 @@ class Scan:
             if value is None or entry.key in self.states:
                 continue
             self._children = []
-            state = getattr(self, f"_read_{entry.tool}")(value, entry)
-            self.states[entry.key] = state
+            read = self._readers.get(entry.tool)
+            if read is None:
+                read = self._readers[entry.tool] = getattr(self, f"_read_{entry.tool}")
+            self.states[entry.key] = read(value, entry)
         self._read_blocks()
 
     def read(self, entries: Iterable[Any]) -> None:
@@ -342,7 +349,16 @@ class Scan:
 
     def _read_instance(self, value: Any, entry: Any) -> State:
         token = self.token
-        parts = {name: token(part) for name, part in attributes_of(value)}
+        if self._torch is not None and isinstance(value, self._torch.nn.Module):
+            by_id, tables = self.links.by_id, module_tables()
+            parts = {
+                name: ("empty", type(part).__name__)
+                if name in tables and not part and id(part) not in by_id
+                else token(part)
+                for name, part in attributes_of(value)
+            }
+        else:
+            parts = {name: token(part) for name, part in attributes_of(value)}
         parts[CLASS] = token(type(value))
         return self._state(parts)
 
@@ -467,7 +483,21 @@ class Scan:
         return self._track("opaque" if value.dtype.hasobject else "array")(value)
 
     def _read_tensor(self, value: Any, entry: Any) -> State:
-        parts = {"data": self._data_of_tensor(value, version_of(value))}
+        version, sample = version_of(value), _sample_of_tensor(value)
+        before = self._before(entry.key) if self._before and sample else None
+        if before is not None and before.sample == sample:
+            block = self.links.blocks.get(before.children[0])
+            if block is not None and block.owner() is not None:
+                self._versions[block.key].append(version)
+                self._use(block)
+                return before
+        state = self._state_of_tensor(value, version)
+        if len(state.children) == 1:
+            state.sample = sample
+        return state
+
+    def _state_of_tensor(self, value: Any, version: int) -> State:
+        parts = {"data": self._data_of_tensor(value, version)}
         parts["requires_grad"] = value.requires_grad
         parts[CLASS] = type(value).__qualname__
         if value.is_leaf or value.retains_grad:
@@ -477,16 +507,16 @@ class Scan:
         return self._state(parts)
 
     def _data_of_tensor(self, value: Any, version: int) -> Token:
-        data = value.detach()
-        shape = str(data.dtype), tuple(data.shape), tuple(data.stride())
-        if not data.numel():
+        size, stride = tuple(value.shape), value.stride()
+        shape = str(value.dtype), size, stride
+        if 0 in size:
             return "empty", *shape
-        storage = data.untyped_storage()
-        start, end = span_of_tensor(data)
-        root = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        device = storage.device.type
+        storage = value.untyped_storage()
+        start, end = span_of_tensor(value)
+        at = storage.data_ptr()
+        root, device = (at, at + storage.nbytes()), storage.device.type
         own = partial(weakref.ref, storage)
-        if is_scattered(data, root, start, end) and (
+        if is_scattered(value, root, start, end) and (
             self.links.blocks.known(start, end, root[0], device) is None
         ):
             what = start, end, *shape
@@ -553,11 +583,14 @@ class Scan:
         view = memory_at(block.start, block.size)
         sample = (versions, sample_of(view)) if block.size > QUICK_BYTES else None
         before = self._before(block.key) if self._before else None
-        if sample and before is not None and before.sample == sample:
+        if sample and self._trusts_samples and before is not None and before.sample == sample:
             return before
         if block.size > WHOLE_LIMIT:
             return State(None, (), repr(sample).encode(), sample)
-        return State(None, (), digest_bytes(view).encode(), sample)
+        digest = digest_bytes(view).encode()
+        if before is not None and before.digest == digest and not sample:
+            return before
+        return State(None, (), digest, sample)
 
 
 QUICK_BYTES = 4 << 20
@@ -578,6 +611,19 @@ _TOOLS: dict[type, str] = {
 }
 
 
+@functools.cache
+def module_tables() -> frozenset[str]:
+    """Return the names of the tables that each torch module has for hooks, buffers and the like.
+
+    A table that is empty gets no key: most tables stay empty, and a model has a dozen for each of
+    its modules.
+    """
+    from torch import nn
+
+    made = vars(nn.Module()).items()
+    return frozenset(name for name, part in made if isinstance(part, dict | set) and not part)
+
+
 def _is_sentinel(kind: type) -> bool:
     """Return True for the types of which `dataclasses` makes one object in each process."""
     return kind.__module__ == "dataclasses" and kind.__name__.startswith("_")
@@ -587,6 +633,14 @@ _EMPTY = State({})
 
 
 _HAVE_SUBCLASSES = (dict, list, set, deque)
+
+
+def _sample_of_tensor(value: Any) -> Any:
+    """Return where a tensor has its memory and how it is seen; None if it has other parts too."""
+    if value.grad_fn is not None or value.grad is not None or value.__dict__:
+        return None
+    where = value.data_ptr(), value.untyped_storage().nbytes(), value.device
+    return *where, value.dtype, value.shape, value.stride(), value.requires_grad, type(value)
 
 
 def _flat(token: Callable[[Any], Token], value: dict[Any, Any]) -> Iterable[Token]:

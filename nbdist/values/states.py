@@ -40,7 +40,8 @@ class State:
     """How an object was; `parts` has the parts that can be changed one by one, None for others.
 
     `digest` differs if anything does.  `children` are the keys of the objects that it refers to.
-    `sample` is a quick digest of memory: if it differs, the memory has changed.
+    `sample` is a quick digest of memory: if it differs, the memory has changed.  Of a tensor it is
+    where the memory is and how the tensor shows it.
     """
 
     __slots__ = ("children", "digest", "parts", "sample")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from nbdist.values.linked import Message, reducer_for, write
@@ -94,8 +95,16 @@ class Outgoing:
     def scan(self) -> Scan:
         """The states of all objects that were looked at."""
         if self._scan is None:
-            self._scan = self._new_scan()
+            self._scan = self._new_scan(before=self._known.get)
         return self._scan
+
+    @cached_property
+    def _known(self) -> dict[int, State]:
+        """The states of all objects that any of the ranks has; of different states any."""
+        known: dict[int, State] = {}
+        for rank in self.ranks:
+            known |= self.objects.of(rank)
+        return known
 
     def reach(self, token: Token) -> set[int]:
         """Return the keys of all objects that a value with this token leads to."""
@@ -115,26 +124,26 @@ class Outgoing:
 
     def _look_at_others(self) -> None:
         """Look at objects that ranks have and no value leads to: a cell can reach them there."""
-        known: dict[int, State] = {}
-        for rank in self.ranks:
-            known |= self.objects.of(rank)
+        known = self._known
         left = [
             entry
             for entry in self.objects.links.entries()
             if entry.key in known and entry.key not in self.states
         ]
-        others = self._new_scan(before=known.get)
+        others = self._new_scan(before=known.get, trusts_samples=True)
         others.states.update(self.states)
         with without_cycles():
             others.read_all(left)
-        self.states = others.states
+        # A state that has not changed stays one object: the ranks' tables are compared faster.
+        same = ((key, known.get(key), state) for key, state in others.states.items())
+        self.states = {key: before if before == state else state for key, before, state in same}
 
     def _changed_on(self, rank: int) -> dict[int, Parts]:
         found: dict[int, Parts] = {}
         known, lost = self.objects.of(rank), self.objects.lost_memory.get(rank, {})
         for key, state in self.states.items():
             before = known.get(key)
-            if before is None:
+            if before is None or (before is state and not self.forces and not lost):
                 continue
             if self.forces:
                 parts = state.changed_since(before)

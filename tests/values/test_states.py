@@ -462,7 +462,7 @@ def test_memory_is_an_object(case: str, process: Process) -> None:
 
 
 def test_big_memory(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an old sample it is as it was; else it is read, and of too much samples are."""
+    """It is read unless samples are trusted and are as before; of too much only samples are."""
     monkeypatch.setattr(scanning, "QUICK_BYTES", 1 << 10)
     read: list[int] = []
     digest = scanning.digest_bytes
@@ -476,10 +476,13 @@ def test_big_memory(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     before = process.scan(array).states
     assert max(read) == array.nbytes
     read.clear()
-    assert process.scan(array, before=before.get).states == before
+    trusting = {"before": before.get, "trusts_samples": True}
+    assert process.scan(array, **trusting).states == before
     assert max(read, default=0) < 1000
+    assert process.scan(array, before=before.get).states == before
+    assert max(read) == array.nbytes
     array[:] = 1
-    after = process.scan(array, before=before.get)
+    after = process.scan(array, **trusting)
     (block,) = after.blocks
     assert after.states[block] != before[block]
     monkeypatch.setattr(scanning, "WHOLE_LIMIT", 1 << 10)
