@@ -41,7 +41,7 @@ from nbdist.values.payload import (
 )
 from nbdist.values.pickling import pickle
 from nbdist.values.scan import WHOLE_LIMIT
-from nbdist.values.states import Parts
+from nbdist.values.states import Parts, State
 from nbdist.values.unpicklable import blame, fails_in
 from nbdist.values.unpicklable import parts as parts_of
 from nbdist.wire.ops import Inspected
@@ -92,6 +92,7 @@ def plan(
     found.follow(names_used(source), bound_before(source))
     table.in_functions |= names_used_later(source)
     found.follow_calls()
+    found.follow_aliases()
     found.compare()
     return found
 
@@ -203,6 +204,22 @@ class Plan:
                     self.follow([name])
                 except VariableNotSent:  # the cell itself does not use it
                     self._note(name, f"`{name}` {OLD_IN_FUNCTIONS}")
+
+    def follow_aliases(self) -> None:
+        """Look at variables that the notebook has bound to objects that all the ranks have.
+
+        After `best = model` the ranks hold the model by `best` too, before they bind `model` anew.
+        """
+        for name in sorted(self._table.aliases - WORKERS_OWN - WORKERS_MODULES.keys()):
+            value = self._names.get(name, _MISSING)
+            key = self._objects.links.key_of(value)
+            if key is None or name in self._gathered or self._table.ranks_that_own(name):
+                continue
+            if self._ranks <= self._table.ranks_that_have(name):
+                self._table.aliases.discard(name)
+            elif self._ranks <= self._objects.ranks_with(key) and self._is_ours(name):
+                with suppress(VariableNotSent):  # the cell does not use it
+                    self.follow([name])
 
     def force(self, names: Collection[str]) -> None:
         """Send variables whatever the table says, and the variables that their functions need."""
@@ -450,6 +467,8 @@ class Plan:
             message, states = self.outgoing.message(self._values(names), ranks[0])
         except Exception as problem:  # noqa: BLE001 (a user's `__reduce__` can raise anything)
             self._refuse(names, problem)
+        if not self._forced:
+            self._say_lost(ranks, states)
         records = {name: self._looks[name].record for name in names}
         return Packet(ranks, tuple(names), message, Parcel(records, states))
 
@@ -496,6 +515,17 @@ class Plan:
             )
             if text not in self._notices:
                 self._notices.append(text)
+
+    def _say_lost(self, ranks: Sequence[int], states: Mapping[int, State]) -> None:
+        """Say which objects are sent once more because ranks have changed and then dropped them."""
+        found = [r for r in ranks if not self._objects.lost_on(r).isdisjoint(states)]
+        lost = set().union(*map(self._objects.lost_on, found)).intersection(states)
+        for name in dict.fromkeys(filter(None, map(self._name_of, sorted(lost)))):
+            where, verb = name_ranks(found), "has" if len(found) == 1 else "have"
+            self._notices.append(
+                f"`{name}` was {self._verb(name)} on {where}, which {verb} dropped it since: "
+                f"{'it gets' if len(found) == 1 else 'they get'} the notebook's"
+            )
 
     def _name_of(self, key: int) -> str | None:
         """Find the variable of the notebook that leads to an object; of several the nearest."""

@@ -159,8 +159,8 @@ class Done:
     keeps it, else None.  `kinds` tells modules, optimizers and tensors (`nbdist.values.payload`);
     `covered` are names that each worker has of itself, and that are something else now.  `unfit`
     says why the process is of no more use.  `dead` are the keys of objects that the notebook has
-    sent and that have ended on the rank, `gained` the keys of objects that the rank has got from
-    another rank or from a file.
+    sent and that have ended on the rank, `lost` those of them that the rank had changed, `gained`
+    the keys of objects that the rank has got from another rank or from a file.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -178,6 +178,7 @@ class Done:
     covered: frozenset[str] = frozenset()
     unfit: str = ""
     dead: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
     gained: tuple[int, ...] = ()
 
     @property

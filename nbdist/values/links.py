@@ -13,7 +13,7 @@ import random
 import sys
 import weakref
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -171,8 +171,11 @@ class Links:
         dead, self._dead = self._dead, []
         return tuple(dead)
 
-    def drop_unused(self) -> None:
-        """Drop objects that nothing but this table refers to; called when some may have ended."""
+    def drop_unused(self, look: Callable[[Sequence[Entry]], None] | None = None) -> None:
+        """Drop objects that nothing but this table refers to; called when some may have ended.
+
+        `look` is called with the entries of objects before they are dropped.
+        """
         self.has_dead = False
         while True:
             held = [*self._strong.values()]
@@ -180,6 +183,8 @@ class Links:
             if not unused:
                 return
             del held
+            if look is not None:
+                look(unused)
             self._drop(unused)
 
     def _drop(self, unused: list[_StrongEntry]) -> None:

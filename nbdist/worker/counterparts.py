@@ -26,6 +26,7 @@ from nbdist.values.payload import Identity, is_atomic
 from nbdist.values.pickling import Buffer, without_cycles
 from nbdist.values.scan import Scan
 from nbdist.values.states import Parts, State, keys_in, reached
+from nbdist.values.tensors import version_of
 from nbdist.values.updates import apply
 from nbdist.wire.ops import Inspected, Replaced
 
@@ -63,6 +64,9 @@ class Counterparts:
         # What the notebook has taken out of variables and objects here, and still has itself.
         self._kept: dict[int, Any] = {}
         self._pinned: list[Any] | None = None
+        self._versions: dict[int, int] = {}  # by key of a tensor how often it had been changed
+        self._altered: set[int] = set()  # keys of memory and containers that this rank has changed
+        self._lost: list[int] = []  # those of them that have ended here
 
     # --- what comes -----------------------------------------------------------------------
 
@@ -88,6 +92,8 @@ class Counterparts:
         self._update(arrived)
         new = [self.links.by_key[key] for key, _, _ in arrived.objects if key in self.links.by_key]
         self._states |= self._read(new)
+        tensors = [*new, *(self.links.by_key[k] for k, t, _ in arrived.updates if t == "tensor")]
+        self._note_versions(tensors)
 
     def give(self, values: Mapping[str, Any]) -> None:
         """Bind variables as the notebook has bound them."""
@@ -176,15 +182,45 @@ class Counterparts:
 
     def take_dead(self) -> tuple[int, ...]:
         """Return the keys of objects that have ended here since this was last asked."""
+        self._note_altered()
         # Nothing tells that a list or a dict is not referred to any more.
-        self.links.drop_unused()
+        self.links.drop_unused(self._note_altered_containers)
         dead = self.links.take_dead()
         for key in dead:
             self._states.pop(key, None)
             self._digests.pop(key, None)
+            self._versions.pop(key, None)
+        self._lost += [key for key in dead if key in self._altered]
+        self._altered.difference_update(dead)
         untold = [key for key in dead if key not in self._orphans]
         self._orphans.difference_update(dead)
         return tuple(untold)
+
+    def take_lost(self) -> tuple[int, ...]:
+        """Return which of the keys of `take_dead` are of contents that this rank had changed.
+
+        The contents of memory count if a task before the last one has changed them.
+        """
+        lost, self._lost = self._lost, []
+        return tuple(lost)
+
+    def _note_versions(self, entries: Iterable[Any]) -> None:
+        for entry in entries:
+            if entry.tool == "tensor" and (tensor := entry()) is not None:
+                self._versions[entry.key] = version_of(tensor)
+
+    def _note_altered(self) -> None:
+        """Note the memory of which a tensor was changed since the notebook sent it."""
+        for key, version in self._versions.items():
+            tensor = self.links.find(key)
+            if tensor is not None and version_of(tensor) != version:
+                self._altered.update(self._states[key].children)
+
+    def _note_altered_containers(self, entries: Iterable[Any]) -> None:
+        """Note which lists, dicts and the like this rank has changed."""
+        for key, state in self._read(entries).items():
+            if key in self._states and self._states[key] != state:
+                self._altered.add(key)
 
     def begin_idle(self) -> None:
         """Keep garbage that refers to itself from being collected until the next task.

@@ -128,6 +128,7 @@ class WorkerKernel(LeavesChildren):
             done,
             changed=changed,
             dead=counterparts.take_dead(),
+            lost=counterparts.take_lost(),
             seconds=time.perf_counter() - started,
         )
 

@@ -94,6 +94,8 @@ class NameTable:
         self._bound_since: set[str] = set()
         self.in_functions: set[str] = set()
         """Names that functions and classes of cells on the ranks read when they are called."""
+        self.aliases: set[str] = set()
+        """Names that the notebook has bound to an object that was sent before."""
 
     def copy(self) -> NameTable:
         """Copy it as it is now; a notice that is given by one is given by both."""
@@ -131,7 +133,7 @@ class NameTable:
         """
         has = self._ranks.setdefault(rank, {})
         has.update(received.names)
-        self.objects.finished(rank, received, done.dead)
+        self.objects.finished(rank, received, done.dead, done.lost)
         for name in done.gone:
             has.pop(name, None)
         for name in done.bound:
@@ -161,6 +163,9 @@ class NameTable:
             self._bound_since.add(name)
             self._bound_at[name] = next(self._clock)
             value = self._value(name)
+            self.aliases.discard(name)
+            if self.objects.links.key_of(value) is not None:
+                self.aliases.add(name)
             for has in self._ranks.values():
                 entry = has.get(name)
                 if not isinstance(entry, Sent | BoundByWorker):

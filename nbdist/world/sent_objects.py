@@ -52,6 +52,8 @@ class SentObjects:
         self.have_run = False
         # Memory that a rank's tensors have left: what was sent is compared with it all the same.
         self.lost_memory: dict[int, dict[int, State]] = {}
+        # Keys of objects that a rank had changed and that have ended there.
+        self.lost_changes: dict[int, set[int]] = {}
         self._compared: dict[int, int] = {}
         self._last: dict[int, State] = {}  # states that were sent to workers before a restart
         self._dead: set[int] = set()
@@ -61,6 +63,7 @@ class SentObjects:
         copied = copy(self)
         copied.known = {rank: dict(states) for rank, states in self.known.items()}
         copied.theirs, copied.changed = dict(self.theirs), dict(self.changed)
+        copied.lost_changes = dict(self.lost_changes)
         copied._compared = dict(self._compared)
         return copied
 
@@ -86,13 +89,23 @@ class SentObjects:
         """Return True if objects may have changed since they were compared for these ranks."""
         return any(self._compared.get(rank) != self.runs for rank in ranks)
 
-    def finished(self, rank: int, received: Parcel, dead: Iterable[int]) -> None:
-        """Note a parcel that a rank has received, and which of its objects have ended."""
+    def finished(
+        self, rank: int, received: Parcel, dead: Iterable[int], lost: Iterable[int] = ()
+    ) -> None:
+        """Note a parcel that a rank has received, and which of its objects have ended.
+
+        `lost` are those of them that the rank had changed.
+        """
         known = self.of(rank)
+        self.lost_changes[rank] = self.lost_on(rank) - received.states.keys() | {*lost}
         known.update(received.states)
         self._compared[rank] = max(received.compared, self._compared.get(rank, 0))
         self.have_run = True
         self.drop(rank, dead)
+
+    def lost_on(self, rank: int) -> set[int]:
+        """Return the keys of objects that a rank had changed and that have ended there."""
+        return self.lost_changes.get(rank, set())
 
     def drop(self, rank: int, keys: Iterable[int]) -> None:
         """Note that objects have ended on a rank."""
@@ -136,11 +149,14 @@ class SentObjects:
         for rank in ranks:
             self.known[rank] = {}
             self.lost_memory.pop(rank, None)
+            self.lost_changes.pop(rank, None)
             self._compared.pop(rank, None)
 
     def renumbered(self, was: Mapping[int, int], after: int) -> None:
         """Note the new numbers of ranks; `was` has the old numbers of those that stay."""
         before, self._compared = self.known, {}
+        lost = self.lost_changes
+        self.lost_changes = {r: lost[was[r]] for r in range(after) if was.get(r) in lost}
         self.known = {r: before.get(was[r], {}) if r in was else {} for r in range(after)}
 
     def reach(self, rank: int, token: Token) -> set[int]:

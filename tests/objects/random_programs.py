@@ -8,7 +8,8 @@ whose result depends on what its side cannot see:
   time; then it is theirs.  What the ranks make is theirs.
 - A name belongs to the side that has bound it last.  The notebook uses only its own names, and
   of objects only those whose contents are its own; the ranks use all.
-- What the ranks have changed and no longer hold under any name is lost; nobody uses it.
+- What the ranks have changed and no longer hold under any name is lost; nobody uses it.  So is
+  what the notebook has changed and no longer holds when the next cell of the ranks begins.
 """
 
 from __future__ import annotations
@@ -124,7 +125,12 @@ class Plain:
             self.spaces.append(space)
         self.space = self.spaces[0]
         self.binder: dict[str, Side] = dict.fromkeys(HELPERS, HERE)
+        self.here: dict[str, Any] = {name: self.space[name] for name in HELPERS}
         self.there: dict[str, Any] = {}
+        # What the notebook has changed since the last cell of the ranks, and what of that it did
+        # not hold any longer when that cell began.
+        self.unsent: set[Key] = set()
+        self.missed: set[Key] = set()
         self.owner: dict[Key, Side] = {}
         self.made_by: dict[int, Side] = {}
         self._alive: list[Any] = []
@@ -133,6 +139,7 @@ class Plain:
     def run(self, step: Step) -> None:
         """Run a statement; raises Illegal, and has changed nothing then, if it must not be."""
         changed = self._check(step)
+        before = self._held()
         if step.side == THERE:
             self.use(({*step.names, *step.told} & self.space.keys()) - {*step.binds})
         code = compile(step.source, "<step>", "exec")
@@ -140,16 +147,20 @@ class Plain:
             try:
                 exec(code, space)
             except Exception as error:  # noqa: BLE001 (whatever the program raises)
+                self.here, self.there, self.unsent, self.missed = before
                 raise Illegal(repr(error)) from None
         if step.side == THERE:
             self.owner.update(dict.fromkeys(changed, THERE))
+        else:
+            self.unsent |= changed
+        bound = self.there if step.side == THERE else self.here
         for name in step.binds:
             if name in self.space:
                 self.binder[name] = step.side
-                if step.side == THERE:
-                    self.there[name] = self.space[name]
+                bound[name] = self.space[name]
             else:
                 self.binder.pop(name, None)
+                self.here.pop(name, None)
                 self.there.pop(name, None)
         self._register(step.side)
         if step.side == HERE:
@@ -163,11 +174,20 @@ class Plain:
 
     def use(self, names: set[str]) -> None:
         """Have a cell of the ranks use these variables; raises Illegal if one of them is lost."""
-        before = dict(self.there)
-        self._arrive(names)
-        if gone := names & self.lost_names():
-            self.there = before
+        before = self._held()
+        held = {key for each in walk(self.here.values()).values() for key in keys(each)}
+        self.missed |= self.unsent - held
+        self.unsent = set()
+        gone = names & self.lost_names()
+        there = walk(self.there.values())
+        # What is bound to an object that the ranks have arrives, whether it is used or not.
+        self._arrive(names | {n for n, each in self.here.items() if id(each) in there})
+        if gone := gone or names & self.lost_names():
+            self.here, self.there, self.unsent, self.missed = before
             raise Illegal(f"{gone} are lost")
+
+    def _held(self) -> tuple[dict[str, Any], dict[str, Any], set[Key], set[Key]]:
+        return dict(self.here), dict(self.there), set(self.unsent), set(self.missed)
 
     def _check(self, step: Step) -> set[Key]:
         names = step.names
@@ -229,6 +249,7 @@ class Plain:
         gone = {key for key, side in self.owner.items() if side == THERE and key not in all_held}
         # Memory that the ranks hold by arrays of their own alone cannot be named any more.
         gone |= {key for key in all_held - known if key[0] == "memory" and key in self._memories}
+        gone |= self.missed
         if not gone:
             return set()
         return {

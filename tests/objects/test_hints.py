@@ -10,7 +10,7 @@ import pytest
 
 from tests.notebook.front_end import Notebook
 from tests.objects import programs
-from tests.objects.programs import Run, here, hinting, ranks
+from tests.objects.programs import Run, gives, here, hinting, ranks
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.kernel]
 
@@ -189,3 +189,33 @@ def test_a_replaced_model(two: Notebook, program: Run, seen: Seen) -> None:
         hinting(ranks("model"), "Linear", "wrapped", "optimizer"),
     ])  # fmt: skip
     assert seen("wrapped[0] is model") == [False] * 2
+
+
+DROPPED = r"was (trained|changed) on ranks 0-1, which have dropped it since"
+
+
+def test_what_ranks_have_changed_and_dropped(program: Run) -> None:
+    """It is gone: a line says that ranks get the notebook's, once, and only if it was changed."""
+    program([
+        here("model = net(); optimizer = sgd(model); x = {'n': 0}; holder = [x]"),
+        ranks("print(train(model, optimizer))\nx['n'] = 1"),
+        here("weights = [model.weight]"),
+        ranks("model = optimizer = x = None"),
+        ranks("weights", f"`weights` {DROPPED}"),
+        gives("weights[0].tolist()", [[0, 0]]),
+        here("model = net(); same = [model.weight]"),
+        ranks("print(model(torch.ones(1, 2)))"),
+        ranks("model = None"),
+        gives("same[0].tolist()", [[0, 0]]),
+    ])  # fmt: skip
+
+
+def test_memory_that_ranks_still_use_is_not_gone(program: Run) -> None:
+    """A view of the ranks holds it: it is theirs, and no line is shown."""
+    program([
+        here("x = torch.zeros(3)"),
+        ranks("x += 1; view = x[1:]"),
+        ranks("x = None"),
+        here("again = [x]"),
+        gives("again[0].tolist(), view.tolist()", ([1, 1, 1], [1, 1])),
+    ])  # fmt: skip

@@ -186,6 +186,13 @@ CASES: dict[str, list[Step]] = {
         ranks("handle.remove()"),
         gives("model(torch.ones(1, 2)).item(), model.seen", (0, [0]), (0, [1])),
     ],
+    "a second variable for a trained model, before the ranks make another model": [
+        here(MODEL),
+        ranks("print(train(model, optimizer))"),
+        here("best = model"),
+        ranks("model = net(); print(train(model, sgd(model), 1))"),
+        gives("train(best, optimizer), best is model", (0.004, False)),
+    ],
     "a variable for an empty table of a module": [
         here("model = net()"),
         ranks("model(torch.ones(1, 2))"),
