@@ -163,7 +163,7 @@ class Plain:
                 self.here.pop(name, None)
                 self.there.pop(name, None)
         self._register(step.side)
-        if step.side == HERE:
+        if step.side == HERE and step.told:
             self.use({*step.told})
 
     def tell(self, step: Step) -> list[str]:
@@ -327,8 +327,9 @@ class Writer:
             return step
         asking = self._asking(step)
         with suppress(Illegal):
-            self.plain.use({*asking.told})
-            return asking
+            if asking.told:
+                self.plain.use({*asking.told})
+                return asking
         return step
 
     def number(self, side: Side) -> str:
