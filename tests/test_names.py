@@ -47,6 +47,8 @@ ALLOWED = {
     (DEFINITIONS, "_filename_map"): "IPython's, of cells that ran in another process",
     ("notebook/options.py", "magic.parser._actions"): "argparse lists what it knows nowhere else",
     ("values/tensors.py", "tensor._version"): "torch's version counter has no public name",
+    ("values/tensors.py", "tensor._backward_hooks"): "nothing else tells of a tensor's hooks",
+    ("values/tensors.py", "_post_accumulate_grad_hooks"): "nor of its other hooks",
     ("values/tensors.py", "_untyped_storage"): "the public name warns",
 }
 

@@ -393,7 +393,10 @@ class Plan:
             return
         reached, have = self._reach(name), self._having(name)
         changed = [r for r in have & found.keys() if not reached.isdisjoint(found[r].changed)]
-        if not changed:
+        theirs = {key for r in changed for key in found[r].changed} & reached
+        # A rank that has the objects under another name gets a second name for its own.
+        lack = frozenset(r for r in lack if not theirs <= self._objects.of(r).keys())
+        if not changed or not lack:
             return
         done = f"`{name}` was {self._verb(name)} on {name_ranks(sorted(changed))} since it was sent"
         new = frozenset(rank for rank in lack if self._table.is_missing(name, rank))
@@ -447,6 +450,8 @@ class Plan:
             self.outgoing.compare()
         for key, parts in ({} if self._forced else self.outgoing.kept()).items():
             self._say_kept(key, parts)
+        for key, replaced in self.outgoing.replaced.items():
+            self._say_new_parts(key, frozenset(replaced))
         lacks = {r: [n for n in self._looks if r in self._lacking(n)] for r in self._ranks}
         packets = [self._packet(ranks, lacks[ranks[0]]) for ranks in self.outgoing.groups(lacks)]
         found = tuple(packet for packet in packets if packet is not None)
@@ -469,6 +474,7 @@ class Plan:
             self._refuse(names, problem)
         if not self._forced:
             self._say_lost(ranks, states)
+        self._say_left_out(states)
         records = {name: self._looks[name].record for name in names}
         return Packet(ranks, tuple(names), message, Parcel(records, states))
 
@@ -508,13 +514,28 @@ class Plan:
             where = path_of(name, self._names.get(name), value, only)
             # A gathered class is the notebook's own.
             what = where if isinstance(value, type) else name
+            whole = "the notebook's" if where == name else f"all of the notebook's `{name}`"
             text = (
                 f"`{where}` was {self._verb(name)} on the ranks since it was sent, and in the "
-                f"notebook: the ranks keep theirs. `%dist_push {name}` sends the notebook's, "
+                f"notebook: the ranks keep theirs. `%dist_push {name}` sends {whole}, "
                 f"`%dist_gather {what} --as {name}_ranks` brings theirs"
             )
             if text not in self._notices:
                 self._notices.append(text)
+
+    def _say_new_parts(self, key: int, parts: Parts) -> None:
+        """Say which parts of an object replace what ranks have changed."""
+        if (name := self._name_of(key)) is None:
+            return
+        entry = self._objects.links.by_key.get(key)
+        value = None if entry is None else entry()
+        for part in sorted(parts or (), key=repr)[:MAX_PARTS_NAMED]:
+            only = None if part is None else frozenset([part])
+            where = path_of(name, self._names.get(name), value, only)
+            self._notices.append(
+                f"the notebook has another object in `{where}`: it replaces what the ranks had "
+                f"changed there"
+            )
 
     def _say_lost(self, ranks: Sequence[int], states: Mapping[int, State]) -> None:
         """Say which objects are sent once more because ranks have changed and then dropped them."""
@@ -527,6 +548,24 @@ class Plan:
                 f"{'it gets' if len(found) == 1 else 'they get'} the notebook's"
             )
 
+    def _say_left_out(self, states: Mapping[int, State]) -> None:
+        """Say which variables are sent without what torch keeps about their tensors."""
+        scan = self.outgoing.scan
+        for name in dict.fromkeys(map(self._name_of, sorted(scan.with_graph & states.keys()))):
+            if name is not None and kind_of(self._names.get(name)) > OPTIMIZER:
+                self._note(
+                    f"graph of {name}",
+                    f"`{name}` is sent without the graph that computed it: `backward()` on the "
+                    "ranks ends there; compute it in the distributed cell",
+                )
+        for name in dict.fromkeys(map(self._name_of, sorted(scan.with_hooks & states.keys()))):
+            if name is not None:
+                self._note(
+                    f"hooks of {name}",
+                    f"`{name}` is sent without the hooks of its tensors: register them in a "
+                    "distributed cell",
+                )
+
     def _name_of(self, key: int) -> str | None:
         """Find the variable of the notebook that leads to an object; of several the nearest."""
         for name in self._looks:
@@ -538,6 +577,10 @@ class Plan:
                 ranks = self._table.ranks_that_have(name)
                 if any(key in self._objects.reach(rank, record.bound_to) for rank in ranks):
                     return name
+        for name, value in self._names.items():
+            top = self._objects.links.key_of(value)
+            if top is not None and not name.startswith("_") and self.outgoing.leads_to(top, key):
+                return name
         return None
 
     def _say_replaced(self, name: str, found: Mapping[int, Inspected]) -> None:

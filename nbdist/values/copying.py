@@ -9,6 +9,7 @@ import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from nbdist.values.states import ATOMIC
@@ -96,6 +97,11 @@ class _Copying:
                 return False
             own = vars(old)
             return all(self.match(own[n], part) for n, part in vars(new).items() if n in own)
+        if _is_definition(new):
+            own = _parts_of_definition(old)
+            for name, part in _parts_of_definition(new).items():
+                if name in own:
+                    self.match(own[name], part)
         return not is_top
 
     def _add(self, old: Any, new: Any) -> None:
@@ -189,6 +195,11 @@ class _Copying:
         self.instead[id(value)] = value
         if kind in (dict, OrderedDict, defaultdict, list, deque, set) or _has_attributes(value):
             self._copy(value, value)
+        elif _is_definition(value):
+            for name, part in _parts_of_definition(value).items():
+                found = self._substitute(part)
+                if found is not part:
+                    _set_part(value, name, found)
         return value
 
 
@@ -202,6 +213,30 @@ def _how_it_lies(tensor: Any) -> tuple[Any, ...]:
 def _has_attributes(value: Any) -> bool:
     kinds = type | types.FunctionType | types.ModuleType | types.MethodType
     return hasattr(value, "__dict__") and not isinstance(value, kinds)
+
+
+def _is_definition(value: Any) -> bool:
+    """Return True for a class or function that was not imported."""
+    return isinstance(value, type | types.FunctionType) and value.__module__ == "__main__"
+
+
+def _parts_of_definition(value: Any) -> dict[Any, Any]:
+    """Return what a class or function holds: attributes, defaults, and by number its variables."""
+    if isinstance(value, type):
+        return {name: part for name, part in vars(value).items() if not name.startswith("__")}
+    found: dict[Any, Any] = dict(vars(value))
+    found |= {"__defaults__": value.__defaults__, "__kwdefaults__": value.__kwdefaults__}
+    for number, cell in enumerate(value.__closure__ or ()):
+        with suppress(ValueError):  # the variable has no value yet
+            found[number] = cell.cell_contents
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def _set_part(value: Any, name: Any, part: Any) -> None:
+    if isinstance(name, int):
+        value.__closure__[name].cell_contents = part
+    else:
+        setattr(value, name, part)
 
 
 def _have_same_parts(old: Any, new: Any) -> bool:

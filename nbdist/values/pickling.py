@@ -29,6 +29,7 @@ import cloudpickle.cloudpickle as by_value
 from nbdist.system.limits import ASKED_FROM, require_memory
 from nbdist.values import definitions
 from nbdist.values.definitions import CellSource, MadeBy, Variable
+from nbdist.values.states import optimizer_hooks
 from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 
 LONG, READ_FROM, AT_ONCE = 1 << 20, 1 << 20, 64 << 20
@@ -189,6 +190,9 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
             return operator.call, (wrap, value.__wrapped__)
         if name := _SENTINELS.get(id(value)):
             return getattr, (sys.modules["dataclasses"], name)
+        if hasattr(kind, "register_step_pre_hook") and (hooks := optimizer_hooks(value)):
+            make, args, state, *more = value.__reduce_ex__(5)
+            return make, args, {**state, **hooks}, *more
         return reduce_constant(value)
 
     def _reduce_function(self, function: types.FunctionType) -> Reduced:

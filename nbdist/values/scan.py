@@ -63,7 +63,7 @@ from nbdist.values.states import (
     own_attributes,
     reached,
 )
-from nbdist.values.tensors import untyped_storage_of, version_of
+from nbdist.values.tensors import count_hooks, untyped_storage_of, version_of
 
 _VALUES: tuple[type, ...] = (
     *(pathlib.PurePath, re.Pattern, datetime.date, datetime.time, datetime.timedelta),
@@ -73,6 +73,10 @@ _VALUES: tuple[type, ...] = (
 
 _VALUES_BY_NAME = (("numpy", "dtype"), ("numpy", "generic"))
 _TEXTS_BY_NAME = tuple(("torch", name) for name in ("dtype", "device", "layout", "memory_format"))
+
+_FRAMES_BY_NAME = (("pandas", "DataFrame"), ("pandas", "Series"))
+"""Tables that are compared and sent as a whole: pandas copies what frames share when one of them is
+changed, and the marks by which it knows what is shared do not survive pickling."""
 
 _NAMED = (
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
@@ -109,6 +113,8 @@ class Scan:
         self.needs: dict[int, frozenset[str]] = {}
         self.sizes: dict[int, int] = {}
         self.blocks: dict[int, Block] = {}
+        self.with_graph: set[int] = set()  # keys of tensors that autograd has computed
+        self.with_hooks: set[int] = set()  # keys of tensors with hooks, which are not sent
         self.unlinked: list[Any] = []  # tensors whose memory overlaps memory that was sent apart
         self._reducer, self._namespace, self._adds, self._before = reducer, namespace, adds, before
         self._trusts_samples = trusts_samples
@@ -254,6 +260,8 @@ class Scan:
             return self._of_storage
         if is_plain_array(value):
             return self._of_array
+        if isinstance(value, self._types(_FRAMES_BY_NAME)):
+            return self._track("frame")
         if kind not in self._reducer.table and is_made_of_attributes(kind):
             return self._of_instance
         if isinstance(self.reduced(value), str):
@@ -395,6 +403,18 @@ class Scan:
             parts[name] = self._pair(part, second.get(name))
         return self._state(parts)
 
+    def _read_frame(self, value: Any, entry: Any) -> State:
+        usage = value.memory_usage(index=True)
+        self.sizes[entry.key] = int(getattr(usage, "sum", lambda: usage)())
+        state = {name: part for name, part in value.__getstate__().items() if name != "_mgr"}
+        # Column by column: pandas puts columns of one type together when it likes.
+        if value.ndim == 1:
+            arrays = [value.array]
+        else:
+            arrays = [value.iloc[:, number].array for number in range(value.shape[1])]
+        content = self._reducer.content((state, value.axes, arrays))
+        return self._unit((self.token(type(value)), content))
+
     # --- all other objects, by what they are pickled as -----------------------------------
 
     def reduced(self, value: Any) -> Any:
@@ -491,17 +511,24 @@ class Scan:
                 self._versions[block.key].append(version)
                 self._use(block)
                 return before
-        state = self._state_of_tensor(value, version)
+        state = self._state_of_tensor(value, entry, version)
         if len(state.children) == 1:
             state.sample = sample
         return state
 
-    def _state_of_tensor(self, value: Any, version: int) -> State:
+    def _state_of_tensor(self, value: Any, entry: Any, version: int) -> State:
         parts = {"data": self._data_of_tensor(value, version)}
         parts["requires_grad"] = value.requires_grad
         parts[CLASS] = type(value).__qualname__
         if value.is_leaf or value.retains_grad:
             parts["grad"] = self.token(value.grad)
+        if self._adds:
+            hooks = count_hooks(value)
+            if hooks:
+                parts["hooks"] = hooks
+                self.with_hooks.add(entry.key)
+            if value.grad_fn is not None:
+                self.with_graph.add(entry.key)
         for name, part in value.__dict__.items():
             parts[f".{name}"] = self.token(part)
         return self._state(parts)
@@ -637,7 +664,7 @@ _HAVE_SUBCLASSES = (dict, list, set, deque)
 
 def _sample_of_tensor(value: Any) -> Any:
     """Return where a tensor has its memory and how it is seen; None if it has other parts too."""
-    if value.grad_fn is not None or value.grad is not None or value.__dict__:
+    if value.grad_fn is not None or value.grad is not None or value.__dict__ or count_hooks(value):
         return None
     where = value.data_ptr(), value.untyped_storage().nbytes(), value.device
     return *where, value.dtype, value.shape, value.stride(), value.requires_grad, type(value)

@@ -11,6 +11,7 @@ import contextlib
 import copyreg
 import hashlib
 import marshal
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -138,12 +139,20 @@ def keys_in(token: Token) -> list[int]:
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
     """List the attributes of an instance that are sent with it, those in slots included."""
     if _has_getstate(type(value)):
-        return [*value.__getstate__().items()]
+        return [*value.__getstate__().items(), *optimizer_hooks(value).items()]
     found = [*getattr(value, "__dict__", {}).items()]
     for name, slot in slots_of(type(value)):
         with contextlib.suppress(AttributeError):  # the slot is empty
             found.append((name, slot.__get__(value)))
     return found
+
+
+def optimizer_hooks(value: Any) -> dict[str, Any]:
+    """Return the tables of hooks of a torch optimizer, which its `__getstate__` leaves out."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.optim.Optimizer):
+        return {}
+    return {name: part for name, part in vars(value).items() if name.endswith("_hooks")}
 
 
 def own_attributes(value: Any) -> list[tuple[str, Any]]:

@@ -196,6 +196,12 @@ def version_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def count_hooks(tensor: torch.Tensor) -> int:
+    """Return how many hooks Python code has registered on a tensor."""
+    tables = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return sum(len(each) for each in tables if each)
+
+
 def reduce_constant(value: Any) -> Reduced:
     """Choose what to pickle for what torch and numpy have one of, and pickle does not find."""
     kind = type(value)

@@ -160,6 +160,10 @@ def _write_opaque(
     return listed(scan.reduced(value))[2:]
 
 
+def _write_frame(value: Any, *_: Any) -> Any:
+    return value.__getstate__()
+
+
 _WRITERS: dict[str, Callable[..., Any]] = {
     "dict": _write_dict,
     "list": _write_list,
@@ -173,6 +177,7 @@ _WRITERS: dict[str, Callable[..., Any]] = {
     "tensor": _write_tensor,
     "array": _write_array,
     "opaque": _write_opaque,
+    "frame": _write_frame,
 }
 
 
@@ -331,6 +336,10 @@ def _apply_array(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
     _drop_own(value, drops)
 
 
+def _apply_frame(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
+    value.__setstate__(data)
+
+
 def _apply_bytearray(value: Any, data: Any, token: Callable[[Any], Token]) -> None:
     value[:] = data
 
@@ -384,4 +393,5 @@ _APPLIERS: dict[str, Callable[[Any, Any, Callable[[Any], Token]], None]] = {
     "tensor": _apply_tensor,
     "array": _apply_array,
     "opaque": _apply_opaque,
+    "frame": _apply_frame,
 }

@@ -6,7 +6,7 @@ In the notebook's process.  `nbdist.notebook.shipping` sends a cell's variables 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from nbdist.values.linked import Message, reducer_for, write
 from nbdist.values.pickling import without_cycles
 from nbdist.values.scan import Scan
-from nbdist.values.states import HEAD, Parts, State, Token
+from nbdist.values.states import HEAD, Parts, State, Token, keys_in, reached
 from nbdist.values.updates import Update, is_replaced, update_of
 from nbdist.wire.ops import Inspected
 from nbdist.world.sent_objects import Parcel, SentObjects
@@ -22,6 +22,10 @@ from nbdist.world.sent_objects import Parcel, SentObjects
 MAX_RENEWALS = 8
 """How often objects get other keys for one task: an object that is replaced can be part of another
 that has to be replaced for it."""
+
+
+_OF_ONE_PIECE = ("tensor", "array", "opaque")
+"""Kinds of objects (`nbdist.values.scan`) whose contents are in objects that people do not see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,11 @@ class Outgoing:
         self.ranks = ranks
         self.states: dict[int, State] = {}
         self.changed: dict[int, dict[int, Parts]] = {}
+        # Objects that the notebook has given other parts in the place of parts that ranks have
+        # changed; and objects that the notebook has changed and ranks have replaced.
+        self.replaced: dict[int, set[Token]] = {}
+        self.unreached: dict[int, State] = {}
+        self._dropped: dict[int, dict[Token, set[int]]] = {}
         self.forces = forces
         self._namespace = namespace
         self._scan: Scan | None = None
@@ -110,6 +119,10 @@ class Outgoing:
         """Return the keys of all objects that a value with this token leads to."""
         return self.scan.reach([token])
 
+    def leads_to(self, top: int, key: int) -> bool:
+        """Return True if an object leads to another, as both are now."""
+        return key in reached(self.states, [top])
+
     def _new_scan(self, **options: Any) -> Scan:
         return Scan(self.objects.links, reducer_for(self._namespace), self._namespace, **options)
 
@@ -141,8 +154,11 @@ class Outgoing:
     def _changed_on(self, rank: int) -> dict[int, Parts]:
         found: dict[int, Parts] = {}
         known, lost = self.objects.of(rank), self.objects.lost_memory.get(rank, {})
+        ended = self.objects.ended.get(rank, {})
         for key, state in self.states.items():
             before = known.get(key)
+            if ended and before == state:
+                self._note_unreached(state, ended)
             if before is None or (before is state and not self.forces and not lost):
                 continue
             if self.forces:
@@ -158,6 +174,12 @@ class Outgoing:
                     found[key] = frozenset(["data"])
         return found
 
+    def _note_unreached(self, parent: State, ended: Mapping[int, State]) -> None:
+        """Note parts of an object that ranks have replaced and the notebook has changed."""
+        for key in parent.children:
+            if key in ended and key in self.states and self.states[key] != ended[key]:
+                self.unreached[key] = ended[key]
+
     def _has_changed(self, key: int, lost: Mapping[int, State]) -> bool:
         """Return True if memory that a rank's tensors have left is not as it was sent."""
         return key in lost and key in self.states and self.states[key] != lost[key]
@@ -165,8 +187,11 @@ class Outgoing:
     def asked(self) -> dict[int, Parts]:
         """Return the objects that ranks are asked about: whether they have changed the same."""
         asked: dict[int, Parts] = {}
-        for changed in self.changed.values():
+        for rank, changed in self.changed.items():
             for key, parts in changed.items():
+                for part, dropped in self._dropped_by(key, parts, self.objects.of(rank)):
+                    self._dropped.setdefault(key, {}).setdefault(part, set()).update(dropped)
+                    asked |= dict.fromkeys(dropped)
                 # An object that takes the place of another would end all changes of the rank.
                 if parts is None or HEAD in parts or asked.get(key, parts) is None:
                     asked[key] = None
@@ -174,8 +199,42 @@ class Outgoing:
                     asked[key] = parts | (asked.get(key) or frozenset())
         return asked
 
+    def _dropped_by(
+        self, key: int, parts: Parts, known: Mapping[int, State]
+    ) -> Iterator[tuple[Token, set[int]]]:
+        """Find the objects that an object has lost with these parts: ranks may have changed them.
+
+        `model.half()` gives each weight new memory, and the ranks may have trained the old one.
+        What the notebook has put into `o.x` replaces the ranks' for certain only if the notebook
+        has the old object no longer.
+        """
+        before, now, links = known[key], self.states[key], self.objects.links
+        entry = links.by_key.get(key)
+        is_of_one_piece = entry is not None and entry.tool in _OF_ONE_PIECE
+        for part in parts or [None]:
+            if part is None:
+                lost = {*before.children} - {*now.children}
+            else:
+                tokens = (s.parts.get(part) if s.parts else None for s in (before, now))
+                old, new = map(keys_in, tokens)
+                lost = {*old} - {*new}
+            dropped = reached(known, lost)
+            if not is_of_one_piece:
+                dropped = {each for each in dropped if links.find(each) is None}
+            if dropped:
+                yield part, dropped
+
     def answer(self, found: Mapping[int, Inspected]) -> None:
         """Use the answers of ranks: objects that both sides have changed stay the ranks'."""
+        links = self.objects.links
+        for inspected in found.values():
+            for key, by_part in self._dropped.items():
+                hit = {p for p, keys in by_part.items() if not keys.isdisjoint(inspected.changed)}
+                entry = links.by_key.get(key)
+                if hit and entry is not None and entry.tool in _OF_ONE_PIECE:
+                    self.objects.keep_theirs(key, None if None in hit else frozenset(hit))
+                elif hit:
+                    self.replaced.setdefault(key, set()).update(hit)
         for rank, inspected in found.items():
             self.objects.note_changed(inspected.changed)
             self.objects.drop(rank, inspected.gone)
@@ -203,10 +262,12 @@ class Outgoing:
                     found[key] = None
                 elif changed & theirs:
                     found[key] = changed & theirs
-            if key in found and self.objects.told.get(key) == state.digest:
+        found |= {key: None for key in self.unreached if key not in found}
+        for key in [*found]:
+            digest = self.states[key].digest
+            if self.objects.told.get(key) == digest:
                 del found[key]
-            elif key in found:
-                self.objects.told[key] = state.digest
+            self.objects.told[key] = digest
         return found
 
     def renew_replaced(self) -> bool:

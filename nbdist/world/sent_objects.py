@@ -52,6 +52,8 @@ class SentObjects:
         self.have_run = False
         # Memory that a rank's tensors have left: what was sent is compared with it all the same.
         self.lost_memory: dict[int, dict[int, State]] = {}
+        # Objects that have ended on a rank, and how they were sent.
+        self.ended: dict[int, dict[int, State]] = {}
         # Keys of objects that a rank had changed and that have ended there.
         self.lost_changes: dict[int, set[int]] = {}
         self._compared: dict[int, int] = {}
@@ -99,6 +101,8 @@ class SentObjects:
         known = self.of(rank)
         self.lost_changes[rank] = self.lost_on(rank) - received.states.keys() | {*lost}
         known.update(received.states)
+        for key in received.states.keys() & self.ended.get(rank, {}).keys():
+            del self.ended[rank][key]
         self._compared[rank] = max(received.compared, self._compared.get(rank, 0))
         self.have_run = True
         self.drop(rank, dead)
@@ -111,7 +115,10 @@ class SentObjects:
         """Note that objects have ended on a rank."""
         for key in keys:
             state = self.of(rank).pop(key, None)
-            if state is not None and self.links.blocks.get(key) is not None:
+            if state is None:
+                continue
+            self.ended.setdefault(rank, {})[key] = state
+            if self.links.blocks.get(key) is not None:
                 self.lost_memory.setdefault(rank, {})[key] = state
 
     def copied_from(self, source: int, rank: int, keys: Iterable[int]) -> None:
@@ -149,12 +156,14 @@ class SentObjects:
         for rank in ranks:
             self.known[rank] = {}
             self.lost_memory.pop(rank, None)
+            self.ended.pop(rank, None)
             self.lost_changes.pop(rank, None)
             self._compared.pop(rank, None)
 
     def renumbered(self, was: Mapping[int, int], after: int) -> None:
         """Note the new numbers of ranks; `was` has the old numbers of those that stay."""
         before, self._compared = self.known, {}
+        self.ended = {}
         lost = self.lost_changes
         self.lost_changes = {r: lost[was[r]] for r in range(after) if was.get(r) in lost}
         self.known = {r: before.get(was[r], {}) if r in was else {} for r in range(after)}
@@ -182,6 +191,8 @@ class SentObjects:
                 for key in gone:
                     del known[key]
         for key in self._dead:
+            for ended in self.ended.values():
+                ended.pop(key, None)
             self.theirs.pop(key, None)
             self.told.pop(key, None)
             self.changed.pop(key, None)

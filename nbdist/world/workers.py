@@ -36,7 +36,7 @@ from nbdist.wire.frames import pack
 from nbdist.wire.messages import Attached, Healed, Received, Remember, SendInput, Starting
 from nbdist.wire.node_messages import processes
 from nbdist.wire.spec import WorldSpec
-from nbdist.wire.work import InputReply, Task
+from nbdist.wire.work import Call, InputReply, Task
 from nbdist.words import count
 from nbdist.world.agents import module_of
 from nbdist.world.code_sync import CodeSync
@@ -257,7 +257,9 @@ class Workers:
         imports = self.names.take_lost_imports(task.ranks)
         around = self.surroundings.now()
         level = wanted_level(is_shown=self.config.show)
-        forget = self.names.objects.take_forgotten(task.ranks)
+        # A question about objects is asked before what it is needed for is sent.
+        is_question = isinstance(task.work, Call) and task.work.op == "values.inspect"
+        forget = {} if is_question else self.names.objects.take_forgotten(task.ranks)
         deleted = self.names.take_deleted(task.ranks)
         task = replace(
             task,

@@ -152,7 +152,10 @@ class Telling:
             text = f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.requires_grad}"
             return f"{text} {value.tolist()} {self._memory(value, number)}"
         if isinstance(value, np.ndarray):
-            text = f"{value.dtype} {value.shape} {value.strides} {value.flags.writeable}"
+            strides = (
+                value.strides if value.size else ()
+            )  # an empty array has no memory to step over
+            text = f"{value.dtype} {value.shape} {strides} {value.flags.writeable}"
             return f"{text} {value.tolist()} {self._memory(value, number)}"
         if isinstance(value, torch.nn.Module):
             return f"training={value.training}"

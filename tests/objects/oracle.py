@@ -23,6 +23,7 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
+from tests.objects.kept_programs import programs
 from tests.objects.random_programs import (
     CLASSES,
     HELPERS,
@@ -229,6 +230,11 @@ def compare(driver: Driver, seed: str, first: int, steps: int, *, both: bool) ->
     return json.dumps(vars(driver.compare(seed, first, steps, both=both)))
 
 
+def differs(driver: Driver, heading: str) -> str:
+    """Return how a program that was kept differs, "" if it does not."""
+    return driver.difference(programs()[heading])[0]
+
+
 def explain(driver: Driver, name: str, *, both: bool) -> str:
     """Return the smallest program that differs as the one of this name does."""
     steps, said = driver.smallest(program(name, driver.ranks, LENGTH, both=both))
@@ -266,6 +272,10 @@ class Oracle:
     def explain(self, name: str) -> str:
         """Return the smallest program that differs as the one of this name does."""
         return self._call(f"explain(driver, {name!r}, both={self.both})")
+
+    def differs(self, heading: str) -> str:
+        """Return how a program that was kept differs, "" if it does not."""
+        return self._call(f"differs(driver, {heading!r})")
 
     def _call(self, call: str) -> str:
         return str(self.notebook.value(f"oracle.{call}"))

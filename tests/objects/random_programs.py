@@ -90,7 +90,8 @@ class Step:
     def __str__(self) -> str:
         text = self.source.replace("\n", "\n          ")
         told = f"   # then describe {' '.join(self.told)}" if self.told else ""
-        return f"{self.side:<9} {text}{told}"
+        side = f"{self.side}!" if self.conflicts else self.side
+        return f"{side:<9} {text}{told}"
 
 
 Key = tuple[str, int]

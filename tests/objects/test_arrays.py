@@ -412,6 +412,24 @@ CASES: dict[str, list[Step]] = {
         here("again = [b]"),
         gives("again[0] is b, round(b.running_mean.item(), 3)", (True, 1)),
     ],
+    "frames and series of one table, of which the ranks change some": [
+        here(
+            "import pandas as pd\n"
+            "raw = pd.DataFrame({'a': [1., -1.], 'b': [3., 4.], 'y': [0, 1]})\n"
+            "X = raw.drop(columns='y'); ren = raw.rename(columns={'a': 'x'}); col = raw['b']"
+        ),
+        ranks("X.loc[X.a < 0, 'a'] = 0.; col.iloc[0] = 100."),
+        gives("raw.a.tolist(), X.a.tolist(), ren.x.tolist()", ([1, -1], [1, 0], [1, -1])),
+        gives("raw.b.tolist(), ren.b.tolist(), col.tolist()", ([3, 4], [3, 4], [100, 4])),
+    ],
+    "series of one table, of which the notebook changes one": [
+        here("import pandas as pd\ns = pd.Series([1, 2]); t = s.copy(deep=False); u = s"),
+        ranks("s.sum() + t.sum()"),
+        here("s[0] = 5"),
+        gives("s.tolist(), t.tolist(), u is s", ([5, 2], [1, 2], True)),
+        here("s.name = 'n'; s.attrs['k'] = 1; s.index = ['x', 'y']"),
+        gives("s.name, s.attrs, u.index.tolist()", ("n", {"k": 1}, ["x", "y"])),
+    ],
     "many small tensors": [
         here("ts = {i: torch.full((2,), float(i)) for i in range(300)}"),
         ranks("kept = ts; ts[5] += 1"),
@@ -445,6 +463,18 @@ BOTH: dict[str, list[Step]] = {
         here("train(model, optimizer, 1)"),
         hinting(gives("train(model, optimizer)", 0.004), "model", "%dist_push", "%dist_gather"),
         gives("train(model, optimizer)", 0.0),
+    ],
+    "the notebook moves weights that the ranks have trained to other memory": [
+        here("model = net(); t = torch.zeros(2)"),
+        ranks("print(train(model, sgd(model), 1)); t += 1"),
+        here("model.double(); t.data = t.data.clone()"),
+        hinting(gives("model.weight.tolist(), t.tolist()", ([[2, 2]], [1, 1])), "%dist_push model"),
+    ],
+    "the ranks rename a frame's columns, and the notebook changes a value": [
+        here("import pandas as pd\ndf = pd.DataFrame({'a': [1, 2]})"),
+        ranks("df.columns = ['r']"),
+        here("df.loc[0, 'a'] = 10"),
+        hinting(gives("df.columns.tolist(), int(df.iloc[0, 0])", (["r"], 1)), "%dist_push df"),
     ],
     "both change columns of a frame": [
         here("import pandas as pd\ndf = pd.DataFrame({'a': [1, 2]})"),

@@ -492,6 +492,25 @@ BOTH: dict[str, list[Step]] = {
         here("b = a; a = None"),
         hinting(gives("b, a", ([1, 2], None)), "replaces"),
     ],
+    "the notebook puts another object in the place of one that the ranks have changed": [
+        here("class O: pass\no = O(); o.l = [0]; o.t = torch.zeros(1); d = {'l': o.l, 'm': [0]}"),
+        ranks("o.l.append(1); o.t += 1; d['m'].append(1)"),
+        here("o.t = o.t + 5; d['m'] = d['m'] + [9]"),
+        hinting(
+            gives("o.t.item(), d['m'], o.l", (5, [0, 9], [0, 1])), "in `o.t`", r"in `d\['m'\]`"
+        ),
+        here("o.l = [3]"),
+        gives("o.l, d['l']", ([3], [0, 1])),
+    ],
+    "the notebook changes an object that the ranks have replaced": [
+        here("class O: pass\no = O(); o.opts = {'lr': 1}; lst = [{'lr': 1}]"),
+        ranks("o.opts = {**o.opts, 'r': 1}; lst[0] = {'r': 1}"),
+        here("o.opts['lr'] = 5"),
+        hinting(gives("o.opts, lst", ({"lr": 1, "r": 1}, [{"r": 1}])), "`o`", "%dist_push o"),
+        here("lst[0]['lr'] = 5"),
+        hinting(gives("lst", [{"r": 1}]), "`lst`", "%dist_push lst"),
+        gives("lst", [{"r": 1}]),
+    ],
     "the same key of a dict": [
         here("cfg = {'lr': .1}"),
         ranks("cfg['lr'] = .5"),

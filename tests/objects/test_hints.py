@@ -219,3 +219,27 @@ def test_memory_that_ranks_still_use_is_not_gone(program: Run) -> None:
         here("again = [x]"),
         gives("again[0].tolist(), view.tolist()", ([1, 1, 1], [1, 1])),
     ])  # fmt: skip
+
+
+def test_what_torch_keeps_outside_of_a_tensor(program: Run) -> None:
+    """A tensor comes without its graph and its hooks, and a line says so once."""
+    program([
+        here("model = net(); loss = model(torch.ones(1, 2)).sum()"),
+        ranks("loss", "`loss` is sent without the graph"),
+        here("handle = model.weight.register_hook(lambda grad: grad * 0)"),
+        ranks("model.training", "`model` is sent without the hooks"),
+        here("loss = model(torch.ones(1, 2)).sum(); outputs = [net()(torch.ones(1, 2))]"),
+        gives("loss.item(), model.training", (0, True)),
+        ranks("len(outputs)", "`outputs` is sent without the graph"),
+    ])  # fmt: skip
+
+
+def test_a_second_name_on_some_ranks(program: Run) -> None:
+    """The other ranks have the object under its first name: nothing is said of an older one."""
+    program([
+        here("model = net()"),
+        ranks("print(train(model, sgd(model), 1))"),
+        here("best = model"),
+        ranks("best.training", options="-r 0"),
+        gives("best is model, best.weight.tolist()", (True, [[2, 2]])),
+    ])  # fmt: skip

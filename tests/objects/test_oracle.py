@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.notebook.front_end import Notebook
+from tests.objects.kept_programs import KEPT, programs
 from tests.objects.oracle import Oracle, Report
 from tests.objects.random_programs import Step, program, replayed
 
@@ -38,6 +39,15 @@ def test_both_sides_change_an_object(two: Notebook, ranks: int) -> None:
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("first", range(6))
+def test_programs_that_were_kept(two: Notebook, first: int) -> None:
+    """Each gives what a plain kernel does; some found a fault, the others have many situations."""
+    oracle = Oracle(two, 3)
+    for heading in [*programs()][first::6]:
+        assert oracle.differs(heading) == "", heading
+
+
+@pytest.mark.kernel
 def test_the_oracle_is_right(two: Notebook) -> None:
     """It finds no difference where all statements run on the ranks, and one that is made."""
     oracle = Oracle(two, 2, in_one_place=True)
@@ -51,6 +61,18 @@ def test_the_oracle_is_right(two: Notebook) -> None:
     found = two.value(f"driver.difference([oracle.Step(**each) for each in {[*map(vars, steps)]}])")
     assert found[0].startswith("step 2")
     assert "on rank 0" in found[0]
+
+
+@pytest.mark.unit
+def test_kept_programs_are_legal() -> None:
+    """They are read as they are written, and a plain kernel can run them."""
+    found = programs()
+    assert len(found) >= 50
+    for heading, steps in found.items():
+        assert len(replayed(steps, 3)) == len(steps), heading
+    text = KEPT.read_text()
+    for steps in found.values():
+        assert "\n".join(map(str, steps)) in text
 
 
 @pytest.mark.unit

@@ -193,6 +193,17 @@ CASES: dict[str, list[Step]] = {
         ranks("model = net(); print(train(model, sgd(model), 1))"),
         gives("train(best, optimizer), best is model", (0.004, False)),
     ],
+    "hooks of an optimizer": [
+        here(
+            f"{MODEL}; steps = []\n"
+            "one = optimizer.register_step_post_hook(lambda *_: steps.append(1))"
+        ),
+        gives("train(model, optimizer, 2) > 0, steps", (True, [1, 1])),
+        here("two = optimizer.register_step_pre_hook(lambda *_: steps.append(0))"),
+        gives("train(model, optimizer, 1) > 0, steps", (True, [1, 1, 0, 1])),
+        ranks("one.remove(); two.remove()"),
+        gives("train(model, optimizer, 1) > 0, steps", (True, [1, 1, 0, 1])),
+    ],
     "a variable for an empty table of a module": [
         here("model = net()"),
         ranks("model(torch.ones(1, 2))"),

@@ -577,3 +577,18 @@ def test_other_tokens() -> None:
     assert State({"a": 0.0}).changed_since(State({"a": -0.0, "b": 1})) == {"a", "b"}
     assert State(None, (), b"1").changed_since(State({"a": 1})) is None
     assert keys_in(("t", (..., 5), ("t", (..., 6)), ..., 7)) == [5, 6]
+
+
+def test_a_frame_is_one_thing(process: Process) -> None:
+    """What it shows tells whether it has changed, and not how pandas keeps it."""
+    frame = pd.DataFrame({"a": [1, 2]})
+    frame["b"] = [3, 4]
+    assert process.changes(frame, lambda frame: (frame.corr(), frame.values.sum())) == []
+    for change in (
+        lambda frame: frame.loc.__setitem__((0, "a"), 9),
+        lambda frame: setattr(frame, "columns", ["c", "d"]),
+        lambda frame: frame.attrs.update(k=1),
+        lambda frame: frame.__setitem__("e", 1.5),
+    ):
+        ((changed, parts),) = process.changes(frame, change)
+        assert (changed is frame, parts) == (True, None)

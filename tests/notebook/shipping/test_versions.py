@@ -83,7 +83,8 @@ def test_a_part_of_an_object_is_asked_for(house: Any) -> None:
     house.cell("cfg['layers'] = cfg['new'] = 5")
     for _ in range(2):
         assert house.distributed("cfg") == {"lr": 3, "layers": "theirs", "new": 5}
-    assert house.notices == [KEPT.format("cfg['layers']", name="cfg")]
+    kept = KEPT.format("cfg['layers']", name="cfg")
+    assert house.notices == [kept.replace("the notebook's,", "all of the notebook's `cfg`,")]
 
 
 def test_what_ranks_have_changed_stays_theirs(house: Any) -> None:
