@@ -24,8 +24,12 @@ MAX_RENEWALS = 8
 that has to be replaced for it."""
 
 
-_OF_ONE_PIECE = ("tensor", "array", "opaque")
-"""Kinds of objects (`nbdist.values.scan`) whose contents are in objects that people do not see."""
+def _is_contents(tool: str, part: Token) -> bool:
+    """Return True if a part is contents of an object that lie in objects which people do not see.
+
+    `tool` is a kind of objects of `nbdist.values.scan`.
+    """
+    return tool in ("array", "opaque") or (tool == "tensor" and part == "data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +214,6 @@ class Outgoing:
         """
         before, now, links = known[key], self.states[key], self.objects.links
         entry = links.by_key.get(key)
-        is_of_one_piece = entry is not None and entry.tool in _OF_ONE_PIECE
         for part in parts or [None]:
             if part is None:
                 lost = {*before.children} - {*now.children}
@@ -219,7 +222,7 @@ class Outgoing:
                 old, new = map(keys_in, tokens)
                 lost = {*old} - {*new}
             dropped = reached(known, lost)
-            if not is_of_one_piece:
+            if entry is None or not _is_contents(entry.tool, part):
                 dropped = {each for each in dropped if links.find(each) is None}
             if dropped:
                 yield part, dropped
@@ -231,10 +234,11 @@ class Outgoing:
             for key, by_part in self._dropped.items():
                 hit = {p for p, keys in by_part.items() if not keys.isdisjoint(inspected.changed)}
                 entry = links.by_key.get(key)
-                if hit and entry is not None and entry.tool in _OF_ONE_PIECE:
-                    self.objects.keep_theirs(key, None if None in hit else frozenset(hit))
-                elif hit:
-                    self.replaced.setdefault(key, set()).update(hit)
+                kept = {part for part in hit if entry and _is_contents(entry.tool, part)}
+                if kept:
+                    self.objects.keep_theirs(key, None if None in kept else frozenset(kept))
+                if hit - kept:
+                    self.replaced.setdefault(key, set()).update(hit - kept)
         for rank, inspected in found.items():
             self.objects.note_changed(inspected.changed)
             self.objects.drop(rank, inspected.gone)
