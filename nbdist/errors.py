@@ -413,13 +413,16 @@ class AgentLost(NbdistError):
 class Interrupted(KeyboardInterrupt):
     """Stop ended the cell on these ranks, which keep their variables; or, of none, a start."""
 
-    def __init__(self, ranks: Iterable[int], fate: str = "") -> None:
-        """`fate` says what became of the ranks instead, where they could not be interrupted."""
+    def __init__(self, ranks: Iterable[int], fate: str = "", replicas: str = "") -> None:
+        """`fate` says what became of the ranks instead, where they could not be interrupted.
+
+        `replicas` says which ranks of a training ended at another step than the others.
+        """
         said = "no workers were started."
         if fate:
-            said = f"Stopped. {_sentence(fate)}"
+            said = " ".join(filter(None, ["Stopped.", _sentence(fate), replicas]))
         elif on := [*ranks]:
-            said = f"Stopped on {name_ranks(on)}. No variables were lost."
+            said = f"Stopped on {name_ranks(on)}. {replicas or 'No variables were lost.'}"
         super().__init__(said)
 
     def _render_traceback_(self) -> list[str]:

@@ -28,6 +28,7 @@ SMOKE = (
     "test_api.py",
     "faults/test_deaths.py",
     "attacks/test_stop.py",
+    "faults/test_step_stops.py",
     "notebook/test_faults.py",
     "notebook/test_magics.py",
 )

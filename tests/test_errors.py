@@ -93,6 +93,10 @@ EVERY_ERROR = [
         "`%dist_restart -r 2` restarts it.",
     ),
     (errors.Interrupted([0, 1, 3]), "Stopped on ranks 0-1,3. No variables were lost."),
+    (
+        errors.Interrupted([0, 1], replicas="Replicas may differ."),
+        "Stopped on ranks 0-1. Replicas may differ.",
+    ),
     (errors.Interrupted([]), "no workers were started."),
     (
         errors.VariableNotSent("f", "f", "generator", "it cannot be copied", "use a list"),

@@ -16,6 +16,7 @@ from nbdist.agent.listener import Listener, StoreWindow, with_ranks
 from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.agent.outbox import Outbox
 from nbdist.agent.processes import Children, Forker
+from nbdist.agent.step_stops import StepStops
 from nbdist.agent.stopping import Stopping
 from nbdist.agent.worker import Worker
 from nbdist.agent.worker_group import HeldPort, WorkerGroup
@@ -70,6 +71,9 @@ class Agent:
         self._stopping = Stopping(
             lambda: self._workers.abort(self._workers.all),
             lambda places: self._send(messages.Aborted(places)),
+        )
+        self._step_stops = StepStops(
+            self._stopping, lambda: self._workers.all.values(), self._serving.do
         )
         self._listener = Listener(runtime, self._look, link, self._read)
 
@@ -126,8 +130,11 @@ class Agent:
             case messages.Abort(ranks):
                 do(self._workers.abort(ranks))
             case messages.Interrupt(ranks):
-                for work in self._stopping.begin(self._workers.alive(ranks)):
-                    do(work)
+                self._step_stops.stop(self._workers.alive(ranks))
+            case node_messages.InterruptAt(ranks, 0):
+                self._step_stops.interrupt(self._workers.alive(ranks))
+            case node_messages.InterruptAt(ranks, step, seconds):
+                self._step_stops.stop_at(self._workers.alive(ranks), step, seconds)
             case messages.Spare(ranks):
                 self._stopping.spare(ranks)
             case messages.ReleaseValues(task_id, ranks):
@@ -188,6 +195,8 @@ class Agent:
                 return await first_unreached(targets)
             case node_messages.LocateRanks(ranks):
                 return await self._locate(ranks)
+            case node_messages.HoldRanks(ranks):
+                return await self._step_stops.hold(self._workers.alive(ranks))
             case node_messages.Bring(refs) if self._head:
                 return await self._head.memory.bring(refs)
         reply = await self._workers.do(request)

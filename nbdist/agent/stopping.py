@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -154,11 +162,24 @@ class Stopping:
         self._report = report
         self._stopped: dict[int, _Stopped] = {}
 
-    def begin(self, ranks: Iterable[Worker]) -> Iterator[Coroutine[Any, Any, None]]:
-        """Send SIGINT to these; yields what is to be run beside all else."""
+    def is_stopping(self, ranks: Iterable[Worker]) -> bool:
+        """Return True if any of these ranks has been interrupted in what it runs."""
+        found = ((rank, self._stopped.get(rank.rank)) for rank in ranks)
+        return any(each and each.rank is rank and not each.is_over for rank, each in found)
+
+    def begin(
+        self, ranks: Iterable[Worker], have_stopped: Collection[Worker] = ()
+    ) -> Iterator[Coroutine[Any, Any, None]]:
+        """Send SIGINT to these ranks; yields what is to be run beside all else.
+
+        Those that `have_stopped` get none: they have raised KeyboardInterrupt by themselves.
+        """
         is_aborting = bool(self._stopped)
         for rank in ranks:
-            rank.interrupt()
+            if rank in have_stopped:
+                rank.refuse_input()
+            else:
+                rank.interrupt()
             before = self._stopped.get(rank.rank)
             if before is not None and before.rank is rank and not before.is_over:
                 before.interrupt_again()

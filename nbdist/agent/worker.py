@@ -57,6 +57,8 @@ class Worker:
         self.process: WorkerProcess | None = None
         self.task_id = ""  # of the task that it does
         self._packed = b""
+        # The last task, and its optimizer steps; None if an error has ended it.
+        self.finished: tuple[str, control.StepCount | None] = ("", None)
         self.log = WorkerLog(log_folder, start.world.log_limit)
         self.output = WorkerOutput(start.token, self.log, self._take)
         self.stacks = StackFile(start.stack_file)
@@ -187,10 +189,14 @@ class Worker:
 
     def interrupt(self) -> None:
         """Send SIGINT to it and what it started; its task can ask for no more input."""
-        self._stopped_task = self.task_id
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
             self._kernel.send(SigintSent())
+        self.refuse_input()
+
+    def refuse_input(self) -> None:
+        """End each wait for input of its task, now and later: the task is to end."""
+        self._stopped_task = self.task_id
         # Of the main thread it has been given up by then; another would wait on.
         for number in [*self.asks]:
             self.enter(InputReply(number))
@@ -306,6 +312,8 @@ class Worker:
             self.kill(done.unfit)  # `Died` follows, in the place of `Done`
             return
         self._errors_sent.clear()
+        count = control.StepCount(done.steps) if done.status == "ok" else None
+        self.finished = (self.task_id, count)
         self._show(replace(done, failure=None))
         self._forget_task()
         if self._counting is not None:

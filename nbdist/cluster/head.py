@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 from nbdist.agent.forming import nodes_of, shares
 from nbdist.agent.listener import Listener, with_ranks
 from nbdist.agent.notebook_link import NotebookLink, Serving
+from nbdist.agent.step_stops import NODE_TIMEOUT, STEP_TIMEOUT, find_stop_step
 from nbdist.cluster.node import (
     KeptCode,
     Node,
@@ -38,7 +39,8 @@ from nbdist.config import WorldConfig
 from nbdist.output.events import Clear, Died, Display, Done, Failure, Text, Update
 from nbdist.system.processes import Guard
 from nbdist.wire import messages
-from nbdist.wire.node_messages import LocateRanks, NodeUp
+from nbdist.wire.control import StepCount
+from nbdist.wire.node_messages import HoldRanks, InterruptAt, LocateRanks, NodeUp
 from nbdist.wire.spec import TorchStore, WorldSpec
 from nbdist.wire.store import HostedStore, Operation
 from nbdist.wire.transfer import Fetch, Piece
@@ -46,7 +48,7 @@ from nbdist.wire.views import GetLogs, WorldInfo
 
 log = logging.getLogger("nbdist.cluster")
 
-ToRanks = messages.Abort | messages.Interrupt | messages.ReleaseValues | messages.Spare
+ToRanks = messages.Abort | InterruptAt | messages.ReleaseValues | messages.Spare
 
 
 class Head:
@@ -64,6 +66,7 @@ class Head:
         self._up: dict[int, int] = {}
         self._coming = ""
         self._task_of: dict[int, str] = {}
+        self._stopped: dict[int, str] = {}  # by rank, the last task that Stop was pressed in
         self._batches: deque[Node | None] = deque()
         self._serving = Serving(self._answer, self._send)
         self._transfers = BulkTransfers(
@@ -138,7 +141,7 @@ class Head:
             case messages.Locate(ranks, asked):
                 do(self._locate(ranks, asked))
             case messages.Interrupt(ranks):
-                self._pass_on(message, self._transfers.stop(ranks))
+                self._stop(self._transfers.stop(ranks))
             case messages.ReleaseValues(task_id, ranks):
                 self._transfers.release_values(ranks, task_id)
                 self._pass_on(message, ranks)
@@ -189,6 +192,27 @@ class Head:
             node.send(run._replace(ranks=part))
             if node.lost:
                 self._report_dead(node, part)
+
+    def _stop(self, ranks: Collection[int]) -> None:
+        """Stop these ranks: at one step if all of them train, at once the second time."""
+        tasks = {rank: self._task_of.get(rank, "") for rank in ranks}
+        if any(task and self._stopped.get(rank) == task for rank, task in tasks.items()):
+            self._pass_on(InterruptAt(()), ranks)
+        else:
+            self._serving.do(self._stop_at_common_step(tasks))
+        self._stopped.update(tasks)
+
+    async def _stop_at_common_step(self, tasks: Mapping[int, str]) -> None:
+        deadline = time.monotonic() + STEP_TIMEOUT
+        parts = self._parts(tasks).items()
+        asked = asyncio.gather(*(node.do(HoldRanks(part)) for node, part in parts))
+        counts = dict[int, StepCount | None].fromkeys(tasks)
+        with suppress(TimeoutError):
+            for found in await asyncio.wait_for(asked, NODE_TIMEOUT):
+                counts.update(found)
+        left = [rank for rank, task in tasks.items() if self._task_of.get(rank, "") == task]
+        seconds = deadline - time.monotonic()
+        self._pass_on(InterruptAt((), find_stop_step(counts.values()), seconds), left)
 
     async def _locate(self, ranks: Iterable[int], asked: float) -> None:
         parts = self._parts(ranks).items()

@@ -160,7 +160,8 @@ class Done:
     `covered` are names that each worker has of itself, and that are something else now.  `unfit`
     says why the process is of no more use.  `dead` are the keys of objects that the notebook has
     sent and that have ended on the rank, `lost` those of them that the rank had changed, `gained`
-    the keys of objects that the rank has got from another rank or from a file.
+    the keys of objects that the rank has got from another rank or from a file.  `steps` counts the
+    optimizer steps that it has begun; `is_in_step`: something ended the task inside of the last.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -180,6 +181,8 @@ class Done:
     dead: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     gained: tuple[int, ...] = ()
+    steps: int = 0
+    is_in_step: bool = False
 
     @property
     def made(self) -> frozenset[str]:

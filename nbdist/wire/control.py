@@ -137,6 +137,30 @@ class Abort:
     """Abort whatever collective the main thread waits in."""
 
 
+MAX_STEPS_APART = 10
+"""Ranks whose numbers of optimizer steps differ by more do not train one model together; those
+that do are mostly one step apart."""
+
+
+class HoldSteps(NamedTuple):
+    """Hold this task at the beginning of its next optimizer step; answered by `StepCount`."""
+
+    task_id: str
+
+
+class StopAtStep(NamedTuple):
+    """Let a held task go on, and raise KeyboardInterrupt at the beginning of this step."""
+
+    task_id: str
+    step: int
+
+
+class ReleaseSteps(NamedTuple):
+    """Hold this task no longer; answered by `StepCount`."""
+
+    task_id: str
+
+
 class Regroup(NamedTuple):
     """Reconnect the world's group and these, as this generation; then take this `environ`."""
 
@@ -157,7 +181,8 @@ class Resize(NamedTuple):
 
 
 Look = Locate | Trace | LastCollective | ListGroups | Check | Question
-Request = Look | ReleaseValues | Abort | Regroup | Resize
+Stop = HoldSteps | StopAtStep | ReleaseSteps
+Request = Look | ReleaseValues | Abort | Stop | Regroup | Resize
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +191,20 @@ class Traced:
 
     place: Place
     frames: tuple[StackFrame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCount:
+    """How many optimizer steps a task has begun on a rank, the last one `since` seconds ago.
+
+    `interval` are the seconds between the beginnings of the last two, 0.0 for one.  `has_stopped`:
+    KeyboardInterrupt was raised at the beginning of the step that `StopAtStep` named.
+    """
+
+    begun: int = 0
+    since: float = 0.0
+    interval: float = 0.0
+    has_stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +230,7 @@ class Ok:
 
 
 Said = Completions | Description
-Answer = Place | Traced | Collective | HeldGroups | tuple[str, ...] | Failed | Ok | Said
+Answer = Place | Traced | Collective | StepCount | HeldGroups | tuple[str, ...] | Failed | Ok | Said
 
 
 def answer_from(buffers: Sequence[bytes | memoryview]) -> Answer:

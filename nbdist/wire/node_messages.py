@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from nbdist.topology import Slots
 from nbdist.values.payload import SegmentRef
-from nbdist.wire.control import HeldGroups
+from nbdist.wire.control import HeldGroups, StepCount
 from nbdist.wire.frames import pack, unpack
 from nbdist.wire.messages import Answer, Ask, Down, StartFailure, Up, WorldStarted
 from nbdist.wire.spec import Versions, WorldSpec
@@ -142,6 +142,19 @@ class LocateRanks(PartRequest[Mapping[int, Place]]):
 
 
 @dataclass(frozen=True, slots=True)
+class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
+    """Hold these ranks at the beginning of their next optimizer step; how many has each begun?
+
+    Answered also by the counts of other ranks of the machine that have finished the same task.
+    """
+
+    ranks: tuple[int, ...]
+
+    def lost(self, why: str) -> Mapping[int, StepCount | None]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
 class StartPart(PartRequest[WorldStarted | StartFailure]):
     """Start these ranks; when one fails, or it is called off, end the others of them."""
 
@@ -242,7 +255,18 @@ class Bring(PartRequest[str]):
         return ""
 
 
-NodeDown = Down | Ask[Any] | Answer | Fetch | Piece | Drop
+class InterruptAt(NamedTuple):
+    """Head to agent: stop what these ranks run, at once, or at the beginning of this step.
+
+    Ranks that do not come there within so many seconds are interrupted wherever they are.
+    """
+
+    ranks: tuple[int, ...]
+    step: int = 0
+    seconds: float = 0.0
+
+
+NodeDown = Down | InterruptAt | Ask[Any] | Answer | Fetch | Piece | Drop
 NodeUp = Up | NodeHello | Ask[Operation] | Fetch | Piece
 """The ranks of all nodes meet in the head's store."""
 

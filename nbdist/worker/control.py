@@ -24,6 +24,7 @@ from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel
 from nbdist.worker.probe import Probe
 from nbdist.worker.process import reserve
+from nbdist.worker.steps import STEPS
 
 THREADS = 5  # as many as a new gloo backend starts, that which waits for it, and one more
 
@@ -132,11 +133,18 @@ class ControlThread:
                 return self._describe(code, cursor, detail)
             case control.ReleaseValues(task_id):
                 self._kernel.namespace.release_values(task_id)
+            case control.HoldSteps(task_id):
+                return STEPS.hold(task_id)
+            case control.StopAtStep(task_id, step):
+                STEPS.stop_at(task_id, step)
+            case control.ReleaseSteps(task_id):
+                return STEPS.release(task_id)
             case control.Abort() if group is not None:
                 if probe.waits_for_nccl:
                     # What waited for an aborted collective goes on, with results of no meaning:
                     # it must not get as far as to use them, and with them the cell could end
                     # before this.
+                    STEPS.raise_at_once()
                     _thread.interrupt_main()
                 group.abort()
             case control.Regroup() | control.Resize():

@@ -49,6 +49,7 @@ from nbdist.worker.probe import RUNS_CELLS, keep_crashes
 from nbdist.worker.process import CELL_TIMES, Interrupts, flush_streams, install
 from nbdist.worker.publishing import LargeOutputs, MarkingSession, Records
 from nbdist.worker.shell import CellExit, WorkerShell, show_cell_lines
+from nbdist.worker.steps import STEPS
 from nbdist.worker.tracebacks import contents_of, failure_of, remedies, unfit_after
 
 without_debugger()
@@ -85,6 +86,7 @@ class WorkerKernel(LeavesChildren):
         self.records.begin_task(task.log_level)
         self.session.begin_task()
         tracking.begin_task()
+        STEPS.begin_task(task.id)
         self.namespace.counterparts.end_idle()
         try:
             interrupts.begin()
@@ -107,6 +109,7 @@ class WorkerKernel(LeavesChildren):
             done = replace(done, failure=failure_in_words("KeyboardInterrupt", ""))
         except Exception as problem:  # noqa: BLE001 (whatever it was, the notebook waits for the end)
             done, error = replace(done, failure=failure_of(problem)), problem
+        STEPS.end_task()
         interrupts.end()
         if error is not None:
             done = replace(done, unfit=unfit_after(context.rank, error))
@@ -129,6 +132,8 @@ class WorkerKernel(LeavesChildren):
             changed=changed,
             dead=counterparts.take_dead(),
             lost=counterparts.take_lost(),
+            steps=STEPS.begun,
+            is_in_step=STEPS.is_inside,
             seconds=time.perf_counter() - started,
         )
 

@@ -47,6 +47,7 @@ from nbdist.worker.process import (
     write_all,
 )
 from nbdist.worker.publishing import MarkingSession
+from nbdist.worker.steps import STEPS
 from nbdist.worker.tracebacks import why_not_started
 
 
@@ -66,6 +67,7 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     reserve_addresses()
     write_stacks_to(start.stack_file)
     share_definitions_with_children()
+    STEPS.watch()
     group = Group(start) if start.world.backend is not None else None
     app.kernel.group = group
     leave_world_in_children(group.leave if group is not None else None)
@@ -164,7 +166,7 @@ class Tasks:
         self._news = asyncio.Event()
         for kind in COMMS:
             kernel.shell_handlers[kind] = self._counted(kernel.shell_handlers[kind])
-        self._interrupts = Interrupts(self._loop, self._has_more)
+        self._interrupts = Interrupts(self._loop, self._has_more, STEPS.handle_sigint)
         self._arrived = asyncio.Event()
         self._cutter = FrameCutter()
         self._reading = threading.Lock()

@@ -19,6 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 from nbdist.output.events import StreamName
@@ -82,11 +83,17 @@ class Interrupts:
 
     Stop can come when the task is in the worker's socket and has not been read: were it ignored,
     the task would run on, and the worker be killed.  `has_more` returns True while a task has come
-    that has not begun, read or not.  All of it runs on the main thread.
+    that has not begun, read or not; `handle` takes a signal while one runs.  All of it runs on the
+    main thread.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, has_more: Callable[[], bool]) -> None:
-        self._loop, self._has_more = loop, has_more
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        has_more: Callable[[], bool],
+        handle: Callable[[int, FrameType | None], object] = signal.default_int_handler,
+    ) -> None:
+        self._loop, self._has_more, self._handle = loop, has_more, handle
         self._is_kept = False
         self.end()
 
@@ -95,7 +102,7 @@ class Interrupts:
 
     def begin(self) -> None:
         """Take them for the task that begins; KeyboardInterrupt if one came before it."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, self._handle)
         if self._is_kept:
             self._is_kept = False
             raise KeyboardInterrupt

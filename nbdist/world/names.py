@@ -324,6 +324,16 @@ class NameTable:
         own = self._current(name, BoundByWorker).items()
         return frozenset(rank for rank, each in own if each.was_sent)
 
+    def names_of_kind(self, kind: int) -> list[str]:
+        """List the variables that are of this kind on a rank: modules, optimizers or tensors."""
+
+        def is_one(name: str) -> bool:
+            own = self._of(name, BoundByWorker).values()
+            sent = self._of(name, Sent) and kind_of(self._value(name)) == kind
+            return bool(sent) or any(entry.kind == kind for entry in own)
+
+        return sorted(filter(is_one, self._all()))
+
     def ranks_with(self, name: str) -> tuple[int, ...]:
         """Find the ranks that have something under this name, whosever it is."""
         return tuple(sorted({*self._of(name, Sent), *self._of(name, BoundByWorker)}))

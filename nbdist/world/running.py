@@ -117,6 +117,7 @@ class TaskRun:
         self.is_stopping = self.is_over = self.shows_value = self.was_stalled = False
         self.lost: errors.AgentLost | None = None
         self.fate = self.restart = self.why_died = self.differing = self.lacking = ""
+        self.replicas = ""  # which ranks of a training ended at another step, and how to mend that
         self.fated: tuple[int, ...] = ()
         self.timed_out: str | None = None  # where its ranks were
         self._why_aborted = ""
@@ -432,8 +433,11 @@ class TaskRun:
         is_of_stop = cause is None or follows(cause[1]) or getattr(cause[1], "by_stop", False)
         if self.timed_out is not None and is_of_stop:
             late, timeout = self.unfinished, self.patience.timeout or 0.0
-            is_safe = self._is_safe and not self.killed_by_stop
-            return errors.CellTimeout(timeout, self.timed_out, late, is_safe=is_safe)
+            is_safe = self._is_safe and not (self.killed_by_stop or self.replicas)
+            stopped = errors.CellTimeout(timeout, self.timed_out, late, is_safe=is_safe)
+            if self.replicas:
+                stopped.add(self.replicas)
+            return stopped
         if self.unfinished:
             return self.not_stopped
         if cause is None:
@@ -454,18 +458,20 @@ class TaskRun:
         why_ended = next((f"{each.why}." for each in deaths if each.why and not each.by_stop), "")
         if isinstance(first, Died):
             died = errors.WorkerDied(blame, seconds, first.exit_code, first.end)
-            for fact in filter(None, (why_ended, self.why_died, self.fate)):
+            for fact in filter(None, (why_ended, self.why_died, self.fate, self.replicas)):
                 died.add(fact)
             return died
         if not own and self.aborted and not self.is_stopping:
-            return errors.RanksReleased(blame, self._why_aborted, self.fate)
+            facts = " ".join(filter(None, (self.fate, self.replicas)))
+            return errors.RanksReleased(blame, self._why_aborted, facts)
         blame = errors.Blame(rank, host, pid, own or failed)
         who, said = self.members.machines.who([rank]), (first.name, first.message)
         error = errors.WorkerError(blame, len(self.task.ranks), seconds, said, who)
-        kept, differing = "" if self.fate else KEPT, self.differing
+        kept, differing = "" if self.fate or self.replicas else KEPT, self.differing
         released = f"{hangs.released_text(self.aborted)}{kept}." if self.aborted else ""
         differing = f"Before that: {differing}." if differing else ""
-        for fact in filter(None, (released, why_ended, self.fate, differing, self.lacking)):
+        cures = (self.fate, differing, self.lacking, self.replicas)
+        for fact in filter(None, (released, why_ended, *cures)):
             error.add(fact)
         done = self.transcript[rank].done
         contents = Contents.read(done.values if done else None, self.members.namespace)

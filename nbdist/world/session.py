@@ -145,7 +145,9 @@ class Session(Workers):
         """Raise the error of a task that has been followed, or KeyboardInterrupt after Stop."""
         if running.stops:
             fate = recovery.late_stop_text(running)
-            raise errors.Interrupted((), fate=fate) if fate else KeyboardInterrupt
+            if fate or running.replicas:
+                raise errors.Interrupted(running.task.ranks, fate, running.replicas)
+            raise KeyboardInterrupt
         if error := running.error():
             self.told(running.fated)
             raise error

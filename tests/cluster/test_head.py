@@ -31,8 +31,10 @@ from nbdist.wire.node_messages import GetHeld, Held, NodeDown, Renumber
 from nbdist.wire.store import SOCKET
 from nbdist.wire.views import WorkerStatus
 from nbdist.world.world import World
+from tests.cells import run_for, stop
 from tests.cluster.test_node import SPEC, wanted
 from tests.cluster.test_node import node as node_that
+from tests.faults.step_stops import ADAM, BEGIN, PLAIN
 from tests.waiting import until
 
 pytestmark = [pytest.mark.shared_world, pytest.mark.own_agent]
@@ -102,6 +104,24 @@ def test_c_code_that_is_not_done_when_control_is_back(world: World) -> None:
     while running.unfinished:
         world.session.wait_for_stop()
     assert world.gather("kept") == [0, 1, 2, 3]
+
+
+def test_stop_in_a_training(world: World) -> None:
+    """Ranks of both nodes end at the same step; where one cannot, a line says so."""
+    world.execute("import torch, torch.distributed as dist" + BEGIN + ADAM)
+    for _ in range(3):
+        running = run_for(world, PLAIN, 0.5)
+        stop(world, running)
+        ends = {track.done.steps for track in running.transcript if track.done is not None}
+        assert len(ends) == 1
+        assert ends != {0}
+        first, *others = world.gather("replicas()")
+        assert others == [first] * 3
+    running = run_for(world, f"{PLAIN}    if rank == 2: time.sleep(600)\n", 0.5)
+    world.interrupt()
+    stop(world, running)  # the second time nobody is waited for
+    assert running.deaths == {}
+    assert world.gather("int(rank)") == [0, 1, 2, 3]
 
 
 class StopsOnce(deque[Any]):

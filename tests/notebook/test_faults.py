@@ -141,6 +141,35 @@ def test_no_free_and_hang_timeout(notebook: Notebook) -> None:
     assert notebook.run("%%distributed\ndist.barrier()").errors == []
 
 
+TRAINS = """%%distributed
+net = torch.nn.Linear(2, 1)
+ddp = torch.nn.parallel.DistributedDataParallel(net)
+adam = torch.optim.Adam(ddp.parameters())
+for step in range(10 ** 9):
+    ddp(torch.ones(1, 2)).sum().backward()
+    if step == 20:
+        print("trains")
+        {then}
+    adam.step()
+"""
+
+
+def test_stop_in_a_training(notebook: Notebook) -> None:
+    """All ranks end at one step; where one is stuck, the cell says how to mend that."""
+    outcome = notebook.run(TRAINS.format(then="pass"), notebook.stop_at("trains"))
+    assert outcome.error == "KeyboardInterrupt: Stopped on ranks 0-3. No variables were lost."
+    assert "ranks 0-3 agree" in notebook.run("%dist_diff net").text
+    stuck = "if rank == 2: import time; time.sleep(600)"
+    outcome = notebook.run(TRAINS.format(then=stuck), notebook.stop_at("trains"))
+    assert outcome.error == (
+        "KeyboardInterrupt: Stopped on ranks 0-3. Replicas may differ: ranks 0-1,3 ended after "
+        "optimizer step 21, rank 2 after step 20. `%dist_diff ddp` shows where, "
+        "`%dist_sync ddp net adam --from 0 -r all` copies those of rank 0."
+    )
+    notebook.run("%dist_sync ddp net adam --from 0 -r all")
+    assert "ranks 0-3 agree" in notebook.run("%dist_diff ddp").text
+
+
 # --- input boxes, `%debug` and `%pdb`, where what failed is a cell on the workers -------------
 
 

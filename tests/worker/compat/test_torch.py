@@ -25,6 +25,14 @@ def test_what_is_lacking_is_said_in_sentences() -> None:
     assert len(said) == sum(since > seam.VERSION for since in ((2, 9), (2, 11), (2, 13)))
 
 
+def test_the_code_around_steps() -> None:
+    """Every optimizer's `step` is that function, by which a call inside of a step is known."""
+    for kind in (torch.optim.SGD, torch.optim.Adam):
+        kind([torch.zeros(1, requires_grad=True)])
+        step: Any = kind.step
+        assert step.__code__ is seam.STEP_CODE
+
+
 def test_what_torch_has_of_a_group_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what records its nccl2 collectives, which lasts as long as somebody has it."""
     group: Any = object()

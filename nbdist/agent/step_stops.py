@@ -1,0 +1,181 @@
+"""Stop in a training: all ranks end at the beginning of one and the same optimizer step.
+
+DDP and its like average gradients alone: were ranks interrupted wherever they are, some would have
+made a step more than others, and their replicas would differ from then on.  So ranks that have
+stepped lately are held at the beginning of their next step, and counted; the step after the largest
+count is where all of them raise KeyboardInterrupt.  On the way there every collective has all of
+its members.  A rank that does not come there in time is interrupted wherever it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nbdist.wire.control import (
+    MAX_STEPS_APART,
+    HoldSteps,
+    ReleaseSteps,
+    StepCount,
+    StopAtStep,
+)
+
+if TYPE_CHECKING:
+    from nbdist.agent.stopping import Stopping
+    from nbdist.agent.worker import Worker
+
+Key = TypeVar("Key")
+
+STEP_TIMEOUT = 2.0
+"""Seconds from Stop until ranks are interrupted wherever they are; also how long ago a rank in a
+training has begun its last step, unless its steps take longer."""
+
+ANSWER_TIMEOUT = 0.6  # seconds for a rank to say how many steps it has begun
+NODE_TIMEOUT = 1.0  # the same for all ranks of a machine, on the way to the head and back
+
+POLL_INTERVAL = 0.02  # seconds between two looks whether ranks have left the task
+
+
+def find_stop_step(counts: Iterable[StepCount | None]) -> int:
+    """Return the step at whose beginning all ranks can stop; pure.
+
+    Return 0 if they are to be interrupted at once: one does not train, did not answer, or will
+    probably not begin its next step in time.
+    """
+    known = [*counts]
+    begun = [count.begun for count in known if count is not None and is_training(count)]
+    if not begun or len(begun) < len(known) or max(begun) - min(begun) > MAX_STEPS_APART:
+        return 0
+    return max(begun) + 1
+
+
+def is_training(count: StepCount) -> bool:
+    """Return True if a rank has stepped lately, and will probably do so again in time; pure."""
+    left = count.interval - count.since
+    return count.begun > 0 and -STEP_TIMEOUT < left < STEP_TIMEOUT
+
+
+async def collect_counts(
+    asked: Mapping[Key, Coroutine[Any, Any, StepCount | None]],
+) -> dict[Key, StepCount | None]:
+    """Wait for the counts of all ranks; as soon as one does not train, the others count as None."""
+    tasks = {key: asyncio.ensure_future(each) for key, each in asked.items()}
+    waiting = {*tasks.values()}
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            counts = [each.result() for each in done]
+            if not all(count and is_training(count) for count in counts):
+                break
+    finally:
+        for each in waiting:
+            each.cancel()
+    return {key: each.result() if each not in waiting else None for key, each in tasks.items()}
+
+
+class StepStops:
+    """Stops tasks of ranks of one machine, at a step or at once.
+
+    `all_ranks` has those of the machine, `run` takes a coroutine to be run beside all else.
+    """
+
+    def __init__(
+        self,
+        stopping: Stopping,
+        all_ranks: Callable[[], Iterable[Worker]],
+        run: Callable[[Coroutine[Any, Any, object]], None],
+    ) -> None:
+        self._stopping = stopping
+        self._all_ranks = all_ranks
+        self._run = run
+        self._pending: dict[Worker, str] = {}  # the tasks of ranks that are to stop at a step
+
+    def stop(self, ranks: Collection[Worker]) -> None:
+        """Stop what these ranks run: at one step if they train, the second time at once."""
+        busy = {rank: rank.task_id for rank in ranks if rank.task_id}
+        if not busy or self._was_stopped(busy):
+            self.interrupt(ranks)
+            return
+        self._pending |= busy
+        self._run(self._stop_at_common_step(busy))
+
+    def interrupt(self, ranks: Iterable[Worker]) -> None:
+        """Interrupt these ranks now, wherever they are."""
+        ranks = [*ranks]
+        for rank in ranks:
+            self._pending.pop(rank, None)
+        for work in self._stopping.begin(ranks):
+            self._run(work)
+
+    def stop_at(self, ranks: Iterable[Worker], step: int, seconds: float) -> None:
+        """Stop ranks that are held at the beginning of this step, or at once after `seconds`."""
+        busy = {rank: rank.task_id for rank in ranks if rank.task_id}
+        self._pending |= busy
+        self._run(self._stop_at(busy, step, time.monotonic() + seconds))
+
+    async def hold(self, ranks: Iterable[Worker]) -> dict[int, StepCount | None]:
+        """Hold ranks at the beginning of their next step; return how many each has begun.
+
+        Ranks that have finished the same task count too: the others may be about to do so.
+        """
+        tasks = {rank: rank.task_id for rank in ranks}
+        counts = await collect_counts({each.rank: _hold(each, tasks[each]) for each in tasks})
+        for rank in self._all_ranks():
+            task_id, count = rank.finished
+            if task_id in tasks.values() and (count is None or count.begun):
+                counts.setdefault(rank.rank, count)
+        return counts
+
+    def _was_stopped(self, busy: Mapping[Worker, str]) -> bool:
+        is_pending = any(self._pending.get(rank) == task_id for rank, task_id in busy.items())
+        return is_pending or self._stopping.is_stopping(busy)
+
+    async def _stop_at_common_step(self, busy: Mapping[Worker, str]) -> None:
+        deadline = time.monotonic() + STEP_TIMEOUT
+        counts = await self.hold(busy)
+        if step := find_stop_step(counts.values()):
+            await self._stop_at(busy, step, deadline)
+        else:
+            self.interrupt(self._left(busy))
+
+    async def _stop_at(self, busy: Mapping[Worker, str], step: int, deadline: float) -> None:
+        """Let ranks go on to this step; after the deadline interrupt those that did not stop."""
+        await _ask_all({rank: StopAtStep(task_id, step) for rank, task_id in busy.items()})
+        while (left := self._left(busy)) and time.monotonic() < deadline:
+            if any(rank.state == "dead" for rank in busy):  # others may wait for it
+                break
+            await asyncio.sleep(POLL_INTERVAL)
+        answers = await _ask_all({rank: ReleaseSteps(busy[rank]) for rank in left})
+        have_stopped = {rank for rank, said in answers.items() if said and said.has_stopped}
+        left = self._left(busy)
+        for rank in busy:
+            if self._pending.get(rank) == busy[rank]:
+                del self._pending[rank]
+        for work in self._stopping.begin(left, have_stopped):
+            self._run(work)
+
+    def _left(self, busy: Mapping[Worker, str]) -> list[Worker]:
+        """Return the ranks that still run their task, and that no other Stop has taken over."""
+        return [
+            rank
+            for rank, task_id in busy.items()
+            if rank.task_id == task_id == self._pending.get(rank) and rank.state == "busy"
+        ]
+
+
+async def _hold(rank: Worker, task_id: str) -> StepCount | None:
+    if not task_id or rank.asks:  # it waits for input, for as long as people need
+        return None
+    said = await rank.ask(HoldSteps(task_id), ANSWER_TIMEOUT)
+    return said if isinstance(said, StepCount) else None
+
+
+async def _ask_all(
+    requests: Mapping[Worker, StopAtStep | ReleaseSteps],
+) -> dict[Worker, StepCount | None]:
+    asked = (rank.ask(request, ANSWER_TIMEOUT) for rank, request in requests.items())
+    answers: Iterable[Any] = await asyncio.gather(*asked)
+    counts = (said if isinstance(said, StepCount) else None for said in answers)
+    return dict(zip(requests, counts, strict=True))

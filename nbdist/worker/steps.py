@@ -1,0 +1,182 @@
+"""Optimizer steps of the running task: how many it has begun, and at which of them Stop ends it.
+
+torch calls `before_step` and `after_step` on the main thread, around each step of an optimizer.
+The control thread holds the main thread at the beginning of its next step, and says where to stop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from nbdist.wire.control import StepCount
+from nbdist.worker.compat.torch import STEP_CODE
+
+MAX_HOLD_SECONDS = 3.0
+"""A held rank goes on by itself after so long: longer than agents take to say where to stop."""
+
+HOLD_POLL_INTERVAL = 0.001  # seconds between two looks of a held rank
+
+MAX_DEFERRAL = 1.0  # seconds that SIGINT waits for the end of a step, which may never come
+
+
+class Steps:
+    """Counts the steps of all optimizers of a task; a step inside of a step does not count."""
+
+    def __init__(self) -> None:
+        self._ident = 0  # of the main thread, once the hooks are there
+        self._lock = threading.Lock()
+        self._deferral: threading.Timer | None = None
+        self.begin_task("")
+
+    def __repr__(self) -> str:
+        return f"<Steps {self.begun} begun{', inside of one' if self.is_inside else ''}>"
+
+    def watch(self) -> None:
+        """Have torch call the hooks from now on; called on the main thread."""
+        self._ident = threading.get_ident()
+        register_optimizer_step_pre_hook(self.before_step)
+        register_optimizer_step_post_hook(self.after_step)
+
+    def begin_task(self, task_id: str) -> None:
+        """Count the steps of this task from now on, and forget those before."""
+        self._task_id = task_id
+        self.begun = self._nested = 0
+        self.is_inside = False
+        """Whether a step has begun and not ended; an exception may have left it since."""
+        self._began, self._interval = 0.0, 0.0
+        self._is_held = self._is_waiting = self._has_stopped = False
+        self._held_until, self._stop_at = 0.0, 0
+        self._raises_at_once = False
+        self._drop_deferral()
+
+    def end_task(self) -> None:
+        """Hold and defer nothing any more; the numbers stay until the next task begins."""
+        self._task_id, self._is_held = "", False
+        self._drop_deferral()
+
+    # --- the main thread --------------------------------------------------------------------
+
+    def before_step(self, *_: Any) -> None:
+        """Count a step that begins; wait while the rank is held, and raise KeyboardInterrupt."""
+        # What is compiled must not break the user's graph: such steps are not counted.
+        if torch.compiler.is_compiling() or threading.get_ident() != self._ident:
+            return
+        if self.is_inside:
+            if _count_steps(inspect.currentframe()) > 1:
+                self._nested += 1
+                return
+            self._nested = 0  # an exception has left the last step
+        self.is_inside = True  # first: from here on SIGINT waits for the end of the step
+        self.begun += 1
+        if self._is_held:
+            try:
+                self._wait()
+            except BaseException:
+                self.begun, self.is_inside = self.begun - 1, False
+                raise
+        now = time.monotonic()
+        self._began, self._interval = now, now - self._began if self._began else 0.0
+
+    def after_step(self, *_: Any) -> None:
+        """Note the end of a step; raise the KeyboardInterrupt that has waited for it."""
+        if torch.compiler.is_compiling() or threading.get_ident() != self._ident:
+            return
+        if self._nested:
+            self._nested -= 1
+            return
+        self.is_inside = False
+        if self._deferral is not None:
+            self._drop_deferral()
+            raise KeyboardInterrupt
+
+    def _wait(self) -> None:
+        """Wait until the step is known at whose beginning all ranks stop; raise if it is this."""
+        self._is_waiting = True
+        try:
+            while self._is_held and not self._stop_at and time.monotonic() < self._held_until:
+                time.sleep(HOLD_POLL_INTERVAL)
+        finally:
+            self._is_waiting = False
+        with self._lock:
+            self._is_held = self._is_held and bool(self._stop_at)
+            if not self._is_held or self.begun < self._stop_at:
+                return
+            self._is_held, self._has_stopped = False, True
+        raise KeyboardInterrupt
+
+    def handle_sigint(self, _: int, frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt, in the middle of a step only at its end or after a second."""
+        self._is_held = False
+        if self._must_defer(frame):
+            self._deferral = threading.Timer(MAX_DEFERRAL, self._end_deferral)
+            self._deferral.daemon = True
+            self._deferral.start()
+            return
+        self._drop_deferral()
+        raise KeyboardInterrupt
+
+    def _must_defer(self, frame: FrameType | None) -> bool:
+        if not self.is_inside or self._is_waiting or self._raises_at_once:
+            return False
+        return self._deferral is None and _count_steps(frame) > 0
+
+    def _drop_deferral(self) -> None:
+        timer, self._deferral = self._deferral, None
+        if timer is not None:
+            timer.cancel()
+
+    # --- other threads ----------------------------------------------------------------------
+
+    def _end_deferral(self) -> None:
+        """Interrupt a step that has not ended in time; on the thread of the timer."""
+        if self._deferral is threading.current_thread():
+            signal.pthread_kill(self._ident, signal.SIGINT)
+
+    def hold(self, task_id: str) -> StepCount:
+        """Hold the task at the beginning of its next step; return how many it has begun."""
+        if task_id != self._task_id:
+            return StepCount()
+        self._stop_at, self._held_until = 0, time.monotonic() + MAX_HOLD_SECONDS
+        # First: a step that begins after it was counted here waits.
+        self._is_held = True
+        if not self.begun:
+            self._is_held = False
+        return StepCount(self.begun, time.monotonic() - self._began, self._interval)
+
+    def stop_at(self, task_id: str, step: int) -> None:
+        """Let a held task go on, and raise KeyboardInterrupt at the beginning of this step."""
+        if task_id == self._task_id:
+            self._stop_at = step
+
+    def release(self, task_id: str) -> StepCount:
+        """Hold the task no longer; return the count, and whether it has stopped at its step."""
+        with self._lock:
+            has_stopped, self._is_held = self._has_stopped, False
+        return StepCount(self.begun, has_stopped=has_stopped and task_id == self._task_id)
+
+    def raise_at_once(self) -> None:
+        """Defer no SIGINT of this task any more: what its steps wait for has no meaning."""
+        self._raises_at_once = True
+
+
+def _count_steps(frame: FrameType | None) -> int:
+    """Count the steps of optimizers in which a call is."""
+    number = 0
+    while frame is not None:
+        number += frame.f_code is STEP_CODE
+        frame = frame.f_back
+    return number
+
+
+STEPS = Steps()  # the worker's: there is one main thread

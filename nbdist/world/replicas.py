@@ -1,0 +1,83 @@
+"""Whether ranks that trained together have made different optimizer steps, and how to mend that.
+
+Pure; of a task that was stopped or has failed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from nbdist.output.events import Done
+from nbdist.output.wording import fold_ranks
+from nbdist.wire.control import MAX_STEPS_APART
+from nbdist.words import name_ranks
+
+MAX_NAMES = 4  # variables that the commands name
+
+FIRST_STEPS = 2
+"""A rank without a step trains with others that have made no more than so many."""
+
+
+def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
+    """Return the ranks that train one model together; none if each trains a model of its own."""
+    most = max((each.steps for each in done.values()), default=0)
+    found = {rank: each for rank, each in done.items() if each.steps or most <= FIRST_STEPS}
+    is_one = most > 0 and most - min(each.steps for each in found.values()) <= MAX_STEPS_APART
+    return found if is_one else {}
+
+
+def ends_differ(done: Mapping[int, Done], *, were_cut: bool) -> bool:
+    """Return True if ranks of one training ended at different steps, or were cut inside of one.
+
+    Where all ranks have raised by themselves inside of the same step, they did so at one place.
+    """
+    ends = {(each.steps, each.is_in_step) for each in done.values()}
+    is_inside = any(is_in_step for _, is_in_step in ends)
+    return len(done) > 1 and (len(ends) > 1 or (were_cut and is_inside))
+
+
+def differing_text(
+    done: Mapping[int, Done],
+    modules: Iterable[str] = (),
+    optimizers: Iterable[str] = (),
+    *,
+    were_cut: bool = True,
+) -> str:
+    """Say which ranks ended where, and how to look and to mend; "" if all ended alike.
+
+    They `were_cut` by Stop or a release, unless each has raised by itself.
+
+    `Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41. ...`.
+    """
+    done = find_training(done)
+    if not ends_differ(done, were_cut=were_cut):
+        return ""
+    ends = fold_ranks({rank: (each.is_in_step, each.steps) for rank, each in done.items()})
+    ((is_inside, step), ranks), *others = ends.items()
+    where = f"{name_ranks(ranks)} ended {_place(is_inside)} optimizer step {step}"
+    for (is_inside, step), ranks in others:
+        where += f", {name_ranks(ranks)} {_place(is_inside)} step {step}"
+    models = sorted(modules)[:MAX_NAMES] or ["model"]
+    names = [*models, *(sorted(optimizers)[:MAX_NAMES] or ["optimizer"])]
+    source = _source(done)
+    return (
+        f"Replicas may differ: {where}. `%dist_diff {models[0]}` shows where, "
+        f"`%dist_sync {' '.join(names)} --from {source} -r all` copies those of rank {source}."
+    )
+
+
+def _place(is_in_step: bool) -> str:  # noqa: FBT001
+    return "inside" if is_in_step else "after"
+
+
+def _source(done: Mapping[int, Done]) -> int:
+    """Return the rank to copy from: one that has ended outside of steps, with most of them."""
+    return min(done, key=lambda rank: (done[rank].is_in_step, -done[rank].steps, rank))
+
+
+def names_in(source: str, names: Iterable[str]) -> list[str]:
+    """Return those of the names that a source has, or all if it has none of them."""
+    known = [*names]
+    words = set(re.findall(r"\w+", source))
+    return [name for name in known if name in words] or known

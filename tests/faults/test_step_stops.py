@@ -1,0 +1,191 @@
+"""Stop, a timeout, a failure or a death in a training: replicas stay equal, or a line says so."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from nbdist.config import Patience
+from nbdist.errors import CellTimeout, WorkerDied, WorkerError
+from nbdist.world.running import TaskRun
+from nbdist.world.world import World
+from tests.cells import ends, follow, run_for, stop
+from tests.faults.step_stops import ADAM, BEGIN, PLAIN, SCENARIOS
+
+pytestmark = pytest.mark.shared_world(4)
+
+AT_STEP_5 = PLAIN.replace(
+    "    optimizer.step()",
+    "    if {when} and STEPS.begun == 4:\n        {do}\n    optimizer.step()",
+)
+"""Something happens between the backward and the step of the fifth step."""
+
+
+@pytest.fixture(scope="module")
+def started(started: World) -> World:
+    started.execute("from nbdist.worker.steps import STEPS")
+    return started
+
+
+@pytest.fixture
+def world(world: World) -> World:
+    """Four ranks with a new DDP model."""
+    world.execute(BEGIN + ADAM)
+    return world
+
+
+def are_equal(world: World) -> bool:
+    """Whether all ranks have the same parameters and states of optimizers, bit by bit."""
+    first, *others = world.gather("replicas()")
+    return all(each == first for each in others)
+
+
+def steps(running: TaskRun) -> list[int]:
+    """How many steps each rank had begun in the cell, if it lives."""
+    return [track.done.steps for track in running.transcript if track.done is not None]
+
+
+@pytest.mark.smoke
+def test_a_fast_loop(world: World) -> None:
+    """Whenever Stop is pressed, all ranks end at the beginning of the same step."""
+    for _ in range(10):
+        running = run_for(world, PLAIN, random.uniform(0.2, 0.5))
+        stop(world, running)
+        assert len({*steps(running)}) == 1
+        assert steps(running)[0] > 0
+        assert are_equal(world)
+        assert running.replicas == ""
+        assert {each.name for each in running.transcript.errors.values()} == {"KeyboardInterrupt"}
+
+
+OTHERS = ("DDP, slow ranks", "accumulation", "two optimizers", "FSDP2", "ZeRO", "AMP")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_trainings(world: World, name: str) -> None:
+    """Whatever is between two steps."""
+    setup, cell = SCENARIOS[name]
+    world.execute(BEGIN + setup)
+    for _ in range(3):
+        running = run_for(world, cell, random.uniform(0.2, 0.5))
+        stop(world, running)
+        assert are_equal(world)
+        assert len({*steps(running)}) == 1
+        assert running.replicas == ""
+
+
+def test_a_rank_that_is_stuck(world: World) -> None:
+    """The others wait for it for two seconds; then a line says how to mend what differs."""
+    cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
+    running = run_for(world, cell, 0.5)
+    began = time.monotonic()
+    stop(world, running)
+    assert 1.0 < time.monotonic() - began < 4.0
+    assert running.deaths == {}
+    assert steps(running) == [5, 5, 4, 5]
+    assert running.replicas == (
+        "Replicas may differ: ranks 0-1,3 ended after optimizer step 5, rank 2 after step 4. "
+        "`%dist_diff model` shows where, `%dist_sync model optimizer --from 0 -r all` copies "
+        "those of rank 0."
+    )
+    assert not are_equal(world)
+    world.sync(["model", "optimizer"], source=0, ranks=range(4))
+    world.execute("net, optimizers = model.module, [optimizer]")
+    assert are_equal(world)
+    stop(world, run_for(world, PLAIN, 0.3))
+    assert are_equal(world)
+
+
+def test_a_second_stop(world: World) -> None:
+    """It waits for no step."""
+    cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
+    running = run_for(world, cell, 0.5)
+    began = time.monotonic()
+    world.interrupt()
+    world.session.receive(0.2)
+    stop(world, running)
+    assert time.monotonic() - began < 1.8
+    assert "rank 2 after step 4" in running.replicas
+
+
+def test_slow_steps(world: World) -> None:
+    """Where the next step would come too late, nobody waits for it."""
+    cell = AT_STEP_5.format(when="True", do="pass")
+    cell = cell.replace(
+        "    optimizer.step()", "    time.sleep(3 * (rank == 1))\n    optimizer.step()"
+    )
+    running = run_for(world, cell, 6.6)  # the next step ends after 9 s
+    began = time.monotonic()
+    stop(world, running)
+    assert time.monotonic() - began < 1.5
+    assert "Replicas may differ: rank 0,2-3" in running.replicas.replace("ranks", "rank")
+
+
+def test_what_does_not_train(world: World) -> None:
+    """Stop is as fast as without a training, also where ranks have trained before."""
+    for cell in ("time.sleep(600)", "for _ in range(9): optimizer.step()\ntime.sleep(600)"):
+        running = run_for(world, cell, 0.5 if "step" not in cell else 2.5)
+        began = time.monotonic()
+        stop(world, running)
+        assert time.monotonic() - began < 1.0
+        assert running.replicas == ""
+
+
+def test_code_that_cleans_up(world: World) -> None:
+    """It is not interrupted again, whatever it takes."""
+    loop = PLAIN.replace("\n", "\n    ")
+    cell = (
+        f"try:\n    {loop}\nexcept KeyboardInterrupt:\n    time.sleep(3)\n    saved = STEPS.begun"
+    )
+    running = run_for(world, cell, 0.4)
+    stop(world, running)
+    assert running.transcript.errors == {}
+    assert {*world.gather("saved")} == {*steps(running)}
+    assert are_equal(world)
+
+
+def test_a_step_is_not_cut(world: World) -> None:
+    """Ranks that are interrupted at once, since others do not train, end their step first."""
+    world.execute(
+        "class Slow(torch.optim.SGD):\n    def step(self):\n        global ended\n"
+        "        ended = False\n        time.sleep(0.7)\n        ended = True\n"
+        "slow, ended = Slow(model.parameters()), None"
+    )
+    running = run_for(world, "if rank: slow.step()\ntime.sleep(600)", 0.3)
+    stop(world, running)
+    assert world.gather("ended") == [None, True, True, True]
+    assert "rank 0 ended after optimizer step 0" in running.replicas
+
+
+def test_a_timeout(world: World) -> None:
+    """It stops a training as Stop does."""
+    running = world.submit(world.task(PLAIN), Patience(timeout=0.5))
+    error = follow(world, running).error
+    assert isinstance(error, CellTimeout)
+    assert str(error).endswith("no variables were lost.")
+    assert are_equal(world)
+
+
+def test_a_rank_that_raises(world: World) -> None:
+    """The others have made its step: they are named with their release."""
+    cell = AT_STEP_5.format(when="rank == 1", do="raise ValueError('bad')")
+    _, error = ends(world, cell)
+    assert isinstance(error, WorkerError)
+    assert "Replicas may differ: ranks 0,2-3 ended after optimizer step 5, rank 1" in str(error)
+    assert "no variables were lost" not in str(error)
+    world.execute(BEGIN + ADAM)
+    _, error = ends(world, AT_STEP_5.format(when="True", do="raise ValueError('bad')"))
+    assert "Replicas" not in str(error)
+
+
+def test_a_rank_that_dies(world: World) -> None:
+    """Survivors that are a step apart are named; not the rank that is new."""
+    do = "os.kill(os.getpid(), 9) if rank == 1 else dist.barrier()"
+    _, error = ends(world, "import os\n" + AT_STEP_5.format(when="rank in (1, 3)", do=do))
+    assert isinstance(error, WorkerDied)
+    assert (
+        "Replicas may differ: ranks 0,2 ended after optimizer step 5, rank 3 after step 4."
+        in str(error)
+    )

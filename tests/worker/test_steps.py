@@ -1,0 +1,161 @@
+"""Tests of `nbdist.worker.steps`: steps that are counted and held, and SIGINT in a step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from nbdist.worker import steps as module
+from nbdist.worker.steps import STEPS, Steps
+from tests.waiting import wait_until
+
+TASK = "a task"
+
+
+@pytest.fixture
+def steps() -> Iterator[Steps]:
+    """The hooks of this process, in a task whose SIGINT they take."""
+    if not STEPS._ident:
+        STEPS.watch()
+    before = signal.signal(signal.SIGINT, STEPS.handle_sigint)
+    STEPS.begin_task(TASK)
+    yield STEPS
+    STEPS.end_task()
+    signal.signal(signal.SIGINT, before)
+
+
+class Doing(torch.optim.SGD):
+    """Does something in each step, and notes the end of it."""
+
+    def __init__(self, do: Callable[[], object] = lambda: None) -> None:
+        super().__init__([torch.zeros(1, requires_grad=True)], lr=0.1)
+        self.do, self.ended = do, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.do()
+        self.ended += 1
+
+
+def make_steps(optimizer: Doing) -> None:
+    while True:
+        optimizer.step()
+
+
+def press() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_steps_are_counted(steps: Steps) -> None:
+    """Of all optimizers, in this task; a step in a step, or in a thread, does not count."""
+    inner, other = Doing(), Doing()
+    outer = Doing(inner.step)
+    for optimizer in (outer, other, outer):
+        optimizer.step()
+    assert (steps.begun, steps.is_inside, inner.ended) == (3, False, 2)
+    thread = threading.Thread(target=outer.step)
+    thread.start()
+    thread.join()
+    assert steps.begun == 3
+    steps.begin_task("another")
+    assert steps.begun == 0
+
+
+def test_a_step_that_raises(steps: Steps) -> None:
+    """The task has ended inside of it, unless another step follows."""
+
+    def fail() -> None:
+        raise ValueError
+
+    for number in (1, 2):
+        with pytest.raises(ValueError, match=r"^$"):
+            Doing(fail).step()
+        assert (steps.begun, steps.is_inside) == (number, True)
+    inner = Doing()
+    Doing(inner.step).step()
+    assert (steps.begun, steps.is_inside) == (3, False)
+
+
+def test_sigint_in_a_step(steps: Steps) -> None:
+    """It raises at the end of the step, of an outer one where steps are in steps; else at once."""
+    for inner in (Doing(press), Doing(Doing(press).step)):
+        with pytest.raises(KeyboardInterrupt):
+            inner.step()
+        assert inner.ended == 1
+        assert not steps.is_inside
+    with pytest.raises(KeyboardInterrupt):
+        press()
+
+
+def test_sigint_in_a_step_that_does_not_end(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises after a while all the same; a second one, or what an abort needs, at once."""
+    monkeypatch.setattr(module, "MAX_DEFERRAL", 0.05)
+
+    def stay() -> None:
+        press()
+        time.sleep(60)
+
+    def press_twice() -> None:
+        press()
+        press()
+
+    def press_after_abort() -> None:
+        steps.raise_at_once()
+        press()
+
+    for do in (stay, press_twice, press_after_abort):
+        optimizer = Doing(do)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        assert (optimizer.ended, steps.is_inside) == (0, True)
+
+
+def test_a_held_rank_stops_at_its_step(steps: Steps) -> None:
+    """It waits at the beginning of its next step, and goes on to the one that is named."""
+    optimizer = Doing()
+    optimizer.step()
+    assert steps.hold("another task").begun == 0
+    count = steps.hold(TASK)
+    assert (count.begun, count.interval, count.has_stopped) == (1, 0.0, False)
+
+    def name_step() -> None:
+        wait_until(lambda: steps._is_waiting, "it waits")
+        steps.stop_at(TASK, 4)
+
+    thread = threading.Thread(target=name_step)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        make_steps(optimizer)
+    thread.join()
+    assert (steps.begun, optimizer.ended, steps.is_inside) == (3, 3, False)
+    assert steps.release(TASK).has_stopped
+    optimizer.step()  # who catches KeyboardInterrupt goes on
+    assert steps.begun == 4
+
+
+def test_a_held_rank_goes_on(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody says where to stop, it is released, or SIGINT comes."""
+    optimizer = Doing()
+    assert steps.hold(TASK).begun == 0
+    optimizer.step()  # it did not train
+    assert optimizer.ended == 1
+    monkeypatch.setattr(module, "MAX_HOLD_SECONDS", 0.01)
+    steps.hold(TASK)
+    optimizer.step()
+    monkeypatch.setattr(module, "MAX_HOLD_SECONDS", 60.0)
+    steps.hold(TASK)
+    assert not steps.release(TASK).has_stopped
+    optimizer.step()
+    assert optimizer.ended == 3
+    steps.hold(TASK)
+    timer = threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    timer.join()
+    assert (steps.begun, optimizer.ended, steps.is_inside) == (3, 3, False)

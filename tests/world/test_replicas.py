@@ -1,0 +1,46 @@
+"""What is said where ranks of a training have ended at different steps."""
+
+from __future__ import annotations
+
+from nbdist.output.events import Done
+from nbdist.world.replicas import differing_text, names_in
+
+
+def ended(*steps: int, inside: int | None = None) -> dict[int, Done]:
+    """The ends of ranks after so many steps, one of them `inside` of its last."""
+    return {
+        rank: Done("error", 0.0, steps=number, is_in_step=rank == inside)
+        for rank, number in enumerate(steps)
+    }
+
+
+def test_ranks_at_different_steps() -> None:
+    """They are named, with commands that show where they differ and that copy the newest."""
+    assert differing_text(ended(42, 42, 41, 42)) == (
+        "Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41. "
+        "`%dist_diff model` shows where, `%dist_sync model optimizer --from 0 -r all` copies "
+        "those of rank 0."
+    )
+    said = differing_text(ended(1, 2, inside=0), ["net"], ["adam", "sgd"])
+    assert said == (
+        "Replicas may differ: rank 0 ended inside optimizer step 1, rank 1 after step 2. "
+        "`%dist_diff net` shows where, `%dist_sync net adam sgd --from 1 -r all` copies those "
+        "of rank 1."
+    )
+    assert "rank 0 ended inside optimizer step 3, rank 1" in differing_text(ended(3, 3, inside=0))
+    assert "rank 0 ended after optimizer step 0, rank 1" in differing_text(ended(0, 1))
+
+
+def test_nothing_is_said() -> None:
+    """Of ranks that ended alike, have not trained, or train each a model of its own."""
+    for done in (ended(5, 5), ended(0, 0), ended(100, 50), ended(7), ended(0, 7, 7), {}):
+        assert differing_text(done) == ""
+    both = {rank: Done("error", 0.0, steps=3, is_in_step=True) for rank in range(2)}
+    assert differing_text(both)
+    assert differing_text(both, were_cut=False) == ""  # each has raised there by itself
+
+
+def test_names_of_the_cell() -> None:
+    """Only variables that the source names are, if it names any."""
+    assert names_in("model.step()", ["model", "mod"]) == ["model"]
+    assert names_in("train()", ["model", "net"]) == ["model", "net"]
