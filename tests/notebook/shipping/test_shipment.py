@@ -147,7 +147,7 @@ def change(value: Any, seed: int) -> None:
     elif isinstance(value, np.ndarray):
         value[seed * 77 % len(value)] += 1
     elif isinstance(value, dict):
-        value[f"k{seed}"] = seed
+        value[f"n{seed}"] = seed
     elif isinstance(value, list):
         value.append(seed)
     elif hasattr(value, "x"):
