@@ -534,7 +534,7 @@ class Plan:
             where = path_of(name, self._names.get(name), value, only)
             self._notices.append(
                 f"the notebook has another object in `{where}`: it replaces what the ranks had "
-                f"changed there"
+                "changed there"
             )
 
     def _say_lost(self, ranks: Sequence[int], states: Mapping[int, State]) -> None:

@@ -212,9 +212,9 @@ class Counterparts:
     def _note_altered(self) -> None:
         """Note the memory of which a tensor was changed since the notebook sent it."""
         for key, version in self._versions.items():
-            tensor = self.links.find(key)
-            if tensor is not None and version_of(tensor) != version:
-                self._altered.update(self._states[key].children)
+            tensor, state = self.links.find(key), self._states.get(key)
+            if tensor is not None and state is not None and version_of(tensor) != version:
+                self._altered.update(state.children)
 
     def _note_altered_containers(self, entries: Iterable[Any]) -> None:
         """Note which lists, dicts and the like this rank has changed."""
