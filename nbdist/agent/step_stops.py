@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 Key = TypeVar("Key")
 
 STEP_TIMEOUT = 2.0
-"""Seconds from Stop until ranks are interrupted wherever they are; also how long ago a rank in a
-training has begun its last step, unless its steps take longer."""
+"""Seconds from Stop until late ranks are interrupted.
+
+A rank counts as training if its next step is due within this time, or overdue by less."""
 
 ANSWER_TIMEOUT = 0.6  # seconds for a rank to say how many steps it has begun
 NODE_TIMEOUT = 1.0  # the same for all ranks of a machine, on the way to the head and back
@@ -41,8 +42,8 @@ POLL_INTERVAL = 0.02  # seconds between two looks whether ranks have left the ta
 def find_stop_step(counts: Iterable[StepCount | None]) -> int:
     """Return the step at whose beginning all ranks can stop; pure.
 
-    Return 0 if they are to be interrupted at once: one does not train, did not answer, or will
-    probably not begin its next step in time.
+    Return 0 if the ranks must be interrupted at once: a rank did not answer, does not train, is
+    more than MAX_STEPS_APART ahead of another, or will probably begin its next step too late.
     """
     known = [*counts]
     begun = [count.begun for count in known if count is not None and is_training(count)]
@@ -52,15 +53,15 @@ def find_stop_step(counts: Iterable[StepCount | None]) -> int:
 
 
 def is_training(count: StepCount) -> bool:
-    """Return True if a rank has stepped lately, and will probably do so again in time; pure."""
-    left = count.interval - count.since
-    return count.begun > 0 and -STEP_TIMEOUT < left < STEP_TIMEOUT
+    """Return True if a rank's next step, after its last interval, is due about now; pure."""
+    due_in = count.interval - count.since
+    return count.begun > 0 and -STEP_TIMEOUT < due_in < STEP_TIMEOUT
 
 
 async def collect_counts(
     asked: Mapping[Key, Coroutine[Any, Any, StepCount | None]],
 ) -> dict[Key, StepCount | None]:
-    """Wait for the counts of all ranks; as soon as one does not train, the others count as None."""
+    """Wait for the counts of all ranks; if a rank does not train, give those still asked None."""
     tasks = {key: asyncio.ensure_future(each) for key, each in asked.items()}
     waiting = {*tasks.values()}
     try:
@@ -78,7 +79,7 @@ async def collect_counts(
 class StepStops:
     """Stops tasks of ranks of one machine, at a step or at once.
 
-    `all_ranks` has those of the machine, `run` takes a coroutine to be run beside all else.
+    `all_ranks` returns the ranks of the machine; `run` starts a coroutine in the background.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class StepStops:
         self._pending: dict[Worker, str] = {}  # the tasks of ranks that are to stop at a step
 
     def stop(self, ranks: Collection[Worker]) -> None:
-        """Stop what these ranks run: at one step if they train, the second time at once."""
+        """Stop the tasks of ranks: at a common step if all train; at once on a second Stop."""
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}
         if not busy or self._was_stopped(busy):
             self.interrupt(ranks)
@@ -110,15 +111,16 @@ class StepStops:
             self._run(work)
 
     def stop_at(self, ranks: Iterable[Worker], step: int, seconds: float) -> None:
-        """Stop ranks that are held at the beginning of this step, or at once after `seconds`."""
+        """Let held ranks go on and stop at this step; interrupt late ranks after `seconds`."""
         busy = {rank: rank.task_id for rank in ranks if rank.task_id}
         self._pending |= busy
         self._run(self._stop_at(busy, step, time.monotonic() + seconds))
 
     async def hold(self, ranks: Iterable[Worker]) -> dict[int, StepCount | None]:
-        """Hold ranks at the beginning of their next step; return how many each has begun.
+        """Hold ranks at the beginning of their next step; return the number of steps by rank.
 
-        Ranks that have finished the same task count too: the others may be about to do so.
+        A rank that has finished the same task also counts, so that the other ranks can finish it.
+        None: a rank did not answer, waits for input, or its task has failed.
         """
         tasks = {rank: rank.task_id for rank in ranks}
         counts = await collect_counts({each.rank: _hold(each, tasks[each]) for each in tasks})

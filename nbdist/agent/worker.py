@@ -57,7 +57,7 @@ class Worker:
         self.process: WorkerProcess | None = None
         self.task_id = ""  # of the task that it does
         self._packed = b""
-        # The last task, and its optimizer steps; None if an error has ended it.
+        # Id and optimizer steps of the last task; the count is None unless the task ended well.
         self.finished: tuple[str, control.StepCount | None] = ("", None)
         self.log = WorkerLog(log_folder, start.world.log_limit)
         self.output = WorkerOutput(start.token, self.log, self._take)

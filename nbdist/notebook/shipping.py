@@ -206,9 +206,10 @@ class Plan:
                     self._note(name, f"`{name}` {OLD_IN_FUNCTIONS}")
 
     def follow_aliases(self) -> None:
-        """Look at variables that the notebook has bound to objects that all the ranks have.
+        """Send new names of objects that all ranks have already.
 
-        After `best = model` the ranks hold the model by `best` too, before they bind `model` anew.
+        After `best = model` the ranks bind `best` too: they keep the model if the cell gives
+        `model` another value.
         """
         for name in sorted(self._table.aliases - WORKERS_OWN - WORKERS_MODULES.keys()):
             value = self._names.get(name, _MISSING)
@@ -394,7 +395,7 @@ class Plan:
         reached, have = self._reach(name), self._having(name)
         changed = [r for r in have & found.keys() if not reached.isdisjoint(found[r].changed)]
         theirs = {key for r in changed for key in found[r].changed} & reached
-        # A rank that has the objects under another name gets a second name for its own.
+        # A rank that has these objects under another name gets only the name, for its own objects.
         lack = frozenset(r for r in lack if not theirs <= self._objects.of(r).keys())
         if not changed or not lack:
             return
@@ -450,7 +451,7 @@ class Plan:
             self.outgoing.compare()
         for key, parts in ({} if self._forced else self.outgoing.kept()).items():
             self._say_kept(key, parts)
-        for key, replaced in self.outgoing.replaced.items():
+        for key, replaced in self.outgoing.replaced_parts.items():
             self._say_new_parts(key, frozenset(replaced))
         lacks = {r: [n for n in self._looks if r in self._lacking(n)] for r in self._ranks}
         packets = [self._packet(ranks, lacks[ranks[0]]) for ranks in self.outgoing.groups(lacks)]
@@ -539,13 +540,16 @@ class Plan:
 
     def _say_lost(self, ranks: Sequence[int], states: Mapping[int, State]) -> None:
         """Say which objects are sent once more because ranks have changed and then dropped them."""
-        found = [r for r in ranks if not self._objects.lost_on(r).isdisjoint(states)]
-        lost = set().union(*map(self._objects.lost_on, found)).intersection(states)
-        for name in dict.fromkeys(filter(None, map(self._name_of, sorted(lost)))):
-            where, verb = name_ranks(found), "has" if len(found) == 1 else "have"
+        lost = {rank: self._objects.lost_on(rank) & states.keys() for rank in ranks}
+        ranks_by_name: dict[str, list[int]] = {}
+        for rank, keys in lost.items():
+            for name in dict.fromkeys(filter(None, map(self._name_of, sorted(keys)))):
+                ranks_by_name.setdefault(name, []).append(rank)
+        for name, on in ranks_by_name.items():
+            verb, gets = ("has", "it gets") if len(on) == 1 else ("have", "they get")
             self._notices.append(
-                f"`{name}` was {self._verb(name)} on {where}, which {verb} dropped it since: "
-                f"{'it gets' if len(found) == 1 else 'they get'} the notebook's"
+                f"{name_ranks(on)} {verb} {self._verb(name)} `{name}` and dropped it since: "
+                f"{gets} the notebook's `{name}`"
             )
 
     def _say_left_out(self, states: Mapping[int, State]) -> None:
@@ -555,8 +559,8 @@ class Plan:
             if name is not None and kind_of(self._names.get(name)) > OPTIMIZER:
                 self._note(
                     f"graph of {name}",
-                    f"`{name}` is sent without the graph that computed it: `backward()` on the "
-                    "ranks ends there; compute it in the distributed cell",
+                    f"`{name}` is sent without its autograd graph: `backward()` on the ranks stops "
+                    f"at `{name}`; compute `{name}` in a distributed cell to train",
                 )
         for name in dict.fromkeys(map(self._name_of, sorted(scan.with_hooks & states.keys()))):
             if name is not None:

@@ -159,9 +159,9 @@ class Done:
     keeps it, else None.  `kinds` tells modules, optimizers and tensors (`nbdist.values.payload`);
     `covered` are names that each worker has of itself, and that are something else now.  `unfit`
     says why the process is of no more use.  `dead` are the keys of objects that the notebook has
-    sent and that have ended on the rank, `lost` those of them that the rank had changed, `gained`
+    sent and that have ended on the rank, `lost` those that the rank had changed, `gained`
     the keys of objects that the rank has got from another rank or from a file.  `steps` counts the
-    optimizer steps that it has begun; `is_in_step`: something ended the task inside of the last.
+    optimizer steps that it has begun; `is_in_step` is True if the last of them has not ended.
     """
 
     status: Literal["ok", "error", "aborted"]

@@ -205,7 +205,7 @@ class _BlockPiece:
 
 
 class _LinkedPickler(Pickler):
-    """Pickles an object that the receiver has as its key."""
+    """Pickles values and the memory that they share; enough for a receiver without objects."""
 
     def __init__(
         self, namespace: dict[str, Any], links: Links, refs: dict[int, int], known: Collection[int]
@@ -237,7 +237,10 @@ class _LinkedPickler(Pickler):
 
 
 class _ReferringPickler(_LinkedPickler):
-    """Does so for a receiver that has objects; the question for each object takes time."""
+    """Pickles each object that the receiver has as its key.
+
+    Only used if the receiver has objects: `persistent_id` is called for each object, which is slow.
+    """
 
     def persistent_id(self, value: Any) -> int | None:
         """Return the key of an object that the receiver has.  Called by pickle for each object."""

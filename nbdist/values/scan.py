@@ -75,8 +75,9 @@ _VALUES_BY_NAME = (("numpy", "dtype"), ("numpy", "generic"))
 _TEXTS_BY_NAME = tuple(("torch", name) for name in ("dtype", "device", "layout", "memory_format"))
 
 _FRAMES_BY_NAME = (("pandas", "DataFrame"), ("pandas", "Series"))
-"""Tables that are compared and sent as a whole: pandas copies what frames share when one of them is
-changed, and the marks by which it knows what is shared do not survive pickling."""
+"""Types that are compared and sent as a whole.
+
+Frames share memory until one of them is changed, and pickling loses pandas' record of it."""
 
 _NAMED = (
     *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
@@ -93,8 +94,8 @@ class Scan:
         scan.states  # by key
 
     With `adds=False` no object gets a key: a part that has none is only known by its type.
-    With `before`, a state that has not changed is the same object as before, which is faster; and
-    with `trusts_samples` big memory that has its old sample counts as unchanged.
+    `before` returns the known state of a key: unchanged tensors and memory get that very object,
+    which is faster.  With `trusts_samples` big memory that has its old sample counts as unchanged.
     Raises what a class's own `__reduce__` or `__getstate__` raises, and PicklingError.
     """
 
@@ -113,7 +114,7 @@ class Scan:
         self.needs: dict[int, frozenset[str]] = {}
         self.sizes: dict[int, int] = {}
         self.blocks: dict[int, Block] = {}
-        self.with_graph: set[int] = set()  # keys of tensors that autograd has computed
+        self.with_graph: set[int] = set()  # keys of tensors with a graph, which is not sent
         self.with_hooks: set[int] = set()  # keys of tensors with hooks, which are not sent
         self.unlinked: list[Any] = []  # tensors whose memory overlaps memory that was sent apart
         self._reducer, self._namespace, self._adds, self._before = reducer, namespace, adds, before
@@ -358,7 +359,7 @@ class Scan:
     def _read_instance(self, value: Any, entry: Any) -> State:
         token = self.token
         if self._torch is not None and isinstance(value, self._torch.nn.Module):
-            by_id, tables = self.links.by_id, module_tables()
+            by_id, tables = self.links.by_id, names_of_empty_tables()
             parts = {
                 name: ("empty", type(part).__name__)
                 if name in tables and not part and id(part) not in by_id
@@ -407,7 +408,7 @@ class Scan:
         usage = value.memory_usage(index=True)
         self.sizes[entry.key] = int(getattr(usage, "sum", lambda: usage)())
         state = {name: part for name, part in value.__getstate__().items() if name != "_mgr"}
-        # Column by column: pandas puts columns of one type together when it likes.
+        # Read each column: pandas merges columns of one type in memory at any time.
         if value.ndim == 1:
             arrays = [value.array]
         else:
@@ -503,7 +504,7 @@ class Scan:
         return self._track("opaque" if value.dtype.hasobject else "array")(value)
 
     def _read_tensor(self, value: Any, entry: Any) -> State:
-        version, sample = version_of(value), _sample_of_tensor(value)
+        version, sample = version_of(value), _layout_of_tensor(value)
         before = self._before(entry.key) if self._before and sample else None
         if before is not None and before.sample == sample:
             block = self.links.blocks.get(before.children[0])
@@ -639,7 +640,7 @@ _TOOLS: dict[type, str] = {
 
 
 @functools.cache
-def module_tables() -> frozenset[str]:
+def names_of_empty_tables() -> frozenset[str]:
     """Return the names of the tables that each torch module has for hooks, buffers and the like.
 
     A table that is empty gets no key: most tables stay empty, and a model has a dozen for each of
@@ -662,8 +663,8 @@ _EMPTY = State({})
 _HAVE_SUBCLASSES = (dict, list, set, deque)
 
 
-def _sample_of_tensor(value: Any) -> Any:
-    """Return where a tensor has its memory and how it is seen; None if it has other parts too."""
+def _layout_of_tensor(value: Any) -> Any:
+    """Return a tensor's address and layout; None if it has a graph, grad, attributes or hooks."""
     if value.grad_fn is not None or value.grad is not None or value.__dict__ or count_hooks(value):
         return None
     where = value.data_ptr(), value.untyped_storage().nbytes(), value.device

@@ -41,8 +41,8 @@ class State:
     """How an object was; `parts` has the parts that can be changed one by one, None for others.
 
     `digest` differs if anything does.  `children` are the keys of the objects that it refers to.
-    `sample` is a quick digest of memory: if it differs, the memory has changed.  Of a tensor it is
-    where the memory is and how the tensor shows it.
+    `sample` of memory is a quick digest: if it differs, the memory has changed.  `sample` of a
+    tensor is its address and layout: if they are equal, the tensor itself has not changed.
     """
 
     __slots__ = ("children", "digest", "parts", "sample")

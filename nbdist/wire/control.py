@@ -138,8 +138,9 @@ class Abort:
 
 
 MAX_STEPS_APART = 10
-"""Ranks whose numbers of optimizer steps differ by more do not train one model together; those
-that do are mostly one step apart."""
+"""If the step counts of two ranks differ by more, the ranks do not train one model together.
+
+Ranks that train together are mostly at most one step apart."""
 
 
 class HoldSteps(NamedTuple):
@@ -181,8 +182,8 @@ class Resize(NamedTuple):
 
 
 Look = Locate | Trace | LastCollective | ListGroups | Check | Question
-Stop = HoldSteps | StopAtStep | ReleaseSteps
-Request = Look | ReleaseValues | Abort | Stop | Regroup | Resize
+StepRequest = HoldSteps | StopAtStep | ReleaseSteps
+Request = Look | ReleaseValues | Abort | StepRequest | Regroup | Resize
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +198,8 @@ class Traced:
 class StepCount:
     """How many optimizer steps a task has begun on a rank, the last one `since` seconds ago.
 
-    `interval` are the seconds between the beginnings of the last two, 0.0 for one.  `has_stopped`:
-    KeyboardInterrupt was raised at the beginning of the step that `StopAtStep` named.
+    `interval` is the time in seconds between the last two beginnings, 0.0 before a second step.
+    `has_stopped` is True if the task raised KeyboardInterrupt at the step that `StopAtStep` named.
     """
 
     begun: int = 0

@@ -143,9 +143,9 @@ class LocateRanks(PartRequest[Mapping[int, Place]]):
 
 @dataclass(frozen=True, slots=True)
 class HoldRanks(PartRequest[Mapping[int, StepCount | None]]):
-    """Hold these ranks at the beginning of their next optimizer step; how many has each begun?
+    """Hold ranks at the beginning of their next optimizer step; return their counts by rank.
 
-    Answered also by the counts of other ranks of the machine that have finished the same task.
+    Ranks of the machine that have finished the same task are in the answer too.
     """
 
     ranks: tuple[int, ...]
@@ -256,9 +256,9 @@ class Bring(PartRequest[str]):
 
 
 class InterruptAt(NamedTuple):
-    """Head to agent: stop what these ranks run, at once, or at the beginning of this step.
+    """Head to agent: stop the tasks of these ranks at the beginning of a step; 0 means at once.
 
-    Ranks that do not come there within so many seconds are interrupted wherever they are.
+    Ranks that do not reach the step within `seconds` are interrupted wherever they are.
     """
 
     ranks: tuple[int, ...]

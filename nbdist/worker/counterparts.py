@@ -64,9 +64,9 @@ class Counterparts:
         # What the notebook has taken out of variables and objects here, and still has itself.
         self._kept: dict[int, Any] = {}
         self._pinned: list[Any] | None = None
-        self._versions: dict[int, int] = {}  # by key of a tensor how often it had been changed
+        self._versions: dict[int, int] = {}  # by key, a tensor's version when it was received
         self._altered: set[int] = set()  # keys of memory and containers that this rank has changed
-        self._lost: list[int] = []  # those of them that have ended here
+        self._lost: list[int] = []  # keys of altered objects that have ended
 
     # --- what comes -----------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class Counterparts:
         new = [self.links.by_key[key] for key, _, _ in arrived.objects if key in self.links.by_key]
         self._states |= self._read(new)
         tensors = [*new, *(self.links.by_key[k] for k, t, _ in arrived.updates if t == "tensor")]
-        self._note_versions(tensors)
+        self._record_versions(tensors)
 
     def give(self, values: Mapping[str, Any]) -> None:
         """Bind variables as the notebook has bound them."""
@@ -182,9 +182,9 @@ class Counterparts:
 
     def take_dead(self) -> tuple[int, ...]:
         """Return the keys of objects that have ended here since this was last asked."""
-        self._note_altered()
+        self._record_altered_memory()
         # Nothing tells that a list or a dict is not referred to any more.
-        self.links.drop_unused(self._note_altered_containers)
+        self.links.drop_unused(self._record_altered_containers)
         dead = self.links.take_dead()
         for key in dead:
             self._states.pop(key, None)
@@ -197,27 +197,28 @@ class Counterparts:
         return tuple(untold)
 
     def take_lost(self) -> tuple[int, ...]:
-        """Return which of the keys of `take_dead` are of contents that this rank had changed.
+        """Return the keys of ended objects whose contents this rank had changed.
 
-        The contents of memory count if a task before the last one has changed them.
+        Memory counts only if a task before the one that dropped its tensor has changed it: a
+        tensor that has ended cannot be asked for its version.
         """
         lost, self._lost = self._lost, []
         return tuple(lost)
 
-    def _note_versions(self, entries: Iterable[Any]) -> None:
+    def _record_versions(self, entries: Iterable[Any]) -> None:
         for entry in entries:
             if entry.tool == "tensor" and (tensor := entry()) is not None:
                 self._versions[entry.key] = version_of(tensor)
 
-    def _note_altered(self) -> None:
-        """Note the memory of which a tensor was changed since the notebook sent it."""
+    def _record_altered_memory(self) -> None:
+        """Record the memory of each tensor that was changed in place since the notebook sent it."""
         for key, version in self._versions.items():
             tensor, state = self.links.find(key), self._states.get(key)
             if tensor is not None and state is not None and version_of(tensor) != version:
                 self._altered.update(state.children)
 
-    def _note_altered_containers(self, entries: Iterable[Any]) -> None:
-        """Note which lists, dicts and the like this rank has changed."""
+    def _record_altered_containers(self, entries: Iterable[Any]) -> None:
+        """Record which of these containers, soon dropped, this rank has changed."""
         for key, state in self._read(entries).items():
             if key in self._states and self._states[key] != state:
                 self._altered.add(key)

@@ -83,8 +83,8 @@ class Interrupts:
 
     Stop can come when the task is in the worker's socket and has not been read: were it ignored,
     the task would run on, and the worker be killed.  `has_more` returns True while a task has come
-    that has not begun, read or not; `handle` takes a signal while one runs.  All of it runs on the
-    main thread.
+    that has not begun, read or not; `handle` is the handler of SIGINT while a task runs.  All of
+    it runs on the main thread.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class Steps:
         register_optimizer_step_post_hook(self.after_step)
 
     def begin_task(self, task_id: str) -> None:
-        """Count the steps of this task from now on, and forget those before."""
+        """Count the steps of this task from now on, and forget the steps of the task before."""
         self._task_id = task_id
         self.begun = self._nested = 0
         self.is_inside = False
@@ -68,8 +68,11 @@ class Steps:
     # --- the main thread --------------------------------------------------------------------
 
     def before_step(self, *_: Any) -> None:
-        """Count a step that begins; wait while the rank is held, and raise KeyboardInterrupt."""
-        # What is compiled must not break the user's graph: such steps are not counted.
+        """Count a step that begins.
+
+        While the rank is held, wait; raise KeyboardInterrupt if this is the step to stop at.
+        """
+        # torch.compile would trace this hook and break the user's graph: do not count such steps.
         if torch.compiler.is_compiling() or threading.get_ident() != self._ident:
             return
         if self.is_inside:
@@ -81,7 +84,7 @@ class Steps:
         self.begun += 1
         if self._is_held:
             try:
-                self._wait()
+                self._wait_for_stop_step()
             except BaseException:
                 self.begun, self.is_inside = self.begun - 1, False
                 raise
@@ -100,8 +103,8 @@ class Steps:
             self._drop_deferral()
             raise KeyboardInterrupt
 
-    def _wait(self) -> None:
-        """Wait until the step is known at whose beginning all ranks stop; raise if it is this."""
+    def _wait_for_stop_step(self) -> None:
+        """Wait for the number of the step to stop at; raise KeyboardInterrupt at that step."""
         self._is_waiting = True
         try:
             while self._is_held and not self._stop_at and time.monotonic() < self._held_until:
@@ -116,7 +119,10 @@ class Steps:
         raise KeyboardInterrupt
 
     def handle_sigint(self, _: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt, in the middle of a step only at its end or after a second."""
+        """Raise KeyboardInterrupt; inside of a step wait for its end.
+
+        A second SIGINT, and the end of MAX_DEFERRAL, interrupt the step.
+        """
         self._is_held = False
         if self._must_defer(frame):
             self._deferral = threading.Timer(MAX_DEFERRAL, self._end_deferral)
@@ -144,7 +150,10 @@ class Steps:
             signal.pthread_kill(self._ident, signal.SIGINT)
 
     def hold(self, task_id: str) -> StepCount:
-        """Hold the task at the beginning of its next step; return how many it has begun."""
+        """Hold the task at the beginning of its next step; return how many it has begun.
+
+        A task that has begun no step is not held.
+        """
         if task_id != self._task_id:
             return StepCount()
         self._stop_at, self._held_until = 0, time.monotonic() + MAX_HOLD_SECONDS
@@ -160,18 +169,18 @@ class Steps:
             self._stop_at = step
 
     def release(self, task_id: str) -> StepCount:
-        """Hold the task no longer; return the count, and whether it has stopped at its step."""
+        """Hold the task no longer; return its count, and whether Stop ended it at a step."""
         with self._lock:
             has_stopped, self._is_held = self._has_stopped, False
         return StepCount(self.begun, has_stopped=has_stopped and task_id == self._task_id)
 
     def raise_at_once(self) -> None:
-        """Defer no SIGINT of this task any more: what its steps wait for has no meaning."""
+        """Defer no SIGINT of this task: its step would go on with data of an aborted collective."""
         self._raises_at_once = True
 
 
 def _count_steps(frame: FrameType | None) -> int:
-    """Count the steps of optimizers in which a call is."""
+    """Return how many optimizer steps are on the stack of a frame."""
     number = 0
     while frame is not None:
         number += frame.f_code is STEP_CODE

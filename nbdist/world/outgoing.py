@@ -24,10 +24,10 @@ MAX_RENEWALS = 8
 that has to be replaced for it."""
 
 
-def _is_contents(tool: str, part: Token) -> bool:
-    """Return True if a part is contents of an object that lie in objects which people do not see.
+def _has_hidden_contents(tool: str, part: Token) -> bool:
+    """Return True if the contents of a part lie in hidden objects, such as a tensor's memory.
 
-    `tool` is a kind of objects of `nbdist.values.scan`.
+    `tool` is the kind of the object that has the part (`Entry.tool`).
     """
     return tool in ("array", "opaque") or (tool == "tensor" and part == "data")
 
@@ -75,10 +75,10 @@ class Outgoing:
         self.ranks = ranks
         self.states: dict[int, State] = {}
         self.changed: dict[int, dict[int, Parts]] = {}
-        # Objects that the notebook has given other parts in the place of parts that ranks have
-        # changed; and objects that the notebook has changed and ranks have replaced.
-        self.replaced: dict[int, set[Token]] = {}
-        self.unreached: dict[int, State] = {}
+        # By key the parts in which the notebook put another object for one that ranks have changed.
+        self.replaced_parts: dict[int, set[Token]] = {}
+        # Objects that the notebook has changed after they have ended on a rank.
+        self.unreached: set[int] = set()
         self._dropped: dict[int, dict[Token, set[int]]] = {}
         self.forces = forces
         self._namespace = namespace
@@ -113,7 +113,7 @@ class Outgoing:
 
     @cached_property
     def _known(self) -> dict[int, State]:
-        """The states of all objects that any of the ranks has; of different states any."""
+        """The known states by key; if ranks have different states of an object, one of them."""
         known: dict[int, State] = {}
         for rank in self.ranks:
             known |= self.objects.of(rank)
@@ -151,9 +151,9 @@ class Outgoing:
         others.states.update(self.states)
         with without_cycles():
             others.read_all(left)
-        # A state that has not changed stays one object: the ranks' tables are compared faster.
-        same = ((key, known.get(key), state) for key, state in others.states.items())
-        self.states = {key: before if before == state else state for key, before, state in same}
+        # Keep the known State object if it is equal: `_changed_on` then skips it by identity.
+        found = ((key, known.get(key), state) for key, state in others.states.items())
+        self.states = {key: before if before == state else state for key, before, state in found}
 
     def _changed_on(self, rank: int) -> dict[int, Parts]:
         found: dict[int, Parts] = {}
@@ -179,10 +179,10 @@ class Outgoing:
         return found
 
     def _note_unreached(self, parent: State, ended: Mapping[int, State]) -> None:
-        """Note parts of an object that ranks have replaced and the notebook has changed."""
+        """Note objects in `parent` that a rank has dropped and the notebook has changed."""
         for key in parent.children:
             if key in ended and key in self.states and self.states[key] != ended[key]:
-                self.unreached[key] = ended[key]
+                self.unreached.add(key)
 
     def _has_changed(self, key: int, lost: Mapping[int, State]) -> bool:
         """Return True if memory that a rank's tensors have left is not as it was sent."""
@@ -206,11 +206,11 @@ class Outgoing:
     def _dropped_by(
         self, key: int, parts: Parts, known: Mapping[int, State]
     ) -> Iterator[tuple[Token, set[int]]]:
-        """Find the objects that an object has lost with these parts: ranks may have changed them.
+        """Yield each part with the keys of the objects that it no longer leads to.
 
-        `model.half()` gives each weight new memory, and the ranks may have trained the old one.
-        What the notebook has put into `o.x` replaces the ranks' for certain only if the notebook
-        has the old object no longer.
+        The ranks may have changed these objects: `model.half()` gives each weight new memory, and
+        the ranks may have trained the old memory.  A visible object that the notebook still has
+        elsewhere is left out: the ranks keep that object too, with its changes.
         """
         before, now, links = known[key], self.states[key], self.objects.links
         entry = links.by_key.get(key)
@@ -222,7 +222,7 @@ class Outgoing:
                 old, new = map(keys_in, tokens)
                 lost = {*old} - {*new}
             dropped = reached(known, lost)
-            if entry is None or not _is_contents(entry.tool, part):
+            if entry is None or not _has_hidden_contents(entry.tool, part):
                 dropped = {each for each in dropped if links.find(each) is None}
             if dropped:
                 yield part, dropped
@@ -234,11 +234,11 @@ class Outgoing:
             for key, by_part in self._dropped.items():
                 hit = {p for p, keys in by_part.items() if not keys.isdisjoint(inspected.changed)}
                 entry = links.by_key.get(key)
-                kept = {part for part in hit if entry and _is_contents(entry.tool, part)}
+                kept = {part for part in hit if entry and _has_hidden_contents(entry.tool, part)}
                 if kept:
                     self.objects.keep_theirs(key, None if None in kept else frozenset(kept))
                 if hit - kept:
-                    self.replaced.setdefault(key, set()).update(hit - kept)
+                    self.replaced_parts.setdefault(key, set()).update(hit - kept)
         for rank, inspected in found.items():
             self.objects.note_changed(inspected.changed)
             self.objects.drop(rank, inspected.gone)

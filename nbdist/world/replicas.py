@@ -1,6 +1,6 @@
-"""Whether ranks that trained together have made different optimizer steps, and how to mend that.
+"""A line about ranks of one training that have made different numbers of optimizer steps.
 
-Pure; of a task that was stopped or has failed.
+Pure.  It is shown after a task was stopped or has failed, and says how to repair the replicas.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from nbdist.words import name_ranks
 MAX_NAMES = 4  # variables that the commands name
 
 FIRST_STEPS = 2
-"""A rank without a step trains with others that have made no more than so many."""
+"""A rank without a step still counts as part of the training if no rank has made more steps."""
 
 
 def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
-    """Return the ranks that train one model together; none if each trains a model of its own."""
+    """Return the ranks that train one model together; none if MAX_STEPS_APART is exceeded."""
     most = max((each.steps for each in done.values()), default=0)
     found = {rank: each for rank, each in done.items() if each.steps or most <= FIRST_STEPS}
     is_one = most > 0 and most - min(each.steps for each in found.values()) <= MAX_STEPS_APART
@@ -28,9 +28,9 @@ def find_training(done: Mapping[int, Done]) -> dict[int, Done]:
 
 
 def ends_differ(done: Mapping[int, Done], *, were_cut: bool) -> bool:
-    """Return True if ranks of one training ended at different steps, or were cut inside of one.
+    """Return True if ranks ended at different steps, or were cut inside of a step.
 
-    Where all ranks have raised by themselves inside of the same step, they did so at one place.
+    If all ranks raise by themselves inside of the same step, they raise at the same line: False.
     """
     ends = {(each.steps, each.is_in_step) for each in done.values()}
     is_inside = any(is_in_step for _, is_in_step in ends)
@@ -44,11 +44,10 @@ def differing_text(
     *,
     were_cut: bool = True,
 ) -> str:
-    """Say which ranks ended where, and how to look and to mend; "" if all ended alike.
+    """Say at which step which ranks ended, and two commands; "" if replicas cannot differ.
 
-    They `were_cut` by Stop or a release, unless each has raised by itself.
-
-    `Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41. ...`.
+    `were_cut` is True if Stop, a release or a death ended the task, not the ranks' own errors.
+    Write `Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41.`.
     """
     done = find_training(done)
     if not ends_differ(done, were_cut=were_cut):
@@ -62,8 +61,8 @@ def differing_text(
     names = [*models, *(sorted(optimizers)[:MAX_NAMES] or ["optimizer"])]
     source = _source(done)
     return (
-        f"Replicas may differ: {where}. `%dist_diff {models[0]}` shows where, "
-        f"`%dist_sync {' '.join(names)} --from {source} -r all` copies those of rank {source}."
+        f"Replicas may differ: {where}. `%dist_diff {models[0]}` shows the differences, "
+        f"`%dist_sync {' '.join(names)} --from {source} -r all` copies from rank {source}."
     )
 
 

@@ -66,6 +66,7 @@ class SentObjects:
         copied.known = {rank: dict(states) for rank, states in self.known.items()}
         copied.theirs, copied.changed = dict(self.theirs), dict(self.changed)
         copied.lost_changes = dict(self.lost_changes)
+        copied.ended = {rank: dict(states) for rank, states in self.ended.items()}
         copied._compared = dict(self._compared)
         return copied
 
@@ -96,7 +97,7 @@ class SentObjects:
     ) -> None:
         """Note a parcel that a rank has received, and which of its objects have ended.
 
-        `lost` are those of them that the rank had changed.
+        `lost` are the keys of ended objects that the rank had changed.
         """
         known = self.of(rank)
         self.lost_changes[rank] = self.lost_on(rank) - received.states.keys() | {*lost}

@@ -257,7 +257,8 @@ class Workers:
         imports = self.names.take_lost_imports(task.ranks)
         around = self.surroundings.now()
         level = wanted_level(is_shown=self.config.show)
-        # A question about objects is asked before what it is needed for is sent.
+        # `values.inspect` may ask about objects that the notebook has dropped: the ranks must not
+        # forget them before they answer.
         is_question = isinstance(task.work, Call) and task.work.op == "values.inspect"
         forget = {} if is_question else self.names.objects.take_forgotten(task.ranks)
         deleted = self.names.take_deleted(task.ranks)

@@ -87,8 +87,8 @@ def test_a_rank_that_is_stuck(world: World) -> None:
     assert steps(running) == [5, 5, 4, 5]
     assert running.replicas == (
         "Replicas may differ: ranks 0-1,3 ended after optimizer step 5, rank 2 after step 4. "
-        "`%dist_diff model` shows where, `%dist_sync model optimizer --from 0 -r all` copies "
-        "those of rank 0."
+        "`%dist_diff model` shows the differences, `%dist_sync model optimizer --from 0 -r all` "
+        "copies from rank 0."
     )
     assert not are_equal(world)
     world.sync(["model", "optimizer"], source=0, ranks=range(4))

@@ -163,8 +163,8 @@ def test_stop_in_a_training(notebook: Notebook) -> None:
     outcome = notebook.run(TRAINS.format(then=stuck), notebook.stop_at("trains"))
     assert outcome.error == (
         "KeyboardInterrupt: Stopped on ranks 0-3. Replicas may differ: ranks 0-1,3 ended after "
-        "optimizer step 21, rank 2 after step 20. `%dist_diff ddp` shows where, "
-        "`%dist_sync ddp net adam --from 0 -r all` copies those of rank 0."
+        "optimizer step 21, rank 2 after step 20. `%dist_diff ddp` shows the differences, "
+        "`%dist_sync ddp net adam --from 0 -r all` copies from rank 0."
     )
     notebook.run("%dist_sync ddp net adam --from 0 -r all")
     assert "ranks 0-3 agree" in notebook.run("%dist_diff ddp").text

@@ -191,7 +191,7 @@ def test_a_replaced_model(two: Notebook, program: Run, seen: Seen) -> None:
     assert seen("wrapped[0] is model") == [False] * 2
 
 
-DROPPED = r"was (trained|changed) on ranks 0-1, which have dropped it since"
+DROPPED = r"ranks 0-1 have (trained|changed) `{}` and dropped it since"
 
 
 def test_what_ranks_have_changed_and_dropped(program: Run) -> None:
@@ -201,7 +201,7 @@ def test_what_ranks_have_changed_and_dropped(program: Run) -> None:
         ranks("print(train(model, optimizer))\nx['n'] = 1"),
         here("weights = [model.weight]"),
         ranks("model = optimizer = x = None"),
-        ranks("weights", f"`weights` {DROPPED}"),
+        ranks("weights", DROPPED.format("weights")),
         gives("weights[0].tolist()", [[0, 0]]),
         here("model = net(); same = [model.weight]"),
         ranks("print(model(torch.ones(1, 2)))"),
@@ -225,12 +225,12 @@ def test_what_torch_keeps_outside_of_a_tensor(program: Run) -> None:
     """A tensor comes without its graph and its hooks, and a line says so once."""
     program([
         here("model = net(); loss = model(torch.ones(1, 2)).sum()"),
-        ranks("loss", "`loss` is sent without the graph"),
+        ranks("loss", "`loss` is sent without its autograd graph"),
         here("handle = model.weight.register_hook(lambda grad: grad * 0)"),
         ranks("model.training", "`model` is sent without the hooks"),
         here("loss = model(torch.ones(1, 2)).sum(); outputs = [net()(torch.ones(1, 2))]"),
         gives("loss.item(), model.training", (0, True)),
-        ranks("len(outputs)", "`outputs` is sent without the graph"),
+        ranks("len(outputs)", "`outputs` is sent without its autograd graph"),
     ])  # fmt: skip
 
 

@@ -18,14 +18,14 @@ def test_ranks_at_different_steps() -> None:
     """They are named, with commands that show where they differ and that copy the newest."""
     assert differing_text(ended(42, 42, 41, 42)) == (
         "Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41. "
-        "`%dist_diff model` shows where, `%dist_sync model optimizer --from 0 -r all` copies "
-        "those of rank 0."
+        "`%dist_diff model` shows the differences, `%dist_sync model optimizer --from 0 -r all` "
+        "copies from rank 0."
     )
     said = differing_text(ended(1, 2, inside=0), ["net"], ["adam", "sgd"])
     assert said == (
         "Replicas may differ: rank 0 ended inside optimizer step 1, rank 1 after step 2. "
-        "`%dist_diff net` shows where, `%dist_sync net adam sgd --from 1 -r all` copies those "
-        "of rank 1."
+        "`%dist_diff net` shows the differences, `%dist_sync net adam sgd --from 1 -r all` "
+        "copies from rank 1."
     )
     assert "rank 0 ended inside optimizer step 3, rank 1" in differing_text(ended(3, 3, inside=0))
     assert "rank 0 ended after optimizer step 0, rank 1" in differing_text(ended(0, 1))

@@ -53,7 +53,7 @@ OPERATIONS = (
 BACKWARD = "_engine_run_backward"  # the function in which a thread runs a backward, in C++
 
 STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""That of the function which torch puts around the `step` of every optimizer, to call its hooks."""
+"""Code of the function around each optimizer's `step`; on the stack while a step runs."""
 
 TABLES = (
     *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"),
