@@ -168,8 +168,11 @@ def test_input_and_breakpoints(lab: Lab, notebook: Notebook) -> None:
     """Each rank's prompt says whose it is; what was typed is in the one output that stays."""
     notebook.fill([NAMES, DEBUGGED])
     notebook.start_all()
-    enter(notebook, "[rank 0] name?", "ada")
-    enter(notebook, "[rank 1] name?", "bob", "typing-name")
+    # Both ranks ask at once: that which came first is shown first.
+    first = notebook.page.locator(PROMPT, has_text="name?")
+    first.wait_for()
+    for rank in sorted(range(2), key=lambda rank: f"[rank {rank}]" not in first.inner_text()):
+        enter(notebook, f"[rank {rank}] name?", ("ada", "bob")[rank], f"typing-name-{rank}")
     for line in ("p x, y", "where", "y = 7"):
         enter(notebook, "[rank 1] ipdb>", line)
     enter(notebook, "[rank 1] ipdb>", "c", "typing-debugger")
