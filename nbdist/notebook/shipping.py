@@ -214,7 +214,12 @@ class Plan:
         for name in sorted(self._table.aliases - WORKERS_OWN - WORKERS_MODULES.keys()):
             value = self._names.get(name, _MISSING)
             key = self._objects.links.key_of(value)
-            if key is None or name in self._gathered or self._table.ranks_that_own(name):
+            if (
+                key is None
+                or name in self._looks
+                or name in self._gathered
+                or self._table.ranks_that_own(name)
+            ):
                 continue
             if self._ranks <= self._table.ranks_that_have(name):
                 self._table.aliases.discard(name)

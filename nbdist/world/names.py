@@ -95,7 +95,8 @@ class NameTable:
         self.in_functions: set[str] = set()
         """Names that functions and classes of cells on the ranks read when they are called."""
         self.aliases: set[str] = set()
-        """Names that the notebook has bound to an object that was sent before."""
+        """Names that the notebook has bound and that were not sent: of an object that was sent by
+        another name, or as a part, they are further names."""
 
     def copy(self) -> NameTable:
         """Copy it as it is now; a notice that is given by one is given by both."""
@@ -163,9 +164,7 @@ class NameTable:
             self._bound_since.add(name)
             self._bound_at[name] = next(self._clock)
             value = self._value(name)
-            self.aliases.discard(name)
-            if self.objects.links.key_of(value) is not None:
-                self.aliases.add(name)
+            self.aliases.add(name)
             for has in self._ranks.values():
                 entry = has.get(name)
                 if not isinstance(entry, Sent | BoundByWorker):

@@ -186,6 +186,12 @@ CASES: dict[str, list[Step]] = {
         ranks("handle.remove()"),
         gives("model(torch.ones(1, 2)).item(), model.seen", (0, [0]), (0, [1])),
     ],
+    "a second variable for a model that is sent later": [
+        here(f"{MODEL}; best = model"),
+        ranks("print(train(model, optimizer))"),
+        ranks("model = None"),
+        gives("train(best, optimizer)", 0.004),
+    ],
     "a second variable for a trained model, before the ranks make another model": [
         here(MODEL),
         ranks("print(train(model, optimizer))"),
