@@ -126,6 +126,10 @@ class WorkerKernel(LeavesChildren):
         tracking.flush()
         flush_streams()
         counterparts = self.namespace.counterparts
+        if isinstance(task.work, Call) and task.work.op == "run.call" and counterparts.has_new:
+            # The arguments are gone from the rank now, those in reference cycles too.
+            gc.collect()
+        counterparts.has_new = False
         counterparts.begin_idle()
         return replace(
             done,
