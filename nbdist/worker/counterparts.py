@@ -56,7 +56,6 @@ class Counterparts:
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.links = Links()
-        self.has_new = False  # objects have come since the end of the last task
         self._names = names
         self._states: dict[int, State] = {}
         self._digests: dict[int, str] = {}
@@ -81,7 +80,6 @@ class Counterparts:
 
     def accept(self, arrived: Arrived) -> None:
         """Keep the objects that have come under their keys, and change those that were here."""
-        self.has_new = self.has_new or bool(arrived.objects)
         for key, digest, root in arrived.blocks:
             address = root.__array_interface__["data"][0]
             block = Block(key, address, address + root.nbytes, weakref.ref(root))

@@ -28,6 +28,7 @@ from traitlets import Type, default
 from nbdist.output.events import MOVED, RECORD, TRACKED, Done
 from nbdist.values import definitions
 from nbdist.values.class_ids import name_classes
+from nbdist.values.pickling import without_cycles
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import Call, InputReply, Source, Task, Work, failure_in_words
 from nbdist.worker import tracking
@@ -126,16 +127,14 @@ class WorkerKernel(LeavesChildren):
         tracking.flush()
         flush_streams()
         counterparts = self.namespace.counterparts
-        if isinstance(task.work, Call) and task.work.op == "run.call" and counterparts.has_new:
-            # The arguments are gone from the rank now, those in reference cycles too.
-            gc.collect()
-        counterparts.has_new = False
-        counterparts.begin_idle()
+        with without_cycles():  # a collection would hold, as an idle rank does, what ends now
+            dead, lost = counterparts.take_dead(), counterparts.take_lost()
+            counterparts.begin_idle()
         return replace(
             done,
             changed=changed,
-            dead=counterparts.take_dead(),
-            lost=counterparts.take_lost(),
+            dead=dead,
+            lost=lost,
             steps=STEPS.begun,
             is_in_step=STEPS.is_inside,
             seconds=time.perf_counter() - started,

@@ -26,3 +26,13 @@ def test_arguments_share_objects(world: World) -> None:
     assert [*world.run(fit, model, optimizer, holder)] == [(0.605, True)] * 2
     assert [*world.run(fit, model, optimizer, holder=holder)] == [(0.605, True)] * 2
     assert model.weight.sum().item() == 0
+
+
+def test_arguments_are_gone_afterwards(world: World) -> None:
+    """They end with the call, also if Python looks for cycles at that very moment."""
+    world.execute("import gc; thresholds = gc.get_threshold(); gc.set_threshold(1, 1, 1)")
+    try:
+        for _ in range(5):
+            test_arguments_share_objects(world)
+    finally:
+        world.execute("gc.set_threshold(*thresholds)")
