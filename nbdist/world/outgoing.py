@@ -157,13 +157,12 @@ class Outgoing:
 
     def _changed_on(self, rank: int) -> dict[int, Parts]:
         found: dict[int, Parts] = {}
-        known, lost = self.objects.of(rank), self.objects.lost_memory.get(rank, {})
-        ended = self.objects.ended.get(rank, {})
+        known, ended = self.objects.of(rank), self.objects.ended.get(rank, {})
         for key, state in self.states.items():
             before = known.get(key)
             if ended and before == state:
                 self._note_unreached(state, ended)
-            if before is None or (before is state and not self.forces and not lost):
+            if before is None or (before is state and not self.forces):
                 continue
             if self.forces:
                 parts = state.changed_since(before)
@@ -172,10 +171,6 @@ class Outgoing:
                 left = self.objects.left_to_send(key, state.changed_since(before))
                 if left is not False:
                     found[key] = None if left is True else left
-            elif lost and any(self._has_changed(child, lost) for child in state.children):
-                left = self.objects.left_to_send(key, frozenset(["data"]))
-                if left:
-                    found[key] = frozenset(["data"])
         return found
 
     def _note_unreached(self, parent: State, ended: Mapping[int, State]) -> None:
@@ -183,10 +178,6 @@ class Outgoing:
         for key in parent.children:
             if key in ended and key in self.states and self.states[key] != ended[key]:
                 self.unreached.add(key)
-
-    def _has_changed(self, key: int, lost: Mapping[int, State]) -> bool:
-        """Return True if memory that a rank's tensors have left is not as it was sent."""
-        return key in lost and key in self.states and self.states[key] != lost[key]
 
     def asked(self) -> dict[int, Parts]:
         """Return the objects that ranks are asked about: whether they have changed the same."""

@@ -50,9 +50,8 @@ class SentObjects:
         self.told: dict[int, bytes] = {}
         self.runs = 1
         self.have_run = False
-        # Memory that a rank's tensors have left: what was sent is compared with it all the same.
-        self.lost_memory: dict[int, dict[int, State]] = {}
-        # Objects that have ended on a rank, and how they were sent.
+        # Objects that have ended on a rank, memory that its tensors have left among them, and how
+        # they were sent.
         self.ended: dict[int, dict[int, State]] = {}
         # Keys of objects that a rank had changed and that have ended there.
         self.lost_changes: dict[int, set[int]] = {}
@@ -115,12 +114,8 @@ class SentObjects:
     def drop(self, rank: int, keys: Iterable[int]) -> None:
         """Note that objects have ended on a rank."""
         for key in keys:
-            state = self.of(rank).pop(key, None)
-            if state is None:
-                continue
-            self.ended.setdefault(rank, {})[key] = state
-            if self.links.blocks.get(key) is not None:
-                self.lost_memory.setdefault(rank, {})[key] = state
+            if (state := self.of(rank).pop(key, None)) is not None:
+                self.ended.setdefault(rank, {})[key] = state
 
     def copied_from(self, source: int, rank: int, keys: Iterable[int]) -> None:
         """Note that a rank has got the objects of these keys as another rank has them."""
@@ -156,7 +151,6 @@ class SentObjects:
         """Note that ranks are new processes, which have no object of the notebook."""
         for rank in ranks:
             self.known[rank] = {}
-            self.lost_memory.pop(rank, None)
             self.ended.pop(rank, None)
             self.lost_changes.pop(rank, None)
             self._compared.pop(rank, None)
@@ -164,8 +158,8 @@ class SentObjects:
     def renumbered(self, was: Mapping[int, int], after: int) -> None:
         """Note the new numbers of ranks; `was` has the old numbers of those that stay."""
         before, self._compared = self.known, {}
-        self.ended = {}
-        lost = self.lost_changes
+        ended, lost = self.ended, self.lost_changes
+        self.ended = {r: ended[was[r]] for r in range(after) if was.get(r) in ended}
         self.lost_changes = {r: lost[was[r]] for r in range(after) if was.get(r) in lost}
         self.known = {r: before.get(was[r], {}) if r in was else {} for r in range(after)}
 
