@@ -92,7 +92,7 @@ def plan(
     found.follow(names_used(source), bound_before(source))
     table.in_functions |= names_used_later(source)
     found.follow_calls()
-    found.follow_aliases()
+    found.follow_other_names()
     found.compare()
     return found
 
@@ -205,25 +205,20 @@ class Plan:
                 except VariableNotSent:  # the cell itself does not use it
                     self._note(name, f"`{name}` {OLD_IN_FUNCTIONS}")
 
-    def follow_aliases(self) -> None:
+    def follow_other_names(self) -> None:
         """Send new names of objects that all ranks have already.
 
         After `best = model` the ranks bind `best` too: they keep the model if the cell gives
         `model` another value.
         """
-        for name in sorted(self._table.aliases - WORKERS_OWN - WORKERS_MODULES.keys()):
-            value = self._names.get(name, _MISSING)
-            key = self._objects.links.key_of(value)
-            if (
-                key is None
-                or name in self._looks
-                or name in self._gathered
-                or self._table.ranks_that_own(name)
-            ):
+        table, objects = self._table, self._objects
+        for name in sorted(table.assigned - WORKERS_OWN - WORKERS_MODULES.keys()):
+            key = objects.links.key_of(self._names.get(name, _MISSING))
+            if key is None or name in self._gathered or table.ranks_that_own(name):
                 continue
-            if self._ranks <= self._table.ranks_that_have(name):
-                self._table.aliases.discard(name)
-            elif self._ranks <= self._objects.ranks_with(key) and self._is_ours(name):
+            if self._ranks <= objects.ranks_with(key) and not (
+                self._ranks <= table.ranks_that_have(name)
+            ):
                 with suppress(VariableNotSent):  # the cell does not use it
                     self.follow([name])
 

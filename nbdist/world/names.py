@@ -91,12 +91,10 @@ class NameTable:
         self._bound_at: dict[str, int] = {}
         self._noticed: set[str] = set()
         self._is_found = False
-        self._bound_since: set[str] = set()
+        self.assigned: set[str] = set()
+        """Names that the notebook has assigned since it started or took the ranks over."""
         self.in_functions: set[str] = set()
         """Names that functions and classes of cells on the ranks read when they are called."""
-        self.aliases: set[str] = set()
-        """Names that the notebook has bound and that were not sent: of an object that was sent by
-        another name, or as a part, they are further names."""
 
     def copy(self) -> NameTable:
         """Copy it as it is now; a notice that is given by one is given by both."""
@@ -161,10 +159,9 @@ class NameTable:
         self.objects.runs += 1
         for name in set(names):
             self._noticed.discard(name)
-            self._bound_since.add(name)
+            self.assigned.add(name)
             self._bound_at[name] = next(self._clock)
             value = self._value(name)
-            self.aliases.add(name)
             for has in self._ranks.values():
                 entry = has.get(name)
                 if not isinstance(entry, Sent | BoundByWorker):
@@ -266,7 +263,7 @@ class NameTable:
 
         Not if this notebook has assigned it since it took the ranks over.
         """
-        is_known = name in self._bound_since or any(name in has for has in self._ranks.values())
+        is_known = name in self.assigned or any(name in has for has in self._ranks.values())
         return self._is_found and not is_known
 
     def keep_theirs(self, name: str) -> None:
