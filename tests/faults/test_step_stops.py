@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterable
 
 import pytest
 
+from nbdist.agent.step_stops import STEP_TIMEOUT
 from nbdist.config import Patience
 from nbdist.errors import CellTimeout, WorkerDied, WorkerError
 from nbdist.world.running import TaskRun
@@ -67,6 +69,15 @@ def seconds_to_stop(world: World, running: TaskRun) -> float:
     return time.monotonic() - began
 
 
+def waits_for_steps(seconds: Iterable[float]) -> bool:
+    """Return True if Stops waited for a step that never came, by the fastest of them.
+
+    A Stop that waits takes STEP_TIMEOUT each time.  The fastest of several Stops tells it from a
+    Stop that a busy machine has slowed down.
+    """
+    return min(seconds) > STEP_TIMEOUT - 0.3
+
+
 OTHERS = ("DDP, slow ranks", "accumulation", "two optimizers", "FSDP2", "ZeRO", "AMP")
 
 
@@ -87,7 +98,7 @@ def test_a_rank_that_is_stuck(world: World) -> None:
     """The others wait for it for two seconds; then a line says how to mend what differs."""
     cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
     running = run_for(world, cell, 0.5)
-    assert seconds_to_stop(world, running) > 1.0
+    assert waits_for_steps([seconds_to_stop(world, running)])
     assert running.deaths == {}
     assert steps(running) == [5, 5, 4, 5]
     assert running.replicas == (
@@ -104,14 +115,17 @@ def test_a_rank_that_is_stuck(world: World) -> None:
 
 
 def test_a_second_stop(world: World) -> None:
-    """It waits for no step: it takes no longer than Stop where nothing trains."""
-    plain = seconds_to_stop(world, run_for(world, "import time; time.sleep(600)", 0.5))
+    """It interrupts at once, and does not wait for a step."""
     cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
-    running = run_for(world, cell, 0.5)
-    world.interrupt()
-    world.session.receive(0.2)
-    assert seconds_to_stop(world, running) < plain + 1.5
-    assert "rank 2 after step 4" in running.replicas
+    seconds = []
+    for _ in range(3):
+        world.execute(BEGIN + ADAM)
+        running = run_for(world, cell, 0.5)
+        world.interrupt()
+        world.session.receive(0.2)
+        seconds.append(seconds_to_stop(world, running))
+        assert "rank 2 after step 4" in running.replicas
+    assert not waits_for_steps(seconds)
 
 
 def test_slow_steps(world: World) -> None:
@@ -127,11 +141,12 @@ def test_slow_steps(world: World) -> None:
 
 def test_what_does_not_train(world: World) -> None:
     """Stop is as fast as without a training, also if the ranks of the cell have trained before."""
-    sleeps = run_for(world, "time.sleep(600)", 0.5)
-    plain = seconds_to_stop(world, sleeps)
-    trained = run_for(world, "for _ in range(9): optimizer.step()\ntime.sleep(600)", 2.5)
-    assert seconds_to_stop(world, trained) < plain + 1.5
-    assert (sleeps.replicas, trained.replicas) == ("", "")
+    seconds = []
+    for _ in range(3):
+        running = run_for(world, "for _ in range(9): optimizer.step()\ntime.sleep(600)", 2.5)
+        seconds.append(seconds_to_stop(world, running))
+        assert running.replicas == ""
+    assert not waits_for_steps(seconds)
 
 
 def test_code_that_cleans_up(world: World) -> None:
