@@ -66,8 +66,9 @@ class Sight:
 def is_stuck(sight: Sight) -> bool:
     """Return True if the rank will provably not leave what it runs; pure.
 
-    Not one that has left it and reports so, that cleans up after KeyboardInterrupt, or that has
-    caught that and goes on: the latter two are once Stop has been pressed again.
+    A rank is not stuck if it has left the code and reports so, if it cleans up after
+    KeyboardInterrupt, or if its code has caught KeyboardInterrupt and goes on.  In the latter two
+    cases it counts as stuck once Stop has been pressed again.
     """
     place = sight.place
     if sight.is_spared or not place.is_in_code:
@@ -78,7 +79,11 @@ def is_stuck(sight: Sight) -> bool:
         return sight.aborts >= ABORTS and sight.aborted_for >= IGNORES_GRACE
     if sight.ignores or sight.again:
         return sight.own >= IGNORES_GRACE
-    return sight.own >= C_GRACE and sight.is_asleep and not place.is_cleaning_up
+    return sight.own >= C_GRACE and sight.is_asleep and not _has_reacted(place)
+
+
+def _has_reacted(place: Place) -> bool:
+    return place.has_taken_sigint or place.is_cleaning_up
 
 
 def has_missed_it(sight: Sight) -> bool:

@@ -70,7 +70,8 @@ class Place:
     do.  `unfinished` counts collectives that seem to have begun and not ended.  `holds_gil`: C code
     does, so nothing more is known, unless the line is.  `is_stopped`: by SIGSTOP or such.  `begun`
     are a waiting or idle rank's last collectives; `has_help`: another thread or a GPU may act for
-    it.  `is_cleaning_up`: an `except` or `finally` runs because of Stop.  `asks`: for typed input.
+    it.  `is_cleaning_up`: an `except` or `finally` runs because of Stop.  `has_taken_sigint`: the
+    code has got a SIGINT since it began, and is not stuck in C code.  `asks`: for typed input.
     """
 
     line: int = 0
@@ -88,6 +89,7 @@ class Place:
     begun: tuple[Begun, ...] = ()
     has_help: bool = False
     is_cleaning_up: bool = False
+    has_taken_sigint: bool = False
     asks: bool = False
 
     @property

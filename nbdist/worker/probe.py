@@ -33,6 +33,7 @@ from nbdist.worker.group.group import Group
 from nbdist.worker.group.nccl import Counts, Pending, Recording, UnderWay, wait_for_device
 from nbdist.worker.group.stores import AbortableStore
 from nbdist.worker.ops import run
+from nbdist.worker.steps import STEPS
 
 IN_TORCH = os.path.join("torch", "distributed") + os.sep
 WAITS = "send or recv" if seam.RECORDS_GLOO else "send, recv or an asynchronous collective"
@@ -75,6 +76,7 @@ class Probe:
             begun=self._begun(counts) if operation or is_idle else (),
             has_help=bool(operation) and self._has_help(frames),
             is_cleaning_up=handles_stop(self._ident),
+            has_taken_sigint=STEPS.has_taken_sigint,
             # A rank in the next one of the same name has moved on.
             counts={**begun, "nccl": nccl.number} if self.uses_nccl else begun,
             moved=moved,

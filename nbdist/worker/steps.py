@@ -57,7 +57,7 @@ class Steps:
         self._began, self._interval = 0.0, 0.0
         self._is_held = self._is_waiting = self._has_stopped = False
         self._held_until, self._stop_at = 0.0, 0
-        self._raises_at_once = False
+        self._raises_at_once = self._has_interrupted = False
         self._drop_deferral()
 
     def end_task(self) -> None:
@@ -101,6 +101,7 @@ class Steps:
         self.is_inside = False
         if self._deferral is not None:
             self._drop_deferral()
+            self._has_interrupted = True
             raise KeyboardInterrupt
 
     def _wait_for_stop_step(self) -> None:
@@ -116,6 +117,7 @@ class Steps:
             if not self._is_held or self.begun < self._stop_at:
                 return
             self._is_held, self._has_stopped = False, True
+        self._has_interrupted = True
         raise KeyboardInterrupt
 
     def handle_sigint(self, _: int, frame: FrameType | None) -> None:
@@ -130,6 +132,7 @@ class Steps:
             self._deferral.start()
             return
         self._drop_deferral()
+        self._has_interrupted = True
         raise KeyboardInterrupt
 
     def _must_defer(self, frame: FrameType | None) -> bool:
@@ -143,6 +146,14 @@ class Steps:
             timer.cancel()
 
     # --- other threads ----------------------------------------------------------------------
+
+    @property
+    def has_taken_sigint(self) -> bool:
+        """Whether the code of the task has got a SIGINT: as KeyboardInterrupt, or by a handler.
+
+        Code that has a handler of its own for SIGINT gets each of them.
+        """
+        return self._has_interrupted or signal.getsignal(signal.SIGINT) != self.handle_sigint
 
     def _end_deferral(self) -> None:
         """Interrupt a step that has not ended in time; on the thread of the timer."""

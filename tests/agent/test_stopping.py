@@ -18,6 +18,7 @@ WAITED_FOR = [
     Sight(Place(), LONG, again=True),
     Sight(IN_PYTHON, LONG),
     Sight(Place(line=3, is_cleaning_up=True), LONG, is_asleep=True),
+    Sight(Place(line=3, has_taken_sigint=True), LONG, is_asleep=True),
     Sight(IN_PYTHON, C_GRACE - 0.1, is_asleep=True),
     Sight(IN_C, C_GRACE - 0.1),
     Sight(WAITS, LONG),
@@ -28,7 +29,7 @@ WAITED_FOR = [
     Sight(IN_C, LONG, is_spared=True),
     Sight(IN_PYTHON, LONG, ignores=True, is_spared=True),
 ]
-"""One that reports its end, goes on, cleans up, computes, has had no time yet, is spared."""
+"""A rank that reports its end, computes, cleans up, has caught KeyboardInterrupt, or is spared."""
 
 KILLED = [
     Sight(IN_C, C_GRACE),
@@ -38,6 +39,7 @@ KILLED = [
     Sight(IN_PYTHON, IGNORES_GRACE, ignores=True),
     Sight(IN_PYTHON, IGNORES_GRACE, again=True),
     Sight(Place(line=3, is_cleaning_up=True), IGNORES_GRACE, again=True),
+    Sight(Place(line=3, has_taken_sigint=True), IGNORES_GRACE, is_asleep=True, again=True),
     Sight(WAITS, LONG, aborts=ABORTS, aborted_for=IGNORES_GRACE),
 ]
 """One in C code, that ignores it, that no abort brings back, or after a second Stop."""

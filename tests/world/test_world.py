@@ -13,7 +13,14 @@ import psutil
 import pytest
 
 from nbdist.agent.worker_output import LOST_AFTER
-from nbdist.errors import AgentLost, BadRanks, UsageError, WorkerError, WorldNotStarted
+from nbdist.errors import (
+    AgentLost,
+    BadRanks,
+    RanksNotStopped,
+    UsageError,
+    WorkerError,
+    WorldNotStarted,
+)
 from nbdist.output.events import Clear, Display, Text, Update
 from nbdist.values.linked import write
 from nbdist.values.links import Links
@@ -251,6 +258,22 @@ def test_interrupt(world: World, source: str, name: str) -> None:
     assert {failure.name for failure in ran.error.errors.values()} == {name}
     assert world.state is State.READY
     assert world.gather("kept") == [*range(world.size)]
+
+
+def test_code_that_catches_stop(world: World) -> None:
+    """A rank that catches KeyboardInterrupt and goes on is not killed by the first Stop."""
+    before = dict(world.pids)
+    running = begin(
+        world,
+        "import time\ncaught, end = [], time.monotonic() + 6\nwhile time.monotonic() < end:\n"
+        "    try:\n        time.sleep(1)\n"
+        "    except KeyboardInterrupt:\n        caught.append(rank)",
+    )
+    world.interrupt()
+    assert isinstance(follow(world, running).error, RanksNotStopped)
+    world.execute("pass")  # waits for all ranks
+    assert world.pids == before
+    assert {*world.gather("caught[0]")} == {*range(world.size)}
 
 
 def test_restart(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
