@@ -5,7 +5,9 @@ They learn why, and all goes on: also where ranks wait for one another for what 
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 
 import pytest
 
@@ -170,6 +172,18 @@ def test_stop(world: World, name: str) -> None:
     stop(world, run_for(world, f"t = torch.zeros(2)\n{STOPPED[name]}", 0.5))
     world.execute("import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)")
     goes_on(world, before)
+
+
+@pytest.mark.parametrize("stuck", range(4))
+def test_stop_beside_a_rank_in_c_code(world: World, stuck: int) -> None:
+    """Whichever rank holds its GIL and cannot end a connection, the other ranks are released."""
+    source = f"if rank == {stuck}: sum(iter(int, 1))\ndist.barrier()"
+    running = run_for(world, source, 0.5)
+    stop(world, running)
+    assert {*running.transcript.errors} - {stuck} == {*range(4)} - {stuck}
+    os.kill(world.pids[stuck], signal.SIGKILL)  # if it is not dead yet
+    world.session.wait(running)
+    world.execute(ALL_MEET)
 
 
 NEVER_MEET = {

@@ -102,7 +102,7 @@ class Gloo:
     """Makes gloo backends, connects them again, and ends their connections."""
 
     def __init__(self) -> None:
-        self._device, self._port, self._is_local = _make_device()
+        self._device, self._port = _make_device()
         self._opened: set[int] = set()  # inodes of sockets
         self.next_meeting: Meeting | None = None  # of the backend that is made next, if not torch's
         # Of every backend that can be renewed, for life; it leads to where they meet just then.
@@ -170,10 +170,7 @@ class Gloo:
 
     @contextmanager
     def _noting_opened(self) -> Iterator[None]:
-        """Take connections to other machines that are opened in these milliseconds for gloo's."""
-        if self._is_local:
-            yield
-            return
+        """Take connections that are opened in these milliseconds for gloo's."""
         before = {*_sockets()}
         self._opened &= {inode for _, inode in before}
         try:
@@ -209,9 +206,10 @@ class Gloo:
         os.close(nothing)
 
     def connections(self) -> Iterator[socket.socket]:
-        """Yield those that gloo accepted, and those it opened to other machines.
+        """Yield the connections that gloo accepted, and those that it opened.
 
-        The accepting end alone may be lost with its machine.  Each is valid until the next one.
+        Both ends are shut down: the rank at the other end may hold its GIL, or its machine may be
+        lost.  Each is valid until the next one.
         """
         for fd, inode in _sockets():
             with suppress(OSError), _borrowed(fd, inode) as found:
@@ -220,8 +218,8 @@ class Gloo:
                     yield found
 
 
-def _make_device() -> tuple[Any, int, bool]:
-    """Make gloo's device as torch would; return its port too, and whether it is a local one."""
+def _make_device() -> tuple[Any, int]:
+    """Make gloo's device as torch would; return the port that it listens on, too."""
     before = set(_sockets())
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     try:
@@ -242,8 +240,7 @@ def _make_device() -> tuple[Any, int, bool]:
     for fd, inode in set(_sockets()) - before:
         with suppress(OSError), _borrowed(fd, inode) as found:
             if _listens(found):
-                address, port = found.getsockname()[:2]
-                return device, int(port), address.startswith("127.") or address == "::1"
+                return device, int(found.getsockname()[1])
     raise RuntimeError("gloo's listening socket was not found")
 
 
