@@ -413,16 +413,16 @@ class AgentLost(NbdistError):
 class Interrupted(KeyboardInterrupt):
     """Stop ended the cell on these ranks, which keep their variables; or, of none, a start."""
 
-    def __init__(self, ranks: Iterable[int], fate: str = "", replicas: str = "") -> None:
+    def __init__(self, ranks: Iterable[int], fate: str = "", damage: str = "") -> None:
         """`fate` says what became of the ranks instead, where they could not be interrupted.
 
-        `replicas` says which ranks of a training ended at another step than the others.
+        `damage` says which variables are incomplete or differ on the ranks since then.
         """
         said = "no workers were started."
         if fate:
-            said = " ".join(filter(None, ["Stopped.", _sentence(fate), replicas]))
+            said = " ".join(filter(None, ["Stopped.", _sentence(fate), damage]))
         elif on := [*ranks]:
-            said = f"Stopped on {name_ranks(on)}. {replicas or 'No variables were lost.'}"
+            said = f"Stopped on {name_ranks(on)}. {damage or 'No variables were lost.'}"
         super().__init__(said)
 
     def _render_traceback_(self) -> list[str]:

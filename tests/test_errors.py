@@ -94,7 +94,7 @@ EVERY_ERROR = [
     ),
     (errors.Interrupted([0, 1, 3]), "Stopped on ranks 0-1,3. No variables were lost."),
     (
-        errors.Interrupted([0, 1], replicas="Replicas may differ."),
+        errors.Interrupted([0, 1], damage="Replicas may differ."),
         "Stopped on ranks 0-1. Replicas may differ.",
     ),
     (errors.Interrupted([]), "no workers were started."),

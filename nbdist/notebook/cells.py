@@ -285,7 +285,7 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
     if stopped and not running.unfinished and (killed or not running.deaths):
         world.session.told(killed)
         fate = stop_text(world.session, killed) if killed else late_stop_text(running)
-        raise Interrupted(running.task.ranks, fate, running.replicas)
+        raise Interrupted(running.task.ranks, fate, running.damage)
     if not running.lacking and cause and (name := undefined_name(cause[1])):
         running.lacking = _not_sent_text(pool, name)
     if error := running.error():

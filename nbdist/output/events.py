@@ -145,6 +145,18 @@ class Died(NamedTuple):
         return word_exit(self.exit_code)
 
 
+class Incomplete(NamedTuple):
+    """Variables that may hold a part of the result of an aborted collective, called in a line.
+
+    `parts` are pairs of a part and the name of its variable: ("", "x"), ("gradients", "model").
+    The name is "" if no variable is known to hold the tensor.
+    """
+
+    operation: str
+    line: int
+    parts: tuple[tuple[str, str], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Done:
     """The rank has finished the cell, whose source ran for `seconds`; nothing of it follows.
@@ -162,6 +174,7 @@ class Done:
     sent and that have ended on the rank, `lost` those that the rank had changed, `gained`
     the keys of objects that the rank has got from another rank or from a file.  `steps` counts the
     optimizer steps that it has begun; `is_in_step` is True if the last of them has not ended.
+    `incomplete` names variables into which an aborted collective has written, if any.
     """
 
     status: Literal["ok", "error", "aborted"]
@@ -183,6 +196,7 @@ class Done:
     gained: tuple[int, ...] = ()
     steps: int = 0
     is_in_step: bool = False
+    incomplete: Incomplete | None = None
 
     @property
     def made(self) -> frozenset[str]:

@@ -44,6 +44,7 @@ from nbdist.worker.compat.ipython import (
 )
 from nbdist.worker.environment import Around, OwnModules, draw_bars_as_text, ready_names
 from nbdist.worker.group.group import Group
+from nbdist.worker.incomplete import find_incomplete
 from nbdist.worker.namespace import Context, Namespace, find_op
 from nbdist.worker.ops.memory import PEAKS, forget_errors
 from nbdist.worker.probe import RUNS_CELLS, keep_crashes
@@ -210,7 +211,13 @@ class WorkerKernel(LeavesChildren):
             said = [] if number else remedies(context.shell, context.rank, error)
             contents = contents_of(error, context.names)
             failure = failure_of(error, said)
-            return replace(done, failure=failure, error_number=number, values=contents)
+            return replace(
+                done,
+                failure=failure,
+                error_number=number,
+                values=contents,
+                incomplete=find_incomplete(error, context.names),
+            )
         values, kept = None, None
         if task.keeps:
             values, kept = self.namespace.keep(value, task.id)

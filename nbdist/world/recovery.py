@@ -26,7 +26,7 @@ from nbdist.words import name_ranks, one_line
 from nbdist.world.code_sync import missing_text
 from nbdist.world.hangs import ANSWER_TIMEOUT, differing
 from nbdist.world.names import list_names
-from nbdist.world.replicas import differing_text, names_in
+from nbdist.world.replicas import differing_text, incomplete_text, names_in
 from nbdist.world.running import News, Step, TaskRun
 from nbdist.world.states import Event, State, size_text
 from nbdist.world.workers import Workers
@@ -176,6 +176,7 @@ def _end(workers: Workers, running: TaskRun) -> None:
     running.restart = _restart_text(workers, running)
     running.lacking = _lacking_text(workers, running)
     running.replicas = _replicas_text(workers, running)
+    running.incomplete = incomplete_text(running.done())
     is_again = workers.setup.is_replaying and workers.past.knows(running.task)
     if not (running.restart or is_again):
         workers.past.add(running)
@@ -230,12 +231,11 @@ def _replicas_text(workers: Workers, running: TaskRun) -> str:
     """Say which ranks of a stopped or failed training ended at another step than others."""
     if not (running.is_stopping or running.transcript.errors):
         return ""
-    done = {track.rank: track.done for track in running.transcript if track.done is not None}
     source, names = running.task.source, workers.names
     modules = names_in(source, names.names_of_kind(MODULE))
     optimizers = names_in(source, names.names_of_kind(OPTIMIZER))
     were_cut = running.is_stopping or bool(running.aborted or running.deaths)
-    return differing_text(done, modules, optimizers, were_cut=were_cut)
+    return differing_text(running.done(), modules, optimizers, were_cut=were_cut)
 
 
 def undefined_name(error: RankError) -> str:

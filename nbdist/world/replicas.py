@@ -1,6 +1,7 @@
-"""A line about ranks of one training that have made different numbers of optimizer steps.
+"""Lines about what a stopped or failed task has left wrong on its ranks.
 
-Pure.  It is shown after a task was stopped or has failed, and says how to repair the replicas.
+Pure.  Ranks of one training may have made different numbers of optimizer steps, and variables may
+hold a part of the result of an aborted collective.
 """
 
 from __future__ import annotations
@@ -64,6 +65,24 @@ def differing_text(
         f"Replicas may differ: {where}. `%dist_diff {models[0]}` shows the differences, "
         f"`%dist_sync {' '.join(names)} --from {source} -r all` copies from rank {source}."
     )
+
+
+def incomplete_text(done: Mapping[int, Done]) -> str:
+    """Name the variables that aborted collectives may have written in part; "" for none.
+
+    Write `` `x` on ranks 2-3 may hold a part of the result (all_reduce, line 3).``.
+    """
+    found = {rank: each.incomplete for rank, each in done.items() if each.incomplete is not None}
+    sentences = []
+    for (operation, line, parts), ranks in fold_ranks(found).items():
+        names = ", ".join(_part_text(part, name) for part, name in parts)
+        who = f"{names[0].upper()}{names[1:]} on {name_ranks(ranks)}"
+        sentences.append(f"{who} may hold a part of the result ({operation}, line {line}).")
+    return " ".join(sentences)
+
+
+def _part_text(part: str, name: str) -> str:
+    return f"{part} of `{name}`" if part and name else part or f"`{name}`"
 
 
 def _place(is_in_step: bool) -> str:  # noqa: FBT001

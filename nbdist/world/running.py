@@ -118,6 +118,7 @@ class TaskRun:
         self.lost: errors.AgentLost | None = None
         self.fate = self.restart = self.why_died = self.differing = self.lacking = ""
         self.replicas = ""  # which ranks of a training ended at another step, and how to mend that
+        self.incomplete = ""  # which variables may hold a part of a collective's result
         self.fated: tuple[int, ...] = ()
         self.timed_out: str | None = None  # where its ranks were
         self._why_aborted = ""
@@ -395,6 +396,11 @@ class TaskRun:
         has = self.transcript[rank].has_display
         return isinstance(output, events.Update) and not has(output.display_id)
 
+    @property
+    def damage(self) -> str:
+        """Which variables its end has left incomplete or different on its ranks; "" for none."""
+        return " ".join(filter(None, (self.incomplete, self.replicas)))
+
     # --- what became of it ----------------------------------------------------------------
 
     def received(self, rank: int) -> Parcel:
@@ -409,17 +415,17 @@ class TaskRun:
 
     def gained(self, rank: int) -> tuple[int, ...]:
         """Return the keys of the notebook's objects that a rank has got from elsewhere."""
-        done = self._done().get(rank)
+        done = self.done().get(rank)
         return () if done is None else done.gained
 
     @property
     def made(self) -> frozenset[str]:
         """Names that it bound on any rank, without what it imported."""
-        return frozenset().union(*(done.made for done in self._done().values()))
+        return frozenset().union(*(done.made for done in self.done().values()))
 
     def result(self) -> CellResult[Any]:
         """Return what has become of it so far; last values are read one by one, by `value`."""
-        done = {rank: each for rank, each in self._done().items() if each.status == "ok"}
+        done = {rank: each for rank, each in self.done().items() if each.status == "ok"}
         values = {r: None if self.task.keeps else self.value(each) for r, each in done.items()}
         told, hosts = self.transcript, self.members.machines.by_rank
         seconds = told.elapsed(time.monotonic())
@@ -433,10 +439,10 @@ class TaskRun:
         is_of_stop = cause is None or follows(cause[1]) or getattr(cause[1], "by_stop", False)
         if self.timed_out is not None and is_of_stop:
             late, timeout = self.unfinished, self.patience.timeout or 0.0
-            is_safe = self._is_safe and not (self.killed_by_stop or self.replicas)
+            is_safe = self._is_safe and not (self.killed_by_stop or self.damage)
             stopped = errors.CellTimeout(timeout, self.timed_out, late, is_safe=is_safe)
-            if self.replicas:
-                stopped.add(self.replicas)
+            if self.damage:
+                stopped.add(self.damage)
             return stopped
         if self.unfinished:
             return self.not_stopped
@@ -458,19 +464,19 @@ class TaskRun:
         why_ended = next((f"{each.why}." for each in deaths if each.why and not each.by_stop), "")
         if isinstance(first, Died):
             died = errors.WorkerDied(blame, seconds, first.exit_code, first.end)
-            for fact in filter(None, (why_ended, self.why_died, self.fate, self.replicas)):
+            for fact in filter(None, (why_ended, self.why_died, self.fate, self.damage)):
                 died.add(fact)
             return died
         if not own and self.aborted and not self.is_stopping:
-            facts = " ".join(filter(None, (self.fate, self.replicas)))
+            facts = " ".join(filter(None, (self.fate, self.damage)))
             return errors.RanksReleased(blame, self._why_aborted, facts)
         blame = errors.Blame(rank, host, pid, own or failed)
         who, said = self.members.machines.who([rank]), (first.name, first.message)
         error = errors.WorkerError(blame, len(self.task.ranks), seconds, said, who)
-        kept, differing = "" if self.fate or self.replicas else KEPT, self.differing
+        kept, differing = "" if self.fate or self.damage else KEPT, self.differing
         released = f"{hangs.released_text(self.aborted)}{kept}." if self.aborted else ""
         differing = f"Before that: {differing}." if differing else ""
-        cures = (self.fate, differing, self.lacking, self.replicas)
+        cures = (self.fate, differing, self.lacking, self.damage)
         for fact in filter(None, (released, why_ended, *cures)):
             error.add(fact)
         done = self.transcript[rank].done
@@ -479,10 +485,11 @@ class TaskRun:
 
     def payloads(self) -> dict[int, Payload]:
         """Return the values that were fetched, as they came."""
-        found = {rank: done.values for rank, done in self._done().items()}
+        found = {rank: done.values for rank, done in self.done().items()}
         return {rank: each for rank, each in found.items() if isinstance(each, Payload)}
 
-    def _done(self) -> dict[int, Done]:
+    def done(self) -> dict[int, Done]:
+        """Return what the ranks have said at their end."""
         return {track.rank: track.done for track in self.transcript if track.done is not None}
 
     def value(self, done: Done) -> Any:

@@ -145,8 +145,8 @@ class Session(Workers):
         """Raise the error of a task that has been followed, or KeyboardInterrupt after Stop."""
         if running.stops:
             fate = recovery.late_stop_text(running)
-            if fate or running.replicas:
-                raise errors.Interrupted(running.task.ranks, fate, running.replicas)
+            if fate or running.damage:
+                raise errors.Interrupted(running.task.ranks, fate, running.damage)
             raise KeyboardInterrupt
         if error := running.error():
             self.told(running.fated)

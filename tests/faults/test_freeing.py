@@ -11,7 +11,7 @@ import signal
 
 import pytest
 
-from nbdist.errors import RanksReleased, WorkerDied, WorkerError
+from nbdist.errors import KEPT, RanksReleased, WorkerDied, WorkerError
 from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.cells import ends, run_for, stop
@@ -112,6 +112,14 @@ def goes_on(world: World, pids: dict[int, int]) -> None:
     world.execute(WORKS)
 
 
+INCOMPLETE = {
+    **dict.fromkeys(("all_reduce", "broadcast", "recv"), "`t`"),
+    "batch_isend_irecv": "A tensor of the call",
+    "DDP": "Gradients of `net`",
+}
+"""What a released collective may have written in part, if that is in a variable."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank_raises(world: World, name: str) -> None:
     """The cell ends with that one exception, and says who waited in what; all goes on."""
@@ -125,8 +133,38 @@ def test_one_rank_raises(world: World, name: str) -> None:
     assert str(error).startswith(f"1 of {world.size} ranks failed (1); first: rank 1 after ")
     where = name if name in MEETINGS else ""
     assert f"ValueError: bad. Ranks 0,2-3 were waiting in {where}" in str(error)
-    assert "(line 5) and were released; no variables were lost." in str(error)
+    what = INCOMPLETE.get(name.split(" of ")[0].split(" from ")[0])
+    if "waiting in broadcast (" in str(error) and name == "DDP":  # of buckets, not of gradients
+        what = None
+    left = f". {what} on ranks 0,2-3 may hold a part of the result (" if what else KEPT
+    assert f"(line 5) and were released{left}" in str(error)
     goes_on(world, before)
+
+
+def test_variables_that_are_incomplete(world: World) -> None:
+    """Every variable is named that has memory into which an aborted collective writes."""
+    for written, called, named in (
+        ("x = torch.ones(3)\nsame, other = {'a': x[1:]}, torch.ones(3)", "x", "`x`, `same`"),
+        ("import numpy\nx = numpy.ones(3)", "torch.from_numpy(x)", "`x`"),
+        (
+            "layer = torch.nn.Linear(2, 2)\nlayer(torch.ones(2)).sum().backward()",
+            "layer.weight.grad",
+            "Gradients of `layer`",
+        ),
+        ("layer = torch.nn.Linear(2, 2)", "layer.weight.data", "Parameters of `layer`"),
+        ("x = torch.ones(3)", "x.clone()", ""),
+    ):
+        raises = "if rank == 1: raise ValueError('bad')"
+        _, error = ends(world, f"{written}\n{raises}\ndist.all_reduce({called})")
+        line = written.count("\n") + 3
+        left = f"{named} on ranks 0,2-3 may hold a part of the result (all_reduce, line {line})."
+        assert str(error).endswith(f" and were released{f'. {left}' if named else KEPT + '.'}")
+        world.execute("x = layer = None")
+    running = run_for(
+        world, "x = torch.ones(3)\nif rank < 3: dist.all_reduce(x)\nelse: input()", 0.5
+    )
+    stop(world, running)
+    assert running.damage.startswith("`x` on ranks 0-2 may hold")
 
 
 def test_ranks_that_do_not_come(world: World) -> None:

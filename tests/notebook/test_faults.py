@@ -162,7 +162,8 @@ def test_stop_in_a_training(notebook: Notebook) -> None:
     stuck = "if rank == 2: import time; time.sleep(600)"
     outcome = notebook.run(TRAINS.format(then=stuck), notebook.stop_at("trains"))
     assert outcome.error == (
-        "KeyboardInterrupt: Stopped on ranks 0-3. Replicas may differ: ranks 0-1,3 ended after "
+        "KeyboardInterrupt: Stopped on ranks 0-3. Gradients of `ddp` on ranks 0-1,3 may hold a "
+        "part of the result (backward, line 6). Replicas may differ: ranks 0-1,3 ended after "
         "optimizer step 21, rank 2 after step 20. `%dist_diff ddp` shows the differences, "
         "`%dist_sync ddp net adam --from 0 -r all` copies from rank 0."
     )

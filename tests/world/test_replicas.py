@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nbdist.output.events import Done
-from nbdist.world.replicas import differing_text, names_in
+from nbdist.output.events import Done, Incomplete
+from nbdist.world.replicas import differing_text, incomplete_text, names_in
 
 
 def ended(*steps: int, inside: int | None = None) -> dict[int, Done]:
@@ -44,3 +44,21 @@ def test_names_of_the_cell() -> None:
     """Only variables that the source names are, if it names any."""
     assert names_in("model.step()", ["model", "mod"]) == ["model"]
     assert names_in("train()", ["model", "net"]) == ["model", "net"]
+
+
+def test_incomplete_variables() -> None:
+    """Ranks on which one call has left the same variables are named together."""
+
+    def end(*parts: tuple[str, str], operation: str = "all_reduce") -> Done:
+        return Done("error", 0.0, incomplete=Incomplete(operation, 3, parts))
+
+    assert incomplete_text({0: Done("error", 0.0)}) == ""
+    done = {0: Done("ok", 0.0), 1: end(("", "x"), ("gradients", "net")), 2: end(("", "x"))}
+    assert incomplete_text(done) == (
+        "`x`, gradients of `net` on rank 1 may hold a part of the result (all_reduce, line 3). "
+        "`x` on rank 2 may hold a part of the result (all_reduce, line 3)."
+    )
+    done = {each: end(("a tensor of the call", ""), operation="wait") for each in (0, 2)}
+    assert incomplete_text(done) == (
+        "A tensor of the call on ranks 0,2 may hold a part of the result (wait, line 3)."
+    )

@@ -76,7 +76,7 @@ def dist_interrupt(line: Line) -> str:
     through(follow_steps(pool, pool.world, running, pool.display()))
     if running.unfinished or not all(map(follows, running.transcript.errors.values())):
         check_end(pool, pool.world, running, stopped=False)
-    return str(Interrupted(running.task.ranks, replicas=running.replicas))
+    return str(Interrupted(running.task.ranks, damage=running.damage))
 
 
 @command()

@@ -1,0 +1,144 @@
+"""Variables that may hold a part of a result, since the collective that writes it was aborted.
+
+Gloo writes a result piece by piece into the tensor of the call.  The tensor is found in the call
+of `torch.distributed` that has raised, and compared with the variables by its memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist.output.events import Incomplete
+from nbdist.values.definitions import cell_numbers
+from nbdist.worker.compat.torch import BACKWARD
+from nbdist.worker.group.gloo import connections_after, wait
+from nbdist.worker.tracebacks import led_to, message_of
+
+WRITTEN: dict[Callable[..., Any], str] = {
+    dist.all_gather: "tensor_list",
+    dist.all_gather_into_tensor: "output_tensor",
+    dist.all_reduce: "tensor",
+    dist.all_to_all: "output_tensor_list",
+    dist.all_to_all_single: "output",
+    dist.broadcast: "tensor",
+    dist.gather: "gather_list",
+    dist.recv: "tensor",
+    dist.reduce: "tensor",
+    dist.reduce_scatter: "output",
+    dist.reduce_scatter_tensor: "output",
+    dist.scatter: "tensor",
+}
+"""The parameters into which collectives write."""
+
+_PARAMETERS = {inspect.unwrap(each).__code__: name for each, name in WRITTEN.items()}
+
+Span = tuple[int, int]
+"""The first address of a piece of memory, and the first address after it."""
+
+
+def find_incomplete(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
+    """Return the variables that an aborted collective may have written in part.
+
+    None if no collective was aborted, or if it writes into no variable.
+    """
+    chain = [*led_to(error)]
+    if not any(connections_after(message_of(each)) for each in chain):
+        return None
+    # Stop replaces the exception of an aborted collective: its own has the calls of the cell.
+    calls = [call for each in chain for call in traceback.walk_tb(each.__traceback__)]
+    cells = cell_numbers()
+    lines = [line for frame, line in calls if frame.f_code.co_filename in cells]
+    operation, parts = _find_parts([frame for frame, _ in calls], names)
+    return Incomplete(operation, lines[0] if lines else 0, tuple(parts)) if parts else None
+
+
+def _find_parts(
+    frames: Iterable[FrameType], names: Mapping[str, Any]
+) -> tuple[str, list[tuple[str, str]]]:
+    """Return the operation that was aborted, and which part of which variables it writes."""
+    is_in_torch = False
+    for frame in frames:
+        if parameter := _PARAMETERS.get(frame.f_code):
+            spans = [*_spans_of(frame.f_locals.get(parameter))]
+            return frame.f_code.co_name, [*_parts_in(names, spans)]
+        if frame.f_code.co_name == BACKWARD:
+            modules = {name: each for name, each in names.items() if _averages_gradients(each)}
+            return "backward", [*_parts_in(modules, [*_gradients_of(modules.values())])]
+        if frame.f_code is wait.__code__ and not is_in_torch:
+            found = _result_of(frame.f_locals["self"])
+            parts = [*_parts_in(names, [*_spans_of(found)])]
+            return "wait", parts if found else [("a tensor of the call", "")]
+        is_in_torch = is_in_torch or frame.f_code.co_filename == dist.distributed_c10d.__file__
+    return "", []
+
+
+def _averages_gradients(value: object) -> bool:
+    return isinstance(value, DistributedDataParallel)
+
+
+def _gradients_of(modules: Iterable[torch.nn.Module]) -> Iterator[Span]:
+    for module in modules:
+        for parameter in module.parameters():
+            yield from _spans_of(parameter.grad)
+
+
+def _result_of(work: dist.Work) -> object:
+    """Return the tensors of an asynchronous collective; None if torch does not have them."""
+    try:
+        return work.result()
+    except RuntimeError:
+        return None
+
+
+def _parts_in(names: Mapping[str, Any], spans: list[Span]) -> Iterator[tuple[str, str]]:
+    """Yield a part and the name of each variable that shares memory with the spans."""
+    seen: set[int] = set()  # modules: a wrapper has the parameters of the module inside of it
+    for name, value in names.items():
+        if name.startswith("_"):
+            continue
+        if isinstance(value, torch.nn.Module):
+            own = [each for each in value.parameters() if id(each) not in seen]
+            seen.update(map(id, own))
+            if _share(spans, _spans_of([each.grad for each in own])):
+                yield "gradients", name
+            if _share(spans, _spans_of(own)):
+                yield "parameters", name
+        elif _share(spans, _spans_of(value)):
+            yield "", name
+
+
+def _share(spans: Iterable[Span], others: Iterable[Span]) -> bool:
+    known = [*spans]
+    return any(begin < end and start < stop for start, end in others for begin, stop in known)
+
+
+def _spans_of(value: object) -> Iterator[Span]:
+    """Yield where the memory of a tensor or an array is, or of those in a list, tuple or dict."""
+    match value:
+        case torch.Tensor() if value.layout is torch.strided and type(value) in _PLAIN:
+            storage = value.untyped_storage()
+            if storage.nbytes():
+                yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        case np.ndarray():
+            while isinstance(value.base, np.ndarray):
+                value = value.base
+            address = value.__array_interface__["data"][0]
+            yield address, address + value.nbytes
+        case list() | tuple():
+            for each in value:
+                yield from _spans_of(each)
+        case dict():
+            for each in value.values():
+                yield from _spans_of(each)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
