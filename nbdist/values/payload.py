@@ -385,13 +385,22 @@ class Identity:
         return self._value is value
 
 
-MODULE, OPTIMIZER, TENSOR, OTHER = range(4)
-"""In the order in which people want to hear of them."""
+SHARDED, MODULE, OPTIMIZER, TENSOR, OTHER = range(5)
+"""In the order in which people want to hear of them; SHARDED is a module after `fully_shard`."""
 
-_KINDS = ("torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer", "torch.Tensor")
+_KINDS = (
+    ("torch.distributed.fsdp", "FSDPModule"),
+    ("torch.nn.modules.module", "Module"),
+    ("torch.optim.optimizer", "Optimizer"),
+    ("torch", "Tensor"),
+)
+"""A class, and the package in whose modules torch defines it."""
 
 
 def kind_of(value: Any) -> int:
     """Return which of these it is, without importing torch."""
-    names = [f"{each.__module__}.{each.__qualname__}" for each in type(value).__mro__]
-    return next((kind for kind, name in enumerate(_KINDS) if name in names), OTHER)
+    for kind, (package, name) in enumerate(_KINDS):
+        found = (each for each in type(value).__mro__ if each.__qualname__ == name)
+        if any(f"{each.__module__}.".startswith(f"{package}.") for each in found):
+            return kind
+    return OTHER

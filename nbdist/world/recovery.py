@@ -18,7 +18,7 @@ from nbdist import errors
 from nbdist.errors import AgentLost, Blame, NbdistError, StartError, WorkerDied, WorldBroken
 from nbdist.output import events
 from nbdist.output.events import Died, Failure, RankError
-from nbdist.values.payload import MODULE, OPTIMIZER
+from nbdist.values.payload import MODULE, OPTIMIZER, SHARDED
 from nbdist.wire.messages import Abort, Grow, Heal, Healed, Interrupt, Kill, Locate, Scale, Spare
 from nbdist.wire.views import Place
 from nbdist.wire.work import Call, Task
@@ -232,10 +232,13 @@ def _replicas_text(workers: Workers, running: TaskRun) -> str:
     if not (running.is_stopping or running.transcript.errors):
         return ""
     source, names = running.task.source, workers.names
-    modules = names_in(source, names.names_of_kind(MODULE))
+    sharded, modules = names.names_of_kind(SHARDED), names.names_of_kind(MODULE)
+    modules = names_in(source, [*sharded, *modules])
     optimizers = names_in(source, names.names_of_kind(OPTIMIZER))
     were_cut = running.is_stopping or bool(running.aborted or running.deaths)
-    return differing_text(running.done(), modules, optimizers, were_cut=were_cut)
+    return differing_text(
+        running.done(), modules, optimizers, sharded={*sharded}, were_cut=were_cut
+    )
 
 
 def undefined_name(error: RankError) -> str:

@@ -7,7 +7,7 @@ hold a part of the result of an aborted collective.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from nbdist.output.events import Done
 from nbdist.output.wording import fold_ranks
@@ -43,9 +43,12 @@ def differing_text(
     modules: Iterable[str] = (),
     optimizers: Iterable[str] = (),
     *,
+    sharded: Container[str] = (),
     were_cut: bool = True,
 ) -> str:
     """Say at which step which ranks ended, and two commands; "" if replicas cannot differ.
+
+    A module that is `sharded` cannot be copied from one rank: then the remedy is another.
 
     `were_cut` is True if Stop, a release or a death ended the task, not the ranks' own errors.
     Write `Replicas may differ: ranks 0-1,3 ended after optimizer step 42, rank 2 after step 41.`.
@@ -59,6 +62,11 @@ def differing_text(
     for (is_inside, step), ranks in others:
         where += f", {name_ranks(ranks)} {_place(is_inside)} step {step}"
     models = sorted(modules)[:MAX_NAMES] or ["model"]
+    if parts := [f"`{name}`" for name in models if name in sharded]:
+        return (
+            f"Replicas may differ: {where}. Shards of {', '.join(parts)} cannot be copied from one "
+            "rank: restore a snapshot or a checkpoint, or run again the cells that make them."
+        )
     names = [*models, *(sorted(optimizers)[:MAX_NAMES] or ["optimizer"])]
     source = _source(done)
     return (

@@ -114,6 +114,19 @@ def test_a_rank_that_is_stuck(world: World) -> None:
     assert are_equal(world)
 
 
+def test_a_sharded_model(world: World) -> None:
+    """The remedy is not to copy it from one rank, which has a shard."""
+    world.execute(BEGIN + SCENARIOS["FSDP2"][0])
+    cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
+    running = run_for(world, cell, 0.5)
+    stop(world, running)
+    assert running.replicas == (
+        "Replicas may differ: ranks 0-1,3 ended after optimizer step 5, rank 2 after step 4. "
+        "Shards of `model` cannot be copied from one rank: restore a snapshot or a checkpoint, or "
+        "run again the cells that make them."
+    )
+
+
 def test_a_second_stop(world: World) -> None:
     """It interrupts at once, and does not wait for a step."""
     cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")

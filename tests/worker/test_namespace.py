@@ -21,6 +21,7 @@ from nbdist.values.payload import (
     INLINE_LIMIT,
     MODULE,
     OPTIMIZER,
+    SHARDED,
     TENSOR,
     Payload,
     open_payload,
@@ -69,11 +70,14 @@ class Undone:
 def test_what_kinds_the_names_are(names: dict[str, Any], namespace: Namespace) -> None:
     """Which are modules, optimizers or tensors, and which cover what every worker has."""
     import torch
+    from torch.distributed.fsdp import FSDPModule
 
     namespace.start_with({"rank": 1000, "device": torch.device("cpu"), "dist": json})
     optimizer = object.__new__(torch.optim.SGD)  # to make it in earnest imports torch._dynamo
     names.update(net=torch.nn.Linear(1, 1), sgd=optimizer, x=torch.ones(1), n=[torch.ones(1)])
-    assert namespace.kinds(names) == {"net": MODULE, "sgd": OPTIMIZER, "x": TENSOR}
+    names["f"] = object.__new__(type("FSDPLinear", (FSDPModule, torch.nn.Linear), {}))
+    kinds = {"net": MODULE, "sgd": OPTIMIZER, "x": TENSOR, "f": SHARDED}
+    assert namespace.kinds(names) == kinds
     names.update(rank=int("1000"), device="cpu", dist=json)
     assert namespace.covered({*names, "gone"}) == set()
     names.update(rank=torch.tensor(1000), device="cuda", dist=3)
