@@ -107,6 +107,20 @@ def is_exiting(pid: int) -> bool:
     return len(stat) <= 6 or bool(int(stat[6]) & PF_EXITING)
 
 
+def identify(pid: int) -> str:
+    """Return the machine, the number and the start time of a process; "" if it has ended."""
+    stat = _stat(pid)
+    return f"{os.uname().nodename} {pid} {stat[19]}" if len(stat) > 19 else ""
+
+
+def may_run(identity: str) -> bool:
+    """Return True if a process that `identify` has identified runs, or is on another machine."""
+    match identity.split():
+        case [host, pid, _]:
+            return host != os.uname().nodename or identify(int(pid)) == identity
+    return False
+
+
 def cpu_seconds(pid: int) -> float:
     """Read what all threads of a process have run so far; 0 of one that has ended."""
     stat = _stat(pid)

@@ -11,6 +11,7 @@ can run anything: it is read only where only this user can have written it.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -25,10 +26,10 @@ from pathlib import Path
 from nbdist import __version__
 from nbdist.config import DEFAULT_POOL
 from nbdist.errors import NbdistError, UsageError
-from nbdist.system import folders
+from nbdist.system import folders, processes
 from nbdist.wire.ops import Mesh, Written
 
-KEPT = 3  # snapshots of one name; older ones are removed when another has been written
+KEPT = 3  # snapshots of one name that a notebook keeps; it removes its older ones
 MANIFEST = "manifest.json"
 FORMAT = 2  # of the manifest and the ranks' files
 UNFINISHED = ".part-"
@@ -37,7 +38,7 @@ STAMP = re.compile(r"[0-9]{8}-[0-9]{6}(\.[0-9]+)?", re.ASCII)
 CONTENTS = re.compile(r"manifest\.json|rank[0-9]+\.frames", re.ASCII)
 
 NO_FILE = f"process {uuid.uuid4().hex}"
-"""The owner of what a program writes that lies in no file, such as a terminal's."""
+"""The owner of a snapshot whose program has no file, such as Python in a terminal."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Snapshot:
     """One that lies in its folder; `problem` says what is wrong with it, as far as is seen.
 
     `meshes` have to be there before anything of it is unpickled.  `owner` is the notebook that
-    wrote it, with these `versions`.  `distrust` says who else could have: then nothing was read.
+    wrote it, in this `process` and with these `versions`.  `distrust` says who else could have:
+    then nothing was read.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Snapshot:
     versions: Mapping[str, str] = field(default_factory=dict)
     meshes: tuple[Mesh, ...] = ()
     owner: str = ""
+    process: str = ""
     problem: str = ""
     distrust: str = ""
 
@@ -90,13 +93,29 @@ def root_folder(log_dir: str | None) -> Path:
 
 
 def owner_of(pool: str) -> str:
-    """Identify a pool of this notebook or script by its file; without one by this process."""
+    """Identify a pool by the file of its notebook or script, else by the kernel or process."""
     main = vars(sys.modules["__main__"])
     # JupyterLab and VS Code tell a kernel its file.
     in_jupyter = os.environ.get("JPY_SESSION_NAME") if "ipykernel" in sys.modules else None
     file = main.get("__vsc_ipynb_file__") or in_jupyter or main.get("__file__")
-    program = os.path.abspath(file) if isinstance(file, str) else NO_FILE
+    if isinstance(file, str) and not file.endswith(os.sep):  # a nameless notebook has a folder
+        program = os.path.abspath(file)
+    else:
+        program = _kernel() or NO_FILE
     return program if pool == DEFAULT_POOL else f"{program} pool {pool}"
+
+
+def _kernel() -> str:
+    """Identify the notebook kernel, also after it was restarted; "" if this process is none."""
+    if "ipykernel" not in sys.modules:
+        return ""
+    from ipykernel.connect import get_connection_file
+
+    try:
+        key = json.loads(Path(get_connection_file()).read_text())["key"]
+    except (RuntimeError, OSError):  # no kernel runs here, or its connection file was removed
+        return ""
+    return f"kernel {hashlib.sha256(key.encode()).hexdigest()[:32]}" if key else ""
 
 
 class SnapshotStore:
@@ -153,8 +172,10 @@ class SnapshotStore:
         raise UsageError(said)
 
     def damaged(self, snapshot: Snapshot, problem: str) -> UsageError:
-        """Return the error that names the next older one that looks intact."""
-        older = (each for each in self.of(snapshot.name) if each.stamp < snapshot.stamp)
+        """Return the error that names the next older one of its notebook that looks intact."""
+        owner = snapshot.owner or self.owner
+        alike = (each for each in self.of(snapshot.name) if each.owner == owner)
+        older = (each for each in alike if each.stamp < snapshot.stamp)
         remedy = "There is no older one."
         if intact := next((each for each in older if not (each.problem or each.distrust)), None):
             remedy = f"`%dist_restore --name {intact.key}` takes the one of {intact.clock}."
@@ -215,7 +236,11 @@ class SnapshotStore:
             ) from None
 
     def publish(self, folder: Path, name: str, parts: Mapping[int, Written]) -> Snapshot:
-        """Name a snapshot that `writing` has completed, and remove the oldest."""
+        """Name a snapshot that `writing` has completed, and remove the oldest of its notebook.
+
+        What others have saved under this name stays, also what another run of this file has
+        saved that has not ended.
+        """
         now = time.time()
         stamp = _next_stamp(self.root / name, now)
         manifest = {
@@ -224,6 +249,7 @@ class SnapshotStore:
             "nbdist": __version__,
             "versions": dict(next(iter(parts.values())).versions),
             "owner": self.owner,
+            "process": processes.identify(os.getpid()),
             "meshes": [asdict(mesh) for mesh in {m for p in parts.values() for m in p.meshes}],
             "left_out": {n: why for part in parts.values() for n, why in part.left_out.items()},
             "ranks": {
@@ -238,21 +264,37 @@ class SnapshotStore:
         _sync(folder)
         folder.rename(self.root / name / stamp)
         _sync(self.root / name)
-        ours = [each for each in self.of(name) if folders.is_ours(each.folder, _what(name))]
-        for old in ours[KEPT:]:
+        own = [each for each in self.of(name) if each.owner == self.owner]
+        for old in [each for each in own if self._may_go(each)][KEPT:]:
             _remove(old)
         return _read(name, self.root / name / stamp)
 
+    def _may_go(self, snapshot: Snapshot) -> bool:
+        """Return False for a folder that is not ours, and while another run may need a snapshot."""
+        is_of_this_run = snapshot.process == processes.identify(os.getpid())
+        is_needed = not is_of_this_run and processes.may_run(snapshot.process)
+        return not is_needed and folders.is_ours(snapshot.folder, _what(snapshot.name))
+
     def remove(self, key: str) -> list[Snapshot]:
-        """Remove all snapshots of a name, or `NAME@STAMP`, and return them; UsageError for none."""
-        name, _, stamp = self.find(key).key.partition("@")
-        wanted = [each for each in self.of(name) if "@" not in key or each.stamp == stamp]
+        """Remove and return this notebook's snapshots of a name, or any `NAME@STAMP`.
+
+        Raises UsageError if there is none.
+        """
+        found = self.find(key)
+        wanted = [found] if "@" in key else [e for e in self.mine() if e.name == found.name]
+        if not wanted:
+            raise UsageError(
+                f"`{key}` was not removed: another notebook has saved it. "
+                f"`%dist_snapshot --remove {found.key}` removes one of its snapshots."
+            )
         removed = [each for each in wanted if _remove(each)]
         if not removed:
             raise UsageError(f"`{key}` was not removed: there are files in it that are not ours.")
-        with suppress(OSError):  # there may be others, or a writer
-            (self.root / name / ".lock").unlink()
-            (self.root / name).rmdir()
+        folder = found.folder.parent
+        if not _stamped(folder):
+            with suppress(OSError):  # there may be a writer
+                (folder / ".lock").unlink()
+                folder.rmdir()
         return removed
 
 
@@ -296,14 +338,14 @@ def _read(name: str, folder: Path) -> Snapshot:
         meshes = tuple(Mesh.read(mesh) for mesh in manifest["meshes"])
         versions = {k: str(v) for k, v in manifest.get("versions", {}).items()}
         found = (manifest["time"], parts, manifest["left_out"], versions, meshes)
-        owner = manifest.get("owner", "")
+        owner, process = str(manifest.get("owner", "")), str(manifest.get("process", ""))
         problems = [_problem_of(folder / f"rank{r}.frames", p) for r, p in parts.items()]
     except folders.Untrusted as error:
         return Snapshot(name, folder.name, folder, distrust=str(error))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Snapshot(name, folder.name, folder, problem=f"{MANIFEST} cannot be read")
     problem = next(filter(None, problems), "")
-    return Snapshot(name, folder.name, folder, *found, owner=owner, problem=problem)
+    return Snapshot(name, folder.name, folder, *found, owner, process, problem)
 
 
 def _problem_of(path: Path, part: Written) -> str:

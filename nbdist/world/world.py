@@ -378,8 +378,8 @@ class World:
         """Write variables of each rank to the disk: `world.snapshot("model", "step", name="a")`.
 
         By default all that cells have bound, under the name of the notebook.  With the random
-        states, for `restore` in this world or a later one.  The 3 newest of a name are kept.
-        Raises UsageError where it cannot be written, with nothing changed.
+        states, for `restore` in this world or a later one.  The notebook's 3 newest of a name are
+        kept.  Raises UsageError where it cannot be written, with nothing changed.
         """
         return exchange.save(self.session, self.snapshot_store, _names_in(variables), name)
 

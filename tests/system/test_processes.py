@@ -24,9 +24,11 @@ from nbdist.system import processes
 from nbdist.system.processes import (
     Child,
     OwnTime,
+    identify,
     ignores,
     is_exiting,
     is_stopped,
+    may_run,
     safe_environ,
     safe_path,
     schedule,
@@ -163,6 +165,17 @@ def test_what_is_known_without_asking() -> None:
         process.kill()
         assert process.stdout.read() == b""
         assert is_exiting(process.pid)  # nothing has waited for it yet
+
+
+def test_a_process_is_identified() -> None:
+    """Not by its number alone, which others get; what runs on another machine is not known."""
+    with python("pass") as pid:
+        identity = identify(pid)
+        host, number, start = identity.split()
+        assert may_run(identity)
+        assert not may_run(f"{host} {number} {int(start) - 1}")
+    assert (identify(pid), may_run(identity), may_run("")) == ("", False, False)
+    assert may_run(f"{host}-2 {number} {start}")
 
 
 def test_time_without_a_processor_is_not_its_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -82,6 +83,56 @@ def test_the_newest_are_kept(store: SnapshotStore) -> None:
     stamps = [f"29991231-235959.00{number}" for number in (1, 2)]
     assert [take(store, "b").stamp for _ in stamps] == stamps
     assert store.find("b").stamp == stamps[-1]
+
+
+def test_two_notebooks_of_one_name(store: SnapshotStore) -> None:
+    """Neither removes what the other has saved, nor restores it by itself."""
+    a, b = (SnapshotStore(store.root, f"/proj{each}/Untitled.ipynb") for each in "AB")
+    assert a.default_name == b.default_name == "Untitled"
+    first = take(a, "Untitled")
+    others = [take(b, "Untitled") for _ in range(KEPT + 2)]
+    assert a.of("Untitled") == [*reversed(others[-KEPT:]), first]
+    assert a.find("Untitled") == a.find(None) == first
+    damaged = take(a, "Untitled")
+    (damaged.folder / MANIFEST).write_text("")
+    assert f"--name {first.key}`" in str(a.damaged(a.find("Untitled"), "it is cut"))
+    assert [each.key for each in a.remove("Untitled")] == [damaged.key, first.key]
+    assert a.of("Untitled") == [*reversed(others[-KEPT:])]
+
+
+def test_a_name_of_another_notebook_is_not_removed(store: SnapshotStore) -> None:
+    """Only a snapshot that is named with its stamp is; then nothing is left of the name."""
+    a, b = (SnapshotStore(store.root, f"/proj{each}/Untitled.ipynb") for each in "AB")
+    taken = take(b, "x")
+    said = f"another notebook has saved it. `%dist_snapshot --remove {taken.key}` removes"
+    with pytest.raises(UsageError, match=said):
+        a.remove("x")
+    assert a.remove(taken.key) == [taken]
+    assert entries(store.root) == []
+
+
+RUN = (
+    "import sys, pathlib\nfrom tests.world.test_snapshots import SnapshotStore, take\n"
+    "store = SnapshotStore(pathlib.Path(sys.argv[1]), '/train.py')\n"
+    "print(take(store, 'a').key, flush=True)\ninput()"
+)
+
+
+@pytest.mark.world
+def test_two_runs_of_one_script(store: SnapshotStore) -> None:
+    """What a run has saved stays until it has ended; a later run finds it, and replaces it."""
+    own = SnapshotStore(store.root, "/train.py")
+    command = [sys.executable, "-c", RUN, str(store.root)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        key = other.stdout.readline().strip()  # type: ignore[union-attr]
+        assert own.find(None).key == key
+        mine = [take(own, "a").key for _ in range(KEPT + 1)]
+        assert [each.key for each in own.of("a")] == [*reversed(mine[1:]), key]
+        other.communicate("\n")
+    last = take(own, "a").key
+    assert [each.key for each in own.of("a")] == [last, *reversed(mine[2:])]
 
 
 def test_what_is_no_name(store: SnapshotStore) -> None:

@@ -222,11 +222,12 @@ FROM_RANK = whole_number("--from", "a number, such as `--from 1`, or 0", least=0
 
 @command(
     argument("variables", nargs="*", help="by default all that cells have bound on the workers"),
-    argument("--name", metavar="NAME", help="what to call it, by default as the notebook; the 3"
-             " newest of a name are kept"),
+    argument("--name", metavar="NAME", help="what to call it, by default as the notebook, which"
+             " keeps its 3 newest of a name"),
     argument("--every", metavar="N", type=EVERY, help="also after every N-th distributed cell that"
              " succeeds; 0 ends that"),
-    argument("--remove", metavar="NAME", help="remove the snapshots of this name, or NAME@STAMP"),
+    argument("--remove", metavar="NAME", help="remove this notebook's snapshots of this name,"
+             " or NAME@STAMP"),
 )  # fmt: skip
 def dist_snapshot(line: Line) -> str:
     """Save variables and RNG states of every rank: `%dist_snapshot model step --name epoch-3`.

@@ -10,7 +10,7 @@ import pytest
 
 from nbdist.notebook.commands.values import expressions_in
 from tests.notebook.front_end import Notebook, body, lasting
-from tests.waiting import wait_until
+from tests.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.shared_world
 
@@ -227,7 +227,28 @@ def test_this_notebooks_newest(
     assert " from `first@" in other.run("%dist_restore").text
     assert body(other.run("%%distributed\nx"))[-1] == "'second'"
     assert "removed `first@" in other.run("%dist_snapshot --remove first").text
+    assert " from `first@" in notebook.run("%dist_restore").text
+    assert "removed `first@" in notebook.run("%dist_snapshot --remove first").text
     assert [each.name for each in folder.iterdir()] == ["My-train"]
+
+
+@pytest.mark.own_agent
+@pytest.mark.parametrize("place", ["", "/projects/"])
+def test_a_nameless_notebook_after_a_restart(
+    notebook: Notebook, fresh: Callable[..., Notebook], place: str
+) -> None:
+    """It restores what it saved before, and no other notebook without a name does."""
+    env = {"NBDIST_SNAPSHOT_DIR": str(notebook.folder), "JPY_SESSION_NAME": place}
+    start = ("%load_ext nbdist", "%dist_init -n 2")
+    other, third = (fresh(*start, env=env) for _ in range(2))
+    other.run("%%distributed -n 2\nx = 'saved'")
+    assert " · snapshot `snapshot` · " in other.run("%dist_snapshot").text
+    other.manager.restart_kernel(now=True)
+    other.client.wait_for_ready(timeout=SOON)
+    assert [*map(other.fails_at, ("%load_ext nbdist", "%dist_init -n 2"))] == ["", ""]
+    assert "restored x on ranks 0-1 from `snapshot@" in other.run("%dist_restore").text
+    assert "not save" not in other.run("%dist_restore").text
+    assert "No snapshot is known to be this notebook's" in third.run("%dist_restore").error
 
 
 def test_bad_input(notebook: Notebook) -> None:
