@@ -154,10 +154,11 @@ class NameTable:
         """Note that a cell of the notebook may have bound these names: they are its own again.
 
         An object with an identity counts only if it is another one now (`if False: model = Net()`),
-        or if the name is among those that were `surely` bound.
+        or if the name is among those that were `surely` bound.  Variables that the notebook lacks
+        now count too: the cell has deleted them by `%xdel`, `%reset_selective` or `globals()`.
         """
         self.objects.runs += 1
-        for name in set(names):
+        for name in {*names, *self._deleted()}:
             self._noticed.discard(name)
             self.assigned.add(name)
             self._bound_at[name] = next(self._clock)
@@ -169,6 +170,10 @@ class NameTable:
                 if name in surely or not _is_kept(entry.identity, value):
                     has[name] = replace(entry, identity=None)
         self.objects.links.drop_unused()
+
+    def _deleted(self) -> list[str]:
+        sent = (name for rank in self._ranks for name in self._of_rank(rank, Sent))
+        return [name for name in sent if name not in self.namespace]
 
     def take_deleted(self, ranks: Collection[int]) -> dict[int, tuple[str, ...]]:
         """Return by rank the variables that were sent there and that the notebook has deleted."""

@@ -75,6 +75,13 @@ def test_deleted_in_the_notebook(two: Notebook, program: Run) -> None:
     assert seen(two, "count(1241)") == (0, [0, 0])
 
 
+def test_deleted_by_other_means(two: Notebook, program: Run) -> None:
+    """A variable that a magic or a call deletes hides no builtin on the ranks any more."""
+    for deletes in ("%xdel list", "%reset_selective -f ^list$", "globals().pop('list');"):
+        program([here("list = [1, 2]"), gives("list", [1, 2]), here(deletes)])
+        program([gives("list(range(2))", [0, 1])])
+
+
 def test_deleted_on_the_ranks(two: Notebook, program: Run) -> None:
     """What the ranks delete is free there, and comes again if it is used again."""
     program([here(COUNT), here("t = torch.zeros(1243)"), ranks("print(t.sum()); del t")])

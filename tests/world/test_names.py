@@ -177,6 +177,9 @@ def test_what_the_notebook_deletes(table: NameTable) -> None:
     table.finished(0, Done("ok", 0.0, gone=frozenset({"model"})), NOTHING_SENT)
     assert table.owners() == {"x": ("notebook", {0, 1})}
     assert table.bound(1) == ["model"]
+    del table.namespace["x"]
+    table.bound_in_notebook([])  # a cell that does not name it
+    assert table.take_deleted([0, 1]) == {0: ("x",), 1: ("x",)}
 
 
 def test_what_was_assigned_while_a_task_ran(table: NameTable) -> None:
