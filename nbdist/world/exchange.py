@@ -7,6 +7,7 @@ late for, they bind them.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -39,6 +40,12 @@ def check_expressions(expressions: Sequence[str]) -> None:
             compile(text, "<gather>", "eval")
         except SyntaxError as error:
             raise UsageError(f"`{text}` is no expression: {error.msg}.") from None
+
+
+def variable_in(expression: str) -> str:
+    """Return `model` for `model.head` and `model[0]`; "" for another expression."""
+    found = re.match(r"(\w+)[.\[]", expression)
+    return found[1] if found and found[1].isidentifier() else ""
 
 
 def gather(
@@ -260,7 +267,10 @@ def sync(
     if not names:
         raise UsageError("`%dist_sync`: which names? `%dist_sync model opt --from 0`.")
     if bad := [name for name in names if not name.isidentifier()]:
-        raise UsageError(f"`%dist_sync {bad[0]}`: a name is copied, not an expression.")
+        remedy = ""
+        if whole := variable_in(bad[0]):
+            remedy = f": `%dist_sync {whole}` copies all of `{whole}`"
+        raise UsageError(f"`%dist_sync {bad[0]}`: variables are copied by name{remedy}.")
     check_are_free(names, "`%dist_sync`")
     if session.spec.backend is None and session.state.has_workers:
         why = "copies through the process group, and these workers have none (`--backend none`)"
@@ -321,7 +331,10 @@ def save(
         there = {each for part in parts.values() for each in part.names}
         if names is not None and (missing := [each for each in names if each not in there]):
             said = f"No snapshot was written: no rank has `{'`, `'.join(missing)}`."
-            if missing == [names[0]]:
+            whole = variable_in(missing[0])
+            if session.names.ranks_with(whole):
+                said += f" Variables are saved by name: `%dist_snapshot {whole}` saves `{whole}`."
+            elif missing == [names[0]]:
                 named = " ".join(["%dist_snapshot", *names[1:], "--name", names[0]])
                 said += f" If that is to be the snapshot's name: `{named}`."
             raise UsageError(said)

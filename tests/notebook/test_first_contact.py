@@ -72,6 +72,8 @@ MISTAKES = (
     _row("%dist_push nope", "nope"),
     _row("%%distributed\nlock", "`lock` (thread lock) cannot be sent", "Make it inside"),
     _row("%dist_scatter nope", "the notebook has no `nope`."),
+    _row("%dist_push nbdist.x", "by name: assign it first, as in `part = nbdist.x`."),
+    _row("%dist_snapshot kept.real", "by name: `%dist_snapshot kept` saves `kept`."),
     _row("%dist_sync nope", "no `nope`"),
     _row("%dist_sync here --from 0,1", "it takes one rank to copy from"),
     _row("%dist_scatter lock", "cannot be split: use a tensor"),

@@ -274,7 +274,7 @@ def test_a_rank_that_dies_when_all_have(old: World) -> None:
     ("names", "source", "ranks", "kind", "said"),
     [
         ([], 0, None, UsageError, "which names"),
-        (["x", "mine[0]"], 0, None, UsageError, r"`%dist_sync mine\[0\]`: a name is copied"),
+        (["x", "mine[0]"], 0, None, UsageError, r"by name: `%dist_sync mine`"),
         (["x"], 3, None, BadRanks, "there is no rank 3"),
         (["x"], 0, [1, 5], BadRanks, "there is no rank 5"),
         (["x", "gone"], 1, None, UsageError, "rank 1: this rank has no `gone`"),

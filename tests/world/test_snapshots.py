@@ -244,6 +244,9 @@ def test_variables_and_names(world: World) -> None:
     assert world.snapshot(["y"], name="c").names == ["y"]
     with pytest.raises(UsageError, match=r"no rank has `z`\. .*: `%dist_snapshot x --name z`"):
         world.snapshot("z", "x")
+    for part in ("x.real", "x[0]"):
+        with pytest.raises(UsageError, match=r"no rank has `x.*: `%dist_snapshot x` saves"):
+            world.snapshot("y", part)
     assert world.restore("y", name="a").names == ("y",)
     said = r"has no a; it has y\. `%dist_restore --name a` restores the snapshot of this name"
     with pytest.raises(UsageError, match=said):

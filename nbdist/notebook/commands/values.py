@@ -152,6 +152,8 @@ def _check_are_here(line: Line, names: Sequence[str]) -> None:
     ours = line.pool.shell.user_ns
     if missing := [name for name in names if name not in ours]:
         listed, near = "`, `".join(missing), did_you_mean(missing[0], ours)
+        if exchange.variable_in(missing[0]) in ours:
+            near = f" Variables are sent by name: assign it first, as in `part = {missing[0]}`."
         raise UsageError(f"`{line.command.shown_name}`: the notebook has no `{listed}`.{near}")
 
 
