@@ -110,7 +110,9 @@ def draw_bars_as_text() -> None:
 
 
 class Around:
-    """Follows the notebook's surroundings from task to task; what a rank has changed itself stays.
+    """Follows the notebook's surroundings from task to task.
+
+    What a rank has changed itself stays until the notebook changes the same thing again.
 
     Made after the worker's own imports: a `random.py` in the notebook's folder is for cells alone.
     """
@@ -120,6 +122,7 @@ class Around:
         self._own_path = [*own_path] if start.world.own_path else []
         self._told: Surroundings | None = None
         self._folder = os.getcwd()
+        self._wanted = start.world.cwd  # the notebook's folder, as a path on this machine
         self._given = dict(os.environ)
         self._changes: Mapping[str, str | None] = {}
         self._path = self._path_with(start.world.sys_path)
@@ -153,20 +156,24 @@ class Around:
         return [*path, *(entry for entry in self._own_path if entry not in path)]
 
     def _go_to(self, folder: str, first: str) -> None:
-        """Change to the folder, or to the one in its place on this machine."""
-        places = [moved_path(folder, first, self._at_start.cwd), folder]
-        there = next(filter(os.path.isdir, places), None)
-        if there == self._folder or _folder_now() not in (self._folder, None):
-            return
+        """Change to the folder, or to the one in its place on this machine, if it is another."""
+        wanted, now = moved_path(folder, first, self._at_start.cwd), _folder_now()
+        if wanted == self._wanted and now is not None:
+            return  # the notebook has not moved: a rank that has stays where it is
+        there = next(filter(os.path.isdir, (wanted, folder)), None)
         if there is None:
+            self._wanted = ""  # it may be made later
             why = f"{socket.gethostname()} has no folder {folder}: this rank stays in"
-            sys.stderr.write(f"{why} {_folder_now()}\n")
+            sys.stderr.write(f"{why} {now}\n")
             return
         try:
             os.chdir(there)
         except OSError as error:
             sys.stderr.write(f"this rank could not change to {there}: {error.strerror}\n")
             return
+        if now not in (self._folder, os.getcwd(), None):
+            sys.stderr.write(f"this rank has left {now} for the notebook's folder {there}\n")
+        self._wanted = wanted
         self._folder = process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -259,18 +260,25 @@ def note(world: World) -> str:
 
 
 def test_the_folder(here: World, tmp_path: Path) -> None:
-    """Ranks go where the notebook goes, also new ones; one that has gone elsewhere stays there."""
+    """Ranks go where the notebook goes, also new ones, and one that has gone elsewhere before."""
     os.chdir(tmp_path)
     assert here.gather(FOLDER) == [str(tmp_path)] * 2
     here.session.surroundings.take_note()  # pytest has variables of its own for each test
     here.execute("import os; os.chdir('/')", ranks=[1])
+    sys.path.append("/more")  # the folder is the same: the rank stays where it is
+    assert here.gather(FOLDER) == [str(tmp_path), "/"]
     (tmp_path / "below").mkdir()
     os.chdir("below")
-    assert here.gather(FOLDER) == [str(tmp_path / "below"), "/"]
+    (tmp_path / "below" / "where.py").write_text("import os; print(os.getcwd())")
+    ran = here.run_script("where.py")
+    assert ran.stdout[0] == ran.stdout[1] == f"{tmp_path / 'below'}\n"
+    said = f"this rank has left / for the notebook's folder {tmp_path / 'below'}\n"
+    assert (ran.stderr[0], ran.stderr[1]) == ("", said)
+    assert here.gather(FOLDER) == [str(tmp_path / "below")] * 2
     here.replace([1])
     assert here.gather(FOLDER) == [str(tmp_path / "below")] * 2
     assert here.session.surroundings.take_note() == ""
-    os.rmdir(tmp_path / "below")
+    shutil.rmtree(tmp_path / "below")
     assert here.gather("rank") == [0, 1]
     os.chdir(tmp_path)
     assert here.gather(FOLDER) == [str(tmp_path)] * 2
