@@ -296,6 +296,15 @@ DEBUG_VARIABLES: Mapping[str, str] = {
 But for NCCL_DESYNC_DEBUG, with which torch ends a worker whose collective waits too long.
 """
 
+SET_ON_IMPORT = re.compile(
+    r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|PYTORCH_NVML_BASED_CUDA_CHECK|TORCHINDUCTOR_CACHE_DIR"
+    r"|QT_QPA_.*|PYDEVD_.*|WANDB_SERVICE|_.*"
+)
+"""Variables that sklearn, torch, Lightning, polars and others set in each process that has them.
+
+The notebook's are not mentioned, and a rank that has its own keeps it.
+"""
+
 READ_AT_START = re.compile(
     r"(LD|MALLOC|KMP|GOMP|MKL|OPENBLAS|GLIBC)_.*|PYTHON(?!_EXEC|FAULTHANDLER|PATH).*"
     r"|TORCH_(LOGS|LOGS_.*|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES)"

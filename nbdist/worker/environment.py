@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nbdist.wire.spec import WorkerStart, moved_path, sharing_variables
+from nbdist.wire.spec import SET_ON_IMPORT, WorkerStart, moved_path, sharing_variables
 from nbdist.wire.views import PACKAGES
 from nbdist.wire.work import Surroundings
 from nbdist.worker.compat import accelerator
@@ -145,12 +145,24 @@ class Around:
         # A rank that has entries of its own keeps them.
         is_own = sys.path != before
         sys.path[:] = merged(sys.path, before, self._path) if is_own else self._path
-        changed, self._changes = self._changes, around.environ
-        names, given = {**changed, **around.environ}, self._given
-        change_environ(
-            {name: changed.get(name, given.get(name)) for name in names},
-            {name: around.environ.get(name, given.get(name)) for name in names},
-        )
+        self._take_environ(around.environ)
+
+    def _take_environ(self, now: Mapping[str, str | None]) -> None:
+        """Change the variables that the notebook has changed, also those that this rank has set.
+
+        Variables that libraries set in each process stay if this rank has its own.
+        """
+        last, self._changes = self._changes, now
+        given, absent = self._given, object()
+        new = [n for n in {**last, **now} if now.get(n, absent) != last.get(n, absent)]
+        after = {name: now.get(name, given.get(name)) for name in new}
+        before = {
+            name: last.get(name, given.get(name))
+            if SET_ON_IMPORT.fullmatch(name)
+            else os.environ.get(name)
+            for name in new
+        }
+        change_environ(before, after)
 
     def _path_with(self, path: Sequence[str]) -> list[str]:
         return [*path, *(entry for entry in self._own_path if entry not in path)]

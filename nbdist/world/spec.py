@@ -29,6 +29,7 @@ from nbdist.wire.spec import (
     NBDIST_DECIDES,
     NBDIST_SETS,
     READ_AT_START,
+    SET_ON_IMPORT,
     WorldSpec,
     check_nvls,
     versions_here,
@@ -329,12 +330,6 @@ def takes_options(
 
 # --- what has changed since the workers were described --------------------------------------
 
-
-SET_ON_IMPORT = re.compile(
-    r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|PYTORCH_NVML_BASED_CUDA_CHECK|TORCHINDUCTOR_CACHE_DIR"
-    r"|QT_QPA_.*|PYDEVD_.*|WANDB_SERVICE|_.*"
-)
-"""Variables that sklearn, torch, Lightning, polars and others set: they are not mentioned."""
 
 MOST_NAMES = 6  # variables that one line names
 

@@ -298,21 +298,27 @@ def test_the_path(here: World, tmp_path: Path) -> None:
     assert str(tmp_path) not in path
 
 
-def test_the_environment(here: World) -> None:
-    """Variables follow, named in a line once and without values; a rank's own stay."""
+def test_the_environment(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables follow, named in a line once and without values; also after a rank's own value."""
     note(here)
     os.environ["NBT_A"], os.environ["NBT_TOKEN"] = "1", "hidden"
     changed = "environment variables `NBT_A`, `NBT_TOKEN` changed in the notebook"
     assert [note(here), note(here)] == [f"{changed}, and on the ranks too", ""]
     assert value(here, "NBT_A") == ["1", "1"]
     here.execute("import os; os.environ['NBT_A'] = 'own'", ranks=[1])
-    os.environ["NBT_A"] = "2"
-    assert value(here, "NBT_A") == ["2", "own"]
-    del os.environ["NBT_A"]
-    assert note(here).startswith("environment variable `NBT_A` changed")
-    assert value(here, "NBT_A") == [None, "own"]
     del os.environ["NBT_TOKEN"]
     assert value(here, "NBT_TOKEN") == [None, None]
+    assert value(here, "NBT_A") == ["1", "own"]
+    note(here)
+    os.environ["NBT_A"] = "2"
+    assert value(here, "NBT_A") == ["2", "2"]
+    here.execute("os.environ['NBT_A'] = 'own'", ranks=[1])
+    del os.environ["NBT_A"]
+    assert note(here).startswith("environment variable `NBT_A` changed")
+    assert value(here, "NBT_A") == [None, None]
+    here.execute("os.environ['WANDB_SERVICE'] = 'own'", ranks=[1])
+    monkeypatch.setenv("WANDB_SERVICE", "1")  # a library sets it in each process
+    assert value(here, "WANDB_SERVICE") == ["1", "own"]
 
 
 def test_variables_for_which_it_is_too_late(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
