@@ -145,6 +145,14 @@ PUSH: dict[str, list[Step]] = {
         told(here("%dist_push cfg -r 1")),
         gives("jobs[0] is cfg, cfg['lr']", (True, 0.5), (True, 0.1)),
     ],
+    "on one rank, and then used on all": [
+        here("l = [1]"),
+        told(here("%dist_push l -r 1")),
+        gives("l", [1], [1]),
+        ranks("l.append(2)"),
+        told(here("%dist_push l -r 0")),
+        gives("l", [1], [1, 2]),
+    ],
     "after a conflict": [
         here("l = [0]"),
         ranks("l.append(rank); mine = [l]"),
