@@ -43,6 +43,13 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 WIDGETS = "jupyter.widget"  # how the names of connections begin that belong to widgets
 NO_COMM = "(`{}` wants a connection to the page, which ranks cannot open)"
+BAD_WIDGET = "(a message of a widget was dropped: {})"
+TOO_DEEP = "(a `{}` was dropped: it has more than {} levels of lists and dictionaries)"
+MODEL_NAMES = ("_model_name", "_model_module", "_model_module_version")
+"""What the state of each widget has as text: a page finds the widget's class by it."""
+
+MAX_LEVELS = 100
+"""Levels of JSON in one another: `pickle` and `json` fail at some hundreds."""
 
 ENDING = "`%dist_shutdown` ends all workers."
 
@@ -61,30 +68,64 @@ class Message(NamedTuple):
     ours: Mapping[str, Any]
     buffers: Sequence[bytes | memoryview] = ()
     metadata: Mapping[str, Any] = NOTHING
+    is_too_deep: bool = False
+
+
+class BadWidgetMessage(ValueError):
+    """A widget's message that no page could use; the message says why."""
 
 
 def message_from(session: Session, frames: list[bytes]) -> Message | None:
     """Read a message; None, and a line in the log, for bytes that are none."""
     try:
-        raw = session.deserialize(session.feed_identities(frames)[1])
+        raw = session.deserialize(session.feed_identities(frames)[1], content=False)
         metadata = {**raw["metadata"]}
         ours = metadata.pop("nbdist", {})
+        # Its number is needed in any case: the text that follows it waits for that.
+        content = _unpacked(session, raw["content"])
+        is_too_deep = content is None or is_deeper(metadata, MAX_LEVELS)
         return Message(
             str(raw["header"]["msg_type"]),
-            {**raw["content"]},
+            {} if is_too_deep else {**content},
             str(raw["parent_header"].get("msg_id", "")),
             int(ours.get("number", 0)),
             ours,
             raw["buffers"],
-            metadata,
+            NOTHING if is_too_deep else metadata,
+            is_too_deep,
         )
     except Exception as error:  # noqa: BLE001 (garbage can make each of these raise anything)
         log.warning("dropped %d frames of a worker's: %.200r", len(frames), error)
         return None
 
 
+def _unpacked(session: Session, content: bytes) -> Any:
+    """Return the content of a message; None if it has more than `MAX_LEVELS`."""
+    try:
+        found = session.unpack(content)
+    except RecursionError:
+        return None
+    return None if is_deeper(found, MAX_LEVELS) else found
+
+
+def is_deeper(value: object, levels: int) -> bool:
+    """Return True if JSON has more levels of lists and dictionaries in one another."""
+    level: list[Any] = [[value]]
+    for _ in range(levels + 1):
+        parts = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for part in parts for each in part if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
+
+
 def output_from(message: Message) -> events.Output | None:
-    """Read it as an output; None for kinds that nbdist does not relay, and for malformed ones."""
+    """Read it as an output; None for kinds that nbdist does not relay, and for malformed ones.
+
+    A malformed message of a widget, and one of too many levels, become a line that says so.
+    """
+    if message.is_too_deep:
+        return _line(TOO_DEEP.format(message.kind, MAX_LEVELS))
     try:
         if message.kind in events.COMMS:
             output: events.Output | None = _comm(message)
@@ -92,6 +133,8 @@ def output_from(message: Message) -> events.Output | None:
             output = _output(message.kind, message.content, message.ours)
         if output is not None and not fits(output, type(output)):
             raise TypeError("a field is of another type")
+    except BadWidgetMessage as error:
+        return _line(BAD_WIDGET.format(error))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         log.warning("dropped a malformed %s: %.200r", message.kind, error)
         return None
@@ -156,10 +199,36 @@ def _comm(message: Message) -> events.Output:
     content, kind = message.content, message.kind
     target = str(content["target_name"]) if kind == "comm_open" else ""
     if target and not target.startswith(WIDGETS):
-        return events.Display({"text/plain": NO_COMM.format(target)}, {})
+        return _line(NO_COMM.format(target))
     buffers = tuple(map(bytes, message.buffers))
-    data: Mapping[str, Any] = content.get("data") or {}
+    data: Any = content.get("data") if kind != "comm_close" else None
+    data = data or {}
+    _check_widget(data, is_open=bool(target))
     return events.Comm(kind, content["comm_id"], data, message.metadata, buffers, target)  # type: ignore[arg-type]
+
+
+def _check_widget(data: object, *, is_open: bool) -> None:
+    """Raise BadWidgetMessage for data by which the notebook could not keep the widget's state."""
+    if not isinstance(data, dict):
+        raise BadWidgetMessage("its data is no dictionary")
+    state = data.get("state", None if is_open else {})
+    if not isinstance(state, dict):
+        raise BadWidgetMessage("its state is no dictionary")
+    for name in MODEL_NAMES:
+        if not isinstance(state.get(name, None if is_open else ""), str):
+            raise BadWidgetMessage(f"`{name}` in its state is no text")
+    paths = data.get("buffer_paths", [])
+    if not isinstance(paths, list) or not all(map(_is_path, paths)):
+        raise BadWidgetMessage("its `buffer_paths` is no list of paths")
+
+
+def _is_path(path: object) -> bool:
+    """Return True for the place of a buffer in a state: `["image", "data", 0]`."""
+    return isinstance(path, list) and path != [] and all(isinstance(x, str | int) for x in path)
+
+
+def _line(text: str) -> events.Display:
+    return events.Display({"text/plain": text}, {})
 
 
 def as_shown(failure: events.Failure) -> events.Failure:

@@ -25,6 +25,7 @@ from nbdist.output.events import (
     Update,
 )
 
+NOT_ITS_OWN = "(a message was dropped: it is for a widget of another rank)"
 UNKNOWN = "(this page does not have this widget: run the cell again that makes it)"
 
 MOST_OUTPUTS, MOST_TEXT = 500, 200_000
@@ -44,6 +45,13 @@ class Model:
     def captures(self) -> bool:
         """Whether it is an `Output`, which shows what is printed inside of it."""
         return self.state.get("_model_name") == "OutputModel"
+
+    @property
+    def outputs(self) -> list[dict[str, Any]]:
+        """A list of what an `Output` shows, without parts that no page could show."""
+        found = self.state.get("outputs")
+        parts = found if isinstance(found, list | tuple) else ()
+        return [each for each in parts if isinstance(each, dict)]
 
     def change(self, comm: Comm) -> None:
         """Take in the state that a message has, or a part of it."""
@@ -80,7 +88,9 @@ class Widgets:
         """Take in what a rank has said; return what of it is for the cell, None for nothing."""
         with self._lock:
             match output:
-                case Comm():
+                case Comm(id=name):
+                    if name in self.models and self.models[name].rank != rank:
+                        return Display({"text/plain": NOT_ITS_OWN}, {})
                     self._take_comm(rank, output)
                     return None
                 case Died():
@@ -115,7 +125,7 @@ class Widgets:
         """Note whether what its rank shows from now on is shown inside of this `Output`."""
         inside = self._capturing.setdefault(model.rank, [])
         begins = bool(model.state.pop("msg_id", ""))
-        if "msg_id" in comm.data.get("state", {}):
+        if "msg_id" in (comm.data.get("state") or {}):
             inside[:] = [each for each in inside if each != comm.id]
             if begins:
                 inside.append(comm.id)
@@ -124,7 +134,7 @@ class Widgets:
 
     def _capture(self, name: str, output: Text | Display | Clear | Failure) -> None:
         model = self.models[name]
-        outputs: list[dict[str, Any]] = [*model.state.get("outputs", ())]
+        outputs = model.outputs
         if model.clears_next or (isinstance(output, Clear) and not output.wait):
             outputs, model.clears_next = [], False
         match output:
@@ -132,8 +142,9 @@ class Widgets:
                 model.clears_next = wait
             case Text(stream, text):
                 last = outputs[-1] if outputs else {}
-                if last.get("name") == stream:
-                    text = outputs.pop()["text"] + text
+                if last.get("name") == stream and isinstance(before := last.get("text"), str):
+                    text = before + text
+                    outputs.pop()
                 said = {"output_type": "stream", "name": stream, "text": text[-MOST_TEXT:]}
                 outputs.append(said)
             case _:

@@ -16,7 +16,10 @@ import pytest
 from jupyter_client.session import Session
 
 from nbdist.agent.kernel_link import (
+    BAD_WIDGET,
+    MAX_LEVELS,
     NO_COMM,
+    TOO_DEEP,
     KernelClient,
     Message,
     TaskConnection,
@@ -80,7 +83,6 @@ RECORD = Record("vm", 0, 0, "app", 20, "INFO", "said", 1.5, "a.py", 3, "f", "Mai
         ("nbdist_tracked", {**TRACKED, "curves": {"loss": [0, 1, 2, 2, math.nan, 0]}}, None),
         ("nbdist_tracked", {**TRACKED, "counted": {"loss": 10**20}}, None),
         ("status", {"execution_state": "idle"}, None),
-        ("comm_open", {"target_name": "jupyter.widget"}, None),
         ("comm_msg", {"comm_id": "a", "data": {"x": 1}}, Comm("comm_msg", "a", {"x": 1}, {})),
         ("comm_msg", {"comm_id": 5}, None),
         ("comm_open", {"target_name": "mine"}, Display({"text/plain": NO_COMM.format("mine")}, {})),
@@ -89,6 +91,62 @@ RECORD = Record("vm", 0, 0, "app", 20, "INFO", "said", 1.5, "a.py", 3, "f", "Mai
 def test_messages_become_outputs(kind: str, content: Any, output: Output | None) -> None:
     """Malformed ones, and kinds that are not relayed, become none."""
     assert output_from(message(kind, content)) == output
+
+
+MODEL = {"_model_name": "M", "_model_module": "m", "_model_module_version": "1"}
+
+
+def opens(**data: Any) -> tuple[str, dict[str, Any]]:
+    return "comm_open", {"target_name": "jupyter.widget", "comm_id": "a", "data": data}
+
+
+def changes(**data: Any) -> tuple[str, dict[str, Any]]:
+    return "comm_msg", {"comm_id": "a", "data": data}
+
+
+@pytest.mark.parametrize(
+    ("message_parts", "why"),
+    [
+        *((opens(state=each), "its state is no dictionary") for each in (None, [1], "x")),
+        *((changes(state=each), "its state is no dictionary") for each in (None, ["msg_id"], 5)),
+        (changes(state={}, buffer_paths=5), "its `buffer_paths` is no list of paths"),
+        *(
+            (opens(state=MODEL, buffer_paths=[each]), "its `buffer_paths` is no list of paths")
+            for each in (1, [], [["x"]], "x", None)
+        ),
+        (opens(state={}), "`_model_name` in its state is no text"),
+        (changes(state={"_model_module": {}}), "`_model_module` in its state is no text"),
+        (("comm_msg", {"comm_id": "a", "data": [1]}), "its data is no dictionary"),
+    ],
+)
+def test_malformed_messages_of_widgets(message_parts: tuple[str, Any], why: str) -> None:
+    """A malformed message of a widget becomes a line that says what is wrong with it."""
+    shown = output_from(message(*message_parts))
+    assert shown == Display({"text/plain": BAD_WIDGET.format(why)}, {})
+
+
+def test_well_formed_messages_of_widgets() -> None:
+    """Paths of buffers have names and indices; the data of a message that closes is not read."""
+    assert isinstance(output_from(message(*opens(state=MODEL, buffer_paths=[["a", 0]]))), Comm)
+    assert isinstance(output_from(message(*changes(method="custom", content=[1]))), Comm)
+    closes = {"comm_id": "a", "data": [1]}
+    assert output_from(message("comm_close", closes)) == Comm("comm_close", "a", {}, {})
+
+
+@pytest.mark.parametrize("levels", [MAX_LEVELS - 2, MAX_LEVELS - 1, 900, 3000])
+def test_deep_messages(levels: int) -> None:
+    """A message with too many levels keeps its number, and a line takes its place."""
+    session = Session(key=b"ours")
+    packed = session.msg("display_data", {}, metadata={"nbdist": {"number": 7}})
+    deep = b'{"data": {"application/json": %b1%b}}' % (b"[" * levels, b"]" * levels)
+    packed["content"] = deep
+    found = message_from(session, session.serialize(packed))
+    assert found is not None
+    assert found.number == 7
+    shown = output_from(found)
+    assert isinstance(shown, Display)
+    is_dropped = shown.data == {"text/plain": TOO_DEEP.format("display_data", MAX_LEVELS)}
+    assert is_dropped == (levels > MAX_LEVELS - 2)
 
 
 def test_messages_of_others_are_dropped() -> None:

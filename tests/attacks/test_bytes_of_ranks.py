@@ -164,6 +164,9 @@ PREPARE = """
 kernel = get_ipython().kernel
 session, iopub = kernel.session, kernel.iopub_socket
 
+def deep(levels):
+    return [deep(levels - 1)] if levels else 1
+
 def send(kind, content, metadata=None):
     session.send(iopub, kind, content, ident=kind.encode(), metadata=metadata)
 """
@@ -180,6 +183,7 @@ PUBLISHED = (
     "session.send(iopub, 'nbdist_record', {'x': 1})",
     "send('comm_open', {}); send('comm_msg', None)",
     "send('clear_output', {'wait': 'never'})",
+    "send('display_data', {'data': {'application/json': deep(500)}})",
     "iopub.send_multipart([b'nbdist', b'garbage'])\n"
     "iopub.send_multipart([b'nbdist', b'<IDS|MSG>', b'', b'{', b'', b'', b''])\n"
     "iopub.send_multipart([b'nbdist'])\n"

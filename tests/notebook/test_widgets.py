@@ -189,6 +189,38 @@ def test_output_and_interact(notebook: Notebook, page: Page) -> None:
     assert body(notebook.run("%%distributed\nprint(len(out.outputs))"))[-1] == "2"
 
 
+PUBLISH = """%%distributed
+kernel = get_ipython().kernel
+def publish(kind, data, name="odd"):
+    content = {"comm_id": name, "data": data, "target_name": "jupyter.widget"}
+    kernel.session.send(kernel.iopub_socket, kind, content)
+out = ipywidgets.Output()
+deep = 1
+for _ in range(500): deep = [deep]"""
+
+ODD = (
+    "publish('comm_open', {'state': slider.get_state(), 'buffer_paths': 5})",
+    "publish('comm_open', {'state': {}})",
+    "publish('comm_open', {'state': {**slider.get_state(), 'x': deep}})",
+    "publish('comm_msg', {'method': 'update', 'state': None}, out.comm.comm_id)",
+    "publish('comm_msg', {'method': 'update', 'state': {'outputs': 5, 'msg_id': '1'}},"
+    " out.comm.comm_id); print('inside')",
+)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_malformed_messages(notebook: Notebook, page: Page, odd: str) -> None:
+    """No other widget is harmed: cells run, and a new page gets the states of widgets."""
+    shown = models(notebook.run(SLIDER))
+    notebook.run(PUBLISH)
+    assert notebook.run(f"%%distributed -r 1\n{odd}").errors == []
+    assert body(notebook.run(VALUES))[1::2] == ["has 0", "has 1"]
+    page.states = {}
+    page.send("control", "comm_open")
+    page.send("control", method="request_states")
+    page.until(lambda: {*shown} <= page.states.keys())
+
+
 def test_a_rank_that_dies_takes_its_widgets(notebook: Notebook, page: Page) -> None:
     """The page has its models no more, and a line in their place; those of others stay."""
     kept, lost = models(notebook.run(SLIDER))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nbdist.output.events import WIDGET, Clear, Comm, Display, Done, Failure, Output, Text
-from nbdist.world.widgets import UNKNOWN, Widgets, merged
+from nbdist.world.widgets import NOT_ITS_OWN, UNKNOWN, Widgets, merged
 
 VIEW = Display({"text/plain": "IntSlider()", WIDGET: {"model_id": "s"}}, {})
 
@@ -93,6 +93,26 @@ def test_what_an_output_captures(widgets: Widgets) -> None:
     done = Done("error", 0.0)
     assert widgets.take(0, done) is done  # the cell has ended, whatever became of it
     assert widgets.take(0, inside[0]) == inside[0]
+
+
+ODD_OUTPUTS = (None, 5, "text", {"a": 1}, [1, "x"], [{"name": "stdout"}])
+
+
+@pytest.mark.parametrize("outputs", [*ODD_OUTPUTS, [{"name": "stdout", "text": 5}]])
+def test_outputs_that_are_none(widgets: Widgets, outputs: Any) -> None:
+    """An `Output` whose outputs are malformed captures the text that follows."""
+    state = {"_model_name": "OutputModel", "outputs": outputs, "msg_id": "7"}
+    widgets.take(0, opened("out", **state))
+    assert widgets.take(0, Text("stdout", "a")) is None
+    shown = widgets.models["out"].outputs[-1]
+    assert shown == {"output_type": "stream", "name": "stdout", "text": "a"}
+
+
+def test_a_message_for_a_widget_of_another_rank(widgets: Widgets) -> None:
+    """The message becomes a line, and the widget stays as it was."""
+    for comm in (opened("s", value=5), changed("s", value=5), Comm("comm_close", "s", {}, {})):
+        assert widgets.take(1, comm) == Display({"text/plain": NOT_ITS_OWN}, {})
+    assert widgets.models["s"].state["value"] == 1
 
 
 def test_widgets_that_no_page_has(widgets: Widgets) -> None:
