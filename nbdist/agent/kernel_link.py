@@ -175,9 +175,15 @@ def _output(kind: str, content: Mapping[str, Any], ours: Mapping[str, Any]) -> e
 
 def _tracked(content: Mapping[str, Any]) -> events.Tracked:
     curves = {name: tuple(map(float, each)) for name, each in content["curves"].items()}
-    for flat in curves.values():
+    for name, flat in curves.items():
+        name.encode()  # ValueError for a name that no page could show
         if len(flat) % events.OF_POINT or not all(map(math.isfinite, flat)):
             raise ValueError("points are no numbers")
+        steps, *_, odd = (flat[at :: events.OF_POINT] for at in range(events.OF_POINT))
+        if any(abs(step) > 4 * events.MAX_STEP for step in steps):  # of merged steps it is lower
+            raise ValueError("too large a step")
+        if any(number < 0 for number in (*flat[1 :: events.OF_POINT], *odd)):
+            raise ValueError("a negative count")
     counted = {name: int(number) for name, number in content["counted"].items()}
     if any(number > 2**53 for number in counted.values()):
         raise ValueError("too large a count")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, zip_longest
-from statistics import median
+from statistics import median, median_high, median_low
 from typing import NamedTuple
 
 from nbdist.output.curves import MOST_NAMES, Curve, Curves, Point, Run, Series
@@ -92,7 +92,8 @@ def bands_of(run: Run) -> Bands:
     medians = [_median(at) for at in zip(*means.values(), strict=True)]
     far = tuple(_far(means, medians, steps)) if len(run) >= FEWEST_RANKS else ()
     away = {each.rank for each in far}
-    near = [found for rank, found in spread.items() if rank not in away]
+    # Each rank can be away from the others at some step: then the band is of all ranks.
+    near = [found for rank, found in spread.items() if rank not in away] or [*spread.values()]
     at_once = [[each for each in at if each is not None] for at in zip(*near, strict=True)]
     odd = {
         rank: next(point.step for point in run[rank] if point.odd)
@@ -138,7 +139,10 @@ def _columns(series: Series, begin: float, width: float, columns: int) -> list[P
 
 def _median(numbers: Iterable[float | None]) -> float | None:
     found = [each for each in numbers if each is not None]
-    return median(found) if found else None
+    if not found:
+        return None
+    low, high = median_low(found), median_high(found)
+    return low if low == high else low / 2 + high / 2  # the sum of both can be too large
 
 
 def _far(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from nbdist.errors import UsageError
-from nbdist.output.events import OF_POINT, Tracked
+from nbdist.output.events import MIN_STEP_WIDTH, OF_POINT, Tracked
 from nbdist.words import one_line
 
 MOST_POINTS, FEWEST_POINTS, POINTS_OF_ALL = 2_000, 100, 100_000
@@ -55,7 +55,8 @@ class Series:
     def _widen(self) -> None:
         """Merge neighbours until there are half as many points."""
         span = self.last_step - self.columns[0][0]
-        self.wide = self.wide or 2.0 ** math.ceil(math.log2(span / self._most))
+        least = max(MIN_STEP_WIDTH, span / self._most)
+        self.wide = self.wide or 2.0 ** math.ceil(math.log2(least))
         while len(self) > self._most // 2 + 1:
             self.wide *= 2
             points = [*self]

@@ -274,6 +274,12 @@ class Tracked(NamedTuple):
 
 OF_POINT = 6
 
+MAX_STEP = 2e18
+"""The largest step: the difference of two steps fits 64 bits, and so does a time in ns."""
+
+MIN_STEP_WIDTH = 1e-9
+"""The fewest steps that a point of merged steps covers: dividing by it never overflows."""
+
 MOVED, RECORD, TRACKED = "nbdist_moved", "nbdist_record", "nbdist_tracked"
 """The kinds of messages in which a worker sends these."""
 

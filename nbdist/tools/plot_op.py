@@ -144,7 +144,8 @@ class Taps(MetaPathFinder):
             if len(self._seen) < MOST_SEEN or is_wanted:
                 self._seen.setdefault(name)
             if is_wanted:
-                with suppress(TypeError):  # no number of its own: part of a tensor, for one
+                # No number of its own, such as part of a tensor; or a step that is too large.
+                with suppress(TypeError, ValueError):
                     track(step=step, **{name: value})
 
 

@@ -11,9 +11,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain, groupby
 from time import monotonic
 from typing import Any
+
+from nbdist.output.events import MAX_STEP, MIN_STEP_WIDTH
 
 EVERY = 0.5  # seconds between two messages
 MOST_WAITING = 4_096  # calls that are kept one by one
@@ -51,14 +54,17 @@ def track(*, step: float | None = None, **numbers: Any) -> None:
     Python, numpy or tensors of one element, which are read at once; those on a GPU are copied
     there and read when they are sent.  In a process that is no worker it does nothing.
 
-    Raises TypeError for what is no number.
+    Raises TypeError for a value that is no number, ValueError for a step that is NaN, infinite or
+    beyond 2e18, and for a name that cannot be sent as UTF-8.
     """
     if _send is None:
         return
     for name, value in numbers.items():
+        if not name.isascii():
+            _check_name(name)
         if type(value) is not float and type(value) is not int:
             numbers[name] = _number(name, value)
-    if step is not None and type(step) is not int:
+    if step is not None and (type(step) is not int or abs(step) > MAX_STEP):
         step = _step(step)
     _waiting.append((step, numbers))
     if monotonic() >= _due:
@@ -109,8 +115,13 @@ def flush() -> None:
         counted = {name: _counts[name] for name in _counted if name in curves}
         _lasts.update((name, points[-1][0]) for name, points in _points.items())
         _points.clear()
-        if curves:
+        if not curves:
+            return
+        try:
             _send({"curves": curves, "counted": counted})
+        except (OSError, TypeError, ValueError) as error:  # the end of a task must be reported
+            names = ", ".join(f"`{name}`" for name in curves)
+            _warn(f"the numbers of {names} were not sent: {error!r:.200}")
 
 
 # A child of a worker is no rank: its data loaders would send under its parent's name.
@@ -121,7 +132,8 @@ def _number(name: str, value: Any) -> Any:
     """Return it as a float, or a copy on its GPU; TypeError for what is no number."""
     if hasattr(value, "full_tensor"):  # each rank would wait for the others, at its own time
         raise TypeError(f"track({name}=...): a DTensor; track its `.full_tensor()`")
-    is_elsewhere = hasattr(value, "detach") and value.device.type not in ("cpu", "meta")
+    device = value.device if hasattr(value, "detach") and hasattr(value, "device") else None
+    is_elsewhere = getattr(device, "type", "cpu") not in ("cpu", "meta")
     try:
         if is_elsewhere and value.numel() == 1 and not value.is_complex():
             return value.detach().clone()
@@ -132,7 +144,8 @@ def _number(name: str, value: Any) -> Any:
     except (TypeError, ValueError, RuntimeError):
         pass
     kind = type(value).__name__
-    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    found = getattr(value, "shape", None)
+    shape = f" of shape {tuple(found)}" if isinstance(found, tuple) else ""
     raise TypeError(
         f"track({name}=...): a {kind}{shape} is no number; "
         "track numbers or tensors of one element, such as `loss.mean()`"
@@ -140,11 +153,23 @@ def _number(name: str, value: Any) -> Any:
 
 
 def _step(value: Any) -> float:
-    """Return it as a number; TypeError for what is none, or is not finite."""
+    """Return it as a number; TypeError for what is none, ValueError beyond `MAX_STEP`."""
     number = _number("step", value)
-    if math.isfinite(found := float(number)):
+    if abs(found := float(number)) <= MAX_STEP:  # NaN is not
         return found
-    raise TypeError(f"track(step={found}): a step is a finite number")
+    raise ValueError(
+        f"track(step={found:.6g}): a step is a finite number from {-MAX_STEP:.0e} to {MAX_STEP:.0e}"
+    )
+
+
+def _check_name(name: str) -> None:
+    """Raise ValueError for a name with half of a surrogate pair."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"track: the name {name[:LONGEST_NAME]!a} cannot be sent as UTF-8: {error.reason}"
+        ) from None
 
 
 def _aggregate() -> None:
@@ -184,10 +209,16 @@ def _refuse(name: str) -> None:
     """Say once that there are too many names."""
     if not _refused:
         _refused.append(name)
-        sys.stderr.write(
-            f"track: {MOST_NAMES} names are kept, and `{name}` is one more; "
-            "a number of its own step is `track(step=i, name=...)`\n"
+        _warn(
+            f"{MOST_NAMES} names are kept, and `{name}` is one more; "
+            "a number of its own step is `track(step=i, name=...)`"
         )
+
+
+def _warn(text: str) -> None:
+    # Cells can close stderr, and put anything in its place.
+    with suppress(AttributeError, OSError, TypeError, ValueError):
+        sys.stderr.write(f"track: {text}\n")
 
 
 def _merged(points: list[Point], most: int, last: float | None) -> Iterator[Point]:
@@ -197,7 +228,8 @@ def _merged(points: list[Point], most: int, last: float | None) -> Iterator[Poin
     `last` step that was sent belongs to that point.
     """
     first, span = points[0][0], abs(points[-1][0] - points[0][0])
-    wide = 2.0 ** math.ceil(math.log2(span / (most - 1))) if span else 1.0
+    least = max(MIN_STEP_WIDTH, span / (most - 1))
+    wide = 2.0 ** math.ceil(math.log2(least)) if span else 1.0
     groups = [[*each] for _, each in groupby(points, lambda point: point[0] // wide)]
     if len(groups) > 2 * most:  # steps that go back and forth
         size = math.ceil(len(points) / most)

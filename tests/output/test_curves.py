@@ -17,7 +17,7 @@ from nbdist.errors import UsageError
 from nbdist.output import chart
 from nbdist.output.chart import bands_of, curves_html, curves_text, live_curves, remarks
 from nbdist.output.curves import MOST_NAMES, MOST_POINTS, MOST_RUNS, Curves, Point, Series
-from nbdist.output.events import Done, Tracked
+from nbdist.output.events import MAX_STEP, Done, Tracked
 from tests.output.lab import Panel, final_html, final_text, live_html, make
 
 
@@ -67,6 +67,33 @@ def test_a_curve_keeps_its_extremes(numbers: list[float]) -> None:
         mean = sum(each.mean * each.finite for each in points) / len(finite)
         near = 1e-6 * max(map(abs, finite))
         assert mean == pytest.approx(sum(finite) / len(finite), rel=1e-6, abs=near)
+
+
+LARGE = (MAX_STEP, -MAX_STEP, 5e-324, 1e-300, 1e-9, 1 / 3, 0.0, 1.0)
+VALUES = (1.7e308, -1.7e308, 1e308, 5e-324, 0.0, 1.0, math.nan)
+
+
+@given(some.randoms(use_true_random=False))
+def test_extreme_numbers_are_drawn(random: random.Random) -> None:
+    """Whatever ranks have tracked: `%dist_plot` draws it, and each median is finite."""
+    curves = Curves()
+    for rank in range(random.randint(1, 5)):
+        steps = [random.choice(LARGE) * random.random() for _ in range(random.choice((1, 9, 300)))]
+        said = tracked(random.choice((steps, sorted(steps))), lambda _: random.choice(VALUES))
+        curves.take(rank, "task", said, 5)
+    assert curves_html(curves)
+    assert curves_text(curves)
+    medians = (bands_of(run).medians for run in curves.by_name["loss"].runs.values())
+    assert all(each is None or math.isfinite(each) for found in medians for each in found)
+
+
+def test_no_rank_is_near_the_others() -> None:
+    """Each of four ranks is far from the others at some steps: the band is of all of them."""
+    curves = curves_of(4, 96, lambda rank, step: 100.0 if step // 24 == rank else step % 2)
+    bands = bands_of(curves.by_name["loss"].last)
+    assert [each.rank for each in bands.far] == [0, 1, 2, 3]
+    assert len(bands.low) == len(bands.steps)
+    assert curves_html(curves)
 
 
 def test_a_long_curve_is_bounded() -> None:

@@ -79,6 +79,18 @@ def test_logs(kernel: Notebook) -> None:
         assert said in kernel.run(f"%%distributed {options}\npass").error
 
 
+ODD = ("track(**{'\\ud800': 1})", "track(step=1e308, loss=1)", "track(step=10**400, loss=1)")
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_numbers_that_are_refused(kernel: Notebook, odd: str) -> None:
+    """The cell says so; the workers keep their variables, and curves are drawn."""
+    shown = kernel.run(f"%%distributed\nkept = rank\ntrack(before=1)\n{odd}")
+    assert "ValueError: track" in shown.seen
+    assert kernel.run("%%distributed\nprint(kept)").text.splitlines()[2::2] == ["0", "1"]
+    assert "before 1" in kernel.run("%dist_plot").text
+
+
 def test_tracked(world: World) -> None:
     """A table of steps and ranks, also while pandas has not been imported; steps can be given."""
     world.execute("import nbdist\nfor i in range(3): nbdist.track(step=10 * i, acc=rank + i / 10)")

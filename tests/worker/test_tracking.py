@@ -14,7 +14,7 @@ import torch
 
 import nbdist
 from nbdist.output.curves import Point, Series
-from nbdist.output.events import OF_POINT
+from nbdist.output.events import MAX_STEP, OF_POINT
 from nbdist.worker import tracking
 from nbdist.worker.tracking import MOST_NAMES, MOST_SENT, track
 
@@ -72,9 +72,52 @@ def test_what_is_none(sent: list[dict[str, Any]], value: Any, what: str) -> None
     """One line, with what to track instead; nothing of the call is sent."""
     with pytest.raises(TypeError, match=rf"track\(loss=\.\.\.\): {what} is no number; track"):
         track(lr=0.1, loss=value)
-    with pytest.raises(TypeError, match=r"a step is a finite number"):
-        track(step=math.nan, loss=1)
     assert points(sent, "lr") == []
+
+
+@pytest.mark.parametrize("step", [math.nan, math.inf, 1e308, -3e18, 10**400, torch.tensor(1e30)])
+def test_steps_that_are_too_large(sent: list[dict[str, Any]], step: Any) -> None:
+    """The call raises, nothing of it is sent, and later calls are."""
+    with pytest.raises(ValueError, match=r"a step is a finite number from -2e\+18 to 2e\+18"):
+        track(step=step, loss=1)
+    track(step=MAX_STEP, loss=2)
+    assert [each.mean for each in points(sent, "loss")] == [2]
+
+
+def test_a_name_that_cannot_be_sent(sent: list[dict[str, Any]]) -> None:
+    """The call raises, and nothing of it is sent."""
+    with pytest.raises(ValueError, match=r"the name '\\ud800' cannot be sent as UTF-8"):
+        track(**{"loss": 1, "\ud800": 1})
+    track(größe=1)
+    assert points(sent, "loss") == []
+    assert len(points(sent, "größe")) == 1
+
+
+def test_steps_that_differ_by_nearly_nothing(sent: list[dict[str, Any]]) -> None:
+    """Steps back and forth are merged, however small their differences are."""
+    for number in range(5_000):
+        track(step=(MAX_STEP, 0, 5e-324)[number % 3], loss=number)
+    track(step=5e-324, loss=0)
+    found = points(sent, "loss")
+    assert sum(each.finite for each in found) == 5_001
+    assert all(math.isfinite(each.step) for each in found)
+
+
+def test_numbers_that_cannot_be_sent(
+    sent: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line says so, also while stderr is closed, and the end of the task is reported."""
+
+    def refuse(_: dict[str, Any]) -> None:
+        raise ValueError("refused")
+
+    tracking.connect(refuse)
+    track(loss=1)
+    tracking.flush()
+    assert capsys.readouterr().err.startswith("track: the numbers of `loss` were not sent: ")
+    monkeypatch.setattr("sys.stderr", None)
+    track(loss=1)
+    tracking.flush()
 
 
 def test_odd_numbers(sent: list[dict[str, Any]]) -> None:
