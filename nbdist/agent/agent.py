@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbdist.agent.fork_server import ForkServerProcess
 from nbdist.agent.forming import Forming
-from nbdist.agent.inspect import UsageWatch, consulted, stack_of, status_of
+from nbdist.agent.inspect import UsageWatch, consulted, secrets_of, stack_of, status_of
 from nbdist.agent.listener import Listener, StoreWindow, with_ranks
 from nbdist.agent.notebook_link import NotebookLink, Serving
 from nbdist.agent.outbox import Outbox
@@ -119,7 +119,7 @@ class Agent:
             case Ask(number, messages.GetStatus()):
                 workers = tuple(self._workers.all.values())
                 do(reply(number, status_of, workers, self._usage))
-            case Ask(number, messages.GetStacks() | GetLogs() as request):
+            case Ask(number, messages.GetStacks() | messages.GetSecrets() | GetLogs() as request):
                 do(reply(number, self._read, request))
             case Ask(number, messages.Consult(ranks, question)):
                 do(reply(number, consulted, self._workers.alive(ranks), question))
@@ -177,12 +177,13 @@ class Agent:
     def _busy(self) -> list[Worker]:
         return [worker for worker in self._workers.alive() if worker.state == "busy"]
 
-    async def _read(self, request: messages.GetStacks | GetLogs) -> tuple[Any, ...]:
+    async def _read(self, request: messages.OfEachRank) -> tuple[Any, ...]:
         if isinstance(request, GetLogs):
             folders = {rank: worker.log.folder for rank, worker in self._workers.all.items()}
             return await asyncio.to_thread(read_logs, folders, request)
         asked = (self._workers.all[rank] for rank in request.ranks if rank in self._workers.all)
-        return tuple(await asyncio.gather(*map(stack_of, asked)))
+        of_one = secrets_of if isinstance(request, messages.GetSecrets) else stack_of
+        return tuple(await asyncio.gather(*map(of_one, asked)))
 
     async def do(self, request: node_messages.PartRequest[Any]) -> Any:
         """Do what is asked of a machine of a world."""

@@ -16,10 +16,20 @@ import psutil
 
 from nbdist.agent.stacks import frames_of, own_frames, with_code
 from nbdist.system.processes import OwnTime, is_stopped
+from nbdist.system.secrets import secret_values
 from nbdist.wire import control
 from nbdist.wire.control import Completions, Description, Question
 from nbdist.wire.messages import Used
-from nbdist.wire.views import Collective, Gpu, Place, Stack, StackFrame, Usage, WorkerStatus
+from nbdist.wire.views import (
+    Collective,
+    Gpu,
+    Place,
+    RankSecrets,
+    Stack,
+    StackFrame,
+    Usage,
+    WorkerStatus,
+)
 
 if TYPE_CHECKING:
     from nbdist.agent.worker import Worker
@@ -28,6 +38,7 @@ if TYPE_CHECKING:
 FRESH_SECONDS = 1.0  # for so long a count of pages holds; private pages are read each time
 STACK_TIMEOUT = 0.3  # seconds in which a worker answers unless C code holds the GIL
 STATUS_TIMEOUT = 0.12
+SECRETS_TIMEOUT = 3.0
 LAST_TIMEOUT = 2.0
 BRIEF_SAMPLE_TIMEOUT = 0.04
 SAMPLE_TIMEOUT = 0.4
@@ -61,6 +72,20 @@ async def stack_of(worker: Worker) -> Stack:
     own = own_frames(frames)
     problem = NO_LINE if state == "busy" and not own else ""
     return Stack(worker.rank, worker.pid, state, place, with_code(own), problem)
+
+
+async def secrets_of(worker: Worker) -> RankSecrets:
+    """Return the secrets of a rank's environment: those that it was given, and its own.
+
+    A rank whose C code holds the GIL cannot say which variables its own cells have set.
+    """
+    start, task = worker.given, worker.task
+    changed = task.around.environ if task and task.around else {}
+    given = {**start.world.environ, **start.environ}
+    now = {name: value for name, value in changed.items() if value is not None}
+    found = secret_values(given) | secret_values(now)
+    own = await worker.ask(control.ListSecrets(), SECRETS_TIMEOUT)
+    return RankSecrets(worker.rank, (*found.union(own if isinstance(own, tuple) else ()),))
 
 
 async def consulted(

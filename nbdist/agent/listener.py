@@ -21,7 +21,7 @@ from nbdist.agent.notebook_link import NotebookLink
 from nbdist.system.folders import PRIVATE_FILE
 from nbdist.wire import store, views
 from nbdist.wire.frames import BadFrame, FrameCutter
-from nbdist.wire.messages import GetStacks
+from nbdist.wire.messages import GetSecrets, GetStacks, OfEachRank
 from nbdist.wire.spec import WorldSpec
 from nbdist.wire.store import MOST_BYTES
 
@@ -99,7 +99,7 @@ class Door:
         raise NotImplementedError
 
 
-Read = Callable[[GetStacks | views.GetLogs], Awaitable[tuple[Any, ...]]]
+Read = Callable[[OfEachRank], Awaitable[tuple[Any, ...]]]
 """Reads what a notebook can ask for, too, of ranks on all machines."""
 
 STREAMS = ("stdout", "stderr")
@@ -189,6 +189,9 @@ class Listener(Door):
         ranks = asked.ranks or tuple(link.ranks)
         if asked.about == "stacks":
             return views.Findings(stacks=await read(GetStacks(ranks)))
+        if asked.about == "secrets":
+            found = await read(GetSecrets(ranks))
+            return views.Findings(secrets=tuple({each for row in found for each in row.values}))
         ranks = ranks[:MOST_READ]
         share = LINES_OF_ALL // (len(STREAMS) * max(1, len(ranks)))
         most = max(1, min(asked.most, MOST_LINES, share))

@@ -128,7 +128,11 @@ class Head:
                 there = [node.number for node in self._parts(ranks) if not node.lost]
                 self._transfers.run(run, there)
             case messages.Ask(
-                number, messages.GetStatus() | messages.GetStacks() | GetLogs() as request
+                number,
+                messages.GetStatus()
+                | messages.GetStacks()
+                | messages.GetSecrets()
+                | GetLogs() as request,
             ):
                 do(reply(number, rows_of, self._there, request))
             case messages.Ask(number, messages.GetRefused()):
@@ -415,7 +419,7 @@ async def ask(node: Node, request: messages.Request) -> Any:
 
 
 async def rows_of(
-    nodes: Iterable[Node], request: messages.GetStatus | messages.GetStacks | GetLogs
+    nodes: Iterable[Node], request: messages.GetStatus | messages.OfEachRank
 ) -> tuple[Any, ...]:
     """Return the rows of all ranks, in their order; those of lost nodes are missing."""
     found = await asyncio.gather(*(ask(node, request) for node in nodes))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from functools import wraps
+from itertools import takewhile
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from nbdist import __version__
 from nbdist.config import DEFAULT_POOL
 from nbdist.errors import UsageError
 from nbdist.output.ansi import strip
+from nbdist.system.secrets import MIN_CHARACTERS, SECRET, secret_values
 from nbdist.terminal import kernel
 from nbdist.terminal.worlds import (
     BETWEEN_LOOKS,
@@ -69,15 +71,23 @@ Tool = Callable[..., str]
 FIND_TIMEOUT = 5.0
 """Seconds for worlds to say what they are: one that is stopped keeps no question waiting longer."""
 
-_processes: set[int] = set()
-"""Agents and notebooks of worlds that were found, whose secrets are hidden."""
+_asked = threading.local()
+"""The thread that answers a question has here, as `world`, the world that the question is about."""
+
+_secrets: set[str] = set()
+"""All secrets that were found so far: a rank whose C code holds the GIL cannot say its own."""
 
 
 def worlds_here() -> list[Found]:
     """Find the user's worlds that have workers, in the order of their names."""
     found = agents.worlds(FIND_TIMEOUT)
-    _processes.update(pid for each in found for pid in (each.agent, each.info.notebook) if pid)
+    _secrets.update(secrets_of(p for each in found for p in (each.agent, each.info.notebook) if p))
     return found
+
+
+def note_secrets(found: Found) -> None:
+    """Ask a world for the secrets in its ranks' environment; UsageError if it does not answer."""
+    _secrets.update(findings(found, Inquire("secrets")).secrets)
 
 
 def chosen(world: str) -> Found:
@@ -87,7 +97,8 @@ def chosen(world: str) -> Found:
         raise UsageError("none of this user's worlds runs on this machine")
     if not world and len(found) > 1:
         raise UsageError(f"say which world, by its name or process: {agents.listed(found)}")
-    return agents.named(found, world, "world") if world else found[0]
+    _asked.world = one = agents.named(found, world, "world") if world else found[0]
+    return one
 
 
 def asked(found: Found, question: Look | Inquire) -> Said:
@@ -146,6 +157,9 @@ def acted(found: Found, magic: str, *words: str, cell: str = "", timeout: float)
 def worlds() -> str:
     """List the user's worlds on this machine: name, ranks, state, the cell that runs, notebook."""
     found = worlds_here()
+    for each in found:
+        with suppress(UsageError):  # it has ended, or is of another version
+            note_secrets(each)
     return worlds_text(found) if found else "none of this user's worlds runs here"
 
 
@@ -329,16 +343,9 @@ def bounded(text: str, *, keep_end: bool = False) -> str:
     return "\n".join(kept)
 
 
-WORDS = (
-    *("TOKEN(?!IZ)", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "API_?KEY", "ACCESS_?KEY"),
-    *("PRIVATE_?KEY", "CREDENTIAL", "AUTH(?!OR)"),
-)
-SECRET = re.compile("|".join(WORDS), re.IGNORECASE)
-"""A part of the name of an environment variable whose value stays hidden."""
-
 ASSIGNED = re.compile(
     rf"((?:\b[A-Z0-9_]*(?:{SECRET.pattern})[A-Z0-9_]*|\b(?:password|passwd|secret|api_key|"
-    r"(?:access|auth|hf|api)_token))[\"']?\s*[=:]\s*[\"']?)([^\s\"',;]{4,})"
+    r"(?:access|auth|hf|api)_token))[\"']?\]?\s*[=:]\s*[\"']?)([^\s\"',;]{4,})"
 )
 """Capitals, as variables of the environment have: `max_tokens=4096` is no secret."""
 
@@ -347,29 +354,45 @@ KNOWN = re.compile(
 )
 """What tokens of common services begin with."""
 
-HIDDEN, SHORTEST = "<hidden>", 6
+CUT = re.compile(r"…|\.\.\.|\s|$")
+"""What follows the beginning of a text that was cut because it was too long."""
+
+HIDDEN = "<hidden>"
 
 
 def secrets_of(pids: Iterable[int]) -> set[str]:
-    """Return the values of environment variables of these processes that look like secrets."""
-    environs = [os.environb.items()]
+    """Return the secrets with which this process and these others were started."""
+    found = secret_values(os.environ)
     for pid in pids:
         with suppress(OSError):
-            pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            environs.append({k: v for k, _, v in (each.partition(b"=") for each in pairs)}.items())
-    return {
-        os.fsdecode(value)
-        for environ in environs
-        for name, value in environ
-        if len(value) >= SHORTEST and SECRET.search(os.fsdecode(name))
-    }
+            pairs = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes()).split("\0")
+            found |= secret_values({k: v for k, _, v in (each.partition("=") for each in pairs)})
+    return found
 
 
 def masked(text: str, secrets: Iterable[str]) -> str:
-    """Hide these values, and what looks like a token or is assigned to the name of one."""
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
+    """Hide these values, and what looks like a token or is assigned to the name of one.
+
+    Each line of a value is hidden, and what a `repr` makes of it; of a value that was cut because
+    a line was too long, its beginning.
+    """
+    lines = {line for each in secrets for line in each.splitlines()}
+    texts = {form for line in lines for form in (line, repr(line)[1:-1], line.strip())}
+    for secret in sorted(texts, key=len, reverse=True):
+        if len(secret) >= MIN_CHARACTERS:
+            text = _without_beginning(text.replace(secret, HIDDEN), secret)
     return KNOWN.sub(HIDDEN, ASSIGNED.sub(rf"\1{HIDDEN}", text))
+
+
+def _without_beginning(text: str, secret: str) -> str:
+    """Hide the beginning of a secret wherever the text was cut behind it."""
+    begin, at = secret[:MIN_CHARACTERS], -1
+    while (at := text.find(begin, at + 1)) >= 0:
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(secret, text[at:], strict=False))
+        end = at + sum(1 for _ in same)
+        if CUT.match(text, end):
+            text = text[:at] + HIDDEN + text[end:]
+    return text
 
 
 # --- the server -------------------------------------------------------------------------------
@@ -387,18 +410,34 @@ def answered(tool: Tool, refusal: type[Exception] = UsageError) -> Tool:
     def answer(*arguments: Any, **named: Any) -> str:
         if not _turns.acquire(timeout=PATIENCE):
             raise refusal("too many questions at once: wait for the answers")
+        _asked.world = None
         try:
-            return _shown(tool(*arguments, **named), keep_end=tool is output)
+            text, is_refused = _said_by(tool, *arguments, **named)
+            shown = _shown(text, keep_end=tool is output)
         except UsageError as error:
-            raise refusal(_shown(str(error))) from None
+            raise refusal(f"nothing is shown, as secrets cannot be hidden: {error}") from None
         finally:
             _turns.release()
+        if is_refused:
+            raise refusal(shown)
+        return shown
 
     return answer
 
 
+def _said_by(tool: Tool, *arguments: Any, **named: Any) -> tuple[str, bool]:
+    """Return the answer of a tool, or why it refuses the question, and if it does."""
+    try:
+        return tool(*arguments, **named), False
+    except UsageError as error:
+        return str(error), True
+
+
 def _shown(text: str, *, keep_end: bool = False) -> str:
-    shown = masked(strip(text), secrets_of(_processes))
+    # Bounded twice: patterns take long in long lines, and what hides a value can be longer.
+    if _asked.world is not None:
+        note_secrets(_asked.world)
+    shown = masked(bounded(strip(text), keep_end=keep_end), {*_secrets})
     return bounded(shown, keep_end=keep_end)
 
 

@@ -122,6 +122,11 @@ class ListGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class ListSecrets:
+    """Which values of its environment are secrets?  Answered by these values."""
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
     """What do torch and IPython lack?  Answered by a sentence for each thing."""
 
@@ -181,7 +186,7 @@ class Resize(NamedTuple):
     environ: Mapping[str, str]
 
 
-Look = Locate | Trace | LastCollective | ListGroups | Check | Question
+Look = Locate | Trace | LastCollective | ListGroups | ListSecrets | Check | Question
 StepRequest = HoldSteps | StopAtStep | ReleaseSteps
 Request = Look | ReleaseValues | Abort | StepRequest | Regroup | Resize
 

@@ -84,6 +84,12 @@ class GetStacks(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class GetSecrets(NamedTuple):
+    """Answered by a tuple of `RankSecrets`."""
+
+    ranks: tuple[int, ...]
+
+
 class Consult(NamedTuple):
     """Ask one of these ranks, an idle one if there is any; None where none answers in time."""
 
@@ -144,7 +150,10 @@ class Grow:
     """Take in the machines that have come since the start; answered by `Healed`."""
 
 
-Look = GetStatus | GetRefused | GetStacks | GetLogs | Consult
+OfEachRank = GetStacks | GetSecrets | GetLogs
+"""Answered by rows, each of which has its `rank`."""
+
+Look = GetStatus | GetRefused | OfEachRank | Consult
 Change = StartWorld | StopWorld | Heal | Scale | Grow | Kill
 Request = Look | Change | GetCode | PutCode
 

@@ -336,6 +336,13 @@ class CallLayout(NamedTuple):
         return cls(thread, code_type, text_type, *offsets)
 
 
+class RankSecrets(NamedTuple):
+    """The values of a rank's environment variables that its names say are secrets."""
+
+    rank: int
+    values: tuple[str, ...]
+
+
 # --- what other processes ask of a world ------------------------------------------------------
 
 DOOR = "world.sock"
@@ -362,10 +369,11 @@ class Look:
 class Inquire:
     """More of these ranks, or all where there are none named.  Answered by `Findings`.
 
-    `about` their stacks, the last `most` lines of their logs, or the tasks that run and failed.
+    `about` their stacks, the last `most` lines of their logs, the tasks that run and failed, or the
+    secrets in their environment.
     """
 
-    about: Literal["stacks", "logs", "tasks"]
+    about: Literal["stacks", "logs", "tasks", "secrets"]
     ranks: tuple[int, ...] = ()
     most: int = 0
 
@@ -444,6 +452,7 @@ class Findings:
     logs: tuple[LogTail, ...] = ()
     last: TaskSeen | None = None
     failed: TaskSeen | None = None
+    secrets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nbdist.system.secrets import secret_values
 from nbdist.wire import control
 from nbdist.wire.control import Complete, Completions, Description, Inspect, Question
 from nbdist.wire.frames import pack, unpack
@@ -125,6 +127,8 @@ class ControlThread:
                 size = self._start.world.world_size if group is None or group.is_whole else 0
                 members = {} if group is None else group.held()
                 return control.HeldGroups(self._start.rank, size, members)
+            case control.ListSecrets():
+                return tuple(secret_values(os.environ))
             case control.Check():
                 return (*compat.check(), *ipython.check())
             case Complete(code, cursor):

@@ -22,7 +22,7 @@ from nbdist.agent import listener
 from nbdist.agent.listener import MOST_CALLING, Listener, StoreWindow
 from nbdist.wire import views
 from nbdist.wire.frames import FrameCutter, framed
-from nbdist.wire.messages import GetStacks
+from nbdist.wire.messages import GetSecrets, GetStacks, OfEachRank
 from nbdist.wire.store import (
     Add,
     Answer,
@@ -90,10 +90,12 @@ class Lab:
         await self.is_open.wait()
         return replace(info, at=float(self.looks), ranks=self.rows)
 
-    async def _read(self, request: GetStacks | views.GetLogs) -> tuple[Any, ...]:
+    async def _read(self, request: OfEachRank) -> tuple[Any, ...]:
         self.read.append(request)
         if isinstance(request, GetStacks):
             return tuple(views.Stack(rank, 1, "idle", views.Place()) for rank in request.ranks)
+        if isinstance(request, GetSecrets):
+            return tuple(views.RankSecrets(rank, ("of all", str(rank))) for rank in request.ranks)
         return tuple(views.LogTail(rank, "stdout", "f", ("a" * 999,)) for rank in request.ranks)
 
     async def connect(self, said: views.Said | bytes = b"") -> Streams:
@@ -142,7 +144,11 @@ async def test_what_assistants_ask(lab: Lab) -> None:
     assert found.logs == tuple(views.LogTail(rank, "stdout", "f", ("a" * 400,)) for rank in (0, 1))
     assert await lab.ask(views.Inquire("logs", tuple(range(10_000)), 10**9))
     assert await lab.ask(views.Inquire("tasks")) == views.Findings()
-    one, *logs = lab.read
+    found = await lab.ask(views.Inquire("secrets"))
+    assert isinstance(found, views.Findings)
+    assert sorted(found.secrets) == ["0", "1", "of all"]
+    one, *logs, secrets = lab.read
+    assert secrets == GetSecrets((0, 1))
     assert one == GetStacks((1,))
     assert [(len(each[0]), each[2]) for each in logs] == [(2, 1000), (256, 15)]  # type: ignore[index]
 

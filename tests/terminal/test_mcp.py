@@ -15,6 +15,7 @@ import pytest
 
 from nbdist.errors import UsageError
 from nbdist.notebook import guest
+from nbdist.system.secrets import secret_values
 from nbdist.terminal import kernel, mcp
 from nbdist.terminal.__main__ import main
 from nbdist.terminal.worlds import stacks_text
@@ -40,6 +41,35 @@ def test_secrets() -> None:
     code = "max_tokens=4096, tokenizer=AutoTokenizer, author: somebody, pad_token='<eos>'"
     assert mcp.masked(code, {"s3cr3t-of-mine"}) == code
     assert shown == f"{hidden} WANDB_API_KEY={hidden} 'password': '{hidden}' {hidden} keys=3"
+    assert mcp.masked("environ['A_TOKEN'] = 'abcdef'", ()) == f"environ['A_TOKEN'] = '{hidden}'"
+
+
+@pytest.mark.parametrize(
+    ("secret", "text", "shown"),
+    [
+        ("one-two\nthree-four", "three-four one-two", "H H"),
+        ('it\'s "so" secret', repr('it\'s "so" secret'), "'H'"),
+        ("abcdefghijkl", "abcdefghi… abcdefg... abcdef\nabcdefgh", "H… H... H\nH"),
+        ("abcdefghijkl", "abcde abcdefx abcdefghijkl", "abcde abcdefx H"),
+    ],
+)
+def test_parts_of_secrets(secret: str, text: str, shown: str) -> None:
+    """Each line of a value, its text in quotes, and the beginning of one that was cut."""
+    assert mcp.masked(text, {secret}) == shown.replace("H", mcp.HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_secret"),
+    [
+        *((name, True) for name in ("MY_SIGNING_KEY", "hf_token", "Db_Password", "KEY", "PASS_1")),
+        *((name, True) for name in ("APIKEY", "GOOGLE_CREDENTIALS", "DB_PASS", "X_PWD")),
+        *((name, False) for name in ("KEYBOARD", "PWD", "OLDPWD", "TOKENIZERS_PARALLELISM")),
+        *((name, False) for name in ("MONKEY", "XAUTHORITY", "BYPASSED", "PATH")),
+    ],
+)
+def test_names_of_secrets(name: str, *, is_secret: bool) -> None:
+    """Words that a name has decide, whatever its case."""
+    assert secret_values({name: "abcdef"}) == ({"abcdef"} if is_secret else set())
 
 
 @pytest.mark.world
@@ -219,6 +249,21 @@ def test_a_failure(notebook: Notebook, assistant: Assistant) -> None:
     assert f"TOKEN={mcp.HIDDEN}" in shown
     assert "hf_abc" not in shown
     assert "the output of" in assistant.ask("output", cell=-99)
+
+
+def test_secrets_that_came_later(notebook: Notebook, assistant: Assistant) -> None:
+    """Those that the notebook, `%env` or a rank has set since it was started are hidden as well."""
+    notebook.run("import os\nos.environ['MY_SIGNING_KEY'] = 'of-the-notebook'")
+    notebook.run("%env DB_PASSWORD=by-a-magic")
+    notebook.run("%%distributed\nimport os\nos.environ['A_TOKEN'] = 'of-the-ranks'")
+    names = "('MY_SIGNING_KEY', 'DB_PASSWORD', 'A_TOKEN')"
+    failing = f"found = ' '.join(os.environ[each] for each in {names})\nprint(found, flush=True)"
+    notebook.run(f"%%distributed\n{failing}\nraise ValueError(found)")
+    answers = [assistant.ask(tool) for tool in ("status", "why", "memory", "worlds")]
+    answers += [assistant.ask("output", cell=-1), assistant.ask("diff", names="found")]
+    assert all("of-the" not in each and "by-a-magic" not in each for each in answers)
+    assert all(mcp.HIDDEN in answers[at] for at in (0, 1, 4))
+    notebook.run("%%distributed\ndel os.environ['A_TOKEN']")
 
 
 def test_what_a_notebook_knows(notebook: Notebook, assistant: Assistant) -> None:

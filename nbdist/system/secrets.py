@@ -1,0 +1,32 @@
+"""Which environment variables are secrets, by the words in their names; pure.
+
+The values of such variables are hidden in what `nbdist mcp` tells an assistant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+WORDS = (
+    *("TOKEN(?!IZ)", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "AUTH(?!OR)"),
+    *("API_?KEY", "ACCESS_?KEY", "PRIVATE_?KEY", "(?<![A-Za-z0-9])(?:KEYS?|PASS)(?![A-Za-z])"),
+    "(?<=_)PWD(?![A-Za-z])",
+)
+SECRET = re.compile("|".join(WORDS), re.IGNORECASE)
+"""A part of the name of an environment variable whose value stays hidden.
+
+`KEY`, `PASS` and `PWD` are whole words of such a name: `KEYBOARD` and `PWD` hide nothing.
+"""
+
+MIN_CHARACTERS = 6
+"""Of a value that is hidden: shorter ones, such as `1` or `true`, are parts of other words."""
+
+
+def secret_values(environ: Mapping[str, str]) -> set[str]:
+    """Return the values of the variables whose names say that they are secrets."""
+    return {
+        value
+        for name, value in environ.items()
+        if len(value) >= MIN_CHARACTERS and SECRET.search(name)
+    }
