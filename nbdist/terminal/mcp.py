@@ -6,6 +6,7 @@ cell runs; what only a notebook knows is asked of its kernel, between cells.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import threading
@@ -17,6 +18,8 @@ from itertools import takewhile
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any
+
+from IPython.core.inputtransformer2 import TransformerManager
 
 from nbdist import __version__
 from nbdist.config import DEFAULT_POOL
@@ -276,11 +279,33 @@ def run(code: str, world: str = "", ranks: str = "all", timeout: float = RUN_TIM
     found = chosen(world)
     if not code.strip() or len(code) > MOST_CODE:
         raise UsageError(f"code: 1 to {MOST_CODE:,} characters")
+    check_is_plain(code)
     parsed = ranks_in(found, ranks)
     if not 1 <= timeout <= LONGEST_RUN:
         raise UsageError(f"timeout={timeout:g}: 1 to {LONGEST_RUN:g} seconds")
     options = "-r", format_ranks(parsed), "--timeout", f"{timeout:g}"
     return acted(found, "distributed", *options, cell=code, timeout=timeout + LOOK_TIMEOUT)
+
+
+NOTEBOOKS_LINE = re.compile(r"^\s*(?:\w+\s*=\s*)?%dist_", re.MULTILINE)
+"""A line that the notebook would take off the end of a cell to run it itself, also in a string."""
+
+
+def check_is_plain(code: str) -> None:
+    """Raise UsageError for code with magics, some of which the notebook itself would run."""
+    try:
+        # Where IPython understands a magic, it makes a call of `get_ipython()` of it.
+        module = ast.parse(TransformerManager().transform_cell(code))
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes.
+        why = one_line(str(error))
+        raise UsageError(f"code: it is not Python ({why}): nothing was run") from None
+    called = (node.func for node in ast.walk(module) if isinstance(node, ast.Call))
+    is_magic = any(ast.unparse(each).rpartition(".")[2] == "get_ipython" for each in called)
+    if is_magic or NOTEBOOKS_LINE.search(code):
+        raise UsageError(
+            "code: Python alone, without lines that begin with % or ! and without get_ipython(): "
+            "nothing was run"
+        )
 
 
 def interrupt(world: str = "") -> str:

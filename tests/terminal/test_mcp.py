@@ -122,6 +122,26 @@ def test_only_names_are_compared(names: str) -> None:
         mcp.diff(names)
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("x = 1\n%dist_gather x", "x = 1\ny = %dist_gather x", "%dist_shutdown", "!ls", "x?"),
+        *(
+            "%%time\nx = 1",
+            "x = !ls",
+            "if x:\n    %cd /",
+            "get_ipython().run_line_magic('cd', '/')",
+        ),
+        *("import IPython\nIPython.get_ipython().system('ls')", "x = 1 \\\n%dist_shutdown"),
+        *("x = 1\n'''\n%dist_shutdown\n# '''", "x = (", "x = '\0'", "for"),
+    ],
+)
+def test_only_python_runs(code: str) -> None:
+    """The notebook runs magics at the end of a cell itself: code with any is refused."""
+    with pytest.raises(UsageError, match=r"^code: .*nothing was run$"):
+        mcp.check_is_plain(code)
+
+
 def test_without_the_sdk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,6 +329,9 @@ def test_what_it_runs(notebook: Notebook, assistant: Assistant) -> None:
     """Is shown under the user's last cell, with its output and whose it is."""
     notebook.run("%%distributed\nbefore = 1")
     assert "1 to 50,000 characters" in assistant.ask("run", code=" ")
+    assert "nothing was run" in assistant.ask("run", code="found = 3\n%dist_gather found")
+    assert notebook.value("'found' in globals()") is False
+    mcp.check_is_plain("text = '''\n%time is %d''' % 3\nawait f(text) if text else get(text)")
     said = assistant.ask("run", code="found = rank + 40\nfound")
     assert "41" in said
     shown = notebook.next_shown("ran this by `nbdist mcp`", "found = rank + 40")
