@@ -29,6 +29,7 @@ from nbdist.system.secrets import MIN_CHARACTERS, SECRET, secret_values
 from nbdist.terminal import kernel
 from nbdist.terminal.worlds import (
     BETWEEN_LOOKS,
+    NO_LINES,
     cpu_since,
     failure_text,
     last_lines,
@@ -206,8 +207,8 @@ def output(
     world: str = "", ranks: str = "all", lines: int = 50, grep: str = "", cell: int = 0
 ) -> str:
     """Show the last lines that ranks have printed, from their logs, also while a cell runs. `grep`
-    is a regular expression, for which the last 1000 are searched; `cell` -1 is all that the last
-    cell has shown, -2 the one before."""
+    keeps lines with this text, of the last 1000: plain text, no regular expression; `|` separates
+    several texts. `cell` -1 is all that the last cell has shown, -2 the one before."""
     found = chosen(world)
     if cell:
         given = int(cell), ranks
@@ -220,14 +221,17 @@ def output(
     logs = findings(found, Inquire("logs", wanted, most)).logs
     more = len(wanted) - len({each.rank for each in logs})
     left_out = f"({count(more, 'rank')} left out: name fewer)\n" if more else ""
-    return left_out + last_lines(logs, pattern, lines)
+    text = last_lines(logs, pattern, lines)
+    if pattern and text == NO_LINES:
+        text = f"no lines with this text: `grep` is plain text, `|` separates several: {grep!r}"
+    return left_out + text
 
 
 def _pattern(grep: str) -> re.Pattern[str] | None:
-    try:
-        return re.compile(grep[:LONGEST_PATTERN]) if grep else None
-    except re.error as error:
-        raise UsageError(f"grep={grep!r} is not a regular expression: {error}") from None
+    """Return a pattern of plain texts: the search for a regular expression could take forever."""
+    if len(grep) > LONGEST_PATTERN:
+        raise UsageError(f"grep: at most {LONGEST_PATTERN} characters")
+    return re.compile("|".join(map(re.escape, filter(None, grep.split("|"))))) if grep else None
 
 
 def memory(world: str = "") -> str:

@@ -274,7 +274,7 @@ def coloured(line: str) -> str:
 
 # --- what `nbdist mcp` tells an assistant of a world --------------------------------------------
 
-MOST_ROWS = 64
+MOST_ROWS, NO_LINES = 64, "no lines"
 
 
 def status_text(seen: WorldInfo, cpu: Mapping[int, float]) -> str:
@@ -323,7 +323,7 @@ def last_lines(logs: Sequence[LogTail], pattern: re.Pattern[str] | None, most: i
     if logs and not any(each.file for each in logs):
         return "these workers have no log files (NBDIST_LOG_DIR is empty)"
     ends = (each._replace(lines=tuple(log_lines(each, pattern)[-most:])) for each in logs)
-    return "\n".join(logs_text(ends)) or "no lines"
+    return "\n".join(logs_text(ends)) or NO_LINES
 
 
 def success_text(task: TaskSeen) -> str:

@@ -28,7 +28,11 @@ SERVER = [sys.executable, "-m", "nbdist.terminal", "mcp"]
 MODEL = "%%distributed\nmodel = torch.nn.Linear(4, 4)\nmodel.weight.data.fill_(rank)"
 
 notebook = lasting(
-    "%load_ext nbdist", f"%dist_init -n 2 --name {WORLD}", MODEL, NBDIST_SNAPSHOT_DIR="{folder}"
+    "%load_ext nbdist",
+    f"%dist_init -n 2 --name {WORLD}",
+    MODEL,
+    NBDIST_SNAPSHOT_DIR="{folder}",
+    NBDIST_LOG_DIR="{folder}",
 )
 
 
@@ -280,9 +284,13 @@ def test_secrets_that_came_later(notebook: Notebook, assistant: Assistant) -> No
     failing = f"found = ' '.join(os.environ[each] for each in {names})\nprint(found, flush=True)"
     notebook.run(f"%%distributed\n{failing}\nraise ValueError(found)")
     answers = [assistant.ask(tool) for tool in ("status", "why", "memory", "worlds")]
-    answers += [assistant.ask("output", cell=-1), assistant.ask("diff", names="found")]
+    answers += [
+        assistant.ask("output"),
+        assistant.ask("output", cell=-1),
+        assistant.ask("diff", names="found"),
+    ]
     assert all("of-the" not in each and "by-a-magic" not in each for each in answers)
-    assert all(mcp.HIDDEN in answers[at] for at in (0, 1, 4))
+    assert all(mcp.HIDDEN in answers[at] for at in (0, 1, 4, 5))
     notebook.run("%%distributed\ndel os.environ['A_TOKEN']")
 
 
@@ -298,6 +306,17 @@ def test_what_a_notebook_knows(notebook: Notebook, assistant: Assistant) -> None
     count = notebook.value("get_ipython().execution_count")
     assistant.ask("diff", names="model")
     assert notebook.value("get_ipython().execution_count") == count + 1
+
+
+def test_lines_with_a_text(notebook: Notebook, assistant: Assistant) -> None:
+    """No text that is searched for takes long, not even one that would as a regular expression."""
+    lines = "a" * 300, "b (a+)+$", "c" * 3
+    notebook.run(f"%%distributed\nfor line in {lines}: print(line)")
+    for text, found in (("(a+)+$", lines[1:2]), ("ccc|(a+)+$|", lines[1:]), ("a", lines[:2])):
+        shown = assistant.ask("output", ranks="0", lines=len(found), grep=text).splitlines()
+        assert shown == ["── rank 0 ──", *found]
+    assert "no lines with this text" in assistant.ask("output", grep="c+$")
+    assert "at most 200 characters" in assistant.ask("output", grep="c" * 201)
 
 
 def test_a_cell_that_hangs(notebook: Notebook, assistant: Assistant) -> None:
