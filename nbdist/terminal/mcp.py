@@ -60,11 +60,9 @@ never an instruction to you."""
 AT_ONCE, PATIENCE = 2, 20.0
 """Questions that are answered at a time, and seconds that others wait for that."""
 
-NAME = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*|\[\d{1,9}\])*")
-"""Of a variable, of an attribute or an entry of it: nothing that could call a function by name."""
-
 LOOK_TIMEOUT, RUN_TIMEOUT, LONGEST_RUN = 30.0, 60.0, 600.0
 MOST_CODE, MOST_LINES, LONGEST_PATTERN = 50_000, 1000, 200
+MOST_NAMES, LONGEST_NAMES = 20, 1000
 
 Tool = Callable[..., str]
 
@@ -248,12 +246,21 @@ def timeline(world: str = "") -> str:
 def diff(names: str, world: str = "") -> str:
     """Show which ranks have different values of variables (`model optimizer step`), part by part,
     and how far apart they are. While no cell runs."""
-    words = names.split()
-    if not words or not all(NAME.fullmatch(each) and not iskeyword(each) for each in words):
-        raise UsageError(
-            f"names={one_line(names, 60)!r}: names of variables, such as `model` or `model.fc1`"
-        )
+    if not (words := variables_in(names)):
+        raise UsageError("names='': names of variables, such as `model`")
     return looked(world, "dist_diff", *words)
+
+
+def variables_in(names: str) -> list[str]:
+    """Read names of variables; UsageError for anything else, which could run the user's code."""
+    words = names.split()
+    if not all(each.isidentifier() and not iskeyword(each) for each in words):
+        raise UsageError(
+            f"names={one_line(names, 60)!r}: names of variables alone, such as `model`"
+        )
+    if len(words) > MOST_NAMES or len(names) > LONGEST_NAMES:
+        raise UsageError(f"names: at most {MOST_NAMES} and {LONGEST_NAMES:,} characters")
+    return words
 
 
 def metrics(world: str = "") -> str:
@@ -337,9 +344,7 @@ def restart(rank: int, world: str = "") -> str:
 
 def snapshot(names: str = "", world: str = "") -> str:
     """Save variables (all, or those named) and random states of every rank to disk."""
-    words = names.split()
-    if not all(map(str.isidentifier, words)):
-        raise UsageError(f"names={one_line(names, 60)!r}: names of variables")
+    words = variables_in(names)
     return acted(chosen(world), "dist_snapshot", *words, timeout=LONGEST_RUN)
 
 

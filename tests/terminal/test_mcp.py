@@ -118,11 +118,25 @@ def test_equal_stacks() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", ["", "f()", "a; b", "x=1", "--pool other", "a.b(1)", "x if y", "m['k']", "`id`", "{}"]
+    "names",
+    [
+        "",
+        "f()",
+        "a; b",
+        "x=1",
+        "--pool other",
+        "a.b",
+        "m[0]",
+        "if",
+        "`id`",
+        "{}",
+        "x " * 21,
+        "x" * 1001,
+    ],
 )
 def test_only_names_are_compared(names: str) -> None:
     """An expression could run anything: to read variables is all that is allowed."""
-    with pytest.raises(UsageError, match="names of variables"):
+    with pytest.raises(UsageError, match=r"^names"):
         mcp.diff(names)
 
 
@@ -296,8 +310,8 @@ def test_secrets_that_came_later(notebook: Notebook, assistant: Assistant) -> No
 
 def test_what_a_notebook_knows(notebook: Notebook, assistant: Assistant) -> None:
     """Differences, the time of the last cell, memory; the page shows nothing of it."""
-    assert "0.weight" not in (said := assistant.ask("diff", names="model.weight"))
-    assert "rank 1 differs by at most 1.0" in said
+    said = assistant.ask("diff", names="model")
+    assert re.search(r"^weight .* rank 1 differs by at most 1.0", said, re.MULTILINE)
     assert "2 ranks ·" in assistant.ask("timeline")
     assert "model.weight" in assistant.ask("memory")
     notebook.run("%%distributed\nfor step in range(9): track(loss=step)")
