@@ -267,10 +267,15 @@ def go_below_guard(
     return Guard(tell)
 
 
-TRACKER = b"multiprocessing.resource_tracker"
-TRACKED = ("sem.mp-", "psm_")  # what multiprocessing calls semaphores and memory in /dev/shm
-TRACKER_GRACE = 1.0
-"""Seconds for its trackers to remove what killed processes left there, once they have seen it."""
+TRACKERS = (b"resource_tracker import main", b"torch_shm_manager")
+"""In command lines of processes that remove what others have left in /dev/shm: the resource
+trackers of multiprocessing and of joblib's loky, and torch's, which shares tensors by files."""
+
+TRACKED = ("sem.mp-", "psm_", "sem.loky-", "joblib_memmapping_folder_", "torch_")
+"""What the names of semaphores, memory and folders there begin with."""
+
+TRACKER_GRACE = 3.0
+"""Seconds for trackers to remove what killed processes left there, once they have seen it."""
 
 MOST_LOOKS = 20  # for members of a group that started more meanwhile
 
@@ -278,7 +283,7 @@ MOST_LOOKS = 20  # for members of a group that started more meanwhile
 def end_group(pid: int) -> None:
     """Kill the process group that a worker leads: itself and what it started.
 
-    multiprocessing's resource tracker ends by itself then, and first removes what they left.
+    A resource tracker is spared: it ends by itself then, and first removes what they left.
     """
     if not _has_tracked():
         with suppress(ProcessLookupError, PermissionError):
@@ -304,7 +309,8 @@ def _has_tracked() -> bool:
 
 def _is_tracker(pid: int) -> bool:
     with suppress(OSError):
-        return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return any(each in command for each in TRACKERS)
     return False
 
 

@@ -194,6 +194,34 @@ def test_nothing_is_left_of_workers(notebook: Notebook) -> None:
     notebook.end_by(["shut down"], "idle")
 
 
+SHARED = {
+    # An array so big that joblib passes it in a file.
+    "joblib": "import numpy\narray = numpy.zeros(1 << 18)\n"
+    "joblib.Parallel(n_jobs=2)(joblib.delayed(numpy.sum)(array) for _ in range(2));",
+    "torch.multiprocessing": "torch.multiprocessing.set_sharing_strategy('file_system')\n"
+    "shared = torch.zeros(9).share_memory_()",
+}
+
+
+@pytest.mark.parametrize("library", SHARED)
+def test_no_shared_memory_is_left_of_libraries(notebook: Notebook, library: str) -> None:
+    """A library's own process removes it, when a rank is killed and when the kernel ends."""
+    pytest.importorskip(library)
+
+    def shared(worker: psutil.Process) -> list[Path]:
+        return [each for each in Path("/dev/shm").iterdir() if f"{worker.pid}" in each.name]
+
+    ran = notebook.run(f"%%distributed\nimport {library}\n{SHARED[library]}")
+    assert not ran.errors
+    workers = notebook.workers
+    assert all(map(shared, workers))
+    kill(workers[0])
+    wait_until(lambda: not shared(workers[0]), "that of the killed rank is removed")
+    assert shared(workers[1])
+    notebook.end_by(["shut down"], "idle")
+    assert not shared(workers[1])
+
+
 SERVER = """
 import sys
 from jupyter_client.manager import KernelManager
