@@ -6,6 +6,7 @@ them what agents and workers get.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -104,12 +105,21 @@ def _read_name(name: str) -> str:
     return name
 
 
+_PAIRS = re.compile(r",(?=[A-Za-z_]\w*=)")
+
+
+def _divide(text: str) -> list[str]:
+    """Divide `A=1,B=2`, torchx's form, at its commas; not `A=0,1`, whose parts are no pairs."""
+    pairs = _PAIRS.split(text)
+    return pairs if len(pairs) == text.count(",") + 1 else [text]
+
+
 def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str, str]:
     """Read the variables of `env`, or of all `--env`, each `NAME=VALUE`."""
     if given is None or isinstance(given, Mapping):
         return {str(name): str(value) for name, value in (given or {}).items()}
     found = {}
-    for text in given:
+    for text in itertools.chain.from_iterable(map(_divide, given)):
         name, sign, value = text.partition("=")
         if not sign or not name.isidentifier() or not name.isascii():
             raise _refused("--env", name, "a name and its value, such as `--env SEED=1`")

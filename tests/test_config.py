@@ -135,6 +135,17 @@ def test_what_was_said_as_text() -> None:
     assert "very" not in repr(WorldConfig(4, env={"HF_TOKEN": "very"}))
 
 
+def test_variables_of_one_env() -> None:
+    """A comma divides where a name and its value follow each, as torchx has it."""
+    for text, variables in (
+        ("A=1,B=2", {"A": "1", "B": "2"}),
+        ("GPUS=0,1", {"GPUS": "0,1"}),
+        ("A=x,y,B=2", {"A": "x,y,B=2"}),
+        ("A=,B=b=c", {"A": "", "B": "b=c"}),
+    ):
+        assert WorldConfig(env=[text]).env == variables
+
+
 def test_world_takes_the_fields_as_arguments() -> None:
     """`help(World)` and editors show each, with its help."""
     arguments = inspect.signature(World).parameters

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from argparse import SUPPRESS
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError as IPythonUsageError
@@ -38,6 +40,9 @@ GROUPS = {
 }
 """The groups of a world's options in the help of a magic, each by its first one."""
 
+READ_LATE = {"env", "rdzv_endpoint"}
+"""Options that `given` reads: one can be repeated, `%dist_run` ignores the other here."""
+
 Magic = Callable[..., Any]
 
 
@@ -59,6 +64,8 @@ def _add(name: str, option: Option) -> Callable[[Magic], Magic]:
         how |= {"action": "store_const", "const": not default}
     elif name == "env":
         how |= {"action": "append", "metavar": option.metavar}
+    elif name in READ_LATE:
+        how |= {"metavar": option.metavar}
     else:
         how |= {"type": option.read, "metavar": option.metavar}
     return argument(option.flag, **how)
@@ -87,7 +94,7 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     """Take the arguments of `World` that were given; the pool is none, it is where they go."""
     found = {name: getattr(options, name, None) for name in OPTIONS if name != "pool"}
     found = {name: value for name, value in found.items() if value is not None}
-    return {**found, "env": OPTIONS["env"].read(found["env"])} if "env" in found else found
+    return found | {name: OPTIONS[name].read(found[name]) for name in READ_LATE & found.keys()}
 
 
 def at_once(options: argparse.Namespace) -> dict[str, Any]:
@@ -119,6 +126,25 @@ def check_same(world: World, options: argparse.Namespace) -> None:
             raise UsageError(
                 f"The running workers have {said}. `%dist_restart {again}` starts new ones."
             )
+
+
+def torchrun_options(magic: Magic) -> Magic:
+    """Let a magic take options of torchrun that one world needs not; `ignored` lists them."""
+    for flags, only in TORCHRUN_IGNORED.items():
+        how: dict[str, Any] = {"dest": "ignored", "action": "append", "help": SUPPRESS}
+        if flags[0] in _WITHOUT_VALUE:
+            how |= {"action": "append_const", "const": flags[0]}
+        else:
+            how["type"] = partial(_read_ignored, flags[0], only)
+        magic = argument(*flags, **how)(magic)
+    return magic
+
+
+def _read_ignored(flag: str, only: Collection[str], value: str) -> str:
+    """Return the option as it was typed; UsageError for a value that asks for more."""
+    if only and value not in only:
+        raise UsageError(f"`{flag}={value}`: {TORCHRUN[flag]}.")
+    return f"{flag}={value}"
 
 
 ARGPARSE = (
@@ -265,10 +291,27 @@ TORCHRUN = {
     "--start-method": "workers are forked from a process that has torch; `--no-fork` spawns them",
     "--monitor-interval": "leave it out, as a death is seen at once",
     "--run-path": "leave it out, as a script always runs by its path",
+    "--use-env": "leave it out, as LOCAL_RANK is always in the environment",
 }
 """Options of torchrun that have no flag here, and what there is in their place."""
 
-_WITHOUT_VALUE = ("--standalone", "--run-path")
+TORCHRUN_IGNORED: Mapping[tuple[str, ...], Collection[str]] = {
+    ("--standalone",): (),
+    ("--nnodes",): ("1", "1:1"),
+    ("--node-rank",): ("0",),
+    ("--master-addr",): (),
+    ("--master-port",): (),
+    ("--rdzv-id",): (),
+    ("--rdzv-conf",): (),
+    ("--tee", "-t"): (),
+    ("--redirects",): (),
+    ("--monitor-interval",): (),
+    ("--run-path",): (),
+    ("--use-env",): (),
+}
+"""Those that `%dist_run` ignores, and the values that each may have, () for all."""
+
+_WITHOUT_VALUE = ("--standalone", "--run-path", "--use-env")
 
 MAGICS = {
     "px": "begin the cell with `%%distributed`",

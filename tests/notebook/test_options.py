@@ -113,6 +113,7 @@ def test_what_cannot_be_is_one_line() -> None:
         ("-n x", "`-n x`: that is not a number of workers. Use `-n 4`, `-n auto`, `-n gpu` or"),
         ("--hang-timeout soon", "`--hang-timeout soon`: a number of seconds, such as 30 or 0.5."),
         ("--max-restarts -1", "`--max-restarts -1`: a number of attempts after the first, such"),
+        ("--rdzv-endpoint localhost:0", "`--rdzv-endpoint localhost:0`: HOST:PORT, such as"),
         ("--name 'x", "`%magic`: No closing quotation. `%magic?` shows all options."),
     ):
         with pytest.raises(UsageError) as found:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from IPython.core.magic_arguments import argument
 
-from nbdist.config import DEFAULT_POOL
+from nbdist.config import DEFAULT_POOL, LOCAL, OPTIONS, launcher_for
 from nbdist.errors import Interrupted, NbdistError, UsageError
 from nbdist.notebook.cells import (
     attempt_steps,
@@ -27,6 +29,7 @@ from nbdist.notebook.options import (
     ranks_option,
     restarts_option,
     split_code,
+    torchrun_options,
     world_options,
 )
 from nbdist.notebook.pool import Pool, Pools
@@ -67,6 +70,7 @@ def split_line(magic: Magic, line: str) -> tuple[str, list[str]]:
     ranks_option,
     restarts_option,
     *sending_options,
+    torchrun_options,
     world_options,
     split=split_line,
 )  # fmt: skip
@@ -77,7 +81,33 @@ def dist_run(line: Line) -> None:
     left, and in the notebook's folder.  Options for `%dist_run` come before the script, all else
     is the script's; `{lr}` and `$lr` are the notebook's `lr`.
     """
+    for said in _torchruns_line(line):
+        line.display.note(said)
     send(line, _steps(line))
+
+
+REDIRECTS = re.compile(r"[0-3]")
+
+
+def _torchruns_line(line: Line) -> Iterator[str]:
+    """Say which of torchrun's options are ignored, and what `-r` means; drops the rendezvous.
+
+    Other machines may need a rendezvous: a line that names some keeps it.
+    """
+    options = line.options
+    ignored = list[str](options.ignored or ())
+    if launcher_for(vars(options), os.environ) == LOCAL and not options.launcher:
+        for name in ("rdzv_backend", "rdzv_endpoint"):
+            if value := getattr(options, name):
+                ignored.append(OPTIONS[name].again(value))
+                setattr(options, name, None)
+    if ignored:
+        texts = ", ".join(f"`{each}`" for each in ignored)
+        yield f"ignored {texts}: the ranks of a world find one another, and all output is shown"
+    is_torchruns = bool(ignored) or "--nproc" in line.text
+    if is_torchruns and REDIRECTS.fullmatch(options.ranks or ""):
+        rank = options.ranks
+        yield f"`-r {rank}` is rank {rank} here, not torchrun's `--redirects {rank}`: leave it out"
 
 
 def _steps(line: Line) -> Steps:

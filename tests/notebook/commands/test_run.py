@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from nbdist.errors import UsageError
@@ -66,6 +68,30 @@ def test_first_script_starts_the_workers(kernel: Notebook) -> None:
 def test_whose_option_it_is(line: str, ours: str, program: list[str]) -> None:
     """Ours end with the first word that is none; torchrun's take their values with them."""
     assert split_line(dist_run.run, line) == (ours, program)
+
+
+TORCHRUNS = (
+    "--standalone --nnodes=1 --node_rank 0 --master-addr=localhost --master_port 29500 --rdzv-id=7"
+    " --rdzv-backend=c10d --rdzv-endpoint=localhost:0 -t 3 --redirects 3 --use-env"
+)
+
+
+def test_a_line_of_torchrun(notebook: Notebook) -> None:
+    """What one world needs not is ignored, which one line says; `-r` is a rank here."""
+    (notebook.folder / "torchruns.py").write_text("print('ran')\n")
+    ran = notebook.run(f"%dist_run {TORCHRUNS} --nproc-per-node=2 torchruns.py --standalone")
+    assert "ran" in body(ran)
+    (said,) = (line for line in ran.text.splitlines() if "ignored" in line)
+    assert {*re.findall(r"`(--[\w-]+)", said)} == {
+        *("--standalone", "--nnodes", "--node-rank", "--master-addr", "--master-port"),
+        *("--rdzv-id", "--rdzv-backend", "--rdzv-endpoint", "--tee", "--redirects", "--use-env"),
+    }
+    ran = notebook.run("%dist_run --nproc-per-node=2 -r 1 torchruns.py")
+    assert "`-r 1` is rank 1 here, not torchrun's `--redirects 1`" in ran.text
+    assert "redirects" not in notebook.run("%dist_run -r 1 torchruns.py").text
+    for option in ("--nnodes=2", "--node-rank=1"):
+        (error,) = notebook.run(f"%dist_run {option} torchruns.py").errors
+        assert f"`{option}`: " in error["evalue"]
 
 
 def test_it_runs_where_the_notebook_is(notebook: Notebook) -> None:
