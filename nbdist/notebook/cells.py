@@ -197,7 +197,8 @@ def _attempt(
             pool.tell_of_deaths(world, display, machines)
             if world.session.code and (left := world.session.code.take_note()):
                 display.note(left)
-            if said := world.session.surroundings.take_note():
+            cells = pool.shell.history_manager.input_hist_raw
+            if said := world.session.surroundings.take_note(cells):
                 display.note(said)
             yield from follow_steps(pool, world, running, display)
         if setup and not running.error():
@@ -371,7 +372,7 @@ def notes_on(transcript: Transcript, table: NameTable) -> Iterator[str]:
                 covered[name].append(track.rank)
     for file, ranks in changed.items():
         yield (
-            f"{file.rpartition('/')[2]} changed after {name_ranks(ranks)} imported it: "
+            f"{file} changed after {name_ranks(ranks)} imported it: "
             "`%autoreload 2` under %%distributed, or `%dist_restart`"
         )
     for name in sorted(covered.keys() & (WORKERS_OWN | WORKERS_MODULES.keys())):

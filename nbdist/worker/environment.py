@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -228,11 +229,30 @@ CLOCKS = 2 * 10**9  # nanoseconds by which the clock of a file server may be ahe
 
 @dataclass
 class Source:
-    """A module's file, its time when it was imported, and the last one that was reported."""
+    """A module's file: its time and contents when it was imported, and the time last reported.
+
+    `shown` is the end of its path that names its package too: `pkg/__init__.py`.  `contents` is a
+    digest, empty if the file may have been edited before it could be made.
+    """
 
     file: str
+    shown: str
     imported: int
+    contents: bytes
     told: int = 0
+
+    def is_edited(self, at: int) -> bool:
+        """Return True if the file, whose time is `at` now, has other contents than imported."""
+        if at in (0, self.imported):
+            return False
+        if self.contents and _contents(self.file) == self.contents:
+            self.imported = at  # it was only touched, or written again as it was
+            return False
+        return True
+
+    def reloaded(self, at: int) -> None:
+        """Note that the module has been imported again from the file of this time."""
+        self.imported, self.contents = at, _contents(self.file)
 
 
 class OwnModules(MetaPathFinder):
@@ -262,10 +282,10 @@ class OwnModules(MetaPathFinder):
         told = []
         for source, edited in self._edited(before).values():
             if reloads:
-                source.imported = edited
+                source.reloaded(edited)
             elif edited != source.told:
                 source.told = edited
-                told.append(source.file)
+                told.append(source.shown)
         return tuple(told)
 
     def reload(self, before: int) -> None:
@@ -279,7 +299,7 @@ class OwnModules(MetaPathFinder):
                 autoreload.superreload(sys.modules[name], old_objects={})
             except Exception:  # noqa: BLE001 (it is the user's code)
                 print(f"[autoreload of {name} failed: {format_exc(10)}]", file=sys.stderr)  # noqa: T201
-            source.imported = edited
+            source.reloaded(edited)
 
     def forget_edited(self, is_own: Callable[[str], bool]) -> None:
         """Have a script's own modules imported again if one was edited: they import one another."""
@@ -300,12 +320,15 @@ class OwnModules(MetaPathFinder):
             if file.endswith(".py") and not is_other:
                 edited = _time_of(file)
                 # It may have been edited while the task still ran that has imported it.
-                self._sources[name] = Source(file, edited if edited <= begun + CLOCKS else begun)
+                is_as_imported = edited <= begun + CLOCKS
+                contents = _contents(file) if is_as_imported else b""
+                imported = edited if is_as_imported else begun
+                self._sources[name] = Source(file, _shown(name, file), imported, contents)
         times = {name: (each, _time_of(each.file)) for name, each in self._sources.items()}
         return {
             name: (each, at)
             for name, (each, at) in times.items()
-            if at not in (0, each.imported) and at <= before
+            if at <= before and each.is_edited(at)
         }
 
 
@@ -314,3 +337,18 @@ def _time_of(file: str) -> int:
         return os.stat(file).st_mtime_ns
     except OSError:  # it is gone, or being written
         return 0
+
+
+def _contents(file: str) -> bytes:
+    """Return a digest of a file; empty if it cannot be read."""
+    try:
+        with open(file, "rb") as opened:
+            return blake2b(opened.read(), digest_size=16).digest()
+    except OSError:
+        return b""
+
+
+def _shown(module: str, file: str) -> str:
+    """Return the last parts of a module's path, from its outermost package on."""
+    parts = module.count(".") + 1 + (os.path.basename(file) == "__init__.py")
+    return os.sep.join(file.split(os.sep)[-parts:])

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -341,7 +341,7 @@ class NotebookSurroundings:
         self._config, self._spec = spec.config, spec
         self._start = self._seen = Here()
         self._said: Mapping[str, str | None] = {}
-        self._note = ""
+        self._new = dict[str, bool]()  # changed variables, and whether the ranks have them too
         self._here = self._compare()  # a notebook that takes a world over may be elsewhere
 
     def now(self) -> Surroundings | None:
@@ -354,10 +354,21 @@ class NotebookSurroundings:
                 self._here = self._compare()
         return self._here
 
-    def take_note(self) -> str:
-        """Return a line about variables that have changed since the last one, or ""."""
-        said, self._note = self._note, ""
-        return said
+    def take_note(self, cells: Iterable[str]) -> str:
+        """Return a line about variables that have changed since the last one, or "".
+
+        Only those that a cell of the notebook names: imports set others.
+        """
+        new, self._new = self._new, {}
+        named = {*re.findall(r"\w+", " ".join(cells))} if new else set[str]()
+        too = [name for name in new if new[name] and name in named]
+        restart = [name for name in new if not new[name] and name in named]
+        texts = [f"{_list(too)} changed in the notebook, and on the ranks too"] if too else []
+        if restart:
+            option = "" if self._config.launched_by == LOCAL else f" --env {min(restart)}=..."
+            said_of = f"{_list(restart)} changed in the notebook after the workers started"
+            texts.append(f"{said_of}: `%dist_restart{option}` gives it to them")
+        return " · ".join(texts)
 
     def _compare(self) -> Surroundings | None:
         now, path = self._seen, None
@@ -373,24 +384,20 @@ class NotebookSurroundings:
         if self._config.launched_by != LOCAL:  # what is right here need not be on others
             followed = copied(self._config.copy_env or "", followed)
         sent = {name: value for name, value in changes.items() if name in followed}
-        self._note = self._text(changes, followed) or self._note
+        self._new |= self._changed_since_said(changes, followed)
         self._said = changes
         if now.cwd == self._spec.cwd and path is None and not sent:
             return None
         return Surroundings(now.cwd, self._spec.cwd, path, sent)
 
-    def _text(self, changes: Mapping[str, str | None], followed: Collection[str]) -> str:
+    def _changed_since_said(
+        self, changes: Mapping[str, str | None], followed: Collection[str]
+    ) -> dict[str, bool]:
+        """Return the variables that were not said to be so; what nbdist decides is never so."""
         said, absent = self._said, object()
-        names = [name for name in {**said, **changes} if not SET_ON_IMPORT.fullmatch(name)]
+        names = {**said, **changes}.keys() - NBDIST_DECIDES
         new = [name for name in names if said.get(name, absent) != changes.get(name, absent)]
-        restart = [name for name in new if name not in followed or READ_AT_START.fullmatch(name)]
-        too = [name for name in new if name not in restart]
-        texts = [f"{_list(too)} changed in the notebook, and on the ranks too"] if too else []
-        if restart:
-            option = "" if self._config.launched_by == LOCAL else f" --env {min(restart)}=..."
-            said_of = f"{_list(restart)} changed in the notebook after the workers started"
-            texts.append(f"{said_of}: `%dist_restart{option}` gives it to them")
-        return " · ".join(texts)
+        return {n: n in followed and not READ_AT_START.fullmatch(n) for n in new}
 
 
 def _list(names: Sequence[str]) -> str:

@@ -166,7 +166,7 @@ def test_an_edit_is_told_once(own: OwnModules, module: Edited) -> None:
     for _ in range(2):
         after = module.write()
         assert told(own, after - 2 * SECOND) == ()  # while the task runs that would tell it
-        assert told(own, after) == (str(module.path),)
+        assert told(own, after) == (module.path.name,)
         assert told(own, after) == ()
     after = module.write()
     importlib.reload(found)
@@ -175,13 +175,31 @@ def test_an_edit_is_told_once(own: OwnModules, module: Edited) -> None:
     assert told(own, time.time_ns()) == ()
 
 
+def test_a_touched_file_is_not_edited(own: OwnModules, module: Edited) -> None:
+    """Nor one that is written again as it was; a package's file is named with the package."""
+    folder = module.path.parent / "package_of_test"
+    folder.mkdir()
+    package = Edited(folder / "__init__.py")
+    importlib.import_module("edited_by_test")
+    importlib.import_module(folder.name)
+    assert told(own, module.now + SECOND) == ()
+    text, after = module.path.read_text(), module.now + 50 * SECOND
+    for written in (text, "value = 0\n", text):
+        module.path.write_text(written)
+        os.utime(module.path, ns=(after, after))
+        assert told(own, after) == ((module.path.name,) if written != text else ())
+        after += SECOND
+    assert told(own, package.write()) == ("package_of_test/__init__.py",)
+    del sys.modules[folder.name]
+
+
 def test_an_edit_while_the_task_runs_that_imports(own: OwnModules, module: Edited) -> None:
     """It is told with the next one."""
     importlib.import_module("edited_by_test")
     module.now = time.time_ns() + 50 * SECOND
     after = module.write()
     assert told(own, after - 20 * SECOND) == ()
-    assert told(own, after) == (str(module.path),)
+    assert told(own, after) == (module.path.name,)
 
 
 def test_while_autoreload_is_on(

@@ -254,16 +254,21 @@ def value(world: World, name: str) -> list[str | None]:
     return world.gather(f"__import__('os').environ.get({name!r})")
 
 
+CELLS = ("import os", "os.environ.update(NBT_A='1', NBT_TOKEN='', NBT_B='', RANK='0')",
+         "%env CUDA_VISIBLE_DEVICES=7\n%env PYTHONHASHSEED=7")  # fmt: skip
+"""Of the notebook: they name the variables that a line may name."""
+
+
 def note(world: World) -> str:
     world.execute("pass")
-    return world.session.surroundings.take_note()
+    return world.session.surroundings.take_note(CELLS)
 
 
 def test_the_folder(here: World, tmp_path: Path) -> None:
     """Ranks go where the notebook goes, also new ones, and one that has gone elsewhere before."""
     os.chdir(tmp_path)
     assert here.gather(FOLDER) == [str(tmp_path)] * 2
-    here.session.surroundings.take_note()  # pytest has variables of its own for each test
+    here.session.surroundings.take_note(CELLS)  # pytest has variables of its own for each test
     here.execute("import os; os.chdir('/')", ranks=[1])
     sys.path.append("/more")  # the folder is the same: the rank stays where it is
     assert here.gather(FOLDER) == [str(tmp_path), "/"]
@@ -277,7 +282,7 @@ def test_the_folder(here: World, tmp_path: Path) -> None:
     assert here.gather(FOLDER) == [str(tmp_path / "below")] * 2
     here.replace([1])
     assert here.gather(FOLDER) == [str(tmp_path / "below")] * 2
-    assert here.session.surroundings.take_note() == ""
+    assert here.session.surroundings.take_note(CELLS) == ""
     shutil.rmtree(tmp_path / "below")
     assert here.gather("rank") == [0, 1]
     os.chdir(tmp_path)
@@ -322,14 +327,17 @@ def test_the_environment(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_variables_for_which_it_is_too_late(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read at a start is for new workers; what libraries set is sent, and nobody told."""
+    """What is read at a start is for new workers; what imports set is sent, and not mentioned.
+
+    Nor is what says which rank each is: nobody can set that.
+    """
     note(here)
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["PYTHONHASHSEED"] = "7"
     said = note(here)
     assert "`CUDA_VISIBLE_DEVICES`, `PYTHONHASHSEED` changed in the notebook after the" in said
     assert said.endswith("`%dist_restart` gives it to them")
     assert value(here, "CUDA_VISIBLE_DEVICES") == [None, None]
-    for name in ("KMP_INIT_AT_FORK", "_RJEM_MALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR"):
+    for name in ("KMP_INIT_AT_FORK", "_RJEM_MALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR", "RANK"):
         monkeypatch.setenv(name, "FALSE")
     assert note(here) == ""
     assert value(here, "KMP_INIT_AT_FORK") == ["FALSE", "FALSE"]
@@ -344,7 +352,7 @@ def test_on_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     for name in "ABC":
         monkeypatch.setenv(f"NBT_{name}", "2")
     assert found.now() == Surroundings(str(tmp_path), str(tmp_path), None, {"NBT_A": "2"})
-    said = found.take_note()
+    said = found.take_note(CELLS)
     assert "`NBT_A` changed in the notebook, and on the ranks too" in said
     assert said.endswith("`%dist_restart --env NBT_B=...` gives it to them")
     spec = replace(make_spec(WorldConfig(n=2))[0], cwd="/earlier")
