@@ -69,7 +69,10 @@ class IdleWatch:
         """Begin to look again and again, or end that; called where what `goes_on` has changed."""
         if self._link is not None:
             self._link.tells_all = self._goes_on()
-        if self._goes_on() and self.loop is not None and self._timer is None:
+        # The loop of a terminal's last prompt is closed while a cell runs; the next prompt follows.
+        if self.loop is None or self.loop.is_closed():
+            return
+        if self._goes_on() and self._timer is None:
             # In no cell's context, as in `follow`.
             self._timer = contextvars.Context().run(self.loop.call_later, PAUSE, self._notice_now)
 

@@ -157,6 +157,24 @@ def test_terminal_is_live_at_its_prompt(tmp_path: Path) -> None:
         terminal.child.close(force=True)
 
 
+def test_terminal_sends_cells_in_the_background(tmp_path: Path) -> None:
+    """Each `--no-wait` binds its job and is shown at the next prompt, also after other cells."""
+    terminal = Terminal(tmp_path, "xterm")
+    try:
+        terminal.enter("%dist_init -n 2")
+        for number in range(3):
+            line = f"%distributed --no-wait -o job{number} rank or print('{number} on', rank)"
+            terminal.begin(line)
+            terminal.child.expect_exact(f"`job{number}.wait()` waits for it")
+            terminal.child.expect_exact(f"[0] {number} on 0")
+            terminal.child.expect_exact("· ✓ 2")
+            assert terminal.child.waitnoecho(SOON)  # keys are read again, below what was shown
+        terminal.begin("print([job.done() for job in (job0, job1, job2)])")
+        terminal.child.expect_exact("[True, True, True]")
+    finally:
+        terminal.child.close(force=True)
+
+
 def test_terminal_asks(terminal: Terminal) -> None:
     """What ranks want typed is typed there, below all that they have printed so far."""
     terminal.begin("%%distributed -n 2", "print('hi', end=' '); name = input('name? ')")
