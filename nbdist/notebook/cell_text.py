@@ -373,3 +373,8 @@ def request_of(shell: InteractiveShell) -> dict[str, Any]:
     """Return the front end's request that the cell runs for; a terminal's shell has none."""
     request: dict[str, Any] = getattr(shell, "get_parent", dict)()
     return request
+
+
+def is_attended(shell: InteractiveShell) -> bool:
+    """Return False if nobody can type, as nbclient, nbconvert and papermill say in each request."""
+    return bool(request_of(shell).get("content", {}).get("allow_stdin", True))

@@ -56,8 +56,12 @@ def load(shell: InteractiveShell) -> None:
     shell.configurables.append(settings)  # type: ignore[arg-type]
     stack.callback(shell.configurables.remove, settings)  # type: ignore[arg-type]
     register(shell, pools, commands, stack)
-    shell.events.register("post_run_cell", pools.notice_names)
-    stack.callback(shell.events.unregister, "post_run_cell", pools.notice_names)
+    for event, follow in (
+        ("pre_run_cell", pools.show_news),
+        ("post_run_cell", pools.notice_names),
+    ):
+        shell.events.register(event, follow)
+        stack.callback(shell.events.unregister, event, follow)
     atexit.register(pools.close)
     stack.callback(atexit.unregister, pools.close)
     stack.callback(pools.close)

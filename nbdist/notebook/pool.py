@@ -12,7 +12,7 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from nbdist.config import DEFAULT_POOL, LOCAL, WorldConfig
 from nbdist.errors import ForkedProcess, Interrupted, UsageError
-from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode
+from nbdist.notebook.cell_text import AUTO_NOTE, AutoMode, is_attended
 from nbdist.notebook.display import CellDisplay, has_panels, make_display
 from nbdist.notebook.free_names import (
     Gathered,
@@ -322,15 +322,20 @@ class Pool:
             self.ended.show(self.log_files(), at_once=at_once)
 
     def _notice(self) -> None:
-        world = self.world
         self.take_step()
-        if world is None or not world.session.is_idle or not world.state.has_workers:
-            return
-        display = self.display()
-        self._mend(world, display)
-        self.show_late()
-        if world.session.lost is not None:
-            display.note(str(world.session.lost))
+        # Programs that run notebooks drop everything that is displayed between two cells.
+        if is_attended(self.shell):
+            self.show_news()
+        world = self.world
+        if world is not None and world.session.is_idle and world.session.lost is not None:
+            self.display().note(str(world.session.lost))
+
+    def show_news(self) -> None:
+        """Replace workers that have died since the last cell; show that, and late output."""
+        world = self.world
+        if world is not None and world.session.is_idle and world.state.has_workers:
+            self._mend(world, self.display())
+            self.show_late()
 
     def _mend(self, world: World, display: CellDisplay) -> None:
         """Replace workers that died while no cell was running, take in machines, and say so."""
@@ -449,6 +454,12 @@ class Pools:
         """Return the world of a pool that has workers; from any thread, to look alone."""
         pool = self.known(name)
         return pool.world if pool and pool.has_workers else None
+
+    def show_news(self, _info: object) -> None:
+        """Show, first in a cell, what has not been shown since the last; called by IPython."""
+        if not (is_attended(self.shell) or is_in_subshell(self.shell)):
+            for pool in self:
+                pool.show_news()
 
     def notice_names(self, result: ExecutionResult) -> None:
         """Count what a cell has bound as the notebook's; called by IPython after each."""

@@ -256,6 +256,26 @@ def test_nbclient_saves_what_nobody_waited_for(tmp_path: Path) -> None:
     assert "step 0" in broken_off
 
 
+def test_nbclient_saves_a_death_between_cells() -> None:
+    """The next cell, of whatever kind, begins with it: nobody sees what is shown between cells."""
+    kills = (
+        "import os, signal, nbdist.notebook.extension as extension\n"
+        "link = extension.pools_of(get_ipython()).default.world.session.link\n"
+        "os.kill(pids[1], signal.SIGKILL)\n"
+        "while not any('Died' in repr(news) for news in [*link.arrived]): pass"
+    )
+    cells = ("%load_ext nbdist", "%%distributed -n 2 -o pids\nimport os\nx = rank\nos.getpid()")
+    notebook = a_notebook(*cells, kills, "'here'", "%%distributed\n'x' in globals()")
+    run(notebook)
+    first, value = notebook.cells[3].outputs
+    assert value.data["text/plain"] == "'here'"
+    said = first.data["text/plain"]
+    assert said.startswith("rank 1 was killed by SIGKILL while no cell was running · rank 1 was ")
+    assert "its variables (x) are gone" in said
+    (after,) = notebook.cells[4].outputs
+    assert after.data["text/plain"].endswith("── rank 0 ──\nTrue\n── rank 1 ──\nFalse")
+
+
 def test_nbval(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its strict mode finds outputs that are the same, whatever time they took, and no others."""
     monkeypatch.setenv("NBDIST_LOG_DIR", "")
