@@ -197,7 +197,8 @@ def _attempt(
             pool.tell_of_deaths(world, display, machines)
             if world.session.code and (left := world.session.code.take_note()):
                 display.note(left)
-            cells = pool.shell.history_manager.input_hist_raw
+            history = pool.shell.history_manager
+            cells = history.input_hist_raw if history is not None else []
             if said := world.session.surroundings.take_note(cells):
                 display.note(said)
             yield from follow_steps(pool, world, running, display)

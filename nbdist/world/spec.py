@@ -29,7 +29,6 @@ from nbdist.wire.spec import (
     NBDIST_DECIDES,
     NBDIST_SETS,
     READ_AT_START,
-    SET_ON_IMPORT,
     WorldSpec,
     check_nvls,
     versions_here,
