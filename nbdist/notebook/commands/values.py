@@ -290,7 +290,8 @@ def dist_restore(line: Line) -> Shown | str:
     options = line.options
     if options.lists:
         store = line.pool.snapshot_store
-        rows = [("snapshot", "taken", "ranks", "size", "variables"), *map(_row, store.all())]
+        rows = [("snapshot", "taken", "saved by", "ranks", "size", "variables")]
+        rows += [_row(each, store.owner) for each in store.all()]
         if len(rows) == 1:
             return f"no snapshots in {store.root}"
         return block("\n".join([*aligned(rows), f"in {store.root}"]))
@@ -313,10 +314,12 @@ def _take(pool: Pool, world: World, names: tuple[str, ...] | None, name: str | N
     return taken
 
 
-def _row(taken: Snapshot) -> tuple[str, str, str, str, str]:
+def _row(taken: Snapshot, owner: str) -> tuple[str, str, str, str, str, str]:
     if taken.distrust:
-        return taken.key, "", "", "", f"not to be restored: {taken.distrust}"
+        return taken.key, "", "", "", "", f"not to be restored: {taken.distrust}"
     if taken.problem:
-        return taken.key, "", "", "", f"damaged: {taken.problem}"
-    what = list_names(taken.names)
-    return taken.key, taken.clock, str(len(taken.parts)), size_text(taken.size), what
+        return taken.key, "", "", "", "", f"damaged: {taken.problem}"
+    file = taken.owner if taken.owner.startswith("/") else "another session"
+    by = "this notebook" if taken.owner == owner else file
+    ranks, size = str(len(taken.parts)), size_text(taken.size)
+    return taken.key, taken.clock, by, ranks, size, list_names(taken.names)

@@ -212,11 +212,15 @@ def test_this_notebooks_newest(
     assert "No snapshot is known to be this notebook's. Available: `first`." in error
     assert "`%dist_restore --name first` restores one of them." in error
     lines = other.run("%dist_restore --list").text.splitlines()
-    assert lines[0].split() == ["snapshot", "taken", "ranks", "size", "variables"]
+    assert lines[0].split() == ["snapshot", "taken", "saved", "by", "ranks", "size", "variables"]
     assert lines[1].startswith("first@")
+    assert "another session" in lines[1]
     other.run("%%distributed\nx = 'second'")
     assert "snapshot `My-train` · " in other.run("%dist_snapshot").text
     other.run("%dist_snapshot x --name first")
+    for each, by in ((other, "this notebook"), (notebook, env["JPY_SESSION_NAME"])):
+        lines = each.run("%dist_restore --list").text.splitlines()[1:-1]
+        assert [by in line for line in lines] == [True, True, False]
     assert " from `first@" in notebook.run("%dist_restore").text
     assert body(notebook.run("%%distributed\nx"))[-1] == "'first'"
     assert notebook.run("%dist_restore --name My-train").text.endswith("this notebook did not save")
