@@ -22,6 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from nbdist.system.folders import current_folder
 from nbdist.system.limits import raise_file_limit, word_lack
 from nbdist.system.processes import MODULE, Guard, go_below_guard
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
@@ -117,6 +118,7 @@ def start_fork_server(runtime: Path) -> ForkServerProcess:
             stdout=log,
             stderr=log,
             env={**FIT_FOR_FORKS, **os.environ},
+            cwd=current_folder(),
             start_new_session=True,
         )
     return ForkServerProcess(popen, ours)

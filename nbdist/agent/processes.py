@@ -21,6 +21,7 @@ from typing import Any
 
 from nbdist.agent import fork_server
 from nbdist.system import processes
+from nbdist.system.folders import current_folder
 from nbdist.system.limits import Lack, word_lack
 from nbdist.system.processes import END_TIMEOUT, OwnTime, await_end, end_group, safe_environ
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
@@ -145,6 +146,7 @@ class Spawner:
                     stdout=stdout,
                     stderr=stderr,
                     env=safe_environ(environ, start.world.cwd),
+                    cwd=current_folder(),
                     start_new_session=True,
                 )
         except OSError as error:

@@ -273,7 +273,7 @@ def join(text: str, key_file: str | None = None, node: int | None = None) -> int
 def _come(place: Place, key_file: str | None, number: int) -> int:
     address = _reach(place)
     ticket = replace(_find_key(place, key_file), addresses=(address,), port=place.port)
-    environ = safe_environ(without_starters(os.environ), os.getcwd())
+    environ = safe_environ(without_starters(os.environ), folders.current_folder())
     # A session of its own: Ctrl-C ends the agent through its stdin, with its workers.
     agent = subprocess.Popen(
         agent_command("", number), stdin=subprocess.PIPE, env=environ, start_new_session=True

@@ -65,6 +65,10 @@ class PanelDisplay:
         if not (text and self._seconds == "none"):
             self.say(" · ".join(filter(None, [*self._notes, *self._passing, text])))
 
+    def conclude(self, text: str) -> None:
+        """Show what a command returns, with the notes on it."""
+        self.say(" · ".join([text, *self._notes]))
+
     def say(self, text: str, html: str = "") -> None:
         """Show a line, or lines that look otherwise on a page, as all the output there is."""
         self._draw(html or panel(dim(text)), text)
@@ -178,6 +182,9 @@ class PlainDisplay:
         self.say(text)
 
     def wait_for(self, text: str) -> None:
+        self.say(text)
+
+    def conclude(self, text: str) -> None:
         self.say(text)
 
     def say(self, text: str, html: str = "") -> None:

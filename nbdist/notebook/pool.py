@@ -191,8 +191,9 @@ class Pool:
             raise
         self._lose_job("its workers were restarted")
         self._started(world)
-        if changes and world.session.warning:
-            display.note(world.session.warning)
+        warning = world.session.warning if changes else ""
+        for text in filter(None, (warning, world.session.folder_note)):
+            display.note(text)
 
     def shutdown(self) -> str:
         """End the workers and the agent; say what became of them, "" where there were none."""
@@ -246,8 +247,9 @@ class Pool:
                 display.wait_for(text)
         except KeyboardInterrupt:
             raise Interrupted(()) from None
-        for text in world.session.missing:
-            display.note(text.rstrip("."))
+        for text in (*world.session.missing, world.session.folder_note):
+            if text:
+                display.note(text.rstrip("."))
         self._started(world)
 
     def _started(self, world: World) -> None:

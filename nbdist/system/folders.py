@@ -36,6 +36,32 @@ class Untrusted(Exception):
     """What others could have written; the message says which file or folder, and why."""
 
 
+# --- the working directory --------------------------------------------------------------
+
+
+def current_folder() -> str:
+    """Return the working directory; if it was removed, the nearest folder above it that exists."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return nearest_folder(removed_folder())
+
+
+def removed_folder() -> str:
+    """Return the path that the working directory had before it was removed, "" if it exists."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
+    return ""
+
+
+def nearest_folder(path: str) -> str:
+    """Return this folder, or the nearest one above it that exists and can be entered."""
+    folders = (Path(path), *Path(path).parents)
+    return next((str(each) for each in folders if os.access(each, os.X_OK) and each.is_dir()), "/")
+
+
 # --- making -----------------------------------------------------------------------------
 
 

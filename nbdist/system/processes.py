@@ -421,8 +421,12 @@ class Child:
         log: Path,
         environ: Mapping[str, str] | None = None,
         stdout: int | None = None,
+        folder: str | None = None,
     ) -> None:
-        """Raises OSError where it cannot be started.  By default its stdout goes to the log too."""
+        """Start it, by default in this process's folder; raises OSError if that fails.
+
+        By default its stdout goes to the log too.
+        """
         self.host = host
         self.command = shlex.join(command)
         self._log = log.open("w+b")
@@ -434,6 +438,7 @@ class Child:
                 stdout=self._log if stdout is None else stdout,
                 stderr=self._log,
                 env=environ,
+                cwd=folder,
                 start_new_session=True,
             )
         except OSError:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from nbdist import __version__
 from nbdist.errors import BadTopology, NoRuntimeFolder
 from nbdist.plugins import is_within, requirements
-from nbdist.system.folders import places, problem_of
+from nbdist.system.folders import current_folder, places, problem_of
 from nbdist.system.limits import memory_limits, process_limits, word_lack_of_files
 from nbdist.system.processes import MODULE, safe_environ
 from nbdist.topology import (
@@ -120,7 +120,7 @@ def ask(python: str, timeout: float = IMPORT_TIMEOUT) -> Mapping[str, Any]:
     try:
         done = subprocess.run(
             [python, *MODULE, "nbdist.worker", "about"], stdin=subprocess.DEVNULL,
-            env=safe_environ(os.environ, os.getcwd()), capture_output=True, text=True,
+            env=safe_environ(os.environ, current_folder()), capture_output=True, text=True,
             errors="replace", timeout=timeout,
         )  # fmt: skip
     except OSError as error:

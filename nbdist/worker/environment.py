@@ -130,7 +130,7 @@ class Around:
         sys.path[:] = self._path
         sys.argv[:] = start.world.argv
         # What "" on the path is for processes that multiprocessing spawns.
-        process.ORIGINAL_DIR = start.world.cwd  # type: ignore[attr-defined]
+        process.ORIGINAL_DIR = self._folder  # type: ignore[attr-defined]
 
     def follow(self, around: Surroundings | None) -> None:
         """Change what has changed in the notebook since the last task; None for as at the start."""

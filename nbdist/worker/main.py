@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from nbdist.output.events import COMMS, Done, InputRequest
+from nbdist.system.folders import nearest_folder
 from nbdist.system.processes import safe_path
 from nbdist.values.child_definitions import share_definitions_with_children
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
@@ -109,7 +110,10 @@ def become_worker(start: WorkerStart, agent_pid: int = 0) -> None:
     elif os.environ.get("PYTHONPATH", "") == safe_path(wanted, start.world.cwd):
         # A worker that was spawned has them, and what a wrapper has made of them, but for this one.
         os.environ.update({k: v for k, v in wanted.items() if k == "PYTHONPATH"})
-    os.chdir(start.world.cwd)
+    folder = nearest_folder(start.world.cwd)
+    os.chdir(folder)
+    if folder != start.world.cwd:
+        sys.stderr.write(f"the folder {start.world.cwd} was removed: this rank is in {folder}\n")
     # The notebook could not send its functions to another Python or torch.
     if start.world.versions and (found := difference(versions_here(), start.world.versions)):
         has = f"{sys.executable} has {found.what} {found.there}, the notebook {found.here}"

@@ -292,8 +292,10 @@ class AgentProcess(Child):
         command = [sys.executable, *MODULE, module, str(runtime), str(os.getpid())]
         if not fork_server:
             command.append("--no-fork")
-        environ = safe_environ(os.environ, os.getcwd())
-        super().__init__(socket.gethostname(), command, runtime / "agent.log", environ)
+        folder = folders.current_folder()  # torch cannot be imported in a folder that was removed
+        environ = safe_environ(os.environ, folder)
+        log = runtime / "agent.log"
+        super().__init__(socket.gethostname(), command, log, environ, folder=folder)
         self._oom_kills = OomKills(self.pid)
 
     def last_lines(self) -> list[str]:

@@ -23,6 +23,7 @@ from nbdist.output.ansi import strip
 from nbdist.output.bars import merged_line
 from nbdist.output.events import Failure, RankError
 from nbdist.output.text import PlainLines
+from nbdist.system.folders import current_folder
 from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.pickling import Pickled, pickle
@@ -45,15 +46,15 @@ def find_script(
     """Return the script; UsageError where there is none.  Imports nothing: that may be torch."""
     find = {"file": _find_file, "module": _find_module, "executable": _find_executable}[kind]
     file, root = find(name)
-    near = os.path.relpath(file) if file else ""
+    near = os.path.relpath(file, current_folder()) if file else ""
     near = "" if near.startswith(os.pardir) else near
     return Script(kind, name, tuple(map(str, args)), file, root, local_rank, near)
 
 
 def _find_file(name: str) -> tuple[str, str]:
-    file = os.path.abspath(os.path.expanduser(name))
+    file = os.path.normpath(os.path.join(current_folder(), os.path.expanduser(name)))
     if not os.path.exists(file):
-        near = "" if os.path.isabs(name) else f" in {os.getcwd()}"
+        near = "" if os.path.isabs(name) else f" in {current_folder()}"
         raise UsageError(
             f"there is no script `{name}`{near}. `-m {name}` runs a module, "
             f"`--no-python {name}` an executable."
@@ -85,7 +86,7 @@ def _find_module(name: str) -> tuple[str, str]:
     if spec is None:
         raise UsageError(
             f"`-m {name}`: there is no module of this name on the notebook's `sys.path`, "
-            f"nor in {os.getcwd()}."
+            f"nor in {current_folder()}."
         )
     if not spec.has_location or not spec.origin:
         return "", ""
@@ -98,7 +99,7 @@ def _find_module(name: str) -> tuple[str, str]:
 def _find_spec(name: str) -> ModuleSpec | None:
     """Do as `importlib.util.find_spec`, without importing the packages that it is in."""
     first, *others = name.split(".")
-    spec = PathFinder.find_spec(first, [os.getcwd()])
+    spec = PathFinder.find_spec(first, [current_folder()])
     if spec is None:
         with suppress(ValueError):  # no name, or `__main__`
             spec = find_spec(first)  # also by the finders of editable installations

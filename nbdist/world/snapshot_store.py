@@ -89,7 +89,7 @@ def root_folder(log_dir: str | None) -> Path:
     """Return `$NBDIST_SNAPSHOT_DIR`, or one beside the log files or in the state folder."""
     chosen = os.environ.get("NBDIST_SNAPSHOT_DIR")
     usual = os.path.join(log_dir or folders.state_folder(), "snapshots")
-    return Path(chosen or usual).expanduser().absolute()
+    return folders.current_folder() / Path(chosen or usual).expanduser()
 
 
 def owner_of(pool: str) -> str:
@@ -99,7 +99,7 @@ def owner_of(pool: str) -> str:
     in_jupyter = os.environ.get("JPY_SESSION_NAME") if "ipykernel" in sys.modules else None
     file = main.get("__vsc_ipynb_file__") or in_jupyter or main.get("__file__")
     if isinstance(file, str) and not file.endswith(os.sep):  # a nameless notebook has a folder
-        program = os.path.abspath(file)
+        program = os.path.normpath(os.path.join(folders.current_folder(), file))
     else:
         program = _kernel() or NO_FILE
     return program if pool == DEFAULT_POOL else f"{program} pool {pool}"

@@ -93,7 +93,7 @@ class Here:
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    cwd: str = field(default_factory=os.getcwd)
+    cwd: str = field(default_factory=folders.current_folder)
     sys_path: tuple[str, ...] = field(default_factory=lambda: (*sys.path,))
     argv: tuple[str, ...] = field(default_factory=lambda: (*sys.argv,))
     python: str = sys.executable

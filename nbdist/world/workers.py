@@ -31,6 +31,7 @@ from nbdist.output.events import (
     Tracked,
     Visible,
 )
+from nbdist.system.folders import removed_folder
 from nbdist.wire import messages
 from nbdist.wire.frames import pack
 from nbdist.wire.messages import Attached, Healed, Received, Remember, SendInput, Starting
@@ -59,6 +60,7 @@ COMING_TIMEOUT = 86_400.0  # seconds for machines to come out of queues; their h
 STOP_GRACE, RESTART_GRACE = 2.0, 0.3  # seconds that idle workers have to run their exit handlers
 STOP_TIMEOUT = 20.0  # seconds for an agent to have ended them; one that hangs is ended with them
 QUIET_SECONDS = 2.0  # of a start, before anything is said of it
+FOLDER_REMOVED = "the notebook's folder {} was removed: the workers start in {}"
 LATE_KEPT = 1000  # outputs of threads that outlived their task; all text is in the log files too
 
 
@@ -77,6 +79,7 @@ class Workers:
         self.logs: Mapping[int, str] = {}
         self.missing: tuple[str, ...] = ()  # what is missing in their libraries
         self.problem = self.rejoin_hint = self.warning = ""  # why no group, how machines come back
+        self.folder_note = ""  # where workers start if the notebook's folder was removed
         self.machines = Machines()
         self.is_elsewhere = False  # not, or not all, on the notebook's machine
         self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)  # shown outside of tasks
@@ -173,6 +176,8 @@ class Workers:
         """Take or work out the spec of the workers, with this name; UsageError for a bad config."""
         if spec is None:
             spec, self.warning = make_spec(config, name)
+            gone = removed_folder()
+            self.folder_note = FOLDER_REMOVED.format(gone, spec.cwd) if gone else ""
         self.config, self.spec = config, spec
         self.code = CodeSync(Path(spec.cwd)) if config.sync_code else None
         self.surroundings = NotebookSurroundings(spec)

@@ -47,10 +47,10 @@ class Kernel:
         for extension in {*self.shell.extension_manager.loaded} - self.extensions:
             self.shell.extension_manager.unload_extension(extension)
         self.shell.extension_manager.loaded = {*self.extensions}
+        os.chdir(self.folder)  # IPython cannot reset itself in a folder that was removed
         self.shell.reset(new_session=True)
         self.shell.call_pdb = False
         signal.signal(signal.SIGINT, self.stop)
-        os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environ)
         for each, before in self.lists:

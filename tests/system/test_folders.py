@@ -34,6 +34,21 @@ def ours(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_working_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearest folder above it takes its place; one that was made again is taken itself."""
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert (folders.current_folder(), folders.removed_folder()) == (str(folder), "")
+    shutil.rmtree(tmp_path / "a")
+    assert (folders.current_folder(), folders.removed_folder()) == (str(tmp_path), str(folder))
+    folder.mkdir(parents=True)
+    assert folders.current_folder() == str(folder)
+    assert folders.nearest_folder("/nothing/there") == "/"
+
+
 def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
     """What fails leaves the one before, and nothing else; a link in its way is not followed."""
     path, part = tmp_path / "file", tmp_path / "part"

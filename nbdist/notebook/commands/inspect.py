@@ -37,6 +37,7 @@ from nbdist.output.wording import (
     line,
     panel,
 )
+from nbdist.system.folders import current_folder
 from nbdist.system.processes import MODULE, safe_environ
 from nbdist.topology import parse_ranks
 from nbdist.wire.messages import GetRefused, GetStacks, GetStatus
@@ -185,7 +186,7 @@ def examined() -> Shown:
     """Run `nbdist doctor`, which imports torch, with this process's environment and limits."""
     done = subprocess.run(
         [sys.executable, *MODULE, "nbdist.terminal", "doctor"],
-        env=safe_environ(os.environ, os.getcwd()),
+        env=safe_environ(os.environ, current_folder()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from nbdist.terminal.worlds import kill_world
 from nbdist.world.agents import Found, worlds
+from nbdist.world.workers import FOLDER_REMOVED
 from tests.notebook.front_end import Notebook, Outcome, body
 from tests.waiting import SOON, wait_until
 
@@ -37,6 +39,28 @@ def test_a_stopped_shutdown_is_completed(fresh: Callable[..., Notebook]):
     assert notebook.run("%dist_status").text.splitlines()[0].endswith(" · gloo · ready")
     assert notebook.run("%dist_shutdown").errors == []
     assert notebook.process.children(recursive=True) == before
+
+
+def test_the_folder_of_the_notebook_is_removed(
+    fresh: Callable[..., Notebook], tmp_path: Path
+) -> None:
+    """As a git checkout does: workers start in the nearest folder that exists, and a line says so.
+
+    Those that are replaced do too, and those of an agent that starts after that.
+    """
+    folder = tmp_path / "branch" / "notebooks"
+    folder.mkdir(parents=True)
+    notebook = fresh(f"import os; os.chdir({str(folder)!r})", "%load_ext nbdist", "%dist_init -n 2")
+    shutil.rmtree(tmp_path / "branch")
+    where = "%%distributed\nimport os; print(os.getcwd())"
+    notebook.run("%dist_restart -r 1")
+    assert body(notebook.run(f"{where} if rank else ''"))[-1] == str(tmp_path)
+    note = FOLDER_REMOVED.format(folder, tmp_path)
+    for line in ("%dist_restart", "%dist_shutdown", "%dist_init -n 2 --no-fork"):
+        shown = notebook.run(line).text
+        assert (note in shown) == (line != "%dist_shutdown")
+    assert body(notebook.run(where)) == ["── ranks 0-1 (same) ──", str(tmp_path)]
+    assert f" in {tmp_path}. " in notebook.run("%dist_run script.py").error
 
 
 @pytest.mark.shared_world
