@@ -86,6 +86,14 @@ def names_bound(source: str) -> frozenset[str]:
     return frozenset(_cell(source).bound)
 
 
+def names_read_first(source: str) -> frozenset[str]:
+    """Find the names that a cell reads above the first line that may bind them.
+
+    What its functions and classes read does not count.  Raises SyntaxError.
+    """
+    return frozenset(name for name, opname in _cell(source).first.items() if opname in _READS)
+
+
 def names_certainly_bound(source: str) -> frozenset[str]:
     """Find the names that a cell has bound whenever it ends without an error."""
     return _cell(source).certain
@@ -124,7 +132,7 @@ class _Code:
     with the names that are bound whenever it is read;
     `later` those that its functions will read when they are called, and a function itself;
     `inner` all that is read by functions, classes and lambdas in it; `unbound` the globals that
-    they delete.
+    they delete; `first` the instruction that names a variable first, whether it reads or binds.
     """
 
     def __init__(self, code: types.CodeType) -> None:
@@ -135,6 +143,7 @@ class _Code:
         self.bound: set[str] = set()
         self.unbound: set[str] = set()
         self.chains: set[tuple[str, ...]] = set()
+        self.first: dict[str, str] = {}
         self.commands: list[str] = []
         self._code = code
         self._is_cell = code.co_name == "<module>"
@@ -165,6 +174,8 @@ class _Code:
             return self._made(index, name)
         if name in _PYTHONS_OWN:
             return {}
+        if step.opname in (*_BINDS, *_READS):
+            self.first.setdefault(name, step.opname)
         if step.opname in (*_BINDS, *_UNBINDS) and (self._is_cell or "GLOBAL" in step.opname):
             self.bound.add(name)
         if step.opname == "DELETE_GLOBAL":
@@ -179,7 +190,9 @@ class _Code:
         self.chains |= inner.chains
         self.commands += inner.commands
         self.inner |= inner.inner
-        if code.co_name not in _AT_ONCE:
+        if code.co_name in _AT_ONCE:
+            self.first = inner.first | self.first
+        else:
             self.inner |= inner.used.keys() | inner.later
         name = code.co_name.removeprefix(_GENERIC).removesuffix(">")
         if not name.isidentifier():  # a lambda or a comprehension

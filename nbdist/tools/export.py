@@ -23,7 +23,12 @@ from IPython.core.magic_arguments import argument
 from nbdist.errors import NbdistError, UsageError
 from nbdist.notebook.command import Line, command
 from nbdist.notebook.display import Shown, block
-from nbdist.notebook.free_names import names_bound, names_used, names_used_later
+from nbdist.notebook.free_names import (
+    names_bound,
+    names_read_first,
+    names_used,
+    names_used_later,
+)
 from nbdist.notebook.shipping import version_now
 from nbdist.system.folders import whole_file
 from nbdist.tools.cell_code import (
@@ -75,7 +80,12 @@ def dist_export(line: Line) -> Shown:
     saved = f" · {count(len(script.saved), 'variable')} in {file} ({size_text(size)})"
     said = f"{path} · {count(script.cells, 'cell')}{saved if script.saved else ''}"
     lost = ["not carried over:", *(f"  {each}" for each in script.lost)] if script.lost else []
-    return block("\n".join([f"{said} · `torchrun --nproc-per-node {world.size} {path}`", *lost]))
+    if script.missing:
+        lacks = f"{list_names(script.missing)}, which it uses and lacks"
+        first = [f"{path} ends in a NameError until you add {lacks}", said]
+    else:
+        first = [f"{said} · `torchrun --nproc-per-node {world.size} {path}`"]
+    return block("\n".join([*first, *lost]))
 
 
 def _free_paths(text: str | None, *, force: bool) -> tuple[Path, Path]:
@@ -179,12 +189,17 @@ _LOAD = 'torch.load(VALUES, map_location="cpu", weights_only=False)'
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script's text, the variables in the file beside it, and what it does not have."""
+    """A script's text, the variables in the file beside it, and what it does not have.
+
+    `lost` are lines on all that is not carried over; `missing` are names that the script uses, and
+    that nothing in it binds.
+    """
 
     text: str
     saved: tuple[str, ...]
     cells: int
     lost: tuple[str, ...]
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -217,6 +232,7 @@ class Composer:
         self._names = names
         self._statements = statements
         self._lost: list[str] = []
+        self._missing = dict[str, None]()
         self._imports = dict.fromkeys(IMPORTS)
         self._origins: dict[str, _Origin] = {}
         self._there: dict[str, object] = {}  # variables of the notebook so far, by their versions
@@ -253,7 +269,7 @@ class Composer:
             end,
         ]
         text = "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
-        return Script(text, (*saved,), len(self._sections), lost)
+        return Script(text, (*saved,), len(self._sections), lost, (*self._missing,))
 
     def _imported(self) -> set[str]:
         """Find what the imports at the top bind."""
@@ -261,11 +277,12 @@ class Composer:
 
     def _translated(self, transform: Transform) -> list[_Section]:
         sections = []
-        tasks = [each for each in self._past.tasks if (each.kind, each.status) == ("cell", "ok")]
+        tasks = [each for each in self._past.tasks if each.kind == "cell" and _is_written(each)]
         known = {each.name for each in self._past.sent} | self._made | WORKERS_OWN
         for task in sorted(tasks, key=lambda task: task.last):
             text, lost = cell_code(task.text, transform, known, shows_value=task.shows_value)
             lost += ["its figures are drawn and not shown"] if task.draws else []
+            lost += [STOPPED] if task.status == "interrupted" else []
             self._lost += [f"{_title_of(task)}: {each}" for each in lost]
             self._imports |= {"import asyncio": None} if awaits(text) else {}
             sections.append(_Section(task, text))
@@ -324,10 +341,14 @@ class Composer:
             self._bound |= bound
             self._there = {name: v for name, v in self._there.items() if name not in bound}
             text = "\n".join([*section.before, section.text])
-            for name in sorted(names_used(text) - there - self._imported()):
+            # What a loop or a condition binds counts as bound for the lines below it.
+            own = names_bound(text) - names_read_first(text)
+            for name in sorted(names_used(text) - there - self._imported() - own):
                 if name in _IN_PLACE:
                     self._imports[_IN_PLACE[name]] = None
-                elif name in self._made:
+                    continue
+                self._missing[name] = None
+                if name in self._made:
                     title = _title_of(section.task)
                     self._lost.append(f"{title} uses {name}, which no cell before it binds")
                 else:
@@ -412,7 +433,16 @@ def _shown(section: _Section) -> str:
     if text.strip() and not task.on_all:
         text = guarded(text, task.ranks)
     times = f", which ran {task.runs} times" if task.runs > 1 else ""
-    return "\n".join([f"# --- {_title_of(task)}{times} ---", *section.before, text])
+    stopped = [f"# {STOPPED[0].upper()}{STOPPED[1:]}."] if task.status == "interrupted" else []
+    return "\n".join([f"# --- {_title_of(task)}{times} ---", *section.before, *stopped, text])
+
+
+STOPPED = "this cell was stopped before its end, and the script runs all of it"
+
+
+def _is_written(task: PastTask) -> bool:
+    """Return True for a cell that is in the script: ranks keep what a stopped cell has done."""
+    return task.status in ("ok", "interrupted")
 
 
 def _left_out(past: Past) -> list[str]:
@@ -422,9 +452,8 @@ def _left_out(past: Past) -> list[str]:
         said.append(f"the first {count(past.forgotten, 'cell')}: they are no longer known")
     for task in past.tasks:
         ended = ""
-        if task.kind == "cell" and task.status != "ok":
-            ended = " was interrupted" if task.status == "interrupted" else " failed"
-            ended += f" ({task.error})" if task.error else ""
+        if task.kind == "cell" and not _is_written(task):
+            ended = f" failed ({task.error})" if task.error else " failed"
         if ended or task.kind in ("script", "call"):
             made = f", which bound {list_names(task.made)}" if task.made else ""
             said.append(f"{_title_of(task)}{ended}{made}")

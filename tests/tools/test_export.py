@@ -118,6 +118,35 @@ def test_what_notebooks_do(kernel: Notebook, elsewhere: Path) -> None:
         assert any(line in each.panel["text/plain"] for each in shown), line
 
 
+STOPPED = """%%distributed
+import os
+kept = rank + 40
+print('kept', kept, flush=True)
+while 'RUNS' not in os.environ:
+    pass
+"""
+
+
+def test_a_cell_that_was_stopped(
+    kernel: Notebook, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the script, which does the same; a name that a failed cell bound is told first."""
+    kernel.run("%dist_restart -n 2")
+    assert kernel.run(STOPPED, meanwhile=kernel.stop_at("kept")).errors
+    kernel.run("%%distributed\ndist.barrier()\nprint('again', kept)")
+    said = kernel.run("%dist_export stopped.py").text
+    assert said.startswith("stopped.py · 2 cells · `torchrun")
+    assert "was stopped" in said
+    monkeypatch.setenv("RUNS", "1")
+    told = torchrun(elsewhere, kernel.folder / "stopped.py", 2).splitlines()
+    assert told.count("again 41") == told.count("kept 41") == 1
+    kernel.run("%%distributed\nbroken = 1\nraise ValueError")
+    kernel.run("%%distributed\nprint(broken)")
+    first, second, *_ = kernel.run("%dist_export --force stopped.py").text.splitlines()
+    assert first == "stopped.py ends in a NameError until you add broken, which it uses and lacks"
+    assert second == "stopped.py · 3 cells"
+
+
 def test_what_a_script_is_for() -> None:
     """Its group, and what of the workers is told in words."""
     assert group_of(World(3, log_dir="")) == ("", ())

@@ -57,6 +57,7 @@ class Lab:
         fails: bool = False,
         key: str = "",
         shows: bool = False,
+        stops: bool = False,
         needs: dict[str, set[str]] | None = None,
     ) -> None:
         """A task that has ended, with these names of the notebook as they are now."""
@@ -71,13 +72,16 @@ class Lab:
         members = Members(2, "gloo", Machines.one("here", 2), {}, {}, heals=True)
         parcels = dict.fromkeys(ranks, Parcel(shipped))
         running = TaskRun(task, Patience(), members, parcels)
+        running.stops = int(stops)
         for rank in ranks:
             if shows:
                 running.receive(rank, Display({}, {}, is_result=True))
+            if stops:
+                running.receive(rank, Failure("KeyboardInterrupt", "", (), 1))
             if fails:
                 running.receive(rank, Failure("ValueError", "bad", (), 1))
             bound = frozenset(made.split())
-            running.receive(rank, Done("error" if fails else "ok", 0.1, bound))
+            running.receive(rank, Done("error" if fails or stops else "ok", 0.1, bound))
         self.past.add(running)
 
     def script(self, backend: str = "") -> Script:
@@ -229,6 +233,42 @@ def test_what_is_left_out_is_named(*, fails: bool) -> None:
     ):
         assert said in lost
     assert "- `nothing` is used and not there\n" in lab.script().text
+
+
+def test_a_cell_that_was_stopped() -> None:
+    """It is in the script, as ranks keep what it has done; a comment and a line say so."""
+    lab = Lab()
+    lab.ran("model = 1\nwhile True:\n    step = 2", made="model step", stops=True)
+    lab.ran("model, step")
+    script = lab.script()
+    assert (script.cells, script.missing) == (2, ())
+    assert lab.body().startswith(
+        "# --- In [1] ---\n# This cell was stopped before its end, and the script runs all of it.\n"
+        "model = 1\n"
+    )
+    assert script.lost == (
+        "In [1]: this cell was stopped before its end, and the script runs all of it",
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        ("for i in range(3):\n    total = i\nprint(total, i)", ()),
+        ("if rank:\n    flag = 1\nelse:\n    flag = 2\nflag", ()),
+        ("if rank:\n    flag = 1\nflag, [flag for _ in 'a']\ndef f(): return flag", ()),
+        ("try:\n    x = 1\nexcept ValueError:\n    pass\nx", ()),
+        ("total += 1", ("total",)),
+        ("while total:\n    total = 1", ("total",)),
+        ("[flag for _ in 'a']\nif rank:\n    flag = 1", ("flag",)),
+        ("for i in items:\n    x = i\nx", ("items",)),
+    ],
+)
+def test_what_loops_and_conditions_bind(source: str, missing: tuple[str, ...]) -> None:
+    """It is there for the lines below; what is read above them is missing."""
+    lab = Lab()
+    lab.ran(source, made="total flag i x")
+    assert lab.script().missing == missing
 
 
 def test_cells_that_ran_again() -> None:
