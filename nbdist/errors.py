@@ -198,14 +198,15 @@ class ForkedProcess(UsageError):
 
 
 class WorldBusy(UsageError):
-    """The workers have not finished what they were given before."""
+    """The workers have not finished what they were given before, perhaps by another thread."""
 
     def __init__(self, ranks: Iterable[int], seconds: float) -> None:
         ranks = [*ranks]
         verb = "is" if len(ranks) == 1 else "are"
         super().__init__(
-            f"{name_ranks(ranks)} {verb} still running an earlier cell ({seconds:.1f} s)."
-            " Wait for it, stop it with `%dist_interrupt`, or restart with `%dist_restart`."
+            f"{name_ranks(ranks)} {verb} still running an earlier cell or call ({seconds:.1f} s)."
+            " Wait for it: a world runs one at a time. `%dist_interrupt` stops it, in Python"
+            " `world.interrupt()`."
         )
 
 

@@ -77,8 +77,8 @@ EVERY_ERROR = [
     ),
     (
         errors.WorldBusy([2], 3),
-        "rank 2 is still running an earlier cell (3.0 s). Wait for it, stop it "
-        "with `%dist_interrupt`, or restart with `%dist_restart`.",
+        "rank 2 is still running an earlier cell or call (3.0 s). Wait for it: a world runs one at "
+        "a time. `%dist_interrupt` stops it, in Python `world.interrupt()`.",
     ),
     (
         errors.RanksNotStopped([0, 1], is_safe=True),

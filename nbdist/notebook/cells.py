@@ -301,6 +301,9 @@ def check_end(pool: Pool, world: World, running: TaskRun, *, stopped: bool | Non
 
 
 def _not_sent_text(pool: Pool, name: str) -> str:
+    """Say why a name is not defined on a rank, and what to do; "" where that is not known."""
+    if name in WORKERS_OWN or name in WORKERS_MODULES:
+        return ""  # each worker's own are never sent
     if name in pool.gathered:
         why = f"`{name}` was gathered from the ranks, so it is not sent by itself"
     elif name in pool.shell.user_ns:

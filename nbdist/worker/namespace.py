@@ -104,7 +104,10 @@ class Namespace:
 
         All of it, or nothing if a variable cannot be rebuilt: then VariableError is raised.  Return
         the variables that the notebook has deleted, and that were deleted here too.
+        What every worker has from its start is there again if a cell has deleted it.
         """
+        for name in self.ready.keys() - self._names.keys():
+            self._names[name] = self.ready[name]
         # What the last task brought back has been read by now.
         for task_id in list(self._lent):
             self.release_values(task_id)

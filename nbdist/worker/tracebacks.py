@@ -139,7 +139,14 @@ def in_few_words(kind: Any, error: Any) -> tuple[Any, Any]:
 
 NO_GPU = re.compile(
     r"not compiled with (CUDA|cuda) enabled|No CUDA GPUs are available|Found no NVIDIA driver"
+    r"|Cannot access accelerator device when none|module 'torch._C' has no attribute '_cuda_"
 )
+
+DDP_ON_CPU = re.compile(r"device_ids and output_device arguments only work with .*'cpu'", re.DOTALL)
+"""What torch says to `DDP(net, device_ids=[local_rank])` of a model that is on the CPU."""
+
+LAUNCHERS = {"notebook_launcher", "debug_launcher"}
+"""Functions of accelerate that start processes of their own."""
 
 OTHERS = "`--gpus` chooses others"
 ON_CPU = "`--env CUDA_VISIBLE_DEVICES=` uses the CPU"
@@ -193,13 +200,20 @@ FULL = (
 """What to do where a worker finds no room at its start, and what torch and NCCL say then."""
 
 
+HAS_NO_GPU = (AssertionError, RuntimeError, AttributeError)
+
+
 def remedies(shell: Any, rank: int, error: BaseException) -> list[str]:
     """Return lines that say what to do about an error; none for most."""
     lines, names = account(shell, rank, error), shell.user_ns
     if type(error) is NameError and error.name:
         near = did_you_mean(error.name, [*names, *vars(builtins)]).strip()
         lines += [near] if near else []
-    elif isinstance(error, AssertionError | RuntimeError) and NO_GPU.search(str(error)):
+    elif isinstance(error, ValueError) and DDP_ON_CPU.search(str(error)):
+        lines.append("The model is on the CPU: leave out `device_ids`, `DDP(net)` needs none.")
+    elif LAUNCHERS & {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}:
+        lines.append("Every rank runs this cell already: call the function without a launcher.")
+    elif isinstance(error, HAS_NO_GPU) and NO_GPU.search(str(error)):
         device = names.get("device", "cpu")
         lines += [
             f"There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is {device}."

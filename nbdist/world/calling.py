@@ -59,6 +59,12 @@ def _find_file(name: str) -> tuple[str, str]:
             f"there is no script `{name}`{near}. `-m {name}` runs a module, "
             f"`--no-python {name}` an executable."
         )
+    stem, suffix = os.path.splitext(name)
+    if suffix == ".ipynb":
+        raise UsageError(
+            f"`{name}` is a notebook: `%run {name}` runs its cells in the notebook, "
+            f"`!jupyter nbconvert --to script {name}` writes the script `{stem}.py`."
+        )
     try:
         with open(file, "rb") as opened:
             compile(opened.read(), file, "exec", dont_inherit=True)

@@ -6,6 +6,7 @@ On the notebook's thread, or that of a script.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar, get_args, overload
 
-from nbdist.config import Patience, WorldConfig
+from nbdist.config import OPTIONS, Patience, WorldConfig
 from nbdist.errors import NbdistError, UsageError
 from nbdist.system.folders import JoinedFolder
 from nbdist.values.payload import Payload, check_needs, pack_names
@@ -423,7 +424,26 @@ def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellR
     Without GPUs one per core, at most 4.  `distributed` says how many, and more; with
     `World` they stay.  Raises what `World.start` and `World.run` raise.
     """
+    if options := _options_of_world(function, kwargs):
+        said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise UsageError(
+            f"`nbdist.run`: all arguments are the function's, which has no `{min(options)}`. "
+            f"`nbdist.distributed({said})(function)(...)` calls it on such workers."
+        )
     return distributed(function)(*args, **kwargs)
+
+
+def _options_of_world(
+    function: Callable[..., Any], kwargs: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the arguments that are options of `World` and not arguments of the function."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of one in C
+        return {}
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return {}
+    return {n: value for n, value in kwargs.items() if n in OPTIONS and n not in parameters}
 
 
 @overload

@@ -65,6 +65,16 @@ def test_a_cell_that_binds_such_a_name_is_told(two: Notebook) -> None:
     two.run("%dist_restart")
 
 
+def test_a_deleted_one_is_there_again(two: Notebook) -> None:
+    """In the next cell; in the same one nobody offers to send the notebook's, which cannot be."""
+    two.run("rank, dist = 3, 4")
+    assert two.run("%%distributed\ndel rank, dist").errors == []
+    assert two.run("%%distributed\nprint(dist.get_rank() == rank)").errors == []
+    (error,) = two.run("%%distributed\ndel rank\nprint(rank)").errors
+    assert "The notebook has" not in error["evalue"]
+    two.run("del rank, dist")
+
+
 def test_hints_never_destroy(two: Notebook) -> None:
     """A replaced rank says who has what it misses, what it has lost is listed by importance."""
     two.run(

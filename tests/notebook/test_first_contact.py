@@ -64,6 +64,7 @@ MISTAKES = (
     _row("%%px\nx", "not found. In nbdist begin the cell with `%%distributed`."),
     _row("nbdist.World(workers=3)", "no argument `workers`: did you mean `n`?"),
     _row("nbdist.World(2, bakcend='gloo')", "no argument `bakcend`: did you mean `backend`?"),
+    _row("nbdist.run(print, 1, n=2)", "`nbdist.run`: all arguments are the function's", "n=2"),
     _row("nbdist.World(2, 'gloo')", "`nbdist.World`: there is no argument `'gloo'`."),
     # Variables that are elsewhere, that cannot be sent, or that there are not.
     _row("%dist_gather here+1", "`%dist_gather here+1 --as values`"),
@@ -87,9 +88,18 @@ MISTAKES = (
     _row("%dist_gather kepd", "no rank has `kepd`. Did you mean `kept`?"),
     _row("%%distributed\nprint(kepd)", "Did you mean `kept`?"),
     _row("%%distributed\ntorch.ones(2).cuda()", "There is no GPU here: `.to(device)`"),
+    _row(
+        "%%distributed\ntorch.nn.parallel.DistributedDataParallel(\n"
+        "    torch.nn.Linear(1, 1), device_ids=[local_rank])",
+        "The model is on the CPU: leave out `device_ids`, `DDP(net)` needs none.",
+    ),
     _row("%%distributed -n gpu\nx", "`-n gpu`: no GPU is visible here. Use `-n 4`"),
     _row("%dist_wait", "In nbdist `job.wait()` waits for a cell that was sent with `--no-wait"),
     # Scripts, files and what is not there.
+    _row(
+        ("import pathlib; pathlib.Path('other.ipynb').write_text('{}');", "%dist_run other.ipynb"),
+        "`other.ipynb` is a notebook: `%run other.ipynb` runs its cells",
+    ),
     _row("%dist_export train", "the script needs a name that ends in .py"),
     _row("%dist_export /nosuch/x.py", "there is no folder /nosuch."),
     _row("%dist_attach nope", "has this name"),

@@ -163,6 +163,7 @@ def test_hints() -> None:
     """A name that is like one of the rank's, and the device that there is."""
     names = {"loss": torch.ones(1), "device": torch.device("cpu"), "torch": torch}
     on_cpu = "There is no GPU here: `.to(device)` instead of `.cuda()`; `device` is cpu."
+    launcher = "Every rank runs this cell already: call the function without a launcher."
     for source, said in {
         "lss + 1": ["Did you mean `loss`?"],
         "pritn(loss)": ["Did you mean `print`?"],
@@ -170,8 +171,11 @@ def test_hints() -> None:
         "raise NameError('lss')": [],
         "loss.cpy()": [],
         "loss.cuda()": [on_cpu],
+        "torch.cuda.set_device(0)": [on_cpu],
+        "loss.to(0)": [on_cpu],
+        "def notebook_launcher(): 1 / 0\nnotebook_launcher()": [launcher],
     }.items():
-        if not (torch.cuda.is_available() and "cuda" in source):
+        if not (torch.cuda.is_available() and ("cuda" in source or "to(0)" in source)):
             with pytest.raises(Exception) as raised:  # noqa: PT011 (this is what is asked)
                 exec(source, {**names})
             assert remedies(shell_with(**names), 0, raised.value) == said, source

@@ -211,6 +211,8 @@ def test_ranks_that_there_are_not(world: World) -> None:
     for ranks in ("0", [7], [-1]):
         with pytest.raises(BadRanks, match="selects no ranks"):
             world.task("x = 1", ranks=ranks)
+    with pytest.raises(UsageError, match=r"`ranks=0`: .+ such as `ranks=\[0\]`"):
+        world.execute("x = 1", ranks=0)
 
 
 # --- errors -----------------------------------------------------------------------------
