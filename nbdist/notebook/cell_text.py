@@ -248,13 +248,13 @@ def check_source(shell: InteractiveShell, first_line: str, cell: str) -> str:
         raise CellSyntaxError(error, shown) from None
     if "run_line_magic" in python:
         check_magics(module)
-    if not module.body:
-        name = first_line.split()[0] if first_line else "%%distributed"
-        raise UsageError(
-            f"`{name}`: the cell has no code, so nothing has run. "
-            "`%dist_init -n 4` starts workers without a cell."
-        )
     return python
+
+
+def has_code(cell: str) -> bool:
+    """Return False for a cell of comments and blank lines alone."""
+    lines = map(str.strip, cell.splitlines())
+    return any(line and not line.startswith("#") for line in lines)
 
 
 def is_python(shell: InteractiveShell, cell: str) -> bool:

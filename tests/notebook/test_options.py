@@ -337,6 +337,12 @@ def test_what_becomes_of_a_value(mode: str) -> None:
     assert seen == []
 
 
+def test_a_cell_without_code(typed: Callable[[str], str]) -> None:
+    """It is no error, which would stop all cells below it, and starts no workers."""
+    for cell in ("%%distributed\n# later", "%%distributed -n 3 -o x\n\n  # a\n# b\n"):
+        assert "no code, so nothing has run" in typed(cell)
+
+
 def test_a_mistake(typed: Callable[[str], str]) -> None:
     """One line shows what is wrong and what is right, before anything is started."""
     for typed_in, said in (
@@ -349,7 +355,6 @@ def test_a_mistake(typed: Callable[[str], str]) -> None:
         ("%%distributed --nnodes 2\nx", r"`-j"),
         ("%%distributed --standalone\nx", r"`--standalone`: leave it out"),
         ("%%distributed -o 1x\nx", r"`-o 1x`: give a name for the result, such as `-o result`."),
-        ("%%distributed\n# later", r"no code, so nothing has run. `%dist_init -n 4` starts"),
         ("%dist_init --hosts", r"`--hosts` needs a value"),
         ("%dist_restart -n x", r"`-n x`"),
         ("%dist_restart --keep 1a", r"names separated by commas, such as `step,history`"),

@@ -13,7 +13,7 @@ from IPython.core.magic_arguments import argument
 
 from nbdist.config import number_of_seconds
 from nbdist.errors import LocalCellError, NbdistError, UsageError
-from nbdist.notebook.cell_text import as_magic, divide
+from nbdist.notebook.cell_text import as_magic, divide, has_code
 from nbdist.notebook.cells import result_of, source_steps, through
 from nbdist.notebook.command import Command, Line, cell_options, command, find_commands
 from nbdist.notebook.commands.values import take_due
@@ -106,6 +106,8 @@ ASKED = (
     "Proceed (y/[n])? "
 )
 
+NO_CODE = "the cell has no code, so nothing has run; `%dist_init -n 4` starts workers without one"
+
 CELL_OPTIONS = cell_options()
 
 _RESET = re.compile(r"\s*%reset\b([^\n]*)")
@@ -141,7 +143,10 @@ def distributed(line: Line) -> None:
     if line.options.auto and not _reset_here(line):
         return
     line.cell, last = divide(line.cell)
-    send(line, _steps(line))
+    if has_code(line.cell):
+        send(line, _steps(line))
+    elif not last:
+        line.display.say(NO_CODE)
     shell = line.pool.shell
     for name, text, target in last:
         value = shell.run_line_magic(name, text)
