@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.wire.spec import WorkerStart
+from nbdist.words import name_ranks
 from nbdist.worker.compat import models as models_seam
 from nbdist.worker.compat import torch as seam
 
@@ -90,7 +91,7 @@ class DefaultGroup:
         """Form it in this store; the one before has been taken out."""
         # init_process_group wraps sys.excepthook each time it is called.
         excepthook = sys.excepthook
-        self._backend = start.world.backend or ""
+        self._backend, self._has_gpu = start.world.backend or "", start.device != "cpu"
         self._rank, self._size = start.rank, start.world.world_size
         try:
             self._init(
@@ -144,6 +145,8 @@ class DefaultGroup:
                 seam.spare(self.group)
             self._destroy(group)
 
+        for each in (dist.send, dist.recv, dist.isend, dist.irecv):
+            _replace_everywhere(each, _checking_peer(each))
         _replace_everywhere(self._init, init_process_group)
         _replace_everywhere(self._destroy, destroy_process_group)
 
@@ -187,11 +190,10 @@ class DefaultGroup:
                 "Pass rank=rank or leave it out."
             )
         if missing := lacking(asked.get("backend") or "", self._backend):
-            name = min(missing)
-            return (
-                f"the world's group has the backend {self._backend}, not {name}. Pass "
-                f'"{self._backend}" or leave it out; `%dist_init --backend` chooses another.'
-            )
+            name, remedy = min(missing), f'Pass "{self._backend}" or leave it out'
+            if "nccl" in name and self._has_gpu:
+                remedy += f"; `%dist_restart --backend {name}` starts workers that have it"
+            return f"the world's group has the backend {self._backend}, not {name}. {remedy}."
         return ""
 
     def _set_timeout(self, timeout: timedelta) -> None:
@@ -211,6 +213,29 @@ def lacking(asked: str, own: str) -> set[str]:
 
 def _say(text: str) -> None:
     sys.stdout.write(f"\x1b[2m{text}\x1b[0m\n")  # a dim line
+
+
+def _checking_peer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `dist.send` or one like it that refuses a rank which is not there.
+
+    torch would wait for that rank for ever.
+    """
+    name = "dst" if "send" in function.__name__ else "src"
+
+    @functools.wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        given = dict(zip(("tensor", name, "group"), args, strict=False)) | options
+        peer = given.get(name, given.get(f"group_{name}"))
+        # Of another group torch knows the ranks by their number in the world.
+        is_of_all = given.get("group") in (None, dist.group.WORLD) and dist.is_initialized()
+        if is_of_all and isinstance(peer, int):
+            ranks = range(dist.get_world_size())
+            if peer not in ranks:
+                there = name_ranks(ranks)
+                raise ValueError(f"{function.__name__}: there is no rank {peer}, only {there}.")
+        return function(*args, **options)
+
+    return checked
 
 
 def _replace_everywhere(function: Callable[..., Any], by: Callable[..., Any]) -> None:

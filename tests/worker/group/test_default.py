@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from nbdist.errors import RanksReleased, WorkerDied, WorkerError
 from nbdist.output.events import Text
@@ -138,11 +139,40 @@ def test_destroyed_on_some_ranks(world: World) -> None:
     )
 
 
+NO_NCCL = 'Pass "gloo" or leave it out'
+if not torch.cuda.is_available():
+    NO_NCCL += "."  # and nothing of workers with nccl, which cannot be started
+
+
+def test_a_rank_that_is_not_there(world: World) -> None:
+    """Point-to-point calls with it are refused, for which torch would wait for ever."""
+    for call, rank in (
+        ("send(x, dst=5)", 5),
+        ("send(x, 5)", 5),
+        ("isend(x, group_dst=3)", 3),
+        ("recv(x, src=3, group=dist.group.WORLD)", 3),
+        ("irecv(x, -1)", -1),
+    ):
+        said = error_of(world, f"x = torch.zeros(1)\ndist.{call}")
+        assert f"there is no rank {rank}, only ranks 0-2." in said
+    world.execute(
+        "x = torch.zeros(1)\nnext_rank = (rank + 1) % 3\n"
+        "for work in dist.batch_isend_irecv([\n"
+        "    dist.P2POp(dist.isend, torch.ones(1), next_rank),\n"
+        "    dist.P2POp(dist.irecv, x, (rank - 1) % 3),\n"
+        "]): work.wait()\n"
+        "assert x.item() == 1\n"
+        "pair = dist.new_group([0, 2])\n"
+        "if rank == 0: dist.send(torch.ones(1), 2, group=pair)\n"
+        "if rank == 2: dist.recv(x, 0, group=pair)"
+    )
+
+
 def test_what_contradicts(world: World) -> None:
     """It is refused with the remedy, also once the group is destroyed; no rank is renumbered."""
     for arguments, said, remedy in (
         ("rank=(rank + 1) % 3", "this is rank ", "Pass rank=rank or leave it out."),
-        ("backend='nccl'", "the world's group has the backend gloo, not nccl.", 'Pass "gloo" or'),
+        ("backend='nccl'", "the world's group has the backend gloo, not nccl.", NO_NCCL),
     ):
         for first in ("", "dist.destroy_process_group()\n"):
             found = error_of(world, f"{first}dist.init_process_group({arguments})")
