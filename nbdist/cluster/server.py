@@ -23,6 +23,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
 from nbdist.cluster.ticket import BEAT_INTERVAL, KeyPair, Ticket, endpoint, listen_with
+from nbdist.wire.frames import BadFrame
 from nbdist.wire.node_messages import NodeDown, NodeUp, node_frames, node_message_from
 from nbdist.wire.spec import LINK_TIMEOUT
 from nbdist.wire.transfer import Frame, Kind, Mismatch, Numbered
@@ -84,6 +85,7 @@ class NodeServer:
         self.link_timeout = LINK_TIMEOUT
         self.refused = 0
         """How many connections had not the right keys."""
+        self.unreadable = 0  # messages of holders of the keys
         self._receive = receive
         self._lose = lose
         self._miss = miss
@@ -120,6 +122,8 @@ class NodeServer:
         self._tasks = [
             asyncio.create_task(work) for work in (self._read(), self._watch(), self._beat())
         ]
+        for task in self._tasks:
+            task.add_done_callback(_report_fault)
 
     def ticket(self, addresses: tuple[str, ...], *, fork: bool) -> Ticket:
         """Make what an agent needs to come in."""
@@ -164,28 +168,45 @@ class NodeServer:
         while True:
             self._take(*await self._socket.recv_multipart(copy=False))
 
-    def _take(self, first: zmq.Frame, header: zmq.Frame, *frames: zmq.Frame) -> None:
+    def _take(self, first: zmq.Frame, *frames: zmq.Frame) -> None:
         identity = first.bytes
         if (line := self._known.get(identity)) is None:
             line = _Line()
             line.comes_by(first)
+        header, *data = [each.buffer for each in frames] or [memoryview(b"")]
         try:
-            kind = line.talk.take(header.bytes)
+            kind = line.talk.take(bytes(header))
+        except BadFrame as error:  # of an agent that is known the next message is read all the same
+            self._note_unreadable(error)
+            return
         except Mismatch:
             self._send_frames(identity, [line.talk.sign(Kind.ENDED)])
             return
         match kind:
             case Kind.MESSAGE:
+                try:
+                    message = node_message_from(*data)
+                except BadFrame as error:
+                    self._note_unreadable(error)
+                    # Without it no later message of this agent is right: it has to leave.
+                    self._send_frames(identity, [line.talk.sign(Kind.ENDED)])
+                    if self._known.pop(identity, None):
+                        self._lose(identity)
+                    return
                 self._known[identity] = line
-                frame, *data = frames
-                message = node_message_from(frame.bytes, *(each.buffer for each in data))
                 self._receive(identity, message)
             case Kind.AGAIN if identity in self._known:
                 line.comes_by(first)
                 for again in line.talk.again():
                     self._send_frames(identity, again)
-            case Kind.ENDED:
-                self._drop(frames[0].bytes)
+            case Kind.ENDED if data:
+                self._drop(bytes(data[0]))
+
+    def _note_unreadable(self, error: BadFrame) -> None:
+        self.unreadable += 1
+        # As for refused connections: few lines, however many come.
+        if self.unreadable.bit_count() == 1:
+            log.warning("dropped an unreadable message, %d by now: %s", self.unreadable, error)
 
     async def _beat(self) -> None:
         """Find agents that have gone: libzmq says so only to what sends there."""
@@ -213,6 +234,13 @@ class NodeServer:
             if self.refused.bit_count() == 1:
                 name = zmq.Event(event["event"]).name
                 log.warning("refused a connection, %d by now: %s", self.refused, name)
+
+
+def _report_fault(task: asyncio.Task[None]) -> None:
+    """Have the loop's handler end the head: without this task it would wait for ever."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        context = {"message": "the link to the agents has failed", "exception": error}
+        task.get_loop().call_exception_handler(context)
 
 
 OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin
 
 from nbdist.topology import Slots
 from nbdist.values.payload import SegmentRef
 from nbdist.wire.control import HeldGroups, StepCount
-from nbdist.wire.frames import pack, unpack
+from nbdist.wire.frames import BadFrame, fits, pack, unpack
 from nbdist.wire.messages import Answer, Ask, Down, StartFailure, Up, WorldStarted
 from nbdist.wire.spec import Versions, WorldSpec
 from nbdist.wire.store import Operation
@@ -278,7 +278,21 @@ def node_frames(message: NodeDown | NodeUp) -> list[bytes | memoryview]:
     return [pack(message)]
 
 
-def node_message_from(frame: bytes, data: memoryview | None = None) -> Any:
-    """Unpack what `node_frames` has packed."""
-    message = unpack(frame)
-    return message if data is None else message._replace(data=data)
+def node_message_from(*frames: bytes | memoryview) -> Any:
+    """Unpack what `node_frames` has packed; raises BadFrame for anything else."""
+    if not 1 <= len(frames) <= 2:
+        raise BadFrame(f"a message of {len(frames)} frames")
+    frame, *data = frames
+    try:
+        message = unpack(frame)
+    except Exception as error:  # garbage can make unpickling raise anything
+        raise BadFrame(f"{type(error).__name__}: {error}"[:200]) from error
+    if not isinstance(message, KINDS) or (data and not isinstance(message, Piece)):
+        raise BadFrame(f"a {type(message).__name__} is no message in {len(frames)} frames")
+    if isinstance(message, NodeHello) and not fits(message, NodeHello):
+        raise BadFrame("a field of a NodeHello has another type")
+    return message._replace(data=data[0]) if data else message
+
+
+KINDS = tuple({get_origin(each) or each for each in get_args(NodeDown) + get_args(NodeUp)})
+"""The classes of all messages between a head and its agents."""

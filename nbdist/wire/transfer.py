@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 from nbdist.errors import NotEnoughMemory
 from nbdist.values.payload import Blank, Segment, SegmentGone, SegmentRef, length_of, open_file
+from nbdist.wire.frames import BadFrame
 
 Frame = bytes | memoryview
 
@@ -86,13 +87,20 @@ class Numbered:
             yield [self._header(Kind.MESSAGE, number), *frames]
 
     def take(self, header: bytes) -> Kind | None:
-        """Take in what comes; None for a message that is not the next one.  Raises Mismatch."""
-        sign, number, read = HEADER.unpack(header)
+        """Take in what comes; None for a message that is not the next one.
+
+        Raises Mismatch, and BadFrame for a header that cannot be read, of which nothing is taken.
+        """
+        try:
+            sign, number, read = HEADER.unpack(header)
+            kind = Kind(sign)
+        except (struct.error, ValueError) as error:
+            raise BadFrame(f"a header of {len(header)} bytes: {error}") from None
         if read > self._last:
             raise Mismatch
         while len(self._kept) > self._last - read:
             self._kept.popleft()
-        if (kind := Kind(sign)) is Kind.MESSAGE:
+        if kind is Kind.MESSAGE:
             if number != self._read + 1:
                 return None
             self._read = number

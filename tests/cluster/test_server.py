@@ -169,6 +169,37 @@ async def test_strangers_are_refused_and_counted(
         await until(lambda: opened.said)
 
 
+def unreadable(talk: Numbered) -> list[list[bytes]]:
+    """Frames of a holder of the keys that are no message, or none between a head and its agents."""
+    headers = (b"", b"x", b"?" * 17, Kind.MESSAGE.value)
+    message = talk.message([])[0]
+    bodies = ([], [b""], [b"garbage"], [pack(5)], [pack(Starting(1))] * 2, [pack(Starting(1))] * 3)
+    return [*([each] for each in headers), *([message, *each] for each in bodies)]
+
+
+async def test_messages_that_cannot_be_read(
+    opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is dropped, and its sender is given up; another agent's messages arrive."""
+    server = opened.server
+    with connect(opened.ticket, b"agent") as agent:
+        talk = Numbered()
+        agent.send_multipart(talk.message([pack(Starting(1))]))
+        await until(lambda: opened.said)
+        for number, frames in enumerate(unreadable(Numbered())):
+            with connect(opened.ticket, b"holder") as holder:
+                holder.send_multipart(frames)
+                await until(lambda number=number: server.unreadable > number)
+        agent.send_multipart([b""])  # a header that cannot be read counts as nothing
+        agent.send_multipart(talk.message([pack(Starting(2))]))
+        await until(lambda: len(opened.said) > 1)
+        assert (opened.said, opened.lost) == ([Starting(1), Starting(2)], [])
+        agent.send_multipart(talk.message([b"garbage"]))
+        await until(lambda: opened.lost)
+        assert opened.lost == [b"agent"]
+    assert any("dropped an unreadable message, 1 by now" in each.message for each in caplog.records)
+
+
 class Between:
     """Passes connections on to a port, keeps what comes, and can get a byte of it wrong."""
 

@@ -18,7 +18,7 @@ from nbdist.wire import control
 from nbdist.wire.control import Candidate, Completions
 from nbdist.wire.frames import BadFrame, pack
 from nbdist.wire.messages import PART, Answer, CodeFile, PutCode, landmark
-from nbdist.wire.node_messages import node_frames, node_message_from, processes
+from nbdist.wire.node_messages import NodeHello, node_frames, node_message_from, processes
 from nbdist.wire.ops import Mesh
 from nbdist.wire.transfer import Piece
 from nbdist.wire.views import Begun, Collective, Place, StackFrame
@@ -102,6 +102,9 @@ def test_bytes_of_a_big_value() -> None:
     frame, data = node_frames(piece)
     assert data is piece.data
     assert node_message_from(bytes(frame), memoryview(data)) == piece
+    for frames in ((), (b"",), (pack(5),), (pack(NodeHello("1", "x", None)),), (frame, data, data)):
+        with pytest.raises(BadFrame):
+            node_message_from(*frames)
     assert node_frames(Answer(1, "x")) == [pack(Answer(1, "x"))]
 
 
