@@ -74,6 +74,9 @@ class Link:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
+        # With a domain libzmq refuses old protocols: by ZMTP 1.0 any byte makes a peer of a process
+        # that connects, and every other message would go there.
+        self._socket.zap_domain = b"nbdist"
         # Bound before the agent is started: no port is guessed, no connection retried.
         self.address = f"ipc://{self._folder.path}/{self._folder.socket}"
         self._socket.bind(self.address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,6 +159,20 @@ def test_garbage_among_the_stacks(world: World, dump: str) -> None:
     assert isinstance(running.transcript.errors[1], Died)
     assert [stack.rank for stack in world.stacks()] == [0, 1]
     assert world.gather("'kept' in globals()") == [True, False]
+
+
+GREETINGS = (b"\x01", b"\x00", b"\x01\x00", b"\xff", b"\xff" + bytes(8) + b"\x7f\x01", b"GET / ")
+
+
+@pytest.mark.parametrize("greeting", GREETINGS)
+def test_bytes_at_the_socket_of_the_notebook(started: World, greeting: bytes) -> None:
+    """A process of the user that connects and stays gets none of the notebook's messages."""
+    path = started.session.link.address.removeprefix("ipc://")
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        connection.sendall(greeting)
+        for _ in range(10):  # libzmq may take it in late, and would deal messages out in turn
+            assert started.gather("rank") == [0, 1]
 
 
 PREPARE = """
