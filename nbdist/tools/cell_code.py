@@ -15,6 +15,7 @@ import re
 import shlex
 import sys
 import types
+from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
@@ -220,11 +221,16 @@ def in_event_loop(text: str, title: str) -> str:
 # --- what binds variables of the notebook --------------------------------------------------
 
 
+POSTPONED = "from __future__ import annotations"
+"""With it a class can name itself in the annotations of its own fields."""
+
+
 class Statements:
     """The statements of a notebook's own cells, by the variables that they bind."""
 
     def __init__(self, cells: Iterable[str]) -> None:
         self._cells = [cell for cell in cells if is_python(cell)]
+        self.postpones = any(map(_postpones, self._cells))  # for IPython from such a cell on
         self._imports: dict[str, list[str]] = defaultdict(list)
         for cell in self._cells:
             for node in ast.walk(ast.parse(cell)):
@@ -244,6 +250,10 @@ class Statements:
                 return [*dict.fromkeys(found)]
         return []
 
+    def names_used(self, text: str) -> frozenset[str]:
+        """Find the names that a statement of a cell reads."""
+        return names_used(f"{POSTPONED}\n{text}" if self.postpones else text)
+
     def binding(self, name: str, value: Any = None) -> str:
         """Find the last statement that bound a variable, or "": first in the cell that defined it.
 
@@ -256,9 +266,15 @@ class Statements:
                     text = _typed(cell, node)
                     if name in text and name in names_bound(text):
                         texts.insert(0, text)
-                        if name not in names_used(text):
+                        if name not in self.names_used(text):
                             return "\n".join(texts)
         return ""
+
+
+def _postpones(cell: str) -> bool:
+    """Return True for a cell with this import."""
+    found = (node for node in ast.parse(cell).body if isinstance(node, ast.ImportFrom))
+    return any(ast.unparse(node) == POSTPONED for node in found)
 
 
 def imports_by(node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -298,6 +314,119 @@ def _typed(source: str, node: ast.stmt) -> str:
     while first > 1 and lines[first - 2].startswith("#"):
         first -= 1
     return "\n".join(lines[first - 1 : node.end_lineno])
+
+
+# --- what has become of functions and classes since their definition ----------------------------
+
+
+def run_by(text: str) -> frozenset[str]:
+    """Find the names of what runs when a definition is made: decorators, base classes, calls."""
+    parts: list[ast.AST] = []
+    for node in ast.parse(text).body:
+        match node:
+            case ast.ClassDef():
+                parts += [*node.decorator_list, *node.bases, *node.keywords]
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                parts += node.decorator_list
+            case ast.Assign(value=ast.Call() as call):
+                parts.append(call)
+    found = (each for part in parts for each in ast.walk(part))
+    return frozenset(each.id for each in found if isinstance(each, ast.Name))
+
+
+def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[str]]:
+    """Find the attributes that a function or class has got since the statements that define it.
+
+    Return statements that set them, and the names of those that no statement can set.
+    """
+    *_, node = ast.parse(text).body
+    is_plain = not isinstance(node, ast.Assign) and not getattr(node, "decorator_list", ())
+    body: dict[str, ast.AST | None] = {}
+    if isinstance(value, type):
+        if not isinstance(node, ast.ClassDef) or not _keeps_its_body(value):
+            return [], []
+        body = _bound_in(node)
+    texts, lost = [], []
+    registry = vars(value).get("registry")
+    if isinstance(registry, types.MappingProxyType) and len(registry) > 1:
+        lost.append(f"{name}.registry")  # of functools.singledispatch
+    for attribute, now in vars(value).items():
+        attribute = attribute.removeprefix(f"_{getattr(node, 'name', '')}")  # of `__private`
+        if attribute.startswith(("__", "_abc_")) or _is_as_typed(body.get(attribute), now):
+            continue
+        if attribute in body and body[attribute] is None:
+            continue  # what the class had there is not known
+        if attribute in body and "__init_subclass__" in vars(value) and _is_container(now):
+            continue  # its subclasses, which follow it, fill it
+        if (said := literal(now)) is not None:
+            texts.append(f"{name}.{attribute} = {said}")
+        elif is_plain or attribute in body:
+            lost.append(f"{name}.{attribute}")
+    return texts, lost
+
+
+def _keeps_its_body(kind: type) -> bool:
+    """Return True unless a metaclass, as that of enumerations, makes other attributes of it."""
+    return type(kind) in (type, ABCMeta) and not hasattr(kind, "_fields")
+
+
+def _bound_in(node: ast.ClassDef) -> dict[str, ast.AST | None]:
+    """Return what a class's body binds by name; None for what is not one expression or function."""
+    found: dict[str, ast.AST | None] = {}
+    for each in node.body:
+        match each:
+            case ast.Assign(targets=[ast.Name(name)], value=value):
+                found[name] = None if name in found else value
+            case ast.FunctionDef(name=name, decorator_list=[]):
+                found[name] = each
+            case ast.AnnAssign(target=ast.Name(name), value=ast.AST() as value):
+                found[name] = None if name in found else value
+            case _:
+                names = names_bound(ast.unparse(each))
+                found |= dict.fromkeys(names)
+    return found
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, list | dict | set)
+
+
+def _is_as_typed(typed: ast.AST | None, now: Any) -> bool:
+    """Return True if a value is what was typed, or, of a container, as long.
+
+    Of calls with arguments it is not known.
+    """
+    match typed:
+        case None:
+            return False
+        case ast.FunctionDef():
+            return isinstance(now, types.FunctionType) and "." in now.__qualname__
+        case ast.Call():
+            return bool(typed.args or typed.keywords) or not _is_container(now) or not now
+        case ast.expr():
+            try:
+                then = ast.literal_eval(typed)
+            except (ValueError, TypeError):
+                size = len(getattr(typed, "elts", getattr(typed, "keys", ())))
+                return not _is_container(now) or len(now) == size
+            # What `literal` can write is of Python's own types, whose comparison runs no user code.
+            is_small = literal(now) is not None
+            same = then == now if is_small else literal(then) is None
+            return type(then) is type(now) and same
+    return True
+
+
+def subclasses_of(value: Any) -> list[type]:
+    """List the classes that the `__init_subclass__` of a notebook's class has seen, in order."""
+    is_own = isinstance(value, type) and value.__module__ == "__main__"
+    if not is_own or "__init_subclass__" not in vars(value):
+        return []
+    found, waiting = dict[type, None](), list[type](type.__subclasses__(value))
+    while waiting:
+        each = waiting.pop(0)
+        found[each] = None
+        waiting += type.__subclasses__(each)
+    return [*found]
 
 
 # --- values -------------------------------------------------------------------------------

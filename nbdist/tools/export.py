@@ -12,7 +12,7 @@ import inspect
 import math
 import os
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +32,10 @@ from nbdist.notebook.free_names import (
 from nbdist.notebook.shipping import version_now
 from nbdist.system.folders import whole_file
 from nbdist.tools.cell_code import (
+    POSTPONED,
     Statements,
     Transform,
+    attributes_since,
     awaits,
     cell_code,
     guarded,
@@ -41,6 +43,8 @@ from nbdist.tools.cell_code import (
     in_event_loop,
     literal,
     needed_to_read,
+    run_by,
+    subclasses_of,
 )
 from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.words import count, one_line, size_text
@@ -213,13 +217,21 @@ class _Section:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """How the script gets a variable of the notebook: `needs` are names to be there before."""
+    """How the script gets a variable of the notebook: `needs` are names to be there before.
+
+    `after` are subclasses that a class registers, in their order; each has the class as its `root`.
+    What `runs` names is run by a definition, and may change variables that the script has by then.
+    """
 
     text: str = ""
     needs: frozenset[str] = frozenset()
     is_import: bool = False
     is_saved: bool = False
     problem: str = ""
+    after: tuple[str, ...] = ()
+    root: str = ""
+    runs: frozenset[str] = frozenset()
+    is_container: bool = False
 
 
 class Composer:
@@ -233,6 +245,7 @@ class Composer:
         self._statements = statements
         self._lost: list[str] = []
         self._missing = dict[str, None]()
+        self._is_loaded = True  # the file of saved values, wherever the script stands
         self._imports = dict.fromkeys(IMPORTS)
         self._origins: dict[str, _Origin] = {}
         self._there: dict[str, object] = {}  # variables of the notebook so far, by their versions
@@ -250,8 +263,11 @@ class Composer:
         if saved:
             self._imports["from pathlib import Path"] = None
             first, seen = self._sections[0], {*_KNOWN}
+            sent = self._past.sent_before(first.task.last)
+            self._is_loaded = False
             for name in sorted({need for each in saved for need in self._origins[each].needs}):
-                self._give(name, first, {}, seen)
+                self._give(name, first, sent, seen)
+            self._is_loaded = True
             file = _values_file(path).name
             first.before += [f"VALUES = Path(__file__).with_name({file!r})", f"NOTEBOOK = {_LOAD}"]
         self._give_variables()
@@ -325,7 +341,8 @@ class Composer:
             known.add(name)
             if not SYSTEM_NAMES.fullmatch(name):
                 self._origins[name] = self._find_origin(name)
-                waiting |= self._origins[name].needs | sent.get(name, frozenset())
+                found = self._origins[name]
+                waiting |= found.needs.union(found.after, sent.get(name, frozenset()))
         return sorted(name for name, each in self._origins.items() if each.is_saved)
 
     def _give_variables(self) -> None:
@@ -342,6 +359,8 @@ class Composer:
             self._there = {name: v for name, v in self._there.items() if name not in bound}
             text = "\n".join([*section.before, section.text])
             # What a loop or a condition binds counts as bound for the lines below it.
+            if POSTPONED in self._imports:
+                text = f"{POSTPONED}\n{text}"
             own = names_bound(text) - names_read_first(text)
             for name in sorted(names_used(text) - there - self._imported() - own):
                 if name in _IN_PLACE:
@@ -367,6 +386,10 @@ class Composer:
         is_there = record is not None or name in self._names.namespace
         if origin is None or name in seen or not is_there:
             return
+        if origin.root and origin.root not in seen:
+            self._give(origin.root, section, sent, seen)
+            if name in seen:
+                return
         seen.add(name)
         since, until = record.task if record else 0, section.task.last
         if any(name in each.made for each in self._past.tasks if since <= each.last < until):
@@ -381,6 +404,9 @@ class Composer:
             self._give(need, section, sent, seen)
         if self._there.get(name, self) == version:
             return
+        if origin.is_saved and not self._is_loaded:
+            self._give_first_form(name, section, sent, seen)
+            return
         self._there[name] = version
         is_old = text is None and version != now
         if not record:
@@ -394,6 +420,35 @@ class Composer:
             section.before.append(f"{name} = {_LOAD}[{name!r}]")  # cells may have changed the first
         elif origin.text:
             section.before.append(origin.text)
+        for each in origin.after:
+            self._give(each, section, sent, seen)
+        for each in sorted(self._reached(origin.runs) & self._there.keys()):
+            if self._origins[each].is_container:  # the definition may have changed it
+                section.before.append(self._origins[each].text)
+
+    def _give_first_form(
+        self, name: str, section: _Section, sent: Mapping[str, SentName], seen: set[str]
+    ) -> None:
+        """Write a variable as a cell has bound it first: definitions use it that its value needs.
+
+        The value itself is read from the file once these are made.
+        """
+        text = self._statements.binding(name)
+        if not text:
+            self._lost.append(f"`{name}`, which definitions use before its value can be read")
+        for need in sorted(names_used(text)):
+            self._give(need, section, sent, seen)
+        section.before += [text] if text else []
+
+    def _reached(self, names: Iterable[str]) -> set[str]:
+        """Find all variables that these need, directly or not, and themselves."""
+        found, waiting = set[str](), [*names]
+        while waiting:
+            name = waiting.pop()
+            if name not in found and name in self._origins:
+                found.add(name)
+                waiting += self._origins[name].needs
+        return found
 
     def _find_origin(self, name: str) -> _Origin:
         if name not in self._names.namespace:
@@ -402,7 +457,8 @@ class Composer:
         if lines := self._statements.importing(name, value):
             return _Origin("\n".join(lines), is_import=True)
         if (text := literal(value)) is not None:
-            return _Origin(f"{name} = {text}")
+            is_container = isinstance(value, list | dict | set)
+            return _Origin(f"{name} = {text}", is_container=is_container)
         problem = f"`{name}` was not defined in a cell"
         whole = inspect.unwrap(value) if callable(value) else value
         if not isinstance(whole, types.FunctionType | types.MethodType | type):
@@ -413,9 +469,33 @@ class Composer:
                 why = one_line(f"{type(error).__name__}: {error}")
                 problem = f"`{name}` cannot be saved ({why})"
         if text := self._statements.binding(name, whole):
-            # What cells bind may be there when its functions are called.
-            return _Origin(text, names_used(text) - self._made)
+            return self._definition(name, value, text)
         return _Origin(problem=problem)
+
+    def _definition(self, name: str, value: object, text: str) -> _Origin:
+        """Find how the script gets a function, a class, or what they have made."""
+        if self._statements.postpones:
+            self._imports[POSTPONED] = None
+        # What cells bind may be there when its functions are called.
+        needs = self._statements.names_used(text)
+        runs, since, problem = run_by(text), list[str](), ""
+        if isinstance(value, types.FunctionType | type):
+            since, lost = attributes_since(name, value, text)
+            if lost:
+                problem = f"{list_names(lost)}, as set since the definition of `{name}`"
+        bases = value.__mro__[1:] if isinstance(value, type) else ()
+        after, roots = (
+            [each.__name__ for each in kinds if self._names.namespace.get(each.__name__) is each]
+            for kinds in (subclasses_of(value), filter(subclasses_of, bases))
+        )
+        return _Origin(
+            "\n".join([text, *since]),
+            needs - self._made,
+            problem=problem,
+            after=tuple(after),
+            root=roots[-1] if roots else "",
+            runs=runs,
+        )
 
 
 def _atom(version: object) -> str | None:

@@ -147,6 +147,65 @@ def test_a_cell_that_was_stopped(
     assert second == "stopped.py · 3 cells"
 
 
+DEFINITIONS = """\
+from __future__ import annotations
+from dataclasses import dataclass
+known, words = {}, []
+def known_as(name):
+    def keep(function):
+        known[name] = function
+        words.append(name)
+        return function
+    return keep
+@known_as("first")
+def first(x):
+    first.calls += 1
+    return sorted(known), words, x + first.bias
+first.calls, first.bias = 0, 5
+class Base:
+    plugins = []
+    rate = 0.1
+    def __init_subclass__(cls):
+        Base.plugins.append(cls.__name__)
+class Second(Base): pass
+class Another(Base): pass
+Base.rate = 0.7
+def described():
+    return Base.plugins, Base.rate
+@dataclass
+class Node:
+    value: int
+    parent: Node | None = None
+tree = [Node(2, Node(1))]
+class Hub:
+    found = {}
+    def old(self): pass
+Hub.found["k"] = Node
+"""
+
+USES = (
+    "%%distributed\nprint(first(3), first.calls)\nprint(described(), Another.plugins)",
+    "%%distributed\nprint(tree[0].parent.value, Node(4).value, known['first'] is first)",
+)
+
+
+def test_what_definitions_register(kernel: Notebook, elsewhere: Path) -> None:
+    """The script has it as the notebook has; a line names what it cannot have."""
+    kernel.run("%dist_restart -n 1")
+    kernel.run(DEFINITIONS)
+    shown = [kernel.run(source).text for source in USES]
+    shown.append(kernel.run("%%distributed\ndist.barrier()\nprint(len(Hub.found))").text)
+    said = kernel.run("%dist_export registered.py").text
+    assert said.splitlines()[1:] == [
+        "not carried over:",
+        "  Hub.found, as set since the definition of `Hub`",
+    ]
+    told = torchrun(elsewhere, kernel.folder / "registered.py", 1).splitlines()
+    lines = [line for text in shown for line in text.splitlines()[1:]]
+    expected = [line for line in lines if not line.startswith("──")]
+    assert told == [*expected[:-1], "0"]
+
+
 def test_what_a_script_is_for() -> None:
     """Its group, and what of the workers is told in words."""
     assert group_of(World(3, log_dir="")) == ("", ())

@@ -24,7 +24,14 @@ from nbdist.config import Patience
 from nbdist.notebook.free_names import names_used
 from nbdist.notebook.shipping import version_now
 from nbdist.output.events import Display, Done, Failure
-from nbdist.tools.cell_code import Statements, cell_code, guarded, literal, needed_to_read
+from nbdist.tools.cell_code import (
+    Statements,
+    attributes_since,
+    cell_code,
+    guarded,
+    literal,
+    needed_to_read,
+)
 from nbdist.tools.export import Composer, Script
 from nbdist.values.payload import Identity
 from nbdist.wire.work import Call, Source, Task, Work
@@ -533,6 +540,38 @@ DOUBLE = "# doubles\n@print\n@str\ndef f(x=k):\n    # why\n    return x * scale"
 def test_what_binds(shell: InteractiveShell, name: str, cells: list[str], found: str) -> None:
     """A function or class, with decorators and the comment above, as it was when it was made."""
     assert run(shell, *cells).binding(name, shell.user_ns[name]) == found
+
+
+CHANGED = {
+    "def f(): pass\nf.calls = 2\nf.lock = object()": ("f.calls = 2", "f.lock"),
+    "class f: a = 1; b = []; c = {}\nf.a = 3; f.b.append(4); f.c['k'] = f.d = len": (
+        "f.a = 3 f.b = [4]", "f.c f.d"),
+    "class f:\n def g(self): pass\ndef g(self): pass\nf.g = g": ("", "f.g"),
+    "class f: a = [len]; b = dict(k=1); c = d = 2; __e = 3; g: int = 4": ("", ""),
+    "class f:\n if 1:\n  a = 1\n @property\n def b(self): pass\n def c(self): pass": ("", ""),
+    "import enum\nclass f(enum.Enum): A = 1": ("", ""),
+    "import typing\nclass f(typing.NamedTuple): a: int = 1": ("", ""),
+    "import abc\nclass f(abc.ABC): a = ()": ("", ""),
+    "class f:\n a = []\n b = 1\n def __init_subclass__(cls): cls.a.append(1)\n"
+    "class g(f): pass\nf.b = 2": ("f.b = 2", ""),
+    "import functools\n@functools.singledispatch\ndef f(x): pass\nf.register(int)(len)": (
+        "", "f.registry"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", CHANGED)
+def test_what_has_been_set_since_a_definition(source: str) -> None:
+    """Small values are written below it, others are named; what the body has made is neither."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(source, namespace)
+    [text] = [
+        ast.get_source_segment(source, each)
+        for each in ast.parse(source).body
+        if getattr(each, "name", "") == "f"
+    ]
+    decorators = [line for line in source.split("\n") if line.startswith("@")]
+    texts, lost = attributes_since("f", namespace["f"], "\n".join([*decorators, text or ""]))
+    assert (" ".join(texts), " ".join(lost)) == CHANGED[source]
 
 
 VALUES = [
