@@ -25,6 +25,7 @@ from nbdist.values.memory import (
     is_plain_array,
     is_scattered,
     memory_at,
+    reduce_file_array,
     root_of_array,
     span_of_array,
     span_of_tensor,
@@ -88,7 +89,11 @@ def reducer_for(namespace: dict[str, Any]) -> Reducer:
         frames = [pickler.file.getbuffer(), *pickler.buffers]
         return " ".join(map(digest_bytes, frames))
 
-    return Reducer(scout.reducer_override, content, Pickler.dispatch_table)
+    def reduce(value: Any) -> Reduced:
+        reduced = reduce_file_array(value)
+        return scout.reducer_override(value) if reduced is NotImplemented else reduced
+
+    return Reducer(reduce, content, Pickler.dispatch_table)
 
 
 # --- the sender's side ------------------------------------------------------------------
@@ -219,7 +224,9 @@ class _LinkedPickler(Pickler):
         if type(value) is OrderedDict:  # a torch module has a dozen
             return NotImplemented
         if is_plain_array(value):
-            reduced = self.memory.reduce_array(value)
+            entry = self.memory.links.by_id.get(id(value))
+            is_opaque = entry is not None and entry.tool == "opaque"
+            reduced = (reduce_file_array if is_opaque else self.memory.reduce_array)(value)
             if reduced is not NotImplemented:
                 return reduced
         return super().reducer_override(value)

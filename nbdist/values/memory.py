@@ -6,11 +6,12 @@ It needs neither torch nor numpy: it is called for objects of the library that i
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def has_plain_memory(torch: Any, tensor: Any) -> bool:
@@ -91,6 +92,109 @@ def root_of_array(
     if owner.flags.forc:
         return (start, start + owner.nbytes), partial(weakref.ref, owner)
     return span, partial(weakref.ref, owner)
+
+
+class FileSpan(NamedTuple):
+    """The part of a file that an array shows."""
+
+    path: str
+    inode: int
+    start: int
+    size: int
+    at: int  # the array's first element, in bytes from `start`
+
+    def is_there(self) -> bool:
+        """Return True if the path leads to this very file here."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        return found.st_ino == self.inode and found.st_size >= self.start + self.size
+
+
+def file_span_of(value: Any) -> FileSpan | None:
+    """Return the part of a file that a `numpy.memmap` shows; None for other arrays.
+
+    Also None for mode "c": such a memory map's changes are this process's own.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is None or type(value) is not numpy.memmap or not (value.size and value.filename):
+        return None
+    start, end = span_of_array(value)
+    found = _shared_file_at(start, end)
+    if found is None:
+        return None
+    at = value.__array_interface__["data"][0] - start
+    return FileSpan(os.fspath(value.filename), *found, end - start, at)
+
+
+def is_of_file(value: Any) -> bool:
+    """Return True for a `numpy.memmap` of a file that can be opened by its path."""
+    span = file_span_of(value)
+    return span is not None and span.is_there()
+
+
+def reduce_to_file(value: Any) -> Any:
+    """Reduce a `numpy.memmap` of a file that can be opened to its place; else NotImplemented."""
+    return reduce_file_array(value) if is_of_file(value) else NotImplemented
+
+
+def reduce_file_array(value: Any) -> Any:
+    """Do the same for a file that may be gone: processes that have mapped it before keep it."""
+    if (span := file_span_of(value)) is None:
+        return NotImplemented
+    return map_file, (span, value.dtype, value.shape, value.strides, bool(value.flags.writeable))
+
+
+def map_file(
+    span: FileSpan,
+    dtype: Any,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    writeable: bool,  # noqa: FBT001 (arguments of a pickle have no names)
+) -> Any:
+    """Make a `numpy.memmap` of this part of the file; OSError if it is another file here."""
+    import numpy as np
+
+    span = FileSpan(*span)
+    if not span.is_there():
+        raise OSError(
+            f"it is a memory map of the notebook's file {span.path}, which is not there or is "
+            "another file: map a file of this machine in the cell"
+        )
+    mode: Any = "r+" if writeable else "r"
+    whole: Any = np.memmap(span.path, np.uint8, mode, span.start, (span.size,))
+    array = np.ndarray.__new__(np.memmap, shape, dtype, whole, span.at, strides)
+    vars(array).update(vars(whole))  # the attributes `filename`, `mode` and the mapping
+    return array
+
+
+def _shared_file_at(start: int, end: int) -> tuple[int, int] | None:
+    """Return the inode of the file that is mapped there, shared, and the offset in it."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            addresses, access, offset, _, inode, *_ = line.split(maxsplit=5)
+            first, last = (int(each, 16) for each in addresses.split("-"))
+            if first <= start < last:
+                is_whole = end <= last and access.endswith("s") and inode != "0"
+                return (int(inode), int(offset, 16) + start - first) if is_whole else None
+    return None
+
+
+EXPANDED_FROM = 1 << 20  # bytes: a smaller array is sent whole, as numpy pickles it
+
+
+def reduce_expanded(value: Any) -> Any:
+    """Reduce a big result of `numpy.broadcast_to` to the elements that it repeats.
+
+    NotImplemented for other arrays.
+    """
+    numpy: Any = sys.modules["numpy"]
+    is_wanted = type(value) is numpy.ndarray and not value.flags.writeable
+    if not is_wanted or value.nbytes < EXPANDED_FROM or 0 not in value.strides:
+        return NotImplemented
+    once = value[tuple(slice(1) if step == 0 else slice(None) for step in value.strides)]
+    return numpy.broadcast_to, (once.copy(), value.shape)
 
 
 def memory_at(start: int, size: int) -> memoryview:

@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from nbdist.errors import UsageError
 from nbdist.system.limits import require_memory
+from nbdist.values.memory import reduce_to_file
 from nbdist.values.pickling import Buffer, pickle
 
 Made = TypeVar("Made")
@@ -267,12 +268,12 @@ def pack_names(
     if not names:
         return None, None
     check_needs(names, namespace)
-    return pack_frames(pickle(dict(names), namespace).frames)
+    return pack_frames(pickle(dict(names), namespace, reduce=reduce_to_file).frames)
 
 
 def check_needs(names: Mapping[str, Any], namespace: dict[str, Any]) -> None:
     """Raise UsageError if a function among the values needs a name that is not among them."""
-    pickled = pickle(dict(names), namespace, sketch=True)
+    pickled = pickle(dict(names), namespace, sketch=True, reduce=reduce_to_file)
     if missing := pickled.needs - names.keys() - vars(builtins).keys():
         listed = ", ".join(sorted(missing))
         raise UsageError(f"The functions among `names` use {listed}: pass these too.")

@@ -29,6 +29,7 @@ import cloudpickle.cloudpickle as by_value
 from nbdist.system.limits import ASKED_FROM, require_memory
 from nbdist.values import definitions
 from nbdist.values.definitions import CellSource, MadeBy, Variable
+from nbdist.values.memory import is_plain_array, reduce_expanded
 from nbdist.values.states import optimizer_hooks
 from nbdist.values.tensors import Reduced, TensorReducer, reduce_constant
 
@@ -193,6 +194,8 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         if hasattr(kind, "register_step_pre_hook") and (hooks := optimizer_hooks(value)):
             make, args, state, *more = value.__reduce_ex__(5)
             return make, args, {**state, **hooks}, *more
+        if is_plain_array(value):
+            return reduce_expanded(value)
         return reduce_constant(value)
 
     def _reduce_function(self, function: types.FunctionType) -> Reduced:

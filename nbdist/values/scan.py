@@ -35,6 +35,7 @@ from nbdist.values.links import Block, Links
 from nbdist.values.memory import (
     attributes_of_array,
     has_plain_memory,
+    is_of_file,
     is_plain_array,
     is_scattered,
     memory_at,
@@ -501,7 +502,8 @@ class Scan:
         return self._track("instance" if is_its_attributes(value) else "opaque")(value)
 
     def _of_array(self, value: Any) -> Token:
-        return self._track("opaque" if value.dtype.hasobject else "array")(value)
+        is_opaque = value.dtype.hasobject or is_of_file(value)
+        return self._track("opaque" if is_opaque else "array")(value)
 
     def _read_tensor(self, value: Any, entry: Any) -> State:
         version, sample = version_of(value), _layout_of_tensor(value)

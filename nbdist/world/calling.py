@@ -25,6 +25,7 @@ from nbdist.output.events import Failure, RankError
 from nbdist.output.text import PlainLines
 from nbdist.system.folders import current_folder
 from nbdist.values.definitions import SYSTEM_NAMES
+from nbdist.values.memory import reduce_to_file
 from nbdist.values.payload import Payload, pack_frames
 from nbdist.values.pickling import Pickled, pickle
 from nbdist.values.unpicklable import blame, fails_in
@@ -278,7 +279,7 @@ def _names_of_call(
 
     def sketch(name: str, value: Any) -> Pickled:
         try:
-            return pickle(value, namespace, sketch=True)
+            return pickle(value, namespace, sketch=True, reduce=reduce_to_file)
         except Exception as problem:  # noqa: BLE001 (a user's __reduce__ can raise anything)
             refuse(name, value, problem)
 
@@ -291,7 +292,7 @@ def _names_of_call(
 
     def whole(names: Mapping[str, Any]) -> Pickled:
         try:
-            return pickle((function, args, kwargs, names), namespace)
+            return pickle((function, args, kwargs, names), namespace, reduce=reduce_to_file)
         except Exception as problem:  # noqa: BLE001 (a user's __reduce__ can raise anything)
             # The parts have the names that people know them by.
             parts = {f"argument {index}": value for index, value in enumerate(args, 1)} | kwargs

@@ -8,6 +8,7 @@ from tests.objects.programs import (
     Run,
     Step,
     gives,
+    gives_here,
     here,
     hinting,
     holds,
@@ -102,6 +103,25 @@ CASES: dict[str, list[Step]] = {
         gives("float(m.sum()), type(m).__name__ in ('memmap', 'ndarray')", (4, True)),
         here("v = m[1:]"),
         gives("float(v.sum())", 3),
+    ],
+    "a memory map of more than there is memory, and its slices": [
+        here(
+            "import os, tempfile\npath = tempfile.mkdtemp() + '/m'; open(path, 'wb').close()\n"
+            "os.truncate(path, 1 << 40)\nm = np.memmap(path, dtype='u2', mode='r', offset=6)\n"
+            "def batch(n, data=m):\n    return [int(data[-i]) for i in range(1, n)]\n"
+            "v, w = m[5:], m[10_000:19_999:3].reshape(11, -1)[:, ::-1]"
+        ),
+        gives("batch(3), m.shape[0], v.shape[0]", ([0, 0], (1 << 39) - 3, (1 << 39) - 8)),
+        gives("type(m) is type(w) is np.memmap, m.flags.writeable", (True, False)),
+        gives("w.shape, w.strides, m.filename == path", ((11, 303), (1818, -6), True)),
+        here("os.unlink(path)"),
+        gives("int(m[-1]), path.endswith('/m')", (0, True)),
+    ],
+    "an array that repeats elements without end": [
+        here("a = np.broadcast_to(np.arange(3), (1 << 50, 3))"),
+        here("b = np.broadcast_to(np.array(['x', None], dtype=object), (1 << 50, 2))"),
+        gives("a.shape, a[-1].tolist(), a.strides[0]", ((1 << 50, 3), [0, 1, 2], 0)),
+        gives("b.shape, b[-1].tolist(), b.strides[0]", ((1 << 50, 2), ["x", None], 0)),
     ],
     "tensor views": [
         here("t = torch.zeros(4); v = t[1:3]; n = t.view(2, 2)"),
@@ -456,6 +476,23 @@ BOTH: dict[str, list[Step]] = {
         ranks("v += 1; print(w)"),
         here("w += 5"),
         hinting(gives("v.tolist()", [1, 1])),
+    ],
+    "both write into the file of a memory map": [
+        here(
+            "import tempfile\npath = tempfile.mkdtemp() + '/m'\n"
+            "m = np.memmap(path, dtype='f8', mode='w+', shape=(4, 2)); v, t = m[2:], m.T\n"
+            "own = np.memmap(path, dtype='f8', mode='c', shape=8); own[0] = 9"
+        ),
+        ranks("m[rank] = 1 + rank; v[rank] = 5; dist.barrier(); print(t[:, 3])", r"\[5. 5.\]"),
+        gives_here("m.tolist()", [[1, 1], [2, 2], [5, 5], [5, 5]]),
+        here("m[0] = 7; own[1] = 9"),
+        gives(
+            "t[0].tolist(), m[:, 0].tolist(), v.tolist()",
+            ([7, 2, 5, 5], [7, 2, 5, 5], [[5, 5]] * 2),
+        ),
+        gives("own[:2].tolist()", [9, 9]),
+        here("import os; os.replace(path, path + '2'); open(path, 'wb').close(); w = m[1:]"),
+        gives("w[0].tolist(), t[0].tolist()", ([2, 2], [7, 2, 5, 5])),
     ],
     "both train": [
         here("model = net(); optimizer = sgd(model)"),
