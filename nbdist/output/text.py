@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -59,15 +59,28 @@ def failures_text(shown: Panel, *, colours: bool) -> Iterator[str]:
             yield from _error(block, MOST_CHARACTERS, colours=colours)
 
 
-def whole_text(transcript: Transcript, ranks: Iterable[int]) -> str:
+def whole_text(
+    transcript: Transcript, ranks: Iterable[int], logs: Mapping[int, str] | None = None
+) -> str:
     """Write all lines of some ranks that are still kept, each rank under a header of its own.
 
-    Below them what ended the cell there: of other ranks than the first a panel has one line.
+    In the place of lines that are not kept stands how many there were, and in which of the `logs`
+    they are.  Below all lines stands what ended the cell there: of other ranks than the first a
+    panel has one line.
     """
     parts: list[str] = []
     for said in map(transcript.__getitem__, ranks):
-        items = said.tail(said.line_count + len(said.pieces))
-        parts += [_header([said.rank]), *(row for item in items for row in _plain(item))]
+        log = (logs or {}).get(said.rank)
+        parts.append(_header([said.rank]))
+        for piece in said.pieces:
+            match piece:
+                case Screen(dropped=lost):
+                    parts += [in_log_only(lost, log)] if lost else []
+                    parts += [strip(line.text) for line in piece.tail(len(piece))]
+                case events.Skipped(lines=lost):
+                    parts.append(in_log_only(lost, log))
+                case Shown():
+                    parts += _plain(piece)
         if isinstance(said.error, events.Failure):
             parts += traceback_rows(strip(traceback_text(said.error)), _MOST_ROWS)
         elif said.error is not None:

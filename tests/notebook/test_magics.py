@@ -31,6 +31,13 @@ def test_ranks_never_interleave(notebook: Notebook) -> None:
     assert ("3:499" in again, "0:17\n" in again) == (True, False)
     lines = body(notebook.run("%dist_output -r 1 --all"))
     assert [line for line in lines if ":" in line] == [f"1:{i}" for i in range(500)]
+    notebook.run("%%distributed\nfor i in range(10_300): print(i)")
+    first, *lines = notebook.run("%dist_output -r 1").text.splitlines()
+    assert lines == [str(i) for i in range(9_300, 10_300)]
+    assert first.endswith(" lines more: %dist_output -r 1 --all")
+    header, log, *lines = notebook.run("%dist_output -r 1 --all").text.splitlines()
+    assert log.startswith("… 300 lines only in the log")
+    assert (header, lines) == ("── rank 1 ──", [str(i) for i in range(300, 10_300)])
 
 
 @pytest.mark.smoke

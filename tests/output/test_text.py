@@ -19,6 +19,7 @@ from nbdist.output.events import (
 )
 from nbdist.output.layout import final_layout
 from nbdist.output.text import PlainLines, failures_text, head_text, whole_text
+from nbdist.output.wording import in_log_only
 from tests.output.lab import (
     err,
     failure,
@@ -49,6 +50,16 @@ def test_the_whole_has_the_error_of_each_rank() -> None:
     lines = ["-----", "Cell In[1], line 3", "E: worse"]
     assert text.split("\n")[:-1] == ["── rank 1 ──", "1", *lines, "── rank 2 ──", "2"]
     assert "exited with code 9" in text
+
+
+def test_the_whole_says_what_is_only_in_the_log() -> None:
+    """Lines that a screen has dropped, or that never came, are counted in their places."""
+    lines = out("".join(f"{number}\n" for number in range(10_002)))
+    text = whole_text(make(1, lambda rank: [lines, Skipped(9, 3), out("end\n")]), [0], {0: "0.log"})
+    first, dropped, *kept, skipped, last = text.split("\n")
+    assert (first, last) == ("── rank 0 ──", "end")
+    assert kept == [*map(str, range(2, 10_002))]
+    assert [dropped, skipped] == [in_log_only(lines, "0.log") for lines in (2, 3)]
 
 
 def test_what_is_left_out_is_named() -> None:

@@ -35,6 +35,7 @@ from nbdist.output.wording import (
     details,
     dim,
     line,
+    lines_text,
     panel,
 )
 from nbdist.system.folders import current_folder
@@ -299,10 +300,11 @@ def dist_output(line: Line) -> Shown | str | None:
         line.display.again(transcript, pool.log_files())
         return None
     ranks = [rank for rank in line.ranks if rank in transcript.ranks]
-    text = whole_text(transcript, ranks)
-    if not everything:
-        text = "\n".join(text.splitlines()[-LINES_AGAIN:])
-    block(text).on(line.display)
+    lines = whole_text(transcript, ranks, pool.log_files()).splitlines()
+    if not everything and (more := len(lines) - LINES_AGAIN) > 0:
+        rest = f"… {lines_text(more)} more: %dist_output -r {format_ranks(ranks)} --all"
+        lines[:more] = [rest]
+    block("\n".join(lines)).on(line.display)
     if line.display.can_change:
         Below().add(transcript, ranks)
     return None
