@@ -209,6 +209,9 @@ CELL_TIMES = CellTimes()  # the worker's: there is one main thread
 # --- sys.stdout and sys.stderr: straight to the pipes that its agent reads --------------------
 
 _libc = ctypes.CDLL(None)
+_c_stdout = ctypes.c_void_p.in_dll(_libc, "stdout")
+_count_buffered = ctypes.PyDLL(None)["__fpending"]  # it only reads: the GIL is kept
+_count_buffered.restype = ctypes.c_size_t
 _write_lock = threading.RLock()
 # A child that was forked while another thread wrote would find the lock held for ever; so the
 # thread that forks, which is the child's only one, holds it meanwhile.
@@ -266,7 +269,7 @@ def flush_streams() -> None:
 
 
 def flush_c_streams() -> None:
-    """Write out what C code printed: libc buffers 4 KiB when stdout is a pipe."""
+    """Write out what C code has printed: libc buffers 4 KiB if stdout is a pipe."""
     _libc.fflush(None)
 
 
@@ -291,6 +294,8 @@ class _Bytes(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         said = bytes(data)
+        if self._fd == 1 and _count_buffered(_c_stdout):
+            _libc.fflush(_c_stdout)  # what C code has printed before
         with _write_lock:
             if _is_elsewhere(self._fd):
                 write_all(said, self._fd)

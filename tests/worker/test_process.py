@@ -198,6 +198,18 @@ def test_fork_while_another_thread_writes() -> None:
         assert f"child {number}\n" in said.text
 
 
+def test_what_c_code_prints_keeps_its_place() -> None:
+    """Before what Python prints later, although libc keeps it in a buffer, as in any pipe."""
+    (said,) = wrote(
+        "import ctypes\nlibc = ctypes.CDLL(None)\n"
+        "libc.setvbuf(ctypes.c_void_p.in_dll(libc, 'stdout'), None, 0, 4096)  # 0: a full buffer\n"
+        "for number in range(3):\n"
+        "    libc.puts(b'C'); print('P'); libc.printf(b'c '); print('p', end=' ')\n"
+        "    os.write(1, b'o\\n')"
+    )
+    assert said.text == "C\nP\nc p o\n" * 3
+
+
 def test_a_stream_as_libraries_know_it() -> None:
     """Any text, bytes, a name, an encoding, no terminal; one that a cell has closed is back."""
     (said,) = wrote(
