@@ -31,7 +31,7 @@ from nbdist.notebook.cell_text import (
 )
 from nbdist.notebook.command import Command
 from nbdist.notebook.idle import is_in_subshell
-from nbdist.notebook.options import arguments_of
+from nbdist.notebook.options import arguments_of, split_code
 from nbdist.notebook.pool import Pools
 from nbdist.topology import parse_ranks
 from nbdist.wire.control import (
@@ -62,7 +62,7 @@ class Completion:
         cursor = len(code) if cursor_pos is None else cursor_pos
         found = self.answer(Complete(code, cursor))
         if found is None:
-            return original(plain_text(code, cursor), cursor_pos)
+            return original(self._plain_text(code, cursor), cursor_pos)
         return found.reply()
 
     def completions(
@@ -71,7 +71,7 @@ class Completion:
         """Stand around the method of this name of a terminal's completer."""
         found = self.answer(Complete(text, offset))
         if not isinstance(found, Completions):
-            yield from original(plain_text(text, offset), offset)
+            yield from original(self._plain_text(text, offset), offset)
             return
         for each in found.candidates:
             start, end, kind = found.start, found.end, each.type
@@ -90,7 +90,7 @@ class Completion:
         told = self.answer(Inspect(code, cursor_pos, detail_level))
         if told is not None:
             return told.reply()
-        text = plain_text(code, cursor_pos)
+        text = self._plain_text(code, cursor_pos)
         return original(text, cursor_pos, detail_level, *args, **kwargs)
 
     # --- without the notebook's kernel --------------------------------------------------------
@@ -103,12 +103,15 @@ class Completion:
 
     def answer(self, question: Question) -> Completions | Description | None:
         """Answer of a magic's line or as the workers do; None leaves it to the notebook."""
-        if in_line := self._in_line(question):
+        cursor, line = question.cursor, None
+        if isinstance(question, Complete):
+            line = self._code_in_line(question.code, cursor)
+        if line is None and (in_line := self._in_line(question)):
             return in_line
-        magic = self._workers_cell(question)
+        magic = line[0] if line else self._workers_cell(question)
         if magic is None:
             return None
-        cursor, text = question.cursor, as_comment(question.code)
+        text = line[1] if line else as_comment(question.code)
         if isinstance(question, Inspect):
             root, needs_root = token_at_cursor(text, cursor).partition(".")[0], True
         else:
@@ -153,6 +156,30 @@ class Completion:
         candidates, begun = choices(self._pools, command, typed, magic.pool)
         return Completions(candidates, end - len(begun), end) if candidates else None
 
+    def _code_in_line(self, code: str, cursor: int) -> tuple[MagicLine, str] | None:
+        """Find the code that the cursor is in after a magic such as `%distributed -r 0`.
+
+        Return the magic, and the code with blanks in place of all that is before it.
+        """
+        magic = magic_at(code, cursor)
+        command = self._commands.get(magic.name) if magic else None
+        if magic is None or command is None or not command.in_a_line or cursor <= magic.start:
+            return None
+        if code.startswith("%%", magic.start - len(magic.name) - 2):
+            return None
+        typed = code[magic.start : cursor].rstrip()
+        _, found = split_code(command.run, typed)
+        if not found or found == "-":  # the latter begins an option
+            return None
+        begin = magic.start + len(typed) - len(found)
+        return magic, " " * begin + code[begin:].partition("\n")[0]
+
+    def _plain_text(self, code: str, cursor: int) -> str:
+        """Return what IPython is asked about: of what the workers run the Python in it."""
+        if line := self._code_in_line(code, cursor):
+            return line[1]
+        return as_comment(code) if workers_cell(code, cursor) else code
+
     def _workers_cell(self, question: Question) -> MagicLine | None:
         """Find the magic of a cell that the workers run; of a plain one while auto mode is on."""
         magic, auto = workers_cell(question.code, question.cursor), self._pools.auto
@@ -192,11 +219,6 @@ def workers_cell(code: str, cursor: int) -> MagicLine | None:
     if magic is None or magic.name not in CELL_MAGICS:
         return None
     return magic if cursor > magic.start + len(magic.text) else None
-
-
-def plain_text(code: str, cursor: int) -> str:
-    """Return what IPython is asked about in place of a cell: of the workers' the Python in it."""
-    return as_comment(code) if workers_cell(code, cursor) else code
 
 
 # --- what can stand in a magic's line ---------------------------------------------------------

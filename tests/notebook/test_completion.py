@@ -101,6 +101,16 @@ def test_the_lines_of_magics(two: Notebook) -> None:
     assert "--max-restarts N" in inspect(two, "%%distributed -n 2")
 
 
+def test_code_in_the_line_of_a_magic(two: Notebook) -> None:
+    """Names and attributes of the workers, as in their cells, and no files."""
+    has(two, "x = 1\n%distributed -r 1 ne", "net", "net_of_one", "net_here")
+    has(two, "%distributed print(net.", "encoder", "forward")
+    has(two, "%distributed y = batc", "batch")
+    assert "net_of_one" not in complete(two, "%distributed -r 0 ne")
+    assert complete(two, "%distributed --no-w") == ["--no-wait"]
+    assert not any("/" in each for each in complete(two, "%distributed n"))
+
+
 needs_threads = pytest.mark.skipif(
     int(ipykernel.__version__.split(".")[0]) < 7, reason="ipykernel 6 has one thread for requests"
 )
@@ -198,6 +208,7 @@ def test_without_workers_and_without_nbdist(two: Notebook) -> None:
     """The notebook's kernel answers as ever."""
     two.run("%dist_shutdown")
     assert "here_only" in complete(two, "%%distributed\nhere")
+    assert "here_only" in complete(two, "%distributed print(here")
     two.run("%unload_ext nbdist")
     assert two.value("[*{'do_complete', 'do_inspect'} & {*vars(get_ipython().kernel)}]") == []
     assert "here_only" in complete(two, "here")
