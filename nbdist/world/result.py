@@ -164,7 +164,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True)
 class CellResult(Generic[R_co]):
-    """What each rank brought back, None where nothing was asked for: `result[1]`, `items()`.
+    """What each rank brought back: `result[1]`, `items()`; UsageError if nothing was asked for.
 
     A mapping from rank to value, but that iteration gives the values in rank order.  Ranks that
     failed are in `errors` instead; `hosts` has the machine of each rank, and its number there.
@@ -197,9 +197,19 @@ class CellResult(Generic[R_co]):
 
     @property
     def _has_values(self) -> bool:
+        return bool(self.by_rank and self._were_asked_for)
+
+    @property
+    def _were_asked_for(self) -> bool:
         task = self.task
-        were_asked_for = task.keeps or task.fetch or not isinstance(task.work, Source)
-        return bool(self.by_rank and were_asked_for)
+        return bool(task.keeps or task.fetch or not isinstance(task.work, Source))
+
+    def _check_asked(self) -> None:
+        if not self._were_asked_for:
+            raise UsageError(
+                "this result has no values, as none were asked for: "
+                '`world.execute("x = 1", fetch=("x",))`, or `world.gather("x")`.'
+            )
 
     @property
     def ok(self) -> bool:
@@ -226,6 +236,7 @@ class CellResult(Generic[R_co]):
         return len(self.by_rank)
 
     def __getitem__(self, rank: int) -> R_co:
+        self._check_asked()
         if rank not in self.by_rank:
             raise NoValue(rank, self.by_rank)
         return self.by_rank[rank]
@@ -236,10 +247,12 @@ class CellResult(Generic[R_co]):
 
     def values(self) -> abc.ValuesView[R_co]:
         """Return the values in rank order."""
+        self._check_asked()
         return self.by_rank.values()
 
     def items(self) -> abc.ItemsView[int, R_co]:
         """Return ranks and values."""
+        self._check_asked()
         return self.by_rank.items()
 
     @property

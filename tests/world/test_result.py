@@ -33,9 +33,10 @@ from nbdist.world.world import World
 pytestmark = pytest.mark.shared_world(2)
 
 HOSTS = {0: (socket.gethostname(), 0), 1: ("far", 0), 2: ("far", 1)}
-RESULT = CellResult(
-    Task("a", (0, 1, 2)), Transcript((0, 1, 2)), 0.5, {}, {0: "a", 1: "b", 2: None}, HOSTS
-)
+VALUES = {0: "a", 1: "b", 2: None}
+ASKED = Task("a", (0, 1, 2), fetch=("x",))
+RESULT = CellResult(ASKED, Transcript((0, 1, 2)), 0.5, {}, VALUES, HOSTS)
+NOT_ASKED = replace(RESULT, task=Task("a", (0, 1, 2)), by_rank=dict.fromkeys(range(3)))
 ERROR = WorkerError(Blame(1, "node1", 4711, {}), 4, 1.2, ("KeyError", "'x'"))
 
 
@@ -56,14 +57,22 @@ def test_values_come_in_rank_order() -> None:
     failure = Failure("ValueError", "bad", (), 5)
     failed = CellResult(RESULT.task, RESULT.transcript, 0.5, {1: failure}, {0: 5}, HOSTS)
     assert (failed.ok, list(failed)) == (False, [5])
-    assert repr(failed) == "<CellResult of ranks 0-2, failed on rank 1>"
+    assert repr(replace(NOT_ASKED, errors={1: failure})).endswith("failed on rank 1>")
     with pytest.raises(KeyError):
         failed.rank(1)
 
 
+def test_values_that_nobody_asked_for() -> None:
+    """There are none, and an error says how to ask; None for each rank would be untrue."""
+    for read in (list, dict, lambda result: result[0], CellResult.values, CellResult.items):
+        with pytest.raises(UsageError, match=r'none were asked for: .+ `world.gather\("x"\)`'):
+            read(NOT_ASKED)
+    assert (len(NOT_ASKED), NOT_ASKED.ok) == (3, True)
+
+
 def test_what_it_shows() -> None:
     """Values that were asked for, as much as fits; and what ranks have written, by stream."""
-    assert repr(RESULT) == "<CellResult of ranks 0-2, ok>"
+    assert repr(NOT_ASKED) == "<CellResult of ranks 0-2, ok>"
     values = "{0: 'a', 1: 'b', 2: None}"
     asked = replace(RESULT, task=Task("a", (0, 1, 2), Call("run.call")))
     assert repr(asked) == f"<CellResult of ranks 0-2, ok: {values}>"
