@@ -11,6 +11,7 @@ import json
 import posixpath
 import re
 import shlex
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from nbdist.cluster.ticket import (
     Ticket,
     drop_dead_join_keys,
     join_key_file,
+    own_addresses,
     place_from,
     place_of,
     write_join_key,
@@ -31,7 +33,7 @@ from nbdist.config import WorldConfig, read_memory
 from nbdist.errors import UsageError
 from nbdist.system.processes import MODULE, Child
 from nbdist.system.processes import agent_command as agent_command  # launchers find all here
-from nbdist.topology import parse_layout
+from nbdist.topology import Host, parse_layout
 
 ARRIVE_TIMEOUT = 60.0  # seconds for a started agent to come: Python starts first
 KILL_TIMEOUT = 2.0  # seconds for a process that was killed to be gone
@@ -154,16 +156,29 @@ class SshLauncher:
     """`--launcher ssh`."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each host."""
+        """Start an agent on each host: here without ssh, for which there may be no server here."""
         hosts = wanted.named_hosts
 
         def start(number: int) -> AgentCommand:
             host = hosts[number]
-            command = ssh_command(host.destination, number, wanted)
+            if is_this_machine(host):
+                command = [*wanted.wrapper, *agent_command(wanted.python, number)]
+            else:
+                command = ssh_command(host.destination, number, wanted)
             return AgentCommand(host.address, command, ticket, folder)
 
         names = [host.address for host in hosts]
         return Launched([start(n) for n in range(len(names))], len(names), names, again=start)
+
+
+def is_this_machine(host: Host) -> bool:
+    """Return True for a name or an address of this machine; no name server is asked.
+
+    A host with a user is reached by ssh, which logs in as that user.
+    """
+    name = socket.gethostname().lower()
+    names = {"localhost", name, name.partition(".")[0]}
+    return not host.user and host.address in names | own_addresses()
 
 
 def ssh_command(host: str, number: int, wanted: WorldConfig) -> list[str]:

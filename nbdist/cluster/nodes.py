@@ -208,8 +208,9 @@ class NodePool:
             if problem:
                 why = (
                     f"{node.name} cannot reach {problem}; gloo and nccl connect all machines, at "
-                    "ports that the kernel chooses. A firewall has to let these through, or "
-                    "`--backend none`"
+                    "ports that the kernel chooses. A firewall has to let these through; "
+                    "`--address` chooses another network of the notebook's machine; "
+                    "`--backend none` needs no connections"
                 )
                 raise CannotStart(node.name, why)
 
@@ -294,9 +295,9 @@ class NodePool:
         why = why_refused(process.host, lines, process.command) or f"it {word_exit(code)}"
         mine = [node for node in self.there if process.host in ("", node.name)]
         said = process.complaint()
-        program = process.command.split(" ", 1)[0]
+        ended = "ssh to" if process.command.startswith("ssh ") else "the agent on"
         for node in mine:
-            self._note_loss(node, said or f"{program} to {node.name} has ended")
+            self._note_loss(node, said or f"{ended} {node.name} has ended")
         if self._launched.again is not None:
             self._processes.remove(process)
             process.close()

@@ -22,7 +22,14 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from nbdist.cluster.ticket import BEAT_INTERVAL, KeyPair, Ticket, endpoint, listen_with
+from nbdist.cluster.ticket import (
+    BEAT_INTERVAL,
+    KeyPair,
+    Ticket,
+    endpoint,
+    listen_with,
+    own_addresses,
+)
 from nbdist.wire.frames import BadFrame
 from nbdist.wire.node_messages import NodeDown, NodeUp, node_frames, node_message_from
 from nbdist.wire.spec import LINK_TIMEOUT
@@ -271,8 +278,7 @@ def addresses(asked: str | None) -> tuple[str, ...]:
 def listened_at(asked: str | None) -> tuple[str, ...]:
     """List where to listen: what was asked, if this machine has that address; () for everywhere."""
     found = addresses(asked) if asked else ()
-    own = {each.address for on in psutil.net_if_addrs().values() for each in on}
-    return found if own.issuperset(found) else ()
+    return found if own_addresses().issuperset(found) else ()
 
 
 def _leaving(family: socket.AddressFamily, outside: str) -> str:

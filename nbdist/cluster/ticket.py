@@ -201,12 +201,17 @@ def read_key_file(path: Path) -> Ticket:
 
 def drop_dead_join_keys() -> None:
     """Remove the keys of worlds of this machine whose head was killed before it could."""
-    own = {each.address for on in psutil.net_if_addrs().values() for each in on}
+    own = own_addresses()
     for path, ticket in _join_keys():
         if own.issuperset(ticket.addresses) and not any(
             _is_heard_at(address, ticket.port) for address in ticket.addresses
         ):
             path.unlink(missing_ok=True)
+
+
+def own_addresses() -> set[str]:
+    """Return the addresses of this machine, at all of its network interfaces."""
+    return {each.address for on in psutil.net_if_addrs().values() for each in on}
 
 
 def _is_heard_at(address: str, port: int) -> bool:

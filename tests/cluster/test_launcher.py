@@ -90,6 +90,15 @@ def test_the_command_of_ssh() -> None:
     assert f"exec {sys.executable} " in plain[-1]  # the notebook's, by the same path on all
 
 
+def test_names_of_this_machine() -> None:
+    """Its host name, `localhost` and its addresses; a user is for ssh to log in as."""
+    name = socket.gethostname()
+    found = parse_hosts(f"LOCALHOST,127.0.0.1:2,{name},{name}-2,192.0.2.1")
+    own = [True, True, True, False, False]
+    assert [launcher.is_this_machine(host) for host in found] == own
+    assert not launcher.is_this_machine(parse_hosts("me@localhost")[0])
+
+
 pytestmark = pytest.mark.own_agent
 
 COMMAND = (sys.executable, "-m", "nbdist.terminal", "join")

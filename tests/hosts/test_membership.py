@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from nbdist.world.states import State
 from nbdist.world.world import World
 from tests.hosts.network import Host, Network
 from tests.hosts.worlds import (
+    AGENT_ARGUMENTS,
     Launched,
     check_whole,
     has_come,
@@ -411,3 +413,17 @@ def test_a_world_begins_at_the_minimum(hosts: list[Host], network: Network, path
         world.restart(on_failure="stop")
         assert "All workers were" in lose(world, network, hosts[1].link_down)
         assert world.state is State.STOPPED
+
+
+def test_this_machine_among_hosts(hosts: list[Host], network: Network, path: None) -> None:
+    """It needs no ssh, which would not know it; an agent that is killed there comes again."""
+    with new_world("localhost:1,node2:1", address=network.address) as world:
+        world.execute(SET_UP, setup=True)
+        agent = psutil.Process(world.gather("os.getpid()")[0])
+        while agent.cmdline()[1:5] != AGENT_ARGUMENTS:
+            agent = agent.parent()
+        said = lose(world, network, agent.kill)
+        assert "now 1 worker" in said
+        wait_until(lambda: has_come(world), "this machine to come back")
+        check_whole(world, 2)
+        assert {*world.gather("socket.gethostname()")} == {socket.gethostname(), "node2"}
