@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from nbdist.errors import UsageError
@@ -47,6 +48,8 @@ _NAME_LIMIT, _PART_LIMIT = 200, 100
 _BYTES = re.compile(r"([0-9]{1,6})([MGT])(?:i?B)?", re.IGNORECASE)
 _PATTERN = re.compile(r"[A-Za-z0-9_*?]+")
 _ADDRESS = re.compile(r"(\[)?([A-Za-z0-9_:][A-Za-z0-9_.:%-]{0,100})(?(1)\])")
+RDZV_BACKENDS, RDZV_HANDLERS = ("c10d", "static", "etcd", "etcd-v2"), "torchrun.handlers"
+"""The rendezvous that torch has, and the group of entry points by which packages add others."""
 _ENDPOINT = re.compile(r"(?:[A-Za-z0-9_.-]{1,250}|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
 
@@ -169,6 +172,15 @@ def _read_address(text: str) -> str:
         what = "an address of this machine or a network interface, such as 10.0.0.1 or eth0"
         raise _refused("--address", text, f"{what}; the port is found")
     return found[2]
+
+
+def _read_rdzv_backend(text: str) -> str:
+    if text not in RDZV_BACKENDS:
+        names = sorted(entry_points(group=RDZV_HANDLERS).names)
+        if text not in names:
+            what = f"the known names are {', '.join((*RDZV_BACKENDS, *names))}"
+            raise _refused("--rdzv-backend", text, what)
+    return text
 
 
 def _read_endpoint(text: str) -> str:
@@ -331,8 +343,8 @@ class WorldConfig:
         "--sync-code", "copy the notebook's folder to machines that do not have it, and "
         "keep it up to date", bool, default=False)
     rdzv_backend: str | None = _option(
-        "--rdzv-backend", "torch's rendezvous backend: c10d, static, etcd-v2",
-        str, "NAME", launchers=ELSEWHERE)
+        "--rdzv-backend", "torch's rendezvous backend: c10d, static, etcd, etcd-v2",
+        _read_rdzv_backend, "NAME", launchers=ELSEWHERE)
     rdzv_endpoint: str | None = _option(
         "--rdzv-endpoint", "address of the rendezvous backend: HOST:PORT",
         _read_endpoint, "ENDPOINT", launchers=ELSEWHERE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from nbdist import World
 from nbdist.config import (
     OPTIONS,
+    RDZV_HANDLERS,
     Patience,
     WorldConfig,
     launcher_for,
@@ -50,6 +52,10 @@ REFERENCE = PACKAGE.parent / "docs" / "reference.md"
         ({"hosts": "a", "launcher": "local"}, "`--hosts a`: it is for `--launcher ssh`, and not"),
         ({"launcher": "ssh"}, "`--launcher ssh`: on which machines?"),
         ({"launcher": "join", "rdzv_backend": "c10d"}, "`--rdzv-backend c10d`: it takes both"),
+        (
+            {"launcher": "join", "rdzv_backend": "etc", "rdzv_endpoint": "a:1"},
+            "`--rdzv-backend etc`: the known names are c10d, static, etcd, etcd-v2.",
+        ),
         ({"layout": "5:2x4"}, "`-j 5:2x4`: 5 nodes are more than 2. Use `-j 4`"),
         ({"layout": "2x4", "hosts": "a"}, "`-j 2x4 --hosts a`: 2 nodes, but 1 host."),
         ({"n": 7, "hosts": "a:4,b:2"}, "`-n 7 --hosts a:4,b:2`: the hosts have room for 6 w"),
@@ -73,6 +79,18 @@ def test_what_can_never_be_is_refused_in_one_line(said: dict[str, Any], told: st
         WorldConfig(**said)
     assert str(found.value).startswith(told)
     assert "\n" not in str(found.value)
+
+
+def test_a_rendezvous_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its entry point has torch know its name, which no message denies then."""
+    (about := tmp_path / "meet-1.dist-info").mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: meet\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[{RDZV_HANDLERS}]\nmeet = meet:make\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    asked = {"launcher": "join", "rdzv_endpoint": "a:1"}
+    assert WorldConfig(**asked, rdzv_backend="meet").rdzv_backend == "meet"  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="etcd-v2, meet"):
+        WorldConfig(**asked, rdzv_backend="met")  # type: ignore[arg-type]
 
 
 def test_text_and_values_are_the_same() -> None:
@@ -252,7 +270,7 @@ def test_each_launcher_takes_its_own(launcher: str, takes: int) -> None:
     """What it has no use for is refused with the launchers that have; others' take all."""
     said = {
         **{"hosts": "a", "salloc": "-p x", "memory": "1G", "copy_env": "A", "address": "eth0"},
-        **{"link_timeout": 9, "rdzv_backend": "x", "rdzv_endpoint": "x:1"},
+        **{"link_timeout": 9, "rdzv_backend": "c10d", "rdzv_endpoint": "x:1"},
     }
     assert said.keys() == {name for name, each in OPTIONS.items() if each.launchers}
     taken = {name: value for name, value in said.items() if OPTIONS[name].is_for(launcher)}

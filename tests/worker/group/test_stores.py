@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
 from nbdist.agent.listener import StoreWindow
+from nbdist.config import RDZV_BACKENDS
 from nbdist.wire.spec import TorchStore
 from nbdist.wire.store import Answer, HostedStore, Operation
 from nbdist.worker.group import stores
@@ -285,6 +286,15 @@ def test_all_have_one_store(backend: str, endpoint: str) -> None:
         abortable.abort()
         with pytest.raises(ConnectionResetError):
             got.result(SOON)
+
+
+def test_names_of_rendezvous() -> None:
+    """Those that the notebook takes are those that torch has itself."""
+    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry as registry
+
+    for name in RDZV_BACKENDS:
+        with pytest.raises(ValueError, match="already registered"):
+            registry.register(name, lambda _: None)  # type: ignore[arg-type, return-value]
 
 
 def test_a_rank_that_does_not_come(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
