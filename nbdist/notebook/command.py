@@ -205,7 +205,7 @@ class Command:
                 case Shown():
                     shown.on(line.display)
                 case str():
-                    line.display.conclude(shown)
+                    line.display.answer(shown)
             return shown.value if isinstance(shown, Value) and is_used() else None
 
         return magic

@@ -65,13 +65,15 @@ class PanelDisplay:
         if not (text and self._seconds == "none"):
             self.say(" · ".join(filter(None, [*self._notes, *self._passing, text])))
 
-    def conclude(self, text: str) -> None:
-        """Show what a command returns, with the notes on it."""
-        self.say(" · ".join([text, *self._notes]))
-
     def say(self, text: str, html: str = "") -> None:
         """Show a line, or lines that look otherwise on a page, as all the output there is."""
         self._draw(html or panel(dim(text)), text)
+
+    def answer(self, text: str, html: str = "") -> None:
+        """Show what a command has to say at its end, with the notes below."""
+        notes = " · ".join([*self._notes, *self._passing])
+        below = panel(dim(notes)) if notes else ""
+        self._draw((html or panel(dim(text))) + below, "\n".join(filter(None, [text, notes])))
 
     def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
         """Show what has changed; called whenever ranks have said something, and every so often.
@@ -184,12 +186,11 @@ class PlainDisplay:
     def wait_for(self, text: str) -> None:
         self.say(text)
 
-    def conclude(self, text: str) -> None:
-        self.say(text)
-
     def say(self, text: str, html: str = "") -> None:
         self._bars.clear()
         sys.stdout.write(f"{text}\n")
+
+    answer = say
 
     def show(self, transcript: Transcript, news: News, waits: str = "", usage: str = "") -> None:
         now = time.monotonic()
@@ -288,7 +289,7 @@ class Shown:
 
     def on(self, display: CellDisplay) -> None:
         """Show it there."""
-        display.say(self.text, self.html)
+        display.answer(self.text, self.html)
 
 
 def table(

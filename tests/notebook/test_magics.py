@@ -181,10 +181,16 @@ def test_forms_of_a_cell(notebook: Notebook) -> None:
 
 
 def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
-    """Workers are started, shown and ended by their magics, each with one clear display."""
-    notebook = fresh("%load_ext nbdist")
-    for _ in range(2):
-        assert "2 workers ready · gloo" in notebook.run("%dist_init -n 2 --name exp").text
+    """Workers are started, shown and ended by their magics, each with one clear display.
+
+    The warning of workers that share a core stays below it.
+    """
+    one_core = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    notebook = fresh("%load_ext nbdist", one_core)
+    told, *warned = notebook.run("%dist_init -n 2 --name exp").text.splitlines()
+    assert told == "2 workers ready · gloo"
+    assert [line.startswith("2 workers on 1 CPU core: ") for line in warned] == [True]
+    assert notebook.run("%dist_init -n 2 --name exp").text == told
     notebook.run("%%distributed\nx = 1")
     head, columns, *lines = notebook.run("%dist_status -v").text.splitlines()
     assert head.startswith("2 workers on ")
