@@ -277,13 +277,17 @@ def word_queue(lines: Sequence[str]) -> str:
     """Word that salloc waits for an allocation, "" where it has it."""
     text = "\n".join(lines)
     found = _NUMBER.findall(text) if GRANTED not in text else []
-    return f"job {found[-1]} waits in Slurm's queue" if found else ""
+    reason = next((line for line in reversed(lines) if line.startswith(REASON)), REASON)
+    why = f": {reason.removeprefix(REASON)}" if reason != REASON else ""
+    return f"job {found[-1]} waits in Slurm's queue{why}" if found else ""
 
 
 # --- the process that owns an allocation of `--salloc` ------------------------------------
 
 END_TIMEOUT = 3.0  # seconds for agents to leave, and for salloc to give its allocation back
 CANCEL_TIMEOUT, CANCEL_STEP = 4.0, 0.1  # seconds for Slurm to have ended a job, between looks
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between looks at why a job waits; they double
 
 LONGEST_LOG = 1 << 20
 
@@ -297,6 +301,8 @@ OF_SLURM = frozenset(("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLU
 memory or nodes of its own: `srun` would start four agents instead of two."""
 
 GRANTED = "Granted job allocation"
+REASON, NO_REASON = "nbdist: the queue: ", "None"
+"""Begins a line of the log with why a job waits; what squeue says before Slurm has looked at it."""
 _NUMBER = re.compile(r"(?:Granted|Pending) job allocation ([0-9]+)")
 _ENDS = frozenset(("", "COMPLETING"))
 _FORGOTTEN = "Invalid job id"
@@ -324,7 +330,7 @@ def own_allocation() -> None:
     ends = select.poll()
     ends.register(os.pidfd_open(salloc.pid), select.POLLIN)
     ends.register(0, 0)  # a pipe's hang-up
-    ends.poll()
+    _await_end(ends)
     salloc.poll()
     said = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
     number = found[-1] if (found := _NUMBER.findall(said)) else ""
@@ -345,10 +351,25 @@ def own_allocation() -> None:
     sys.exit(code if code >= 0 else 128 - code)
 
 
+def _await_end(ends: select.poll) -> None:
+    """Wait until one of them ends; write into the log why the job waits, whenever that changes."""
+    written, pause = "", FIRST_PAUSE
+    while not ends.poll(pause * 1000):
+        said = os.pread(2, LONGEST_LOG, 0).decode(errors="replace")
+        if GRANTED in said:
+            ends.poll()
+            return
+        found = _NUMBER.findall(said)
+        if found and (reason := _asked_of(found[-1], "%r")) != written:
+            sys.stderr.write(f"{REASON}{'' if reason == NO_REASON else reason}\n")
+            written = reason
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
 def cancel(number: str) -> str:
     """End a job of Slurm's; return what keeps it from that, "" once it is gone."""
     end = time.monotonic() + CANCEL_TIMEOUT
-    while (state := _state_of(number)) not in _ENDS:
+    while (state := _asked_of(number, "%T")) not in _ENDS:
         with suppress(OSError):
             ask("scancel", number, timeout=CANCEL_TIMEOUT / 2)
         if time.monotonic() > end:
@@ -357,9 +378,9 @@ def cancel(number: str) -> str:
     return ""
 
 
-def _state_of(number: str) -> str:
+def _asked_of(number: str, form: str) -> str:
     """Return what Slurm says of a job, or its complaint; "" once it has forgotten it."""
-    command = ("squeue", "--noheader", "--format=%T", f"--jobs={number}")
+    command = ("squeue", "--noheader", f"--format={form}", f"--jobs={number}")
     try:
         return one_line(ask(*command, timeout=CANCEL_TIMEOUT / 2))
     except OSError as error:

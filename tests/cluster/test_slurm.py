@@ -140,6 +140,9 @@ def test_what_becomes_of_a_request() -> None:
     """A wait in the queue is told as long as it lasts, and an end."""
     lines = ["salloc: Pending job allocation 3", "salloc: job 3 queued and waiting for resources"]
     assert slurm.word_queue(lines) == "job 3 waits in Slurm's queue"
+    lines += [f"{slurm.REASON}Priority", f"{slurm.REASON}Resources"]
+    assert slurm.word_queue(lines) == "job 3 waits in Slurm's queue: Resources"
+    assert slurm.word_queue([*lines, slurm.REASON]) == "job 3 waits in Slurm's queue"
     assert slurm.word_queue([*lines, "salloc: Granted job allocation 3"]) == ""
     said = word_complaint("`--salloc -p gpu`", ["salloc: Job allocation 3 has been revoked."])
     assert said == "the allocation of `--salloc -p gpu` has ended"

@@ -220,6 +220,13 @@ def start_killed_in_queue(world: World) -> None:
                 each.kill()
 
 
+def stop_start(world: World, said: str) -> None:
+    """Start it, and press Stop once this is said."""
+    for text in world.session.starting_texts():
+        if said in text:
+            press_stop()
+
+
 def test_a_world(
     slurm: Slurm, hosts: list[Host], network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +308,13 @@ def test_what_slurm_refuses(salloc: str, told: str, slurm: Slurm, hosts: list[Ho
         make_world(salloc=salloc).start()
     assert str(found.value).startswith(f"the workers could not start: {told}")
     assert "\n" not in str(found.value)
+
+
+def test_more_nodes_than_a_partition_has(slurm: Slurm, hosts: list[Host]) -> None:
+    """Slurm's own word for it is shown while the job waits, and Stop ends the wait."""
+    with pytest.raises(KeyboardInterrupt):
+        stop_start(make_world("9x2", salloc="-p main"), "PartitionNodeLimit")
+    wait_until(lambda: not slurm.jobs(), "it is in the queue no more")
 
 
 def test_an_allocation_of_its_own(
