@@ -98,8 +98,8 @@ class Watch:
         self._hooks.append(register_optimizer_step_post_hook(self._stepped))
         tracking.watching.append(self._counted)
         self._shell.events.register("post_run_cell", self._cell_ended)
-        self._resolve()
-        self._prepare()
+        self._guarded(self._resolve)
+        self._guarded(self._prepare)
 
     def close(self) -> None:
         """Remove all hooks; what was noted stays."""
@@ -153,8 +153,8 @@ class Watch:
         self._within[:] = takewhile(lambda each: each is not optimizer, self._within)
         if self._within:
             return
-        if self._clock is None:
-            self._resolve()
+        if self._clock is None and not self._is_over:
+            self._guarded(self._resolve)
             if digests.share_parameters(self._targets.values(), optimizer):
                 self._clock = optimizer
         if self._clock is optimizer:
@@ -293,8 +293,9 @@ class Seen:
             return
         inner = target.inner
         for name, module in target.value.named_modules():
-            self._names[module] = f"{target.expression}.{name}" if name else target.expression
-        if models.compiles_hooks(inner):
+            if not isinstance(module, torch.jit.ScriptModule):  # which refuses hooks
+                self._names[module] = f"{target.expression}.{name}" if name else target.expression
+        if models.compiles_hooks(inner) or isinstance(inner, torch.jit.ScriptModule):
             return
 
         def forward(module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:

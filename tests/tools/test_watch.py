@@ -100,6 +100,33 @@ def test_what_cannot_be_watched(kernel: Notebook) -> None:
     watch()  # which is nothing anywhere else
 
 
+SCRIPTED = """%%distributed -n 2
+torch.manual_seed(0)
+scripted = torch.jit.script(torch.nn.Linear(2, 2))
+model = torch.nn.Sequential(scripted, torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(at=0):
+    for step in range(1, 4):
+        model(torch.ones(1, 2)).sum().backward()
+        if rank == 1 and step == at:
+            scripted.bias.grad[0] += 1
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_modules_that_take_no_hooks(kernel: Notebook) -> None:
+    """Scripted modules are compared as others are; only what their forward gets is not known."""
+    kernel.run(SCRIPTED)
+    said = kernel.run("%%distributed --watch scripted,model --every 1\ntrain()").seen
+    assert "watch: scripted, model: 6 parts the same on ranks 0-1, compared after 3 of 3 " in said
+    shown = kernel.run("%%distributed --watch model --every 1\ntrain(at=2)")
+    assert shown.errors == []
+    assert "watch: after step 2 rank 1 differs from rank 0" in shown.seen
+    assert "model: 0.bias" in shown.seen
+    assert kernel.run("%%distributed\ntrain()").text == "2 ranks"
+
+
 # --- in real workers --------------------------------------------------------------------------
 
 
