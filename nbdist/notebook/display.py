@@ -156,7 +156,7 @@ class PanelDisplay:
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
 
     def _draw(self, html: str, text: str) -> None:
-        bundle = {"text/html": html, "text/plain": text}
+        bundle = {"text/html": _encodable(html), "text/plain": _encodable(text)}
         if self._is_there:
             update_display(bundle, display_id=self._id, raw=True)
         else:
@@ -165,6 +165,11 @@ class PanelDisplay:
         if self._above:
             update_display(EMPTY.data, display_id=self._above, raw=True)
             self._above = ""
+
+
+def _encodable(text: str) -> str:
+    """Escape halves of surrogate pairs, which names of variables can have: no page gets them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class PlainDisplay:

@@ -191,7 +191,7 @@ def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
     assert told == "2 workers ready · gloo"
     assert [line.startswith("2 workers on 1 CPU core: ") for line in warned] == [True]
     assert notebook.run("%dist_init -n 2 --name exp").text == told
-    notebook.run("%%distributed\nx = 1")
+    notebook.run("%%distributed\nx = 1\nglobals()['half \\ud800'] = 2")
     head, columns, *lines = notebook.run("%dist_status -v").text.splitlines()
     assert head.startswith("2 workers on ")
     assert head.endswith(" · gloo · ready · exp")
@@ -203,7 +203,7 @@ def test_init_status_shutdown(fresh: Callable[..., Notebook]) -> None:
         assert float(memory) > 1
         pids.append(int(pid))
     assert all(map(psutil.pid_exists, pids))
-    assert "made on the workers: x" in lines
+    assert "made on the workers: half \\ud800, x" in lines  # which no page takes unescaped
     assert "have no log files: NBDIST_LOG_DIR is empty" in notebook.run("%dist_log").error
     assert notebook.run("%dist_shutdown").text == "workers ended"
     assert not any(map(psutil.pid_exists, pids))
