@@ -103,6 +103,21 @@ def whole_file(path: Path, mode: int = 0o666, part: Path | None = None) -> Itera
         part.unlink(missing_ok=True)
 
 
+def check_links(root: Path, folder: Path) -> None:
+    """Raise Untrusted if a path leads from `root` through a symbolic link of another user."""
+    for path in (*reversed(folder.parents), folder):
+        if path == root or not path.is_relative_to(root) or not path.is_symlink():
+            continue
+        if (owner := os.lstat(path).st_uid) not in (0, os.geteuid()):
+            raise Untrusted(f"{path} is a symbolic link of user {_user_name(owner)}")
+
+
+def _user_name(number: int) -> str:
+    with suppress(KeyError):
+        return pwd.getpwuid(number).pw_name
+    return str(number)
+
+
 def claim(folder: Path, what: str) -> int:
     """Mark a folder just made; the descriptor holds it until it is closed.  Raises OSError."""
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
@@ -241,10 +256,7 @@ def _open_own(path: Path, above: int | None, flags: int) -> int:
     if flags == _FILE and not stat.S_ISREG(found.st_mode):
         why = f"{path} is no plain file"
     elif found.st_uid != os.geteuid():
-        owner = str(found.st_uid)
-        with suppress(KeyError):
-            owner = pwd.getpwuid(found.st_uid).pw_name
-        why = f"{path} belongs to user {owner}"
+        why = f"{path} belongs to user {_user_name(found.st_uid)}"
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         why = f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o})"
     if why:

@@ -143,10 +143,24 @@ def make_spec(
         config=config,
     )
     if is_here:
+        if log_dir:
+            _check_log_folder(log_dir, spec.name)
         return _on_this_machine(spec, here)
     # The size, slots and backend follow when machines have come, and each one's GPUs and cores.
     backend = config.backend or topology.GPU_BACKEND
     return spec, check_nvls(backend, given, shared=config.share_gpus)
+
+
+def _check_log_folder(log_dir: str, name: str) -> None:
+    """Raise UsageError for a log folder that another user has led elsewhere."""
+    root = Path(log_dir)
+    try:
+        folders.check_links(root, root / name)
+    except folders.Untrusted as problem:
+        raise UsageError(
+            f"`--name {name}`: {problem}, and log files would be written there. "
+            "Choose another name, or another folder (NBDIST_LOG_DIR)."
+        ) from None
 
 
 def _on_this_machine(spec: WorldSpec, here: Here) -> tuple[WorldSpec, str]:

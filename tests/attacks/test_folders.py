@@ -44,6 +44,22 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link of another user")
+@pytest.mark.parametrize("name", ["run", "exp/run"])
+def test_a_link_of_another_user_among_the_logs(tmp_path: Path, name: str) -> None:
+    """In a folder that users share: no log file is written where the link leads."""
+    theirs, logs = tmp_path / "theirs", tmp_path / "logs"
+    theirs.mkdir()
+    logs.mkdir()
+    link = logs / Path(name).parts[0]
+    link.symlink_to(theirs)
+    World(1, log_dir=str(logs), name=name, show=False)  # the user's own links are theirs to make
+    os.lchown(link, SOMEBODY, SOMEBODY)
+    said = f"`--name {name}`: {link} is a symbolic link of user {SOMEBODY}"
+    with pytest.raises(UsageError, match=re.escape(said)):
+        World(1, log_dir=str(logs), name=name, show=False)
+
+
 @pytest.fixture(scope="module")
 def started(logs: Path) -> Iterator[World]:
     """A world with its logs there, started by a user whose files everybody may write to."""
