@@ -29,7 +29,7 @@ MODEL = "%%distributed\nmodel = torch.nn.Linear(4, 4)\nmodel.weight.data.fill_(r
 
 notebook = lasting(
     "%load_ext nbdist",
-    f"%dist_init -n 2 --name {WORLD}",
+    f"%dist_init -n 2 --name {WORLD} --env POOL_PASSWD=by-the-option",
     MODEL,
     NBDIST_SNAPSHOT_DIR="{folder}",
     NBDIST_LOG_DIR="{folder}",
@@ -290,11 +290,11 @@ def test_a_failure(notebook: Notebook, assistant: Assistant) -> None:
 
 
 def test_secrets_that_came_later(notebook: Notebook, assistant: Assistant) -> None:
-    """Those that the notebook, `%env` or a rank has set since it was started are hidden as well."""
+    """Those that the notebook, `%env`, `--env` or a rank has set since its start are hidden, too."""
     notebook.run("import os\nos.environ['MY_SIGNING_KEY'] = 'of-the-notebook'")
     notebook.run("%env DB_PASSWORD=by-a-magic")
     notebook.run("%%distributed\nimport os\nos.environ['A_TOKEN'] = 'of-the-ranks'")
-    names = "('MY_SIGNING_KEY', 'DB_PASSWORD', 'A_TOKEN')"
+    names = "('MY_SIGNING_KEY', 'DB_PASSWORD', 'A_TOKEN', 'POOL_PASSWD')"
     failing = f"found = ' '.join(os.environ[each] for each in {names})\nprint(found, flush=True)"
     notebook.run(f"%%distributed\n{failing}\nraise ValueError(found)")
     answers = [assistant.ask(tool) for tool in ("status", "why", "memory", "worlds")]
@@ -303,7 +303,8 @@ def test_secrets_that_came_later(notebook: Notebook, assistant: Assistant) -> No
         assistant.ask("output", cell=-1),
         assistant.ask("diff", names="found"),
     ]
-    assert all("of-the" not in each and "by-a-magic" not in each for each in answers)
+    shown = "\n".join(answers)
+    assert not re.search("of-the|by-a-magic|by-the-option", shown)
     assert all(mcp.HIDDEN in answers[at] for at in (0, 1, 4, 5))
     notebook.run("%%distributed\ndel os.environ['A_TOKEN']")
 
