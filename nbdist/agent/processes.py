@@ -23,7 +23,14 @@ from nbdist.agent import fork_server
 from nbdist.system import processes
 from nbdist.system.folders import current_folder
 from nbdist.system.limits import Lack, word_lack
-from nbdist.system.processes import END_TIMEOUT, OwnTime, await_end, end_group, safe_environ
+from nbdist.system.processes import (
+    END_TIMEOUT,
+    OwnTime,
+    await_end,
+    end_adopted,
+    end_group,
+    safe_environ,
+)
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
@@ -75,6 +82,7 @@ class Children:
                 if on_exit := self._expected.pop(pid, None):
                     # Before it is reaped: until then no other group can have its number.
                     end_group(pid)
+                    end_adopted(pid)
                 exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 if on_exit:
                     on_exit(exit_code)

@@ -301,6 +301,46 @@ def end_group(pid: int) -> None:
         killed.update(new)
 
 
+WORKER_PID = "NBDIST_WORKER_PID"
+"""Set by a worker in its environment, which the programs that it starts get."""
+
+
+def end_adopted(worker: int) -> None:
+    """Kill what a dead worker has started in sessions of its own, and what that has started.
+
+    This process has adopted it.  A program that got another environment is not known as started
+    by the worker, and runs on until this process ends.
+    """
+    mark, killed = f"{WORKER_PID}={worker}".encode(), set[int]()
+    for _ in range(MOST_LOOKS):
+        adopted = _started_by(os.getpid())
+        waiting = [each for each in adopted if each not in killed and _has_variable(each, mark)]
+        if not waiting:
+            break
+        while waiting:
+            pid = waiting.pop()
+            waiting += _started_by(pid)
+            killed.add(pid)
+            if not _is_tracker(pid):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _started_by(pid: int) -> list[int]:
+    """List the children of a process, as the kernel lists them."""
+    with suppress(OSError):  # it has ended, or the kernel is built without such lists
+        lists = [*Path(f"/proc/{pid}/task").glob("*/children")]
+        return [int(child) for each in lists for child in each.read_text().split()]
+    return []
+
+
+def _has_variable(pid: int, variable: bytes) -> bool:
+    """Return True if a program was started with this in its environment."""
+    with suppress(OSError):
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
+
+
 def _has_tracked() -> bool:
     with suppress(OSError):
         return any(name.startswith(TRACKED) for name in os.listdir("/dev/shm"))

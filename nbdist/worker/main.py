@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from nbdist.output.events import COMMS, Done, InputRequest
 from nbdist.system.folders import nearest_folder
-from nbdist.system.processes import safe_path
+from nbdist.system.processes import WORKER_PID, safe_path
 from nbdist.values.child_definitions import share_definitions_with_children
 from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, difference, versions_here
@@ -110,6 +110,7 @@ def become_worker(start: WorkerStart, agent_pid: int = 0) -> None:
     elif os.environ.get("PYTHONPATH", "") == safe_path(wanted, start.world.cwd):
         # A worker that was spawned has them, and what a wrapper has made of them, but for this one.
         os.environ.update({k: v for k, v in wanted.items() if k == "PYTHONPATH"})
+    os.environ[WORKER_PID] = str(os.getpid())
     folder = nearest_folder(start.world.cwd)
     os.chdir(folder)
     if folder != start.world.cwd:

@@ -19,6 +19,7 @@ import pytest
 from jupyter_client.blocking import BlockingKernelClient
 from jupyter_core.utils import ensure_event_loop
 
+from nbdist.system.processes import WORKER_PID
 from tests.notebook import front_end
 from tests.waiting import SOON, STEP, wait_until
 
@@ -61,14 +62,13 @@ class Notebook(front_end.Notebook):
         self.start_workers()
 
     def start_workers(self) -> None:
-        """Two, each with a child, and one more that has left its session and its parent."""
+        """Two, each with a child, and a daemon that has left its session and its parent."""
         assert not self.run(STARTED).errors
         forked, out = self.find("nbdist.agent.fork_server "), "/proc/{}/fd/1"
         (self.fork_server,) = (p for p in forked if "log" in os.readlink(out.format(p.pid)))
         assert len(self.workers) == 2
-        # Of killed workers that one stays until the agent ends.
-        wait_until(lambda: len(self.find("sleep 1002")) > 1, "the daemons run")
-        wait_until(lambda: len(self.find("sleep 1000")) == 2, "there is a child of each")
+        for seconds in (1000, 1002):
+            wait_until(lambda s=seconds: len(self.find(f"sleep {s}")) == 2, "each has one")
 
     def begin(self, source: str) -> None:
         """Start a cell that will not end by itself, and wait until the workers have it."""
@@ -174,7 +174,9 @@ def test_nothing_is_left_of_workers(notebook: Notebook) -> None:
     """Their children end with them, also where the fork server has gone; all ends with a world."""
     for number, moment in enumerate(MOMENTS):
         notebook.begin(MOMENTS[moment])
-        children = {child: child.parent() for child in notebook.find("sleep 1000")}
+        started = [*notebook.find("sleep 1000"), *notebook.find("sleep 1002")]
+        by_pid = {worker.pid: worker for worker in notebook.workers}
+        children = {each: by_pid.get(int(each.environ()[WORKER_PID])) for each in started}
         if moment == "in a cell":
             DEATHS["fork server"](notebook)
         DEATHS[("workers", "a worker")[number % 2]](notebook)
