@@ -30,6 +30,7 @@ from nbdist.wire.spec import LAST_LINE_SAYS, WorkerStart, difference, versions_h
 from nbdist.wire.work import CatchUp, CommSent, Finished, InputReply, Said, SigintSent, Task, mark
 from nbdist.worker.control import ControlThread
 from nbdist.worker.environment import Around, prepare_torch
+from nbdist.worker.group.default import warn_of_own_groups
 from nbdist.worker.group.group import Group
 from nbdist.worker.kernel import WorkerKernel, make_app
 from nbdist.worker.namespace import import_ops
@@ -70,6 +71,8 @@ def run_worker(start: WorkerStart, agent_pid: int) -> None:
     share_definitions_with_children()
     STEPS.watch()
     group = Group(start) if start.world.backend is not None else None
+    if group is None:
+        warn_of_own_groups()
     app.kernel.group = group
     leave_world_in_children(group.leave if group is not None else None)
     ControlThread(app.kernel, start)

@@ -211,6 +211,28 @@ def lacking(asked: str, own: str) -> set[str]:
     return wanted - there - ({"nccl"} if "nccl" in own else set())
 
 
+def warn_of_own_groups() -> None:
+    """Have the first group that user code makes say what the world's group would do for it.
+
+    For workers of `--backend none`.
+    """
+    init, has_said = dist.init_process_group, False
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **options: Any) -> None:
+        nonlocal has_said
+        init(*args, **options)
+        if has_said:
+            return
+        has_said = True
+        _say(
+            "With `--backend none` ranks that wait for each other in this group are neither shown "
+            "nor released; with `%dist_restart --backend gloo` they are."
+        )
+
+    _replace_everywhere(init, init_process_group)
+
+
 def _say(text: str) -> None:
     sys.stdout.write(f"\x1b[2m{text}\x1b[0m\n")  # a dim line
 
