@@ -290,7 +290,7 @@ def test_a_failure(notebook: Notebook, assistant: Assistant) -> None:
 
 
 def test_secrets_that_came_later(notebook: Notebook, assistant: Assistant) -> None:
-    """Those that the notebook, `%env`, `--env` or a rank has set since its start are hidden, too."""
+    """Secrets that the notebook, `%env`, `--env` or a rank has set since its start are hidden."""
     notebook.run("import os\nos.environ['MY_SIGNING_KEY'] = 'of-the-notebook'")
     notebook.run("%env DB_PASSWORD=by-a-magic")
     notebook.run("%%distributed\nimport os\nos.environ['A_TOKEN'] = 'of-the-ranks'")
