@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 from nbdist.output.events import InputRequest, Output, StreamName, Text, Typed
 from nbdist.system import folders
 from nbdist.wire import work
-from nbdist.wire.views import earlier_file, moved_line, renumbered_line
+from nbdist.wire.views import INCOMPLETE, earlier_file, moved_line, renumbered_line
 
 log = logging.getLogger("nbdist.agent")
 
@@ -293,7 +293,7 @@ LONGEST_LOGGED = 1 << 20  # bytes that a file may be longer than its share so th
 
 RUN = re.compile(
     r"attempt_\d+/(\d+/"
-    r"((stdout|stderr)\.log(\.1)?|error\.json|(display|error)-\d+\.[a-z\d.]+|figure-[\da-f]{12}\.[a-z]+)?)?",
+    r"((stdout|stderr)\.log(\.1)?|error\.json|incomplete|(display|error)-\d+\.[a-z\d.]+|figure-[\da-f]{12}\.[a-z]+)?)?",
     re.ASCII,
 )
 """What nbdist, and torch's `@record`, write into the folder of a run; figures the notebook."""
@@ -349,6 +349,10 @@ class WorkerLog:
     def _give_up(self, error: OSError) -> None:
         log.warning("no more log files in %s: %s", self.folder, error)
         self.close()
+        if self.folder is not None:
+            flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW
+            with suppress(OSError):  # an empty file has room on most full disks
+                os.close(folders.open_private(self.folder / INCOMPLETE, flags))
         self.folder = None
 
 

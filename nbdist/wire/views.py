@@ -205,7 +205,7 @@ class LogTail(NamedTuple):
     """Lines of a rank's log, the first of which begins at `start`; without files `file` is "".
 
     Bytes count from where the file with the earlier lines begins.  `attempts` are the starts of
-    the workers that there are files of.
+    the workers that there are files of.  With `is_cut` the rank wrote more than its files have.
     """
 
     rank: int
@@ -214,6 +214,11 @@ class LogTail(NamedTuple):
     lines: tuple[str, ...] = ()
     start: int = 0
     attempts: tuple[int, ...] = ()
+    is_cut: bool = False
+
+
+INCOMPLETE = "incomplete"
+"""An empty file beside a rank's log, once that could not be written, such as on a full disk."""
 
 
 def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogTail, ...]:
@@ -230,7 +235,8 @@ def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogT
             folder = run / f"{ATTEMPT}{get.attempt}" / folder.name
         file = folder / f"{stream}.log"
         lines, start = last_lines(file, get.most, get.end)
-        found.append(LogTail(rank, stream, str(file), tuple(lines), start, attempts))
+        is_cut = (folder / INCOMPLETE).exists()
+        found.append(LogTail(rank, stream, str(file), tuple(lines), start, attempts, is_cut))
     return tuple(found)
 
 

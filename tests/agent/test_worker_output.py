@@ -15,7 +15,7 @@ import pytest
 from nbdist.agent import worker_output
 from nbdist.agent.worker_output import LOST_AFTER, Merger, OutputPipe, RunFolder, WorkerLog
 from nbdist.output.events import Clear, Done, Output, Text
-from nbdist.wire.views import last_lines
+from nbdist.wire.views import GetLogs, last_lines, read_logs
 from nbdist.wire.work import Finished, mark
 from tests.waiting import until
 
@@ -226,8 +226,11 @@ def test_streams_have_files_of_their_own(tmp_path: Path) -> None:
 def test_full_disk_ends_the_log_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, size: int
 ) -> None:
-    """A full disk gives one warning; what follows is dropped in silence."""
-    log = WorkerLog(tmp_path)
+    """A full disk gives one warning; what follows is dropped, which readers of the log see."""
+    folder = tmp_path / "attempt_0" / "1"
+    log = WorkerLog(folder)
+    get = GetLogs((1,), ("stdout",), 5)
+    assert not read_logs({1: folder}, get)[0].is_cut
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
@@ -241,6 +244,7 @@ def test_full_disk_ends_the_log_and_nothing_else(
     assert "File too large" in told
     assert str(tmp_path) in told
     assert log.folder is None
+    assert read_logs({1: folder}, get)[0].is_cut
 
 
 def test_where_no_file_can_be(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

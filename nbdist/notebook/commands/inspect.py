@@ -134,6 +134,8 @@ def _files(found: Sequence[LogTail], get: GetLogs, session: Session) -> Iterator
         raise UsageError(f"`--attempt {get.attempt}`: {last}.")
     for (host, folder), on in folders.items():
         yield f"files: {host}{folder}/[{format_ranks(on)}]/[{','.join(get.streams)}].log"
+    if cut := sorted({each.rank for each in found if each.is_cut}):
+        yield f"{machines.who(cut)} wrote more than is there: the files could not be written"
     if lost := {*get.ranks} - {each.rank for each in found}:
         yield f"no answer for {machines.who(lost)}"
 
