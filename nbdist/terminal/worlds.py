@@ -359,12 +359,12 @@ def failure_text(task: TaskSeen) -> str:
         if isinstance(error, Died):
             lines += filter(None, [hangs.why_died(first, error, places), error.why])
         lines.append(strip(body_text(error)))
-    after = {rank: _after(error, released.get(rank)) for rank, error in errors.items()}
+    after = {rank: _after(each, released.get(rank), errors) for rank, each in errors.items()}
     lines += [] if own else [f"rank {first}: {error_text(after[first])}"]
     return "\n".join([*lines, *followed_text(after, first)])
 
 
-def _after(error: RankError, released: Place | None) -> RankError:
+def _after(error: RankError, released: Place | None, errors: Mapping[int, RankError]) -> RankError:
     if isinstance(error, Failure) and (released or error.connections == "ended"):
-        return hangs.in_one_line(error, released, None)
+        return hangs.in_one_line(error, released, None, errors.values())
     return error

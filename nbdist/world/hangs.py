@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from nbdist.config import HANG_TIMEOUT
 from nbdist.output.ansi import strip
-from nbdist.output.events import Died, Failure
+from nbdist.output.events import Died, Failure, RankError
 from nbdist.output.fingerprint import normal
 from nbdist.output.wording import fold_ranks
 from nbdist.wire.messages import Silent
@@ -335,16 +335,18 @@ def _was(ranks: Collection[int]) -> str:
     return "was" if len(ranks) == 1 else "were"
 
 
-def in_one_line(failure: Failure, aborted: Place | None, script: Script | None) -> Failure:
-    """Shorten what torch says of connections that an abort, or the death of a rank, has ended.
+def in_one_line(
+    failure: Failure, aborted: Place | None, script: Script | None, errors: Iterable[RankError]
+) -> Failure:
+    """Shorten what torch says of connections that an abort, or another rank, has ended.
 
-    In the place `aborted`: `Released: it waited in all_reduce (cell line 7)`; of the death the
-    traceback says where the rank was.
+    In the place `aborted`: `Released: it waited in all_reduce (cell line 7)`.  Without an abort
+    the traceback says where the rank was, and the `errors` of other ranks say why.
     """
     if aborted is not None:
         file, number, said = aborted.file or "cell", aborted.line, f"in {aborted.operation}"
     else:
-        text, said = strip("\n".join(failure.traceback)), "for a rank that died"
+        text, said = strip("\n".join(failure.traceback)), f"for a rank that {_end_of_peer(errors)}"
         file, found = "cell", CELL_LINE.findall(text)[:1]
         if script is not None:
             file = os.path.basename(script.file)
@@ -352,6 +354,14 @@ def in_one_line(failure: Failure, aborted: Place | None, script: Script | None) 
         number = int(found[0]) if found else 0
     said = f"it waited {said}" + (f" ({file} line {number})" if number else "")
     return Failure(ABORTED, said, (f"{ABORTED}: {said}",), failure.time_ns, connections="ended")
+
+
+def _end_of_peer(errors: Iterable[RankError]) -> str:
+    own = [each for each in errors if isinstance(each, Died) or each.connections != "ended"]
+    if not own or any(isinstance(each, Died) for each in own):
+        return "died"
+    timed_out = any(isinstance(each, Failure) and each.connections == "timed out" for each in own)
+    return "had timed out" if timed_out else "had failed"
 
 
 def _doing(place: Place, source: str = "") -> str:

@@ -122,6 +122,8 @@ class TaskRun:
         self.fated: tuple[int, ...] = ()
         self.timed_out: str | None = None  # where its ranks were
         self._why_aborted = ""
+        # Of ranks whose connections another rank has ended, what torch said.
+        self._released: dict[int, Failure] = {}
         self._news: News = []
         self._has_met_death = False
         self._started, self._started_ns = started or (time.monotonic(), time.time_ns())
@@ -367,7 +369,9 @@ class TaskRun:
         was_interrupted = rank in self.aborted and not self.is_stopping
         leads = {"KeyboardInterrupt"} if was_interrupted else ()
         if isinstance(output, Failure) and (output.connections == "ended" or output.name in leads):
-            output = hangs.in_one_line(output, self.aborted.get(rank), self.task.script)
+            if rank not in self.aborted:
+                self._released[rank] = output
+            output = self._in_one_line(rank, output)
         now = time.monotonic()
         if isinstance(output, Done | Died):
             now = self._ended.pop(rank, now)
@@ -380,7 +384,20 @@ class TaskRun:
             case events.Display(is_result=True):
                 self.shows_value = True
         self.transcript.receive(rank, output, now)
+        if self._released and isinstance(output, Failure | Died):
+            self._explain_released()
         self._news.append((rank, output))
+
+    def _in_one_line(self, rank: int, failure: Failure) -> Failure:
+        aborted, errors = self.aborted.get(rank), self.transcript.errors.values()
+        return hangs.in_one_line(failure, aborted, self.task.script, errors)
+
+    def _explain_released(self) -> None:
+        """Say of released ranks for whom they waited: news of that rank may come after theirs."""
+        for rank, failure in self._released.items():
+            track, explained = self.transcript[rank], self._in_one_line(rank, failure)
+            if track.failure is not None and track.failure.message != explained.message:
+                track.failure, track.version = explained, track.version + 1
 
     def take_news(self) -> News:
         """Return what ranks have shown since this was last asked."""
