@@ -26,6 +26,7 @@ from nbdist.errors import (
     WorkerDied,
     WorkerError,
 )
+from nbdist.wire.messages import Kill
 from nbdist.world.exchange import Scatter, commit
 from nbdist.world.parts import join, split
 from nbdist.world.states import State
@@ -290,6 +291,37 @@ def test_what_cannot_be_copied(
         world.sync(names, source=source, ranks=ranks)
     assert "\n" not in str(caught.value)
     assert world.gather("(x, 'mine' in globals())") == [(0, True), (1, False)]
+
+
+def test_a_rank_has_only_a_part_of_a_sharded_model(world: World) -> None:
+    """It cannot be copied from one rank; a new one takes the state that was saved before."""
+    world.execute(
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from torch.distributed.checkpoint import state_dict as states\n"
+        "def build(): return fully_shard(torch.nn.Linear(4, 4))\n"
+        "net = build(); adam = torch.optim.Adam(net.parameters())\n"
+        "options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)\n"
+        "saved = states.get_model_state_dict(net, options=options)"
+    )
+    world.execute("weights = {'of': [net.weight]}; net(torch.ones(1, 4)).sum().backward()")
+    for names in (["net"], ["adam", "options"], ["options", "weights"]):
+        with pytest.raises(UsageError, match="has only its own part") as caught:
+            world.sync(names, ranks=[0, 1])
+        assert "`fully_shard`" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    world.session.link.call(Kill((1,)))
+    with pytest.raises(WorkerDied):
+        world.execute("pass")
+    world.sync(["build", "saved"])
+    world.execute(
+        "from torch.distributed.fsdp import fully_shard\n"
+        "from torch.distributed.checkpoint import state_dict as states\n"
+        "net = build()\n"
+        "options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)\n"
+        "states.set_model_state_dict(net, dict(saved), options=options)"
+    )
+    same = "bool((net.weight.full_tensor() == saved['weight']).all())"
+    assert world.gather(same) == [True, True]
 
 
 def test_without_a_group(world: World) -> None:

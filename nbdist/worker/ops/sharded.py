@@ -221,6 +221,18 @@ def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
             yield from _parameters(inner)
 
 
+def is_sharded(value: Any) -> bool:
+    """Return True for a DTensor of which each rank has a part, or a module with such parameters."""
+    if isinstance(value, torch.nn.Module):
+        return any(map(is_sharded, value.parameters()))
+    if isinstance(value, torch.optim.Optimizer):
+        return any(is_sharded(each) for group in value.param_groups for each in group["params"])
+    if not isinstance(value, known("tensor", "DTensor")):
+        return False
+    parts = enumerate(value.placements)
+    return any(_is_shard(each) and value.device_mesh.size(dim) > 1 for dim, each in parts)
+
+
 def _is_shard(placement: Any) -> bool:
     return type(placement) is known("tensor", "Shard")
 

@@ -5,7 +5,7 @@ An op that takes values binds none; another one binds them when all ranks have t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,13 @@ from nbdist.words import did_you_mean
 from nbdist.worker.compat import torch as seam
 from nbdist.worker.group.default import begin_models_anew
 from nbdist.worker.namespace import Context, Taken, VariableError
+from nbdist.worker.ops.sharded import is_sharded
 from nbdist.worker.received import DEFINITIONS, Homeward
+
+REMEDY = (
+    "a rank has only its own part of what is sharded. `%dist_restore` restores a snapshot; without "
+    "one make the model again on all ranks, with `fully_shard`, and load a checkpoint"
+)
 
 
 def gather(context: Context, expressions: Sequence[str], *, joins: bool = False) -> Brought:
@@ -142,15 +148,16 @@ def give_back(context: Context, packed: Payload) -> None:
 def _send(context: Context, wanted: Sequence[str], source: int) -> Sequence[Buffer]:
     names = context.names
     try:
+        _check_is_whole(names[name] for name in wanted)
         pickled = _pickled(context, {name: names[name] for name in wanted})
+        _check_is_whole(pickled.objects)
         keyed = context.namespace.counterparts.keyed(pickled.objects, adds=True)
         frames = pickle((pickled.values, keyed), names, back_to_device=True).frames
     except Exception as error:  # a user's __reduce__ can raise anything
         _broadcast_header([], source)
-        raise VariableError(
-            f"`{', '.join(wanted)}` cannot be copied: {type(error).__name__}: {error}; "
-            "nothing was copied"
-        ) from error
+        why = REMEDY if isinstance(error, _OnlyAPart) else f"{type(error).__name__}: {error}"
+        said = f"`{', '.join(wanted)}` cannot be copied: {why}; nothing was copied"
+        raise VariableError(said) from error
     _broadcast_header([memoryview(frame).nbytes for frame in frames], source)
     for frame in frames:
         view = memoryview(frame)
@@ -159,6 +166,15 @@ def _send(context: Context, wanted: Sequence[str], source: int) -> Sequence[Buff
             contents = bytearray(view) if view.readonly else view
             _broadcast(torch.frombuffer(contents, dtype=torch.uint8), source)
     return frames
+
+
+class _OnlyAPart(Exception):
+    """Of a value that is to be copied this rank has only a part."""
+
+
+def _check_is_whole(values: Iterable[Any]) -> None:
+    if any(map(is_sharded, values)):
+        raise _OnlyAPart
 
 
 class _Objects(NamedTuple):
