@@ -224,9 +224,10 @@ class Counterparts:
                 self._altered.add(key)
 
     def begin_idle(self) -> None:
-        """Keep garbage that refers to itself from being collected until the next task.
+        """Keep garbage that refers to itself until the next task has received its values.
 
-        The notebook is told of objects that have ended with the end of a task.
+        The notebook learns at the end of a task which objects have ended, and refers to all others
+        in the next task.
         """
         if self._pin not in gc.callbacks:
             gc.callbacks.append(self._pin)

@@ -89,7 +89,6 @@ class WorkerKernel(LeavesChildren):
         self.session.begin_task()
         tracking.begin_task()
         STEPS.begin_task(task.id)
-        self.namespace.counterparts.end_idle()
         try:
             interrupts.begin()
             self._prepare(task, context)
@@ -158,6 +157,8 @@ class WorkerKernel(LeavesChildren):
 
     async def _work(self, work: Work, context: Context) -> tuple[BaseException | None, Any]:
         """Return the exception that ended it, which has been shown, or what an op returns."""
+        if not (isinstance(work, Call) and "packed" in work.arguments):
+            self.namespace.counterparts.end_idle()  # else once the values have been received
         if isinstance(work, Source):
             return await self._run_source(work.text, context), context.shell.displayhook.take()
         is_users = work.op in USERS_CODE

@@ -125,8 +125,11 @@ class Namespace:
 
     def receive_values(self, payload: Payload) -> dict[str, Any]:
         """Return values of the notebook without binding them, once their objects are linked."""
-        arrived = self.read(payload)
-        self._commit(arrived)
+        try:
+            arrived = self.read(payload)
+            self._commit(arrived)
+        finally:
+            self.counterparts.end_idle()
         return arrived.values
 
     def read(self, payload: Payload) -> Arrived:
