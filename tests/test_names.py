@@ -22,7 +22,10 @@ LIBRARIES = {"torch", "IPython", "ipykernel", "jupyter_client", "traitlets"}
 SEAM = {f"worker/compat/{name}.py" for name in ("torch", "nccl", "models", "ipython")}
 
 # Python's own whose documentation has them, in spite of the underscore.
-DOCUMENTED = {"_thread", "os._exit", "sys._current_exceptions", "sys._current_frames"}
+DOCUMENTED = {
+    *("_thread", "os._exit", "sys._current_exceptions", "sys._current_frames"),
+    *("asyncio._enter_task", "asyncio._leave_task"),
+}
 
 # And those of named tuples.
 OF_TUPLES = {"_asdict", "_fields", "_make", "_replace"}

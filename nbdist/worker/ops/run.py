@@ -202,6 +202,9 @@ def _as_in_a_new_process() -> Iterator[None]:
     """Let a script set multiprocessing's start method, which is allowed once, and `asyncio.run`."""
     before = multiprocessing.get_start_method(allow_none=True)
     ours, its = asyncio.get_running_loop(), asyncio.new_event_loop()
+    # From Python 3.14 on a thread has one current task, whatever loop it is of.
+    if (task := asyncio.current_task()) is not None:
+        asyncio._leave_task(ours, task)
     asyncio._set_running_loop(None)
     asyncio.set_event_loop(its)
     try:
@@ -210,6 +213,8 @@ def _as_in_a_new_process() -> Iterator[None]:
         its.close()
         asyncio.set_event_loop(ours)
         asyncio._set_running_loop(ours)
+        if task is not None:
+            asyncio._enter_task(ours, task)
         multiprocessing.set_start_method(before, force=True)
 
 
