@@ -205,7 +205,7 @@ TABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
         lambda v: setattr(v.flags, "writeable", False),
         {"writeable"},
     ),
-    "array, shape": (lambda: np.zeros(4), lambda v: setattr(v, "shape", (2, 2)), {HEAD}),
+    "array, shape": (lambda: np.zeros(4), lambda v: v.resize((2, 2), refcheck=False), {HEAD}),
     "array of objects": (
         lambda: np.array([[1], None], object),
         lambda v: v.__setitem__(1, 2),
