@@ -86,7 +86,7 @@ def reducer_for(namespace: dict[str, Any]) -> Reducer:
         tensors = TensorReducer(sketch=True, back_to_device=False, exact=False)
         pickler = Pickler(namespace, tensors, None)
         pickler.dump(value)
-        frames = [pickler.file.getbuffer(), *pickler.buffers]
+        frames = [pickler.file.getvalue(), *pickler.buffers]
         return " ".join(map(digest_bytes, frames))
 
     def reduce(value: Any) -> Reduced:
@@ -296,7 +296,7 @@ def write(
             blocks.append((key, digest, piece))
     pickler.dump((objects, blocks))
     pickler.dump(MadeBy(definitions.keep_cell_sources, pickler.sources))
-    frames: list[Buffer] = [pickler.file.getbuffer(), *pickler.buffers]
+    frames: list[Buffer] = [pickler.file.getvalue(), *pickler.buffers]
     size = sum(memoryview(frame).nbytes for frame in frames)
     # The pickler keeps all pickled objects alive, and so the memory that the frames show.
     message = Message(_Frames(frames), size, frozenset(new))

@@ -49,7 +49,7 @@ class Pickled:
     def __init__(self, pickler: Pickler) -> None:
         # It keeps every object that it met alive, so that ids stay theirs.
         self._pickler = pickler
-        self.frames: list[Buffer] = [pickler.file.getbuffer(), *pickler.buffers]
+        self.frames: list[Buffer] = [pickler.file.getvalue(), *pickler.buffers]
         left_out = pickler.file.left_out
         self.size = sum(memoryview(each).nbytes for each in self.frames) + left_out
         """The bytes of its frames, with those of texts that a sketch has left out."""
