@@ -49,10 +49,45 @@ REFERENCE = 2
 """Items in which cloudpickle takes apart a class that is known by its name; others have a state."""
 
 DETAILS = (
-    *("__qualname__", "__annotations__", "__kwdefaults__", "__defaults__", "__module__", "__doc__"),
+    *("__qualname__", "__kwdefaults__", "__defaults__", "__module__", "__doc__"),
     "__type_params__",  # from Python 3.12 on
 )
-"""What a function has besides its code and closure, which may lead to the function itself."""
+"""What a function has besides its code, closure and annotations."""
+
+_OF_ANNOTATIONS = {"__annotate__", "__annotate_func__", "__annotations_cache__"}
+"""Where a class of Python 3.14 keeps its annotations, and the function that evaluates them."""
+
+
+def details_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return what a function has besides its code and closure; that may lead to the function."""
+    details = {name: getattr(function, name) for name in DETAILS if hasattr(function, name)}
+    return {**details, "__annotations__": annotations_of(function)}
+
+
+def annotations_of(value: types.FunctionType | type) -> Any:
+    """Return the annotations of a function or a class.
+
+    Python 3.14 evaluates them when they are asked for.  If that raises, as for a name that is not
+    bound yet, they are texts, as with `from __future__ import annotations`.
+    """
+    try:
+        return value.__annotations__
+    except Exception:  # noqa: BLE001 (an annotation is the user's code)
+        annotationlib = importlib.import_module("annotationlib")
+        return annotationlib.get_annotations(value, format=annotationlib.Format.STRING)
+
+
+def take_annotations(kind: type, attributes: dict[str, Any]) -> None:
+    """Leave of a class's annotations, among its attributes, `__annotations__` unless it is empty.
+
+    cloudpickle leaves out the function of Python 3.14 that evaluates them.
+    """
+    for name in _OF_ANNOTATIONS:
+        attributes.pop(name, None)
+    if not _OF_ANNOTATIONS.isdisjoint(vars(kind)):
+        attributes["__annotations__"] = annotations_of(kind)
+    if not attributes.get("__annotations__", True):
+        del attributes["__annotations__"]
 
 
 def class_attributes(state: Any) -> dict[str, Any]:

@@ -227,9 +227,7 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
         self._keep_source(function.__code__)
         # They get their values after the function is there, because these may lead to it.
         closure = [self.variable_of(cell) for cell in function.__closure__ or ()]
-        details = {
-            name: getattr(function, name) for name in definitions.DETAILS if hasattr(function, name)
-        }
+        details = definitions.details_of(function)
         submodules = definitions.imported_submodules(function, names)
         inner = dict(function.__dict__), details, submodules
         return (
@@ -257,8 +255,7 @@ class Pickler(by_value.Pickler):  # type: ignore[misc]  # cloudpickle has no typ
             args = (*args[:3], {**args[3], "__slots__": slots}, *args[4:])
         # Python puts these there when they are first asked for: that is no change.
         state[0].pop("__slotnames__", None)
-        if not state[0].get("__annotations__", True):
-            del state[0]["__annotations__"]
+        definitions.take_annotations(kind, state[0])
         made = maker, args, kind.__qualname__
         return definitions.make_class, made, state, None, None, definitions.fill_class
 

@@ -388,10 +388,8 @@ class Scan:
             HEAD: (where, *map(token, value.__closure__ or ())),
             "__code__": ("code", digest_bytes(marshal.dumps(value.__code__, 2))),
         }
-        for name in definitions.DETAILS:
-            if hasattr(value, name):
-                part = getattr(value, name)
-                parts[name] = ("d", *_flat(token, part)) if type(part) is dict else token(part)
+        for name, part in definitions.details_of(value).items():
+            parts[name] = ("d", *_flat(token, part)) if type(part) is dict else token(part)
         for name, part in value.__dict__.items():
             parts[f".{name}"] = token(part)
         return self._state(parts)

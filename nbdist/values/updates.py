@@ -120,17 +120,19 @@ def _write_instance(
 def _write_function(
     value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
 ) -> Any:
-    details = {n: getattr(value, n) for n in definitions.DETAILS if hasattr(value, n)}
     own = {f".{name}": part for name, part in value.__dict__.items()}
     code = value.__code__
-    names = {**details, **own, "__code__": (code.co_filename, code)}
+    names = {**definitions.details_of(value), **own, "__code__": (code.co_filename, code)}
     return _parts_of(names, changed, before)
 
 
 def _write_class(
     value: Any, state: State, before: State, changed: frozenset[Token] | None, scan: Scan
 ) -> Any:
-    attributes = {n: p for n, p in value.__dict__.items() if n in (state.parts or ())}
+    parts = state.parts or ()
+    attributes = {name: part for name, part in value.__dict__.items() if name in parts}
+    if "__annotations__" in parts:
+        attributes["__annotations__"] = definitions.annotations_of(value)
     return _parts_of(attributes, changed, before)
 
 

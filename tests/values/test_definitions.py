@@ -187,8 +187,22 @@ CLASSES = {
         "    def __init__(self, number, letter): self.letter = letter",
         {"B.RED.letter, B((1, 'r')) is B.RED": ("r", True)},
     ),
+    "annotations of a class": ("class B:\n    x: int", {"B.__annotations__": {"x": int}}),
     "nested": ("class B:\n    class C:\n        x = 7", {"B.C.x, B.C.__qualname__": (7, "B.C")}),
 }
+
+if sys.version_info >= (3, 14):  # earlier versions evaluate annotations at once
+    FUNCTIONS["annotations of unbound names"] = (
+        "def f(x: Unbound, y: int) -> str: return y",
+        {"f(1, 2), f.__annotations__": (2, {"x": "Unbound", "y": "int", "return": "str"})},
+    )
+    CLASSES["annotations of unbound names in a class"] = (
+        "class B:\n    x: Unbound\n    def m(self, y: Unbound): return y",
+        {
+            "B.__annotations__": {"x": "Unbound"},
+            "B().m(3), B.m.__annotations__": (3, {"y": "Unbound"}),
+        },
+    )
 
 
 @pytest.mark.parametrize("case", FUNCTIONS | CLASSES)
