@@ -33,7 +33,10 @@ _DOTS = ("LOAD_ATTR", "LOAD_METHOD")
 _GENERIC = "<generic parameters of "
 # Up to Python 3.11; later they have no code of their own.
 _AT_ONCE = ("<listcomp>", "<dictcomp>", "<setcomp>")
-_PYTHONS_OWN = ("__annotations__", "__doc__", "__name__")
+_PYTHONS_OWN = (
+    *("__annotations__", "__doc__", "__name__"),
+    *("__annotate__", "__conditional_annotations__"),  # from Python 3.14 on
+)
 
 # Magics whose text is no Python of the notebook: words in it must not be taken for names.
 _NOT_PYTHON = re.compile(
@@ -246,7 +249,7 @@ class _Code:
         ways = zip(self._steps, states, strict=True)
         ends = [state for step, state in ways if step.opname in _RETURNS and state is not None]
         at_end = frozenset.intersection(*ends) if ends else frozenset()
-        self.certain = _names_in(at_end)
+        self.certain = _names_in(at_end).difference(_PYTHONS_OWN)
         unbound = {step.argval for step in self._steps if step.opname in _UNBINDS}
         for index, (_, later) in self._functions.items():  # they will be called after the cell
             when_made = states[index] or frozenset()
