@@ -180,6 +180,9 @@ the processors a sleep in between would cost more than all readings.
 MOST_CALLS, MOST_LETTERS, MOST_BYTES = 2000, 4096, 1 << 20  # bytes: of names, tables of lines
 
 LARGEST_ADDRESS = 1 << 63
+COUNT_BIT = 1
+"""Python 3.14 sets it in a call's pointer to its code if the call does not own a reference."""
+
 CODE_UNIT = 2  # bytes of an instruction; tables of lines count in these
 ONE_LINE, NO_COLUMNS, LONG, NO_LINE = range(10, 13), 13, 14, 15
 """Kinds of entries in such a table (InternalDocs/code_objects.md in CPython's repository)."""
@@ -233,7 +236,8 @@ class _Reader:
                 return
             call = self._read(address, size)
             if call[at.owner] < PYTHONS:
-                yield address, _word(call, at.code), _word(call, at.instruction)
+                code = _word(call, at.code) & ~COUNT_BIT
+                yield address, code, _word(call, at.instruction)
             address = _word(call, at.previous)
 
     def call(self, frame: Address) -> Call:
