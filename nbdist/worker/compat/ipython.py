@@ -203,6 +203,7 @@ RUNPY = f"{os.sep}runpy.py"
 
 # Methods of IPython 8 that keep up to 1,024 calls with all that these hold.
 CACHES = ("_cachable_skip", "_cached_one_parent_frame_debuggerskip")
+LAST = "_last_pdb_instance"  # which Python 3.14 keeps, with the calls that it has shown
 Stack = list[tuple[FrameType, int]]
 
 
@@ -324,6 +325,8 @@ def leave_debugger() -> None:
     for name in CACHES:
         if hasattr(getattr(Debugger, name, None), "cache_clear"):
             getattr(Debugger, name).cache_clear()
+    if hasattr(Debugger, LAST):
+        setattr(Debugger, LAST, None)
     if isinstance(getattr(sys.gettrace(), "__self__", None), bdb.Bdb):
         sys.settrace(None)
     frame = inspect.currentframe()
