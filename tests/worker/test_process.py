@@ -173,6 +173,8 @@ def test_threads_do_not_tear_one_anothers_writes() -> None:
 
 
 FORK_WHILE_WRITING = """
+import warnings
+warnings.simplefilter('ignore')  # Python 3.12 and later warn of a fork beside other threads
 def chatter():
     while not stop.is_set(): sys.stdout.write('x' * 5000 + '\\n')
 stop = threading.Event()
