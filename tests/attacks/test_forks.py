@@ -78,7 +78,7 @@ def test_the_tutorials_processes(world: World) -> None:
 
 
 def test_what_children_are(world: World) -> None:
-    """Nobody on gloo's port; in data loaders they know rank and size, as under torchrun."""
+    """Nobody on gloo's port; if a data loader forks them, they know rank and size."""
     world.execute(
         "import os, psutil, subprocess, sys, time\n"
         "from multiprocessing import get_context\n"
@@ -93,7 +93,9 @@ def test_what_children_are(world: World) -> None:
         "class Ranks(IterableDataset):\n"
         "    def __iter__(self):\n"
         "        yield dist.get_rank() * 10 + dist.get_world_size()\n"
-        "loaded = list(DataLoader(Ranks(), num_workers=1, batch_size=None))"
+        "loader = DataLoader(\n"
+        "    Ranks(), num_workers=1, batch_size=None, multiprocessing_context='fork')\n"
+        "loaded = list(loader)"
     )
     assert all(mine and not its for mine, its in world.gather("(mine, its)"))
     assert world.gather("loaded") == [[2], [12]]

@@ -68,7 +68,7 @@ def test_data_loader_with_workers(world: World) -> None:
     assert ran.stderr() == []
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_classes_of_a_cell_through_children(world: World, method: str) -> None:
     """What a loader's process returns is of the cell's own classes, also of nested ones."""
     ran = run_well(
@@ -112,6 +112,32 @@ def test_functions_of_a_cell_in_a_forked_pool(world: World) -> None:
         ranks=(0,),
     )
     assert ran.lines() == ["[6, 7, 8]"]
+
+
+def test_pools_of_a_fork_server(world: World) -> None:
+    """The default from Python 3.14 on: functions of a cell run, and all ends with the rank."""
+    ran = run_well(
+        world,
+        "import multiprocessing, psutil\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "context = multiprocessing.get_context('forkserver')\n"
+        "def square(x): return x * x + offset()\n"
+        "def offset(): return rank\n"
+        "pool = context.Pool(2)\n"
+        "with ProcessPoolExecutor(2, mp_context=context) as executor:\n"
+        "    later = pool.map_async(square, range(3))\n"
+        "    print([*executor.map(square, range(3))], later.get())\n"
+        "print(*(each.pid for each in psutil.Process().children(recursive=True)))",
+    )
+    left = []
+    for rank in range(world.size):
+        squares = [rank, 1 + rank, 4 + rank]
+        said, pids = ran.lines(rank)
+        assert said == f"{squares} {squares}"
+        left += [int(pid) for pid in pids.split()]
+    assert len(left) >= 4 * world.size  # with the fork server and the resource tracker
+    world.restart()
+    wait_until(lambda: not any(map(psutil.pid_exists, left)), "what the ranks started has ended")
 
 
 # --- output -----------------------------------------------------------------------------
