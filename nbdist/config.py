@@ -112,9 +112,10 @@ _PAIRS = re.compile(r",(?=[A-Za-z_]\w*=)")
 
 
 def _divide(text: str) -> list[str]:
-    """Divide `A=1,B=2`, torchx's form, at its commas; not `A=0,1`, whose parts are no pairs."""
+    """Divide `A=1,B=2`, torchx's form, at its commas; not `A=0,1` or `A=b=1,c=2`."""
     pairs = _PAIRS.split(text)
-    return pairs if len(pairs) == text.count(",") + 1 else [text]
+    is_all = len(pairs) == text.count(",") + 1
+    return pairs if is_all and all(each.count("=") == 1 for each in pairs) else [text]
 
 
 def read_environ(given: Mapping[str, object] | Iterable[str] | None) -> dict[str, str]:

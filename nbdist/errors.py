@@ -205,8 +205,8 @@ class WorldBusy(UsageError):
         verb = "is" if len(ranks) == 1 else "are"
         super().__init__(
             f"{name_ranks(ranks)} {verb} still running an earlier cell or call ({seconds:.1f} s)."
-            " Wait for it: a world runs one at a time. `%dist_interrupt` stops it, in Python"
-            " `world.interrupt()`."
+            " Wait for it: a world runs one cell or call at a time. `%dist_interrupt`, or"
+            " `world.interrupt()` in Python, stops it."
         )
 
 

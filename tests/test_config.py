@@ -159,7 +159,8 @@ def test_variables_of_one_env() -> None:
         ("A=1,B=2", {"A": "1", "B": "2"}),
         ("GPUS=0,1", {"GPUS": "0,1"}),
         ("A=x,y,B=2", {"A": "x,y,B=2"}),
-        ("A=,B=b=c", {"A": "", "B": "b=c"}),
+        ("A=,B=b", {"A": "", "B": "b"}),
+        ("LEVELS=cuda=1,xla=2", {"LEVELS": "cuda=1,xla=2"}),
     ):
         assert WorldConfig(env=[text]).env == variables
 

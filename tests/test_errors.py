@@ -77,8 +77,8 @@ EVERY_ERROR = [
     ),
     (
         errors.WorldBusy([2], 3),
-        "rank 2 is still running an earlier cell or call (3.0 s). Wait for it: a world runs one at "
-        "a time. `%dist_interrupt` stops it, in Python `world.interrupt()`.",
+        "rank 2 is still running an earlier cell or call (3.0 s). Wait for it: a world runs one "
+        "cell or call at a time. `%dist_interrupt`, or `world.interrupt()` in Python, stops it.",
     ),
     (
         errors.RanksNotStopped([0, 1], is_safe=True),

@@ -81,7 +81,7 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
         raw = session.deserialize(session.feed_identities(frames)[1], content=False)
         metadata = {**raw["metadata"]}
         ours = metadata.pop("nbdist", {})
-        # Its number is needed in any case: the text that follows it waits for that.
+        # The message keeps its number even if the content is dropped: later output waits for it.
         content = _unpacked(session, raw["content"])
         is_too_deep = content is None or is_deeper(metadata, MAX_LEVELS)
         return Message(

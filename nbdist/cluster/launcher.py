@@ -156,7 +156,7 @@ class SshLauncher:
     """`--launcher ssh`."""
 
     def launch(self, wanted: WorldConfig, ticket: Ticket, folder: Path) -> Launched:
-        """Start an agent on each host: here without ssh, for which there may be no server here."""
+        """Start an agent on each host, on this machine without ssh: it may have no ssh server."""
         hosts = wanted.named_hosts
 
         def start(number: int) -> AgentCommand:
@@ -178,7 +178,7 @@ def is_this_machine(host: Host) -> bool:
     """
     name = socket.gethostname().lower()
     names = {"localhost", name, name.partition(".")[0]}
-    return not host.user and host.address in names | own_addresses()
+    return not host.user and host.address.lower() in names | own_addresses()
 
 
 def ssh_command(host: str, number: int, wanted: WorldConfig) -> list[str]:

@@ -168,7 +168,7 @@ class PanelDisplay:
 
 
 def _encodable(text: str) -> str:
-    """Escape halves of surrogate pairs, which names of variables can have: no page gets them."""
+    """Escape halves of surrogate pairs, which cannot be sent to a page as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -41,7 +41,10 @@ GROUPS = {
 """The groups of a world's options in the help of a magic, each by its first one."""
 
 READ_LATE = {"env", "rdzv_endpoint"}
-"""Options that `given` reads: one can be repeated, `%dist_run` ignores the other here."""
+"""Options whose text `given` reads, not argparse.
+
+`--env` can be repeated, and `%dist_run` may ignore `--rdzv-endpoint`, whatever it is.
+"""
 
 Magic = Callable[..., Any]
 
@@ -129,7 +132,7 @@ def check_same(world: World, options: argparse.Namespace) -> None:
 
 
 def torchrun_options(magic: Magic) -> Magic:
-    """Let a magic take options of torchrun that one world needs not; `ignored` lists them."""
+    """Let a magic accept torchrun's options that nbdist does not need; `ignored` lists them."""
     for flags, only in TORCHRUN_IGNORED.items():
         how: dict[str, Any] = {"dest": "ignored", "action": "append", "help": SUPPRESS}
         if flags[0] in _WITHOUT_VALUE:

@@ -328,16 +328,16 @@ class Pool:
         # Programs that run notebooks drop everything that is displayed between two cells.
         if is_attended(self.shell):
             self.show_news()
-        world = self.world
-        if world is not None and world.session.is_idle and world.session.lost is not None:
-            self.display().note(str(world.session.lost))
 
     def show_news(self) -> None:
         """Replace workers that have died since the last cell; show that, and late output."""
         world = self.world
         if world is not None and world.session.is_idle and world.state.has_workers:
-            self._mend(world, self.display())
+            display = self.display()
+            self._mend(world, display)
             self.show_late()
+            if world.session.lost is not None:
+                display.note(str(world.session.lost))
 
     def _mend(self, world: World, display: CellDisplay) -> None:
         """Replace workers that died while no cell was running, take in machines, and say so."""

@@ -146,7 +146,9 @@ class Died(NamedTuple):
 
 
 class Incomplete(NamedTuple):
-    """Variables that may hold a part of the result of an aborted collective, called in a line.
+    """Variables that may hold a part of the result of an aborted collective.
+
+    `line` is the line of the cell that called it, 0 if no cell did, such as in a script.
 
     `parts` are pairs of a part and the name of its variable: ("", "x"), ("gradients", "model").
     The name is "" if no variable is known to hold the tensor.

@@ -74,7 +74,7 @@ FIND_TIMEOUT = 5.0
 """Seconds for worlds to say what they are: one that is stopped keeps no question waiting longer."""
 
 _asked = threading.local()
-"""The thread that answers a question has here, as `world`, the world that the question is about."""
+"""Has, for each thread, as `world` the world that the thread's question is about."""
 
 _secrets: set[str] = set()
 """All secrets that were found so far: a rank whose C code holds the GIL cannot say its own."""

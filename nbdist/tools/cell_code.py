@@ -351,8 +351,9 @@ def attributes_since(name: str, value: Any, text: str) -> tuple[list[str], list[
     if isinstance(registry, types.MappingProxyType) and len(registry) > 1:
         lost.append(f"{name}.registry")  # of functools.singledispatch
     for attribute, now in vars(value).items():
-        attribute = attribute.removeprefix(f"_{getattr(node, 'name', '')}")  # of `__private`
-        if attribute.startswith(("__", "_abc_")) or _is_as_typed(body.get(attribute), now):
+        # Python begins the name of an attribute `__private` with the name of its class.
+        private = f"_{getattr(node, 'name', '').lstrip('_')}__"
+        if attribute.startswith(("__", "_abc_", private)) or _is_as_typed(body.get(attribute), now):
             continue
         if attribute in body and body[attribute] is None:
             continue  # what the class had there is not known

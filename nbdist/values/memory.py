@@ -140,7 +140,7 @@ def reduce_to_file(value: Any) -> Any:
 
 
 def reduce_file_array(value: Any) -> Any:
-    """Do the same for a file that may be gone: processes that have mapped it before keep it."""
+    """Reduce a `numpy.memmap` to its place in its file, which may be gone; else NotImplemented."""
     if (span := file_span_of(value)) is None:
         return NotImplemented
     return map_file, (span, value.dtype, value.shape, value.strides, bool(value.flags.writeable))

@@ -300,9 +300,9 @@ SET_ON_IMPORT = re.compile(
     r"KMP_(DUPLICATE_LIB_OK|INIT_AT_FORK)|PYTORCH_NVML_BASED_CUDA_CHECK|TORCHINDUCTOR_CACHE_DIR"
     r"|QT_QPA_.*|PYDEVD_.*|WANDB_SERVICE|_.*"
 )
-"""Variables that sklearn, torch, Lightning, polars and others set in each process that has them.
+"""Variables that sklearn, torch, Lightning, polars and others set in each process they are in.
 
-The notebook's are not mentioned, and a rank that has its own keeps it.
+A rank that has its own value keeps it when the notebook's value changes.
 """
 
 READ_AT_START = re.compile(

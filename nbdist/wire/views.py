@@ -343,7 +343,7 @@ class CallLayout(NamedTuple):
 
 
 class RankSecrets(NamedTuple):
-    """The values of a rank's environment variables that its names say are secrets."""
+    """The values of a rank's environment variables whose names say that they are secrets."""
 
     rank: int
     values: tuple[str, ...]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -41,6 +42,8 @@ WRITTEN: dict[Callable[..., Any], str] = {
 
 _PARAMETERS = {inspect.unwrap(each).__code__: name for each, name in WRITTEN.items()}
 
+MOST_PARTS = 100_000  # objects of a variable that are looked at
+
 Span = tuple[int, int]
 """The first address of a piece of memory, and the first address after it."""
 
@@ -48,8 +51,16 @@ Span = tuple[int, int]
 def find_incomplete(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
     """Return the variables that an aborted collective may have written in part.
 
-    None if no collective was aborted, or if it writes into no variable.
+    None if no collective was aborted, if it writes into no variable, or if an object of the user
+    raises when it is looked at: the task's own error must not be replaced by that one.
     """
+    try:
+        return _find(error, dict(names))
+    except Exception:  # noqa: BLE001 (a proxy or an attribute of the user can raise anything)
+        return None
+
+
+def _find(error: BaseException, names: Mapping[str, Any]) -> Incomplete | None:
     chain = [*led_to(error)]
     if not any(connections_after(message_of(each)) for each in chain):
         return None
@@ -122,23 +133,24 @@ def _share(spans: Iterable[Span], others: Iterable[Span]) -> bool:
 
 
 def _spans_of(value: object) -> Iterator[Span]:
-    """Yield where the memory of a tensor or an array is, or of those in a list, tuple or dict."""
-    match value:
-        case torch.Tensor() if value.layout is torch.strided and type(value) in _PLAIN:
-            storage = value.untyped_storage()
-            if storage.nbytes():
-                yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        case np.ndarray():
-            while isinstance(value.base, np.ndarray):
-                value = value.base
-            address = value.__array_interface__["data"][0]
-            yield address, address + value.nbytes
-        case list() | tuple():
-            for each in value:
-                yield from _spans_of(each)
-        case dict():
-            for each in value.values():
-                yield from _spans_of(each)
+    """Yield where the memory of a tensor or an array is, or of those in lists, tuples and dicts."""
+    waiting, seen = [value], set[int]()
+    for _ in range(MOST_PARTS):
+        if not waiting:
+            return
+        match each := waiting.pop():
+            case torch.Tensor() if each.layout is torch.strided and type(each) in _PLAIN:
+                storage = each.untyped_storage()
+                if storage.nbytes():
+                    yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            case np.ndarray():
+                while isinstance(each.base, np.ndarray):
+                    each = each.base
+                address = each.__array_interface__["data"][0]
+                yield address, address + each.nbytes
+            case list() | tuple() | dict() if id(each) not in seen:
+                seen.add(id(each))
+                waiting += islice(each.values() if isinstance(each, dict) else each, MOST_PARTS)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

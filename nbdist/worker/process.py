@@ -213,10 +213,23 @@ _c_stdout = ctypes.c_void_p.in_dll(_libc, "stdout")
 _count_buffered = ctypes.PyDLL(None)["__fpending"]  # it only reads: the GIL is kept
 _count_buffered.restype = ctypes.c_size_t
 _write_lock = threading.RLock()
+
+
+def flush_c_stdout() -> None:
+    """Write out what C code has printed to stdout before."""
+    if _count_buffered(_c_stdout):
+        _libc.fflush(_c_stdout)
+
+
+def _before_fork() -> None:
+    flush_c_stdout()  # else each child would print it once more
+    _write_lock.acquire()
+
+
 # A child that was forked while another thread wrote would find the lock held for ever; so the
 # thread that forks, which is the child's only one, holds it meanwhile.
 os.register_at_fork(
-    before=_write_lock.acquire,
+    before=_before_fork,
     after_in_parent=_write_lock.release,
     after_in_child=_write_lock.release,
 )
@@ -294,8 +307,8 @@ class _Bytes(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         said = bytes(data)
-        if self._fd == 1 and _count_buffered(_c_stdout):
-            _libc.fflush(_c_stdout)  # what C code has printed before
+        if self._fd == 1:
+            flush_c_stdout()
         with _write_lock:
             if _is_elsewhere(self._fd):
                 write_all(said, self._fd)

@@ -85,7 +85,8 @@ def incomplete_text(done: Mapping[int, Done]) -> str:
     for (operation, line, parts), ranks in fold_ranks(found).items():
         names = ", ".join(_part_text(part, name) for part, name in parts)
         who = f"{names[0].upper()}{names[1:]} on {name_ranks(ranks)}"
-        sentences.append(f"{who} may hold a part of the result ({operation}, line {line}).")
+        where = f"{operation}, line {line}" if line else operation
+        sentences.append(f"{who} may hold a part of the result ({where}).")
     return " ".join(sentences)
 
 

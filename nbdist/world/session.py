@@ -64,7 +64,7 @@ class Session(Workers):
         """Make a task with such `fields`, on all ranks by default; a text is a cell's source."""
         # Before the start it is not known yet how many there will be.
         most = self.size if self.state.has_workers else sys.maxsize
-        if hasattr(ranks, "__index__"):
+        if hasattr(ranks, "__index__") and not getattr(ranks, "shape", ()):
             raise UsageError(f"`ranks={ranks}`: give a list of ranks, such as `ranks=[{ranks}]`.")
         for rank in () if ranks is None else ranks:
             if not (hasattr(rank, "__index__") and 0 <= rank < most):  # numpy's too

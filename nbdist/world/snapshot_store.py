@@ -29,6 +29,9 @@ from nbdist.errors import NbdistError, UsageError
 from nbdist.system import folders, processes
 from nbdist.wire.ops import Mesh, Written
 
+ELSEWHERE_SECONDS = 7 * 86_400
+"""For so long a run on another machine, whose processes cannot be seen, counts as not ended."""
+
 KEPT = 3  # snapshots of one name that a notebook keeps; it removes its older ones
 MANIFEST = "manifest.json"
 FORMAT = 2  # of the manifest and the ranks' files
@@ -272,7 +275,8 @@ class SnapshotStore:
     def _may_go(self, snapshot: Snapshot) -> bool:
         """Return False for a folder that is not ours, and while another run may need a snapshot."""
         is_of_this_run = snapshot.process == processes.identify(os.getpid())
-        is_needed = not is_of_this_run and processes.may_run(snapshot.process)
+        is_recent = time.time() - snapshot.time < ELSEWHERE_SECONDS
+        is_needed = not is_of_this_run and is_recent and processes.may_run(snapshot.process)
         return not is_needed and folders.is_ours(snapshot.folder, _what(snapshot.name))
 
     def remove(self, key: str) -> list[Snapshot]:

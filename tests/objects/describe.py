@@ -89,8 +89,12 @@ def _sorted(table: Any) -> Iterator[Part]:
             yield (name, each)
 
 
-def _order(value: Any) -> tuple[int, str]:
-    return (0, repr(value)) if is_atom(value) else (1, repr(value.tag))
+def _order(value: Any) -> tuple[int, str, str]:
+    if is_atom(value):
+        return 0, repr(value), ""
+    # Objects that the same program makes with one tag differ in what they hold.
+    held = getattr(value, "x", None)
+    return 1, repr(value.tag), repr(held) if is_atom(held) else type(held).__name__
 
 
 def walk(tops: Iterable[Any]) -> dict[int, Any]:

@@ -90,9 +90,9 @@ REDIRECTS = re.compile(r"[0-3]")
 
 
 def _torchruns_line(line: Line) -> Iterator[str]:
-    """Say which of torchrun's options are ignored, and what `-r` means; drops the rendezvous.
+    """Yield notes on torchrun's options that are ignored, and on `-r`.
 
-    Other machines may need a rendezvous: a line that names some keeps it.
+    If all workers are on this machine, remove the `--rdzv-*` options, which several machines need.
     """
     options = line.options
     ignored = list[str](options.ignored or ())

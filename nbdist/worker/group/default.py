@@ -212,9 +212,9 @@ def lacking(asked: str, own: str) -> set[str]:
 
 
 def warn_of_own_groups() -> None:
-    """Have the first group that user code makes say what the world's group would do for it.
+    """Print a line when user code makes its first group on a worker of `--backend none`.
 
-    For workers of `--backend none`.
+    nbdist neither shows nor releases ranks that wait in such a group.
     """
     init, has_said = dist.init_process_group, False
 

@@ -224,7 +224,9 @@ def _parameters(module: Any) -> Iterator[tuple[Any, str, Any]]:
 def is_sharded(value: Any) -> bool:
     """Return True for a DTensor of which each rank has a part, or a module with such parameters."""
     if isinstance(value, torch.nn.Module):
-        return any(map(is_sharded, value.parameters()))
+        fsdp1 = known("fsdp", "FullyShardedDataParallel")
+        is_fsdp1 = any(isinstance(each, fsdp1) for each in value.modules())
+        return is_fsdp1 or any(map(is_sharded, value.parameters()))
     if isinstance(value, torch.optim.Optimizer):
         return any(is_sharded(each) for group in value.param_groups for each in group["params"])
     if not isinstance(value, known("tensor", "DTensor")):
