@@ -13,7 +13,7 @@ from nbdist.notebook.display import CellDisplay, moved
 from nbdist.values.linked import Message
 from nbdist.values.payload import Payload, Segment, packing, size_of
 from nbdist.values.states import CLASS, Parts
-from nbdist.wire.ops import Replaced
+from nbdist.wire.ops import Replaced, type_text
 from nbdist.world.names import list_names
 from nbdist.world.sent_objects import Parcel
 
@@ -108,9 +108,7 @@ def replaced_text(
     others = dict.fromkeys(other for each in there.values() for other in each.others)
     is_changed = any(each.is_changed for each in there.values())
     was = ", ".join([*kinds, *([verb] if is_changed else [])])
-    text = (
-        f"the notebook's `{name}` ({type(value).__qualname__}) replaces the ranks' `{name}` ({was})"
-    )
+    text = f"the notebook's `{name}` ({type_text(value)}) replaces the ranks' `{name}` ({was})"
     if others:
         listed = list_names([f"`{each}`" for each in others])
         verb = "belongs" if len(others) == 1 else "belong"

@@ -44,7 +44,7 @@ from nbdist.values.scan import WHOLE_LIMIT
 from nbdist.values.states import Parts, State
 from nbdist.values.unpicklable import blame, fails_in
 from nbdist.values.unpicklable import parts as parts_of
-from nbdist.wire.ops import Inspected
+from nbdist.wire.ops import Inspected, type_text
 from nbdist.words import count, format_ranks, name_ranks, size_text
 from nbdist.world.names import (
     WORKERS_MODULES,
@@ -598,8 +598,10 @@ class Plan:
             rank: replace(each, others=tuple(n for n in each.others if n not in also))
             for rank, each in there.items()
         }
-        told = [each for each in there.values() if each.is_changed or each.others]
-        if told:
+        value = self._names[name]
+        if isinstance(value, types.ModuleType):  # both sides have imported it
+            there = {r: each for r, each in there.items() if each.kind != type_text(value)}
+        if any(each.is_changed or each.others for each in there.values()):
             self._notices.append(replaced_text(name, self._names[name], there, self._verb(name)))
 
     def _big_text(self, size: int, names: Collection[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from nbdist.system.limits import MemoryLimit
@@ -125,6 +126,13 @@ class Spread(NamedTuple):
 
 Changed = Mapping[int, Parts]
 """By an object's key, which of its parts a rank has changed since they were sent to it."""
+
+
+def type_text(value: object) -> str:
+    """Return the name of a value's type; of a module its own name: `module numpy`."""
+    if isinstance(value, ModuleType):
+        return f"module {value.__name__}"
+    return type(value).__qualname__
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from nbdist.values.scan import Scan
 from nbdist.values.states import Parts, State, keys_in, reached
 from nbdist.values.tensors import version_of
 from nbdist.values.updates import apply
-from nbdist.wire.ops import Inspected, Replaced
+from nbdist.wire.ops import Inspected, Replaced, type_text
 
 MAX_SEARCH_SECONDS = 0.1
 """Seconds for which variables are searched for parts of an object that was replaced."""
@@ -252,7 +252,7 @@ class Counterparts:
             if name in self._names:
                 value = self._names[name]
                 others = tuple(self._variables_with(name, value))
-                found[name] = Replaced(type(value).__qualname__, self.is_changed(name), others)
+                found[name] = Replaced(type_text(value), self.is_changed(name), others)
         return Inspected(changed, found, tuple(gone))
 
     def is_changed(self, name: str) -> bool:

@@ -109,6 +109,10 @@ def test_what_ranks_have_changed_stays_theirs(house: Any) -> None:
     assert house.notices[2:] == [
         "the notebook's `xs` (list) replaces the ranks' `xs` (list, changed)"
     ]
+    assert house.distributed("import os\nos.sep") == "/"
+    house.cell("import os")  # the same module: nothing is replaced
+    assert house.distributed("os.sep") == "/"
+    assert len(house.notices) == 3
     house.cell("xs.append(6)")
     assert house.distributed("xs") == [5, 6]
     assert len(house.notices) == 3
