@@ -79,11 +79,8 @@ def is_stuck(sight: Sight) -> bool:
         return sight.aborts >= ABORTS and sight.aborted_for >= IGNORES_GRACE
     if sight.ignores or sight.again:
         return sight.own >= IGNORES_GRACE
-    return sight.own >= C_GRACE and sight.is_asleep and not _has_reacted(place)
-
-
-def _has_reacted(place: Place) -> bool:
-    return place.has_taken_sigint or place.is_cleaning_up
+    has_reacted = place.has_taken_sigint or place.is_cleaning_up
+    return sight.own >= C_GRACE and sight.is_asleep and not has_reacted
 
 
 def has_missed_it(sight: Sight) -> bool:

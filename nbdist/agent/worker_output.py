@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 from nbdist.output.events import InputRequest, Output, StreamName, Text, Typed
 from nbdist.system import folders
 from nbdist.wire import work
-from nbdist.wire.views import INCOMPLETE, earlier_file, moved_line, renumbered_line
+from nbdist.wire.views import CUT_MARK, earlier_file, moved_line, renumbered_line
 
 log = logging.getLogger("nbdist.agent")
 
@@ -293,7 +293,7 @@ LONGEST_LOGGED = 1 << 20  # bytes that a file may be longer than its share so th
 
 RUN = re.compile(
     r"attempt_\d+/(\d+/"
-    r"((stdout|stderr)\.log(\.1)?|error\.json|incomplete|(display|error)-\d+\.[a-z\d.]+|figure-[\da-f]{12}\.[a-z]+)?)?",
+    r"((stdout|stderr)\.log(\.1)?|error\.json|cut|(display|error)-\d+\.[a-z\d.]+|figure-[\da-f]{12}\.[a-z]+)?)?",
     re.ASCII,
 )
 """What nbdist, and torch's `@record`, write into the folder of a run; figures the notebook."""
@@ -352,7 +352,7 @@ class WorkerLog:
         if self.folder is not None:
             flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW
             with suppress(OSError):  # an empty file has room on most full disks
-                os.close(folders.open_private(self.folder / INCOMPLETE, flags))
+                os.close(folders.open_private(self.folder / CUT_MARK, flags))
         self.folder = None
 
 

@@ -306,32 +306,24 @@ WORKER_PID = "NBDIST_WORKER_PID"
 
 
 def end_adopted(worker: int) -> None:
-    """Kill what a dead worker has started in sessions of its own, and what that has started.
+    """Kill what a dead worker has started in sessions of its own, and the children of that.
 
-    This process has adopted it.  A program that got another environment is not known as started
-    by the worker, and runs on until this process ends.
+    This process has adopted these programs.  A program that was started with another environment
+    cannot be recognised, and runs on until this process ends.
     """
     mark, killed = f"{WORKER_PID}={worker}".encode(), set[int]()
     for _ in range(MOST_LOOKS):
-        adopted = _started_by(os.getpid())
+        adopted = children_of(os.getpid())
         waiting = [each for each in adopted if each not in killed and _has_variable(each, mark)]
         if not waiting:
             break
         while waiting:
             pid = waiting.pop()
-            waiting += _started_by(pid)
+            waiting += children_of(pid)
             killed.add(pid)
             if not _is_tracker(pid):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-
-
-def _started_by(pid: int) -> list[int]:
-    """List the children of a process, as the kernel lists them."""
-    with suppress(OSError):  # it has ended, or the kernel is built without such lists
-        lists = [*Path(f"/proc/{pid}/task").glob("*/children")]
-        return [int(child) for each in lists for child in each.read_text().split()]
-    return []
 
 
 def _has_variable(pid: int, variable: bytes) -> bool:

@@ -217,7 +217,7 @@ class LogTail(NamedTuple):
     is_cut: bool = False
 
 
-INCOMPLETE = "incomplete"
+CUT_MARK = "cut"
 """An empty file beside a rank's log, once that could not be written, such as on a full disk."""
 
 
@@ -235,7 +235,7 @@ def read_logs(folders_of: Mapping[int, Path | None], get: GetLogs) -> tuple[LogT
             folder = run / f"{ATTEMPT}{get.attempt}" / folder.name
         file = folder / f"{stream}.log"
         lines, start = last_lines(file, get.most, get.end)
-        is_cut = (folder / INCOMPLETE).exists()
+        is_cut = (folder / CUT_MARK).exists()
         found.append(LogTail(rank, stream, str(file), tuple(lines), start, attempts, is_cut))
     return tuple(found)
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist.output.events import Incomplete
 from nbdist.values.definitions import cell_numbers
+from nbdist.values.memory import has_plain_memory, span_of_array, span_of_tensor
 from nbdist.worker.compat.torch import BACKWARD
 from nbdist.worker.group.gloo import connections_after, wait
 from nbdist.worker.tracebacks import led_to, message_of
@@ -82,24 +83,15 @@ def _find_parts(
             spans = [*_spans_of(frame.f_locals.get(parameter))]
             return frame.f_code.co_name, [*_parts_in(names, spans)]
         if frame.f_code.co_name == BACKWARD:
-            modules = {name: each for name, each in names.items() if _averages_gradients(each)}
-            return "backward", [*_parts_in(modules, [*_gradients_of(modules.values())])]
+            modules = {n: m for n, m in names.items() if isinstance(m, DistributedDataParallel)}
+            gradients = [p.grad for module in modules.values() for p in module.parameters()]
+            return "backward", [*_parts_in(modules, [*_spans_of(gradients)])]
         if frame.f_code is wait.__code__ and not is_in_torch:
             found = _result_of(frame.f_locals["self"])
             parts = [*_parts_in(names, [*_spans_of(found)])]
             return "wait", parts if found else [("a tensor of the call", "")]
         is_in_torch = is_in_torch or frame.f_code.co_filename == dist.distributed_c10d.__file__
     return "", []
-
-
-def _averages_gradients(value: object) -> bool:
-    return isinstance(value, DistributedDataParallel)
-
-
-def _gradients_of(modules: Iterable[torch.nn.Module]) -> Iterator[Span]:
-    for module in modules:
-        for parameter in module.parameters():
-            yield from _spans_of(parameter.grad)
 
 
 def _result_of(work: dist.Work) -> object:
@@ -139,18 +131,10 @@ def _spans_of(value: object) -> Iterator[Span]:
         if not waiting:
             return
         match each := waiting.pop():
-            case torch.Tensor() if each.layout is torch.strided and type(each) in _PLAIN:
-                storage = each.untyped_storage()
-                if storage.nbytes():
-                    yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-            case np.ndarray():
-                while isinstance(each.base, np.ndarray):
-                    each = each.base
-                address = each.__array_interface__["data"][0]
-                yield address, address + each.nbytes
+            case torch.Tensor() if has_plain_memory(torch, each) and each.numel():
+                yield span_of_tensor(each)
+            case np.ndarray() if each.size:
+                yield span_of_array(each)
             case list() | tuple() | dict() if id(each) not in seen:
                 seen.add(id(each))
                 waiting += islice(each.values() if isinstance(each, dict) else each, MOST_PARTS)
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -153,13 +153,14 @@ def test_variables_that_are_incomplete(world: World) -> None:
         ),
         ("layer = torch.nn.Linear(2, 2)", "layer.weight.data", "Parameters of `layer`"),
         ("x = torch.ones(3)", "x.clone()", ""),
+        ("base = torch.ones(6)\nx, apart = base[:3], base[3:]", "x", "`x`, `base`"),
     ):
         raises = "if rank == 1: raise ValueError('bad')"
         _, error = ends(world, f"{written}\n{raises}\ndist.all_reduce({called})")
         line = written.count("\n") + 3
         left = f"{named} on ranks 0,2-3 may hold a part of the result (all_reduce, line {line})."
         assert str(error).endswith(f" and were released{f'. {left}' if named else KEPT + '.'}")
-        world.execute("x = layer = None")
+        world.execute("x = layer = same = base = apart = None")
     running = run_for(
         world, "x = torch.ones(3)\nif rank < 3: dist.all_reduce(x)\nelse: input()", 0.5
     )
