@@ -244,8 +244,7 @@ class TaskRun:
                 yield Step.END_SURVIVORS
             elif self.members.has_group:
                 yield Step.ABORT_FOR_DEAD
-        # A rank that waits for one in the debugger does not wait in vain.
-        if not self.members.has_group or self.prompts.ranks:
+        if not self._is_watched:
             return
         # Ranks that do not run the task will not join either.
         if len(unfinished) < self.members.size:
@@ -266,7 +265,16 @@ class TaskRun:
 
     def seconds_to_look(self, now: float) -> float:
         """Return for how many seconds there is nothing to ask the ranks, and nothing to do."""
-        return max(0.0, min(self._watch.wait(now), self._seconds_left(now)))
+        until_look = self._watch.wait(now) if self._is_watched else float("inf")
+        return max(0.0, min(until_look, self._seconds_left(now)))
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether ranks that wait in collectives are located, and released if they wait in vain.
+
+        A rank that waits for another rank, which is in the debugger, does not wait in vain.
+        """
+        return self.members.has_group and not self.prompts.ranks
 
     def _seconds_left(self, now: float) -> float:
         if self.patience.timeout is None or self.is_stopping:

@@ -107,6 +107,19 @@ def test_a_rank_that_finished_is_waited_for() -> None:
     assert error.rank == 0
 
 
+@pytest.mark.parametrize("backend", ["gloo", "none"])
+def test_who_is_not_watched_costs_no_processor(backend: str) -> None:
+    """A notebook that has nothing to ask ranks for waits, and does not look again at once."""
+    task, now = running(backend=backend), time.monotonic() + FIRST_LOOK
+    is_watched = backend != "none"
+    assert (task.seconds_to_look(now) == 0) == is_watched
+    assert ([*task.next_steps(now)] == [Step.LOCATE]) == is_watched
+    asks = running()
+    asks.receive(1, InputRequest(1, "name: "))
+    assert asks.seconds_to_look(now) == float("inf")
+    assert [*asks.next_steps(now)] == []
+
+
 LOST = Failure("RuntimeError", "Connection closed", ("Cell In[1], line 4",), 9, connections="ended")
 LATE = Failure("RuntimeError", "Timed out", ("Timed out",), 5, connections="timed out")
 
