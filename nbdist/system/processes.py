@@ -179,10 +179,17 @@ class OwnTime:
         self._pid = pid
         self.since = time.monotonic()
         self._before = _schedules(pid)
+        self._most = 0.0
 
     def seconds(self) -> float:
-        """Count them; all that pass, where the kernel does not count how long threads wait."""
-        return max(0.0, time.monotonic() - self.since - max(self.waits(), default=0.0))
+        """Count them; all that pass, where the kernel does not count how long threads wait.
+
+        The number never falls.  A thread that is about to run may have slept until now, or may have
+        waited for a processor all the time: the latter is assumed until it is known.
+        """
+        seconds = time.monotonic() - self.since - max(self.waits(), default=0.0)
+        self._most = max(self._most, seconds)
+        return self._most
 
     def waits(self) -> list[float]:
         """Return how many seconds each thread has waited for a processor."""

@@ -196,6 +196,23 @@ def test_time_without_a_processor_is_not_its_own() -> None:
     assert ran / 2 < seconds < passed / 2
 
 
+NAPS = "import time\nwhile True: time.sleep(0.001)"
+
+
+def test_time_of_its_own_never_falls() -> None:
+    """A process that is seen as it wakes has not waited for a processor since it was started."""
+    with spinning(len(os.sched_getaffinity(0))):
+        process = subprocess.Popen([sys.executable, "-c", NAPS])
+        try:
+            own, seen = OwnTime(process.pid), []
+            while time.monotonic() - own.since < 1.0:
+                seen.append(own.seconds())
+        finally:
+            process.kill()
+            process.wait()
+    assert seen == sorted(seen)
+
+
 def test_memory_of_processes() -> None:
     """Bytes in use; without time to count pages what is known without, or was found before."""
 
