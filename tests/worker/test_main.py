@@ -42,6 +42,7 @@ _ = atexit.register(last)
 """
 
 
+JOIN = "dist.init_process_group('gloo')"
 UNWATCHED = "in this group are neither shown nor released"
 
 
@@ -54,9 +55,12 @@ def test_exit_handlers_run(new_world: NewWorld, tmp_path: Path, backend: str) ->
     with new_world(2, backend=backend) as world:
         world.execute(f"folder = {str(tmp_path)!r}\n{LAST}")
         if backend == "none":
-            again = "dist.init_process_group('gloo'); dist.destroy_process_group(); "
-            result = world.execute(f"{again}dist.init_process_group('gloo')")
-            assert [text.count(UNWATCHED) for text in result.stdout.values()] == [1, 1]
+            # In one cell rank 1 could still meet the first group's store on rank 0, and not the
+            # second's: torch gives both the same address.
+            cells = "dist.init_process_group('gloo'); dist.destroy_process_group()", JOIN
+            for cell, said in zip(cells, (1, 0), strict=True):
+                result = world.execute(cell)
+                assert [text.count(UNWATCHED) for text in result.stdout.values()] == [said, said]
         world.execute("dist.all_reduce(torch.ones(1))")
     for rank in range(2):
         assert (tmp_path / f"{rank}.txt").read_text() == "in a group: False"
