@@ -155,7 +155,8 @@ class Pool:
             if running is not None and running.is_stopping and running.unfinished:
                 late = name_ranks(running.unfinished)
                 display.wait_for(f"waiting for {late} to leave the stopped cell …")
-                self.world.session.wait_for_stop()
+            if damage := self.world.session.wait_for_stop():
+                display.note(f"the stopped cell: {damage}")
             self._mend(self.world, display)
         self.show_late()
         for text in self.ended.take_texts():

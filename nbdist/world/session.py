@@ -9,6 +9,7 @@ import operator
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, nullcontext
@@ -85,7 +86,8 @@ class Session(Workers):
         running, with nothing sent: WorldNotStarted, WorldBusy, WorkerDied, AgentLost, CodeNotSent.
         """
         self.receive_waiting()
-        self.wait_for_stop()
+        if damage := self.wait_for_stop():
+            warnings.warn(f"The task before was stopped late. {damage}", stacklevel=2)
         before = self.everyone
         if self.is_idle:
             self.heal()
@@ -159,11 +161,15 @@ class Session(Workers):
         if self.running is not None:
             recovery.interrupt(self, self.running)
 
-    def wait_for_stop(self) -> None:
-        """Wait again for ranks that had not left yet when Stop gave control back."""
+    def wait_for_stop(self) -> str:
+        """Wait again for ranks that had not left yet when Stop gave control back.
+
+        Return what the stopped task has left wrong on its ranks, which nobody has been told yet:
+        `TaskRun.damage`, "" for nothing.
+        """
         running = self.running
-        if running is None or not (running.is_stopping and running.unfinished):
-            return
+        if running is None or running.is_over or not running.is_stopping:
+            return ""
         running.give_up_at, stops = time.monotonic() + LATE_TIMEOUT, running.stops
         for _ in self.follow(running):
             if running.stops > stops:
@@ -171,6 +177,7 @@ class Session(Workers):
         if running.stops > stops:
             self.interrupt()
             raise KeyboardInterrupt
+        return running.damage
 
     def keep_setup(
         self,

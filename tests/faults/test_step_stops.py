@@ -15,6 +15,7 @@ from nbdist.world.running import TaskRun
 from nbdist.world.world import World
 from tests.cells import ends, follow, run_for, stop
 from tests.faults.step_stops import ADAM, BEGIN, PLAIN, SCENARIOS
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.shared_world(4)
 
@@ -145,6 +146,20 @@ def test_slow_steps(world: World) -> None:
             break
     stop(world, running)
     assert "Replicas may differ: rank 0,2-3" in running.replicas.replace("ranks", "rank")
+
+
+@pytest.mark.parametrize("when", ["while it cleans up", "afterwards"])
+def test_a_rank_that_leaves_late(world: World, when: str) -> None:
+    """What Stop could not say, as it had given control back, is said with the next task."""
+    do = "try:\n            time.sleep(600)\n        finally:\n            time.sleep(6)"
+    running = run_for(world, AT_STEP_5.format(when="rank == 2", do=do), 0.5)
+    stop(world, running)
+    assert (running.unfinished, running.replicas) == ((2,), "")
+    if when == "afterwards":
+        wait_until(lambda: world.session.receive(0.1) or not running.unfinished, "it has left")
+    with pytest.warns(UserWarning, match="stopped late.*Replicas may differ: .* rank 2 after"):
+        world.execute("pass")
+    world.execute("pass")
 
 
 def test_what_does_not_train(world: World) -> None:

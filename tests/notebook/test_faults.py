@@ -171,6 +171,24 @@ def test_stop_in_a_training(notebook: Notebook) -> None:
     assert "ranks 0-3 agree" in notebook.run("%dist_diff ddp").text
 
 
+LATE = """import time
+        try:
+            time.sleep(600 * (rank == 2))
+        finally:
+            time.sleep(6 * (rank == 2))"""
+
+
+def test_a_rank_that_leaves_late(notebook: Notebook) -> None:
+    """If Stop gives control back first, the next cell says what the stopped cell has left wrong."""
+    outcome = notebook.run(TRAINS.format(then=LATE), notebook.stop_at("trains"))
+    assert outcome.error.startswith("RanksNotStopped: rank 2 has not stopped yet (")
+    said = notebook.run("%%distributed\nprint('next')").text
+    assert "next" in said
+    assert "the stopped cell: Gradients of `ddp` on ranks 0-1,3 may hold a part of" in said
+    assert "Replicas may differ: ranks 0-1,3 ended after optimizer step 21, rank 2 after" in said
+    assert "the stopped cell" not in notebook.run("%%distributed\nprint('next')").text
+
+
 # --- input boxes, `%debug` and `%pdb`, where what failed is a cell on the workers -------------
 
 
