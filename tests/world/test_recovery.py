@@ -204,6 +204,8 @@ def each_new_worker(world: World, do: Callable[[psutil.Process], object]) -> Ite
     known, over = {*children.read_text().split()}, threading.Event()
 
     def watch() -> None:
+        with suppress(PermissionError):  # on a busy machine it could look when the start is over
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -15)
         while not over.wait(0.002):
             for child in {*children.read_text().split()} - known:
                 known.add(child)
