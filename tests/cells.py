@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,9 +98,12 @@ def run_for(world: World, source: str, seconds: float) -> TaskRun:
 
 
 def stop(world: World, running: TaskRun) -> None:
-    """Press Stop, until control is back."""
+    """Press Stop, until all ranks have left the cell, as the next cell would wait for them."""
     world.interrupt()
     world.session.wait(running)
+    if running.unfinished:  # a machine that is very busy
+        sys.stdout.write(f"Control is back, but {running.not_stopped}\n")
+        world.session.wait_for_stop()
 
 
 def ends(

@@ -103,6 +103,7 @@ class _Stopped:
         self._aborts = 0
         self._aborted_at = 0.0
         self._place = Place()
+        self._is_asleep = False
         self._restart_clock()
 
     def interrupt_again(self) -> None:
@@ -123,6 +124,15 @@ class _Stopped:
         """Where it waits in a collective, if it does."""
         return self._place if self._place.operation and not self.is_over else None
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether it does not answer and has hardly run since it was interrupted.
+
+        On a very busy machine a rank in a collective is seen in this way.  Or it sleeps in C code
+        that holds its GIL, and others wait for it.
+        """
+        return self._place.holds_gil and self._is_asleep and not self.is_over
+
     def see(self, place: Place) -> Sight:
         """Note where it is now, and return what is known."""
         before, self._place = self._place, place
@@ -131,12 +141,13 @@ class _Stopped:
             self._aborts = 0
         now = schedule(self.rank.pid, self.rank.pid)
         ran, wakes = now.ran - self._before.ran, now.wakes - self._before.wakes
+        self._is_asleep = ran < ASLEEP and wakes < WAKES
         return Sight(
             place,
             own,
             ignores=ignores(self.rank.pid, signal.SIGINT),
             again=self._again,
-            is_asleep=ran < ASLEEP and wakes < WAKES,
+            is_asleep=self._is_asleep,
             aborts=self._aborts,
             aborted_for=own - self._aborted_at,
             is_spared=self.is_spared,
@@ -151,8 +162,8 @@ class _Stopped:
 class Stopping:
     """Has ranks leave what they run.
 
-    `abort_all` aborts the collectives of all, and returns whether all have answered; `report`
-    gets where the ranks wait whose collectives are aborted.
+    `abort_all` aborts the collectives of all, and returns whether all have answered; `report` is
+    called before, with the places of the ranks that are known to wait in a collective.
     """
 
     def __init__(
@@ -215,12 +226,12 @@ class Stopping:
             del self._stopped[rank.rank]
 
     async def _abort(self) -> None:
-        """Abort all collectives while any rank waits in one."""
+        """Abort all collectives while any rank waits in one, or may do so."""
         while self._stopped:
             await asyncio.sleep(LOCATE_EVERY)
             found = {number: stopped.waits for number, stopped in self._stopped.items()}
             waits = {number: place for number, place in found.items() if place is not None}
-            if not waits:
+            if not (waits or any(stopped.may_wait for stopped in self._stopped.values())):
                 continue
             self._report(waits)
             if await self._abort_all():

@@ -213,6 +213,29 @@ def test_stop(world: World, name: str) -> None:
     goes_on(world, before)
 
 
+ANSWERS_LATE = """
+import time
+from nbdist.worker.probe import Probe
+quick = Probe.locate
+def slow(probe):
+    time.sleep(0.8)
+    return quick(probe)
+Probe.locate = slow
+"""
+
+
+def test_stop_of_ranks_that_answer_late(world: World) -> None:
+    """Ranks that do not say in time that they wait in a collective are released as well."""
+    before = dict(world.pids)
+    world.execute(ANSWERS_LATE)
+    running = run_for(world, "if rank == 0: time.sleep(600)\ndist.barrier()", 0.7)
+    world.interrupt()
+    world.session.wait(running)
+    assert (running.unfinished, running.deaths) == ((), {})
+    world.execute("Probe.locate = quick")
+    goes_on(world, before)
+
+
 @pytest.mark.parametrize("stuck", range(4))
 def test_stop_beside_a_rank_in_c_code(world: World, stuck: int) -> None:
     """Whichever rank holds its GIL and cannot end a connection, the other ranks are released."""
