@@ -213,14 +213,18 @@ class SnapshotStore:
             with os.fdopen(held, "rb"):
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 folder = self.root / name / f"{UNFINISHED}{uuid.uuid4().hex}"
-                folder.mkdir(mode=folders.PRIVATE_FOLDER)
-                claim = folders.claim(folder, _what(name))
+                claim = None
                 try:
+                    folder.mkdir(mode=folders.PRIVATE_FOLDER)
+                    claim = folders.claim(folder, _what(name))
                     os.close(folders.open_trusted(folder / folders.MARKER))
                     yield folder
                 finally:
-                    os.close(claim)
-                    folders.remove(folder, _what(name), CONTENTS)
+                    if claim is not None:
+                        os.close(claim)
+                    if not folders.remove(folder, _what(name), CONTENTS):
+                        with suppress(OSError):  # Stop has come before it was claimed
+                            folder.rmdir()
         except NbdistError:  # what a rank has raised may be an OSError too
             raise
         except BlockingIOError:

@@ -274,7 +274,7 @@ def test_stop(notebook: Notebook) -> None:
     notebook.run("%%distributed\nimport time\nclass Slow:\n    def __reduce__(self):\n"
                  "        time.sleep(30)\nslow = Slow()")  # fmt: skip
     request = notebook.client.execute("%dist_snapshot slow --name slow")
-    wait_until(lambda: [*folder.glob("slow/.part-*")], "a part is being written")
+    wait_until(lambda: [*folder.glob("slow/.part-*/*")], "a part is being written")
     notebook.manager.interrupt_kernel()
     assert notebook.reply_to(request)["ename"] == "Interrupted"
     assert [each.name for each in (folder / "slow").iterdir()] == [".lock"]
