@@ -1,17 +1,21 @@
-"""The progress bars of all ranks as one table: how far each rank is, and which is behind.  Pure."""
+"""The progress bars of all ranks as one table: how far each rank is, and which is behind.  Pure.
+
+While a cell runs each rank has a row for the bar that it is at.  A bar that all ranks have left has
+one row, in which ranks that agree are together; of a finished cell all bars are of this kind.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import takewhile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from nbdist.output.fingerprint import BAR_SIGNS, Bar, clock_text, number_of, read_bar
+from nbdist.output.fingerprint import Bar, clock_text, number_of, read_bar
 from nbdist.output.rank_transcript import FAILED, RankTranscript
-from nbdist.output.screen import Line, Screen
-from nbdist.output.transcript import Transcript
+from nbdist.output.screen import Screen
+from nbdist.output.transcript import Transcript, fold
 from nbdist.output.wording import (
     AMBER,
     BLUE,
@@ -20,32 +24,33 @@ from nbdist.output.wording import (
     clip,
     coloured,
     dim,
-    fold_ranks,
     line,
     table,
+    whole_seconds_text,
 )
-from nbdist.words import aligned, format_ranks, name_ranks
+from nbdist.words import aligned, count, format_ranks, name_ranks
 
 MOST_ROWS, SLOWEST_ROWS = 16, 6
+_MOST_LEFT_LIVE = 4
 _LOOK_BACK = 24
 """Lines below an unfinished bar, after which it counts as left."""
 
-_MOST_AROUND, _MOST_BESIDE = 3, 4
+_MOST_AROUND = 3
 _LONGEST_NAME = 40
 # A rank is behind that is so far from the first, in parts of the whole and of the way so far.
 _BEHIND, _BEHIND_SHARE = 0.02, 0.05
 # Bars that began so many seconds apart, or such a part of their time, are not the same.
 _BEGAN_APART, _BEGAN_APART_SHARE = 2.0, 0.25
 _NUMBERS = re.compile(r"\d+")
+_RATE = re.compile(r"([\d.]+)(\D.*)")
 
 
 class RankBars(NamedTuple):
-    """The innermost bar of a rank, those around it, outermost first, and its last line of text."""
+    """The innermost bar of a rank, and those around it, outermost first."""
 
     rank: int
     bar: Bar
     around: tuple[Bar, ...] = ()
-    line: Line | None = None
 
     @property
     def name(self) -> str:
@@ -72,18 +77,29 @@ class RankBars(NamedTuple):
         return share
 
 
+class LeftBar(NamedTuple):
+    """A bar that ranks have left: where it ended, how long it took, and how fast it was."""
+
+    ranks: tuple[int, ...]
+    bar: Bar
+    rate: str
+    rest: str
+
+
 class BarTable(NamedTuple):
     """A row for each of the ranks, of many the slowest; `summary` says where all are.
 
-    `behind` says how far the slowest is; `beside` are last lines of text, each with its ranks.
+    `left` are rows of bars that ranks have left, the last ones; `more` counts earlier ones.
+    `behind` says how far the slowest rank is.
     """
 
     ranks: tuple[int, ...]
-    rows: tuple[RankBars, ...]
+    rows: tuple[RankBars, ...] = ()
     slowest: int | None = None
     behind: str = ""
     summary: str = ""
-    beside: tuple[tuple[Line, tuple[int, ...]], ...] = ()
+    left: tuple[LeftBar, ...] = ()
+    more: int = 0
 
     def share(self, bars: RankBars) -> float | None:
         """Return how much of its bar is drawn, or of the one around it: the longer, the further.
@@ -100,32 +116,33 @@ class BarTable(NamedTuple):
 
 
 def bars_of(said: RankTranscript) -> RankBars | None:
-    """Find the bar that a rank is at: its last line, or an unfinished one not far above it."""
-    if said.state in FAILED:
+    """Find the bar that a rank is at: an unfinished one, or a finished one that nothing follows."""
+    screen = said.pieces[-1] if said.pieces else None
+    if said.state in FAILED or not isinstance(screen, Screen):
         return None
-    tail = said.tail(_LOOK_BACK)
-    read = [_read(item, said, is_last=item is tail[-1]) for item in tail]
-    last = next((index for index in reversed(range(len(read))) if read[index]), None)
-    if last is None or (bar := read[last]) is None:
+    found = [(row, bar) for row, bar in screen.bars() if row >= screen.end - _LOOK_BACK]
+    if (edited := _edited_bar(screen)) and not (found and found[-1][0] == screen.cursor):
+        found.append((screen.cursor, edited))
+    if not found:
         return None
+    *above, (row, bar) = found
     is_over = bar.is_finished or said.state != "running"
-    if is_over and last < len(read) - 1:
+    if is_over and row < screen.end - 1:
         return None
-    above = reversed(read[max(0, last - _MOST_AROUND) : last])
-    around = [bar for bar in takewhile(lambda bar: bar and not bar.is_finished, above) if bar]
-    lines = (item for item, found in zip(tail, read, strict=True) if found is None)
-    texts = [item for item in lines if isinstance(item, Line) and item.text]
-    return RankBars(said.rank, bar, tuple(around[::-1]), texts[-1] if texts else None)
+    around: list[Bar] = []
+    for at, outer in reversed(above):  # in the rows right above it
+        if outer.is_finished or at != row - 1 or len(around) == _MOST_AROUND:
+            break
+        around.append(outer)
+        row = at
+    return RankBars(said.rank, bar, tuple(around[::-1]))
 
 
-def _read(item: object, said: RankTranscript, *, is_last: bool) -> Bar | None:
-    if not isinstance(item, Line):
+def _edited_bar(screen: Screen) -> Bar | None:
+    """Read the last row as a bar, if it is written over and over, such as `63 %`."""
+    if not screen.is_edited or screen.cursor != screen.end - 1:
         return None
-    piece = said.pieces[-1]
-    if is_last:
-        return read_bar(item.text, is_edited=isinstance(piece, Screen) and piece.is_edited)
-    # There may be thousands of these, and reading one takes a while.
-    return read_bar(item.text) if any(sign in item.text for sign in BAR_SIGNS) else None
+    return next((read_bar(line.text, is_edited=True) for line in screen.lines(screen.cursor)), None)
 
 
 def _bars_of_all(transcript: Transcript) -> list[RankBars]:
@@ -134,11 +151,77 @@ def _bars_of_all(transcript: Transcript) -> list[RankBars]:
     return found if any(transcript[bars.rank].state == "running" for bars in found) else []
 
 
+def bars_left(bars: Mapping[int, Sequence[Bar]], at: Sequence[RankBars] = ()) -> list[LeftBar]:
+    """Make a row for each bar of these ranks, the first one first; not for those they are at.
+
+    The second bar of a rank that has the same name and total belongs to the second of other ranks.
+    """
+    present = {(bar.name, bar.total) for each in at for bar in (*each.around, each.bar)}
+    found: dict[tuple[object, ...], dict[int, Bar]] = {}
+    for rank, own in bars.items():
+        times = Counter[tuple[str, str]]()
+        for bar in own:
+            key = bar.name, bar.total
+            times[key] += 1
+            if key not in present:
+                amount = (bar.done, bar.is_finished)
+                found.setdefault((*key, times[key], *amount), {})[rank] = bar
+    return [_left_bar(same) for same in found.values()]
+
+
+def _left_bar(bars: Mapping[int, Bar]) -> LeftBar:
+    """Make one row of a bar that ranks have left at the same place."""
+    first, *_ = bars.values()
+    elapsed = max((bar.elapsed for bar in bars.values() if bar.elapsed is not None), default=None)
+    rest = fold([bar.rest for bar in bars.values()]) or ""
+    rate = _rates([bar.rate for bar in bars.values()])
+    return LeftBar(tuple(bars), first._replace(elapsed=elapsed, remaining=None), rate, rest)
+
+
+def _rates(rates: Sequence[str]) -> str:
+    """Write `5.8it/s`, or `5.6 to 5.9it/s`; "" if ranks have other units, or none."""
+    parts = [_RATE.fullmatch(rate) for rate in rates]
+    known = [(float(found[1]), found[2]) for found in parts if found]
+    if len(known) < len(rates) or len({unit for _, unit in known}) > 1:
+        return rates[0] if len({*rates}) == 1 else ""
+    (low, unit), (high, _) = min(known), max(known)
+    ends = (
+        dict.fromkeys((f"{low:.3g}", f"{high:.3g}"))
+        if high < 1000
+        else (f"{low:.0f}", f"{high:.0f}")
+    )
+    return f"{' to '.join(dict.fromkeys(ends))}{unit}"
+
+
+def final_table(transcript: Transcript) -> BarTable | None:
+    """Lay out the bars of a finished cell; None if it had none."""
+    left = bars_left({said.rank: said.bars for said in transcript})
+    ranks = tuple(sorted({rank for row in left for rank in row.ranks}))
+    more = max(0, len(left) - MOST_ROWS)
+    return BarTable(ranks, left=tuple(left[more:]), more=more) if left else None
+
+
+def bars_of_rank(said: RankTranscript) -> BarTable | None:
+    """Lay out all bars of one rank; None if it has none."""
+    rows = [LeftBar((said.rank,), bar, bar.rate, bar.rest) for bar in said.bars]
+    return BarTable((said.rank,), left=tuple(rows)) if rows else None
+
+
 def bar_table(transcript: Transcript) -> BarTable | None:
-    """Lay out the bars of the ranks that are at one; None where no rank that runs is."""
-    if not (found := _bars_of_all(transcript)):
+    """Lay out the bars of a running cell; None if it has none."""
+    found = _bars_of_all(transcript)
+    left = bars_left({said.rank: said.bars for said in transcript}, found)
+    if not (found or left):
         return None
-    ranks, rows, summary = tuple(bars.rank for bars in found), found, ""
+    more = max(0, len(left) - _MOST_LEFT_LIVE)
+    table = _present_table(found) if found else BarTable(())
+    ranks = {*table.ranks, *(rank for row in left for rank in row.ranks)}
+    return table._replace(ranks=tuple(sorted(ranks)), left=tuple(left[more:]), more=more)
+
+
+def _present_table(found: Sequence[RankBars]) -> BarTable:
+    """Lay out the bars that ranks are at."""
+    ranks, rows, summary = tuple(bars.rank for bars in found), [*found], ""
     if len(found) > MOST_ROWS:
         rows = sorted(found, key=lambda bars: (_way(bars), bars.rank))[:SLOWEST_ROWS]
         low, middle, high = _spread(found)
@@ -146,10 +229,8 @@ def bar_table(transcript: Transcript) -> BarTable | None:
         parts = [_common_name(found), f"min {low} · median {middle} · max {high}"]
         parts += [] if left is None else [f"ETA {clock_text(left)}"]
         summary = " · ".join(filter(None, [*parts, "slowest first:"]))
-    said = fold_ranks({bars.rank: bars.line for bars in found if bars.line})
-    beside = [(text, tuple(of)) for text, of in said.items()][:_MOST_BESIDE]
     slowest, behind = _slowest(found)
-    return BarTable(ranks, tuple(rows), slowest, behind, summary, tuple(beside))
+    return BarTable(ranks, tuple(rows), slowest, behind, summary)
 
 
 def _slowest(found: Sequence[RankBars]) -> tuple[int | None, str]:
@@ -228,19 +309,44 @@ def _percent(share: float) -> str:
     return f"{int(100 * share + 1e-9)}%"
 
 
-def _columns(bars: RankBars) -> tuple[str, str, str, str, str, str]:
-    """Return the cells of a row beside the bar: name, per cent, amount, times, rate, the rest."""
-    bar, name = bars.bar, bars.name
-    if len(name) > _LONGEST_NAME:
-        name = f"{name[: _LONGEST_NAME - 1]}…"
-    percent = "" if bar.fraction is None else _percent(bar.fraction)
-    times = _times_text(bar.elapsed, None if bar.is_finished else bar.remaining)
-    return name, percent, bar.amount, times, bar.rate, bar.rest
+class _Row(NamedTuple):
+    """The cells of a row: `share` is how much of the bar is drawn, None for no bar."""
+
+    ranks: Sequence[int]
+    name: str
+    share: float | None
+    percent: str
+    amount: str
+    times: str
+    rate: str
+    rest: str
+    is_finished: bool
+    is_slowest: bool = False
+
+
+def _rows(shown: BarTable) -> Iterator[_Row]:
+    for left in shown.left:
+        bar = left.bar
+        percent = "" if bar.fraction is None or bar.is_finished else _percent(bar.fraction)
+        took = whole_seconds_text(bar.elapsed) if bar.elapsed else ""
+        beside = (percent, bar.amount, took, left.rate, left.rest, bar.is_finished)
+        yield _Row(left.ranks, _short(bar.name), bar.fraction, *beside)
+    for bars in shown.rows:
+        bar = bars.bar
+        percent = "" if bar.fraction is None else _percent(bar.fraction)
+        times = _times_text(bar.elapsed, None if bar.is_finished else bar.remaining)
+        beside = (percent, bar.amount, times, bar.rate, bar.rest, bar.is_finished)
+        is_slowest = bars.rank == shown.slowest
+        yield _Row([bars.rank], _short(bars.name), shown.share(bars), *beside, is_slowest)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
 _CELL = "padding:0 10px 0 0;border:none;vertical-align:middle;text-align:left;white-space:nowrap"
 _RIGHT = _CELL.replace("text-align:left", "text-align:right")
-_REST = _CELL.replace("white-space:nowrap", "white-space:normal")
+_REST = f"{_CELL};width:100%;max-width:0;overflow:hidden"
 _FILL = "display:inline-block;vertical-align:middle;height:10px;border-radius:2px"
 _TRACK = f"{_FILL};width:100px;background-color:rgba(128,128,128,0.25);line-height:0"
 _LONGEST_REST = 120
@@ -248,43 +354,52 @@ _CELLS, _PARTS = 20, " ▏▎▍▌▋▊▉"
 
 
 def bars_html(shown: BarTable) -> str:
-    """Draw a row for each bar, below a line that says where all are if there are more."""
-    rows = table(_row(shown, bars) for bars in shown.rows)
-    return line(dim(shown.summary)) + rows
+    """Draw a row for each bar, below a line that says where all ranks are if there are more."""
+    more = f"… {count(shown.more, 'earlier bar')}" if shown.more else ""
+    rows = table(map(_row_html, _rows(shown)))
+    return line(dim(" · ".join(filter(None, [more, shown.summary])))) + rows
 
 
-def _row(shown: BarTable, bars: RankBars) -> list[tuple[str, str]]:
-    is_slowest, share, drawn = bars.rank == shown.slowest, shown.share(bars), ""
-    name, percent, amount, times, rate, rest = _columns(bars)
-    if share is not None:
-        colour = GREEN if bars.bar.is_finished else AMBER if is_slowest else BLUE
-        fill = f"{_FILL};width:{100 * share:.0f}%;background-color:{colour}"
+def _row_html(row: _Row) -> list[tuple[str, str]]:
+    drawn = ""
+    if row.share is not None:
+        colour = GREEN if row.is_finished else AMBER if row.is_slowest else BLUE
+        fill = f"{_FILL};width:{100 * row.share:.0f}%;background-color:{colour}"
         drawn = f'<span style="{_TRACK}"><span style="{fill}"></span></span>'
-    slowest = f" {coloured('slowest', AMBER)}" if is_slowest else ""
+    slowest = coloured("slowest", AMBER) if row.is_slowest else ""
     return [
-        (_CELL, bold(name_ranks([bars.rank]))),
-        (_CELL, dim(name)),
+        (_CELL, bold(name_ranks(row.ranks))),
+        (_CELL, dim(row.name)),
         (_CELL, drawn),
-        (_RIGHT, percent),
-        (_RIGHT, dim(amount)),
-        (_CELL, dim(times)),
-        (_RIGHT, dim(rate)),
-        (_REST, dim(clip(rest, _LONGEST_REST)) + slowest),
+        (_RIGHT, row.percent),
+        (_RIGHT, dim(row.amount)),
+        (_CELL, dim(row.times)),
+        (_RIGHT, dim(row.rate)),
+        (
+            _REST,
+            slowest + (" " if slowest and row.rest else "") + dim(clip(row.rest, _LONGEST_REST)),
+        ),
     ]
 
 
+def left_line(left: LeftBar) -> str:
+    """Write a bar that ranks have left as one line: `[0-3] epoch 0  63/63  10 s  5.8it/s`."""
+    (row,) = _rows(BarTable(left.ranks, left=(left,)))
+    parts = row.name, row.percent, row.amount, row.times, row.rate, row.rest
+    return f"[{format_ranks(left.ranks)}] {'  '.join(filter(None, parts))}"
+
+
 def bars_text(shown: BarTable) -> list[str]:
-    """Write the same in lines of which each names its rank, its columns below one another."""
-    rows = []
-    for bars in shown.rows:
-        name, percent, *others = _columns(bars)
-        share = shown.share(bars)
-        whole, part = divmod(round((share or 0.0) * _CELLS * 8), 8)
+    """Write the same in lines of which each names its ranks, its columns below one another."""
+    rows, found = [], [*_rows(shown)]
+    for row in found:
+        whole, part = divmod(round((row.share or 0.0) * _CELLS * 8), 8)
         blocks = ("█" * whole + _PARTS[part].strip()).ljust(_CELLS)
-        drawn = "" if share is None else f"|{blocks}|"
-        rows.append([name_ranks([bars.rank]), name, drawn, percent.rjust(4), *others])
+        drawn = "" if row.share is None else f"|{blocks}|"
+        cells = (row.percent.rjust(4), row.amount, row.times, row.rate, row.rest)
+        rows.append([name_ranks(row.ranks), row.name, drawn, *cells])
     columns = filter(any, zip(*rows, strict=True))
     lines = aligned([*zip(*columns, strict=True)])
-    marks = ("  slowest" if bars.rank == shown.slowest else "" for bars in shown.rows)
-    summary = [shown.summary] if shown.summary else []
-    return [*summary, *map("".join, zip(lines, marks, strict=True))]
+    marks = ("  slowest" if row.is_slowest else "" for row in found)
+    more = f"… {count(shown.more, 'earlier bar')}" if shown.more else ""
+    return [*filter(None, [more, shown.summary]), *map("".join, zip(lines, marks, strict=True))]

@@ -35,22 +35,10 @@ def normal(text: str) -> str:
     return _VARIES.sub(lambda found: f"{found[found.lastgroup or 0]}{_PLACE}", text)
 
 
-def without_bars(text: str) -> str:
-    """Put a placeholder for each line that is a progress bar: its times are chance."""
-    if not any(sign in text for sign in BAR_SIGNS):
-        return text
-    lines = text.split("\n")
-    for number, line in enumerate(lines):
-        if any(sign in line for sign in BAR_SIGNS) and (bar := read_bar(line)):
-            lines[number] = f"{_MARK}{bar.name}"
-    return "\n".join(lines)
-
-
 class Key(NamedTuple):
-    """Equal where two outputs are alike, the same but for progress bars, the same to the letter."""
+    """Equal if two outputs are alike, and if they are the same to the letter."""
 
     alike: bytes
-    but_bars: bytes
     exact: bytes
 
 
@@ -61,14 +49,12 @@ class Digest:
 
     def __init__(self) -> None:
         # One for each part of the key, and one of the lines' origins.
-        self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(4)]
+        self._hashes = [hashlib.blake2b(digest_size=16) for _ in range(3)]
 
     def add(self, text: str, origins: bytes = b"") -> None:
         """Take in the next lines; `origins` has a byte for each (stdout or stderr)."""
-        alike, but_bars, exact, of_origins = self._hashes
+        alike, exact, of_origins = self._hashes
         exact.update(_bytes(text))
-        text = without_bars(text)
-        but_bars.update(_bytes(text))
         alike.update(_bytes(normal(text)))
         of_origins.update(origins)
 
@@ -142,12 +128,21 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
+UNITS = r"(?:\s?(?:ns|[\u00b5\u03bcmu]s|s|min|[KMG]i?B|kB|%)(?!\w))"
+NUMBER = (
+    r"(?<![\w.:/-])-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+    rf"(?={UNITS}?(?![\w/-]|[.:]\d))"
+)
+"""A number that stands by itself, not one in a name, an address or a time; with its unit."""
+
 # --- which lines are progress bars, and how far they say they are -----------------------------
 
 BAR_SIGNS = ("%|", "it/s", "s/it", "━━━━━", "[=====")
 """What nearly all bars have in them, and little else has: looked for before anything is read."""
 
-_LONGEST = 2000
+LONGEST_BAR = 2000
+"""Characters of a row; a longer row is no progress bar."""
+
 _SIGNS = ("%", "/", "[", "━", " of ")
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
 _AMOUNT = rf"{_NUMBER}(?:[kKMGTPE]i?)?B?"
@@ -161,6 +156,8 @@ _ENDLESS = re.compile(
     rf"(?:(?P<name>.*): )?(?P<done>{_AMOUNT})(?:/\?)? ?(?P<unit>[A-Za-z]+)? "
     rf"{_TIMES}(?:,\s*(?P<rest>.*))?\]"
 )
+# Where the times of a bar of tqdm's begin.
+_METER = re.compile(r"(?:^|\|\s*|\s)\d[\w,.]*(?:/[\w,.?]+)? ?[A-Za-z]* ?\[(?=\d+:\d\d)")
 _FASTPROGRESS = re.compile(
     rf"(?P<name>[^|]*?)\s*\|[^|]*\|\s*(?P<percent>[\d.]+)%\s*\[(?P<done>{_AMOUNT})/"
     rf"(?P<total>{_AMOUNT})\s+(?P<elapsed>[\d:]+)<(?P<remaining>[\d:?]+)(?P<rest>[^\]]*)\]"
@@ -198,6 +195,11 @@ class Bar(NamedTuple):
     def is_finished(self) -> bool:
         return self.fraction is not None and self.fraction >= 1
 
+    def is_before(self, later: Bar) -> bool:
+        """Return True if `later`, of the same name and total, can be what became of it."""
+        is_later = later.position >= self.position
+        return not self.is_finished and is_later and (later.elapsed or 0) >= (self.elapsed or 0)
+
     @property
     def amount(self) -> str:
         """How much is done: `315/500`, or `315` where the total is unknown."""
@@ -218,14 +220,49 @@ class Bar(NamedTuple):
 
 def read_bar(text: str, *, is_edited: bool = False) -> Bar | None:
     """Read a line as a progress bar, if it is one; without a drawn bar it has to be `is_edited`."""
-    if len(text) > _LONGEST or not any(sign in text for sign in _SIGNS):
+    if len(text) > LONGEST_BAR or not any(sign in text for sign in _SIGNS):
         return None
     plain = strip(text).strip()
-    for pattern in (_TQDM, _ENDLESS, _FASTPROGRESS):
-        if found := pattern.fullmatch(plain):
-            return _from_tqdm(found)
+    if found := _match_tqdm(plain):
+        return _from_tqdm(found)
     drawn = _DRAWN.search(plain)
     return _from_any(plain, drawn) if drawn or is_edited else None
+
+
+def read_row(text: str, *, is_edited: bool) -> Bar | None:
+    """Read a row of a terminal as a progress bar that has a row of its own, if it is such a bar.
+
+    A bar in another form than tqdm's has to be drawn over what was there, as people print lines
+    that look like it; and to be finished if a text stands in it, as a line may have been printed
+    behind it.
+    """
+    if len(text) > LONGEST_BAR or not any(sign in text for sign in BAR_SIGNS):
+        return None
+    plain = strip(text).strip()
+    if found := _match_tqdm(plain):
+        return _from_tqdm(found)
+    drawn = _DRAWN.search(plain) if is_edited else None
+    bar = _from_any(plain, drawn) if drawn else None
+    return bar if bar is not None and (bar.is_finished or not bar.rest) else None
+
+
+def end_of_bar(text: str) -> int:
+    """Return where text begins that a program has printed behind a bar of tqdm's; 0 for none."""
+    begins = _METER.search(text)
+    if begins is None:
+        return 0
+    depth = 1
+    for position in range(begins.end(), len(text)):
+        depth += (text[position] == "[") - (text[position] == "]")
+        if not depth:
+            is_bar = read_row(text[: position + 1], is_edited=False) is not None
+            return position + 1 if is_bar and text[position + 1 :].strip() else 0
+    return 0
+
+
+def _match_tqdm(plain: str) -> re.Match[str] | None:
+    matches = (pattern.fullmatch(plain) for pattern in (_TQDM, _ENDLESS, _FASTPROGRESS))
+    return next(filter(None, matches), None)
 
 
 def _from_tqdm(found: re.Match[str]) -> Bar | None:

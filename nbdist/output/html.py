@@ -88,7 +88,7 @@ def panel_html(shown: Panel) -> str:
     failed, others = shown.parted
     bars, rows = bars_html(shown.bars) if shown.bars else "", ""
     curves = _curves(shown)
-    if shown.rows and (shown.is_live or not bars):
+    if shown.rows:
         rows = _rows(shown.rows, most // 2, room)
     if shown.more:
         rows += line(dim(f"and {len(shown.more)} more: {name_ranks(shown.more)}"))

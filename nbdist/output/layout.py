@@ -6,14 +6,13 @@ A live layout is bounded, and drawn as a whole a few times a second; a final one
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from nbdist.output.ansi import strip
-from nbdist.output.bars import MOST_ROWS, BarTable, RankBars, bar_table
+from nbdist.output.bars import MOST_ROWS, BarTable, bar_table, final_table
 from nbdist.output.curves import Curves
 from nbdist.output.events import Failure, Skipped
-from nbdist.output.fingerprint import read_bar
 from nbdist.output.rank_transcript import Look, RankTranscript, Shown
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import (
@@ -48,7 +47,7 @@ _LIVE = "live view at {}; if this time does not change, it ended then: `%dist_ou
 
 # Of final layouts.
 _MANY_GROUPS, _MOST_VALUES = 16, 256
-_LONGEST_VALUE, _LONGEST_BAR = 100, 240
+_LONGEST_VALUE = 100
 _MOST_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
 _OPEN_LINES = 60
 _SHORT = 8
@@ -101,7 +100,7 @@ class Panel(NamedTuple):
 
     `squares` are numbered, for ranks or runs of ranks where there are many; the ranks of `more`
     have no block and no row; `rest` are blocks behind one line; `bars` come after the blocks of
-    failed ranks, in a finished cell for `rows`, then the `curves`, if any; `spread` says how
+    failed ranks, then the `curves`, if any; `spread` says how
     far numbers lie apart; `silent` are ranks without output; `now` is what ranks use, `foot` a
     last line.  A panel without states is one dim line.
     """
@@ -158,16 +157,15 @@ def live_layout(
     """Lay out a running cell; `note` is a line such as which ranks wait where.
 
     `usage` is what ranks use, `clock` the time of day: after a reload the page shows this for ever.
-    Ranks that are at a progress bar are in one table.  Of many ranks that differ only the failed,
-    and those that wait for your input, have blocks, the others a row for each last line.  Those
-    that wait come last, after them the rank whose `turn` it is: what is typed goes below.
+    Progress bars are in one table above the lines of text.  Of many ranks that differ only the
+    failed, and those that wait for your input, have blocks, the others a row for each last line.
+    Those that wait come last, after them the rank whose `turn` it is: what is typed goes below.
     """
     bars = bar_table(transcript)
-    at_bars = {*bars.ranks} if bars else set()
     groups = [
         group
         for group in transcript.groups(failed_first=True)
-        if group.has_failed or not (group.shown.is_silent or at_bars.issuperset(group.ranks))
+        if group.has_failed or not group.shown.is_silent
     ]
     groups.sort(key=lambda group: (_asks(group), turn in group.ranks))
     in_blocks, lines, rows = groups, _LIVE_LINES, {}
@@ -176,7 +174,7 @@ def live_layout(
         lines = _LIVE_LINES_OF_FAILED
         rows = _by_last_line(each for each in groups if each not in in_blocks)
     each = max(2, lines // max(1, len(in_blocks)))
-    shown = [*rows.items(), *(bars.beside if bars else ())]
+    shown = [*rows.items()]
     left_out = [each.ranks for each in in_blocks[MOST_ROWS:]] + [of for _, of in shown[MOST_ROWS:]]
     return _of_all(transcript, now)._replace(
         note=note,
@@ -229,7 +227,8 @@ def final_layout(
     """Lay out a finished cell, or one broken off at `now`; `logs` has the names of log files."""
     logs = logs or {}
     shown = _of_all(transcript, now)._replace(pace=_pace(transcript), note=note)
-    if transcript.is_silent and not transcript.failed:
+    bars = final_table(transcript)
+    if transcript.is_silent and not (transcript.failed or bars):
         return shown._replace(states=(), squares=(), more_squares=0)
     groups = transcript.groups(failed_first=True)
     silent = [group for group in groups if group.shown.is_silent and group.shown.state == "ok"]
@@ -243,12 +242,19 @@ def final_layout(
         rest = [each for each in others if each.ranks[0] not in seen and len(each.ranks) == 1]
         others = [group for group in others if group not in rest]
     return shown._replace(
-        spread=spread(transcript),
-        bars=_bars(rows),
+        spread=spread(transcript) if len(groups) > 1 else "",  # of one group all numbers are seen
+        bars=bars,
         blocks=_final_blocks(transcript, [*failed, *others], logs, _OPEN_LINES),
         rows=rows,
         rest=_final_blocks(transcript, rest, logs, 0),
-        silent=tuple(sorted(rank for group in silent for rank in group.ranks)),
+        silent=tuple(
+            sorted(
+                rank
+                for group in silent
+                for rank in group.ranks
+                if not (bars and rank in bars.ranks)
+            )
+        ),
     )
 
 
@@ -260,19 +266,8 @@ def _values(groups: Sequence[Group]) -> tuple[Row, ...]:
     for group in groups:
         if (value := _value(group)) is None:
             return ()
-        bars = [(each.rank, bar) for each in group.members if (bar := _bar(each))]
-        if len({bar.text for _, bar in bars}) > 1:
-            rows += [Row((rank,), bar) for rank, bar in bars]
-        else:
-            rows.append(Row(group.ranks, value, sameness(group)))
-    return tuple(rows) if len(rows) <= _MOST_VALUES else ()
-
-
-def _bar(said: RankTranscript) -> Line | None:
-    match said.tail(1):
-        case [Line() as line] if read_bar(line.text):
-            return line
-    return None
+        rows.append(Row(group.ranks, value, sameness(group)))
+    return tuple(rows)
 
 
 def _value(group: Group) -> Line | None:
@@ -280,25 +275,14 @@ def _value(group: Group) -> Line | None:
     if group.shown.state != "ok" or len(group.shown.said) != 1:
         return None
     match group.shown.said[0], group.last:
-        case Screen(end=1), Line() as line:
-            line = _bar(group.shown) or line
+        case Screen(line_count=1), Line() as line:
+            pass
         case _, Shown(display=display) as shown if list(display.data) == ["text/plain"]:
             line = Line(shown.plain, stderr=False)
         case _:
             return None
-    longest = _LONGEST_BAR if read_bar(line.text) else _LONGEST_VALUE
-    is_short = len(strip(line.text)) <= longest and "\n" not in line.text
+    is_short = len(strip(line.text)) <= _LONGEST_VALUE and "\n" not in line.text
     return line if is_short else None
-
-
-def _bars(rows: Sequence[Row]) -> BarTable | None:
-    """Make a table where each row is the last state of a rank's progress bar."""
-    found = [(row.ranks, read_bar(row.line.text)) for row in rows]
-    bars = [RankBars(rank, bar) for ranks, bar in found if bar for rank in ranks]
-    if not bars or len(bars) > MOST_ROWS or not all(bar for _, bar in found):
-        return None
-    bars.sort(key=lambda each: each.rank)
-    return BarTable(tuple(each.rank for each in bars), tuple(bars))
 
 
 def _final_blocks(
@@ -352,8 +336,8 @@ def _amount(said: RankTranscript) -> str:
 def _items(group: Group, most: int, *, is_live: bool = False) -> tuple[tuple[Item, ...], int]:
     """Take all displays and the last `most` lines, and count the lines that are left out.
 
-    In a finished cell these are counted in their places too, and each bar has a row.  In a running
-    one a display takes the room of a line, and nothing is shown of what came before.
+    In a finished cell the lines left out are counted in their places too.  In a running one a
+    display takes the room of a line, and nothing is shown of what came before.
     """
     found: list[Item] = []
     left = group.shown.line_count
@@ -368,13 +352,12 @@ def _items(group: Group, most: int, *, is_live: bool = False) -> tuple[tuple[Ite
                 found.append(Hidden(lines, in_log_only=True))
                 most, left = most - is_live, left - lines
             case Screen() as piece:
-                rows = fold_tail(group, pieces, min(most, len(piece)), each_bar=not is_live)
-                if rows:
-                    found.append([*chain.from_iterable(rows)])
+                if rows := fold_tail(pieces, min(most, len(piece))):
+                    found.append(rows)
                 if not is_live and len(piece) > len(rows):
                     found.append(Hidden(len(piece) - len(rows), in_log_only=False))
-                if not is_live and piece.dropped:
-                    found.append(Hidden(piece.dropped, in_log_only=True))
+                if not is_live and piece.dropped_lines:
+                    found.append(Hidden(piece.dropped_lines, in_log_only=True))
                 most, left = most - len(rows), left - len(rows)
     return tuple(merged(found[::-1])), left
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from nbdist.output import events
 from nbdist.output.ansi import strip
 from nbdist.output.events import Skipped
-from nbdist.output.fingerprint import Digest, Key, content_key, error_keys, key_of
+from nbdist.output.fingerprint import Bar, Digest, Key, content_key, error_keys, key_of
 from nbdist.output.screen import Line, Screen
 from nbdist.output.wording import left_out_text
 
@@ -50,7 +50,7 @@ class Shown(NamedTuple):
             return cls(display, key_of(plain), content)
         # In figures and tables differing places cannot be shown.
         exact = content + plain.encode("utf-8", "surrogatepass")
-        return cls(display, Key(exact, exact, exact), content)
+        return cls(display, Key(exact, exact), content)
 
     @property
     def plain(self) -> str:
@@ -123,7 +123,7 @@ class RankTranscript:
     @property
     def line_count(self) -> int:
         """All lines of text, also those that are no longer kept."""
-        texts = [piece.end for piece in self.pieces if isinstance(piece, Screen)]
+        texts = [piece.line_count for piece in self.pieces if isinstance(piece, Screen)]
         return sum(texts) + sum(piece.lines for piece in self.pieces if isinstance(piece, Skipped))
 
     @property
@@ -141,12 +141,21 @@ class RankTranscript:
 
     @property
     def said(self) -> list[Piece]:
-        """The pieces that show something: as many on ranks whose bodies are alike."""
-        return [piece for piece in self.pieces if not isinstance(piece, Screen) or piece.end]
+        """The pieces that show lines or displays: as many on ranks whose bodies are alike."""
+        return [piece for piece in self.pieces if not isinstance(piece, Screen) or piece.line_count]
+
+    @property
+    def bars(self) -> list[Bar]:
+        """Its progress bars, from the first on, each in its last state."""
+        return [bar for screen in self.screens for _, bar in screen.bars()]
+
+    @property
+    def screens(self) -> list[Screen]:
+        return [piece for piece in self.pieces if isinstance(piece, Screen)]
 
     @property
     def is_silent(self) -> bool:
-        """Whether there is nothing to show of this rank."""
+        """Whether there is nothing to show of this rank, but for progress bars."""
         return not self.line_count and not self.displays and self.error is None
 
     @property
@@ -173,7 +182,7 @@ class RankTranscript:
 
     def written(self, *, stderr: bool = False) -> str:
         """Return the lines of one stream that are still kept, as a terminal would show them."""
-        lines = (each for each in self.tail(self.rows + 1) if isinstance(each, Line))
+        lines = (line for screen in self.screens for line in screen.lines(bars=True))
         return "".join(f"{strip(line.text)}\n" for line in lines if line.stderr is stderr)
 
     def receive(self, output: events.Output, now: float) -> None:
@@ -247,7 +256,7 @@ class RankTranscript:
     def _forget_oldest(self) -> None:
         """Keep the limit of lines over all screens: displays and gaps lie between them."""
         self._new_lines = 0
-        screens = [piece for piece in self.pieces if isinstance(piece, Screen)]
+        screens = self.screens
         excess = sum(map(len, screens)) - self._keep
         for screen in screens:
             if excess <= 0:

@@ -1,16 +1,28 @@
-"""What a terminal of unlimited height would show of the text that one rank has printed.  Pure."""
+"""What a terminal of unlimited height would show of the text that one rank has printed.  Pure.
+
+Progress bars are kept apart from lines of text: a bar that text is printed behind or over is taken
+out of its row, and rows that hold a bar alone are no lines.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import reduce
 from io import StringIO
 from itertools import groupby, islice, repeat
 from typing import NamedTuple
 
 from nbdist.output.ansi import PLAIN, RESET, SGR, Style, restyle, strip, styled
-from nbdist.output.fingerprint import Digest, Key
+from nbdist.output.fingerprint import (
+    BAR_SIGNS,
+    LONGEST_BAR,
+    Bar,
+    Digest,
+    Key,
+    end_of_bar,
+    read_row,
+)
 
 # A line longer than this is cut in two, so that dots without a newline have an end.
 LONGEST_LINE = 16_000_000
@@ -19,6 +31,7 @@ _LONGEST_ESCAPE = 4096
 _LONGEST_JUMP = 10_000
 # So many rows at the end are expected to change still, as nested progress bars do.
 _UNSETTLED = 64
+_MOST_BARS = 1000
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _TOKEN = re.compile(
@@ -32,8 +45,8 @@ _TOKEN = re.compile(
     r"|."
 )
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]P^_X][^\x07\x1b]*\x1b?|[ -/]*)\Z")
-# Flags of a row.
-_STDERR, _EDITED = 1, 2
+# Flags of a row: `_DRAWN` if it was written from its start on after a carriage return or the like.
+_STDERR, _EDITED, _DRAWN = 1, 2, 4
 
 
 class Line(NamedTuple):
@@ -71,6 +84,18 @@ class _OpenRow:
         if self._styles is not None:
             self._styles[column : column + len(text)] = repeat(style, len(text))
 
+    @property
+    def plain(self) -> str:
+        """The characters without their styles."""
+        return self._characters.getvalue()
+
+    def cut_start(self, column: int) -> None:
+        """Erase what is before `column`, and move the rest to the start."""
+        text, styles = self.plain[column:], self._styles and self._styles[column:]
+        self.cut(0)
+        self.put(0, text, PLAIN)
+        self._styles = styles
+
     def cut(self, column: int) -> None:
         """Erase from `column` to the end."""
         if column < self.width:
@@ -95,9 +120,9 @@ class _OpenRow:
 
 
 class Screen:
-    """The lines that `write` has left; rows are counted from the first ever written.
+    """The lines and progress bars that `write` has left; rows are counted from the first one on.
 
-    At most `keep_lines` of them can be read; the older ones still count in `key`.
+    At most `keep_lines` rows can be read; the older ones still count in `key`, bars do not.
     `changed_from` is the topmost row that was written in since the reader last set it.
     """
 
@@ -115,6 +140,13 @@ class Screen:
         self._pending = {"stdout": "", "stderr": ""}
         self._digest = Digest()  # of the rows before _settled
         self._settled = 0
+        self._bars: dict[int, Bar] = {}  # by their rows, without the cursor's
+        self._forgotten = 0  # rows of older bars
+        # Bars that were taken out of their rows and not drawn again, by name and total.
+        self._left: dict[object, tuple[int, Bar]] = {}
+        self._is_redrawing = False  # a carriage return or the like has come in this row
+        self._drawn_to = 0  # the column up to which the row was written since then
+        self._last_flag = 0
 
     @property
     def dropped(self) -> int:
@@ -142,18 +174,109 @@ class Screen:
         return bool(self._flags[self._row] & _EDITED)
 
     def __len__(self) -> int:
-        return max(0, self.end - self.dropped)
+        """How many lines can be read."""
+        return self.line_count - self.dropped_lines
 
-    def lines(self, start: int | None = None, stop: int | None = None) -> Iterator[Line]:
-        """Yield the lines from row `start` to before row `stop`, as far as they are kept."""
+    @property
+    def line_count(self) -> int:
+        """How many lines there are, with those that are gone."""
+        end = self.end
+        return end - self._forgotten - sum(row < end for row in self._rows_of_bars())
+
+    @property
+    def dropped_lines(self) -> int:
+        """How many lines are gone from the front."""
+        dropped = self.dropped
+        return max(0, dropped - self._forgotten - sum(row < dropped for row in self._bars))
+
+    def lines(
+        self, start: int | None = None, stop: int | None = None, *, bars: bool = False
+    ) -> Iterator[Line]:
+        """Yield the lines from row `start` to before row `stop`, as far as they are kept.
+
+        With `bars` rows of progress bars are lines, too.
+        """
         first = max(self.dropped, start or 0) - self._first
         last = min(self.end, self.end if stop is None else stop) - self._first
+        left_out = () if bars else self._rows_of_bars()
         for row in range(first, last):
-            yield Line(self._text(row), bool(self._flags[row] & _STDERR))
+            if self._first + row not in left_out:
+                yield Line(self._text(row), bool(self._flags[row] & _STDERR))
 
     def tail(self, count: int) -> list[Line]:
         """Return the last `count` lines."""
-        return list(self.lines(self.end - count))
+        found = list[Line]()
+        bars, row = self._rows_of_bars(), self.end
+        while len(found) < count and row > self.dropped:
+            row -= 1
+            if row not in bars:
+                index = row - self._first
+                found.append(Line(self._text(index), bool(self._flags[index] & _STDERR)))
+        return found[::-1]
+
+    # --- progress bars ------------------------------------------------------------------
+
+    def bars(self) -> list[tuple[int, Bar]]:
+        """Return the progress bars and their rows, from the first row on.
+
+        Of a bar that was drawn again in another row, below a line of text, the last row counts.
+        """
+        found = dict(self._bars)
+        if at_cursor := self._bar_at_cursor():
+            found[self.cursor] = at_cursor
+        rows = sorted([*self._left.values(), *found.items()], key=lambda each: each[0])
+        later: dict[tuple[str, str], Bar] = {}
+        kept = []
+        for row, bar in reversed(rows):
+            again = later.get(key := (bar.name, bar.total))
+            if again is None or not bar.is_before(again):
+                kept.append((row, bar))
+            later[key] = bar
+        return kept[::-1]
+
+    def _rows_of_bars(self) -> Collection[int]:
+        is_at_bar = self._bar_at_cursor() is not None
+        return {*self._bars, self.cursor} if is_at_bar else self._bars
+
+    def _bar_at_cursor(self) -> Bar | None:
+        """Read the row of the cursor as a bar; None if it is not one."""
+        if self._open is None:
+            return self._bars.get(self.cursor)
+        is_drawn = bool(self._flags[self._row] & (_EDITED | _DRAWN))
+        return read_row(self._open.plain, is_edited=is_drawn)
+
+    def _note_bar(self, row: int, bar: Bar | None) -> None:
+        """Note if a row that the cursor leaves is a bar."""
+        if bar is None:
+            self._bars.pop(row, None)
+            return
+        self._bars[row] = bar
+        self._left.pop((bar.name, bar.total), None)
+
+    def _take_bar_out(self, bar: Bar) -> None:
+        """Keep a bar of which the row gets something else."""
+        self._left[bar.name, bar.total] = self.cursor, bar
+        if len(self._left) > _MOST_BARS:
+            del self._left[next(iter(self._left))]
+
+    def _part_from_bar(self, row: _OpenRow) -> None:
+        """Take a bar out that text was printed behind, in one piece with it or later.
+
+        What stands behind a bar from before it was drawn is erased.
+        """
+        plain = row.plain[: self._drawn_to]
+        end = end_of_bar(plain)
+        if row.width > len(plain) and (end or read_row(plain, is_edited=False)):
+            row.cut(len(plain))
+        if not end:
+            return
+        bar = read_row(plain[:end], is_edited=False)
+        assert bar is not None
+        self._take_bar_out(bar)
+        end += len(plain[end:]) - len(plain[end:].lstrip(" "))  # of what was longer before
+        row.cut_start(end)
+        self._column = max(0, self._column - end)
+        self._flags[self._row] = self._last_flag
 
     @property
     def key(self) -> Key:
@@ -178,6 +301,12 @@ class Screen:
         if self._open is not None and first <= self._row < last:
             rows[self._row - first] = self._text(self._row)
         flags = self._flags[first:last].translate(_ORIGINS)
+        bars = self._rows_of_bars()
+        if bars:
+            kept = [row - first for row in range(first, last) if self._first + row not in bars]
+            rows, flags = [rows[row] for row in kept], bytearray(flags[row] for row in kept)
+            if not rows:
+                return "", b""
         return strip("\n".join(rows) + "\n"), bytes(flags)
 
     def _text(self, row: int) -> str:
@@ -202,6 +331,8 @@ class Screen:
         if "\r\n" in text:  # It means the same, but a plain newline is much faster.
             text = text.replace("\r\n", "\n")
         flag = _STDERR if stream == "stderr" else 0
+        if flag != self._last_flag:
+            self._is_redrawing, self._last_flag = False, flag
         if self._is_simple(text):
             self._append(text, flag)
         else:
@@ -232,6 +363,10 @@ class Screen:
             lines = block.split("\n")
             if "\x1b" in block or self._style != PLAIN:
                 lines = [self._coloured(line) for line in lines]
+            if any(sign in block for sign in BAR_SIGNS):
+                for row, line in enumerate(lines, self._first + len(self._rows) - 1):
+                    if bar := read_row(line, is_edited=False):
+                        self._note_bar(row, bar)
             self._rows[-1:] = [*lines, ""]
             self._flags[-1:] = bytes([flag]) * len(lines) + b"\0"
             self._row = len(self._rows) - 1
@@ -269,6 +404,7 @@ class Screen:
                 case "newline":
                     self._newline()
                 case "back":
+                    self._is_redrawing, self._drawn_to = True, 0
                     self._column = 0 if token[0] == "\r" else max(0, self._column - 1)
                 case "command":
                     self._obey(token["command"], token["parameters"])
@@ -277,13 +413,22 @@ class Screen:
         if not text:
             return
         row = self._open_row()
+        if row.width and not self._is_redrawing and (bar := self._bar_at_cursor()):
+            self._take_bar_out(bar)
+            row.cut(0)
+            self._column, self._flags[self._row] = 0, 0
+        elif text.isspace() and not self._column and self._left and (bar := self._bar_at_cursor()):
+            self._left.pop((bar.name, bar.total), None)  # its program has wiped it out
         if self._column < row.width:
             self._flags[self._row] |= _EDITED
             if self._column == 0 and len(text) >= row.width:
                 self._flags[self._row] &= ~_STDERR
         row.put(self._column, text, self._style)
-        self._flags[self._row] |= flag
+        self._flags[self._row] |= flag | (_DRAWN if self._is_redrawing else 0)
         self._column += len(text)
+        self._drawn_to = max(self._drawn_to, self._column)
+        if row.width <= LONGEST_BAR:
+            self._part_from_bar(row)
         if row.width > LONGEST_LINE:
             self._newline()
 
@@ -297,6 +442,7 @@ class Screen:
     def _open_row(self) -> _OpenRow:
         self.changed_from = min(self.changed_from, self.cursor)
         if self._open is None:
+            self._bars.pop(self.cursor, None)  # it is read again when the cursor leaves it
             self._open = _OpenRow(self._rows[self._row])
             self._characters -= len(self._rows[self._row])
         return self._open
@@ -305,7 +451,9 @@ class Screen:
         if self._first + row < self._settled:
             # What is about to change was counted in already: count anew what is left.
             self._digest, self._settled = Digest(), self._first
+        self._is_redrawing, self._drawn_to = False, 0
         if self._open is not None:
+            self._note_bar(self.cursor, self._bar_at_cursor())
             self._rows[self._row] = text = self._text(self._row)
             self._characters += len(text) + 1
             self._open = None
@@ -317,6 +465,7 @@ class Screen:
             if SGR.fullmatch(f"\x1b[{parameters}m"):
                 self._style = restyle(self._style, parameters)
             return
+        self._is_redrawing = command not in "AB"
         number = int(parameters) if parameters.isdecimal() and len(parameters) < 6 else 0
         count = min(max(1, number), _LONGEST_JUMP)
         match command:
@@ -335,6 +484,8 @@ class Screen:
             case "J" if number == 0:
                 self._erase(0)
                 del self._rows[self._row + 1 :], self._flags[self._row + 1 :]
+                for row in [row for row in self._bars if row > self.cursor]:
+                    del self._bars[row]
         if command in "EF":
             self._column = 0
 
@@ -357,12 +508,14 @@ class Screen:
         for each in screens:
             new._digest.add_key(each.key)
         lines = [line for each in screens for line in each.lines()]
+        bars = [bar for each in screens for _, bar in each.bars()]
         new._rows = [*(line.text for line in lines), ""]
         new._flags = bytearray([*(line.stderr for line in lines), 0])
         new._characters = sum(map(len, new._rows)) + len(lines)
         new._row = len(lines)
         new._settled = sum(each.end for each in screens)
         new._first = new._settled - len(lines)
+        new._left = {number: (new._first, bar) for number, bar in enumerate(bars)}
         return new
 
     def forget(self, count: int) -> None:
@@ -377,6 +530,10 @@ class Screen:
             del self._rows[:count], self._flags[:count]
             self._first += count
             self._row -= count
+            gone = sorted(row for row in self._bars if row < self._first)
+            for row in gone[: max(0, len(self._bars) - _MOST_BARS)]:
+                del self._bars[row]
+                self._forgotten += 1
 
 
 _ORIGINS = bytes(flag & _STDERR for flag in range(256))

@@ -9,8 +9,9 @@ from itertools import chain, islice
 
 from nbdist.output import events
 from nbdist.output.ansi import strip
-from nbdist.output.bars import bars_text
+from nbdist.output.bars import bars_left, bars_of_rank, bars_text, left_line
 from nbdist.output.curves import Curves
+from nbdist.output.fingerprint import Bar
 from nbdist.output.layout import MARKS, Block, Hidden, Panel, sameness
 from nbdist.output.rank_transcript import Entry, Shown
 from nbdist.output.screen import Line, Screen
@@ -74,13 +75,14 @@ def whole_text(
         parts.append(_header([said.rank]))
         for piece in said.pieces:
             match piece:
-                case Screen(dropped=lost):
+                case Screen(dropped_lines=lost):
                     parts += [in_log_only(lost, log)] if lost else []
                     parts += [strip(line.text) for line in piece.tail(len(piece))]
                 case events.Skipped(lines=lost):
                     parts.append(in_log_only(lost, log))
                 case Shown():
                     parts += _plain(piece)
+        parts += bars_text(own) if (own := bars_of_rank(said)) else []
         if isinstance(said.error, events.Failure):
             parts += traceback_rows(strip(traceback_text(said.error)), _MOST_ROWS)
         elif said.error is not None:
@@ -92,11 +94,11 @@ def _body(shown: Panel) -> Iterator[str]:
     failed, others = shown.parted
     width = _LIVE_WIDTH if shown.is_live else _WIDEST
     parts = [*_blocks([*failed, *others, *shown.rest], width)]
-    if shown.bars and shown.is_live:
-        bars = [clip(row, width) for row in bars_text(shown.bars)]
-        parts.insert(len(failed), [_header(shown.bars.ranks), *bars])
     if shown.curves:
         parts.insert(len(failed), curves_lines(shown.curves, is_live=shown.is_live))
+    if shown.bars:
+        bars = [clip(row, width) for row in bars_text(shown.bars)]
+        parts.insert(len(failed), [_header(shown.bars.ranks, "bars"), *bars])
     yield from chain.from_iterable(parts)
     for row in shown.rows:  # of the other ranks, which have no blocks then
         yield _header(row.ranks, row.sameness)
@@ -192,6 +194,7 @@ class _Rank:
 
     screen: Screen = field(default_factory=lambda: Screen(_KEEP))
     taken: int = 0
+    bars: list[Bar] = field(default_factory=list)  # of earlier screens
     queue: deque[tuple[float, str]] = field(default_factory=deque)
     waiting: Counter[str] = field(default_factory=Counter)  # The texts in the queue.
 
@@ -226,6 +229,7 @@ class _Rank:
     def end_screen(self, now: float) -> None:
         """Queue the last line too, though it may have no end."""
         self._take_lines(self.screen.end, now)
+        self.bars += [bar for _, bar in self.screen.bars()]
         self.screen, self.taken = Screen(_KEEP), 0
 
     def _take_lines(self, stop: int, now: float) -> None:
@@ -291,7 +295,11 @@ class PlainLines:
         yield from self.due(float("inf"))
 
     def finish(self, now: float) -> Iterator[str]:
-        """Yield all that is left, lines without an end included."""
+        """Yield all that is left, lines without an end included, then where progress bars ended."""
         for rank in self._ranks.values():
             rank.end_screen(now)
         yield from self.flush()
+        bars = {number: rank.bars for number, rank in self._ranks.items()}
+        yield from map(left_line, bars_left(bars))
+        for rank in self._ranks.values():
+            rank.bars = []

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from nbdist.output.ansi import strip
 from nbdist.output.curves import Curves
 from nbdist.output.events import Failure, Output, RankError
-from nbdist.output.fingerprint import error_keys, read_bar
+from nbdist.output.fingerprint import NUMBER, UNITS, error_keys
 from nbdist.output.rank_transcript import (
     ENDED,
     FAILED,
@@ -83,10 +83,13 @@ class Transcript:
         return max(0.0, now - self.started)
 
     def groups(self, *, failed_first: bool = False) -> list[Group]:
-        """Group alike ranks; where few rows differ, those that differ in progress bars alone."""
+        """Group alike ranks; if few rows differ, those that are the same to the letter.
+
+        Ranks whose lines differ in some numbers are one group.
+        """
         members = self._members(exactly=True)
         if sum(each[0].rows for each in members) > MOST_ROWS:
-            members = self._members(exactly=False)
+            members = _but_numbers(self._members(exactly=False))
         cause = self.root_cause()
         first = cause[0] if cause else None
         alike = set(self.alike_error(first)) if first is not None else set()
@@ -99,7 +102,7 @@ class Transcript:
         members: list[list[RankTranscript]] = []
         known: dict[object, list[RankTranscript]] = {}
         for each in self:
-            body = each.body.but_bars if exactly else each.body.alike
+            body = each.body.exact if exactly else each.body.alike
             keys = [(body, each.state in FAILED, key) for key in each.error_keys]
             group = next((known[key] for key in keys if key in known), None)
             if group is None:
@@ -151,17 +154,14 @@ def follows(error: RankError) -> bool:
 # --- what ranks that are alike have said, as one text in which the differing places are sets ---
 
 # All places in which alike texts can differ; see `nbdist.output.fingerprint`.
-_PLACES = re.compile(r"0x[0-9a-fA-F]+|\d+")
-_MOST_IN_A_SET = 64
-_MOST_BARS = 16
+_PLACES = re.compile(rf"{NUMBER}|0x[0-9a-fA-F]+|\d+")
+_MOST_IN_A_SET, _MOST_NUMBERS = 64, 16
 
 Part = Literal["none", "first", "same", "other"]
 """What a group's error has to do with the first one of the cell."""
 
-Likeness = Literal[
-    "same", "same except for bars", "same except for {…}", "stopped in the same line"
-]
-"""As it is shown: bars have a row each; places (addresses, devices, process ids) are sets."""
+Likeness = Literal["same", "same except for {…}", "stopped in the same line"]
+"""As it is shown: numbers, addresses, devices and process ids that differ are sets."""
 
 
 class Group(NamedTuple):
@@ -224,12 +224,60 @@ def group_of(members: Sequence[RankTranscript], first: int | None, alike: Collec
     likeness: Likeness = "same except for {…}"
     if error is None and shown.error is not None:
         likeness, error = "stopped in the same line", shown.error
-    elif len({said_by(each.error) for each in members}) == 1:
-        if len({each.body.exact for each in members}) == 1:
-            likeness = "same"
-        elif len({each.body.but_bars for each in members}) == 1:
-            likeness = "same except for bars"
+    elif len({(said_by(each.error), each.body.exact) for each in members}) == 1:
+        likeness = "same"
     return Group(tuple(members), shown, likeness, error, part)
+
+
+MOST_NUMBERED, _MOST_PLACES = 200, 4
+"""Lines of a rank, and differing numbers in each line, up to which ranks that differ in numbers
+alone are one group."""
+
+
+def _but_numbers(members: Sequence[list[RankTranscript]]) -> list[list[RankTranscript]]:
+    """Make one group of those whose lines differ in some numbers alone; the others stay apart."""
+    found: dict[object, list[RankTranscript]] = {}
+    for each in members:
+        key: object = id(each)
+        if (words := _words(each[0])) is not None:
+            key = words
+        found.setdefault(key, []).extend(each)
+    groups = []
+    for together in found.values():
+        if len(together) > _MOST_NUMBERS or _differs_much(together):
+            groups += [each for each in members if each[0] in together]
+        else:
+            groups.append(sorted(together, key=lambda said: said.rank))
+    return sorted(groups, key=lambda group: group[0].rank)
+
+
+def _words(said: RankTranscript) -> object:
+    """Return all that a rank has said but for its numbers; None if it has said more than lines."""
+    count = said.line_count
+    if said.displays or not 0 < count <= MOST_NUMBERED:
+        return None
+    lines = said.tail(count)
+    texts = [(strip(line.text), line.stderr) for line in lines if isinstance(line, Line)]
+    if len(texts) < count:
+        return None
+    error = said.error_keys[0]
+    return (
+        said.state,
+        error,
+        tuple((_PLACES.sub("0", text), is_stderr) for text, is_stderr in texts),
+    )
+
+
+def _differs_much(members: Sequence[RankTranscript]) -> bool:
+    """Return True if any line of these ranks differs in more numbers than people can read."""
+    tails = [each.tail(each.line_count) for each in members]
+    for lines in zip(*tails, strict=True):
+        texts = [line.text for line in lines if isinstance(line, Line)]
+        if len({*texts}) > 1:
+            places = zip(*(_PLACES.findall(strip(text)) for text in texts), strict=True)
+            if sum(len({*place}) > 1 for place in places) > _MOST_PLACES:
+                return True
+    return False
 
 
 def fold(texts: Sequence[str]) -> str | None:
@@ -246,11 +294,9 @@ def fold(texts: Sequence[str]) -> str | None:
 
 
 def fold_lines(lines: Sequence[Line]) -> Line:
-    """Fold the same line of some ranks; of bars there is one, and that others differ."""
+    """Fold the same line of some ranks."""
     first = lines[0]
     text = fold([line.text for line in lines])
-    if text != first.text and read_bar(first.text):
-        return Line(f"{first.text}  (others differ)", first.stderr)
     if text is None:
         text = fold_plain([line.text for line in lines])
     return Line(text, first.stderr)
@@ -272,25 +318,11 @@ def fold_shown(shown: Sequence[Shown]) -> Shown:
     return first._replace(display=first.display._replace(data=data))
 
 
-def fold_tail(
-    group: Group, pieces: Sequence[Piece], count: int, *, each_bar: bool
-) -> list[list[Line]]:
-    """Fold the last lines of the same screen of its ranks; `each_bar` of them can have a row."""
+def fold_tail(pieces: Sequence[Piece], count: int) -> list[Line]:
+    """Fold the last lines of the same screen of some ranks."""
     tails = [reversed(piece.tail(count)) for piece in pieces if isinstance(piece, Screen)]
-    ranks = [each.rank for each in group.differing]
     # They end alike, but of the longest lines fewer may be kept.
-    folded = zip(*tails, strict=False)
-    return [_rows(row, ranks) if each_bar else [fold_lines(row)] for row in folded][::-1]
-
-
-def _rows(lines: Sequence[Line], ranks: Sequence[int]) -> list[Line]:
-    texts = [line.text for line in lines]
-    if len(set(texts)) == 1 or not read_bar(texts[0]):
-        return [fold_lines(lines)]
-    if len(lines) > _MOST_BARS and (text := fold(texts)) is not None:
-        return [Line(text, lines[0].stderr)]
-    width, pairs = len(str(max(ranks))), zip(lines, ranks, strict=True)
-    return [Line(f"rank {rank:<{width}}  {line.text}", line.stderr) for line, rank in pairs]
+    return [fold_lines(lines) for lines in zip(*tails, strict=False)][::-1]
 
 
 def fold_errors(errors: Sequence[RankError]) -> RankError | None:
@@ -330,9 +362,13 @@ def said_by(error: RankError | None) -> object:
 
 
 def _set(values: tuple[str, ...]) -> str:
-    """Write `7` where all are equal, else `{7,9}`."""
+    """Write `7` if all are equal, else `{7,9}`; of many fractions `{0.1 to 0.7}`, the ends."""
     if all(value == values[0] for value in values):
         return values[0]
+    if any("." in value for value in values):
+        if len({*values}) <= _MOST_NUMBERS:
+            return f"{{{', '.join(_runs(values, counts=False))}}}"
+        return f"{{{min(values, key=float)} to {max(values, key=float)}}}"
     start = "0x" if all(value.startswith("0x") for value in values) else ""
     runs = [*_runs([value.removeprefix(start) for value in values], counts=not start)]
     if len(runs) > _MOST_IN_A_SET:
@@ -366,13 +402,8 @@ SHORT_LINES, _LONGEST_LINE = 12, 400
 _MOST_ODD, _MOST_SPREADS = 8, 4
 _FEWEST_RANKS, _SEEN_AT_A_GLANCE = 3, 8
 
-_UNITS = r"(?:\s?(?:ns|[\u00b5\u03bcmu]s|s|min|[KMG]i?B|kB|%)(?!\w))"
-# A number that stands by itself, not one in a name, an address or a time; with its unit.
-_NUMBER = re.compile(
-    r"(?<![\w.:/-])(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
-    rf"(?={_UNITS}?(?![\w/-]|[.:]\d))"
-)
-_UNIT = re.compile(_UNITS)
+_NUMBER = re.compile(f"({NUMBER})")
+_UNIT = re.compile(UNITS)
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
 _LABEL = re.compile(r"([A-Za-z_][\w./-]*)[\"']?\s*[:=]?\s*$")
 
@@ -437,8 +468,6 @@ def _short(said: RankTranscript) -> tuple[Words, Numbers] | None:
 
 
 def _parts(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    if bar := read_bar(text):
-        return (f"\0{bar.name}",), ()
     found = _NUMBER.split(text)
     # Other digits are in names: of a device, a file, an address.
     return tuple(_DIGITS.sub("0", part) for part in found[::2]), tuple(found[1::2])

@@ -51,8 +51,13 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Say `3.2 s`, `12 min 5 s`, `2 h 7 min`."""
+    return f"{seconds:.1f} s" if seconds < 600 else whole_seconds_text(seconds)
+
+
+def whole_seconds_text(seconds: float) -> str:
+    """Say `3 s`, `12 min 5 s`, `2 h 7 min`."""
     if seconds < 600:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"

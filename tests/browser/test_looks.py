@@ -119,11 +119,11 @@ PLACES = """([number, kind]) => {
         return {left, top, width, height};
     });
 }"""
-# Whether the live cell has a row for each rank, and one for the rest, and who is behind is marked.
+# Whether the live cell has a row for each rank's bar, and who is behind is marked.
 HAS_BARS = """number => {
     const cells = window.jupyterapp.shell.currentWidget.content.widgets;
     const rows = [...cells[number].node.querySelectorAll(".jp-Cell-outputArea tr")];
-    return rows.length === 5 && rows.some(row => /rank 3.*slowest/s.test(row.textContent));
+    return rows.length === 4 && rows.some(row => /rank 3.*slowest/s.test(row.textContent));
 }"""
 
 # Whether the live cell has two curves, with what is said of them.
@@ -164,7 +164,8 @@ def test_looks(lab: Lab) -> None:
     notebook.picture("looks-bars-live")
     live = notebook.cells()[number_of("bars")].shown
     (lab.folder / "looked").touch()
-    assert in_a_row(rows) == [1] * 5  # a bar for each rank, and what they printed before
+    assert in_a_row(rows) == [1] * 4
+    assert "loading shards" in live  # below the table
     assert len({round(bar["left"]) for bar in bars}) == 1
     assert re.search(r"rank 3\s+train\s+\d+%\s+\d+/60\s+\d\d:\d\d<\d\d:\d\d.*slowest", live)
 
@@ -208,7 +209,9 @@ def check(notebook: Notebook) -> None:
     cells = dict(zip(CELLS, notebook.cells(), strict=True))
     errors = {name: cell.errors for name, cell in cells.items() if cell.errors}
     assert [*errors] == ["failed"], errors
-    for name, ranks in (("bars", 4), ("short", 4), ("figures", 4), ("tables", 4)):
+    assert re.search(r"^ranks 0-3\s+train\s+60/60\s", cells["bars"].shown, re.MULTILINE)
+    assert re.search(r"^ranks 0-3\s+epoch\s+2/2\s", cells["nested"].shown, re.MULTILINE)
+    for name, ranks in (("short", 4), ("figures", 4), ("tables", 4)):
         found = re.findall(r"^rank (\d)", cells[name].shown, re.MULTILINE)
         assert found == [str(rank) for rank in range(ranks)]
     assert "loss 1.300 (rank 0) to 1.330 (rank 3)" in cells["short"].shown

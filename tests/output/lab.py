@@ -190,7 +190,7 @@ def unfold(text: str, ranks: int) -> list[str]:
     parts = re.split(r"(0x)?\{([^}]*)\}", text)
     said = [parts[0]] * ranks
     for start, body, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        values = [value for run in body.split(",") for value in _values(run)]
+        values = [value for run in body.split(",") for value in _values(run.strip())]
         said = [f"{own}{start or ''}{v}{rest}" for own, v in zip(said, values, strict=True)]
     return said
 
@@ -198,7 +198,7 @@ def unfold(text: str, ranks: int) -> list[str]:
 def _values(run: str) -> Iterator[str]:
     value, _, times = run.partition("*")
     first, _, last = value.partition("-")
-    if last:
+    if first and last:
         yield from (str(n).zfill(len(first)) for n in range(int(first), int(last) + 1))
     else:
         yield from [value] * int(times or 1)

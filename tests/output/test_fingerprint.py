@@ -14,11 +14,12 @@ from tqdm.std import tqdm
 from nbdist.output.events import Died
 from nbdist.output.fingerprint import (
     Bar,
+    end_of_bar,
     error_keys,
     key_of,
     normal,
     read_bar,
-    without_bars,
+    read_row,
 )
 from nbdist.output.screen import Screen
 from tests.output.lab import failure
@@ -58,15 +59,33 @@ def test_errors() -> None:
         assert (not set(error_keys(3, one)).isdisjoint(error_keys(5, other))) is alike
 
 
-def test_bars_may_differ() -> None:
-    """Lines that are progress bars count by their names, all others as they are."""
-    one, other = (f"a 5%|b\ntrain: 50%|##  | 5/9 [00:0{n}<00:02, {n}it/s]\nx" for n in (3, 4))
-    assert key_of(one).but_bars == key_of(other).but_bars
-    assert key_of(one).alike == key_of(other).alike
-    assert key_of(one).exact != key_of(other).exact
-    for unlike in (one.replace("train", "test"), one.replace("a 5%", "a 6%"), f"{one}y"):
-        assert key_of(one).but_bars != key_of(unlike).but_bars
-    assert without_bars(one).split("\n")[::2] == ["a 5%|b", "x"]
+@pytest.mark.parametrize(
+    ("row", "printed"),
+    [
+        ("a: 32%|###  | 20/63 [00:03<00:06, 6.8it/s, loss=0.6]step [20]", "step [20]"),
+        ("a: 32%|###  | 20/63 [00:03<00:06, 6.8it/s, loss=[0.6, 0.1]]  x", "  x"),
+        ("10it [00:03, 9.5it/s]done", "done"),
+        ("a: 32%|###  | 20/63 [00:03<00:06, 6.8it/s]   ", ""),
+        ("see [1] at [00:03] 5/5", ""),
+    ],
+)
+def test_what_is_printed_behind_a_bar(row: str, printed: str) -> None:
+    """It begins where tqdm's bracket ends, whatever stands in it."""
+    end = end_of_bar(row)
+    assert row[end:] == (printed or row)
+    assert bool(printed) == (read_row(row[:end], is_edited=False) is not None)
+
+
+def test_rows_of_bars() -> None:
+    """A bar in another form is one if it was drawn over another; with a text, if it is finished."""
+    for row, is_edited, is_bar in (
+        ("training ━━━━━━━━━━━━ 63% 0:00:10", True, True),
+        ("training ━━━━━━━━━━━━ 63% 0:00:10", False, False),
+        ("32/100 ━━━━━━━━━━━━━━━ 4s 60ms/step - loss: 0.4step 20", True, False),
+        ("100/100 ━━━━━━━━━━━━━━ 4s 60ms/step - loss: 0.4", True, True),
+        ("63%", True, False),
+    ):
+        assert (read_row(row, is_edited=is_edited) is not None) == is_bar, row
 
 
 @given(
@@ -147,7 +166,7 @@ def test_rich() -> None:
             shown.refresh()
             screen = Screen()
             screen.write("stdout", written.getvalue())
-        (line,) = screen.tail(1)
+        (line,) = screen.lines(screen.end - 1, bars=True)
         bar = read_bar(line.text)
         assert (bar.name, bar.fraction) == ("training", done / 10)
         assert bar.amount == (f"{done}/10" if more else "")

@@ -92,7 +92,7 @@ CASES: dict[str, tuple[int, Callable[[int], list[Output]]]] = {
         64,
         lambda rank: [out(f"{rank}\n"), Failure("E", "<" * 9_000, (WILD,), rank)],
     ),
-    "coloured tiles": (12, lambda rank: [out(f"{rank}\n" + TILES * 9)]),
+    "coloured tiles": (12, lambda rank: [out("abcdefghijkl"[rank] + "\n" + TILES * 9)]),
     "1,024 ranks": (1024, lambda rank: [out(f"{rank}\n" + LINES[:3_000])]),
     "big tables": (64, lambda rank: [Display({"text/html": f"<b>{rank}{'x' * 150_000}</b>"}, {})]),
 }
@@ -193,7 +193,10 @@ def cell(ranks: int) -> Transcript:
 def test_bars() -> None:
     """All columns of the text stand below one another; a drawn bar is as wide as its share."""
     head, header, *rows = live_text(cell(4), 12.3).split("\n")
-    assert (head, header) == ("4 ranks · 12.3 s · ● 4 · rank 3 is 97 % behind", "── ranks 0-3 ──")
+    assert (head, header) == (
+        "4 ranks · 12.3 s · ● 4 · rank 3 is 97 % behind",
+        "── ranks 0-3 (bars) ──",
+    )
     assert rows[0] == (
         "rank 0  epoch 1  |████████████▋       |   63%  315/500  00:12<00:07  25.8it/s  loss=2.1<"
     )
@@ -203,14 +206,15 @@ def test_bars() -> None:
     html = live_html(cell(4), 12.3)
     lines = Panel(html).lines
     assert lines[1] == "rank 0epoch 163%315/50000:12<00:0725.8it/sloss=2.1<"
-    assert lines[4].endswith("loss=2.1< slowest")
+    assert lines[4].endswith("slowest loss=2.1<")
     widths = re.findall(r"height:10px;border-radius:2px;width:(\d+)%", html)
     assert widths == ["63", "62", "47", "2"]
     assert len(live_html(cell(16))) < MOST_LIVE_BYTES / 2
-    # A finished one is a line of its rank's block, and not tinted as other stderr is.
+    # A finished one has a row for all ranks, and no line.
     last = "\rtrain: 100%|##########| 5/5 [00:01<00:00, 4.0it/s]\n"
     html = final_html(make(2, lambda rank: [err(last), err("careful\n"), out(f"rank {rank}\n")]))
-    assert sum("100%" in line for line in Panel(html).lines) == 2
+    assert Panel(html).lines[1] == "ranks 0-1train5/51 s4it/s"
+    assert "100%" not in "".join(Panel(html).lines)
     assert html.count("rgba(255,80,80,0.1)") == 2
     # Of more than 16 ranks the six slowest have rows, below a line on all.
     lines = Panel(live_html(cell(64), 12.3)).lines

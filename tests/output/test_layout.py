@@ -244,7 +244,7 @@ BAR = "\r100%|██████████| 500/500 [00:1{0}<00:00, 25.{0}it/s
         ("a\nit is {0} seconds\n", "is 0.5 (rank 0) to 0.57 (rank 7)"),
         ("same 3\nalso 4\n", ""),
         ("shard-{1} is {1}\nshard_{1}\n", ""),
-        (BAR.replace("{0}", "{1}") + "loss {0}\n", "loss 0.5 (rank 0) to 0.57 (rank 7)"),
+        (BAR.replace("{0}", "{1}") + "x\nloss {0}\n", "loss 0.5 (rank 0) to 0.57 (rank 7)"),
     ],
 )
 def test_spread(text: str, said: str) -> None:

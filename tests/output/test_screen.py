@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Callable
+from typing import IO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm.std import tqdm
 
 from nbdist.output.ansi import ansi_html, cut, strip
 from nbdist.output.screen import LONGEST_LINE, Line, Screen
@@ -191,3 +195,89 @@ def test_cut(parts: list[str], width: int) -> None:
     for part in (start, rest):
         halves.write("stdout", f"{part}\x1b[0m")
     assert [line.text for line in halves.tail(1)] == [line.text for line in whole.tail(1)]
+
+
+# --- progress bars ------------------------------------------------------------------------------
+
+
+def written(program: Callable[[IO[str], IO[str]], None]) -> Screen:
+    """The screen after a program, of which each stream gives what it has written at once."""
+    screen = Screen()
+
+    class Stream(io.StringIO):
+        name = "stdout"
+
+        def write(self, text: str) -> int:
+            screen.write(self.name, text)
+            return len(text)
+
+    out, err = Stream(), Stream()
+    err.name = "stderr"
+    program(out, err)
+    return screen
+
+
+def bars_in(screen: Screen) -> list[tuple[str, str]]:
+    """The names of its bars, and how far they are."""
+    return [(bar.name, bar.amount) for _, bar in screen.bars()]
+
+
+@pytest.mark.parametrize("leave", [True, False])
+def test_lines_beside_nested_bars(*, leave: bool) -> None:
+    """Lines are as they were printed, and each bar is there once, in its last state."""
+
+    def program(out: IO[str], err: IO[str]) -> None:
+        for epoch in tqdm(range(3), desc="epoch", file=err, mininterval=0):
+            for step in tqdm(range(9), desc="step", file=err, mininterval=0, leave=leave):
+                if step % 4 == 0:
+                    print(f"  {epoch} {step}", file=out)
+
+    screen = written(program)
+    lines = [f"  {epoch} {step}" for epoch in range(3) for step in (0, 4, 8)]
+    assert [line.text for line in screen.tail(99)] == lines
+    assert (screen.line_count, len(screen)) == (9, 9)
+    assert bars_in(screen) == [("step", "9/9")] * 3 * leave + [("epoch", "3/3")]
+    # What is compared with other ranks are the lines.
+    alone = Screen()
+    alone.write("stdout", "".join(f"{line}\n" for line in lines))
+    assert screen.key == alone.key
+
+
+def test_a_bar_that_is_broken_off() -> None:
+    """It is kept where it was, though a line took its row."""
+
+    def program(out: IO[str], err: IO[str]) -> None:
+        for step in tqdm(range(9), desc="train", file=err, mininterval=0):
+            print(step, file=out)
+            if step == 3:
+                break
+
+    screen = written(program)
+    assert [line.text for line in screen.tail(99)] == ["0", "1", "2", "3"]
+    assert bars_in(screen) == [("train", "3/9")]
+    screen = Screen()
+    screen.write("stderr", "\r 50%|#####     | 1/2 [00:00<00:00, 9it/s]")
+    screen.write("stdout", "done")
+    assert [(line.text, line.stderr) for line in screen.tail(9)] == [("done", False)]
+    assert bars_in(screen) == [("", "1/2")]
+
+
+def test_a_warning_behind_a_bar() -> None:
+    """It is a line of its stream, also if bar and warning come in one piece."""
+    screen = Screen()
+    screen.write("stderr", "\r 50%|#####     | 1/2 [00:00<00:00, 9it/s]careful\n\r100%|#")
+    screen.write("stderr", "#########| 2/2 [00:00<00:00, 9it/s]\n")
+    assert screen.tail(9) == [Line("careful", stderr=True)]
+    assert bars_in(screen) == [("", "2/2")]
+
+
+def test_old_bars_are_forgotten() -> None:
+    """However many there were, lines are counted as if there had been none."""
+    screen = Screen(keep_lines=100)
+    for number in range(3000):
+        screen.write("stderr", f"\r100%|#####| {number}/{number} [00:00<00:00, 9it/s]\n")
+        screen.write("stdout", f"{number}\n")
+    assert screen.line_count == 3000
+    assert [line.text for line in screen.tail(3)] == ["2997", "2998", "2999"]
+    assert len(screen) == screen.line_count - screen.dropped_lines <= 100
+    assert 900 < len(screen.bars()) < 1300

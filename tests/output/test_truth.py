@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
 from html import unescape
@@ -9,6 +10,7 @@ from html import unescape
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tqdm.std import tqdm
 
 from nbdist.output.ansi import strip
 from nbdist.output.events import Done, Text
@@ -18,6 +20,7 @@ from nbdist.output.text import PlainLines, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
 from tests.output.lab import (
+    err,
     failure,
     final_html,
     final_text,
@@ -70,6 +73,8 @@ def in_text(text: str, ranks: int) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for part in parts:
         header, *lines = part.rstrip("\n").split("\n")
+        if "(bars)" in header:
+            continue
         found.update(of_each([*parse_ranks(HEADER.match(header)[1], ranks)], lines))  # type: ignore[index]
     return found
 
@@ -160,41 +165,59 @@ def test_any_interleaving(written: tuple[list[str], list[tuple[int, str]]]) -> N
 
 
 BAR = "train: 100%|##########| 5/5 [00:0{}<00:00, {}.5it/s, loss=0.{}]"
+FOUND = re.compile(
+    r"ranks? ([\d,-]+)  train  \|█+\|        5/5  (?:(\d) s  )?"
+    r"([\d.]+)(?: to ([\d.]+))?it/s  loss=(.*)"
+)
 
 
 @some
-@given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=20))
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=16))
 def test_bars_stay(numbers: list[tuple[int, int, int]]) -> None:
-    """All that the last state of a bar says of itself is in the panel, in both forms."""
+    """A bar has one row: the longest time, the ends of all rates, and each rank's postfix."""
     bars = [BAR.format(*each) for each in numbers]
-    transcript = make(len(bars), lambda rank: [printed([bars[rank]])])
-    assert in_text(final_text(transcript), len(bars)) == {n: [bar] for n, bar in enumerate(bars)}
-    html = final_html(transcript)
-    if len(bars) > 16:
-        assert in_html(html, len(bars)).keys() == {*range(len(bars))}
-        return
-    rows = [re.sub(r"<[^>]*>", " ", row).split() for row in html.split("<tr")[1:]]
-    assert [row[-7:] for row in rows] == [
-        [str(rank), "train", "100%", "5/5", f"00:0{time}", f"{pace}.5it/s", f"loss=0.{loss}"]
-        for rank, (time, pace, loss) in enumerate(numbers)
-    ]
+    transcript = make(len(bars), lambda rank: [printed(["loading", bars[rank], "done"])])
+    _, header, row, *others = final_text(transcript).split("\n")
+    assert header.endswith(" (bars) ──")
+    assert others[1:] == ["loading", "done"]
+    ranks, took, low, high, loss = FOUND.fullmatch(row.rstrip()).groups()  # type: ignore[union-attr]
+    assert parse_ranks(ranks, len(bars)) == tuple(range(len(bars)))
+    assert int(took or 0) == max(time for time, _, _ in numbers)
+    assert (low, high or low) == tuple(f"{pick(n for _, n, _ in numbers)}.5" for pick in (min, max))
+    assert unfold(loss, len(bars)) == [f"0.{n}" for _, _, n in numbers]
+    html = re.sub(r"<[^>]*>", " ", final_html(transcript).split("<tr")[1]).split()
+    assert {"train", "5/5"} <= {*html}
+    assert f"loss={loss} " in unescape(" ".join(html))
 
 
 @some
-@given(st.lists(st.tuples(*[st.integers(0, 9)] * 4), min_size=1, max_size=30))
-def test_bars_among_lines(numbers: list[tuple[int, int, int, int]]) -> None:
-    """Where ranks are one group but for their bars, each of these can be had from it."""
-    said = [["loading", BAR.format(*each), f"done {last // 5}"] for *each, last in numbers]
-    text = final_text(make(len(said), lambda rank: [printed(said[rank])]))
-    assert len({line[2] for line in said}) > 1 or len(said) == 1 or " (same" in text
-    shown = in_text(text, len(said))
-    for rank, lines in enumerate(said):
-        own = re.compile(rf"rank {rank} +train")
-        found = [line.partition("train")[1:] for line in shown[rank] if own.match(line)]
-        bars = ["".join(parts) for parts in found]
-        bars += [line for line in shown[rank] if line.startswith("train")]
-        assert bars == [lines[1]]
-        assert (shown[rank][0], shown[rank][-1]) == (lines[0], lines[2])
+@given(st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=4))
+def test_bars_and_lines_are_kept_apart(steps: list[list[int]]) -> None:
+    """Whenever a rank prints beside its bar, in whatever stream: no line is lost or changed."""
+    transcript = Transcript(range(len(steps)))
+    expected: list[list[str]] = []
+    for rank, own in enumerate(steps):
+        lines = []
+        for epoch, every in enumerate(own):
+            written = io.StringIO()
+            for step in tqdm(range(9), desc=f"epoch {epoch}", file=written, mininterval=0):
+                if step % every == 0:
+                    lines.append(f"[{step}] of epoch {epoch}")
+                    transcript.receive(rank, err(written.getvalue()), 0.0)
+                    written.seek(0)
+                    written.truncate()
+                    if rank % 2:  # a bar and a print can share a stream, and come in one piece
+                        written.write(f"{lines[-1]}\n")
+                    else:
+                        transcript.receive(rank, printed([lines[-1]]), 0.0)
+            transcript.receive(rank, err(written.getvalue()), 0.0)
+        expected.append(lines)
+        transcript.receive(rank, Done("ok", 1.0), 1.0)
+        assert [strip(line.text) for line in transcript[rank].tail(99)] == lines  # type: ignore[union-attr]
+        ended = [(bar.name, bar.amount) for bar in transcript[rank].bars]
+        assert ended == [(f"epoch {epoch}", "9/9") for epoch in range(len(own))]
+    shown = in_text(final_text(transcript), len(steps))
+    assert [shown.get(rank, []) for rank in range(len(steps))] == expected
 
 
 LOW = st.integers(0, 3)

@@ -354,7 +354,7 @@ ROWS: dict[str, Callable[[Bench], Answer]] = {
     "figure": _shows(FIGURE, "image/png"),
     "Markdown": _shows(MARKDOWN, "text/markdown"),
     "widget": _shows(WIDGET, "application/vnd.jupyter.widget-view+json", '"jupyter.widget"'),
-    "tqdm": _shows(BAR, *_of_ranks("bar {rank}: 100%")),
+    "tqdm": _shows(BAR, *_of_ranks("bar {rank}"), "20/20"),
     "stderr": _shows(STDERR, *_of_ranks("error of {rank}")),
     "output of C": _shows(C_OUTPUT, *_of_ranks("bytes of {rank}")),
     "input()": _shows(INPUT, "told answer"),
