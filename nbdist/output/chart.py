@@ -13,7 +13,7 @@ from itertools import groupby, pairwise, zip_longest
 from statistics import median, median_high, median_low
 from typing import NamedTuple
 
-from nbdist.output.curves import MOST_NAMES, Curve, Curves, Point, Run, Series
+from nbdist.output.curves import MOST_NAMES, Curve, Curves, Odd, Point, Run, Series
 from nbdist.output.events import Display
 from nbdist.output.wording import (
     AMBER,
@@ -45,10 +45,17 @@ FEWEST_RANKS = 3  # of which one can be unlike the others
 
 
 class Far(NamedTuple):
-    """A rank that has left the band: at which step, whether it is back, its number and theirs."""
+    """A rank that has left the band, from `step` on, and whether it has come back since then.
+
+    `mean` is its number at the step `until`, the last one at which the rank was away, and `median`
+    the number of the other ranks there.  Where one column holds several steps, `step` is near the
+    first one at which the rank was away, and `is_exact` is False.
+    """
 
     rank: int
     step: float
+    is_exact: bool
+    until: float
     is_back: bool
     mean: float
     median: float
@@ -59,8 +66,7 @@ class Bands:
     """A run of all ranks in columns of steps; None where there is nothing, or nothing finite.
 
     Of the ranks that are not `far`, `low` and `high` are the lowest and highest rank, `bottom` and
-    `top` the extremes of all steps of a column.  `odd` are ranks with NaN or infinity, and the
-    first step of these.
+    `top` the extremes of all steps of a column.  `odd` are ranks with NaN or infinity.
     """
 
     steps: list[float]
@@ -71,7 +77,7 @@ class Bands:
     bottom: list[float | None]
     top: list[float | None]
     far: tuple[Far, ...]
-    odd: Mapping[int, float]
+    odd: Mapping[int, Odd]
 
     @property
     def has_numbers(self) -> bool:
@@ -90,16 +96,12 @@ def bands_of(run: Run) -> Bands:
     spread = {rank: _columns(series, begin, width, columns) for rank, series in run.items()}
     means = {rank: [each and each.mean for each in found] for rank, found in spread.items()}
     medians = [_median(at) for at in zip(*means.values(), strict=True)]
-    far = tuple(_far(means, medians, steps)) if len(run) >= FEWEST_RANKS else ()
+    far = tuple(_far(run, spread, medians)) if len(run) >= FEWEST_RANKS else ()
     away = {each.rank for each in far}
     # Each rank can be away from the others at some step: then the band is of all ranks.
     near = [found for rank, found in spread.items() if rank not in away] or [*spread.values()]
     at_once = [[each for each in at if each is not None] for at in zip(*near, strict=True)]
-    odd = {
-        rank: next(point.step for point in run[rank] if point.odd)
-        for rank in sorted(run)
-        if any(run[rank].columns[-1])
-    }
+    odd = {rank: found for rank in sorted(run) if (found := run[rank].odd)}
     return Bands(
         steps,
         means,
@@ -146,11 +148,30 @@ def _median(numbers: Iterable[float | None]) -> float | None:
 
 
 def _far(
-    means: Mapping[int, list[float | None]],
-    medians: Sequence[float | None],
-    steps: Sequence[float],
+    run: Run, spread: Mapping[int, Sequence[Point | None]], medians: Sequence[float | None]
 ) -> Iterator[Far]:
     """Find the ranks that are away from the others for longer than by chance."""
+    means = {rank: [each and each.mean for each in found] for rank, found in spread.items()}
+    stretches = dict(_stretches(means, medians))
+    for rank, (away, is_back) in stretches.items():
+        first, last = spread[rank][away[0]], spread[rank][away[-1]]
+        assert first is not None
+        assert last is not None
+        others = {other: found[away[-1]] for other, found in means.items() if other != rank}
+        near = [mean for other, mean in others.items() if other not in stretches]
+        # All ranks that have a number there can be away from the others.
+        if (theirs := _median(near)) is None:
+            theirs = _median(others.values())
+        assert theirs is not None
+        step, own = run[rank].step_from(first.step), run[rank].finite_until(last.step)
+        is_exact = step == first.step and first.finite + first.odd == 1
+        yield Far(rank, step, is_exact, own.step, is_back, own.mean, theirs)
+
+
+def _stretches(
+    means: Mapping[int, Sequence[float | None]], medians: Sequence[float | None]
+) -> Iterator[tuple[int, tuple[list[int], bool]]]:
+    """Yield each rank that is away, the last columns in a row in which it is, and if it is back."""
     middle = [each for each in medians if each is not None]
     least = FAR_SHARE * (max(middle) - min(middle)) if middle else 0.0
     bounds = [_bound(at, least) for at in zip(medians, *means.values(), strict=True)]
@@ -161,13 +182,9 @@ def _far(
         ]
         known = [at for at, mean in enumerate(means[rank]) if mean is not None]
         runs = [(is_away, [*at]) for is_away, at in groupby(known, key=away.__getitem__)]
-        stretches = [at for is_away, at in runs if is_away and len(at) >= LONG]
-        if stretches:
-            first, last = stretches[-1][0], stretches[-1][-1]
-            theirs, own = medians[last], means[rank][last]
-            assert theirs is not None
-            assert own is not None
-            yield Far(rank, steps[first], last != known[-1], own, theirs)
+        long = [at for is_away, at in runs if is_away and len(at) >= LONG]
+        if long:
+            yield rank, (long[-1], long[-1][-1] != known[-1])
 
 
 def _bound(at: Sequence[float | None], least: float) -> float | None:
@@ -219,10 +236,12 @@ def headline(name: str, run: Run, bands: Bands) -> str:
     step = max(series.last_step for series in run.values()) if is_end else bands.steps[last]
     there = [rank for rank, means in bands.means.items() if means[last] is not None]
     ranks = ranks_text(run) if len(there) == len(run) else f"{len(there)} of {len(run)} ranks"
-    low, high = bands.low[last], bands.high[last]
+    # Of all ranks there, also those that have left the band.
+    means = [mean for each in bands.means.values() if (mean := each[last]) is not None]
     if len(there) > 1:
-        spread = f"{number_text(low)} to {number_text(high)}"
-        ranks += " equal" if is_same(low, high) else f" {spread}"
+        low, high = min(means), max(means)
+        equal = " equal" if len(there) == len(run) else ", equal"
+        ranks += equal if is_same(low, high) else f" {number_text(low)} to {number_text(high)}"
     number = number_text(bands.medians[last])
     return f"{shown_name(name)} {number} · step {step_text(step)} · {ranks}"
 
@@ -231,17 +250,25 @@ def remarks(bands: Bands) -> list[str]:
     """Say which ranks have left the band, and which have numbers that are none."""
     found = []
     for far in bands.far:
-        when = f"from step {step_text(far.step)} on"
-        if far.is_back:
-            when = f"at step {step_text(far.step)}, and came back"
-        numbers = f"{number_text(far.mean)}, the others {number_text(far.median)}"
-        found.append(f"rank {far.rank} left the band {when}: {numbers}")
-    ranks: dict[float, list[int]] = {}
-    for rank, step in bands.odd.items():
-        ranks.setdefault(step, []).append(rank)
-    for step, those in sorted(ranks.items()):
-        found.append(f"{name_ranks(those)}: NaN or infinity from step {step_text(step)} on")
-    return found
+        begin = f"from {'' if far.is_exact else 'about '}step {step_text(far.step)}"
+        when = f"{begin} to {step_text(far.until)}, and came back" if far.is_back else f"{begin} on"
+        numbers = f"{number_text(far.mean)} at step {step_text(far.until)}"
+        theirs = f"the others {number_text(far.median)}"
+        found.append(f"rank {far.rank} left the band {when}: {numbers}, {theirs}")
+    ranks: dict[Odd, list[int]] = {}
+    for rank, odd in bands.odd.items():
+        ranks.setdefault(odd, []).append(rank)
+    return found + [f"{name_ranks(of)}: {odd_text(odd)}" for odd, of in sorted(ranks.items())]
+
+
+def odd_text(odd: Odd) -> str:
+    """Say at which step a rank had its first NaN or infinity, and if it had others."""
+    step = step_text(odd.step)
+    if odd.numbers == 1:
+        return f"NaN or infinity at step {step}"
+    if odd.goes_on:
+        return f"NaN or infinity from step {step} on"
+    return f"NaN or infinity first at step {step}, {odd.numbers:,.0f} numbers in all"
 
 
 def curves_text(curves: Curves, names: Sequence[str] = ()) -> str:
@@ -263,12 +290,15 @@ def more_text(curves: Curves) -> str:
 def _table(name: str, curve: Curve) -> str:
     run, bands = curve.last, bands_of(curve.last)
     far = [each.rank for each in bands.far]
-    rows = [("step", "median", "lowest", "highest", *(f"rank {rank}" for rank in far))]
+    # The columns are of the ranks that have not left the band, unless all have.
+    others = "others' " if 0 < len(far) < len(run) else ""
+    columns = f"{others}lowest", f"{others}highest", *(f"rank {rank}" for rank in far)
+    rows = [("step", "median", *columns)]
     last = len(bands.steps) - 1 if {*bands.low, *bands.high} != {bands.medians[-1]} else 0
     for at in sorted({round(last * number / (ROWS - 1)) for number in range(ROWS)}):
         numbers = bands.medians[at], bands.low[at], bands.high[at]
-        others = (bands.means[rank][at] for rank in far)
-        rows.append((step_text(bands.steps[at]), *map(number_text, (*numbers, *others))))
+        away = (bands.means[rank][at] for rank in far)
+        rows.append((step_text(bands.steps[at]), *map(number_text, (*numbers, *away))))
     earlier = count(len(curve.runs) - 1, "earlier run") if len(curve.runs) > 1 else ""
     head = " · ".join(filter(None, [headline(name, run, bands), earlier]))
     return "\n".join([head, *remarks(bands), *(aligned(rows) if last else ())])
@@ -425,7 +455,7 @@ def picture(bands: Bands, earlier: Sequence[Bands], frame: Frame) -> str:
         frame.band(steps, bands.low, bands.high, BAND),
         frame.curve(steps, bands.medians, BLUE, 2 * SCALE),
         *(frame.curve(steps, bands.means[each.rank], colour, 2 * SCALE) for colour, each in far),
-        frame.marks(bands.odd.values(), RED),
+        frame.marks((each.step for each in bands.odd.values()), RED),
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Series:
     def __init__(self, most: int) -> None:
         self.columns = tuple(array("d") for _ in range(OF_POINT))
         self.wide = 0.0  # each step is a point
+        self.odd: Odd | None = None
         self._most = most
 
     def __len__(self) -> int:
@@ -40,8 +42,29 @@ class Series:
         """The step of the last point."""
         return self.columns[0][-1]
 
+    def step_from(self, step: float) -> float:
+        """Return the first step of a point that is not below this one, else the last step."""
+        steps = self.columns[0]
+        return steps[min(bisect_left(steps, step), len(steps) - 1)]
+
+    def finite_until(self, step: float) -> Point:
+        """Return the last point with a finite number whose step is not above this step."""
+        at = bisect_right(self.columns[0], step) - 1
+        while not self.columns[1][at]:
+            at -= 1
+        return Point(*(column[at] for column in self.columns))
+
     def add(self, point: Point) -> None:
-        """Take one more, whose step is not below the last."""
+        """Append a point, whose step is not below the last one."""
+        if point.odd:
+            # A worker lets a point begin with the first number that is odd.
+            step, numbers, goes_on = self.odd or (point.step, 0, True)
+            self.odd = Odd(step, numbers + point.odd, goes_on and not point.finite)
+        elif self.odd and self.odd.goes_on:
+            self.odd = self.odd._replace(goes_on=False)
+        self._append(point)
+
+    def _append(self, point: Point) -> None:
         if self.wide:
             point = point._replace(step=math.floor(point.step / self.wide) * self.wide)
         if len(self) and point.step <= self.last_step:
@@ -63,7 +86,18 @@ class Series:
             for column in self.columns:
                 del column[:]
             for point in points:
-                self.add(point)
+                self._append(point)
+
+
+class Odd(NamedTuple):
+    """The numbers of a rank's run that are NaN or infinity: the step of the first, how many.
+
+    `goes_on` is True as long as no finite number has come since the first.
+    """
+
+    step: float
+    numbers: float
+    goes_on: bool
 
 
 class Point(NamedTuple):

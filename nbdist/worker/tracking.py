@@ -225,7 +225,8 @@ def _merged(points: list[Point], most: int, last: float | None) -> Iterator[Poin
     """Yield at most `most`, each of as many steps; twice as many where steps go back and forth.
 
     They begin at multiples of that, so at the same steps on all ranks.  What begins below the
-    `last` step that was sent belongs to that point.
+    `last` step that was sent belongs to that point.  In addition a point begins with the first
+    number that is NaN or infinite: the notebook names its step.
     """
     first, span = points[0][0], abs(points[-1][0] - points[0][0])
     least = max(MIN_STEP_WIDTH, span / (most - 1))
@@ -235,9 +236,15 @@ def _merged(points: list[Point], most: int, last: float | None) -> Iterator[Poin
         size = math.ceil(len(points) / most)
         groups = [points[at : at + size] for at in range(0, len(points), size)]
         wide = 0
+    has_odd = False
     for group in groups:
         step = group[0][0] // wide * wide if wide else first
         step = last if last is not None and step < last <= first else step
+        odd = next((at for at, point in enumerate(group) if point[5]), 0)
+        if odd and wide and not has_odd:
+            yield _joined(step, group[:odd])
+            step, group = max(step, group[odd][0]), group[odd:]
+        has_odd |= any(point[5] for point in group)
         yield _joined(step, group)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterator
 from html import unescape
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +15,15 @@ from hypothesis import strategies as st
 from tqdm.std import tqdm
 
 from nbdist.output.ansi import strip
-from nbdist.output.events import Done, Text
+from nbdist.output.chart import curves_text, number_text
+from nbdist.output.curves import Curves
+from nbdist.output.events import Done, Text, Tracked
 from nbdist.output.layout import live_layout
 from nbdist.output.screen import Line
 from nbdist.output.text import PlainLines, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
+from nbdist.worker import tracking
 from tests.output.lab import (
     err,
     failure,
@@ -261,3 +266,96 @@ def test_errors() -> None:
     # Messages that differ only far behind their beginning are not the same.
     transcript = running(2, lambda rank: [failure("y" * 200_000 + f" rank {rank}")])
     assert len(transcript.groups()) == 2
+
+
+# --- curves -------------------------------------------------------------------------------------
+
+HEADLINE = re.compile(
+    r"loss (?P<median>\S+) · step (?P<step>[\d,]+) · (?:rank 0|(?:(?P<there>\d+) of )?\d+ ranks)"
+    r"(?P<equal>,? equal)?(?: (?P<low>\S+) to (?P<high>\S+))?"
+)
+LEFT = re.compile(
+    r"rank (?P<rank>\d+) left the band from (?P<about>about )?step (?P<step>[\d,]+)"
+    r"(?: to (?P<until>[\d,]+), and came back| on): (?P<own>\S+) at step (?P<at>[\d,]+), "
+    r"the others (?P<others>\S+)"
+)
+ODD = re.compile(
+    r"(?P<ranks>ranks? [\d,-]+): NaN or infinity (?:first )?(?:at|from) step (?P<step>[\d,]+)"
+    r"(?P<on> on)?(?:, (?P<numbers>[\d,]+) numbers in all)?"
+)
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> list[list[float]]:
+    """What ranks track: mostly the same, some away for a while or to the end, with odd numbers."""
+    steps, noise = draw(st.sampled_from([5, 40, 300, 5000])), draw(st.sampled_from([0, 0.01]))
+    step = st.integers(0, steps - 1)
+    found = []
+    for rank in range(draw(st.integers(1, 6))):
+        numbers = [2.0 + noise * ((7 * step + 3 * rank) % 5) for step in range(steps)]
+        for value in (9.0, math.nan):
+            if draw(st.integers(0, 2)) == 0:
+                begin = draw(step)
+                end = draw(st.sampled_from([begin + 1, begin + 9, steps]))
+                numbers[begin:end] = [value] * len(numbers[begin:end])
+        found.append(numbers)
+    return found
+
+
+def tracked_by(ranks: list[list[float]]) -> Curves:
+    """The curves of these numbers, on the way of all numbers: through the worker's messages."""
+    curves, messages = Curves(), list[dict[str, Any]]()
+    for rank, numbers in enumerate(ranks):
+        tracking.connect(messages.append)
+        tracking.begin_task()
+        for number in numbers:
+            tracking.track(loss=number)
+        tracking.flush()
+        tracking.connect(None)
+        for message in messages:
+            curves.take(rank, "task", Tracked(message["curves"], message["counted"]), len(ranks))
+        messages.clear()
+    return curves
+
+
+def number_of(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+@settings(max_examples=150, deadline=None)
+@given(trainings())
+def test_curves(ranks: list[list[float]]) -> None:
+    """What is said of ranks' numbers is so: the range, "equal", who has left, the first NaN."""
+    head, *said = curves_text(tracked_by(ranks)).split("\n")
+    left = [found.groupdict() for line in said if (found := LEFT.fullmatch(line))]
+    odd = [found.groupdict() for line in said if (found := ODD.fullmatch(line))]
+    assert len(left) + len(odd) == len([line for line in said if "rank" in line and ":" in line])
+    finite = [[each for each in numbers if math.isfinite(each)] for numbers in ranks]
+    if any(finite):
+        found = HEADLINE.fullmatch(head)
+        assert found is not None, head
+        is_small = len(ranks[0]) <= 40  # each step has a point and a column of its own
+        there = [numbers[number_of(found["step"])] for numbers in ranks] if is_small else []
+        there = [each for each in there if math.isfinite(each)]
+        if is_small and int(found["there"] or len(ranks)) == len(there) > 1:
+            ends = {number_text(min(there)), number_text(max(there))}
+            assert ends == ({found["low"], found["high"]} if found["low"] else {found["median"]})
+        if found["equal"] and not found["there"]:
+            assert not any(each["until"] is None for each in left), (head, said)
+    for each in left:
+        own, begin = ranks[int(each["rank"])], number_of(each["step"])
+        assert each["about"] or {own[begin]} != {other[begin] for other in ranks}
+        assert math.isfinite(own[number_of(each["at"])]) or len(own) > 40
+        last = max(step for step, number in enumerate(own) if math.isfinite(number))
+        assert begin <= number_of(each["at"]) <= last
+    named = dict[int, dict[str, str | None]]()
+    for each in odd:
+        named |= dict.fromkeys(parse_ranks(str(each["ranks"]).split()[1], len(ranks)), each)
+    assert named.keys() == {rank for rank, each in enumerate(finite) if len(each) < len(ranks[0])}
+    for rank, each in named.items():
+        steps = [step for step, number in enumerate(ranks[rank]) if math.isnan(number)]
+        assert number_of(str(each["step"])) == steps[0]
+        if each["on"]:
+            assert steps == [*range(steps[0], len(ranks[rank]))]
+        else:
+            assert number_of(each["numbers"] or "1") == len(steps)
