@@ -89,11 +89,13 @@ def prepare(
     """Make a task with the notebook's number, and its world, which is started if need be."""
     world = pool.ensure(options, display)
     last, page, pool.request = pool.last, page_of(pool.request), request_of(pool.shell)
-    is_another = page not in ("", page_of(pool.request))
-    if is_another and last is not None and last.transcript.elapsed() >= LONG_CELL:
+    now = page_of(pool.request)
+    is_long = last is not None and last.transcript.elapsed() >= LONG_CELL
+    if last is not None and is_long and page not in ("", now) and pool.pages.has_missed(now, last):
         number = last.task.execution_count
         cell = f"cell [{number}]" if number else "the last cell"
-        display.note(f"the page was reloaded while {cell} ran: `%dist_output -2` shows its output")
+        page_text = "this page was opened or reloaded"
+        display.note(f"{page_text} before {cell} had ended: `%dist_output -2` shows its output")
     on = parse_ranks("all" if options.ranks is None else options.ranks, world.size)
     # With `--detach` another notebook may give it a name.
     keeps = options.out is not None or world.session.config.detach

@@ -59,6 +59,7 @@ def load(shell: InteractiveShell) -> None:
     for event, follow in (
         ("pre_run_cell", pools.show_news),
         ("post_run_cell", pools.notice_names),
+        ("post_run_cell", lambda _: pools.pages.end_cell()),
     ):
         shell.events.register(event, follow)
         stack.callback(shell.events.unregister, event, follow)
@@ -128,6 +129,7 @@ def help_at_border(
             (shell, "run_cell", auto.run_cell),
             (shell.Completer, "completions", completion.completions),
         ]
+    stack.callback(pools.pages.listen(kernel))
     while_busy = WhileBusy(shell, completion)
     if while_busy.begin():
         stack.callback(while_busy.end)

@@ -25,6 +25,7 @@ from nbdist.notebook.idle import FinishedCells, IdleStop, IdleWatch, is_in_subsh
 from nbdist.notebook.jobs import Job
 from nbdist.notebook.options import NbDist, check_same, given
 from nbdist.notebook.outcome import Routine, Why, idle_end, why_died
+from nbdist.notebook.pages import Pages
 from nbdist.notebook.rich_output import WidgetRelay
 from nbdist.output.events import Died, RankError
 from nbdist.words import count, name_ranks
@@ -50,6 +51,7 @@ class Pool:
         self._pools = pools
         self.shell = pools.shell
         self.gathered = pools.gathered
+        self.pages = pools.pages
         self.name = name
         self.world: World | None = None
         self.last: TaskRun | None = None
@@ -428,6 +430,7 @@ class Pools:
         self.auto = AutoMode()
         self.idle_stop = IdleStop(self._stop_jobs, lambda: any(each.job for each in self))
         self.gathered = Gathered(shell.user_ns)
+        self.pages = Pages(shell)
         self._pools = {DEFAULT_POOL: Pool(self, DEFAULT_POOL)}
 
     def __iter__(self) -> Iterator[Pool]:

@@ -207,7 +207,7 @@ def test_a_page_that_is_reloaded_in_mid_cell(lab: Lab, notebook: Notebook) -> No
     assert "done" not in notebook.cells()[0].shown
     notebook.start(1)
     said = notebook.wait_for(1, "the next cell")
-    assert re.search(r"the page was reloaded while cell \[\d+\] ran: `%dist_output -2` shows", said)
+    assert re.search(r"or reloaded before cell \[\d+\] had ended: `%dist_output -2` shows", said)
     notebook.start(2)
     assert "done 1" in notebook.wait_for(2, "done 0")
 

@@ -159,15 +159,9 @@ class Notebook:
         environ = {**os.environ, "NBDIST_LOG_DIR": "", **(env or {})}
         if taken is None:
             self.manager.start_kernel(env=environ)
-        client = self.manager.client()
-        assert isinstance(client, BlockingKernelClient)
-        # A kernel takes no two for the same: not while it has not seen the first one go.
-        client.session = client.session.clone()
-        client.session.session = uuid.uuid4().hex
-        self.client = client
+        self.client = self.new_client()
         try:
-            client.start_channels()
-            client.wait_for_ready(timeout=SOON)
+            self.client.wait_for_ready(timeout=SOON)
             if taken is not None:
                 # Tests set variables of their own process too.
                 self.fails_at(f"__import__('os').environ.update({environ!r})")
@@ -177,6 +171,16 @@ class Notebook:
         except BaseException:
             self.close()
             raise
+
+    def new_client(self) -> BlockingKernelClient:
+        """Connect as another page does, with a session of its own."""
+        client = self.manager.client()
+        assert isinstance(client, BlockingKernelClient)
+        # A kernel takes no two for the same: not while it has not seen the first one go.
+        client.session = client.session.clone()
+        client.session.session = uuid.uuid4().hex
+        client.start_channels()
+        return client
 
     def fails_at(self, source: str) -> str:
         """Run what is no cell of the notebook's; return its traceback, if it has one."""

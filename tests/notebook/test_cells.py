@@ -95,6 +95,30 @@ def test_who_runs_the_old_one_is_told(two: Notebook, folder: Path) -> None:
     assert "imported it" not in shown
 
 
+@pytest.mark.parametrize("is_in_mid_cell", [True, False])
+def test_another_page(two: Notebook, *, is_in_mid_cell: bool) -> None:
+    """It is told that it has missed output if it connected before the cell had ended, else not."""
+    first, others = two.client, []
+
+    def open_page(_: object = None) -> None:
+        if not others:
+            others.append(two.new_client())
+            others[0].kernel_info()
+
+    two.run("%%distributed\nimport time\ntime.sleep(2.2)", open_page if is_in_mid_cell else None)
+    time.sleep(0 if is_in_mid_cell else 1)  # a page takes longer than that to load
+    open_page()
+    try:
+        (two.client,) = others
+        shown = [two.run("%%distributed\nprint('next')").text for _ in range(2)]
+    finally:
+        two.client.stop_channels()
+        two.client = first
+    said = ["this page was opened or reloaded before cell [" in text for text in shown]
+    assert said == [is_in_mid_cell, False]
+    assert "reloaded" not in two.run("%%distributed\nprint('next')").text
+
+
 def test_stop_at_any_line_that_follows_it(two: Notebook) -> None:
     """All ranks stop, what they have shown is there, and all of them can go on."""
     two.run(PRESS)

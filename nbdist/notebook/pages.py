@@ -1,0 +1,71 @@
+"""When pages have connected to the notebook's kernel: a page that did in mid-cell missed output."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from IPython.core.interactiveshell import InteractiveShell
+
+from nbdist.notebook.cell_text import execution_count, page_of
+from nbdist.world.running import TaskRun
+
+KIND = "kernel_info_request"  # with which every page connects
+QUEUED_SECONDS = 0.5  # after a cell, within which the kernel has handled what had to wait for it
+
+
+class Connected(NamedTuple):
+    """A page connected at this monotonic time, or while the cell of this number ran, else 0."""
+
+    at: float
+    cell: int
+
+
+class Pages:
+    """Records when each page has connected: a kernel answers new pages once its cell has ended."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._connected: dict[str, Connected] = {}
+        self._cell_ended = float("-inf")
+
+    def listen(self, kernel: Any) -> Callable[[], None]:
+        """Record what connects to this kernel; call what is returned to stop that."""
+        handlers = getattr(kernel, "shell_handlers", {})
+        original, is_on = handlers.get(KIND), True
+        if original is None:  # a kernel that is no ipykernel
+            return lambda: None
+
+        def handle(stream: Any, ident: Any, request: dict[str, Any]) -> Any:
+            if is_on:
+                self.record(page_of(request))
+            return original(stream, ident, request)
+
+        def undo() -> None:
+            nonlocal is_on
+            is_on = False
+            if handlers.get(KIND) is handle:
+                handlers[KIND] = original
+
+        handlers[KIND] = handle
+        return undo
+
+    def record(self, page: str) -> None:
+        """Record that a page has connected now; later requests of the same page do not count."""
+        now = time.monotonic()
+        waited = now - self._cell_ended <= QUEUED_SECONDS
+        cell = execution_count(self._shell) if waited else 0
+        self._connected.setdefault(page, Connected(now, cell))
+
+    def end_cell(self) -> None:
+        """Record that a cell has ended: the kernel handles next what came while it ran."""
+        self._cell_ended = time.monotonic()
+
+    def has_missed(self, page: str, running: TaskRun) -> bool:
+        """Return True if a page has connected after a cell had begun, and before its end."""
+        found, transcript = self._connected.get(page), running.transcript
+        if found is None or transcript.started is None or found.at < transcript.started:
+            return False
+        is_within = found.at <= transcript.started + transcript.elapsed()
+        return is_within or (found.cell > 0 and found.cell == running.task.execution_count)
