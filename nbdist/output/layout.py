@@ -13,7 +13,7 @@ from nbdist.output.ansi import strip
 from nbdist.output.bars import MOST_ROWS, BarTable, bar_table, final_table
 from nbdist.output.curves import Curves
 from nbdist.output.events import Failure, Skipped
-from nbdist.output.rank_transcript import Look, RankTranscript, Shown
+from nbdist.output.rank_transcript import FAILED, Look, RankTranscript, Shown
 from nbdist.output.screen import Line, Screen
 from nbdist.output.transcript import (
     Group,
@@ -50,6 +50,7 @@ _MANY_GROUPS, _MOST_VALUES = 16, 256
 _LONGEST_VALUE = 100
 _MOST_LINES, _FEWER_LINES, _FEWER_LINES_FROM = 200, 50, 64
 _OPEN_LINES = 60
+_OWN = frozenset[Look](("failed", "died"))  # as a rank looks that nothing else has ended
 _SHORT = 8
 """Lines that are open wherever they are: so few cost nothing, and may be those that are odd."""
 
@@ -297,9 +298,8 @@ def _final_blocks(
         is_first = group.ranks[0] == transcript.ranks[0]
         is_open = is_first or group.has_failed or lines <= max(room, _SHORT)
         room -= lines if is_open else 0
-        first = group.part == "first" and len(transcript.failed) > len(group.ranks)
         words = [
-            "failed first" if first else "",
+            _failed_first(group, transcript),
             sameness(group),
             _amount(group.shown),
             "aborted" if group.shown.state == "aborted" else "",
@@ -307,6 +307,19 @@ def _final_blocks(
         failed, log = _failed_with(group, transcript), logs.get(group.ranks[0])
         blocks.append(Block(group, tuple(filter(None, words)), items, failed, log, is_open))
     return tuple(blocks)
+
+
+def _failed_first(group: Group, transcript: Transcript) -> str:
+    """Say `failed first`, "" for a rank that was ended by Stop or by what other ranks did."""
+    others = [each for each in transcript if each.state in FAILED and each.rank not in group.ranks]
+    error = group.shown.error
+    if group.part != "first" or not others or error is None or group.shown.look not in _OWN:
+        return ""
+    was_ended = error.connections if isinstance(error, Failure) else error.why
+    stopped = [each.error for each in others if each.look == "stopped"]
+    if was_ended or any(each and each.time_ns < error.time_ns for each in stopped):
+        return ""
+    return "failed first" if len(group.ranks) == 1 else f"rank {group.shown.rank} failed first"
 
 
 def _pace(transcript: Transcript) -> str:

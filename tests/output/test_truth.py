@@ -17,8 +17,8 @@ from tqdm.std import tqdm
 from nbdist.output.ansi import strip
 from nbdist.output.chart import curves_text, number_text
 from nbdist.output.curves import Curves
-from nbdist.output.events import Done, Text, Tracked
-from nbdist.output.layout import live_layout
+from nbdist.output.events import IGNORES_STOP, Died, Done, Text, Tracked
+from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.screen import Line
 from nbdist.output.text import PlainLines, panel_text
 from nbdist.output.transcript import Transcript
@@ -266,6 +266,42 @@ def test_errors() -> None:
     # Messages that differ only far behind their beginning are not the same.
     transcript = running(2, lambda rank: [failure("y" * 200_000 + f" rank {rank}")])
     assert len(transcript.groups()) == 2
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+ENDS = {
+    "ok": lambda time: out("x\n"),
+    "failed": lambda time: failure(f"bad {time // 2}", time),
+    "released": lambda time: failure("it waited", time)._replace(connections="ended"),
+    "timed out": lambda time: failure("Timed out", time)._replace(connections="timed out"),
+    "stopped": lambda time: failure("", time, "KeyboardInterrupt"),
+    "died": lambda time: Died(-11, time),
+    "ignored Stop": lambda time: Died(-9, time, why=IGNORES_STOP),
+}
+"""What a rank's cell can end with, at a time."""
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(st.sampled_from([*ENDS]), st.integers(1, 9)), min_size=1, max_size=8))
+def test_failed_first(ends: list[tuple[str, int]]) -> None:
+    """It is said of a rank with a failure of its own that came before those of all others."""
+    transcript = make(len(ends), lambda rank: [ENDS[ends[rank][0]](ends[rank][1])])
+    said = {
+        found[1] or str(block.group.ranks[0]): block
+        for block in final_layout(transcript).blocks
+        for word in block.words
+        if (found := re.fullmatch(r"(?:rank (\d+) )?failed first", word))
+    }
+    own = [(time, rank) for rank, (end, time) in enumerate(ends) if end in ("failed", "died")]
+    others = [time for end, time in ends if end in ("stopped", "ignored Stop", "timed out")]
+    for rank, block in said.items():
+        assert ends[int(rank)][1] == min(own)[0]
+        assert ends[int(rank)][1] <= min(others, default=10)
+        assert len(block.group.ranks) < sum(end != "ok" for end, _ in ends)
+    is_alone = len({end for end, _ in ends} - {"ok"}) == 1
+    if own and not others and not is_alone:
+        assert len(said) == 1
 
 
 # --- curves -------------------------------------------------------------------------------------
