@@ -402,10 +402,15 @@ SHORT_LINES, _LONGEST_LINE = 12, 400
 _MOST_ODD, _MOST_SPREADS = 8, 4
 _FEWEST_RANKS, _SEEN_AT_A_GLANCE = 3, 8
 
-_NUMBER = re.compile(f"({NUMBER})")
+# A number that stands by itself, not one in a name, an address or a time; with its unit.
+# `12,254` is one number, but `10:11:12,254` has none: the milliseconds of a logger.
+_NUMBER = re.compile(
+    r"(?<![\w.:/-])(?<!\d,)(-?(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?)"
+    rf"(?={UNITS}?(?![\w/-]|[.:,]\d))"
+)
 _UNIT = re.compile(UNITS)
-_DIGITS = re.compile(r"0x[0-9a-f]+|\d+")
-_LABEL = re.compile(r"([A-Za-z_][\w./-]*)[\"']?\s*[:=]?\s*$")
+_DIGITS, _DIVIDER = re.compile(r"0x[0-9a-f]+|\d+"), re.compile("[ ./-]")
+_LABEL = re.compile(r"((?:[A-Za-z_][\w./-]* )?)([A-Za-z_][\w./-]*)[\"']?\s*[:=]?\s*$")
 
 Words: TypeAlias = tuple[tuple[str, ...], ...]
 Numbers: TypeAlias = tuple[tuple[str, ...], ...]
@@ -428,7 +433,10 @@ def unlike_most(groups: Sequence[Group]) -> frozenset[int]:
 
 
 def spread(transcript: Transcript) -> str:
-    """Say how far numbers lie apart: `loss 2.23 (rank 7) to 2.3 (rank 0)`; "" of few lines."""
+    """Say how far numbers lie apart: `loss 2.23 (rank 7) to 2.3 (rank 0)`; "" of few lines.
+
+    Numbers without a name are left out, and names of which a curve is shown.
+    """
     said = {each.rank: short for each in transcript if (short := _short(each))}
     usual = Counter(words for words, _ in said.values()).most_common(1)
     if not usual:
@@ -437,23 +445,49 @@ def spread(transcript: Transcript) -> str:
     if ranks < _FEWEST_RANKS or ranks * len(most) <= _SEEN_AT_A_GLANCE:
         return ""
     same = {rank: numbers for rank, (words, numbers) in said.items() if words == most}
+    curves = {_DIVIDER.sub("_", name).casefold() for name in transcript.curves.by_name}
     # Of what comes in several lines the last counts: the end of a training.
-    found = dict(_spreads(most, same))
-    return " · ".join(f"{name} {text}".strip() for name, text in [*found.items()][-_MOST_SPREADS:])
+    found = {}
+    for name, text in _spreads(most, same):
+        plain = _DIVIDER.sub("_", name).casefold()
+        if curves.isdisjoint({plain, plain.rpartition("_")[2]}):
+            found[name] = text
+    texts = [f"{name} {text}" for name, text in found.items() if text]
+    text = " · ".join(texts[-_MOST_SPREADS:])
+    if not text or len(same) == len(transcript.ranks):
+        return text
+    return f"{len(same)} of {len(transcript.ranks)} ranks: {text}"
 
 
 def _spreads(words: Words, numbers: dict[int, Numbers]) -> Iterator[tuple[str, str]]:
+    """Yield names and ranges, "" where all have the same number.
+
+    A name has two words where the last one is in several places.
+    """
+    labels = {
+        (line, place): label
+        for line in words
+        for place in range(len(line) - 1)
+        if (label := _LABEL.search(line[place]))
+    }
+    times = Counter(label[2] for label in labels.values())
     for index, line in enumerate(words):
         for place in range(len(line) - 1):
             values = {rank: lines[index][place] for rank, lines in numbers.items()}
-            is_own = all(float(value) == rank for rank, value in values.items())
-            if is_own or len(set(values.values())) == 1:
+            of = {rank: float(value.replace(",", "")) for rank, value in values.items()}
+            is_own = all(number == rank for rank, number in of.items())
+            label = labels.get((line, place))
+            if label is None:
                 continue
-            low, high = (pick(values, key=lambda rank: float(values[rank])) for pick in (min, max))
-            label, found = _LABEL.search(line[place]), _UNIT.match(line[place + 1])
+            name = f"{label[1] if times[label[2]] > 1 else ''}{label[2]}"
+            if is_own or len({*of.values()}) == 1:
+                yield name, ""
+                continue
+            low, high = min(of, key=of.__getitem__), max(of, key=of.__getitem__)
+            found = _UNIT.match(line[place + 1])
             unit = found[0] if found else ""
             text = f"{values[low]}{unit} (rank {low}) to {values[high]}{unit} (rank {high})"
-            yield label[1] if label else "", text
+            yield name, text
 
 
 def _short(said: RankTranscript) -> tuple[Words, Numbers] | None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbdist.output.events import Died, Failure, InputRequest, Output, Skipped, Text
+from nbdist.output.events import Died, Failure, InputRequest, Output, Skipped, Text, Tracked
 from nbdist.output.html import panel_html
 from nbdist.output.layout import (
     Hidden,
@@ -138,7 +138,7 @@ def test_what_stands_back() -> None:
     panel = final_layout(make(64, lambda rank: said.get(rank, [out(usual[rank])])))
     assert ranks_of(panel.blocks) == [(0,), (17,), (33,)]
     assert len(panel.rest) == 61
-    assert panel.spread == "loss 2.0 (rank 0) to 2.63 (rank 63)"
+    assert panel.spread == "62 of 64 ranks: loss 2.0 (rank 0) to 2.63 (rank 63)"
 
 
 def test_what_is_kept() -> None:
@@ -238,6 +238,7 @@ BAR = "\r100%|██████████| 500/500 [00:1{0}<00:00, 25.{0}it/s
         ("{1}: acc={0}, 5 steps in 3.{1}s\ny\n", "acc 0.5 (rank 0) to 0.57 (rank 7)"),
         # Of what comes again the last counts.
         ("loss 9{0}\nloss {0}\n", "loss 0.5 (rank 0) to 0.57 (rank 7)"),
+        ("loss {0}\nloss 0.1\n", ""),
         ("{{'loss': {0}, 'at': '0x7f{1}a'}}\ncuda:{1} 00:1{1} 2024-0{1}-01\n", "loss 0.5"),
         ("CPU times: user {0} ms\nWall time: 1 s\n", "user 0.5 ms (rank 0) to 0.57 ms (rank 7)"),
         ("a\nWall time: {0} \u00b5s\n", "time 0.5 \u00b5s (rank 0) to 0.57 \u00b5s (rank 7)"),
@@ -245,6 +246,13 @@ BAR = "\r100%|██████████| 500/500 [00:1{0}<00:00, 25.{0}it/s
         ("same 3\nalso 4\n", ""),
         ("shard-{1} is {1}\nshard_{1}\n", ""),
         (BAR.replace("{0}", "{1}") + "x\nloss {0}\n", "loss 0.5 (rank 0) to 0.57 (rank 7)"),
+        ("2026-11-28 10:11:12,25{1} - INFO - at 10:11:12.3{1}\ny\n", ""),
+        ("a\n({0}, 1{1}.5)\n", ""),
+        ("seen 1,00{1} 10,00{1}.5 tokens\n9\n", "seen 1,000 (rank 0) to 1,007 (rank 7)"),
+        (
+            "train loss {0}\nval loss 1{0}\n",
+            "train loss 0.5 (rank 0) to 0.57 (rank 7) · val loss 1",
+        ),
     ],
 )
 def test_spread(text: str, said: str) -> None:
@@ -286,6 +294,16 @@ def test_unlike_most() -> None:
     for ranks in (6, 40):
         halves = make(ranks, lambda rank: [out(f"{'ab'[rank % 2]} {rank}\nx\n")])
         assert unlike_most(halves.groups()) == frozenset()
+
+
+def test_a_curve_of_the_same_name() -> None:
+    """The curve says it, of another step perhaps: the range of what was printed has it not."""
+    text = "loss {0}\nval/acc: {0}\nlr {0}\n"
+    transcript = make(8, lambda rank: [out(text.format(round(0.5 + rank / 100, 2)))])
+    for name in ("Loss", "val_acc"):
+        point = tuple(map(float, (0, 1, 3, 3, 3, 0)))
+        transcript.curves.take(0, "task", Tracked({name: point}, {}), 8)
+    assert spread(transcript) == "lr 0.5 (rank 0) to 0.57 (rank 7)"
 
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6).map(lambda number: round(number, 3) + 0.0), min_size=9)

@@ -21,7 +21,7 @@ from nbdist.output.events import IGNORES_STOP, Died, Done, Text, Tracked
 from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.screen import Line
 from nbdist.output.text import PlainLines, panel_text
-from nbdist.output.transcript import Transcript
+from nbdist.output.transcript import Transcript, spread
 from nbdist.topology import parse_ranks
 from nbdist.worker import tracking
 from tests.output.lab import (
@@ -266,6 +266,58 @@ def test_errors() -> None:
     # Messages that differ only far behind their beginning are not the same.
     transcript = running(2, lambda rank: [failure("y" * 200_000 + f" rank {rank}")])
     assert len(transcript.groups()) == 2
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+LINES = [
+    "loss {0}",
+    "loss {1}",
+    "2026-11-28 10:11:12,2{1:02} INFO loss={0}",
+    "[10:11:12.2{1:02}] {0} {1}",
+    "train loss {0} val loss {1}",
+    "val loss: {1}",
+    "seen {1},{2:03} tokens in {0} s",
+    "({0}, {1}, {2})",
+    "1{1},{2:03}",
+]
+RANGE = re.compile(r"(?P<name>.+?) (?P<low>[\d.,]+)(?: s)? \(rank (?P<least>\d+)\) to "
+                   r"(?P<high>[\d.,]+)(?: s)? \(rank (?P<most>\d+)\)")  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.sampled_from(LINES), min_size=2, max_size=5),
+    st.lists(st.tuples(st.integers(0, 99), st.integers(1, 30), st.integers(0, 999)), min_size=3),
+    st.integers(0, 30),
+)
+def test_spread(lines: list[str], numbers: list[tuple[int, int, int]], odd: int) -> None:
+    """Of each range the ends are numbers that these ranks have printed last under that name."""
+    said = [[line.format(own / 100, *more) for line in lines] for own, *more in numbers]
+    for own in said[odd : odd + 1]:
+        own.append("and more")
+    found = spread(make(len(said), lambda rank: [printed(said[rank])]))
+    those = re.match(r"(\d+) of (\d+) ranks: ", found)
+    is_of_all = odd >= len(said)
+    assert those is None or (int(those[1]), int(those[2])) == (len(said) - 1, len(said))
+    assert not found or is_of_all == (those is None)
+    for each in filter(None, found.removeprefix(those[0] if those else "").split(" · ")):
+        ends = RANGE.fullmatch(each)
+        assert ends is not None, each
+        pattern = rf"(?<!\w){re.escape(ends['name'])}[ =:]+([\d.,]*\d)"
+        printed_last = {
+            rank: [
+                *re.findall(pattern, "\n".join(own)),
+                *re.findall(rf"^{pattern}", "\n".join(own), re.MULTILINE),  # `loss`, not `val loss`
+            ][-1]
+            for rank, own in enumerate(said)
+            if rank != odd
+        }
+        value_of = {rank: float(text.replace(",", "")) for rank, text in printed_last.items()}
+        assert printed_last[int(ends["least"])] == ends["low"]
+        assert printed_last[int(ends["most"])] == ends["high"]
+        assert value_of[int(ends["least"])] == min(value_of.values())
+        assert value_of[int(ends["most"])] == max(value_of.values())
 
 
 # --- failures -----------------------------------------------------------------------------------
