@@ -388,16 +388,23 @@ class NameTable:
         lost = self._lacking(ranks)
         return list_names(lost, order=lost)
 
-    def lacking_names(self, ranks: Iterable[int]) -> list[str]:
-        """Return the names of all variables that these ranks lack since they are new."""
-        return sorted(self._lacking(ranks))
+    def sources_of_lacking(self, ranks: Iterable[int]) -> dict[int, list[str]]:
+        """Return all that these new ranks lack, by the first rank that has it, if any has."""
+        found: dict[int, list[str]] = {}
+        for name in sorted(self._lacking(ranks)):
+            if has := self.ranks_with(name):
+                found.setdefault(has[0], []).append(name)
+        return found
 
     def _lacking(self, ranks: Iterable[int]) -> dict[str, int]:
+        # A new worker has its own `rank`, also where a cell has bound that.
+        own = WORKERS_OWN | WORKERS_MODULES.keys()
         return {
             name: entry.kind
             for rank in ranks
             for name, entry in self._ranks.get(rank, {}).items()
             if isinstance(entry, Missing) and entry.import_path is None
+            if name not in own
         }
 
     def is_first_notice(self, name: str) -> bool:

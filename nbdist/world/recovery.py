@@ -462,10 +462,12 @@ def scaled_text(workers: Workers) -> str:
         return text
     verb = "does" if len(new) == 1 else "do"
     if lacking := workers.names.lacking(new):
-        text += (
-            f" · new {name_ranks(new)} {verb} not have {lacking}: "
-            f"`%dist_sync {' '.join(workers.names.lacking_names(new))} --from 0` copies it there"
-        )
+        text += f" · new {name_ranks(new)} {verb} not have {lacking}"
+        sources = workers.names.sources_of_lacking(new)
+        lines = [f"`%dist_sync {' '.join(names)} --from {rank}`" for rank, names in sources.items()]
+        copies = "copies" if len(lines) == 1 else "copy"
+        them = "it" if sum(map(len, sources.values())) == 1 else "them"
+        text += f": {' and '.join(lines)} {copies} {them} there" if lines else ""
     problem = f" ·{workers.setup.problem.rstrip('.')}" if workers.setup.problem else ""
     return text + problem
 

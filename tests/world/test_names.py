@@ -268,6 +268,19 @@ def test_new_ranks_lack_what_any_other_has(table: NameTable) -> None:
     assert table.lacking([1, 2]) == ""
 
 
+def test_new_ranks_lack_no_name_of_their_own(table: NameTable) -> None:
+    """Also where cells have bound it; of all others it is known which rank has them."""
+    bind(table, 0, "rank", "world_size", "device", "local_rank", "dist", "x", "y")
+    bind(table, 1, "z", "y")
+    bind(table, 2, "gone")
+    table.renumbered({0: 0, 1: 1}, 3)
+    assert table.lacking([2]) == "gone, x, y and z"
+    assert table.sources_of_lacking([2]) == {0: ["x", "y"], 1: ["z"]}
+    table.replaced([0])
+    assert table.lacking([0]) == "x and y"
+    assert table.sources_of_lacking([0]) == {1: ["y"]}
+
+
 def test_who_has_something_under_a_name(table: NameTable) -> None:
     """Shipped, bound there or imported; not where it was lost."""
     ship(table, "x", ranks=(0,))

@@ -67,7 +67,7 @@ def test_the_folder_of_the_notebook_is_removed(
 def test_the_size_changes(kernel: Notebook) -> None:
     """It is said once, with what new ranks lack and which ranks are others now."""
     assert kernel.run("%%distributed -n 2\npass").errors == []
-    kernel.run("%%distributed\nkept = made = 5")
+    kernel.run("%%distributed\nkept = made = 5; rank = dist.get_rank()")
     said = kernel.run("%dist_scale +1").text
     assert said.startswith("now 3 workers · new rank 2 does not have kept and made"), said
     assert "now 3 workers" not in kernel.run("%%distributed\nprint(world_size)").text
