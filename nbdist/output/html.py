@@ -33,6 +33,7 @@ from nbdist.output.wording import (
     line,
     lines_html,
     panel,
+    shown_later,
     size,
     table,
     traceback_html,
@@ -41,6 +42,9 @@ from nbdist.output.wording import (
 from nbdist.words import count, format_ranks, name_ranks
 
 MOST_BYTES, MOST_LIVE_BYTES = 1_000_000, 64_000
+FOOT_SECONDS = 10
+"""So long nothing is drawn, in a page that was reloaded, before the foot of a panel is seen."""
+
 _SMALLEST_BLOCK = 1500
 _BLOCK_BYTES = 600  # The tags of a block and the notes in it.
 # Wide enough for what people print; a line that does not fit in its block is cut.
@@ -92,7 +96,8 @@ def panel_html(shown: Panel) -> str:
         rows = _rows(shown.rows, most // 2, room)
     if shown.more:
         rows += line(dim(f"and {len(shown.more)} more: {name_ranks(shown.more)}"))
-    last = line(dim(f"{name_ranks(shown.silent)}: no output" if shown.silent else shown.foot))
+    last = line(dim(f"{name_ranks(shown.silent)}: no output" if shown.silent else ""))
+    last += line(shown_later(shown.foot, FOOT_SECONDS)) if shown.foot else ""
     head, note = _head(shown) + line(dim(shown.spread)), line(dim(shown.note))
     head, last = (head + note, last) if shown.is_live else (head, last + note)
     room.left -= size(head + bars + rows + last + curves * shown.is_live) + _SMALLEST_BLOCK

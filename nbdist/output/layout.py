@@ -43,7 +43,7 @@ _MOST_SQUARES = 128
 # Of live layouts.
 _LIVE_LINES, _LIVE_LINES_OF_FAILED, _LIVE_LINES_OF_ASKING = 24, 8, 60
 _FEW_GROUPS, _CLOCK_FROM = 4, 2.0
-_LIVE = "live view at {}; if this time does not change, it ended then: `%dist_output`"
+_LIVE = "last updated at {}: `%dist_output` shows the rest"
 
 # Of final layouts.
 _MANY_GROUPS, _MOST_VALUES = 16, 256
@@ -157,7 +157,7 @@ def live_layout(
 ) -> Panel:
     """Lay out a running cell; `note` is a line such as which ranks wait where.
 
-    `usage` is what ranks use, `clock` the time of day: after a reload the page shows this for ever.
+    `usage` is what ranks use, `clock` the time of day for a page that is never drawn again.
     Progress bars are in one table above the lines of text.  Of many ranks that differ only the
     failed, and those that wait for your input, have blocks, the others a row for each last line.
     Those that wait come last, after them the rank whose `turn` it is: what is typed goes below.

@@ -290,6 +290,25 @@ def _image(kind: str, encoded: str, metadata: MimeBundle) -> str:
     return f'<img src="data:{kind};base64,{escape(encoded)}"{size} style="{shape}">'
 
 
+_LATER = (
+    '<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="16"><text y="12" opacity="0" '
+    'font-family="monospace" font-size="12" fill="{colour}">{text}'
+    '<set attributeName="opacity" to="1" begin="{seconds}s"/></text></svg>'
+)
+
+
+def shown_later(text: str, seconds: int) -> str:
+    """Draw a line that is invisible until it has been on a page for so many seconds.
+
+    A page that draws the panel again begins anew: the line is seen where nothing is drawn any
+    more.  It is a picture since panels can have neither scripts nor style sheets.
+    """
+    width = 8 * len(text)
+    drawn = _LATER.format(width=width, colour=GREY, text=escape(text), seconds=seconds)
+    encoded = b64encode(drawn.encode()).decode()
+    return _image("image/svg+xml", encoded, {"width": width, "height": 16})
+
+
 @lru_cache(maxsize=256)
 def _is_contained(html: str) -> bool:
     """Return True for markup without scripts that closes what it opens: nothing leaks out."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import nbformat
 import pytest
 
+from nbdist.output.html import FOOT_SECONDS
 from tests.browser.conftest import NO_IDLE_IMPORTS, Lab, Notebook, in_folder
 
 if TYPE_CHECKING:
@@ -188,20 +189,35 @@ def test_input_and_breakpoints(lab: Lab, notebook: Notebook) -> None:
     assert [len(cell.outputs) for cell in saved.cells] == [1, 1]
 
 
+def foot(notebook: Notebook) -> bytes:
+    """The last line of the first cell's panel as a PNG, which is larger if text is seen in it."""
+    # Not by a locator, which waits for an element that stays.
+    place = notebook.page.evaluate(
+        "(({x, y, width, height}) => ({x, y, width, height}))"
+        "([...document.querySelectorAll('.jp-OutputArea-output img')].at(-1)"
+        ".getBoundingClientRect())"
+    )
+    return notebook.page.screenshot(clip=place)
+
+
 def test_a_page_that_is_reloaded_in_mid_cell(lab: Lab, notebook: Notebook) -> None:
     """The panel says what ranks use, and when it ended; the next cell shows what was missed."""
     notebook.fill(USED)
     notebook.start(0)
-    live = notebook.wait_for(0, "live view at ")
-    head = live.splitlines()[0]
-    assert re.search(r"2 ranks · [\d.]+ s · ● 2 · cpu [\d.]+", head)
     notebook.wait_for(0, "% behind")
+    head = notebook.wait_for(0, " · cpu ").splitlines()[0]
+    assert re.search(r"2 ranks · [\d.]+ s · ● 2 · cpu [\d.]+", head)
+    # When it was drawn last is seen in a page that draws it no more, and in no other.
+    notebook.page.wait_for_timeout((FOOT_SECONDS + 3) * 1000)
     notebook.screenshot("resources-live")
+    hidden = len(foot(notebook))
     notebook.save()
     notebook.page.reload()
     # The kernel answers nobody new while it runs a cell.
     notebook.wait_until_ready(kernel="unknown")
+    notebook.page.wait_for_timeout((FOOT_SECONDS + 1) * 1000)
     notebook.screenshot("resources-reloaded")
+    assert len(foot(notebook)) > 3 * hidden
     (lab.folder / "gate").touch()
     notebook.wait_until_ready()
     assert "done" not in notebook.cells()[0].shown

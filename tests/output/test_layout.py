@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
+from xml.etree import ElementTree
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist.output.events import Died, Failure, InputRequest, Output, Skipped, Text, Tracked
-from nbdist.output.html import panel_html
+from nbdist.output.html import FOOT_SECONDS, panel_html
 from nbdist.output.layout import (
     Hidden,
     Row,
@@ -69,16 +72,21 @@ def test_live_blocks() -> None:
 
 
 def test_what_a_running_cell_says_of_itself() -> None:
-    """What ranks use, and after some seconds the time: a reloaded page shows it for ever."""
+    """What ranks use, and for a page that is not drawn any more when it was drawn last."""
     transcript = running(2, lambda rank: [out("x\n")])
     first = live_layout(transcript, 1.0, "", "cpu 2 GiB", "17:33:05")
     last = live_layout(transcript, 5.0, "", "cpu 2 GiB", "17:33:05")
     assert first.now == last.now == "cpu 2 GiB"
     assert first.foot == ""
-    assert last.foot.startswith("live view at 17:33:05; if this time does not change, it ended")
-    assert "`%dist_output`" in last.foot
+    assert last.foot == "last updated at 17:33:05: `%dist_output` shows the rest"
     assert panel_text(last).endswith(f"\n{last.foot}")
-    assert last.foot in panel_html(last)
+    # A page that is drawn again and again does not show it.
+    assert "17:33:05" not in panel_html(last)
+    (image,) = Panel(panel_html(last)).images
+    drawn = ElementTree.fromstring(b64decode(str(image["src"]).partition("base64,")[2]))
+    (text,) = drawn
+    assert (text.text, text.get("opacity")) == (last.foot, "0")
+    assert text[0].attrib == {"attributeName": "opacity", "to": "1", "begin": f"{FOOT_SECONDS}s"}
     assert final_layout(transcript).now == final_layout(transcript).foot == ""
 
 
