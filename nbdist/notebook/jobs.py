@@ -179,7 +179,7 @@ class Job:
         def show() -> None:
             nonlocal said
             text = (
-                f"Waiting for {self.title} ({self.seconds:.0f} s). "
+                f"Waiting for {self.title} (running for {self.seconds:.0f} s). "
                 "Stop cancels this cell only; that one keeps running."
             )
             if not said or (display.can_change and said != text):

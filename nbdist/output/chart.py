@@ -282,9 +282,9 @@ def more_text(curves: Curves) -> str:
     """Say which names were left out, "" for none."""
     if not curves.more:
         return ""
-    return (
-        f"{MOST_NAMES} names are kept; left out: {', '.join(map(shown_name, [*curves.more][:6]))}"
-    )
+    names = [*map(shown_name, curves.more)]
+    names[6:] = [f"and {len(names) - 6} more"] * (len(names) > 6)
+    return f"{MOST_NAMES} names are kept; left out: {', '.join(names)}"
 
 
 def _table(name: str, curve: Curve) -> str:

@@ -23,8 +23,15 @@ from nbdist.output.transcript import (
     spread,
     unlike_most,
 )
-from nbdist.output.wording import error_text, in_log_only, lines_text, ranks_text, seconds_text
-from nbdist.words import count, format_ranks
+from nbdist.output.wording import (
+    error_text,
+    fold_ranks,
+    in_log_only,
+    lines_text,
+    ranks_text,
+    seconds_text,
+)
+from nbdist.words import count, format_ranks, name_ranks
 
 MARKS: dict[Look, str] = {
     "waiting": "○",
@@ -229,7 +236,8 @@ def final_layout(
     logs = logs or {}
     shown = _of_all(transcript, now)._replace(pace=_pace(transcript), note=note)
     bars = final_table(transcript)
-    if transcript.is_silent and not (transcript.failed or bars):
+    has_ended = all(each.state == "ok" for each in transcript)
+    if transcript.is_silent and has_ended and not bars:
         return shown._replace(states=(), squares=(), more_squares=0)
     groups = transcript.groups(failed_first=True)
     silent = [group for group in groups if group.shown.is_silent and group.shown.state == "ok"]
@@ -323,16 +331,19 @@ def _failed_first(group: Group, transcript: Transcript) -> str:
 
 
 def _pace(transcript: Transcript) -> str:
-    """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`, "" where it does not matter."""
-    done = [each for each in transcript if each.state == "ok" and each.seconds]
-    timed = [(each.seconds or 0.0, each.rank) for each in done]
-    if len(timed) < 2:
+    """Say `slowest rank 3 (3.2 s), fastest rank 0 (1.1 s)`, "" where it does not matter.
+
+    Of a cell that has failed on a rank nothing is said: it is not known how long that would take.
+    """
+    timed = {each.rank: each.seconds for each in transcript if each.seconds is not None}
+    if len(timed) < max(2, len(transcript.ranks)) or any(each.state != "ok" for each in transcript):
         return ""
-    (low, fastest), (high, slowest) = min(timed), max(timed)
+    low, high = min(timed.values()), max(timed.values())
     if high - low < max(_SLOWER, _SLOWER_SHARE * high):
         return ""
-    slow = f"slowest rank {slowest} ({seconds_text(high)})"
-    return f"{slow}, fastest rank {fastest} ({seconds_text(low)})"
+    shown = fold_ranks({rank: seconds_text(seconds) for rank, seconds in timed.items()})
+    slow, fast = ((name_ranks(shown[text]), text) for text in map(seconds_text, (high, low)))
+    return f"slowest {slow[0]} ({slow[1]}), fastest {fast[0]} ({fast[1]})"
 
 
 def _amount(said: RankTranscript) -> str:
@@ -417,6 +428,7 @@ def _failed_with(group: Group, transcript: Transcript) -> str:
         return ""
     said = error_text(error)
     if group.part == "same" and (cause := transcript.root_cause()) is not None:
-        same = "as" if said == error_text(cause[1]) else "in the same place as"
-        return f"{said} ({same} on rank {cause[0]})"
+        is_equal = said == error_text(cause[1])
+        if is_equal or isinstance(error, Failure):
+            return f"{said} ({'as' if is_equal else 'in the same place as'} on rank {cause[0]})"
     return said

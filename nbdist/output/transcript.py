@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from nbdist.output.ansi import strip
 from nbdist.output.curves import Curves
-from nbdist.output.events import Failure, Output, RankError
+from nbdist.output.events import Died, Failure, Output, RankError
 from nbdist.output.fingerprint import NUMBER, UNITS, error_keys
 from nbdist.output.rank_transcript import (
     ENDED,
@@ -103,7 +103,8 @@ class Transcript:
         known: dict[object, list[RankTranscript]] = {}
         for each in self:
             body = each.body.exact if exactly else each.body.alike
-            keys = [(body, each.state in FAILED, key) for key in each.error_keys]
+            alike = _alike_keys(each.error, each.error_keys)
+            keys = [(body, each.state in FAILED, key) for key in alike]
             group = next((known[key] for key in keys if key in known), None)
             if group is None:
                 members.append(group := [])
@@ -136,11 +137,11 @@ class Transcript:
 
     def alike_error(self, rank: int) -> tuple[int, ...]:
         """Find the ranks that failed with an error like that of `rank`, itself included."""
-        keys = set(self.by_rank[rank].error_keys)
+        keys = {each.rank: _alike_keys(each.error, each.error_keys) for each in self}
         return tuple(
             other
             for other in self.errors
-            if other == rank or not keys.isdisjoint(self.by_rank[other].error_keys)
+            if other == rank or not keys[rank].isdisjoint(keys[other])
         )
 
 
@@ -160,7 +161,7 @@ _MOST_IN_A_SET, _MOST_NUMBERS = 64, 16
 Part = Literal["none", "first", "same", "other"]
 """What a group's error has to do with the first one of the cell."""
 
-Likeness = Literal["same", "same except for {…}", "stopped in the same line"]
+Likeness = Literal["same", "same except for {…}", "stopped in the same line", "stopped"]
 """As it is shown: numbers, addresses, devices and process ids that differ are sets."""
 
 
@@ -223,7 +224,9 @@ def group_of(members: Sequence[RankTranscript], first: int | None, alike: Collec
     error = fold_errors([error for each in members if (error := each.error)])
     likeness: Likeness = "same except for {…}"
     if error is None and shown.error is not None:
-        likeness, error = "stopped in the same line", shown.error
+        # Of Stop in a script no line of the cell is known.
+        has_line = not shown.error_keys[0].startswith("\n")
+        likeness, error = "stopped in the same line" if has_line else "stopped", shown.error
     elif len({(said_by(each.error), each.body.exact) for each in members}) == 1:
         likeness = "same"
     return Group(tuple(members), shown, likeness, error, part)
@@ -344,8 +347,8 @@ def fold_errors(errors: Sequence[RankError]) -> RankError | None:
 
 def followed_text(errors: Mapping[int, RankError], first: int) -> list[str]:
     """Say how other ranks than the first failed: `ranks 1-3: the same`, `rank 4: OSError: 5`."""
-    keys = {*error_keys(first, errors[first])}
-    alike = {r for r, each in errors.items() if not keys.isdisjoint(error_keys(r, each))}
+    found = {rank: _alike_keys(each, error_keys(rank, each)) for rank, each in errors.items()}
+    alike = {rank for rank, keys in found.items() if not keys.isdisjoint(found[first])}
     same = {r for r in alike if said_by(errors[r]) == said_by(errors[first])}
     texts = {r: error_text(each) for r, each in errors.items() if r not in same}
     if (folded := fold_errors([errors[r] for r in sorted(alike - same)])) is not None:
@@ -358,7 +361,13 @@ def said_by(error: RankError | None) -> object:
     """Return all of an error that is shown; of the same error it is equal."""
     if isinstance(error, Failure):
         return error.name, error.message, "\n".join(error.traceback)
-    return error and error.exit_code
+    return error and (error.exit_code, error.why)
+
+
+def _alike_keys(error: RankError | None, keys: Collection[str]) -> frozenset[str]:
+    """Return keys of which like errors share one; processes are alike if the same ended them."""
+    why = error.why if isinstance(error, Died) else ""
+    return frozenset(f"{key} {why}" for key in keys)
 
 
 def _set(values: tuple[str, ...]) -> str:

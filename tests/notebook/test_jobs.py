@@ -197,7 +197,7 @@ def test_stop_ends_the_waiting(notebook: Notebook) -> None:
 def test_a_cell_that_comes_meanwhile(notebook: Notebook) -> None:
     """It waits and says so; Stop then ends its wait alone.  What brings values waits too."""
     sleep(notebook)
-    stop = notebook.stop_at("Waiting for `job` (")
+    stop = notebook.stop_at("Waiting for `job` (running for ")
     said = notebook.run("%%distributed\nnever = 1", stop).error
     assert said.startswith("KeyboardInterrupt: Stopped. This cell has not run; `job`")
     assert notebook.value("job.done()") is False

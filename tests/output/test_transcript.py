@@ -86,6 +86,11 @@ def test_stop_hits_anywhere() -> None:
     tracebacks = [(f"Cell In[3], line {line}\n", f"File t.py, in {at}", "") for line, at in places]
     stopped = running(3, lambda rank: [Failure("KeyboardInterrupt", "", tracebacks[rank], rank)])
     assert groups(stopped) == [(0, 1), (2,)]
+    assert stopped.groups()[0].likeness == "stopped in the same line"
+    # Of a script no line of the cell is known.
+    scripts = [(f"File train.py:{line}, in {name}",) for line, name in ((5, "step"), (9, "load"))]
+    stopped = running(2, lambda rank: [Failure("KeyboardInterrupt", "", scripts[rank], rank)])
+    assert [group.likeness for group in stopped.groups()] == ["stopped"]
 
 
 # --- failures -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from nbdist.output.layout import final_layout, live_layout
 from nbdist.output.screen import Line
 from nbdist.output.text import PlainLines, panel_text
 from nbdist.output.transcript import Transcript, spread
+from nbdist.output.wording import error_text, seconds_text
 from nbdist.topology import parse_ranks
 from nbdist.worker import tracking
 from tests.output.lab import (
@@ -328,7 +329,7 @@ ENDS = {
     "released": lambda time: failure("it waited", time)._replace(connections="ended"),
     "timed out": lambda time: failure("Timed out", time)._replace(connections="timed out"),
     "stopped": lambda time: failure("", time, "KeyboardInterrupt"),
-    "died": lambda time: Died(-11, time),
+    "died": lambda time: Died(-9, time),
     "ignored Stop": lambda time: Died(-9, time, why=IGNORES_STOP),
 }
 """What a rank's cell can end with, at a time."""
@@ -354,6 +355,55 @@ def test_failed_first(ends: list[tuple[str, int]]) -> None:
     is_alone = len({end for end, _ in ends} - {"ok"}) == 1
     if own and not others and not is_alone:
         assert len(said) == 1
+
+
+@some
+@given(st.lists(st.sampled_from([*ENDS]), min_size=1, max_size=8))
+def test_what_ended_each_rank(ends: list[str]) -> None:
+    """Whatever stands beside a rank is what has ended it, also where it is in a group."""
+    outputs = [ENDS[end](1) for end in ends]
+    layout = final_layout(make(len(ends), lambda rank: [outputs[rank]]))
+    for block in layout.blocks:
+        assert len({ends[rank] for rank in block.group.ranks}) == 1
+        error = block.group.error
+        if isinstance(error, Died) and block.failed:
+            assert block.failed.partition(" (")[0] == error_text(error).partition(" (")[0]
+        if found := re.search(r"\(as on rank (\d+)\)", block.failed):
+            assert ends[int(found[1])] == ends[block.group.ranks[0]]
+
+
+@some
+@given(st.lists(st.sampled_from(["ok", "aborted", ""]), min_size=1, max_size=6))
+def test_silent_cells(ends: list[str]) -> None:
+    """Unless all ranks have finished well it is said how each ended, though none has output."""
+    transcript = running(len(ends), lambda rank: [])
+    known = {"ok": Done("ok", 1.0), "aborted": Done("aborted", 0.0)}
+    for rank, end in enumerate(ends):
+        if end in known:
+            transcript.receive(rank, known[end], 1.0)
+    found = dict(final_layout(transcript, now=1.0).states)
+    assert bool(found) == ({*ends} != {"ok"})
+    assert found.get("aborted", "∅ 0") == f"∅ {ends.count('aborted')}"
+
+
+TIMES = st.sampled_from([0.0, 0.5, 1.0, 1.02, 3.0, 3.04, 60.0])
+
+
+@some
+@given(st.lists(st.tuples(TIMES, st.sampled_from(["ok"] * 9 + ["failed"])), min_size=1, max_size=6))
+def test_slowest(ends: list[tuple[float, str]]) -> None:
+    """All ranks that look as slow, or as fast, are named; of a cell that has failed none is."""
+    said = [[failure()] if end == "failed" else [out("x\n")] for _, end in ends]
+    seconds = [time for time, _ in ends]
+    pace = final_layout(make(len(ends), said.__getitem__, seconds=seconds.__getitem__)).pace
+    if "failed" in {end for _, end in ends} or max(seconds) - min(seconds) < 0.5:
+        assert pace == ""
+    for word, end in (("slowest", max(seconds)), ("fastest", min(seconds))) if pace else ():
+        found = re.search(rf"{word} ranks? ([\d,-]+) \((.*?)\)", pace)
+        assert found is not None
+        assert found[2] == seconds_text(end)
+        ranks = [rank for rank, time in enumerate(seconds) if seconds_text(time) == found[2]]
+        assert [*parse_ranks(found[1], len(ends))] == ranks
 
 
 # --- curves -------------------------------------------------------------------------------------
