@@ -325,7 +325,12 @@ Values = Sequence[float | None]
 """Of a curve, by step; None is a gap."""
 
 _TILES = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-end;margin:4px 0"
-_TILE = f"flex:1 1 40%;max-width:{WIDTH}px;min-width:240px;box-sizing:border-box;margin:2px 0"
+TICK_WIDTH = 7  # of a character of the numbers beside a picture, in pixels
+
+_TILE = (
+    f"flex:1 1 40%;max-width:{WIDTH + 8 * TICK_WIDTH}px;min-width:240px;"
+    "box-sizing:border-box;margin:2px 0"
+)
 
 
 def live_curves(curves: Curves) -> tuple[str, str]:
@@ -370,11 +375,25 @@ def _tile(name: str, curve: Curve, most: int) -> str:
     shown = embed(Display({"image/svg+xml": drawn}, {"width": WIDTH, "height": HEIGHT}))
     if shown is None or size(shown) > most:
         return f'<div style="{_TILE}">{head}</div>'
-    earlier = f" · {count(len(runs), 'earlier run')} in grey" if runs else ""
-    steps = f"steps {step_text(begin)} to {step_text(end)}{earlier}"
-    foot = f"{number_text(low)} · {steps}"
+    earlier = line(dim(f"{count(len(runs), 'earlier run')} in grey")) if runs else ""
+    steps = f"step {step_text(begin)}", f"step {step_text(end)}"
+    drawn = with_axes(shown, (number_text(high), number_text(low)), steps)
+    return f'<div style="{_TILE}">{head}{drawn}{earlier}</div>'
+
+
+def with_axes(image: str, numbers: tuple[str, str], steps: tuple[str, str]) -> str:
+    """Write the highest and lowest number to the left of a picture, and the steps below it."""
+    top, bottom = numbers
+    # As wide as most numbers are, so that pictures side by side are equal.
+    width = TICK_WIDTH * max(7, *map(len, numbers)) + 6
+    across = f"display:flex;padding-left:{width}px;font-size:11px"
+    beside = f"flex:0 0 {width}px;box-sizing:border-box;padding:0 6px 0 0;font-size:11px"
+    column = f"{beside};text-align:right;display:flex;flex-direction:column"
+    space = '<div style="flex:1 1 auto"></div>'
     return (
-        f'<div style="{_TILE}">{head}{line(dim(number_text(high)))}{shown}{line(dim(foot))}</div>'
+        f'<div style="display:flex"><div style="{column}">{dim(top)}{space}{dim(bottom)}</div>'
+        f'<div style="flex:0 1 auto;min-width:0">{image}</div></div>'
+        f'<div style="{across}">{dim(steps[0])}{space}{dim(steps[1])}</div>'
     )
 
 

@@ -215,7 +215,9 @@ def check(notebook: Notebook) -> None:
         found = re.findall(r"^rank (\d)", cells[name].shown, re.MULTILINE)
         assert found == [str(rank) for rank in range(ranks)]
     assert "loss 1.300 (rank 0) to 1.330 (rank 3)" in cells["short"].shown
-    assert re.search(r"loss \d.*\nrank 2 left the band from step \d+ on", cells["curves"].shown)
+    assert re.search(
+        r"loss \d.*\nrank 2 left the band from (?:about )?step \d+ on", cells["curves"].shown
+    )
     assert "widget, shown below" in cells["widget"].shown
     assert "Error displaying widget" not in cells["widget"].shown
     assert "line 3: UserWarning: an old way of doing this" in cells["widget"].shown

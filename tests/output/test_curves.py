@@ -206,6 +206,14 @@ def test_a_picture_shows_how_numbers_lie(size: float) -> None:
     assert {x for x, _ in drawn(curves_html(odd))} == {0, 1, 480, 481, 960, 961}
 
 
+def test_the_axes_have_numbers() -> None:
+    """The highest and lowest number beside a picture, the first and last step below it."""
+    curves = curves_of(2, 126, lambda rank, step: 3 - step / 50)
+    curves.take(0, "next", tracked(range(51), lambda step: 9), 2)
+    lines = Panel(curves_html(curves)).lines
+    assert lines[1:] == ["9", "0.5", "step 0", "step 125", "1 earlier run in grey"]
+
+
 def test_in_a_panel() -> None:
     """Below the head, in all forms; of a silent cell too; names are escaped."""
     name = "<b>x</b>\n& more"
