@@ -19,7 +19,7 @@ from nbdist.notebook.options import NbDist
 from nbdist.notebook.rich_output import EMPTY, NOTHING, Below, save_figures
 from nbdist.output.bars import merged_line
 from nbdist.output.html import all_show_widgets, figures, panel_html
-from nbdist.output.layout import final_layout, live_layout
+from nbdist.output.layout import Panel, final_layout, live_layout
 from nbdist.output.text import PlainLines, curves_lines, failures_text, head_text, panel_text
 from nbdist.output.transcript import Transcript
 from nbdist.output.wording import dim, panel
@@ -37,14 +37,21 @@ class PanelDisplay:
 
     `can_change`: what has been shown can still be shown otherwise.
     `is_alone` says whether its cell shows nothing else; `notes` stand with what it shows;
-    `seconds` is the setting of this name: with "none" it is drawn at the end alone.
+    `seconds` is the setting of this name: with "none" it is drawn at the end alone.  The head of a
+    panel begins with `title`, such as `pool trainer · `.
     """
 
     can_change = True
 
     def __init__(
-        self, notes: Sequence[str] = (), *, is_alone: bool = False, seconds: str = "page"
+        self,
+        notes: Sequence[str] = (),
+        *,
+        is_alone: bool = False,
+        seconds: str = "page",
+        title: str = "",
     ) -> None:
+        self._title = title
         self._is_alone = is_alone
         self._seconds = seconds
         self._begin()
@@ -118,7 +125,7 @@ class PanelDisplay:
         self._draw_at = now + REDRAW
         note = " · ".join(filter(None, [*self._notes, *self._passing, waits]))
         clock = time.strftime("%H:%M:%S")
-        shown = live_layout(transcript, now, note, usage, clock, turn)
+        shown = _titled(live_layout(transcript, now, note, usage, clock, turn), self._title)
         self._draw(panel_html(shown), panel_text(shown))
         if all_show_widgets(transcript):  # what moves is to be seen while it does
             self._below.add(transcript)
@@ -150,7 +157,7 @@ class PanelDisplay:
 
     def _draw_final(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         note = " · ".join(self._notes)
-        shown = final_layout(transcript, logs, note, time.monotonic())
+        shown = _titled(final_layout(transcript, logs, note, time.monotonic()), self._title)
         timeless = shown._replace(seconds="", pace="")
         html = panel_html(timeless if self._seconds == "none" else shown)
         self._draw(html, panel_text(shown if self._seconds == "all" else timeless))
@@ -167,6 +174,11 @@ class PanelDisplay:
             self._above = ""
 
 
+def _titled(shown: Panel, title: str) -> Panel:
+    """Begin the head of a panel with a title."""
+    return shown._replace(ranks=f"{title}{shown.ranks}")
+
+
 def _encodable(text: str) -> str:
     """Escape halves of surrogate pairs, which cannot be sent to a page as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -177,7 +189,10 @@ class PlainDisplay:
 
     can_change = False
 
-    def __init__(self, notes: Sequence[str] = (), *, colours: bool = False) -> None:
+    def __init__(
+        self, notes: Sequence[str] = (), *, colours: bool = False, title: str = ""
+    ) -> None:
+        self._title = title
         self._notes = notes
         self._colours = colours
         self._lines: PlainLines | None = None
@@ -230,7 +245,7 @@ class PlainDisplay:
         self._bars.clear()
         if self._lines is not None:
             self._write(self._lines.finish(time.monotonic()))
-        shown = final_layout(transcript, logs, now=time.monotonic())
+        shown = _titled(final_layout(transcript, logs, now=time.monotonic()), self._title)
         self._write(failures_text(shown, colours=self._colours))
         self._write(curves_lines(shown.curves) if shown.curves else ())
         self._write(save_figures(transcript, logs))
@@ -240,7 +255,8 @@ class PlainDisplay:
         sys.stdout.flush()
 
     def again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
-        self.say(panel_text(final_layout(transcript, logs, now=time.monotonic())))
+        shown = _titled(final_layout(transcript, logs, now=time.monotonic()), self._title)
+        self.say(panel_text(shown))
         self._write(save_figures(transcript, logs))
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
@@ -257,13 +273,18 @@ CellDisplay: TypeAlias = PanelDisplay | PlainDisplay
 
 
 def make_display(
-    shell: InteractiveShell, settings: NbDist, cell: str = "", notes: Sequence[str] = ()
+    shell: InteractiveShell,
+    settings: NbDist,
+    cell: str = "",
+    notes: Sequence[str] = (),
+    title: str = "",
 ) -> CellDisplay:
     """Return a panel where the shell is a kernel that a page draws for, else plain lines."""
     if has_panels(shell, settings):
-        return PanelDisplay(notes, is_alone=is_of_magic(cell), seconds=settings.seconds)
+        is_alone = is_of_magic(cell)
+        return PanelDisplay(notes, is_alone=is_alone, seconds=settings.seconds, title=title)
     is_coloured = sys.stdout.isatty() and str(getattr(shell, "colors", "")).lower() != "nocolor"
-    return PlainDisplay(notes, colours=is_coloured)
+    return PlainDisplay(notes, colours=is_coloured, title=title)
 
 
 def has_panels(shell: InteractiveShell, settings: NbDist) -> bool:

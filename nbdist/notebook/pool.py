@@ -128,7 +128,7 @@ class Pool:
         auto = self._pools.auto
         cell = (auto.running or cells[-1]) if is_first else ""
         notes = (AUTO_NOTE,) if auto.pool else ()
-        return make_display(self.shell, self._pools.settings, cell, notes)
+        return make_display(self.shell, self._pools.settings, cell, notes, self._title)
 
     # --- life -----------------------------------------------------------------------------
 

@@ -52,7 +52,10 @@ print(t.item(), *(os.environ[name] for name in ("ROLE_NAME", "ROLE_RANK", "ROLE_
     pools.run("step = 7")
     for pool, said in (("trainer", "2.0 trainer 1 2"), ("ps", "1.0 ps 0 1")):
         assert body(pools.run(f"%%distributed --pool {pool}\n{role}"))[-1] == said
-        assert body(pools.run(f"%%distributed --pool {pool}\nprint(step)"))[-1] == "7"
+        printed = pools.run(f"%%distributed --pool {pool}\nprint(step)")
+        assert body(printed)[-1] == "7"
+        assert printed.text.startswith(f"pool {pool} · ")
+        assert f"pool {pool} · " in str(printed.panel["text/html"])
     pools.run("%%distributed --pool ps\nstep = 8")
     assert body(pools.run("%%rank 1 --pool trainer\nprint(step)"))[-1] == "7"
     assert pools.run("%dist_gather step --pool ps --as steps").errors == []
