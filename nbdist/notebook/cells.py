@@ -26,7 +26,7 @@ from nbdist.notebook.cell_text import (
     page_of,
     request_of,
 )
-from nbdist.notebook.display import CellDisplay, progress, progress_text
+from nbdist.notebook.display import CellDisplay, progress
 from nbdist.notebook.idle import met_stops, raised_stops
 from nbdist.notebook.jobs import Steps
 from nbdist.notebook.options import at_once
@@ -37,7 +37,7 @@ from nbdist.notebook.shipping import Plan, plan
 from nbdist.output.transcript import Transcript
 from nbdist.topology import parse_ranks
 from nbdist.wire.work import Call, Source, Task, Work
-from nbdist.words import name_ranks
+from nbdist.words import name_ranks, size_text
 from nbdist.world.calling import ask
 from nbdist.world.exchange import binding
 from nbdist.world.names import WORKERS_MODULES, WORKERS_OWN, NameTable
@@ -252,6 +252,7 @@ def follow_steps(
                 longest = yield running
         except GeneratorExit:  # with its workers
             if display:
+                running.transcript.abort(time.monotonic())
                 display.note("the workers ended before the cell had finished", at_once=False)
                 display.end(running.transcript, pool.log_files())
             raise
@@ -269,7 +270,7 @@ def _show_news(running: TaskRun, news: News, display: CellDisplay, *, is_attende
     done, total = running.bytes_moved
     # As lines below one another there would be too many.
     if not waits and display.can_change and done < total:
-        waits = progress_text("big variables are being sent", done, total, running.age)
+        waits = f"big values are being packed: {size_text(done)} of {size_text(total)}"
     if asks and not is_attended:
         waits = f"{asks} · you will be asked when a cell waits for this one"
     display.show(running.transcript, news, waits, usage_text(running.usage.values()))

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from nbdist.output.ansi import strip
 from nbdist.output.curves import Curves
-from nbdist.output.events import Died, Failure, Output, RankError
+from nbdist.output.events import Died, Done, Failure, Output, RankError
 from nbdist.output.fingerprint import NUMBER, UNITS, error_keys
 from nbdist.output.rank_transcript import (
     ENDED,
@@ -60,6 +60,12 @@ class Transcript:
         if self.started is None:
             self.started = now
         self.by_rank[rank].receive(output, now)
+
+    def abort(self, now: float) -> None:
+        """Let all ranks that still run the cell have ended now: their workers are gone."""
+        for each in self:
+            if each.finished is None:
+                each.receive(Done("aborted", self.elapsed(now)), now)
 
     def looks(self) -> Counter[Look]:
         """Count the ranks in each state, as it is shown."""

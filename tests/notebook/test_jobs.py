@@ -218,7 +218,9 @@ def test_workers_that_are_started_anew(notebook: Notebook) -> None:
     assert restarted.errors == []
     of_job = [each for each in restarted.updates if each["transient"]["display_id"] == display_id]
     ended = "the workers ended before the cell had finished"
-    assert of_job[-1]["data"]["text/plain"].endswith(ended)
+    shown = of_job[-1]["data"]["text/plain"]
+    assert shown.endswith(ended)
+    assert " · ∅ 2" in shown.splitlines()[0]
     lost = notebook.run("job.result()").error
     assert lost.startswith("JobLost: `job` was lost after ")
     assert lost.endswith(": its workers were restarted.")

@@ -41,6 +41,15 @@ def test_states() -> None:
     assert [track.seconds for track in transcript] == [1.5, 2.0, 3.0, 0.0, 4.0]
 
 
+def test_workers_that_end() -> None:
+    """Their ranks run the cell no more, and its time stays; those that had finished have."""
+    transcript = running(3, lambda rank: [out("x\n")])
+    transcript.receive(0, Done("ok", 1.0), 1.0)
+    transcript.abort(5.0)
+    assert transcript.looks() == {"ok": 1, "aborted": 2}
+    assert (transcript.is_finished, transcript.elapsed(99.0)) == (True, 5.0)
+
+
 # --- equal ranks --------------------------------------------------------------------------------
 
 
