@@ -222,7 +222,11 @@ def is_same(low: float | None, high: float | None) -> bool:
 
 
 def headline(name: str, run: Run, bands: Bands) -> str:
-    """Say how far it has come: `loss 0.12 · step 99 · 4 ranks 0.11 to 0.13`."""
+    """Say how far it has come: `loss 0.12 · step 99 · 4 ranks 0.11 to 0.13`.
+
+    The numbers are of the last step that the ranks have in common; of steps that were merged into
+    one point, it is said that they are means.
+    """
     known = [at for at, each in enumerate(bands.medians) if each is not None]
     if not known:
         return f"{shown_name(name)} · {ranks_text(run)}"
@@ -231,19 +235,23 @@ def headline(name: str, run: Run, bands: Bands) -> str:
     # The others have come as far, and will be heard of soon.
     if whole and whole[-1] >= last * 3 / 4 and not bands.odd:
         last = whole[-1]
-    # The last column's step is its first one.
-    is_end = last == len(bands.steps) - 1
-    step = max(series.last_step for series in run.values()) if is_end else bands.steps[last]
-    there = [rank for rank, means in bands.means.items() if means[last] is not None]
-    ranks = ranks_text(run) if len(there) == len(run) else f"{len(there)} of {len(run)} ranks"
+    end = math.inf
+    if last < len(bands.steps) - 1:
+        end = (bands.steps[last] + bands.steps[last + 1]) / 2
     # Of all ranks there, also those that have left the band.
-    means = [mean for each in bands.means.values() if (mean := each[last]) is not None]
+    there = [run[rank] for rank, means in bands.means.items() if means[last] is not None]
+    step = min(series.finite_until(end).step for series in there)
+    points = [series.finite_until(step) for series in there]
+    means, most = [each.mean for each in points], max(each.finite for each in points)
+    when = f"step {step_text(step)}"
+    if most > 1:
+        when = f"mean of {most:,.0f} from {when} on"
+    ranks = ranks_text(run) if len(there) == len(run) else f"{len(there)} of {len(run)} ranks"
     if len(there) > 1:
         low, high = min(means), max(means)
         equal = " equal" if len(there) == len(run) else ", equal"
         ranks += equal if is_same(low, high) else f" {number_text(low)} to {number_text(high)}"
-    number = number_text(bands.medians[last])
-    return f"{shown_name(name)} {number} · step {step_text(step)} · {ranks}"
+    return f"{shown_name(name)} {number_text(_median(means))} · {when} · {ranks}"
 
 
 def remarks(bands: Bands) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from nbdist.errors import UsageError
@@ -48,10 +49,11 @@ class Series:
         return steps[min(bisect_left(steps, step), len(steps) - 1)]
 
     def finite_until(self, step: float) -> Point:
-        """Return the last point with a finite number whose step is not above this step."""
-        at = bisect_right(self.columns[0], step) - 1
-        while not self.columns[1][at]:
-            at -= 1
+        """Return the last point with a finite number until this step; else the first after it."""
+        finite = self.columns[1]
+        end = bisect_right(self.columns[0], step)
+        found = (at for at in chain(reversed(range(end)), range(end, len(self))) if finite[at])
+        at = next(found)
         return Point(*(column[at] for column in self.columns))
 
     def add(self, point: Point) -> None:

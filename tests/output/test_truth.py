@@ -409,7 +409,8 @@ def test_slowest(ends: list[tuple[float, str]]) -> None:
 # --- curves -------------------------------------------------------------------------------------
 
 HEADLINE = re.compile(
-    r"loss (?P<median>\S+) · step (?P<step>[\d,]+) · (?:rank 0|(?:(?P<there>\d+) of )?\d+ ranks)"
+    r"loss (?P<median>\S+) · (?:mean of (?P<of>\d+) from )?step (?P<step>[\d,]+)(?: on)? · "
+    r"(?:rank 0|(?:(?P<there>\d+) of )?\d+ ranks)"
     r"(?P<equal>,? equal)?(?: (?P<low>\S+) to (?P<high>\S+))?"
 )
 LEFT = re.compile(
@@ -472,10 +473,12 @@ def test_curves(ranks: list[list[float]]) -> None:
     if any(finite):
         found = HEADLINE.fullmatch(head)
         assert found is not None, head
-        is_small = len(ranks[0]) <= 40  # each step has a point and a column of its own
-        there = [numbers[number_of(found["step"])] for numbers in ranks] if is_small else []
-        there = [each for each in there if math.isfinite(each)]
-        if is_small and int(found["there"] or len(ranks)) == len(there) > 1:
+        # Of means a NaN is left out, as it was in the points.
+        begin, width = number_of(found["step"]), int(found["of"] or 1)
+        parts = [numbers[begin : begin + width] for numbers in ranks]
+        there = [sum(part) / len(part) for part in parts if all(map(math.isfinite, part))]
+        assert width == 1 or len(ranks[0]) > 40
+        if int(found["there"] or len(ranks)) == len(there) > 1:
             ends = {number_text(min(there)), number_text(max(there))}
             assert ends == ({found["low"], found["high"]} if found["low"] else {found["median"]})
         if found["equal"] and not found["there"]:
