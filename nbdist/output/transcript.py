@@ -110,7 +110,9 @@ class Transcript:
         for each in self:
             body = each.body.exact if exactly else each.body.alike
             alike = _alike_keys(each.error, each.error_keys)
-            keys = [(body, each.state in FAILED, key) for key in alike]
+            # Ranks that run stay with those that have ended well, or blocks would come and go.
+            end = "failed" if each.state in FAILED else each.state == "aborted"
+            keys = [(body, end, key) for key in alike]
             group = next((known[key] for key in keys if key in known), None)
             if group is None:
                 members.append(group := [])
@@ -222,7 +224,9 @@ class Group(NamedTuple):
 
 def group_of(members: Sequence[RankTranscript], first: int | None, alike: Collection[int]) -> Group:
     """Make them one; `first` is the rank that failed first, `alike` have its error."""
-    shown = next((each for each in members if each.rank == first), members[0])
+    # As long as one of them runs, that is the mark of all.
+    runs = next((each for each in members if each.state not in ENDED), members[0])
+    shown = next((each for each in members if each.rank == first), runs)
     part: Part = "none"
     if shown.state in FAILED:
         part = "same" if members[0].rank in alike else "other"

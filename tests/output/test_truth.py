@@ -386,6 +386,24 @@ def test_silent_cells(ends: list[str]) -> None:
     assert found.get("aborted", "∅ 0") == f"∅ {ends.count('aborted')}"
 
 
+@some
+@given(st.lists(st.sampled_from(["ok", "aborted", "failed", ""]), min_size=1, max_size=6))
+def test_marks(ends: list[str]) -> None:
+    """The mark of a group is that of all of its ranks, or it says that some still run."""
+    said = [[out("x\n"), *([failure()] if end == "failed" else [])] for end in ends]
+    transcript = running(len(ends), said.__getitem__)
+    known = {"ok": Done("ok", 1.0), "aborted": Done("aborted", 0.0), "failed": Done("error", 1.0)}
+    for rank, end in enumerate(ends):
+        if end in known:
+            transcript.receive(rank, known[end], 1.0)
+    for layout in (live_layout(transcript, 1.0), final_layout(transcript, now=1.0)):
+        for block in layout.blocks:
+            looks = {transcript[rank].look for rank in block.group.ranks}
+            look = block.group.shown.look
+            assert looks == {look} or (look == "running" and looks == {"running", "ok"})
+            assert "aborted" not in block.words or looks == {"aborted"}
+
+
 TIMES = st.sampled_from([0.0, 0.5, 1.0, 1.02, 3.0, 3.04, 60.0])
 
 
