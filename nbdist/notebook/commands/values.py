@@ -131,7 +131,7 @@ def _renamed(names: Sequence[str], given: str | None, have: str) -> list[str]:
 
 
 @command(argument("names", nargs="+", help="variables of the notebook"), ranks_option)
-def dist_push(line: Line) -> None:
+def dist_push(line: Line) -> str:
     """Send notebook variables to the workers, replacing theirs."""
     names, pool, world = names_in(line.options.names), line.pool, line.world
     _check_are_here(line, names)
@@ -146,6 +146,9 @@ def dist_push(line: Line) -> None:
     for name in names:
         if there := {rank: each[name] for rank, each in found.items() if name in each}:
             line.display.note(replaced_text(name, line.pool.shell.user_ns[name], there))
+    is_all = len(line.ranks) == world.size
+    to = count(world.size, "rank") if is_all else name_ranks(line.ranks)
+    return f"sent {list_names(names, MOST_SAID)} to {to}"
 
 
 def _check_are_here(line: Line, names: Sequence[str]) -> None:

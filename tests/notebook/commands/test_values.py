@@ -119,6 +119,19 @@ def test_what_cannot_be_had(two: Notebook):
     assert two.value("z, 'only' in globals()") == ("as it was", False)
 
 
+def test_push_names_what_was_sent_to_which_ranks(two: Notebook):
+    """The command's answer names the variables and the ranks; what was replaced stands below."""
+    two.run("lr, batch = 0.1, 8")
+    assert two.run("%dist_push lr").text == "sent lr to 2 ranks"
+    assert two.run("%dist_push lr batch -r 1").text == "sent batch and lr to rank 1"
+    two.run("layers = [1]")
+    two.run("%%distributed\nown = {'layers': layers}")
+    two.run("layers = 'other'")
+    said, note = two.run("%dist_push layers").text.splitlines()
+    assert said == "sent layers to 2 ranks"
+    assert note.startswith("the notebook's `layers` (str) replaces the ranks' `layers` (list")
+
+
 def test_parts_are_the_workers(two: Notebook):
     """Also along a dimension; the notebook keeps its whole value, until that is bound anew."""
     two.run("x = [1, 2, 3]\nimport numpy as np; grid = np.arange(6).reshape(2, 3)")
