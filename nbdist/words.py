@@ -56,6 +56,11 @@ def one_line(text: str, limit: int = LINE_LIMIT) -> str:
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
+def error_line(name: str, message: str) -> str:
+    """Write `ValueError: bad shard`; the name alone of an error that has no message."""
+    return f"{name}: {message}" if message else name
+
+
 def size_text(size: float) -> str:
     """Write bytes in three digits: `512 B`, `1.5 KiB`, `240 MiB`, `1.25 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 from nbdist.output.events import Done, Failure, InputRequest
 from nbdist.values.payload import Payload, Places, SegmentRef, moved, refs_in
 from nbdist.wire.frames import NOTHING, BadFrame, fits, object_from, unpack
+from nbdist.words import error_line
 
 Kind = Literal["file", "module", "executable"]
 
@@ -182,7 +183,7 @@ class CommSent:
 
 def failure_in_words(name: str, message: str) -> Failure:
     """Return a failure from outside the cell's code, as one line."""
-    return Failure(name, message, (f"{name}: {message}",), time.time_ns())
+    return Failure(name, message, (error_line(name, message),), time.time_ns())
 
 
 MOST_BYTES = 64 << 20

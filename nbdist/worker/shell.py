@@ -22,6 +22,7 @@ from traitlets import Type
 
 from nbdist.values.definitions import cell_numbers
 from nbdist.wire.views import PACKAGES
+from nbdist.words import error_line
 from nbdist.worker.compat.ipython import AnnouncesErrors, Debugger
 from nbdist.worker.group.default import stale_group_of
 from nbdist.worker.group.gloo import connections_after, reword
@@ -180,7 +181,7 @@ class WorkerShell(AnnouncesErrors):
                 reword(each)
             is_stop = issubclass(kind, KeyboardInterrupt)
             if is_stop or connections_after(message_of(error)) == "ended":
-                return [*short_traceback(own_part(tb)), f"{kind.__name__}: {error}"]
+                return [*short_traceback(own_part(tb)), error_line(kind.__name__, str(error))]
             # `inspect` is to know the cells' files as it knows others.  For each frame of another
             # file it looks at all modules, 4 ms where torch has been imported: IPython asks it for
             # each frame, and a RecursionError has 3,000 of them.

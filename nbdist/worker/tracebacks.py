@@ -30,7 +30,7 @@ from nbdist.values.definitions import cell_numbers
 from nbdist.values.payload import Payload, pack_frames, size_of
 from nbdist.values.pickling import pickle
 from nbdist.wire.work import failure_in_words
-from nbdist.words import did_you_mean
+from nbdist.words import did_you_mean, error_line
 from nbdist.worker.compat import accelerator, ipython
 from nbdist.worker.group.gloo import connections_after
 from nbdist.worker.group.stores import until_over
@@ -58,7 +58,7 @@ def failure_of(error: BaseException, said: Sequence[str] = ()) -> Failure:
     return Failure(
         name,
         message,
-        (*calls, f"{name}: {message}"),
+        (*calls, error_line(name, message)),
         time.time_ns(),
         classes_of(type(error)),
         connections_after(message),

@@ -126,6 +126,7 @@ def test_stop_at_any_line_that_follows_it(two: Notebook) -> None:
         stopped = two.run(f"stop_at({number})")
         assert stopped.error.endswith("Stopped on ranks 0-1. No variables were lost."), number
         text = stopped.panel["text/plain"]
-        for said in ("begun", "KeyboardInterrupt: ", "■ 2 stopped"):
+        for said in ("begun", "■ 2 stopped"):
             assert said in text, number
+        assert "KeyboardInterrupt" in text.splitlines(), number  # it has no message
     assert body(two.run("%%distributed\nprint(rank)"))[-1] == "1"

@@ -119,6 +119,7 @@ def test_a_failure() -> None:
     bases = (LookupError, Exception, BaseException, object)
     assert others == [f"builtins:{base.__name__}" for base in bases]
     assert failure.connections == ""
+    assert failure_of(caught("raise KeyboardInterrupt")).traceback[-1] == "KeyboardInterrupt"
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
     assert failure_of(caught(f"raise RuntimeError({gloo!r})")).connections == "ended"
 

@@ -32,7 +32,7 @@ from nbdist.values.child_definitions import script_names
 from nbdist.values.payload import Payload
 from nbdist.wire.views import Place
 from nbdist.wire.work import Script
-from nbdist.words import word_exit
+from nbdist.words import error_line, word_exit
 from nbdist.worker.compat.ipython import post_mortem
 from nbdist.worker.namespace import Context, Problem
 from nbdist.worker.ops.memory import last_errors
@@ -316,7 +316,7 @@ def debug(context: Context) -> bool:
     error = next(last_errors(context.shell), None)
     if error is None or error.__traceback__ is None:
         return False
-    sys.stdout.write(f"{type(error).__name__}: {message_of(error)}\n")
+    sys.stdout.write(f"{error_line(type(error).__name__, message_of(error))}\n")
     with suppress(KeyboardInterrupt):
         post_mortem(error)
     return True
