@@ -125,6 +125,7 @@ def _most_rss() -> int:
 
 ACCOUNT_SECONDS = 0.2  # to search names, while a cell waits for its end
 MOST_NAMED = 5
+LEAST_LISTED = 1 << 20  # bytes: to delete a smaller tensor does not help
 
 # What a RuntimeError of torch's says then.
 ALLOCATION_FAILED = re.compile(
@@ -176,7 +177,7 @@ def account_lines(rank: int, memory: Memory) -> list[str]:
     lines += _listed(memory.held)
     if not memory.is_whole:
         lines.append("  … not everything was searched in time: `%dist_memory`")
-    if memory.kept:
+    if memory.kept_size >= LEAST_LISTED:
         size = size_text(memory.kept_size)
         lines.append(
             f"Only this traceback, or `Out`, holds {size} (`%dist_memory --free` frees it):"
@@ -196,9 +197,10 @@ def _figures(memory: Memory) -> Iterable[str]:
 
 
 def _listed(held: Sequence[Held]) -> list[str]:
-    shown = [(size_text(each.size), f"{each.name} {each.kind}") for each in held[:MOST_NAMED]]
+    large = [each for each in held if each.size >= LEAST_LISTED]
+    shown = [(size_text(each.size), f"{each.name} {each.kind}") for each in large[:MOST_NAMED]]
     width = max((len(size) for size, _ in shown), default=0)
-    more = ["  …"] if len(held) > len(shown) else []
+    more = ["  …"] if len(large) > len(shown) else []
     return [*(f"  {size.rjust(width)}  {what}" for size, what in shown), *more]
 
 

@@ -108,6 +108,25 @@ def test_what_is_said():
     ]
 
 
+def test_small_tensors_are_not_listed_after_an_error():
+    """Only tensors of 1 MiB or more are listed; without any the list is empty."""
+    small = Held("bias", MEGABYTE - 1, (3,), "int8")
+    memory = Memory(
+        pss=2 * GIB,
+        peak=Peak(0),
+        limit=None,
+        gpu=None,
+        held=(Held("weight", MEGABYTE, (5,), "int8"), small),
+        tensors=0,
+        kept=(small,),
+        kept_size=MEGABYTE - 1,
+        is_whole=True,
+    )
+    head = "rank 0: this rank 2 GiB"
+    assert account_lines(0, memory) == [head, "  1 MiB  weight (5,) int8"]
+    assert account_lines(0, memory._replace(held=(small,))) == [head]
+
+
 def held(**names: object) -> dict[str, Held]:
     """What is found, by name."""
     return {each.name: each for each in Search(5.0).take(names)}
