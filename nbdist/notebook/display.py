@@ -319,17 +319,26 @@ class Shown:
 
 
 def table(
-    head: str, rows: Sequence[Sequence[str]], colours: Mapping[str, str] | None = None
+    head: str,
+    rows: Sequence[Sequence[str]],
+    colours: Mapping[str, str] | None = None,
+    first_width: int = 0,
 ) -> Shown:
-    """Draw rows, headings first, below a line; `colours` are of cells by their first words."""
+    """Draw rows, headings first, below a line; `colours` are of cells by their first words.
+
+    The first column has room for at least `first_width` characters.
+    """
     html = f'<div style="font-family:monospace"><b>{escape(head)}</b>'
     if rows:
         first, *others = rows
         headings = "".join(f'<th style="{_CELL}">{heading}</th>' for heading in first)
+        wide = f"{_CELL};min-width:{0.62 * first_width:.1f}em"  # JupyterLab allows no `ch`
+        headings = headings.replace(_CELL, wide, bool(first_width))
         body = "".join(
             f"<tr>{''.join(_cell(text, colours or {}) for text in row)}</tr>" for row in others
         )
         html += f'<table style="border:none;margin:4px 0"><tr>{headings}</tr>{body}</table>'
+        rows = [(first[0].ljust(first_width), *first[1:]), *others]
     return Shown(f"{html}</div>", "\n".join([head, *aligned(rows)]))
 
 

@@ -170,6 +170,9 @@ def test_a_table_says_the_same_in_both_forms():
     long = table("", [("state", "line"), ("busy 7.5 s", "x" * 40)]).html
     assert 'white-space:nowrap">busy 7.5 s' in long
     assert long.count("nowrap") == 1
+    wide = table("", rows, first_width=9)
+    assert wide.text.splitlines()[1] == "rank       state"
+    assert wide.html.count("min-width:5.6em") == 1
 
 
 # --- files of figures, and what is shown below the panel --------------------------------------

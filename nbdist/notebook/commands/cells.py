@@ -272,17 +272,19 @@ def dist_help(line: Line) -> Shown:
     }
     ours = {name for names in GROUPS.values() for name in names}
     others = [each for each in commands.values() if each.name not in ours and not each.short_for]
-    parts = [table("`%%distributed?`, `%dist_gather?` and so on show options and examples", [])]
-    for title, found in {**groups, "other packages": others}.items():
-        rows = [(each.shown_name, summary(each)) for each in found]
-        rows += MACHINES if title == "many machines" else ()
-        if rows:
-            parts.append(table(title, [("magic", "what it does"), *rows]))
+    tables = {
+        title: [("magic", "what it does"), *((each.shown_name, summary(each)) for each in found)]
+        for title, found in {**groups, "other packages": others}.items()
+        if found
+    }
+    tables["many machines"] += MACHINES
     if line.options.everything:
         short = [each for each in commands.values() if each.short_for]
         rows = [(each.shown_name, each.short_for.strip("`")) for each in short]
-        parts.append(table("short forms", [("magic", "what it is"), *rows]))
-    return below(parts)
+        tables["short forms"] = [("magic", "what it is"), *rows]
+    width = max(len(name) for rows in tables.values() for name, _ in rows)
+    head = table("`%%distributed?`, `%dist_gather?` and so on show options and examples", [])
+    return below([head, *(table(t, rows, first_width=width) for t, rows in tables.items())])
 
 
 def summary(command: Command) -> str:

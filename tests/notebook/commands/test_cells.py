@@ -182,6 +182,15 @@ def test_all_magics_have_a_line(typed: Callable[[str], str]) -> None:
     assert [line for line in text.splitlines() if line in GROUPS] == [*GROUPS]
 
 
+def test_all_groups_of_magics_have_the_same_columns(typed: Callable[[str], str]) -> None:
+    """What a magic does begins in the same column in every group, and among the short forms."""
+    *_, text = typed("%dist_help --all").partition("everyday\n")
+    rows = [line for line in text.splitlines() if line.startswith(("magic ", "%"))]
+    assert len(rows) > len(COMMANDS)
+    (column,) = {len(re.split(r"(?<=  )(?=\S)", row)[0]) for row in rows}
+    assert column == len("%dist_init --launcher join  ")
+
+
 def test_the_groups_of_magics(typed: Callable[[str], str]) -> None:
     """Each magic is in one or is a short form, and says so; seven are for every day, everywhere."""
     grouped = [name for group in GROUPS.values() for name in group]
