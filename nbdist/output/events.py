@@ -170,7 +170,8 @@ class Done:
     `error_number` that of the message with the traceback, 0 if none was sent.  `changed` are files
     of imported modules that were edited since.  Without `received` it was stopped before it had
     bound the names that came along.  `kept` is the bytes of the cell's last value where the rank
-    keeps it, else None.  `kinds` tells modules, optimizers and tensors (`nbdist.values.payload`);
+    keeps it, 0 of a value that does not come back, else None.  `kinds` tells modules, optimizers
+    and tensors (`nbdist.values.payload`);
     `covered` are names that each worker has of itself, and that are something else now.  `unfit`
     says why the process is of no more use.  `dead` are the keys of objects that the notebook has
     sent and that have ended on the rank, `lost` those that the rank had changed, `gained`

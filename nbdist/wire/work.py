@@ -101,7 +101,8 @@ class Task:
     `imports` has for new ranks what others have imported, as `Done.imported`.  By
     `execution_count` tracebacks say `Cell In[5]`; `key` is the front end's id of the cell, "" for
     none.  With `keeps` the last value comes back, or stays there under the task's `id` where it is
-    big.  `around` is None where nothing has changed around the notebook.
+    big; with `brings_small` it comes back only if it is small.  `around` is None where nothing has
+    changed around the notebook.
     """
 
     id: str
@@ -118,6 +119,7 @@ class Task:
     execution_count: int | None = None
     key: str = ""
     keeps: bool = False
+    brings_small: bool = False
     around: Surroundings | None = None
 
     @property

@@ -222,6 +222,8 @@ class WorkerKernel(LeavesChildren):
         values, kept = None, None
         if task.keeps:
             values, kept = self.namespace.keep(value, task.id)
+        elif task.brings_small:
+            values, kept = self.namespace.pack_small(value)
         elif task.fetch:
             values = self.namespace.fetch(task.fetch, task.id)
         elif not isinstance(task.work, Source):

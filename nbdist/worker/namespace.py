@@ -19,6 +19,7 @@ from nbdist.output.events import NAME_PROBLEM
 from nbdist.values.definitions import SYSTEM_NAMES
 from nbdist.values.linked import Arrived, CannotRebuild, NotThere
 from nbdist.values.payload import (
+    INLINE_LIMIT,
     OTHER,
     Identity,
     Packed,
@@ -27,6 +28,7 @@ from nbdist.values.payload import (
     Steps,
     kind_of,
     open_payload,
+    pack_frames,
     packing,
     size_of,
 )
@@ -322,6 +324,20 @@ class Namespace:
             return payload, None
         self.last_values.keep(task_id, segment)
         return None, sum(segment.ref.sizes)
+
+    def pack_small(self, value: object) -> tuple[Payload | None, int | None]:
+        """Pack the last value of a cell if it is small; nothing of a bigger value is copied."""
+        if value is None:
+            return None, None
+        try:
+            # A sketch copies nothing from a GPU.
+            pickled = pickle(value, self._names, sketch=True, reduce=Homeward().reduce)
+            if pickled.is_sketch or pickled.size >= INLINE_LIMIT:
+                return None, 0
+            payload, _ = pack_frames(pickled.frames)
+        except Exception:  # noqa: BLE001 (a user's __reduce__ can raise anything)
+            return None, 0
+        return payload, None
 
     def lend_kept(self, of: str, task_id: str) -> Brought:
         """Lend what was kept of a task, or say why there is nothing."""

@@ -164,7 +164,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True)
 class CellResult(Generic[R_co]):
-    """What each rank brought back: `result[1]`, `items()`; UsageError if nothing was asked for.
+    """What each rank brought back: `result[1]`, `items()`; UsageError if there are no values.
 
     A mapping from rank to value, but that iteration gives the values in rank order.  Ranks that
     failed are in `errors` instead; `hosts` has the machine of each rank, and its number there.
@@ -202,13 +202,23 @@ class CellResult(Generic[R_co]):
     @property
     def _were_asked_for(self) -> bool:
         task = self.task
+        if task.brings_small:  # the last value of the source, if it has one
+            return any(value is not None for value in self.by_rank.values())
         return bool(task.keeps or task.fetch or not isinstance(task.work, Source))
 
-    def _check_asked(self) -> None:
+    def _check_values(self) -> None:
+        """Raise UsageError if ranks have values that did not come, or none were asked for."""
+        remedy = '`world.execute("x = 1", fetch=("x",))`, or `world.gather("x")`.'
+        ended_well = (track.rank for track in self.transcript if track.state == "ok")
+        if missing := [rank for rank in ended_well if rank not in self.by_rank]:
+            raise UsageError(
+                f"the last value of {name_ranks(missing)} did not come back: it is large (64 KiB "
+                f"or more), on a GPU, or cannot be sent. Ask for it by name: {remedy}"
+            )
         if not self._were_asked_for:
             raise UsageError(
-                "this result has no values, as none were asked for: "
-                '`world.execute("x = 1", fetch=("x",))`, or `world.gather("x")`.'
+                "this result has no values, as the source does not end with a value and no names "
+                f"were given: {remedy}"
             )
 
     @property
@@ -236,8 +246,8 @@ class CellResult(Generic[R_co]):
         return len(self.by_rank)
 
     def __getitem__(self, rank: int) -> R_co:
-        self._check_asked()
-        if rank not in self.by_rank:
+        if rank not in self.by_rank or not self._were_asked_for:
+            self._check_values()
             raise NoValue(rank, self.by_rank)
         return self.by_rank[rank]
 
@@ -247,12 +257,12 @@ class CellResult(Generic[R_co]):
 
     def values(self) -> abc.ValuesView[R_co]:
         """Return the values in rank order."""
-        self._check_asked()
+        self._check_values()
         return self.by_rank.values()
 
     def items(self) -> abc.ItemsView[int, R_co]:
         """Return ranks and values."""
-        self._check_asked()
+        self._check_values()
         return self.by_rank.items()
 
     @property

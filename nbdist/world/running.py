@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Self
@@ -451,7 +451,14 @@ class TaskRun:
     def result(self) -> CellResult[Any]:
         """Return what has become of it so far; last values are read one by one, by `value`."""
         done = {rank: each for rank, each in self.done().items() if each.status == "ok"}
-        values = {r: None if self.task.keeps else self.value(each) for r, each in done.items()}
+        if self.task.brings_small:
+            values = dict[int, Any]()
+            for rank, each in done.items():
+                # Nobody has asked for it: a value that cannot be read here is no error.
+                with suppress(Exception):
+                    values |= {rank: self.value(each)} if each.kept is None else {}
+        else:
+            values = {r: None if self.task.keeps else self.value(each) for r, each in done.items()}
         told, hosts = self.transcript, self.members.machines.by_rank
         seconds = told.elapsed(time.monotonic())
         return CellResult(self.task, told, seconds, told.errors, values, hosts)

@@ -153,15 +153,17 @@ class World:
             source: what a cell could hold, magics and top-level `await` included.
             ranks: by default all.
             names: bound on the ranks first.
-            fetch: names (or expressions) whose values come back: `result.rank(i)` is the
-                value when there is one, else a mapping.
+            fetch: names (or expressions) whose values come back: `result[i]` is the value on rank i
+                when there is one, else a mapping.  Without `fetch` it is the value of the last
+                expression, if that is small: less than 64 KiB, and not on a GPU.
             setup: run it again in every new worker, with the same names.
 
         Raises:
             WorkerError: the source raised on a rank; WorkerDied: a rank's process ended.
         """
         session = self._started
-        task = session.task(source, ranks=ranks, fetch=tuple(fetch))
+        fetch = tuple(fetch)
+        task = session.task(source, ranks=ranks, fetch=fetch, brings_small=not fetch)
         if names and not setup:
             check_needs(names, session.namespace)
             with calling.sending(session, names, task.ranks) as (payloads, parcels):

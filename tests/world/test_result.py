@@ -65,9 +65,28 @@ def test_values_come_in_rank_order() -> None:
 def test_values_that_nobody_asked_for() -> None:
     """There are none, and an error says how to ask; None for each rank would be untrue."""
     for read in (list, dict, lambda result: result[0], CellResult.values, CellResult.items):
-        with pytest.raises(UsageError, match=r'none were asked for: .+ `world.gather\("x"\)`'):
+        with pytest.raises(UsageError, match=r'no names were given: .+ `world.gather\("x"\)`'):
             read(NOT_ASKED)
     assert (len(NOT_ASKED), NOT_ASKED.ok) == (3, True)
+
+
+def test_the_last_expression_by_rank(world: World) -> None:
+    """Its small value comes back; an error says of any other value how to ask for it."""
+    assert world.execute("rank + 5")[0] == 5
+    result = world.execute("x = 7\nrank * x or None;")
+    assert (result[0], result.rank(1), [*result]) == (None, 7, [None, 7])
+    assert repr(result) == "<CellResult of ranks 0-1, ok: {0: None, 1: 7}>"
+    for source in ("torch.zeros(1 << 20)", "'x' * (1 << 20)", "(each for each in 'ab')"):
+        for read in (list, lambda result: result[1]):
+            with pytest.raises(UsageError, match="the last value of ranks 0-1 did not come back"):
+                read(world.execute(source))
+    result = world.execute("torch.zeros(1 << 20) if rank else 3")
+    assert result[0] == 3
+    with pytest.raises(UsageError, match="the last value of rank 1 did not come back"):
+        result[1]
+    for source in ("y = 1", "print('done')"):
+        with pytest.raises(UsageError, match="the source does not end with a value"):
+            world.execute(source)[0]
 
 
 def test_what_it_shows() -> None:
