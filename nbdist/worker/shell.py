@@ -29,6 +29,7 @@ from nbdist.worker.group.gloo import connections_after, reword
 from nbdist.worker.tracebacks import (
     IN_IPYTHON,
     classes_of,
+    group_traceback,
     in_few_words,
     led_to,
     message_of,
@@ -146,8 +147,7 @@ class WorkerShell(AnnouncesErrors):
             return
         # For debuggers, as IPython does.
         vars(sys).update(last_type=kind, last_value=error, last_exc=error, last_traceback=tb)
-        lines = traceback.format_exception(kind, error, own_part(tb))
-        self.publish_error(kind, error, [line.rstrip("\n") for line in lines])
+        self.publish_error(kind, error, group_traceback(kind, error, tb))
 
     @contextmanager
     def announcing(self, kind: type[BaseException], error: BaseException) -> Iterator[None]:

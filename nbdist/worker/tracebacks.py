@@ -105,6 +105,25 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
     return lines
 
 
+IN_FILE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
+"""A call as Python writes it, which names a cell by a file that each process calls otherwise."""
+
+
+def group_traceback(kind: Any, error: Any, tb: TracebackType | None) -> list[str]:
+    """Return the traceback of an exception group as Python writes it, but with the cells' lines."""
+    cells = cell_numbers()
+
+    def place(found: re.Match[str]) -> str:
+        file, number, function = found.groups()
+        if file not in cells:
+            return found[0]
+        within = "" if function == "<module>" else f", in {function}()"
+        return f"Cell In[{cells[file]}], line {number}{within}"
+
+    parts = traceback.format_exception(kind, error, own_part(tb))
+    return [IN_FILE.sub(place, part).rstrip("\n") for part in parts]
+
+
 def without_ours(tb: TracebackType | None) -> TracebackType | None:
     """Leave out nbdist's own calls, which stand for torch's: `init_process_group`, `Work.wait`."""
     calls = []

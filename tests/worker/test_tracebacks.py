@@ -160,6 +160,24 @@ def test_odd_exceptions(world: World) -> None:
     assert "Empty: ('a', 2)" in str(error)
 
 
+def test_exception_groups_name_the_lines_of_the_cell(world: World) -> None:
+    """No file of a process is named, so that equal groups of exceptions of all ranks are merged."""
+    source = (
+        "def check():\n    raise KeyError('shard')\n"
+        "try:\n    check()\nexcept KeyError as error:\n"
+        "    raise ExceptionGroup('all', [error, OSError()])"
+    )
+    running = ran(world, source)
+    (group,) = running.transcript.groups()
+    assert (group.ranks, group.likeness) == ((0, 1), "same")
+    (failure, _) = running.transcript.errors.values()
+    assert isinstance(failure, Failure)
+    text = "\n".join(failure.traceback)
+    for line in ("line 6\n", "line 4\n", "line 2, in check()\n"):
+        assert f"Cell In[7], {line}" in text
+    assert 'File "' not in text
+
+
 def test_hints() -> None:
     """A name that is like one of the rank's, and the device that there is."""
     names = {"loss": torch.ones(1), "device": torch.device("cpu"), "torch": torch}
