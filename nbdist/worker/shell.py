@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 from ipykernel.displayhook import ZMQShellDisplayHook
@@ -35,9 +35,11 @@ from nbdist.worker.tracebacks import (
     message_of,
     own_part,
     remedies,
+    said_in_a_line,
     sendable,
     short_traceback,
     without_ours,
+    without_recursion,
 )
 
 
@@ -173,8 +175,10 @@ class WorkerShell(AnnouncesErrors):
         whole, of_syntax = calls_shower.structured_traceback, syntax_shower.structured_traceback
 
         def structured_traceback(
-            kind: Any, error: Any, tb: TracebackType | None = None, *args: Any, **options: Any
+            kind: Any, error: Any, tb: Any = None, *args: Any, **options: Any
         ) -> Any:
+            if isinstance(tb, tuple):  # by which IPython's mode Plain shows what led to an error
+                return whole(kind, error, tb, *args, **options)
             if said := stale_group_of(error, tb):
                 error.args = (said,)
             for each in led_to(error):
@@ -184,12 +188,16 @@ class WorkerShell(AnnouncesErrors):
                 return [*short_traceback(own_part(tb)), error_line(kind.__name__, str(error))]
             # `inspect` is to know the cells' files as it knows others.  For each frame of another
             # file it looks at all modules, 4 ms where torch has been imported: IPython asks it for
-            # each frame, and a RecursionError has 3,000 of them.
+            # each frame.
             for file in cell_numbers():
                 inspect.modulesbyfile[os.path.normcase(os.path.abspath(file))] = "__main__"
             for each in led_to(error.__cause__ or error.__context__):
-                each.__traceback__ = without_ours(each.__traceback__)
-            return whole(*in_few_words(kind, error), without_ours(tb), *args, **options)
+                each.__traceback__ = without_recursion(without_ours(each.__traceback__))
+            calls = without_recursion(without_ours(tb))
+            return [
+                said_in_a_line(part)
+                for part in whole(*in_few_words(kind, error), calls, *args, **options)
+            ]
 
         def without_ipython(
             kind: Any, error: Any, calls: Any = None, *args: Any, **options: Any

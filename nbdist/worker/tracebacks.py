@@ -17,7 +17,7 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from types import GetSetDescriptorType, MemberDescriptorType, TracebackType
 from typing import Any
@@ -102,7 +102,78 @@ def short_traceback(tb: TracebackType | None) -> list[str]:
             lines.append(f"Cell In[{cells[file]}], line {number}" + (f": {code}" if code else ""))
         elif not file.startswith(OURS) and file not in DEBUGGERS:
             lines.append(f"File {file}:{number}, in {function}")
-    return lines
+    folded, at = list[str](), 0
+    for start, end, text in recursions(lines):
+        folded += [*lines[at:start], text]
+        at = end
+    return folded + lines[at:]
+
+
+# --- recursion: calls that repeat the ones before ---------------------------------------------
+
+LONGEST_CYCLE, FEWEST_REPEATS = 8, 4
+"""Of how many calls a cycle is looked for, and how often it is repeated before that is folded."""
+
+FOLDED = re.compile(r"<(… [\d,]+ calls of the same (?:line|\d lines))>")
+"""The file name of a call that stands for others."""
+
+
+def recursions(calls: Sequence[Hashable]) -> Iterator[tuple[int, int, str]]:
+    """Yield where calls begin and end that only repeat those before, and a line that says so."""
+    at = 0
+    while at < len(calls):
+        for period in range(1, LONGEST_CYCLE + 1):
+            start = end = at + period
+            while calls[at:start] == calls[end : end + period]:
+                end += period
+            if end - start >= FEWEST_REPEATS * period:
+                same = "line" if period == 1 else f"{period} lines"
+                yield start, end, f"… {end - start:,} calls of the same {same}"
+                at = end
+                break
+        else:
+            at += 1
+
+
+def without_recursion(tb: TracebackType | None) -> TracebackType | None:
+    """Put one call in the place of those that repeat others, which `said_in_a_line` words.
+
+    IPython takes seconds for a thousand calls, and shows them all.
+    """
+    calls, kept, at = _calls_of(tb), list[TracebackType](), 0
+    places = [(each.tb_frame.f_code, each.tb_lineno) for each in calls]
+    for start, end, text in recursions(places):
+        kept += [*calls[at:start], _call_in(f"<{text}>")]
+        at = end
+    return _chained([*kept, *calls[at:]]) if kept else tb
+
+
+def said_in_a_line(part: str) -> str:
+    """Return a formatted call, or the line that says how many calls it stands for."""
+    found = FOLDED.search(part)
+    return f"{found[1]}\n" if found else part
+
+
+def _call_in(file: str) -> TracebackType:
+    """Return the traceback of one call, in a file that does not exist."""
+    names: dict[str, Any] = {}
+    exec(compile("import sys; frame = sys._getframe()", file, "exec"), names)
+    return TracebackType(None, names.pop("frame"), 0, 1)
+
+
+def _calls_of(tb: TracebackType | None) -> list[TracebackType]:
+    calls = []
+    while tb is not None:
+        calls.append(tb)
+        tb = tb.tb_next
+    return calls
+
+
+def _chained(calls: Sequence[TracebackType]) -> TracebackType | None:
+    tb = None
+    for each in reversed(calls):
+        tb = TracebackType(tb, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return tb
 
 
 IN_FILE = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)')
@@ -126,14 +197,8 @@ def group_traceback(kind: Any, error: Any, tb: TracebackType | None) -> list[str
 
 def without_ours(tb: TracebackType | None) -> TracebackType | None:
     """Leave out nbdist's own calls, which stand for torch's: `init_process_group`, `Work.wait`."""
-    calls = []
-    while tb is not None:
-        calls.append(tb)
-        tb = tb.tb_next
-    for each in reversed(calls):
-        if not each.tb_frame.f_code.co_filename.startswith(OURS):
-            tb = TracebackType(tb, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return tb
+    calls = _calls_of(tb)
+    return _chained([c for c in calls if not c.tb_frame.f_code.co_filename.startswith(OURS)])
 
 
 def own_part(tb: TracebackType | None) -> TracebackType | None:

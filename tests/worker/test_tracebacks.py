@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from nbdist.errors import WorkerError
+from nbdist.output.ansi import strip
 from nbdist.output.events import Failure
 from nbdist.values.payload import open_payload, size_of
 from nbdist.values.pickling import unpickle
@@ -21,6 +23,7 @@ from nbdist.worker.tracebacks import (
     in_few_words,
     lasting_error,
     message_of,
+    recursions,
     remedies,
     unfit_after,
     why_not_started,
@@ -176,6 +179,48 @@ def test_exception_groups_name_the_lines_of_the_cell(world: World) -> None:
     for line in ("line 6\n", "line 4\n", "line 2, in check()\n"):
         assert f"Cell In[7], {line}" in text
     assert 'File "' not in text
+
+
+RECURSION = {
+    "def call(x): return call(x)\ncall(1)": (r"… 9\d\d calls of the same line", 2),
+    "class Net(torch.nn.Module):\n    def forward(self, x): return self(x)\nNet()(1)": (
+        r"… [\d,]+ calls of the same 3 lines",
+        4,
+    ),
+    # The cause is folded, as well as what it led to.
+    "def call(x):\n  try: call(x)\n  except RecursionError as error: e = error; raise\n"
+    "try: call(1)\nexcept RecursionError as error: raise ValueError from error": (
+        r"… 9\d\d calls of the same line",
+        3,
+    ),
+}
+"""What a cell runs, the line that stands for its endless calls, and how many other calls it has."""
+
+
+@pytest.mark.parametrize("mode", ["Context", "Plain"])
+@pytest.mark.parametrize("source", RECURSION)
+def test_endless_recursion_is_folded(world: World, source: str, mode: str) -> None:
+    """Calls that repeat those before are one line, in both modes of `%xmode`."""
+    said, most = RECURSION[source]
+    world.execute(f"%xmode {mode}")
+    failure = ran(world, source).transcript.errors[1]
+    assert isinstance(failure, Failure)
+    text = strip("\n".join(failure.traceback))
+    assert len(re.findall(said, text)) == 1
+    assert len(re.findall(r"^ *(?:Cell In\[7\]|File )", text, re.MULTILINE)) <= most + 1
+    assert ran(world, "call = Net = 1\n%xmode Context").error() is None
+
+
+def test_which_calls_repeat_others() -> None:
+    """One call, or several in a cycle, from the fourth repetition on; all others stay."""
+    assert [*recursions("abcabdd")] == []
+    assert [*recursions("xaaaay")] == []
+    assert [*recursions("xaaaaay")] == [(2, 6, "… 4 calls of the same line")]
+    assert [*recursions("x" + 6 * "abc" + "aby")] == [(4, 19, "… 15 calls of the same 3 lines")]
+    assert [*recursions(9 * "a" + 5 * "bc")] == [
+        (1, 9, "… 8 calls of the same line"),
+        (11, 19, "… 8 calls of the same 2 lines"),
+    ]
 
 
 def test_hints() -> None:
