@@ -170,7 +170,7 @@ def _grouped(parts: Mapping[int, Part | None]) -> list[Group]:
 
 
 def _difference(groups: list[Group], apart: Mapping[int, Distance]) -> str:
-    """Say `ranks 0-2 agree, rank 3 differs by at most 3.1e-2 (12 of 4,096)`."""
+    """Say `ranks 0-2 agree, rank 3 differs by at most 0.0312 (12 of 4,096)`."""
     if len({part.kind if part else "" for part, _ in groups}) > 1:
         return _listed((part.kind if part else "nothing", ranks) for part, ranks in groups)
     if all(part and part.text for part, _ in groups):
@@ -194,7 +194,6 @@ def _listed(said: Iterable[tuple[str, list[int]]]) -> str:
 def _distance_text(distance: Distance | None, total: int) -> str:
     if distance is None:
         return ""
-    number, _, power = f"{distance.most:.1e}".partition("e")
     where = f" ({distance.differing:,} of {total:,})" if total > 1 else ""
     odd = f", NaN or infinity in {distance.odd:,}" if distance.odd else ""
-    return f" by at most {number}e{int(power)}{where}{odd}"
+    return f" by at most {distance.most:.3g}{where}{odd}"

@@ -67,7 +67,7 @@ def test_one_weight_changed(three: Notebook):
         "model: 4 parts, 79.7 KiB · 1 of 4 differs",
         "part      type                ranks",
         "0.weight  float32 (200, 100)  "
-        "ranks 0-1 agree, rank 2 differs by at most 5.0e-1 (1 of 20,000)",
+        "ranks 0-1 agree, rank 2 differs by at most 0.5 (1 of 20,000)",
     ]
     assert "<table" in outcome.panel["text/html"]
     listed = "[f'/proc/self/fd/{n}' for n in os.listdir('/proc/self/fd')]"
@@ -142,13 +142,18 @@ THREE, FOUR, SHORT = part("a", "int", "3"), part("b", "int", "4"), part("b", "fl
         (
             [*map(part, "aaab")],
             {3: Distance(0.03125, 12)},
-            "ranks 0-2 agree, rank 3 differs by at most 3.1e-2 (12 of 16)",
+            "ranks 0-2 agree, rank 3 differs by at most 0.0312 (12 of 16)",
         ),
         ([*map(part, "aab")], {2: Distance(0.0, 0)}, None),
         (
+            [*map(part, "aab")],
+            {2: Distance(0.00001, 1)},
+            "ranks 0-1 agree, rank 2 differs by at most 1e-05 (1 of 16)",
+        ),
+        (
             [*map(part, "abc")],
             {1: Distance(0.0, 0), 2: Distance(2.0, 1, 1)},
-            "ranks 0-1 agree, rank 2 differs by at most 2.0e0 (1 of 16), NaN or infinity in 1",
+            "ranks 0-1 agree, rank 2 differs by at most 2 (1 of 16), NaN or infinity in 1",
         ),
     ],
 )
