@@ -283,8 +283,9 @@ _MOST_LINES = 16
 _ROW = "display:flex;flex-wrap:wrap;column-gap:14px;align-items:flex-start"
 # Two figures fit beside one another on a page of 700 pixels with its margins, and none is much
 # larger than it was.
-_FIGURE = ";flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
-_OTHER = ";flex:0 1 auto;min-width:0"
+_FIGURE = "flex:1 1 {}%;max-width:620px;min-width:240px;box-sizing:border-box"
+_OTHER = "flex:0 1 {:.1f}em;min-width:0;box-sizing:border-box"
+_EM = 0.62  # of a character, which is 0.6 of them wide in most fonts; JupyterLab allows no `ch`
 
 
 def tiled(blocks: Iterable[Block]) -> Iterator[list[Block]]:
@@ -317,18 +318,33 @@ def _fits(rows: list[str], width: int) -> bool:
 
 
 def _side_by_side(blocks: list[Block], room: _Room) -> str:
-    """Write the blocks of a run, whose figures share the width.
+    """Write the blocks of a run in columns that are equally wide; figures share the page's width.
 
     Three beside one another where there is room, but two and four are two in a row.
     """
     if len(blocks) == 1:
         return _block(blocks[0], room)
-    figure = _FIGURE.format(45 if len(blocks) in (2, 4) else 30)
-    tiles = ""
-    for block in blocks:
-        has_figure = any(isinstance(item, Shown) and _is_image(item) for item in block.items)
-        tiles += _block(block, room, figure if has_figure else _OTHER)
-    return f'<div style="{_ROW}">{tiles}</div>'
+    if any(isinstance(item, Shown) and _is_image(item) for each in blocks for item in each.items):
+        style = _FIGURE.format(45 if len(blocks) in (2, 4) else 30)
+        # In a last row that is not full these take the place of figures, and are not seen.
+        rest = 2 * f'<div style="{style}"></div>'
+    else:
+        # With room for the bar, and for the sign that opens a block.
+        style, rest = _OTHER.format(_EM * (max(map(_characters, blocks)) + 4)), ""
+    tiles = "".join(_block(block, room, f";{style}") for block in blocks)
+    return f'<div style="{_ROW}">{tiles}{rest}</div>'
+
+
+def _characters(block: Block) -> int:
+    """Count the characters of the widest line of a block, its title included."""
+    mark = MARKS[block.group.shown.look]
+    rows = [f"{name_ranks(block.group.ranks)} {mark} {' · '.join(block.words)}"]
+    for item in block.items:
+        if isinstance(item, Shown):
+            rows += item.plain.split("\n")
+        elif isinstance(item, list):
+            rows += [strip(line.text) for line in item]
+    return max(map(len, rows))
 
 
 # --- what is not part of the panel --------------------------------------------------------

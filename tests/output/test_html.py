@@ -164,9 +164,20 @@ def test_tiles_as_html() -> None:
     for ranks, share in ((2, 45), (3, 30), (4, 45), (5, 30)):
         html = final_html(make(ranks, lambda rank: [figure(f"rank {rank}")]))
         assert html.count("flex-wrap:wrap") == 1
-        assert html.count(f"flex:1 1 {share}%") == ranks
+        # With two places that stay empty: the figures of the last row are as wide as all others.
+        assert html.count(f"flex:1 1 {share}%") == ranks + 2
+        assert len(re.findall(f'<div style="flex:1 1 {share}%[^"]*"></div>', html)) == 2
     assert html.index("rank 0") < html.index("rank 1") < html.index("rank 2")
-    assert final_html(make(3, lambda rank: [table(rank)])).count("flex:0 1 auto") == 3
+    # One figure more or less, and the widest line, change nothing: all columns are equally wide.
+    for said in (
+        lambda rank: [table(rank)],
+        lambda rank: [out(f"{rank}\n{'x' * 5 * rank}\n")],
+        lambda rank: [out(f"{rank}\n"), *([figure(f"rank {rank}")] if rank else [])],
+    ):
+        html = final_html(make(5, said))  # type: ignore[arg-type]
+        assert len(shares := re.findall(r"flex:(\S+ \S+ [^;]+);", html)) in (5, 7)
+        assert len({*shares}) == 1
+        assert re.fullmatch(r"0 1 [\d.]+em|1 1 30%", shares[0])
     assert "flex" not in final_html(make(3, lambda rank: [figure("same")]))
     # Only neighbours stand side by side, so that ranks stay in order.
     transcript = make(5, lambda rank: [out("x" * 60 + "\ny\n" if rank == 2 else f"{rank}\ny\n")])
