@@ -104,6 +104,7 @@ def test_the_main_job(notebook: Notebook, tmp_path: Path) -> None:
 
 KINDS = """%%distributed
 from IPython.display import *
+print("kinds:")
 display(Markdown("**done**"), Math("x^2"), JSON({"rank": rank}, expanded=True))
 display({"application/x-mine": {"a": [1, 2]}}, raw=True)
 import sympy
@@ -142,6 +143,12 @@ def test_any_kind_reaches_the_page(notebook: Notebook) -> None:
         assert f"{word}, shown below" in panel["text/html"]
     assert "\n**done**\n$\\displaystyle x^2$\n" in panel["text/plain"]
     assert "object>" not in panel["text/plain"]
+    # Blocks that hold nothing else would say nothing: they are left out.
+    outcome = notebook.run(CHANGED)
+    assert len(below_of(outcome)) == 8
+    html = (outcome.updates or outcome.displays[:1])[-1]["data"]["text/html"]
+    assert "4 ranks" in html
+    assert not re.search("shown below|>ranks? ", html)
 
 
 def test_updates_and_clear_output(notebook: Notebook) -> None:

@@ -26,7 +26,7 @@ from nbdist.output.wording import (
     traceback_rows,
     traceback_text,
 )
-from tests.output.lab import Panel, figure, final_html, make, out
+from tests.output.lab import Panel, failure, figure, final_html, make, out
 
 
 def test_seconds_and_errors() -> None:
@@ -155,6 +155,11 @@ def test_leftovers(data: dict[str, Any], kind: str) -> None:
     transcript = make(4, lambda rank: [out("x\n"), shown] if rank else [out("x\n")])
     assert leftovers(transcript) == [((1, 2, 3), shown)]
     assert Panel(final_html(transcript)).lines[-1] == f"{kind}, shown below"
+    # A block that would say nothing else is left out; while the cell runs it is there.
+    transcript = make(4, lambda rank: [shown] if rank else [out("x\n")])
+    assert Panel(final_html(transcript)).lines[1:] == ["rank 0 ✓ 1 line", "x"]
+    transcript = make(4, lambda rank: [shown, *([failure()] if rank == 2 else [])])
+    assert f"{kind}, shown below" in Panel(final_html(transcript)).lines
     # HTML and images are in the panel, whatever else says the same.
     for picture in ({"text/html": "<b>x</b>"}, {"image/png": "aGk="}):
         beside = Display({"text/latex": "x", "text/markdown": "x", **picture}, {})
