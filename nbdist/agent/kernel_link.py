@@ -26,6 +26,7 @@ from nbdist.wire import control
 from nbdist.wire.frames import NOTHING, BadFrame, FrameCutter, fits, framed, pack
 from nbdist.wire.spec import WorkerStart
 from nbdist.wire.work import MOST_BYTES, CommSent, InputReply, Said, SigintSent, said_from
+from nbdist.words import one_line
 
 # --- messages ---------------------------------------------------------------------------------
 
@@ -170,6 +171,8 @@ def _output(kind: str, content: Mapping[str, Any], ours: Mapping[str, Any]) -> e
             return events.Record(**content)
         case events.TRACKED:
             return _tracked(content)
+        case events.WARNED:
+            return events.Warned(one_line(str(content["text"])))
     return None
 
 

@@ -22,6 +22,7 @@ from nbdist.output.events import (
     Text,
     Tracked,
     Update,
+    Warned,
     size_of,
 )
 from nbdist.system.processes import trim_memory
@@ -149,7 +150,7 @@ class Backlog:
                 can_go = (
                     isinstance(output, Display | Update | Record | Moved | Tracked)
                     or is_change
-                    or (is_over and isinstance(output, Failure | Clear))
+                    or (is_over and isinstance(output, Failure | Clear | Warned))
                 )
                 if shown <= share or not can_go:
                     _append(kept, cell_id, output)

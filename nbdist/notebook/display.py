@@ -197,6 +197,7 @@ class PlainDisplay:
         self._colours = colours
         self._lines: PlainLines | None = None
         self._waits = ""
+        self._warned = 0
         self._stream = sys.stdout
         self._bars = MovingLine(self._stream)
 
@@ -219,6 +220,7 @@ class PlainDisplay:
         for rank, output in news:
             self._write(self._lines.receive(rank, output, now))
         self._write(self._lines.due(now))
+        self._warn(transcript)
         if waits and waits != self._waits:
             self.note(waits)
         self._waits = waits
@@ -245,6 +247,7 @@ class PlainDisplay:
         self._bars.clear()
         if self._lines is not None:
             self._write(self._lines.finish(time.monotonic()))
+        self._warn(transcript)
         shown = _titled(final_layout(transcript, logs, now=time.monotonic()), self._title)
         self._write(failures_text(shown, colours=self._colours))
         self._write(curves_lines(shown.curves) if shown.curves else ())
@@ -261,6 +264,11 @@ class PlainDisplay:
 
     def end_again(self, transcript: Transcript, logs: Mapping[int, str]) -> None:
         pass
+
+    def _warn(self, transcript: Transcript) -> None:
+        for text in transcript.warnings[self._warned :]:
+            self.say(text)
+        self._warned = len(transcript.warnings)
 
     def _write(self, lines: Iterable[str]) -> None:
         for line in lines:

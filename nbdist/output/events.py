@@ -275,6 +275,12 @@ class Tracked(NamedTuple):
     counted: Mapping[str, int]
 
 
+class Warned(NamedTuple):
+    """What nbdist has found out about the ranks of the cell: the head of the panel says so."""
+
+    text: str
+
+
 OF_POINT = 6
 
 MAX_STEP = 2e18
@@ -283,7 +289,8 @@ MAX_STEP = 2e18
 MIN_STEP_WIDTH = 1e-9
 """The fewest steps that a point of merged steps covers: dividing by it never overflows."""
 
-MOVED, RECORD, TRACKED = "nbdist_moved", "nbdist_record", "nbdist_tracked"
+MOVED, RECORD = "nbdist_moved", "nbdist_record"
+TRACKED, WARNED = "nbdist_tracked", "nbdist_warned"
 """The kinds of messages in which a worker sends these."""
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -298,7 +305,7 @@ Visible = Text | Skipped | Display | Update | Clear | Failure
 RankError = Failure | Died
 """What ended a task on a rank otherwise than well."""
 
-Output = Visible | Died | Done | Moved | Record | Tracked | InputRequest | Typed | Comm
+Output = Visible | Died | Done | Moved | Record | Tracked | Warned | InputRequest | Typed | Comm
 
 OF_EACH, OF_VALUE = 100, 32
 """Characters that one counts for besides those that it has, and a number or key of JSON."""
@@ -322,6 +329,8 @@ def size_of(output: Output) -> int:
             return OF_EACH + OF_VALUE * sum(map(len, curves.values()))
         case Comm(data=data, buffers=buffers):
             return OF_EACH + _length(data) + sum(map(len, buffers))
+        case Warned(text=text):
+            return OF_EACH + len(text)
         case Moved() | Clear():
             return OF_EACH
         case _:

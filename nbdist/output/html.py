@@ -130,12 +130,18 @@ def _curves(shown: Panel) -> str:
 
 
 def _head(shown: Panel) -> str:
-    """Write `8 ranks · 12.3 s · ● 7 · ✗ 1`, and a square for each rank if there are many."""
+    """Write `8 ranks · 12.3 s · ● 7 · ✗ 1`, and a square for each rank if there are many.
+
+    If there are warnings the head is orange, and they stand below it.
+    """
+    warned = "".join(line(coloured(text, AMBER)) for text in shown.warnings)
     if not shown.states:
-        return line(dim(" · ".join(filter(None, [shown.ranks, shown.seconds, shown.pace]))))
-    states = [coloured(text, _COLOURS[look]) for look, text in shown.states]
+        said = " · ".join(filter(None, [shown.ranks, shown.seconds, shown.pace]))
+        return line(coloured(said, AMBER) if warned else dim(said)) + warned
+    colours = {**_COLOURS, "ok": AMBER, "running": AMBER} if warned else _COLOURS
+    states = [coloured(text, colours[look]) for look, text in shown.states]
     words = bold(shown.ranks), dim(shown.seconds), *states, dim(shown.pace), dim(shown.now)
-    head = line(dim(" · ").join(filter(None, words)))
+    head = line(dim(" · ").join(filter(None, words))) + warned
     if not shown.squares:
         return head
     chips = "".join(

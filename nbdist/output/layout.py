@@ -108,9 +108,9 @@ class Panel(NamedTuple):
 
     `squares` are numbered, for ranks or runs of ranks where there are many; the ranks of `more`
     have no block and no row; `rest` are blocks behind one line; `bars` come after the blocks of
-    failed ranks, then the `curves`, if any; `spread` says how
-    far numbers lie apart; `silent` are ranks without output; `now` is what ranks use, `foot` a
-    last line.  A panel without states is one dim line.
+    failed ranks, then the `curves`, if any; `warnings` are about ranks, and stand below the head;
+    `spread` says how far numbers lie apart; `silent` are ranks without output; `now` is what ranks
+    use, `foot` a last line.  A panel without states is one dim line.
     """
 
     ranks: str
@@ -123,6 +123,7 @@ class Panel(NamedTuple):
     foot: str = ""
     note: str = ""
     is_live: bool = False
+    warnings: tuple[str, ...] = ()
     spread: str = ""
     bars: BarTable | None = None
     curves: Curves | None = None
@@ -418,6 +419,7 @@ def _of_all(transcript: Transcript, now: float | None) -> Panel:
         squares=tuple(squares[:_MOST_SQUARES]),
         more_squares=max(0, len(squares) - _MOST_SQUARES),
         curves=transcript.curves if transcript.curves.by_name else None,
+        warnings=tuple(transcript.warnings),
     )
 
 

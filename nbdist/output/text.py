@@ -34,8 +34,8 @@ _MOST_ROWS = 200
 def panel_text(shown: Panel) -> str:
     """Write the panel; its HTML says the same."""
     before, after = (shown.note, shown.foot) if shown.is_live else (shown.spread, shown.note)
-    lines = [head_text(shown), *filter(None, [before]), *_body(shown), *filter(None, [after])]
-    return "\n".join(lines)
+    head = [head_text(shown), *shown.warnings, *filter(None, [before])]
+    return "\n".join([*head, *_body(shown), *filter(None, [after])])
 
 
 def head_text(shown: Panel) -> str:

@@ -28,6 +28,8 @@ from nbdist.words import name_ranks
 SHOWN_OF_ALL, SHOWN_AT_LEAST = 256 << 20, 4 << 20
 """Characters of displays that are kept of all ranks together, and of each in any case."""
 
+MOST_WARNINGS = 4
+
 MOST_ROWS = 16
 """As many lines and displays are shown for each rank in full where ranks differ in them."""
 
@@ -42,6 +44,7 @@ class Transcript:
         self.by_rank = {rank: RankTranscript(rank, keep_lines, shown) for rank in self.ranks}
         self.started: float | None = None
         self.curves = Curves()
+        self.warnings: list[str] = []
 
     def __iter__(self) -> Iterator[RankTranscript]:
         return iter(self.by_rank.values())
@@ -66,6 +69,11 @@ class Transcript:
         for each in self:
             if each.finished is None:
                 each.receive(Done("aborted", self.elapsed(now)), now)
+
+    def warn(self, text: str) -> None:
+        """Add a warning about the ranks, which the head of the panel shows."""
+        if text not in self.warnings and len(self.warnings) < MOST_WARNINGS:
+            self.warnings.append(text)
 
     def looks(self) -> Counter[Look]:
         """Count the ranks in each state, as it is shown."""

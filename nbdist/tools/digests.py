@@ -11,7 +11,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -240,8 +240,11 @@ class RanksDiffer(Exception):
 class Exchange:
     """One rank's side; `when` a comparison takes place is the same text on all ranks."""
 
-    def __init__(self, key: str, ranks: Sequence[int], rank: int, *, waits: bool) -> None:
+    def __init__(
+        self, key: str, ranks: Sequence[int], rank: int, warn: Callable[[str], None], *, waits: bool
+    ) -> None:
         self._key, self._ranks, self._rank, self._waits = f"nbdist/{key}", ranks, rank, waits
+        self._warn = warn
         self._store: Any = None
         self._left: deque[str] = deque()
         self.times = 0
@@ -264,7 +267,7 @@ class Exchange:
             self._forget(key, *(f"{key}/{rank}" for rank in self._ranks))
             if said:
                 self._store.set(f"{self._key}/found", when)
-                print(f"watch: {said}", flush=True)  # noqa: T201 (it is shown while the cell runs)
+                self._warn(f"watch: {said}")  # while the cell runs
         return self.found()
 
     def found(self) -> str:

@@ -103,7 +103,7 @@ WATCH = CellOption(_add, _watched)
 
 def _show(line: Line, wanted: Sequence[str]) -> None:
     """Bring what ranks have noted of the cell that has ended, and show what it means."""
-    display = line.pool.display()
+    display, ran = line.pool.display(), line.pool.last
     try:
         found = {r: each for r, each in line.call("watch.end").items() if each is not None}
     except NbdistError as error:
@@ -111,6 +111,9 @@ def _show(line: Line, wanted: Sequence[str]) -> None:
         return
     divergence = Divergence(wanted, found)
     if divergence.differs:
+        if divergence.is_of_the_end and ran is not None:  # ranks have not said so themselves
+            ran.transcript.warn(divergence.head())
+            line.display.end_again(ran.transcript, line.pool.log_files())
         _drawn(line, divergence).on(display)
     else:
         display.say(divergence.agreement())

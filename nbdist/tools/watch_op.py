@@ -54,7 +54,8 @@ def begin(
             refused[expression] = why
     if not refused:
         key, ranks, waits = exchange
-        watch = Watch(context, wanted, every, Exchange(key, ranks, context.rank, waits=waits))
+        meets = Exchange(key, ranks, context.rank, context.namespace.warn, waits=waits)
+        watch = Watch(context, wanted, every, meets)
         _watches.append(watch)
         watch.open()
     return refused

@@ -25,7 +25,7 @@ from IPython.core.page import as_hook, display_page
 from jupyter_client.session import Session
 from traitlets import Type, default
 
-from nbdist.output.events import MOVED, RECORD, TRACKED, Done
+from nbdist.output.events import MOVED, RECORD, TRACKED, WARNED, Done
 from nbdist.values import definitions
 from nbdist.values.class_ids import name_classes
 from nbdist.values.pickling import without_cycles
@@ -325,6 +325,7 @@ def make_app(start: WorkerStart) -> WorkerApp:
     kernel.namespace.say_moved = lambda done, total: kernel.publish(
         MOVED, {"done": done, "total": total}
     )
+    kernel.namespace.warn = lambda text: kernel.publish(WARNED, {"text": text})
     leave = dict.fromkeys(("exit", "quit"), CellExit(shell))
     kernel.namespace.start_with({**ready_names(start), **leave})
     shell.ready = kernel.namespace.ready

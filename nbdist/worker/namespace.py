@@ -84,6 +84,7 @@ class Namespace:
         self.ready: dict[str, Any] = {}
         self.counterparts = Counterparts(names)
         self.say_moved: Callable[[int, int], None] = lambda done, total: None
+        self.warn: Callable[[str], None] = lambda text: None
         self.last_values = KeptValues()
         self._lent: dict[str, list[Segment]] = {}
         self._taken: dict[str, Taken] = {}

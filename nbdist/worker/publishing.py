@@ -21,12 +21,12 @@ from typing import Any
 import zmq
 from jupyter_client.session import Session
 
-from nbdist.output.events import COMMS, MOVED, RECORD, TOPIC, TRACKED, Record
+from nbdist.output.events import COMMS, MOVED, RECORD, TOPIC, TRACKED, WARNED, Record
 from nbdist.system.folders import open_private
 from nbdist.worker.process import write_mark
 
 DISPLAYS = ("display_data", "execute_result", "update_display_data")
-ORDERED = {*DISPLAYS, *COMMS, "clear_output", "error", MOVED, RECORD, TRACKED}
+ORDERED = {*DISPLAYS, *COMMS, "clear_output", "error", MOVED, RECORD, TRACKED, WARNED}
 """Messages whose place among the text matters."""
 
 LARGEST = 10_000_000  # characters of one kind of data of a display that are passed on

@@ -30,6 +30,7 @@ from nbdist.output.events import (
     Record,
     Tracked,
     Visible,
+    Warned,
 )
 from nbdist.system.folders import removed_folder
 from nbdist.wire import messages
@@ -492,6 +493,10 @@ class Workers:
             self.curves.take(rank, task_id, output, self.size)
             if running is not None and task_id == running.task.id:
                 running.transcript.curves.take(rank, task_id, output, self.size)
+            return
+        if isinstance(output, Warned):
+            if running is not None and task_id == running.task.id:
+                running.transcript.warn(output.text)
             return
         if running is not None and task_id != running.task.id:
             # A rank that is done can say more while others still run it.

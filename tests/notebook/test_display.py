@@ -98,6 +98,19 @@ def test_where_seconds_are_shown(
     assert last["text/html"].count("1.0 s") == in_html
 
 
+def test_warnings_stand_below_the_head(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a panel's text after the first line; in a terminal as soon as they come, and once."""
+    transcript = said_by([Text("stdout", "done\n")], [Text("stdout", "done\n")])
+    plain = PlainDisplay()
+    for _ in range(3):
+        transcript.warn("watch: rank 1 differs")
+        plain.show(transcript, [])
+    plain.end(transcript, {})
+    assert capsys.readouterr().out.count("watch: rank 1 differs\n") == 1
+    plain.again(transcript, {})
+    assert "\nwatch: rank 1 differs\n── ranks 0-1 (same) ──" in capsys.readouterr().out
+
+
 def test_a_fast_cell_does_not_flash(capsys: pytest.CaptureFixture[str]) -> None:
     """It is drawn at its end alone, with the notes that stay."""
     display = PanelDisplay()

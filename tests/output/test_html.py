@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from nbdist.output.events import Display, Done, Failure, Output, Skipped
-from nbdist.output.html import MOST_BYTES, MOST_LIVE_BYTES, is_tile, tiled
+from nbdist.output.html import MOST_BYTES, MOST_LIVE_BYTES, is_tile, panel_html, tiled
 from nbdist.output.layout import final_layout
 from nbdist.output.text import MOST_CHARACTERS
 from nbdist.output.transcript import Transcript
+from nbdist.output.wording import AMBER, RED
 from tests.output.lab import (
     STYLES,
     TAGS,
@@ -41,6 +42,22 @@ def test_failed_rank() -> None:
     assert lines[:3] == ["8 ranks · 1.2 s · ✓ 7 · ✗ 1", "rank 5 ✗ 1 line", "shape (3, 4)"]
     assert lines[3:] == ["-----", "Cell In[1], line 2", "E: bad", "ranks 0-4,6-7shape (3, 4)"]
     assert "\x1b" not in html
+
+
+def test_warnings_turn_the_head_orange() -> None:
+    """They stand below the head; ranks that have failed stay red, and blocks as they were."""
+    transcript = make(3, lambda rank: [out(f"{rank}\n")] + [failure("bad")] * (rank == 2))
+    shown, said = final_layout(transcript), "watch: rank 1 differs from <ranks> 0,2"
+    html = panel_html(shown._replace(warnings=(said,)))
+    assert Panel(html).lines == [*(lines := Panel(panel_html(shown)).lines)[:1], said, *lines[1:]]
+    head = html.partition("watch: ")[0]
+    assert f'<span style="color:{AMBER}">✓ 2</span>' in head
+    assert f'<span style="color:{RED}">✗ 1</span>' in head
+    assert AMBER not in panel_html(shown)
+    silent = final_layout(make(3, lambda rank: []))
+    warned = panel_html(silent._replace(warnings=(said,)))
+    assert Panel(warned).lines == [*Panel(panel_html(silent)).lines, said]
+    assert AMBER in warned
 
 
 def test_many_groups() -> None:

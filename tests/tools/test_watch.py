@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
+from nbdist.output.wording import AMBER
 from nbdist.tools.digests import ROW, fold
 from nbdist.tools.watch import Divergence
 from nbdist.wire.ops import Facts, Input, Part, Watched
@@ -46,7 +47,13 @@ def test_a_cell_is_watched(kernel: Notebook) -> None:
     assert kernel.run(f"{watches}\ntrain(6)").seen.splitlines()[-1] == ALIKE
     shown = kernel.run(f"{watches}\ntrain(6, at=3)\nprint('done')")
     assert shown.errors == []
-    assert "watch: rank 1 differs from rank 0 at step 4" in shown.seen  # while it runs
+    # While it runs, and not as output of the rank that has found it.
+    lines = shown.seen.splitlines()
+    assert lines[1:4] == [
+        "watch: rank 1 differs from rank 0 at step 4", "── ranks 0-1 (same) ──", "done",
+    ]  # fmt: skip
+    html = [each["data"]["text/html"] for each in (*shown.displays, *shown.updates)]
+    assert any(f'<span style="color:{AMBER}">✓ 2</span>' in each for each in html)
     *_, head, titles, weight, state, until, told = shown.seen.splitlines()
     assert head == "watch: after step 4 rank 1 differs from rank 0"
     assert titles.split()[:3] == ["part", "type", "ranks,"]
@@ -65,6 +72,14 @@ def test_a_cell_is_watched(kernel: Notebook) -> None:
     assert re.search(r"-> +12 +optimizer.step\(\)", debugged.seen)
     assert "ipdb> p steps\n6" in debugged.seen
     assert kernel.run("%%distributed\ntrain(2)").text == "2 ranks"
+
+
+def test_a_difference_that_only_the_end_shows(kernel: Notebook) -> None:
+    """The head of the cell's panel says so as well, after the cell."""
+    kernel.run(MODEL)
+    shown = kernel.run("%%distributed --watch model --every 50\ntrain(6, at=3)")
+    said = "watch: at the end, after step 6 rank 1 differs from rank 0"
+    assert shown.seen.splitlines()[:2] == ["2 ranks", said]
 
 
 def test_what_cannot_be_watched(kernel: Notebook) -> None:
