@@ -93,6 +93,8 @@ def bands_of(run: Run) -> Bands:
     columns = min(most, max(map(len, run.values())))
     width = (end - begin) / max(1, columns - 1) or 1.0
     steps = [begin + at * width for at in range(columns)]
+    if all(float.is_integer(step) for series in run.values() for step in series.columns[0]):
+        steps = [*map(float, map(round, steps))]
     spread = {rank: _columns(series, begin, width, columns) for rank, series in run.items()}
     means = {rank: [each and each.mean for each in found] for rank, found in spread.items()}
     medians = [_median(at) for at in zip(*means.values(), strict=True)]

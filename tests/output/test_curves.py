@@ -290,3 +290,18 @@ def test_a_table() -> None:
     }
     curves.take(0, "next", tracked([0], float), 2)
     assert [*curves.table("loss")["run"]] == [0, 0, 1]
+
+
+def test_whole_steps_stay_whole() -> None:
+    """The columns of a long curve are at whole steps, unless fractions of steps were tracked."""
+    long = curves_of(2, 300, falling)
+    steps = bands_of(long.by_name["loss"].last).steps
+    assert (steps[0], steps[-1]) == (0, 299)
+    assert all(map(float.is_integer, steps))
+    assert sorted({*steps}) == steps
+    table = curves_text(long).splitlines()[2:]
+    assert len(table) == chart.ROWS
+    assert all(row.split()[0].isdecimal() for row in table)
+    halves = Curves()
+    halves.take(0, "task", tracked([each / 2 for each in range(9)], float), 1)
+    assert bands_of(halves.by_name["loss"].last).steps[:3] == [0, 0.5, 1]
