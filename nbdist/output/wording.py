@@ -128,6 +128,10 @@ _TABLE = (
     "text-align:left"
 )
 LINES = "white-space:pre-wrap;overflow-wrap:break-word"
+_TEXT = (
+    "margin:0;padding:0;border:none;background-color:transparent;font-family:monospace;"
+    f"font-size:13px;line-height:1.4;{LINES}"
+)
 _LONG, _THREE_ROWS = 600, 230
 """Characters from which on a line opens, and of those what is seen: three rows of a narrow page."""
 
@@ -184,17 +188,23 @@ def table(rows: Iterable[Iterable[tuple[str, str]]]) -> str:
     return f'<table style="{_TABLE}"><tbody>{cells}</tbody></table>' if cells else ""
 
 
+def text_html(html: str, style: str = "") -> str:
+    """Make a block of text, whose lines break also on a page that drops all styles, as GitHub's."""
+    return f'<pre style="{_TEXT}{style}">{html}</pre>'
+
+
 def lines_html(lines: Iterable[Line], *, opens: bool) -> str:
     """Write lines of text, those of stderr tinted; with `opens` a very long one can be opened."""
     parts = []
     for (is_stderr, is_long), run in groupby(lines, key=_kind):
-        style = f"{LINES};{_STDERR}" if is_stderr else LINES
+        tint = f";{_STDERR}" if is_stderr else ""
         if is_long and opens:
+            style = f"{LINES}{tint}"
             parts += [f'<details style="{style}">{_long(line.text)}</details>' for line in run]
             continue
         # An empty line would have no height in a block of its own.
         text = "\n".join(_DRAWN.sub(_BAR, ansi_html(line.text)) or " " for line in run)
-        parts.append(f'<div style="{style}">{text}</div>')
+        parts.append(text_html(text, tint))
     return "".join(parts)
 
 
@@ -425,7 +435,7 @@ def traceback_html(text: str, lines: int, width: int) -> str:
     html = ""
     for part in shortened(text, lines):
         body = ansi_html("\n".join(clip(row, width) for row in part.rows))
-        shown = f'<div style="{LINES}">{body}</div>'
+        shown = text_html(body)
         title = opening(dim(part.folded))
         html += f"<details>{title}{shown}</details>" if part.folded else shown
     return html

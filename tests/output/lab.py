@@ -19,7 +19,7 @@ from nbdist.output.text import panel_text
 from nbdist.output.transcript import Transcript
 
 # What a panel may consist of; `tests.output.test_html` compares it with the real list.
-TAGS = {"div", "span", "details", "summary", "table", "tbody", "tr", "td", "img"}
+TAGS = {"div", "pre", "span", "details", "summary", "table", "tbody", "tr", "td", "img"}
 ATTRIBUTES = {"style", "open", "src", "width", "height"}
 STYLES = {
     *("align-items", "background-color", "border", "border-collapse", "border-left"),
@@ -60,7 +60,7 @@ class Panel(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.stack.pop() == tag
-        if tag in {"div", "summary", "tr"}:
+        if tag in {"div", "pre", "summary", "tr"}:
             self.words.append("\n")
 
     def handle_data(self, data: str) -> None:

@@ -93,7 +93,7 @@ def in_html(html: str, ranks: int) -> dict[int, list[str]]:
         if "more rank" in part:
             continue
         body = re.split(r"</summary>|</td>|</div>", part, maxsplit=1)[1]
-        plain = unescape(re.sub(r"<[^>]*>", "", re.sub(r"</div>", "\n", body)))
+        plain = unescape(re.sub(r"<[^>]*>", "", re.sub(r"</(div|pre)>", "\n", body)))
         lines = [line for line in plain.split("\n") if line]
         found.update(of_each([*parse_ranks(names[1], ranks)], lines))
     return found

@@ -67,9 +67,9 @@ def test_stderr_is_tinted() -> None:
     """Lines of one stream come together; an empty one keeps its height."""
     said = [Line("a", stderr=False), Line("", stderr=False), Line("b", stderr=True)]
     html = lines_html(said, opens=False)
-    assert html.count("<div") == 2
+    assert html.count("<pre") == 2
     assert html.count("rgba(255,80,80,0.1)") == 1
-    assert ">a\n </div>" in html
+    assert ">a\n </pre>" in html
 
 
 @given(length=st.integers(1, 30_000), is_coloured=st.booleans())

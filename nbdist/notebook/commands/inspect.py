@@ -28,7 +28,6 @@ from nbdist.output.wording import (
     AMBER,
     BLUE,
     GREEN,
-    LINES,
     RED,
     barred,
     bold,
@@ -37,6 +36,7 @@ from nbdist.output.wording import (
     line,
     lines_text,
     panel,
+    text_html,
 )
 from nbdist.system.folders import current_folder
 from nbdist.system.processes import MODULE, safe_environ
@@ -248,7 +248,7 @@ def shown_stacks(head: str, stacks: Iterable[Stack], who: Who = name_ranks) -> S
             parts.append(barred(shown, colour))
             continue
         body = escape("\n".join(each.lines), quote=False)
-        box = f'<div style="{LINES};max-height:546px;overflow:auto">{body}</div>'
+        box = text_html(body, ";max-height:546px;overflow:auto")
         is_open = len(parts) == 1 or drawn <= OPEN_LINES
         parts.append(details(shown, box, colour, is_open=is_open))
     return Shown(panel(*parts), "\n".join([head, *stacks_text(groups, who)]))
