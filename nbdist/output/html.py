@@ -197,7 +197,8 @@ def _block(block: Block, room: _Room, style: str = "") -> str:
     body, free = _output(block, share - size(error) - _BLOCK_BYTES, room)
     look = block.group.shown.look
     colour, words = _COLOURS[look], dim(" · ".join(block.words))
-    title = f"{bold(name_ranks(block.group.ranks))} {coloured(MARKS[look], colour)} {words}"
+    mark = coloured(MARKS[look], colour)
+    title = " ".join(filter(None, [bold(name_ranks(block.group.ranks)), mark, words]))
     if block.failed:
         title += f" {coloured(clip(block.failed, 200), colour)}"
     if room.is_live:  # drawn again and again, it would close what was opened

@@ -298,7 +298,10 @@ def _value(group: Group) -> Line | None:
 def _final_blocks(
     transcript: Transcript, groups: Iterable[Group], logs: Mapping[int, str], room: int
 ) -> tuple[Block, ...]:
-    """Make blocks: the first, the failed, short ones and those with `room` lines are open."""
+    """Make blocks: the first, the failed, short ones and those with `room` lines are open.
+
+    How much a rank has shown is said of blocks in which not all of it is seen.
+    """
     blocks = []
     most = _MOST_LINES if len(transcript.ranks) < _FEWER_LINES_FROM else _FEWER_LINES
     for group in groups:
@@ -307,10 +310,11 @@ def _final_blocks(
         is_first = group.ranks[0] == transcript.ranks[0]
         is_open = is_first or group.has_failed or lines <= max(room, _SHORT)
         room -= lines if is_open else 0
+        hides = not is_open or any(isinstance(item, Hidden) for item in items)
         words = [
             _failed_first(group, transcript),
             sameness(group),
-            _amount(group.shown),
+            _amount(group.shown) if hides else "",
             "aborted" if group.shown.state == "aborted" else "",
         ]
         failed, log = _failed_with(group, transcript), logs.get(group.ranks[0])

@@ -39,7 +39,7 @@ def test_failed_rank() -> None:
     said = {5: [out("shape (3, 4)\n"), failure("bad")]}
     html = final_html(make(8, lambda rank: said.get(rank, [out("shape (3, 4)\n")])))
     lines = Panel(html).lines
-    assert lines[:3] == ["8 ranks · 1.2 s · ✓ 7 · ✗ 1", "rank 5 ✗ 1 line", "shape (3, 4)"]
+    assert lines[:3] == ["8 ranks · 1.2 s · ✓ 7 · ✗ 1", "rank 5 ✗", "shape (3, 4)"]
     assert lines[3:] == ["-----", "Cell In[1], line 2", "E: bad", "ranks 0-4,6-7shape (3, 4)"]
     assert "\x1b" not in html
 

@@ -179,7 +179,7 @@ def test_failures() -> None:
     assert ranks_of(blocks) == [(1,), (2,), (3,)]
     killed = "killed (SIGKILL), often by the system for using too much memory"
     assert [block.failed for block in blocks] == ["", "E: bad (as on rank 1)", killed]
-    assert blocks[0].words == ("failed first", "1 line")
+    assert blocks[0].words == ("failed first",)
     # Ranks that another one's failure, or Stop, has ended have not failed.
     released = Failure("Released", "it waited", ("Released: it waited",), 9, connections="ended")
     said = [failure(), released, released, Failure("KeyboardInterrupt", "", (), 9)]
