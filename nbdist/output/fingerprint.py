@@ -265,9 +265,19 @@ def _match_tqdm(plain: str) -> re.Match[str] | None:
     return next(filter(None, matches), None)
 
 
+def _closes(text: str) -> bool:
+    """Return True if the text closes a bracket that it has not opened."""
+    depth = 0
+    for sign in text if "]" in text else "":
+        depth += (sign == "[") - (sign == "]")
+        if depth < 0:
+            return True
+    return False
+
+
 def _from_tqdm(found: re.Match[str]) -> Bar | None:
     said = {name: (value or "").strip() for name, value in found.groupdict().items()}
-    if said.get("more"):
+    if said.get("more") or _closes(said["rest"]):
         return None  # Something was printed behind it: a line like any other.
     total = said.get("total", "").replace("?", "")
     percent = float(said["percent"]) / 100 if said.get("percent") else None

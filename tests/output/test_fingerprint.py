@@ -77,13 +77,19 @@ def test_what_is_printed_behind_a_bar(row: str, printed: str) -> None:
 
 
 def test_rows_of_bars() -> None:
-    """A bar in another form is one if it was drawn over another; with a text, if it is finished."""
+    """A bar in another form is one if it was drawn over another; with a text, if it is finished.
+
+    A bar of tqdm's ends with the bracket that its times begin with.
+    """
     for row, is_edited, is_bar in (
         ("training ━━━━━━━━━━━━ 63% 0:00:10", True, True),
         ("training ━━━━━━━━━━━━ 63% 0:00:10", False, False),
         ("32/100 ━━━━━━━━━━━━━━━ 4s 60ms/step - loss: 0.4step 20", True, False),
         ("100/100 ━━━━━━━━━━━━━━ 4s 60ms/step - loss: 0.4", True, True),
         ("63%", True, False),
+        ("train 32%|###  | 20/63 [00:03<00:06, 6.8it/s, loss=[0.6, 0.1]]", False, True),
+        ("train 32%|###  | 20/63 [00:03<00:06, 6.8it/s] loss [0.6]", False, False),
+        ("10it [00:03, 9.5it/s] loss [0.6]", False, False),
     ):
         assert (read_row(row, is_edited=is_edited) is not None) == is_bar, row
 
