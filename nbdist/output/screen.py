@@ -277,6 +277,7 @@ class Screen:
         row.cut_start(end)
         self._column = max(0, self._column - end)
         self._flags[self._row] = self._last_flag
+        self._is_redrawing, self._drawn_to = False, self._column
 
     @property
     def key(self) -> Key:
@@ -332,7 +333,7 @@ class Screen:
             text = text.replace("\r\n", "\n")
         flag = _STDERR if stream == "stderr" else 0
         if flag != self._last_flag:
-            self._is_redrawing, self._last_flag = False, flag
+            self._is_redrawing, self._drawn_to, self._last_flag = False, 0, flag
         if self._is_simple(text):
             self._append(text, flag)
         else:
@@ -413,7 +414,9 @@ class Screen:
         if not text:
             return
         row = self._open_row()
-        if row.width and not self._is_redrawing and (bar := self._bar_at_cursor()):
+        # Of what this stream has begun to write in this row the rest may come in pieces.
+        has_come = not self._drawn_to and not self._is_redrawing
+        if row.width and has_come and (bar := self._bar_at_cursor()):
             self._take_bar_out(bar)
             row.cut(0)
             self._column, self._flags[self._row] = 0, 0
@@ -427,7 +430,7 @@ class Screen:
         self._flags[self._row] |= flag | (_DRAWN if self._is_redrawing else 0)
         self._column += len(text)
         self._drawn_to = max(self._drawn_to, self._column)
-        if row.width <= LONGEST_BAR:
+        if self._is_redrawing and row.width <= LONGEST_BAR:
             self._part_from_bar(row)
         if row.width > LONGEST_LINE:
             self._newline()

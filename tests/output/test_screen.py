@@ -262,6 +262,24 @@ def test_a_bar_that_is_broken_off() -> None:
     assert bars_in(screen) == [("", "1/2")]
 
 
+@pytest.mark.parametrize(
+    ("text", "lines", "bars"),
+    [
+        ("epoch 3: 50%|##   | 1/2 [00:00<00:00, 9it/s]\n", [], [("epoch 3", "1/2")]),
+        ("50%|##   | 1/2 [00:00<00:00, 9it/s] loss [a]\n", None, []),
+        ("saved\n50%|##   | 1/2 [00:00<00:00, 9it/s] loss [a]\nnext\n", None, []),
+        ("\r50%|##   | 1/2 [00:00<00:00, 9it/s][a] loss\n", ["[a] loss"], [("", "1/2")]),
+        ("\r3it [00:01, 3it/s][=====>...] 50% 1/2", ["[=====>...] 50% 1/2"], [("", "3it")]),
+    ],
+)
+def test_bars_in_pieces(text: str, lines: list[str] | None, bars: list[tuple[str, str]]) -> None:
+    """Text that comes in pieces is read as the same text at once; what is printed is one line."""
+    for chunk in (1, 2, 3, 5, 29, 41, 1000):
+        screen = screen_of(text, chunk)
+        assert shown(screen) == (text.splitlines() if lines is None else lines)
+        assert bars_in(screen) == bars
+
+
 def test_a_warning_behind_a_bar() -> None:
     """It is a line of its stream, also if bar and warning come in one piece."""
     screen = Screen()
