@@ -420,6 +420,9 @@ class Screen:
             self._take_bar_out(bar)
             row.cut(0)
             self._column, self._flags[self._row] = 0, 0
+        elif has_come and self._column and not row.plain.strip():
+            row.cut(0)  # The cursor came up from a bar, behind which it stood.
+            self._column, self._flags[self._row] = 0, 0
         elif text.isspace() and not self._column and self._left and (bar := self._bar_at_cursor()):
             self._left.pop((bar.name, bar.total), None)  # its program has wiped it out
         if self._column < row.width:

@@ -262,6 +262,20 @@ def test_a_bar_that_is_broken_off() -> None:
     assert bars_in(screen) == [("", "1/2")]
 
 
+def test_lines_after_nested_bars() -> None:
+    """A line begins at its start, though nested bars have left the cursor behind one of them."""
+
+    def program(out: IO[str], err: IO[str]) -> None:
+        for epoch in tqdm(range(3), desc="epoch", file=err, mininterval=0):
+            for step in tqdm(range(2), desc="step", file=err, mininterval=0, leave=False):
+                print(step, file=out)
+                print("  twice", file=out)
+            print(f"loss {epoch}", file=out)
+
+    lines = [x for n in range(3) for x in ("0", "  twice", "1", "  twice", f"loss {n}")]
+    assert [line.text for line in written(program).tail(99)] == lines
+
+
 @pytest.mark.parametrize(
     ("text", "lines", "bars"),
     [
