@@ -369,7 +369,9 @@ class Screen:
                     if bar := read_row(line, is_edited=False):
                         self._note_bar(row, bar)
             self._rows[-1:] = [*lines, ""]
-            self._flags[-1:] = bytes([flag]) * len(lines) + b"\0"
+            # As a line that comes in pieces, an empty one is of no stream.
+            origins = bytes(flag if strip(line) else 0 for line in lines) if flag else b""
+            self._flags[-1:] = (origins or bytes(len(lines))) + b"\0"
             self._row = len(self._rows) - 1
             self._characters += len(block) + 1
         self._write_tokens(last, flag)

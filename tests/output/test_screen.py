@@ -87,6 +87,15 @@ def test_stderr() -> None:
     assert screen.tail(1) == [Line("printed over it", stderr=False)]
 
 
+def test_empty_lines_of_stderr() -> None:
+    """Two ranks that print the same are alike, though one's text comes in other pieces."""
+    text = "warning\n\n\x1b[31m\x1b[0m\n  use this\n\n"
+    for chunk in (1, 2, 3, 9, 10):
+        screen = screen_of(text, chunk, "stderr")
+        assert screen.key == screen_of(text, stream="stderr").key
+        assert [line.stderr for line in screen.lines()] == [True, False, False, True, False]
+
+
 def test_keeps_the_last_lines() -> None:
     """Of more lines than it may keep a screen has the last ones, and the number dropped."""
     screen = screen_of("".join(f"{number}\n" for number in range(1000)), 100, keep_lines=10)
