@@ -156,6 +156,7 @@ _ENDLESS = re.compile(
     rf"(?:(?P<name>.*): )?(?P<done>{_AMOUNT})(?:/\?)? ?(?P<unit>[A-Za-z]+)? "
     rf"{_TIMES}(?:,\s*(?P<rest>.*))?\]"
 )
+_BRACKET = re.compile(r"[\[\]]")
 # Where the times of a bar of tqdm's begin.
 _METER = re.compile(r"(?:^|\|\s*|\s)\d[\w,.]*(?:/[\w,.?]+)? ?[A-Za-z]* ?\[(?=\d+:\d\d)")
 _FASTPROGRESS = re.compile(
@@ -238,6 +239,8 @@ def read_row(text: str, *, is_edited: bool) -> Bar | None:
     """
     if len(text) > LONGEST_BAR or not any(sign in text for sign in BAR_SIGNS):
         return None
+    if not (is_edited or "[" in text):  # where the times of a bar of tqdm's stand
+        return None
     plain = strip(text).strip()
     if found := _match_tqdm(plain):
         return _from_tqdm(found)
@@ -252,11 +255,12 @@ def end_of_bar(text: str) -> int:
     if begins is None:
         return 0
     depth = 1
-    for position in range(begins.end(), len(text)):
-        depth += (text[position] == "[") - (text[position] == "]")
+    for bracket in _BRACKET.finditer(text, begins.end()):
+        depth += 1 if bracket[0] == "[" else -1
         if not depth:
-            is_bar = read_row(text[: position + 1], is_edited=False) is not None
-            return position + 1 if is_bar and text[position + 1 :].strip() else 0
+            end = bracket.end()
+            is_followed = end < len(text) and not text[end:].isspace()  # else there is no need
+            return end if is_followed and read_row(text[:end], is_edited=False) else 0
     return 0
 
 

@@ -242,6 +242,8 @@ class Screen:
         """Read the row of the cursor as a bar; None if it is not one."""
         if self._open is None:
             return self._bars.get(self.cursor)
+        if self._open.width > LONGEST_BAR:
+            return None
         is_drawn = bool(self._flags[self._row] & (_EDITED | _DRAWN))
         return read_row(self._open.plain, is_edited=is_drawn)
 
