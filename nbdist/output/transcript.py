@@ -392,7 +392,8 @@ def _set(values: tuple[str, ...]) -> str:
     """Write `7` if all are equal, else `{7,9}`; of many fractions `{0.1 to 0.7}`, the ends."""
     if all(value == values[0] for value in values):
         return values[0]
-    if any("." in value for value in values):
+    is_address = any(value.startswith("0x") for value in values)
+    if any("." in value for value in values) and not is_address:
         if len({*values}) <= _MOST_NUMBERS:
             return f"{{{', '.join(_runs(values, counts=False))}}}"
         return f"{{{min(values, key=float)} to {max(values, key=float)}}}"

@@ -154,6 +154,8 @@ def test_sets(texts: list[str], folded: str | None) -> None:
         assert unfold(folded, len(texts)) == texts
     # Of a thousand numbers without an order so many are shown as can be read.
     assert str(fold([f"pid {rank * rank}" for rank in range(1000)])).endswith(",3969,4096,…}")
+    texts = [*(f"at {rank}.5" for rank in range(20)), "at 0x7fa0"]
+    assert unfold(str(fold(texts)), len(texts)) == texts
 
 
 PLACES = st.sampled_from(
