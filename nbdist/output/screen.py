@@ -206,8 +206,8 @@ class Screen:
     def tail(self, count: int) -> list[Line]:
         """Return the last `count` lines."""
         found = list[Line]()
-        bars, row = self._rows_of_bars(), self.end
-        while len(found) < count and row > self.dropped:
+        bars, row, dropped = self._rows_of_bars(), self.end, self.dropped
+        while len(found) < count and row > dropped:
             row -= 1
             if row not in bars:
                 index = row - self._first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, TypeAlias
 
 from nbdist.output.ansi import strip
@@ -250,6 +251,9 @@ def group_of(members: Sequence[RankTranscript], first: int | None, alike: Collec
     return Group(tuple(members), shown, likeness, error, part)
 
 
+_LONGEST_KNOWN = 400
+"""Characters of a line up to which it is remembered where its numbers are."""
+
 MOST_NUMBERED, _MOST_PLACES = 200, 4
 """Lines of a rank, and differing numbers in each line, up to which ranks that differ in numbers
 alone are one group."""
@@ -265,7 +269,9 @@ def _but_numbers(members: Sequence[list[RankTranscript]]) -> list[list[RankTrans
         found.setdefault(key, []).extend(each)
     groups = []
     for together in found.values():
-        if len(together) > _MOST_NUMBERS or _differs_much(together):
+        if len(together) == 1:
+            groups.append(together)
+        elif len(together) > _MOST_NUMBERS or _differs_much(together):
             groups += [each for each in members if each[0] in together]
         else:
             groups.append(sorted(together, key=lambda said: said.rank))
@@ -285,8 +291,18 @@ def _words(said: RankTranscript) -> object:
     return (
         said.state,
         error,
-        tuple((_PLACES.sub("0", text), is_stderr) for text, is_stderr in texts),
+        tuple((_parted(text)[0], is_stderr) for text, is_stderr in texts),
     )
+
+
+def _parted(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return the text but for its numbers, and these; of most lines it is known from before."""
+    return (_part if len(text) <= _LONGEST_KNOWN else _part.__wrapped__)(text)
+
+
+@lru_cache(maxsize=1 << 15)
+def _part(text: str) -> tuple[str, tuple[str, ...]]:
+    return _PLACES.sub("0", text), tuple(_PLACES.findall(text))
 
 
 def _differs_much(members: Sequence[RankTranscript]) -> bool:
@@ -295,7 +311,7 @@ def _differs_much(members: Sequence[RankTranscript]) -> bool:
     for lines in zip(*tails, strict=True):
         texts = [line.text for line in lines if isinstance(line, Line)]
         if len({*texts}) > 1:
-            places = zip(*(_PLACES.findall(strip(text)) for text in texts), strict=True)
+            places = zip(*(_parted(strip(text))[1] for text in texts), strict=True)
             if sum(len({*place}) > 1 for place in places) > _MOST_PLACES:
                 return True
     return False
