@@ -187,7 +187,8 @@ class Screen:
     def dropped_lines(self) -> int:
         """How many lines are gone from the front."""
         dropped = self.dropped
-        return max(0, dropped - self._forgotten - sum(row < dropped for row in self._bars))
+        bars = sum(row < dropped for row in self._rows_of_bars())
+        return max(0, dropped - self._forgotten - bars)
 
     def lines(
         self, start: int | None = None, stop: int | None = None, *, bars: bool = False

@@ -323,3 +323,8 @@ def test_old_bars_are_forgotten() -> None:
     assert [line.text for line in screen.tail(3)] == ["2997", "2998", "2999"]
     assert len(screen) == screen.line_count - screen.dropped_lines <= 100
     assert 900 < len(screen.bars()) < 1300
+    # A bar far above the last rows, where the cursor is, counts as no line either.
+    bar = "\r100%|#####| 1/1 [00:00<00:00, 9it/s]"
+    screen = screen_of(f"{bar}\n{bar}\n{bar}\n\x1b[3A\r{bar}", keep_lines=1)
+    assert len(screen) == 0
+    assert screen_of(f"{bar}\na\x1b[A{bar}", keep_lines=1).line_count == 1
