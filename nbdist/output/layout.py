@@ -173,7 +173,7 @@ def live_layout(
     bars = bar_table(transcript)
     groups = [
         group
-        for group in transcript.groups(failed_first=True)
+        for group in transcript.groups(failed_first=True, is_live=True)
         if group.has_failed or not group.shown.is_silent
     ]
     groups.sort(key=lambda group: (_asks(group), turn in group.ranks))
@@ -183,7 +183,8 @@ def live_layout(
         lines = _LIVE_LINES_OF_FAILED
         rows = _by_last_line(each for each in groups if each not in in_blocks)
     each = max(2, lines // max(1, len(in_blocks)))
-    shown = [*rows.items()]
+    shown = [(line, [*ranks]) for group in in_blocks for ranks, line in group.ahead]
+    shown += rows.items()
     left_out = [each.ranks for each in in_blocks[MOST_ROWS:]] + [of for _, of in shown[MOST_ROWS:]]
     return _of_all(transcript, now)._replace(
         note=note,
@@ -369,7 +370,7 @@ def _items(group: Group, most: int, *, is_live: bool = False) -> tuple[tuple[Ite
     display takes the room of a line, and nothing is shown of what came before.
     """
     found: list[Item] = []
-    left = group.shown.line_count
+    left = group.line_count
     for pieces in reversed(group.pieces):
         if is_live and most <= 0:
             break

@@ -97,14 +97,18 @@ class Transcript:
             now = max(ends, default=self.started)
         return max(0.0, now - self.started)
 
-    def groups(self, *, failed_first: bool = False) -> list[Group]:
+    def groups(self, *, failed_first: bool = False, is_live: bool = False) -> list[Group]:
         """Group alike ranks; if few rows differ, those that are the same to the letter.
 
-        Ranks whose lines differ in some numbers are one group.
+        Ranks whose lines differ in some numbers are one group.  With `is_live` ranks that are some
+        lines ahead of others stay with them: all print the same, one a moment after the other.
         """
         members = self._members(exactly=True)
-        if sum(each[0].rows for each in members) > MOST_ROWS:
+        is_exact = sum(each[0].rows for each in members) <= MOST_ROWS
+        if not is_exact:
             members = _but_numbers(self._members(exactly=False))
+        if is_live:
+            members = _with_those_ahead(members, is_exact=is_exact)
         cause = self.root_cause()
         first = cause[0] if cause else None
         alike = set(self.alike_error(first)) if first is not None else set()
@@ -209,6 +213,22 @@ class Group(NamedTuple):
         return [*zip(*(each.said for each in self.differing), strict=True)]
 
     @property
+    def line_count(self) -> int:
+        """How many lines all of them have printed."""
+        return min(each.line_count for each in self.members)
+
+    @property
+    def ahead(self) -> list[tuple[tuple[int, ...], Line]]:
+        """The lines that only some have printed yet, with their ranks."""
+        common, found = self.line_count, []
+        for number in range(1, max(each.line_count for each in self.members) - common + 1):
+            own = [each for each in self.members if each.line_count - common >= number]
+            entries = [each.tail(each.line_count - common)[number - 1] for each in own]
+            lines = [entry for entry in entries if isinstance(entry, Line)]
+            found.append((tuple(each.rank for each in own), fold_lines(lines)))
+        return found
+
+    @property
     def displays(self) -> list[Shown]:
         """Their displays, each once."""
         shown = zip(*(each.displays for each in self.differing), strict=True)
@@ -271,15 +291,22 @@ def _but_numbers(members: Sequence[list[RankTranscript]]) -> list[list[RankTrans
     for together in found.values():
         if len(together) == 1:
             groups.append(together)
-        elif len(together) > _MOST_NUMBERS or _differs_much(together):
+        elif _differs_much(together):
             groups += [each for each in members if each[0] in together]
         else:
             groups.append(sorted(together, key=lambda said: said.rank))
     return sorted(groups, key=lambda group: group[0].rank)
 
 
-def _words(said: RankTranscript) -> object:
-    """Return all that a rank has said but for its numbers; None if it has said more than lines."""
+_Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, bool], ...]]
+"""How a rank has ended, if it has; its lines without their numbers, and if they are of stderr."""
+
+
+def _words(said: RankTranscript, *, is_exact: bool = False) -> _Words | None:
+    """Return all that a rank has said but for its numbers; None if it has said more than lines.
+
+    With `is_exact` the numbers are there, too.
+    """
     count = said.line_count
     if said.displays or not 0 < count <= MOST_NUMBERED:
         return None
@@ -287,12 +314,45 @@ def _words(said: RankTranscript) -> object:
     texts = [(strip(line.text), line.stderr) for line in lines if isinstance(line, Line)]
     if len(texts) < count:
         return None
-    error = said.error_keys[0]
-    return (
-        said.state,
-        error,
-        tuple((_parted(text)[0], is_stderr) for text, is_stderr in texts),
-    )
+    if not is_exact:
+        texts = [(_parted(text)[0], is_stderr) for text, is_stderr in texts]
+    end = "failed" if said.state in FAILED else said.state == "aborted"
+    return (end, said.error_keys[0]), tuple(texts)
+
+
+MOST_AHEAD = 3  # lines
+
+
+def _with_those_ahead(
+    members: Sequence[list[RankTranscript]], *, is_exact: bool
+) -> list[list[RankTranscript]]:
+    """Put groups together if all that one has said is how the other has begun."""
+    if len(members) > MOST_ROWS:
+        return [*members]
+    joined: list[list[RankTranscript]] = []
+    ends: list[tuple[int, _Words | None]] = []  # the fewest lines in each, and the most
+    for each in sorted(members, key=lambda group: group[0].line_count):
+        words = _words(each[0], is_exact=is_exact)
+        for index, (fewest, most) in enumerate(ends):
+            if most is None or words is None or not _continues(most, words):
+                continue
+            together = [*joined[index], *each]
+            is_far = len(words[1]) - fewest > MOST_AHEAD
+            if is_far or (not is_exact and _differs_much(together)):
+                continue
+            joined[index], ends[index] = together, (fewest, words)
+            break
+        else:
+            joined.append([*each])
+            ends.append((each[0].line_count, words))
+    groups = [sorted(group, key=lambda said: said.rank) for group in joined]
+    return sorted(groups, key=lambda group: group[0].rank)
+
+
+def _continues(words: _Words, longer: _Words) -> bool:
+    """Return True if more has been said than `words`, and nothing else before."""
+    end, said = words
+    return longer[0] == end and len(longer[1]) > len(said) and longer[1][: len(said)] == said
 
 
 def _parted(text: str) -> tuple[str, tuple[str, ...]]:
@@ -306,9 +366,11 @@ def _part(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _differs_much(members: Sequence[RankTranscript]) -> bool:
-    """Return True if any line of these ranks differs in more numbers than people can read."""
+    """Return True if ranks, or numbers in any line of theirs, are more than people can read."""
+    if len(members) > _MOST_NUMBERS:
+        return True
     tails = [each.tail(each.line_count) for each in members]
-    for lines in zip(*tails, strict=True):
+    for lines in zip(*tails, strict=False):
         texts = [line.text for line in lines if isinstance(line, Line)]
         if len({*texts}) > 1:
             places = zip(*(_parted(strip(text))[1] for text in texts), strict=True)
@@ -356,8 +418,14 @@ def fold_shown(shown: Sequence[Shown]) -> Shown:
 
 
 def fold_tail(pieces: Sequence[Piece], count: int) -> list[Line]:
-    """Fold the last lines of the same screen of some ranks."""
-    tails = [reversed(piece.tail(count)) for piece in pieces if isinstance(piece, Screen)]
+    """Fold the last lines that all of these ranks have of the same screen."""
+    screens = [piece for piece in pieces if isinstance(piece, Screen)]
+    common = min(screen.line_count for screen in screens)
+    tails = []
+    for screen in screens:
+        ahead = screen.line_count - common
+        lines = screen.tail(count + ahead)
+        tails.append(reversed(lines[: len(lines) - ahead]))
     # They end alike, but of the longest lines fewer may be kept.
     return [fold_lines(lines) for lines in zip(*tails, strict=False)][::-1]
 

@@ -71,6 +71,31 @@ def test_live_blocks() -> None:
     assert ranks_of(live_layout(many, 1.0).blocks) == [(5,)]
 
 
+@pytest.mark.parametrize(
+    ("text", "steps", "ahead"),
+    [
+        ("step {0} loss 0.{1}\n", 9, ["step 9 loss {0.0, 0.2}", "step 10 loss 0.0"]),
+        ("step {0}\n", 9, ["step 9", "step 10"]),
+        ("step {0}\n", 2, ["step 2", "step 3"]),
+    ],
+)
+def test_ranks_that_are_lines_ahead(text: str, steps: int, ahead: list[str]) -> None:
+    """They stay in the block of all, which would come and go; below it stand their own lines."""
+    more = {0: 2, 2: 1}
+    said = {r: [text.format(step, r) for step in range(steps + more.get(r, 0))] for r in range(4)}
+    panel = live_layout(running(4, lambda rank: [out("".join(said[rank]))]), 1.0)
+    assert ranks_of(panel.blocks) == [(0, 1, 2, 3)]
+    assert kinds(panel.blocks[0].items) == [steps]
+    assert [(row.ranks, row.line.text) for row in panel.rows] == [
+        ((0, 2), ahead[0]),
+        ((0,), ahead[1]),
+    ]
+    # Not those that have said something else, or much more.
+    others = {3: [*said[3][:-1], "other\n"], 0: 3 * said[0]}
+    panel = live_layout(running(4, lambda rank: [out("".join(others.get(rank, said[rank])))]), 1.0)
+    assert ranks_of(panel.blocks) == [(0,), (1, 2), (3,)]
+
+
 def test_what_a_running_cell_says_of_itself() -> None:
     """What ranks use, and for a page that is not drawn any more when it was drawn last."""
     transcript = running(2, lambda rank: [out("x\n")])

@@ -81,7 +81,8 @@ def in_text(text: str, ranks: int) -> dict[int, list[str]]:
         header, *lines = part.rstrip("\n").split("\n")
         if "(bars)" in header:
             continue
-        found.update(of_each([*parse_ranks(HEADER.match(header)[1], ranks)], lines))  # type: ignore[index]
+        for rank, own in of_each([*parse_ranks(HEADER.match(header)[1], ranks)], lines):  # type: ignore[index]
+            found.setdefault(rank, []).extend(own)
     return found
 
 
@@ -95,7 +96,8 @@ def in_html(html: str, ranks: int) -> dict[int, list[str]]:
         body = re.split(r"</summary>|</td>|</div>", part, maxsplit=1)[1]
         plain = unescape(re.sub(r"<[^>]*>", "", re.sub(r"</(div|pre)>", "\n", body)))
         lines = [line for line in plain.split("\n") if line]
-        found.update(of_each([*parse_ranks(names[1], ranks)], lines))
+        for rank, own in of_each([*parse_ranks(names[1], ranks)], lines):
+            found.setdefault(rank, []).extend(own)
     return found
 
 
