@@ -97,10 +97,15 @@ def run_for(world: World, source: str, seconds: float) -> TaskRun:
     return running
 
 
-def stop(world: World, running: TaskRun) -> None:
-    """Press Stop, until all ranks have left the cell, as the next cell would wait for them."""
+def press_stop(world: World, running: TaskRun) -> None:
+    """Press Stop, until control is back."""
     world.interrupt()
     world.session.wait(running)
+
+
+def stop(world: World, running: TaskRun) -> None:
+    """Press Stop, until all ranks have left the cell, as the next cell would wait for them."""
+    press_stop(world, running)
     if running.unfinished:  # a machine that is very busy
         sys.stdout.write(f"Control is back, but {running.not_stopped}\n")
         world.session.wait_for_stop()

@@ -16,7 +16,7 @@ from nbdist import World
 from nbdist.agent.outbox import SHOWN_KEPT
 from nbdist.errors import WorkerError
 from nbdist.output.rank_transcript import SHOWN_AT_MOST
-from tests.cells import run_for, stop
+from tests.cells import press_stop, run_for
 from tests.notebook.front_end import Notebook
 from tests.waiting import SOON, wait_until
 
@@ -158,7 +158,7 @@ def test_ranks_without_descriptors_are_stopped(limited: World) -> None:
     """Stop frees them out of a collective, and they keep what they have."""
     pids = dict(limited.pids)
     source = f"import time\n{USE_UP}\ndist.barrier() if rank else time.sleep(600)"
-    stop(limited, run_for(limited, source, 1.0))  # the moment is arbitrary
+    press_stop(limited, run_for(limited, source, 1.0))  # the moment is arbitrary
     all_go_on(limited, pids)
 
 

@@ -7,7 +7,7 @@ import pytest
 from nbdist.errors import WorkerDied
 from nbdist.world.running import TaskRun
 from nbdist.world.world import World
-from tests.cells import stop
+from tests.cells import press_stop
 from tests.faults.stops import FIRST, spinning, stop_in
 
 pytestmark = pytest.mark.shared_world(3)
@@ -59,7 +59,7 @@ def test_code_that_cleans_up(world: World) -> None:
         "finally:\n    end = time.monotonic() + 6\n"
         "    while time.monotonic() < end: time.sleep(0.1)\n    saved = True",
     )
-    stop(world, running)
+    press_stop(world, running)
     assert "cleaning up after Stop, line 7" in str(running.error())
     assert world.gather("(kept, saved)") == [(rank, True) for rank in range(world.size)]
 
@@ -72,9 +72,9 @@ def test_a_second_stop(world: World) -> None:
         "    try:\n        while True: time.sleep(0.01)\n"
         "    except KeyboardInterrupt:\n        caught += 1\n        if rank and caught > 1: raise",
     )
-    stop(world, running)
+    press_stop(world, running)
     assert running.unfinished == (0, 1, 2)
-    stop(world, running)
+    press_stop(world, running)
     leave(world, running)
     assert isinstance(running.error(), WorkerDied)
     assert "ignored Stop" in str(running.error())
@@ -84,9 +84,9 @@ def test_a_second_stop(world: World) -> None:
 def test_c_code_that_holds_the_gil(world: World) -> None:
     """It is killed; those that wait for it are freed, not killed beside it."""
     running = begin(world, "print('runs\\n')\nif rank == 1: sum(range(10 ** 12))\ndist.barrier()")
-    stop(world, running)
+    press_stop(world, running)
     if running.unfinished:  # on busy cores only another Stop ends it
-        stop(world, running)
+        press_stop(world, running)
     leave(world, running)
     assert isinstance(running.error(), WorkerDied)
     assert running.killed_by_stop == (1,)
@@ -111,7 +111,7 @@ WAITED_FOR = {
 def test_what_leaves_in_the_end(world: World, name: str) -> None:
     """It is waited for, however long it takes, and nobody loses anything."""
     running = begin(world, WAITED_FOR[name])
-    stop(world, running)
+    press_stop(world, running)
     leave(world, running)
     assert running.deaths == {}
     assert kept(world) == [0, 1, 2]
@@ -124,7 +124,7 @@ def test_replacing_ranks_that_do_not_leave(world: World) -> None:
         "import time\nprint('runs\\n')\nwhile True:\n    try:\n        time.sleep(0.01)\n"
         "    except KeyboardInterrupt:\n        if rank != 2: raise",
     )
-    stop(world, running)
+    press_stop(world, running)
     assert running.unfinished == (2,)
     world.replace([2])
     assert kept(world) == [0, 1, None]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from nbdist.world.world import World
-from tests.cells import run_for, stop
+from tests.cells import press_stop, run_for
 from tests.faults.stops import spinning
 
 BEGIN = """
@@ -196,7 +196,7 @@ def presses_in(world: World, name: str, number: int) -> Iterator[Press]:
         wait = random.uniform(SOONEST, LATEST) + LATER.get(name, 0.0)
         running = run_for(world, cell, wait)
         began = time.monotonic()
-        stop(world, running)
+        press_stop(world, running)
         seconds = time.monotonic() - began
         found = world.gather("replicas()")
         ended = running.transcript[0].done

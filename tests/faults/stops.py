@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.cells import run_for, stop
+from tests.cells import press_stop, run_for
 from tests.faults.collectives import BEFORE, BIG_ONLY, SMALL
 
 SPIN = "import os\nparent = {parent}\nwhile os.getppid() == parent:\n    sum(range(1_000_000))"
@@ -66,7 +66,7 @@ def stop_in(world: World, source: str) -> tuple[float, float, tuple[int, ...]]:
     cell = "import time\nt, u = torch.ones(256), torch.ones(world_size * 64)\n"
     running = run_for(world, f"{cell}if rank == 1: time.sleep(600)\n{source}", WAITING)
     pressed = time.monotonic()
-    stop(world, running)
+    press_stop(world, running)
     control = time.monotonic() - pressed
     world.execute("dist.barrier()")
     working = time.monotonic() - pressed

@@ -14,7 +14,7 @@ import pytest
 from nbdist.errors import KEPT, RanksReleased, WorkerDied, WorkerError
 from nbdist.world.states import State
 from nbdist.world.world import World
-from tests.cells import ends, run_for, stop
+from tests.cells import ends, press_stop, run_for, stop
 from tests.faults.collectives import BEFORE, BIG_ONLY, COLLECTIVES, SMALL
 
 pytestmark = pytest.mark.shared_world(4)
@@ -218,7 +218,7 @@ import time
 from nbdist.worker.probe import Probe
 quick = Probe.locate
 def slow(probe):
-    time.sleep(0.8)
+    time.sleep(0.6)
     return quick(probe)
 Probe.locate = slow
 """
@@ -229,8 +229,7 @@ def test_stop_of_ranks_that_answer_late(world: World) -> None:
     before = dict(world.pids)
     world.execute(ANSWERS_LATE)
     running = run_for(world, "if rank == 0: time.sleep(600)\ndist.barrier()", 0.7)
-    world.interrupt()
-    world.session.wait(running)
+    press_stop(world, running)
     assert (running.unfinished, running.deaths) == ((), {})
     world.execute("Probe.locate = quick")
     goes_on(world, before)
@@ -241,7 +240,7 @@ def test_stop_beside_a_rank_in_c_code(world: World, stuck: int) -> None:
     """Whichever rank holds its GIL and cannot end a connection, the other ranks are released."""
     source = f"if rank == {stuck}: sum(iter(int, 1))\ndist.barrier()"
     running = run_for(world, source, 0.5)
-    stop(world, running)
+    press_stop(world, running)
     assert {*running.transcript.errors} - {stuck} == {*range(4)} - {stuck}
     if running.unfinished:  # Stop has not killed it yet
         os.kill(world.pids[stuck], signal.SIGKILL)

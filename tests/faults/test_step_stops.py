@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import time
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from nbdist.config import Patience
 from nbdist.errors import CellTimeout, WorkerDied, WorkerError
 from nbdist.world.running import TaskRun
 from nbdist.world.world import World
-from tests.cells import ends, follow, run_for, stop
+from tests.cells import ends, follow, press_stop, run_for, stop
 from tests.faults.step_stops import ADAM, BEGIN, PLAIN, SCENARIOS
 from tests.waiting import wait_until
 
@@ -26,11 +27,33 @@ AT_STEP_5 = PLAIN.replace(
 """Something happens between the backward and the step of the fifth step."""
 
 
+SAYS_STEPS = """
+from nbdist.worker.steps import STEPS
+from torch.optim.optimizer import register_optimizer_step_post_hook
+if "says_steps" not in globals():
+    says_steps = register_optimizer_step_post_hook(
+        lambda *_: print(STEPS.begun) if STEPS.begun <= 5 else None
+    )
+"""
+
+
 @pytest.fixture
 def world(world: World) -> World:
-    """Four ranks with a new DDP model."""
-    world.execute(f"from nbdist.worker.steps import STEPS\n{BEGIN}{ADAM}")
+    """Four ranks with a new DDP model, which print the numbers of their first steps."""
+    world.execute(f"{SAYS_STEPS}{BEGIN}{ADAM}")
     return world
+
+
+def train(world: World, cell: str, *made: int, seconds: float = 0.0) -> TaskRun:
+    """Run a training until the ranks have made so many steps, at most five, and a while longer."""
+    running, until = world.submit(world.task(cell)), float("inf")
+    for _ in world.follow(running):
+        lines = [track.line_count for track in running.transcript]
+        if until == float("inf") and all(map(operator.ge, lines, made)):
+            until = running.age + seconds
+        if running.age >= until:
+            break
+    return running
 
 
 def are_equal(world: World) -> bool:
@@ -48,7 +71,7 @@ def steps(running: TaskRun) -> list[int]:
 def test_a_fast_loop(world: World) -> None:
     """Whenever Stop is pressed, all ranks end at the beginning of the same step."""
     for _ in range(10):
-        running = run_for(world, PLAIN, random.uniform(0.2, 0.5))
+        running = train(world, PLAIN, 1, 1, 1, 1, seconds=random.uniform(0, 0.3))
         stop(world, running)
         assert len({*steps(running)}) == 1
         assert steps(running)[0] > 0
@@ -60,7 +83,7 @@ def test_a_fast_loop(world: World) -> None:
 def seconds_to_stop(world: World, running: TaskRun) -> float:
     """Press Stop; return the seconds until control is back."""
     began = time.monotonic()
-    stop(world, running)
+    press_stop(world, running)
     return time.monotonic() - began
 
 
@@ -82,7 +105,7 @@ def test_other_trainings(world: World, name: str) -> None:
     setup, cell = SCENARIOS[name]
     world.execute(BEGIN + setup)
     for _ in range(3):
-        running = run_for(world, cell, random.uniform(0.2, 0.5))
+        running = train(world, cell, 1, 1, 1, 1, seconds=random.uniform(0, 0.3))
         stop(world, running)
         assert are_equal(world)
         assert len({*steps(running)}) == 1
@@ -92,7 +115,7 @@ def test_other_trainings(world: World, name: str) -> None:
 def test_a_rank_that_is_stuck(world: World) -> None:
     """The others wait for it for two seconds; then a line says how to mend what differs."""
     cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
-    running = run_for(world, cell, 0.5)
+    running = train(world, cell, 5, 5, 4, 5)
     assert waits_for_steps([seconds_to_stop(world, running)])
     assert running.deaths == {}
     assert steps(running) == [5, 5, 4, 5]
@@ -105,7 +128,7 @@ def test_a_rank_that_is_stuck(world: World) -> None:
     world.sync(["model", "optimizer"], source=0, ranks=range(4))
     world.execute("net, optimizers = model.module, [optimizer]")
     assert are_equal(world)
-    stop(world, run_for(world, PLAIN, 0.3))
+    stop(world, train(world, PLAIN, 1, 1, 1, 1))
     assert are_equal(world)
 
 
@@ -113,7 +136,7 @@ def test_a_sharded_model(world: World) -> None:
     """The remedy is not to copy it from one rank, which has a shard."""
     world.execute(BEGIN + SCENARIOS["FSDP2"][0])
     cell = AT_STEP_5.format(when="rank == 2", do="time.sleep(600)")
-    running = run_for(world, cell, 0.5)
+    running = train(world, cell, 5, 5, 4, 5)
     stop(world, running)
     assert running.replicas == (
         "Replicas may differ: ranks 0-1,3 ended after optimizer step 5, rank 2 after step 4. "
@@ -128,22 +151,21 @@ def test_a_second_stop(world: World) -> None:
     seconds = []
     for _ in range(3):
         world.execute(BEGIN + ADAM)
-        running = run_for(world, cell, 0.5)
+        running = train(world, cell, 5, 5, 4, 5)
         world.interrupt()
         world.session.receive(0.2)
         seconds.append(seconds_to_stop(world, running))
+        world.session.wait_for_stop()
         assert "rank 2 after step 4" in running.replicas
     assert not waits_for_steps(seconds)
 
 
 def test_slow_steps(world: World) -> None:
     """If the next step would come too late, a line says who is ahead."""
-    step = "    optimizer.step()\n"
-    slow = f"    time.sleep(3 * (rank == 1))\n{step}    if rank == 1:\n        print('stepped')\n"
-    running = world.submit(world.task(PLAIN.replace(step, slow)))
-    for _ in world.follow(running):
-        if running.transcript[1].line_count == 2:  # its next step begins 3 s later
-            break
+    cell = PLAIN.replace(
+        "    optimizer.step()", "    time.sleep(3 * (rank == 1))\n    optimizer.step()"
+    )
+    running = train(world, cell, 3, 2, 3, 3)  # the next step of rank 1 begins 3 s later
     stop(world, running)
     assert "Replicas may differ: rank 0,2-3" in running.replicas.replace("ranks", "rank")
 
@@ -152,8 +174,8 @@ def test_slow_steps(world: World) -> None:
 def test_a_rank_that_leaves_late(world: World, when: str) -> None:
     """What Stop could not say, as it had given control back, is said with the next task."""
     do = "try:\n            time.sleep(600)\n        finally:\n            time.sleep(6)"
-    running = run_for(world, AT_STEP_5.format(when="rank == 2", do=do), 0.5)
-    stop(world, running)
+    running = train(world, AT_STEP_5.format(when="rank == 2", do=do), 5, 5, 4, 5)
+    press_stop(world, running)
     assert (running.unfinished, running.replicas) == ((2,), "")
     if when == "afterwards":
         wait_until(lambda: world.session.receive(0.1) or not running.unfinished, "it has left")
@@ -178,7 +200,7 @@ def test_code_that_cleans_up(world: World) -> None:
     cell = (
         f"try:\n    {loop}\nexcept KeyboardInterrupt:\n    time.sleep(3)\n    saved = STEPS.begun"
     )
-    running = run_for(world, cell, 0.4)
+    running = train(world, cell, 1, 1, 1, 1)
     stop(world, running)
     assert running.transcript.errors == {}
     assert {*world.gather("saved")} == {*steps(running)}
@@ -189,10 +211,11 @@ def test_a_step_is_not_cut(world: World) -> None:
     """Ranks that are interrupted at once, since others do not train, end their step first."""
     world.execute(
         "class Slow(torch.optim.SGD):\n    def step(self):\n        global ended\n"
-        "        ended = False\n        time.sleep(0.7)\n        ended = True\n"
+        "        print('begun')\n        ended = False\n"
+        "        time.sleep(0.7)\n        ended = True\n"
         "slow, ended = Slow(model.parameters()), None"
     )
-    running = run_for(world, "if rank: slow.step()\ntime.sleep(600)", 0.3)
+    running = train(world, "if rank: slow.step()\ntime.sleep(600)", 0, 1, 1, 1)
     stop(world, running)
     assert world.gather("ended") == [None, True, True, True]
     assert "rank 0 ended after optimizer step 0" in running.replicas
