@@ -153,12 +153,7 @@ class Pool:
             display.note(said)
         if self.world is not None:
             _complete_shutdown(self.world)
-            running = self.world.session.running
-            if running is not None and running.is_stopping and running.unfinished:
-                late = name_ranks(running.unfinished)
-                display.wait_for(f"waiting for {late} to leave the stopped cell …")
-            if damage := self.world.session.wait_for_stop():
-                display.note(f"the stopped cell: {damage}")
+            self._wait_for_stop(self.world, display)
             self._mend(self.world, display)
         self.show_late()
         for text in self.ended.take_texts():
@@ -170,6 +165,19 @@ class Pool:
         if before != self.shown_size or moved:
             display.note(size_text(self.shown_size, moved))
         return self.world
+
+    def _wait_for_stop(self, world: World, display: CellDisplay) -> None:
+        """Wait for ranks that Stop has not ended yet; show what they still did in their cell."""
+        running = world.session.running
+        if running is None or not running.is_stopping or running.is_over:
+            return
+        if running.unfinished:
+            late = name_ranks(running.unfinished)
+            display.wait_for(f"waiting for {late} to leave the stopped cell …")
+        if damage := world.session.wait_for_stop():
+            display.note(f"the stopped cell: {damage}")
+            running.transcript.warn(damage)
+        self.ended.again(running.transcript)
 
     def attach(self, world: World) -> None:
         """Take a world that was there already, and not the agent that `%load_ext` started."""
