@@ -107,10 +107,22 @@ class Notebook(front_end.Notebook):
             DEATHS[death](self)
         self.has_nothing_of(there, f"after {deaths} {moment}")
 
+    def folders_left_by(self, there: Sequence[psutil.Process]) -> set[Path]:
+        """The runtime folders that no agent uses which was started after these processes."""
+        try:
+            agents = [each for each in self.find("nbdist.agent /") if each not in there]
+            used = {Path(part) for each in agents for part in each.cmdline()}
+        except psutil.NoSuchProcess:  # its kernel has ended
+            used = set()
+        return runtime_folders() - self.before - used
+
     def has_nothing_of(self, there: Iterable[psutil.Process], when: str) -> None:
-        """Wait until these processes have ended, and it has no runtime folder."""
-        deadline = time.monotonic() + SOON
-        while left := [*filter(is_alive, there), *(runtime_folders() - self.before)]:
+        """Wait until these processes have ended, and it has no runtime folder.
+
+        A restart whose agent is killed early starts another agent, which has one.
+        """
+        deadline, there = time.monotonic() + SOON, [*there]
+        while left := [*filter(is_alive, there), *(self.folders_left_by(there))]:
             assert time.monotonic() < deadline, f"left {when}: {left}"
             time.sleep(STEP)
 
