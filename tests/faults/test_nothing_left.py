@@ -107,13 +107,18 @@ class Notebook(front_end.Notebook):
             DEATHS[death](self)
         self.has_nothing_of(there, f"after {deaths} {moment}")
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its kernel was shut down."""
+        provisioner = self.manager.provisioner
+        return provisioner is None or provisioner.process is None  # type: ignore[attr-defined]
+
     def folders_left_by(self, there: Sequence[psutil.Process]) -> set[Path]:
         """The runtime folders that no agent uses which was started after these processes."""
-        try:
-            agents = [each for each in self.find("nbdist.agent /") if each not in there]
-            used = {Path(part) for each in agents for part in each.cmdline()}
-        except psutil.NoSuchProcess:  # its kernel has ended
-            used = set()
+        used = set[Path]()
+        with suppress(psutil.NoSuchProcess):  # its kernel has ended
+            found = [] if self.has_ended else self.find("nbdist.agent /")
+            used = {Path(part) for each in found if each not in there for part in each.cmdline()}
         return runtime_folders() - self.before - used
 
     def has_nothing_of(self, there: Iterable[psutil.Process], when: str) -> None:

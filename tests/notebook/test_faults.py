@@ -173,6 +173,7 @@ def test_stop_in_a_training(notebook: Notebook) -> None:
 
 LATE = """import time
         try:
+            print("waits" * (rank == 2))
             time.sleep(600 * (rank == 2))
         finally:
             time.sleep(6 * (rank == 2))
@@ -184,7 +185,7 @@ def test_a_rank_that_leaves_late(notebook: Notebook) -> None:
 
     The stopped cell shows it too, with what the rank has printed since.
     """
-    outcome = notebook.run(TRAINS.format(then=LATE), notebook.stop_at("trains"))
+    outcome = notebook.run(TRAINS.format(then=LATE), notebook.stop_at("waits"))
     assert outcome.error.startswith("RanksNotStopped: rank 2 has not stopped yet (")
     ran = notebook.run("%%distributed\nprint('next')")
     shown = [each["data"]["text/plain"] for each in (*ran.displays, *ran.updates)]

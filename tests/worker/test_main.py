@@ -42,7 +42,9 @@ _ = atexit.register(last)
 """
 
 
-JOIN = "dist.init_process_group('gloo')"
+JOIN = (
+    "dist.init_process_group('gloo', init_method='file://{path}', rank=rank, world_size=world_size)"
+)
 UNWATCHED = "in this group are neither shown nor released"
 
 
@@ -55,9 +57,9 @@ def test_exit_handlers_run(new_world: NewWorld, tmp_path: Path, backend: str) ->
     with new_world(2, backend=backend) as world:
         world.execute(f"folder = {str(tmp_path)!r}\n{LAST}")
         if backend == "none":
-            # In one cell rank 1 could still meet the first group's store on rank 0, and not the
-            # second's: torch gives both the same address.
-            cells = "dist.init_process_group('gloo'); dist.destroy_process_group()", JOIN
+            # At the address of the environment rank 1 could still meet the first group's store.
+            elsewhere = JOIN.format(path=tmp_path / "meet")
+            cells = "dist.init_process_group('gloo'); dist.destroy_process_group()", elsewhere
             for cell, said in zip(cells, (1, 0), strict=True):
                 result = world.execute(cell)
                 assert [text.count(UNWATCHED) for text in result.stdout.values()] == [said, said]
