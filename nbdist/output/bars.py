@@ -185,20 +185,22 @@ def _rates(rates: Sequence[str]) -> str:
     if len(known) < len(rates) or len({unit for _, unit in known}) > 1:
         return rates[0] if len({*rates}) == 1 else ""
     (low, unit), (high, _) = min(known), max(known)
-    ends = (
-        dict.fromkeys((f"{low:.3g}", f"{high:.3g}"))
-        if high < 1000
-        else (f"{low:.0f}", f"{high:.0f}")
-    )
-    return f"{' to '.join(dict.fromkeys(ends))}{unit}"
+    digits = ".3g" if high < 1000 else ".0f"
+    ends = dict.fromkeys(format(end, digits) for end in (low, high))
+    return f"{' to '.join(ends)}{unit}"
 
 
 def final_table(transcript: Transcript) -> BarTable | None:
     """Lay out the bars of a finished cell; None if it had none."""
     left = bars_left({said.rank: said.bars for said in transcript})
-    ranks = tuple(sorted({rank for row in left for rank in row.ranks}))
-    more = max(0, len(left) - MOST_ROWS)
-    return BarTable(ranks, left=tuple(left[more:]), more=more) if left else None
+    return _with_left(BarTable(()), left, MOST_ROWS) if left else None
+
+
+def _with_left(table: BarTable, left: Sequence[LeftBar], most: int) -> BarTable:
+    """Add the last rows of bars that ranks have left to a table, at most so many."""
+    ranks = {*table.ranks, *(rank for row in left for rank in row.ranks)}
+    more = max(0, len(left) - most)
+    return table._replace(ranks=tuple(sorted(ranks)), left=tuple(left[more:]), more=more)
 
 
 def bars_of_rank(said: RankTranscript) -> BarTable | None:
@@ -213,10 +215,7 @@ def bar_table(transcript: Transcript) -> BarTable | None:
     left = bars_left({said.rank: said.bars for said in transcript}, found)
     if not (found or left):
         return None
-    more = max(0, len(left) - _MOST_LEFT_LIVE)
-    table = _present_table(found) if found else BarTable(())
-    ranks = {*table.ranks, *(rank for row in left for rank in row.ranks)}
-    return table._replace(ranks=tuple(sorted(ranks)), left=tuple(left[more:]), more=more)
+    return _with_left(_present_table(found) if found else BarTable(()), left, _MOST_LEFT_LIVE)
 
 
 def _present_table(found: Sequence[RankBars]) -> BarTable:
@@ -355,9 +354,14 @@ _CELLS, _PARTS = 20, " ▏▎▍▌▋▊▉"
 
 def bars_html(shown: BarTable) -> str:
     """Draw a row for each bar, below a line that says where all ranks are if there are more."""
-    more = f"… {count(shown.more, 'earlier bar')}" if shown.more else ""
     rows = table(map(_row_html, _rows(shown)))
-    return line(dim(" · ".join(filter(None, [more, shown.summary])))) + rows
+    return line(dim(" · ".join(_above(shown)))) + rows
+
+
+def _above(shown: BarTable) -> list[str]:
+    """Say how many earlier bars have no row, and where all ranks are if there are many."""
+    more = f"… {count(shown.more, 'earlier bar')}" if shown.more else ""
+    return [*filter(None, [more, shown.summary])]
 
 
 def _row_html(row: _Row) -> list[tuple[str, str]]:
@@ -401,5 +405,4 @@ def bars_text(shown: BarTable) -> list[str]:
     columns = filter(any, zip(*rows, strict=True))
     lines = aligned([*zip(*columns, strict=True)])
     marks = ("  slowest" if row.is_slowest else "" for row in found)
-    more = f"… {count(shown.more, 'earlier bar')}" if shown.more else ""
-    return [*filter(None, [more, shown.summary]), *map("".join, zip(lines, marks, strict=True))]
+    return [*_above(shown), *map("".join, zip(lines, marks, strict=True))]

@@ -254,13 +254,19 @@ def end_of_bar(text: str) -> int:
     begins = _METER.search(text)
     if begins is None:
         return 0
+    end = _end_of_brackets(text, begins.end())
+    if not text[end:].strip():  # with nothing behind it there is no need to look further
+        return 0
+    return end if read_row(text[:end], is_edited=False) else 0
+
+
+def _end_of_brackets(text: str, start: int = 0) -> int:
+    """Return where a bracket has been closed that was opened before `start`; 0 if it is not."""
     depth = 1
-    for bracket in _BRACKET.finditer(text, begins.end()):
+    for bracket in _BRACKET.finditer(text, start):
         depth += 1 if bracket[0] == "[" else -1
         if not depth:
-            end = bracket.end()
-            is_followed = end < len(text) and not text[end:].isspace()  # else there is no need
-            return end if is_followed and read_row(text[:end], is_edited=False) else 0
+            return bracket.end()
     return 0
 
 
@@ -269,19 +275,9 @@ def _match_tqdm(plain: str) -> re.Match[str] | None:
     return next(filter(None, matches), None)
 
 
-def _closes(text: str) -> bool:
-    """Return True if the text closes a bracket that it has not opened."""
-    depth = 0
-    for sign in text if "]" in text else "":
-        depth += (sign == "[") - (sign == "]")
-        if depth < 0:
-            return True
-    return False
-
-
 def _from_tqdm(found: re.Match[str]) -> Bar | None:
     said = {name: (value or "").strip() for name, value in found.groupdict().items()}
-    if said.get("more") or _closes(said["rest"]):
+    if said.get("more") or _end_of_brackets(said["rest"]):
         return None  # Something was printed behind it: a line like any other.
     total = said.get("total", "").replace("?", "")
     percent = float(said["percent"]) / 100 if said.get("percent") else None

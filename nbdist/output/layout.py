@@ -238,9 +238,10 @@ def final_layout(
     logs = logs or {}
     shown = _of_all(transcript, now)._replace(pace=_pace(transcript), note=note)
     bars = final_table(transcript)
-    has_ended = all(each.state == "ok" for each in transcript)
-    if transcript.is_silent and has_ended and not bars:
+    ended_well = all(each.state == "ok" for each in transcript)
+    if transcript.is_silent and ended_well and not bars:
         return shown._replace(states=(), squares=(), more_squares=0)
+    with_bars = bars.ranks if bars else ()
     groups = transcript.groups(failed_first=True)
     silent = [group for group in groups if group.shown.is_silent and group.shown.state == "ok"]
     failed = [group for group in groups if group.has_failed]
@@ -258,14 +259,7 @@ def final_layout(
         blocks=_final_blocks(transcript, [*failed, *others], logs, _OPEN_LINES),
         rows=rows,
         rest=_final_blocks(transcript, rest, logs, 0),
-        silent=tuple(
-            sorted(
-                rank
-                for group in silent
-                for rank in group.ranks
-                if not (bars and rank in bars.ranks)
-            )
-        ),
+        silent=tuple(sorted({r for group in silent for r in group.ranks}.difference(with_bars))),
     )
 
 

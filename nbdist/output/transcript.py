@@ -281,12 +281,11 @@ alone are one group."""
 
 def _but_numbers(members: Sequence[list[RankTranscript]]) -> list[list[RankTranscript]]:
     """Make one group of those whose lines differ in some numbers alone; the others stay apart."""
+    if len(members) == 1:
+        return [*members]
     found: dict[object, list[RankTranscript]] = {}
     for each in members:
-        key: object = id(each)
-        if (words := _words(each[0])) is not None:
-            key = words
-        found.setdefault(key, []).extend(each)
+        found.setdefault(_words(each[0]) or id(each), []).extend(each)
     groups = []
     for together in found.values():
         if len(together) == 1:
@@ -327,7 +326,7 @@ def _with_those_ahead(
     members: Sequence[list[RankTranscript]], *, is_exact: bool
 ) -> list[list[RankTranscript]]:
     """Put groups together if all that one has said is how the other has begun."""
-    if len(members) > MOST_ROWS:
+    if not 1 < len(members) <= MOST_ROWS:
         return [*members]
     joined: list[list[RankTranscript]] = []
     ends: list[tuple[int, _Words | None]] = []  # the fewest lines in each, and the most
