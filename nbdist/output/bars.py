@@ -15,7 +15,7 @@ from typing import NamedTuple
 from nbdist.output.fingerprint import Bar, clock_text, number_of, read_bar
 from nbdist.output.rank_transcript import FAILED, RankTranscript
 from nbdist.output.screen import Screen
-from nbdist.output.transcript import Transcript, fold
+from nbdist.output.transcript import Transcript, fold_plain
 from nbdist.output.wording import (
     AMBER,
     BLUE,
@@ -173,7 +173,7 @@ def _left_bar(bars: Mapping[int, Bar]) -> LeftBar:
     """Make one row of a bar that ranks have left at the same place."""
     first, *_ = bars.values()
     elapsed = max((bar.elapsed for bar in bars.values() if bar.elapsed is not None), default=None)
-    rest = fold([bar.rest for bar in bars.values()]) or ""
+    rest = fold_plain([bar.rest for bar in bars.values()])
     rate = _rates([bar.rate for bar in bars.values()])
     return LeftBar(tuple(bars), first._replace(elapsed=elapsed, remaining=None), rate, rest)
 

@@ -524,7 +524,7 @@ class Screen:
         new._flags = bytearray([*(line.stderr for line in lines), 0])
         new._characters = sum(map(len, new._rows)) + len(lines)
         new._row = len(lines)
-        new._settled = sum(each.end for each in screens)
+        new._settled = sum(each.line_count for each in screens)
         new._first = new._settled - len(lines)
         new._left = {number: (new._first, bar) for number, bar in enumerate(bars)}
         return new

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tqdm.std import tqdm
 
-from nbdist.output.bars import bar_table, bars_of, merged_line
+from nbdist.output.bars import bar_table, bars_of, final_table, merged_line
 from nbdist.output.events import Output, Text
 from nbdist.output.layout import live_layout
 from nbdist.output.transcript import Transcript
@@ -128,3 +128,11 @@ def test_ranks_keep_their_rows(steps: list[tuple[int, int]]) -> None:
         assert [row.rank for row in panel.bars.rows] == [0, 1, 2, 3]
         assert ranks_of(panel.blocks) == [(0, 1, 2, 3)]
         assert panel.rows == ()
+
+
+def test_postfixes_in_other_words() -> None:
+    """A row for all ranks has what each of them said behind its bar."""
+    said = ["loss=0.5", "loss=0.6", "restarting"]
+    rows = [err(f"\r100%|##########| 5/5 [00:01<00:00, 4.0it/s, {each}]\n") for each in said]
+    (row,) = final_table(make(3, lambda rank: [rows[rank]])).left
+    assert (row.ranks, row.rest) == ((0, 1, 2), " | ".join(said))

@@ -328,3 +328,14 @@ def test_old_bars_are_forgotten() -> None:
     screen = screen_of(f"{bar}\n{bar}\n{bar}\n\x1b[3A\r{bar}", keep_lines=1)
     assert len(screen) == 0
     assert screen_of(f"{bar}\na\x1b[A{bar}", keep_lines=1).line_count == 1
+
+
+def test_joined_screens_with_bars() -> None:
+    """Bars that were among their lines are counted as no lines."""
+    screens = [Screen(), Screen()]
+    for screen in screens:
+        screen.write("stderr", "\r100%|#####| 1/1 [00:00<00:00, 9it/s]\n")
+        screen.write("stdout", "a\nb\n")
+    joined = Screen.joined(screens)
+    assert (joined.line_count, joined.dropped_lines, len(joined)) == (4, 0, 4)
+    assert bars_in(joined) == [("", "1/1")] * 2
