@@ -168,8 +168,7 @@ class Pool:
 
     def _wait_for_stop(self, world: World, display: CellDisplay) -> None:
         """Wait for ranks that Stop has not ended yet; show what they still did in their cell."""
-        running = world.session.running
-        if running is None or not running.is_stopping or running.is_over:
+        if (running := world.session.stopped_task) is None:
             return
         if running.unfinished:
             late = name_ranks(running.unfinished)

@@ -78,7 +78,7 @@ class RankBars(NamedTuple):
 
 
 class LeftBar(NamedTuple):
-    """A bar that ranks have left: where it ended, how long it took, and how fast it was."""
+    """A bar that some ranks have left at the same place; `rate` and `rest` are of all of them."""
 
     ranks: tuple[int, ...]
     bar: Bar
@@ -152,7 +152,7 @@ def _bars_of_all(transcript: Transcript) -> list[RankBars]:
 
 
 def bars_left(bars: Mapping[int, Sequence[Bar]], at: Sequence[RankBars] = ()) -> list[LeftBar]:
-    """Make a row for each bar of these ranks, the first one first; not for those they are at.
+    """Make a row for each bar of these ranks, in the order of the bars, but not for bars of `at`.
 
     The second bar of a rank that has the same name and total belongs to the second of other ranks.
     """

@@ -145,7 +145,9 @@ class Screen:
         # Bars that were taken out of their rows and not drawn again, by name and total.
         self._left: dict[object, tuple[int, Bar]] = {}
         self._is_redrawing = False  # a carriage return or the like has come in this row
-        self._drawn_to = 0  # the column up to which the row was written since then
+        self._drawn_to = (
+            0  # the column up to which this row was written since the cursor came to it
+        )
         self._last_flag = 0
 
     @property
@@ -249,7 +251,7 @@ class Screen:
         return read_row(self._open.plain, is_edited=is_drawn)
 
     def _note_bar(self, row: int, bar: Bar | None) -> None:
-        """Note if a row that the cursor leaves is a bar."""
+        """Record whether a row that the cursor leaves holds a bar."""
         if bar is None:
             self._bars.pop(row, None)
             return
@@ -257,15 +259,15 @@ class Screen:
         self._left.pop((bar.name, bar.total), None)
 
     def _take_bar_out(self, bar: Bar) -> None:
-        """Keep a bar of which the row gets something else."""
+        """Keep a bar whose row is about to hold text."""
         self._left[bar.name, bar.total] = self.cursor, bar
         if len(self._left) > _MOST_BARS:
             del self._left[next(iter(self._left))]
 
     def _part_from_bar(self, row: _OpenRow) -> None:
-        """Take a bar out that text was printed behind, in one piece with it or later.
+        """Keep a bar apart if a program has printed text behind it: the row then holds the text.
 
-        What stands behind a bar from before it was drawn is erased.
+        Characters behind the bar that are older than the bar are erased.
         """
         plain = row.plain[: self._drawn_to]
         end = end_of_bar(plain)
@@ -419,7 +421,7 @@ class Screen:
         if not text:
             return
         row = self._open_row()
-        # Of what this stream has begun to write in this row the rest may come in pieces.
+        # A stream may write a row in several pieces: only the first piece can be beside a bar.
         has_come = not self._drawn_to and not self._is_redrawing
         if row.width and has_come and (bar := self._bar_at_cursor()):
             self._take_bar_out(bar)

@@ -302,9 +302,9 @@ _Words: TypeAlias = tuple[tuple[object, ...], tuple[tuple[str, bool], ...]]
 
 
 def _words(said: RankTranscript, *, is_exact: bool = False) -> _Words | None:
-    """Return all that a rank has said but for its numbers; None if it has said more than lines.
+    """Return a rank's lines without their numbers; None for displays, and for too many lines.
 
-    With `is_exact` the numbers are there, too.
+    With `is_exact` the lines keep their numbers.
     """
     count = said.line_count
     if said.displays or not 0 < count <= MOST_NUMBERED:
@@ -314,7 +314,7 @@ def _words(said: RankTranscript, *, is_exact: bool = False) -> _Words | None:
     if len(texts) < count:
         return None
     if not is_exact:
-        texts = [(_parted(text)[0], is_stderr) for text, is_stderr in texts]
+        texts = [(_split_numbers(text)[0], is_stderr) for text, is_stderr in texts]
     end = "failed" if said.state in FAILED else said.state == "aborted"
     return (end, said.error_keys[0]), tuple(texts)
 
@@ -325,7 +325,7 @@ MOST_AHEAD = 3  # lines
 def _with_those_ahead(
     members: Sequence[list[RankTranscript]], *, is_exact: bool
 ) -> list[list[RankTranscript]]:
-    """Put groups together if all that one has said is how the other has begun."""
+    """Merge groups if the lines of one group are the first lines of the other group."""
     if not 1 < len(members) <= MOST_ROWS:
         return [*members]
     joined: list[list[RankTranscript]] = []
@@ -349,30 +349,30 @@ def _with_those_ahead(
 
 
 def _continues(words: _Words, longer: _Words) -> bool:
-    """Return True if more has been said than `words`, and nothing else before."""
+    """Return True if `longer` has more lines than `words`, and begins with the same lines."""
     end, said = words
     return longer[0] == end and len(longer[1]) > len(said) and longer[1][: len(said)] == said
 
 
-def _parted(text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the text but for its numbers, and these; of most lines it is known from before."""
-    return (_part if len(text) <= _LONGEST_KNOWN else _part.__wrapped__)(text)
+def _split_numbers(text: str) -> tuple[str, tuple[str, ...]]:
+    """Return a line without its numbers, and its numbers; short lines are remembered."""
+    return (_split if len(text) <= _LONGEST_KNOWN else _split.__wrapped__)(text)
 
 
 @lru_cache(maxsize=1 << 15)
-def _part(text: str) -> tuple[str, tuple[str, ...]]:
+def _split(text: str) -> tuple[str, tuple[str, ...]]:
     return _PLACES.sub("0", text), tuple(_PLACES.findall(text))
 
 
 def _differs_much(members: Sequence[RankTranscript]) -> bool:
-    """Return True if ranks, or numbers in any line of theirs, are more than people can read."""
+    """Return True if people could not read the sets: too many ranks, or sets in a line."""
     if len(members) > _MOST_NUMBERS:
         return True
     tails = [each.tail(each.line_count) for each in members]
     for lines in zip(*tails, strict=False):
         texts = [line.text for line in lines if isinstance(line, Line)]
         if len({*texts}) > 1:
-            places = zip(*(_parted(strip(text))[1] for text in texts), strict=True)
+            places = zip(*(_split_numbers(strip(text))[1] for text in texts), strict=True)
             if sum(len({*place}) > 1 for place in places) > _MOST_PLACES:
                 return True
     return False

@@ -148,7 +148,7 @@ def _take(workers: Workers, running: TaskRun, step: Step) -> None:
             workers.link.call(Kill(running.unfinished))
         case Step.END_UNWAKEABLE:
             ranks = running.unwakeable
-            running.ended_at = {rank: running.places.get(rank, Place()) for rank in ranks}
+            running.unwoken = {rank: running.places.get(rank, Place()) for rank in ranks}
             why = f"gloo did not wake {name_ranks(ranks)} from a collective that had ended"
             workers.link.call(Kill(ranks, why))
 
@@ -167,7 +167,7 @@ def _end(workers: Workers, running: TaskRun) -> None:
     _abort_leftovers(workers, running)
     if running.members.heals and running.explains_death({}):
         # The survivors are asked what they were in as long as they know.
-        places = {**running.ended_at, **_locate(workers, running)}
+        places = {**running.unwoken, **_locate(workers, running)}
         running.why_died = running.explains_death(places)
     # In a stalled network they could not meet now, and the next cell has them do so.  Where they
     # do, some may be restarted for it.

@@ -104,7 +104,7 @@ class TaskRun:
         self.members = members
         self.aborted: dict[int, Place] = {}
         self.places: dict[int, Place] = {}
-        self.ended_at: dict[int, Place] = {}  # where ranks were that gloo did not wake
+        self.unwoken: dict[int, Place] = {}  # where ranks waited that gloo did not wake
         self.asked = 0.0  # answers to what was asked before that come too late
         self.moved: dict[int, events.Moved] = {}
         self.usage: Mapping[int, Usage] = {}

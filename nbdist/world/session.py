@@ -161,14 +161,20 @@ class Session(Workers):
         if self.running is not None:
             recovery.interrupt(self, self.running)
 
+    @property
+    def stopped_task(self) -> TaskRun | None:
+        """The stopped task that was not followed to its end, as Stop gave control back; or None."""
+        running = self.running
+        is_left = running is not None and running.is_stopping and not running.is_over
+        return running if is_left else None
+
     def wait_for_stop(self) -> str:
         """Wait again for ranks that had not left yet when Stop gave control back.
 
         Return what the stopped task has left wrong on its ranks, which nobody has been told yet:
         `TaskRun.damage`, "" for nothing.
         """
-        running = self.running
-        if running is None or running.is_over or not running.is_stopping:
+        if (running := self.stopped_task) is None:
             return ""
         running.give_up_at, stops = time.monotonic() + LATE_TIMEOUT, running.stops
         for _ in self.follow(running):
