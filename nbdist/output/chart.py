@@ -242,8 +242,11 @@ def headline(name: str, run: Run, bands: Bands) -> str:
         end = (bands.steps[last] + bands.steps[last + 1]) / 2
     # Of all ranks there, also those that have left the band.
     there = [run[rank] for rank, means in bands.means.items() if means[last] is not None]
-    step = min(series.finite_until(end).step for series in there)
-    points = [series.finite_until(step) for series in there]
+    points = [series.finite_until(end) for series in there]
+    step = min(point.step for point in points)
+    # Of all steps of the rank whose point is the widest.
+    stop = max(series.end_of(point) for series, point in zip(there, points, strict=True))
+    points = [series.merged(step, stop) for series in there]
     means, most = [each.mean for each in points], max(each.finite for each in points)
     when = f"step {step_text(step)}"
     if most > 1:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
@@ -53,7 +55,24 @@ class Series:
         finite = self.columns[1]
         end = bisect_right(self.columns[0], step)
         found = (at for at in chain(reversed(range(end)), range(end, len(self))) if finite[at])
-        at = next(found)
+        return self._point(next(found))
+
+    def end_of(self, point: Point) -> float:
+        """Return the first step after a point: of the last one, as if each step had a number."""
+        at = bisect_right(self.columns[0], point.step)
+        return self.columns[0][at] if at < len(self) else point.step + point.finite + point.odd
+
+    def merged(self, begin: float, end: float) -> Point:
+        """Return the point at `begin`, or the next, and all that start before `end`, as one point.
+
+        A worker that sends late merges its steps into wider points than another does.  Merged over
+        the same steps, the numbers of both ranks can be compared.
+        """
+        first = bisect_left(self.columns[0], begin)
+        points = map(self._point, range(first, max(first + 1, bisect_left(self.columns[0], end))))
+        return functools.reduce(operator.add, points)
+
+    def _point(self, at: int) -> Point:
         return Point(*(column[at] for column in self.columns))
 
     def add(self, point: Point) -> None:
