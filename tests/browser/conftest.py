@@ -70,6 +70,8 @@ SETTINGS = {
     # All cells are in the page, wherever it is scrolled to.
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
     "@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": True},
+    # By default completions that come after 1 s are left out, as on a machine that stands still.
+    "@jupyterlab/completer-extension/manager": {"providerTimeout": 1000 * SOON},
 }
 
 # What the page is doing, from the application's own objects.

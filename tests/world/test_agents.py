@@ -125,7 +125,7 @@ def test_doors_that_do_not_answer(world: World, tmp_path: Path) -> None:
         assert silent < {*agents.runtime_folders()}
         begun = time.monotonic()
         assert len(ours("exp", timeout)) == 1
-        assert timeout <= time.monotonic() - begun < 2 * timeout
+        assert timeout <= time.monotonic() - begun < 3 * timeout
     assert tmp_path not in agents.runtime_folders()
     with pytest.raises(FileNotFoundError):
         Asking(tmp_path, Describe())
