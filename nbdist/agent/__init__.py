@@ -1,1 +1,4 @@
-"""Runs once per machine: the agent, the fork server, and what they keep."""
+"""The agent, a process on each machine that starts, watches and ends the workers there.
+
+Also its helper process, the fork server.
+"""

@@ -1,8 +1,9 @@
 """The agent's process: `python -m nbdist.agent RUNTIME_FOLDER NOTEBOOK_PID [--no-fork]`.
 
-Started by the notebook with a pipe as stdin, which ends when the notebook does.  On another
-machine `python -m nbdist.agent --ticket [--node NUMBER]`, by a launcher: the first line of its
-stdin says where the world's head is, and its end ends the agent.
+The notebook starts it with a pipe as stdin, which closes when the notebook ends.  For a world on
+several machines a launcher starts `python -m nbdist.agent --ticket [--node NUMBER]` on each.  The
+first line of stdin is then the ticket, which says where the world's head is; when stdin closes,
+the agent exits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from nbdist.agent.fork_server import begin
 
 
 def main() -> None:
-    """Start the fork server before anything else: its import of torch takes longest."""
+    """Run an agent until its notebook or head no longer needs it.
+
+    The fork server is started before most imports, because its import of torch takes longest.
+    """
     if "--ticket" in sys.argv:
         number = int(sys.argv[sys.argv.index("--node") + 1]) if "--node" in sys.argv else -1
         if problem := serve_head(number):
@@ -29,9 +33,10 @@ def main() -> None:
 
 
 def serve_head(number: int) -> str:
-    """Serve the head of the ticket on stdin, as the node of this number, -1 for any.
+    """Serve the head that the ticket on stdin names; `number` is this node's, or -1 for any.
 
-    While the fork server imports torch the way to the head is found.  Returns what went wrong, "".
+    Returns what kept the agent from starting, or why it lost the head, or "".  The head is looked
+    for while the fork server imports torch.
     """
     from nbdist.cluster.client import NoWay, find_way, read_ticket
     from nbdist.cluster.ticket import BadTicket

@@ -1,4 +1,7 @@
-"""The agent: keeps the workers of one machine, and ends them when its notebook ends."""
+"""The agent of one machine: it starts and ends the workers and passes messages on to them.
+
+This file connects the parts of the agent's process: links, worker processes, outbox, interrupts.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,15 @@ from nbdist.wire.views import GetLogs, Place, WorldInfo, read_logs
 if TYPE_CHECKING:
     from nbdist.cluster.client import HeadLink, Way
 
-RELEASE_TIMEOUT = 1.0
+RELEASE_TIMEOUT = 1.0  # seconds for workers to release values that the notebook has read
 
 
 class Agent:
-    """Does what the notebook asks, one call at a time, and reports what happens.
+    """Carries out a notebook's messages and reports what its workers do.
 
-    With a `way` it is one of several, and has a head in the notebook's place.  Ranks meet in the
-    head's store, else in a file.
+    Calls that change the world are carried out one after the other, everything else concurrently.
+    With a `way` the agent is one of several, and a head takes the notebook's place.  The ranks
+    then form their groups through the head's store, otherwise through a file.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class Agent:
         self._store: StoreWindow | None = None
         link, emit = None, self._outbox.add
         if way:
-            # For worlds on several machines alone.
+            # Imported here, because most worlds are on one machine and do not need the cluster.
             from nbdist.cluster.client import HeadLink
 
             self._end = self._head = HeadLink(way, port.number, self._receive, leave, guard)
@@ -81,7 +85,10 @@ class Agent:
         return f"<Agent {os.getpid()} ranks {sorted(self._workers.all)} {self._outbox}>"
 
     async def serve(self) -> str:
-        """Work until the notebook leaves or ends; return why it has lost its head, else ""."""
+        """Work until the notebook or head no longer needs this agent, or ends.
+
+        Returns why the connection to the head was lost, or "".
+        """
         asyncio.get_running_loop().set_exception_handler(self._serving.fail)
         self._children.attach()
         if self._forker:
@@ -93,7 +100,8 @@ class Agent:
         try:
             await self._serving.until_left()
         finally:
-            # First: it may be importing, and this process learns of its own children at once.
+            # First, because the fork server may be busy with an import.  Nothing more is asked of
+            # it: this process is the workers' parent and gets their exit codes itself.
             if self._forker:
                 self._forker.close()
             await self._workers.stop(grace=0.0)
@@ -186,7 +194,7 @@ class Agent:
         return tuple(await asyncio.gather(*map(of_one, asked)))
 
     async def do(self, request: node_messages.PartRequest[Any]) -> Any:
-        """Do what is asked of a machine of a world."""
+        """Carry out a request of `Forming` or of the head to this machine; return the answer."""
         match request:
             case node_messages.GetClock():
                 return time.time_ns()

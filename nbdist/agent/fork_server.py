@@ -1,7 +1,8 @@
-"""How an agent begins, below a guard and beside a fork server; and the fork server itself.
+"""The fork server, a process that has imported torch and forks workers for its agent.
 
-What is imported here an agent has before it forks.  All else is imported once the fork server is
-started: the start of a world waits longest for the fork server's import of torch.
+Also `begin`, the first step of an agent's or head's process, which forks a guard and starts the
+fork server.  Therefore this file imports little: the start of a world waits longest for the fork
+server's import of torch, so everything else is imported after the fork server was started.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 if TYPE_CHECKING:
     from nbdist.wire.spec import WorkerStart
 
-# --- the beginning ----------------------------------------------------------------------------
+# --- the start of an agent or head ------------------------------------------------------------
 
 
 def begin(
     runtime: Path, notebook_pid: int | None, *, fork_server: bool, grace: float = 0.0
 ) -> tuple[Guard, ForkServerProcess | None]:
-    """Go on below a guard (`go_below_guard`), beside a fork server; exits if there is no room."""
+    """Fork a guard above this process (`go_below_guard`), then start a fork server if wanted.
+
+    Returns in the child of the guard.  Exits with a message if no process can be started.
+    """
     raise_file_limit()
     try:
         guard = go_below_guard(runtime, notebook_pid, grace, _clean_up_after_kill)
@@ -46,8 +50,11 @@ def begin(
 
 
 def _clean_up_after_kill(last_word: bytes) -> None:
-    """Tell the head of a killed agent, and remove the notebook's files that it has left in /tmp."""
-    # Imported here: an agent has next to nothing before it forks.
+    """Tell the head that its agent was killed, and remove code folders of dead agents from /tmp.
+
+    The guard calls this with the last thing that the agent told it.
+    """
+    # Imported here, because an agent imports next to nothing before it forks.
     if last_word.endswith(b"\n"):
         from nbdist.cluster.ticket import say_ended
 
@@ -60,14 +67,14 @@ def _clean_up_after_kill(last_word: bytes) -> None:
         drop_dead(Path(tempfile.gettempdir()))
 
 
-# --- what is said between agent and fork server -------------------------------------------------
+# --- messages between agent and fork server ------------------------------------------------------
 
-TOGETHER = 0.001  # seconds for which another request is waited for
-DESCRIPTORS = 2  # that come with each `Fork`: the worker's stdout and stderr
+TOGETHER = 0.001  # seconds to wait for another request that can be served with the last one
+DESCRIPTORS = 2  # sent with each `Fork`: the worker's stdout and stderr
 
 
 class Fork(NamedTuple):
-    """Agent to fork server: fork a worker; it answers under the same number."""
+    """Agent to fork server: fork a worker; the answer has the same number."""
 
     number: int
     start: WorkerStart
@@ -75,18 +82,18 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Fork server to agent: it can fork."""
+    """Fork server to agent: torch is imported, and workers can be forked."""
 
 
 class Forked(NamedTuple):
-    """Fork server to agent: this is the worker; it becomes the agent's child in a moment."""
+    """Fork server to agent: the worker's process; it becomes the agent's child in a moment."""
 
     number: int
     pid: int
 
 
 class ForkFailed(NamedTuple):
-    """Fork server to agent: there is no further process, for this errno."""
+    """Fork server to agent: the worker could not be forked, for this errno."""
 
     number: int
     errno: int
@@ -96,18 +103,18 @@ FromForkServer = Imported | Forked | ForkFailed
 
 
 class ForkServerProcess(NamedTuple):
-    """A fork server that has been started, and the agent's end of the socket pair."""
+    """A started fork server's process, and the agent's end of the socket pair."""
 
     popen: subprocess.Popen[bytes]
     socket: socket.socket
 
 
 LOG = "fork_server.log"
-"""In the runtime folder: what the fork server itself writes, as why it could not import torch."""
+"""The file in the runtime folder with the fork server's own output, such as a failed import."""
 
 
 def start_fork_server(runtime: Path) -> ForkServerProcess:
-    """Start it, and return while it imports; raises OSError."""
+    """Start a fork server and return without waiting for its imports; raises OSError."""
     ours, theirs = socket.socketpair()
     with theirs, (runtime / LOG).open("wb") as log:
         end = theirs.fileno()
@@ -140,7 +147,7 @@ IMPORTED_AT_START = (
     "tornado.platform.asyncio",
     "tornado.queues",
 )
-"""What a worker imports until it has run a cell, found by comparing sys.modules."""
+"""The modules that a worker imports until it has run a cell, found by comparing sys.modules."""
 
 IMPORTED_WHEN_IDLE = (
     "pygments.formatters.terminal256",
@@ -160,27 +167,30 @@ IMPORTED_WHEN_IDLE = (
     "torch.utils.serialization",
     "torch._subclasses.schema_check_mode",
 )
-"""What the first traceback, DDP, FSDP2 and optimizer of a process import, found like those above.
+"""The modules that a process's first traceback, DDP, FSDP2 and optimizer import, found likewise.
 
-The first two are the traceback's; nearly all others belong to torch._dynamo.  What that
-needs and can be had without it comes first, so that no single step is long.  A torch or
-IPython that lacks one of these does without it.
+The first two are for tracebacks; nearly all others belong to torch._dynamo.  Modules that
+torch._dynamo needs and that can be imported without it come first, so that no single import takes
+long.  A module that this torch or IPython does not have is skipped.
 """
 
-UNDISTURBED, AFTER_FORK = 0.1, 1.5  # idle seconds before it imports on: at first, after a fork
+UNDISTURBED, AFTER_FORK = 0.1, 1.5
+"""Seconds without a request before an idle import: after the start, and after a fork."""
 
 FIT_FOR_FORKS = {
-    # BLAS starts its threads when numpy is imported; a fork must find none.
+    # OpenBLAS starts its threads when numpy is imported, and a process with threads is unsafe to
+    # fork.
     "OPENBLAS_NUM_THREADS": "1",
-    # NVML counts the GPUs then: the driver, once initialised, is of no use to forks.
+    # With this, torch asks NVML for the number of GPUs.  Otherwise it would initialise the CUDA
+    # driver, which forked processes could not use any more.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""The fork server's own environment, besides the agent's; a worker has its world's instead."""
+"""Variables that only the fork server has besides the agent's; a worker has its world's."""
 
 
 def import_all() -> None:
-    """Import once what every worker needs."""
-    # Nothing that is imported goes away again, and looking for it takes a tenth of the time.
+    """Import everything that each worker needs, and turn garbage collection off."""
+    # Imports leave no garbage, and looking for some takes a tenth of the time.
     gc.disable()
     for name in IMPORTED_AT_START:
         import_module(name)
@@ -188,7 +198,10 @@ def import_all() -> None:
 
 
 def import_if_possible(name: str) -> None:
-    """Import it; what fails will, if at all, fail again where it is used."""
+    """Import a module ahead of its use; print a failure, unless the module is missing.
+
+    Workers do not depend on the import: they import the module again when they use it.
+    """
     try:
         import_module(name)
     except ModuleNotFoundError:
@@ -200,32 +213,35 @@ def import_if_possible(name: str) -> None:
 
 
 def makes_idle_imports() -> bool:
-    """Whether it imports on while idle; not with NBDIST_IDLE_IMPORTS=0 in its environment."""
+    """Return False if NBDIST_IDLE_IMPORTS=0 in the environment forbids imports while idle."""
     return os.environ.get("NBDIST_IDLE_IMPORTS") != "0"
 
 
 class ForkServer:
-    """Forks workers for one agent, whose children they are: it has no more to do with them.
+    """Forks workers for one agent, which becomes their parent and watches them.
 
-    One thread, no event loop, no zmq and no CUDA context, so that its forks are safe.  It ends
-    when the agent's end of the socket closes.  While idle it imports on, what the first step of a
-    training needs: workers forked from then on share that.
+    The process has one thread, no event loop, no zmq and no CUDA context, so that its forks are
+    safe.  It exits when the agent's end of the socket closes.  While idle it imports modules that
+    the first step of a training needs, and workers forked afterwards share them.
     """
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
         self._requests = FrameCutter()
-        self._descriptors: deque[int] = deque()  # of requests that have yet to be read in full
+        self._descriptors: deque[int] = deque()  # received, for requests not yet served
         self._to_import = deque(IMPORTED_WHEN_IDLE if makes_idle_imports() else ())
         self._idle_from = time.monotonic() + UNDISTURBED
 
     def serve(self) -> WorkerStart | None:
-        """Work until the agent is gone, and return None; in a forked child, what it starts with."""
+        """Serve requests until the agent has exited, then return None.
+
+        In each forked child this returns too, with what the worker starts with.
+        """
         while True:
             idle = max(0.0, self._idle_from - time.monotonic()) if self._to_import else None
             if not select.select([self._agent], [], [], idle)[0]:
-                # One module: a request waits for it.  None is begun while workers start,
-                # which would take turns with it on the cores.
+                # Only one module at a time, because a request would wait for the rest.  No import
+                # begins soon after a fork, because it would slow down the workers that start.
                 import_if_possible(self._to_import.popleft())
             elif (requests := self._receive()) is None:
                 return None
@@ -233,14 +249,14 @@ class ForkServer:
                 return start
 
     def send(self, message: FromForkServer) -> None:
-        """Send it to the agent."""
+        """Send a message to the agent; raises ConnectionError if the agent has exited."""
         self._agent.sendall(framed(pack(message)))
 
     def _receive(self) -> list[Fork] | None:
-        """Return all requests that are complete by now; None at the end.
+        """Return the requests that come within `TOGETHER` of each other; None if the agent exited.
 
-        The requests of a world's ranks come together, each in a piece of its own.  One process
-        between serves all of them; one for each would take 10 ms more a rank.
+        The agent sends the requests of a world's ranks one after the other.  Together they need
+        only one intermediate process; a process for each would take 10 ms more a rank.
         """
         requests: list[Fork] = []
         while True:
@@ -253,14 +269,14 @@ class ForkServer:
                 return requests
 
     def _fork_all(self, requests: list[Fork]) -> WorkerStart | None:
-        """Fork a worker for each; return None, and in a worker what it starts with.
+        """Fork a worker for each request; return None, and in a worker what it starts with.
 
-        A process between forks them and ends, so that they become the agent's children, as those
-        that are spawned.  A worker falls out of the loop, with the descriptors of its request and
-        no others, and becomes one where `serve` was called.
+        An intermediate process forks the workers and exits.  So they become children of the agent,
+        which adopts orphans, like spawned workers.  In a worker, `serve` returns to its caller,
+        and only the descriptors of the worker's own request are left open.
         """
         given = [[self._descriptors.popleft() for _ in range(DESCRIPTORS)] for _ in requests]
-        # What is frozen is not touched by the workers' garbage collections, so it stays shared.
+        # Workers' garbage collections do not touch frozen objects, so their memory stays shared.
         gc.freeze()
         if requests and (between := self._fork(requests)) is not None:
             if not between:
@@ -272,7 +288,7 @@ class ForkServer:
         return None
 
     def _fork_each(self, requests: list[Fork], given: list[list[int]]) -> WorkerStart:
-        """Fork them in the process between, and end it; return in a worker alone."""
+        """Fork the workers in the intermediate process, then exit; returns only in a worker."""
         for request, descriptors in zip(requests, given, strict=True):
             if pid := self._fork([request]):
                 self.send(Forked(request.number, pid))
@@ -282,7 +298,7 @@ class ForkServer:
         os._exit(0)
 
     def _fork(self, requests: list[Fork]) -> int | None:
-        """Fork as `os.fork` does; where there can be no process, say so, and return None."""
+        """Fork as `os.fork` does; return None if that fails, with `ForkFailed` for each request."""
         try:
             return os.fork()
         except OSError as error:
@@ -291,9 +307,9 @@ class ForkServer:
         return None
 
     def _become_leader(self, own: list[int], all_given: set[int]) -> None:
-        """Make a fork a process of its own, with its stdout and stderr."""
+        """Make this fork the leader of a new session, and give it its own stdout and stderr."""
         gc.enable()
-        # A session of its own, or the Stop button's SIGINT would reach it.
+        # Without a session of its own, the worker would get the SIGINT of the Stop button.
         os.setsid()
         self._agent.close()
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -304,17 +320,17 @@ class ForkServer:
 
 
 def main() -> None:
-    """Import, then serve; a forked child falls out of `serve` and becomes a worker."""
+    """Run the fork server; in a forked child, where `serve` returns too, become a worker."""
     agent, agent_pid = socket.socket(fileno=int(sys.argv[1])), os.getppid()
     import_all()
     fork_server = ForkServer(agent)
     try:
         fork_server.send(Imported())
         start = fork_server.serve()
-    except ConnectionError:  # the agent ended while something was sent to it
+    except ConnectionError:  # the agent exited while a message was sent to it
         start = None
     if start is None:
-        # The agent and its guard do this too, unless both were killed.
+        # The agent and its guard remove the folder too, unless both were killed.
         shutil.rmtree(sys.argv[2], ignore_errors=True)
         return
     from nbdist.worker.main import become_worker
@@ -323,7 +339,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # By its name: what is pickled here is read in the agent.
+    # Import this module by its name: the agent cannot unpickle classes of `__main__`.
     from nbdist.agent import fork_server
 
     fork_server.main()

@@ -1,7 +1,8 @@
-"""How the group of a world is formed, over the parts that are on one machine each.
+"""Starts, heals and scales a world over its machines, and decides which groups are kept.
 
-Runs in the agent for a world on one machine.  Nothing here starts or asks a worker: the parts
-do, all at once, and what is decided between their answers is decided by pure functions.
+Runs in the agent of a world on one machine, or in the head of a world on several.  It sends
+requests (`nbdist.wire.node_messages`) to all machines at once; `WorkerGroup` carries them out on
+each machine.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from nbdist.wire.control import HeldGroups
 from nbdist.wire.messages import Healed, StartFailure, WorldStarted
 from nbdist.wire.spec import WorldSpec
 
-HEAL_TRIES = 3  # as many times as further workers may die while the group is formed
-LEAVE_GRACE = 0.5  # seconds for the exit handlers of ranks that leave the world
+HEAL_TRIES = 3  # attempts to form the group, if more workers die during an attempt
+LEAVE_GRACE = 0.5  # seconds for the exit handlers of ranks that a smaller world no longer has
 
 _T = TypeVar("_T")
 
 
 class Part(Protocol):
-    """The workers on one machine; one that is lost answers all the same (`PartRequest.lost`)."""
+    """The workers on one machine.  For a lost machine `PartRequest.lost` is the answer."""
 
     async def do(self, request: part.PartRequest[_T]) -> _T:
-        """Do this, and return the answer."""
+        """Carry out the request and return the answer."""
 
 
 class Forming:
-    """Starts, heals and scales the world over its parts, by the numbers of their nodes.
+    """Starts, heals and scales a world.  `parts` has the workers of each node, by its number.
 
-    On one machine nodes are simulated, and part 0 has all ranks.
+    On one machine part 0 has all ranks, also those of nodes that are only simulated.
     """
 
     def __init__(self, parts: Mapping[int, Part], *, on_one_machine: bool = False) -> None:
@@ -45,7 +46,7 @@ class Forming:
         self._logs: dict[int, str] = {}
 
     async def start(self, spec: WorldSpec) -> WorldStarted | StartFailure:
-        """Start all ranks at once; when one fails, end the others, and say which it was."""
+        """Start all ranks at once.  If a rank fails, stop the others and return the failure."""
         self.spec = spec
         self.attempt += 1
         self.generation = self._sized_in = 1
@@ -63,7 +64,7 @@ class Forming:
         return WorldStarted(*self.whereabouts(), tuple(missing), spec=spec)
 
     async def stop(self, grace: float) -> None:
-        """End all workers."""
+        """Stop all workers: politely for `grace` seconds, then by SIGKILL."""
         if self.spec is not None:
             await self._end(range(self.spec.world_size), grace, drops=True)
 
@@ -76,7 +77,11 @@ class Forming:
             self._logs.pop(rank, None)
 
     async def heal(self, spec: WorldSpec | None = None) -> Healed:
-        """Form a group of all workers, again where more die; with a spec of as many ranks."""
+        """Start the ranks that have no live process, and form the group of all ranks again.
+
+        If more workers die meanwhile, the forming is tried `HEAL_TRIES` times.  A given `spec`
+        replaces the world's.
+        """
         self.spec = spec or self.spec
         assert self.spec is not None
         problem = ""
@@ -87,7 +92,12 @@ class Forming:
         return Healed(*self.whereabouts(), self.spec, problem)
 
     async def scale(self, spec: WorldSpec, keep: Sequence[int]) -> Healed:
-        """Change the number of ranks, or keep it where it cannot grow; `keep` come first."""
+        """Change the number of ranks; `keep` are the present ranks that stay.
+
+        They become ranks 0, 1, ... in this order.  The other ranks exit, and new ranks are started.
+        The world keeps its size if nothing is ready to start new ranks, or if all present ranks
+        stay and no group can be formed with the new ranks.  `not_scaled` of the answer says why.
+        """
         assert self.spec is not None
         before, size = self.spec, self.spec.world_size
         new = range(len(keep), spec.world_size)
@@ -114,12 +124,15 @@ class Forming:
         self._logs = {became[rank]: folder for rank, folder in self._logs.items()}
 
     async def _form_anew(self, spec: WorldSpec) -> tuple[str, bool]:
-        """Form a new generation of the group; a problem or "", and whether all ranks live."""
+        """Form a new generation of the group.
+
+        Returns what prevented it, or "", and whether all ranks have a live process.
+        """
         on = self._ranks_on(spec)
         held = await self._all(dict.fromkeys(on, part.GetHeld()))
         alive = {rank: groups for each in held for rank, groups in each.ranks.items()}
         missing = tuple(rank for rank in range(spec.world_size) if rank not in alive)
-        # Before the survivors wait for those that are to come.
+        # First, so that no survivor waits for new ranks that cannot be started.
         if problem := await self._prepare(spec, missing):
             return problem, not missing
         self.generation += 1
@@ -143,7 +156,7 @@ class Forming:
     def _ranks_on(
         self, spec: WorldSpec, ranks: Iterable[int] | None = None
     ) -> dict[int, tuple[int, ...]]:
-        """Return the ranks of each node; those of `ranks` alone where it is given."""
+        """Return the ranks by node: all of the world, or the given `ranks` that are in it."""
         nodes = nodes_of(spec)
         if self._on_one_machine:
             nodes = dict.fromkeys(nodes, 0)
@@ -155,7 +168,10 @@ class Forming:
     async def _until_one_fails(
         self, asked: Mapping[int, part.PartRequest[_T]], has_failed: Callable[[_T], bool]
     ) -> list[_T]:
-        """Return all answers as they came; once one has failed, the others are called off."""
+        """Return all answers in the order of their arrival.
+
+        After the first failure the forming is called off on the nodes that have not yet answered.
+        """
         answers: list[_T] = []
         waiting = {asyncio.ensure_future(self.parts[n].do(each)): n for n, each in asked.items()}
         is_off = False
@@ -179,7 +195,7 @@ class Forming:
         self._logs.update(has.logs)
 
     def whereabouts(self) -> tuple[dict[int, int], dict[int, str]]:
-        """Return process and log folder of each rank."""
+        """Return the process and the log folder of each rank."""
         return dict(sorted(self._pids.items())), dict(sorted(self._logs.items()))
 
 
@@ -189,7 +205,7 @@ def nodes_of(spec: WorldSpec) -> dict[int, int]:
 
 
 def shares(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Group ranks by their nodes."""
+    """Group ranks by their nodes; ranks without a node are left out."""
     found: dict[int, tuple[int, ...]] = {}
     for rank in ranks:
         if rank in node_of:
@@ -198,7 +214,11 @@ def shares(ranks: Iterable[int], node_of: Mapping[int, int]) -> dict[int, tuple[
 
 
 def groups_to_keep(held: Mapping[int, HeldGroups | None], world_size: int) -> part.Groups | None:
-    """Choose the groups to be made whole, all that survivors hold; None for a new world."""
+    """Return the groups to reconnect, which are all that survivors hold; pure.
+
+    Returns None if a survivor's group has another size, or knows the survivor by another rank.
+    Then no group can be kept.  A survivor that did not answer (None in `held`) is left out.
+    """
     said = {rank: each for rank, each in held.items() if each is not None}
     if any((each.rank, each.world_size) != (rank, world_size) for rank, each in said.items()):
         return None

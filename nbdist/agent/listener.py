@@ -1,6 +1,7 @@
-"""The sockets in the runtime folder at which an agent answers processes of the user.
+"""The unix sockets in the runtime folder at which an agent or head answers other processes.
 
-At one, others look at the world, or a notebook asks for it; at the other workers ask the store.
+At the `Listener`, programs such as `nbdist status` and `nbdist mcp` ask about the world, and
+notebooks attach to it.  At the `StoreWindow` of an agent, workers use the head's store.
 """
 
 from __future__ import annotations
@@ -27,18 +28,21 @@ from nbdist.wire.store import MOST_BYTES
 
 log = logging.getLogger("nbdist.agent")
 
-MOST_CALLING = 16  # connections at a time of one kind; each has a descriptor
-LINE_TIMEOUT = 10.0  # seconds for a question to come, and for an answer to be taken in
-MOST_ASKING = 4096  # connections at a time that ask the store; a rank has one for each thread
+MOST_CALLING = 16  # connections at a time that ask the same kind of question, or nothing yet
+LINE_TIMEOUT = 10.0  # seconds for a question to arrive, and for its answer to be read
+MOST_ASKING = 4096  # connections at a time to the store; a rank has one for each thread
 READ_SIZE = 1 << 18
 TOO_SOON = "more was asked before the answer came"
-NOTEBOOK_NAME = "JPY_SESSION_NAME"  # Jupyter's server says here which notebook a kernel is for
+NOTEBOOK_NAME = "JPY_SESSION_NAME"  # by this variable Jupyter's server names a kernel's notebook
 
 
 def with_ranks(
     info: views.WorldInfo, spec: WorldSpec | None, ranks: tuple[views.WorkerStatus, ...]
 ) -> views.WorldInfo:
-    """Add what `Look` asks for; `spec` is None before the first start."""
+    """Return the answer to `Look`: the description of the world, completed by its ranks.
+
+    `spec` is None before the first start, when there are no ranks.
+    """
     notebook = os.environ.get(NOTEBOOK_NAME, "")
     info = replace(info, notebook_name=notebook, at=time.monotonic())
     if spec is None:
@@ -48,18 +52,18 @@ def with_ranks(
 
 
 class Door:
-    """A unix socket in the runtime folder, at which processes of this user are answered."""
+    """A unix socket in the runtime folder that serves processes of this user."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._server: asyncio.Server | None = None
-        self._calling: dict[asyncio.Task[None], type[views.Said] | None] = {}
+        self._calling: dict[asyncio.Task[None], type[views.Said] | None] = {}  # None: not yet asked
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path}, {len(self._calling)} connections>"
 
     async def open(self) -> None:
-        """Answer from now on, on a new socket if the old was removed; raises OSError."""
+        """Listen; if the socket's file was removed, listen at a new one.  Raises OSError."""
         if self._server is not None:
             if self.path.exists():
                 return
@@ -70,7 +74,7 @@ class Door:
         self.path.chmod(PRIVATE_FILE)
 
     async def close(self) -> None:
-        """End all connections, and what is asked by them."""
+        """Close all connections, cancel their questions, and remove the socket."""
         if self._server is not None:
             self._server.close()
         await _end(*self._calling)
@@ -81,12 +85,13 @@ class Door:
         assert task is not None
         try:
             if views.user_at(writer.get_extra_info("socket")) == os.geteuid():
-                # What does not ask as it should, or does not listen, is sent away.  To asyncio's
-                # streams a task that was cancelled is a fault, and a fault ends the agent.
+                # Disconnect a process that asks wrongly or does not read its answer.  A cancelled
+                # task must not leave this function: asyncio's streams would report it to the
+                # loop's exception handler, and that ends the agent.
                 with suppress(OSError, ValueError, BadFrame, asyncio.CancelledError):
                     await self._talk(task, reader, writer)
         except Exception:
-            # A fault of ours, which must not end the world: the asking process learns no more.
+            # A bug in nbdist: it ends this connection, but must not end the world.
             log.exception("%r cannot answer", self)
         finally:
             self._calling.pop(task, None)
@@ -95,16 +100,17 @@ class Door:
     async def _talk(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer one connection, whose task is in `_calling` meanwhile."""
+        """Serve one connection; adds its task to `_calling`, from which `_serve` removes it."""
         raise NotImplementedError
 
 
 Read = Callable[[OfEachRank], Awaitable[tuple[Any, ...]]]
-"""Reads what a notebook can ask for, too, of ranks on all machines."""
+"""Reads the stacks, secrets or logs of ranks, on all machines of the world."""
 
 STREAMS = ("stdout", "stderr")
-MOST_LINES, LINES_OF_ALL, LONGEST_LINE = 1000, 8000, 400  # of logs in one answer
-MOST_READ = 256  # ranks whose logs are read for it
+MOST_LINES, LINES_OF_ALL, LONGEST_LINE = 1000, 8000, 400
+"""Limits of the logs in one answer: lines of a file, lines of all files, characters of a line."""
+MOST_READ = 256  # ranks whose logs are read for one answer
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:
@@ -114,10 +120,11 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
 
 
 class Listener(Door):
-    """Gives each connection one answer, `MOST_CALLING` of one kind at a time.
+    """Answers one question for each connection, at most `MOST_CALLING` of a kind at a time.
 
-    `look` adds the ranks to what is known of the world, and `read` has more of them; an agent that
-    is a part of one has no `link`, and can only be looked at.
+    `look` adds the state of the ranks to the world's description; `read` fetches stacks, logs and
+    secrets.  An agent of a world on several machines has no `link` and only answers `Describe` and
+    `Look`; the world's head answers the rest.
     """
 
     def __init__(
@@ -131,7 +138,7 @@ class Listener(Door):
         self._look, self._link, self._read = look, link, read
 
     async def open(self) -> None:
-        """Answer from now on; where there can be no socket, the world does without."""
+        """Listen; if that fails, only log a warning, because the world works without."""
         try:
             await super().open()
         except OSError as error:
@@ -140,7 +147,11 @@ class Listener(Door):
     async def _talk(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer one question; a notebook that was accepted stays on the line."""
+        """Read a question and answer it.
+
+        An accepted notebook keeps the connection open while it has the world.  When the connection
+        closes, the link is told.
+        """
         silent = self._of_kind(None)
         if len(silent) >= MOST_CALLING:
             silent[0].cancel()
@@ -153,7 +164,7 @@ class Listener(Door):
         self._calling[task] = type(question)
         if (answer := await self._answer(question)) is None:
             return
-        writer.transport.set_write_buffer_limits(0)  # to wait until all of it is on its way
+        writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for the whole answer
         writer.write(views.to_line(answer))
         try:
             async with asyncio.timeout(LINE_TIMEOUT):
@@ -164,11 +175,11 @@ class Listener(Door):
         finally:
             match question, answer:
                 case views.Attach(pid=pid), views.Accepted() if self._link:
-                    # Also where it has gone while it waited for this answer.
+                    # Also if the notebook has ended while it waited for this answer.
                     self._link.let_go_by(pid)
 
     def _of_kind(self, kind: type[views.Said] | None) -> list[asyncio.Task[None]]:
-        """Return those that have asked this, or nothing yet; the first one first."""
+        """Return the connections that asked this kind of question, None for none; oldest first."""
         return [task for task, asked in self._calling.items() if asked is kind]
 
     async def _answer(self, question: views.Said) -> views.Said | None:
@@ -209,11 +220,14 @@ class Listener(Door):
 
 
 AskStore = Callable[[store.Operation], Awaitable[store.Answer]]
-"""Raises ConnectionError where the head is lost."""
+"""Asks the head's store; raises ConnectionError if the head is lost."""
 
 
 class StoreWindow(Door):
-    """Has `ask` answer the operations of each connection, one at a time."""
+    """Passes the store operations of workers on to the head by `ask`, and returns the answers.
+
+    A connection may only send its next operation after the answer to the last.
+    """
 
     def __init__(self, runtime: Path, ask: AskStore) -> None:
         super().__init__(runtime / store.SOCKET)
@@ -237,7 +251,7 @@ class StoreWindow(Door):
             log.warning("a process of the world can ask the store no more: %s", error)
 
     async def _answer(self, operation: store.Operation, reader: asyncio.StreamReader) -> bytes:
-        """Return the answer; nothing where the process that asks has ended before."""
+        """Return the answer as a frame; nothing if the worker closed the connection meanwhile."""
         asked = asyncio.ensure_future(self._ask(operation))
         more = asyncio.ensure_future(reader.read(1))
         try:

@@ -1,6 +1,7 @@
-"""What ties a process to the notebook that it serves: messages, the notebook's end, the next one.
+"""The connection of an agent or head to its notebook, and the event loop that serves it.
 
-For the agent of a world on one machine, or the head of several agents.
+With one machine the agent has this connection; with several machines the head has it, and each
+agent has a `nbdist.cluster.client.HeadLink` instead.
 """
 
 from __future__ import annotations
@@ -38,23 +39,25 @@ Result = TypeVar("Result")
 
 log = logging.getLogger("nbdist.agent")
 
-LINK_LINGER = 500  # milliseconds that the last messages may take to reach the notebook
-CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05  # seconds a notebook waits while workers start or heal
-LAST_WORDS = 0.1  # seconds for what a notebook has said just before its end
-FIRST_LINE = 200  # characters of a cell's line that are shown
+LINK_LINGER = 500  # milliseconds to deliver queued messages after `close`
+CHANGE_TIMEOUT, CHANGE_STEP = 20.0, 0.05
+"""Seconds that a notebook which attaches waits while workers start or heal, and between polls."""
+LAST_WORDS = 0.1  # seconds for the last messages of a notebook that has ended to arrive
+FIRST_LINE = 200  # characters of a task's title in `WorldInfo`
 
 
 class NotebookLink:
-    """The notebook that has this world, if any does, as agents see it.
+    """The connection of a world to the notebook that uses it, if any notebook does.
 
-    A world that is to be detached outlives it: what comes up is kept then (`WorldRecord`), and a
-    notebook that asks (`Listener`) gets all of it.
-    `receive` takes what it sends; `leave` is called where the world is to end with it, and
-    where no notebook has the world and `has_machines` is false.
+    If the notebook ends, a world with the `detach` option keeps running.  Its output is then
+    recorded (`WorldRecord`) and replayed to the next notebook that attaches (`Listener`).
+
+    `receive` gets the notebook's messages.  `leave` is called if the notebook ends and the world
+    does not detach, and if a detached world has no workers or `has_machines` returns false.
     """
 
     problem = ""
-    """A notebook that is gone has ended the world or released it: either is in order."""
+    """Always empty: the end of a notebook is no error.  `HeadLink.problem` can have a reason."""
 
     def __init__(
         self,
@@ -70,11 +73,11 @@ class NotebookLink:
         self._hand_on, self._leave = receive, leave
         self._has_machines = has_machines
         self._record = WorldRecord()
-        self._end: ZMQStream | None = self._connect(folders.SOCKET)
-        self.notebook_pid = notebook_pid
-        self._ends: list[int] = []
-        self._replayed = self._live = 0  # batches under way
-        self._since = time.time()
+        self._end: ZMQStream | None = self._connect(folders.SOCKET)  # None while detached
+        self.notebook_pid = notebook_pid  # 0 while detached
+        self._ends: list[int] = []  # descriptors that become readable when the notebook ends
+        self._replayed = self._live = 0  # unacknowledged batches
+        self._since = time.time()  # when the present notebook got the world, or it was detached
         self._segments: dict[str, Segment] = {}
 
     def __repr__(self) -> str:
@@ -82,7 +85,7 @@ class NotebookLink:
         return f"<NotebookLink {at} {self._record}>"
 
     async def open(self) -> None:
-        """Say hello to the notebook, and watch for its end: that of stdin, or of its process."""
+        """Send `Hello`, then watch for the notebook's end: of its process, or of our stdin."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._leave)
         loop.add_signal_handler(signal.SIGINT, lambda: None)
@@ -104,26 +107,28 @@ class NotebookLink:
         self._end.send(pack(messages.Hello(__version__, os.getpid(), socket.gethostname())))
 
     def send(self, message: messages.Up) -> None:
-        """Send a message to the notebook; where there is none, keep what the next one needs."""
+        """Send a message to the notebook.  While detached, only record it for the next notebook."""
         self._record.take_up(message)
         if isinstance(message, messages.Outputs):
             self._live += 1
         if self._end is not None:
             self._end.send(pack(message))
         elif isinstance(message, messages.Outputs):
+            # No notebook acknowledges the batch: without this, the outbox would stop sending.
             self._live -= 1
             loop = asyncio.get_running_loop()
             loop.call_soon(self._hand_on, messages.Received())
             died = any(isinstance(output, Died) for _, _, output in message.items)
-            if died and self._record.unfinished:  # others may wait for it: no notebook frees them
+            if died and self._record.unfinished:
+                # Other ranks may wait for the dead rank, and no notebook aborts their collectives.
                 everyone = tuple(self._record.known.pids)
                 loop.call_soon(self._hand_on, messages.Abort(everyone))
         if self._end is None and not self._is_wanted():
             self._leave()
 
     async def close(self) -> None:
-        """End the link; what was sent has a moment to arrive."""
-        end, self._end = self._end, None  # no notebook is lost any more
+        """Close the connection.  Queued messages are still delivered within `LINK_LINGER`."""
+        end, self._end = self._end, None  # from here on `_lose` does nothing
         self._unwatch()
         if end is not None:
             end.close()
@@ -133,6 +138,7 @@ class NotebookLink:
     def _receive(self, message: messages.Down) -> None:
         match message:
             case messages.Received():
+                # The replayed batches were sent first, and the outbox did not send them.
                 if self._replayed:
                     self._replayed -= 1
                 else:
@@ -150,7 +156,11 @@ class NotebookLink:
             self._hand_on(message)
 
     def _holding(self, memory: messages.Remember) -> messages.Remember:
-        """Hold the memory in which names of set-up cells lie: its owner may end."""
+        """Open the shared memory of the set-up cells here, so that it outlives the notebook.
+
+        The returned message refers to the segments that this process has opened.  Segments that
+        only earlier messages referred to are closed.
+        """
         held: dict[str, Segment] = {}
         places: dict[str, SegmentRef] = {}
         for ref in (ref for _, task in memory.setup for ref in task.segments):
@@ -182,7 +192,7 @@ class NotebookLink:
         self._ends = []
 
     def _lose(self) -> None:
-        """Note that the notebook has ended, or released the world, after its last messages."""
+        """Detach the world or leave: the notebook has ended, or has released the world."""
         if self._end is None:
             return
         self._unwatch()
@@ -201,6 +211,7 @@ class NotebookLink:
         log.warning("notebook %d is gone; the world stays", self.notebook_pid)
         notebook.close()
         self._end, self.notebook_pid, self._since = None, 0, time.time()
+        # The notebook will neither acknowledge batches nor release the values that it was sent.
         for _ in range(self._live):
             self._hand_on(messages.Received())
         for release in self._record.unread():
@@ -208,7 +219,10 @@ class NotebookLink:
         self._live = self._replayed = 0
 
     def let_go_by(self, pid: int) -> None:
-        """Note that the connection of a notebook has ended that had the world, or has it."""
+        """Handle the closed attach connection of a notebook, as `Listener` saw it.
+
+        Does nothing if another notebook has the world by now.
+        """
         if pid == self.notebook_pid:
             self._lose()
 
@@ -217,7 +231,7 @@ class NotebookLink:
         return record.has_world and bool(record.changing or self._has_machines())
 
     def _notebook_lives(self) -> bool:
-        """Look at its ends, which may not have been noticed yet."""
+        """Poll the watched descriptors: the event loop may not have noticed the end yet."""
         if self._end is None:
             return False
         ends = select.poll()
@@ -227,16 +241,16 @@ class NotebookLink:
 
     @property
     def ranks(self) -> Collection[int]:
-        """Those of the world, none before its start."""
+        """The ranks of the world; empty before it is started."""
         return self._record.known.pids.keys()
 
     @property
     def tasks(self) -> Findings:
-        """The last task, and the last one that failed."""
+        """The last task, and the last task in which, or after which, a rank failed."""
         return self._record.tasks
 
     def describe(self) -> WorldInfo:
-        """Return what is known without asking the ranks."""
+        """Return what is known about the world without asking its workers."""
         record, spec, run = self._record, self._record.known.spec, self._record.known.run
         return WorldInfo(
             version=__version__,
@@ -255,7 +269,11 @@ class NotebookLink:
         )
 
     async def admit(self, wanted: Attach) -> Accepted | Refused:
-        """Give the world to a notebook, if none has it."""
+        """Give the world to a notebook, unless another notebook uses it.
+
+        Waits at most `CHANGE_TIMEOUT` for a notebook that has just ended to be noticed, and for
+        workers that are starting or healing.
+        """
         deadline = time.monotonic() + CHANGE_TIMEOUT
         while True:
             held = self.describe()
@@ -286,11 +304,14 @@ class NotebookLink:
 
 
 class _Left(Exception):
-    """Ends all tasks."""
+    """Raised in the task group to cancel all of its tasks."""
 
 
 class Serving:
-    """The tasks of such a process; `answer` does what a call asks for, `send` its answer."""
+    """Runs an agent's or head's calls in order, and other coroutines concurrently.
+
+    `answer` carries out a request and returns the reply; `send` sends the reply to the notebook.
+    """
 
     def __init__(
         self,
@@ -304,10 +325,11 @@ class Serving:
         self._fault: BaseException | None = None
 
     async def until_left(self) -> None:
-        """Work until `leave` is called; what is under way then is cancelled.
+        """Serve until `leave` is called, then cancel everything in progress.
 
-        Raises what one of the tasks has raised, or a callback of the loop's: a fault of ours,
-        which ends all.  Its line is the last of the log, and the notebook shows it.
+        Raises the first exception of a task or of an event loop callback.  Such an exception is a
+        bug in nbdist and ends the process.  It is the last line of the process's log, which the
+        notebook shows.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -324,28 +346,31 @@ class Serving:
             raise self._fault
 
     def call(self, ask: messages.Ask[Any]) -> None:
-        """Do this once all calls before it have been answered."""
+        """Carry out a call after all earlier calls have been answered."""
         self._asked.put_nowait(ask)
 
     async def reply(
         self, number: int, answer: Callable[..., Awaitable[Any]], *arguments: Any
     ) -> None:
-        """Send what this returns as the answer to a call; to be done beside the other calls."""
+        """Send what `answer` returns as the reply to a call.
+
+        Pass this coroutine to `do`, so that the call does not wait for others.
+        """
         self._send(messages.Answer(number, await answer(*arguments)))
 
     def do(self, work: Coroutine[Any, Any, object]) -> None:
-        """Do something beside the calls, until it is to leave."""
+        """Run a coroutine concurrently.  `leave` cancels it; after `leave` it is not started."""
         if self._gone.is_set():
             work.close()
         else:
             self._tasks.create_task(work)
 
     def leave(self) -> None:
-        """End: the notebook is done with this process, or has ended."""
+        """Make `until_left` return: the notebook no longer needs this process, or has ended."""
         self._gone.set()
 
     def fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End loudly, rather than go on half, after a fault of ours in a callback."""
+        """Leave, because an event loop callback raised.  For `loop.set_exception_handler`."""
         loop.default_exception_handler(context)
         self._fault = self._fault or context.get("exception") or RuntimeError(context["message"])
         self.leave()
@@ -357,14 +382,15 @@ class Serving:
 
 
 def run(runtime: Path, serve: Callable[[], Awaitable[Result]]) -> Result:
-    """Call this on a loop, until it is over; returns with nothing left behind."""
+    """Run `serve` in an event loop, then kill all descendants and remove the runtime folder."""
 
     async def serving() -> Result:
         return await serve()
 
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s")
     adopt_orphans()
-    # Until the end: what cleans up after dead agents finds that this one runs.
+    # The lock is held until this process exits.  Without it another process that cleans up after
+    # dead agents would remove the folder.
     folders.join(runtime, folders.runtime(runtime))
     try:
         return asyncio.run(serving())

@@ -1,4 +1,9 @@
-"""What a notebook has not got yet: outputs, batched by time and bounded in size."""
+"""The queue of worker outputs that an agent has yet to send to its notebook or head.
+
+The agent's `Outbox` sends the queue in batches and stops while too many batches are
+unacknowledged.  `WorldRecord`, in an agent or a head, uses the same `Backlog` to replay a task's
+outputs to the next notebook.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +33,24 @@ from nbdist.output.events import (
 from nbdist.system.processes import trim_memory
 from nbdist.wire.messages import Outputs
 
-# --- what is kept -----------------------------------------------------------------------------
+# --- the backlog ------------------------------------------------------------------------------
 
-TEXT_KEPT = 4 << 20  # characters per rank that wait; older ones are only in the log file
-SHOWN_KEPT = 64 << 20  # characters of figures and tables that wait; older ones are left out
-OF_ITEM = 1000  # what each output counts in a batch besides its characters: small ones take time
+TEXT_KEPT = 4 << 20  # characters of pending text per rank; older text is only in the log file
+SHOWN_KEPT = 64 << 20  # characters of all other pending output; older figures are dropped
+OF_ITEM = 1000  # characters that each output counts more in a batch: small outputs take time, too
 
-JOINED_AT_MOST = 1 << 16
+JOINED_AT_MOST = 1 << 16  # characters of an output to which later text of the rank is appended
 
 Item = tuple[int, str, Output]
+"""Rank, task id, output."""
 
 
 class Backlog:
-    """Outputs of all ranks, each rank's in order; its oldest make room for its new ones.
+    """The pending outputs of all ranks, in order within each rank.
 
-    Of each rank's text it keeps `text` characters, of what all have displayed `shown`.  What is
-    left out is counted in its place.
+    If the text of a rank exceeds `text` characters, or all other output of all ranks together
+    exceeds `shown` characters, the oldest output is dropped.  A `Skipped` in its place counts the
+    dropped text, displays, errors and messages of widgets.
     """
 
     def __init__(self, text: int = TEXT_KEPT, shown: int = SHOWN_KEPT) -> None:
@@ -57,11 +64,11 @@ class Backlog:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """All of them, one rank's after the other's."""
+        """All pending outputs, grouped by rank."""
         return tuple((rank, *each) for rank, items in self._items.items() for each in items)
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
-        """Take one more."""
+        """Append an output, then drop older outputs if a limit is exceeded."""
         items = self._items[rank]
         if isinstance(output, Update):
             self._forget_update(items, output.display_id)
@@ -82,7 +89,7 @@ class Backlog:
                 self._leave_out()
 
     def answered(self, rank: int, number: int) -> None:
-        """Leave out what this rank wanted typed, by its number: it has been."""
+        """Remove the input request of this number, which has been answered."""
         self._items[rank] = [
             (cell_id, output)
             for cell_id, output in self._items[rank]
@@ -90,7 +97,10 @@ class Backlog:
         ]
 
     def take(self, most: int) -> list[Item]:
-        """Remove and return the oldest outputs, rank by rank: `most` characters, and one output."""
+        """Remove and return the oldest outputs, rank by rank, until they have `most` characters.
+
+        The last output may exceed `most`, so the batch is only empty if the backlog is.
+        """
         batch: list[Item] = []
         while self._items and most > 0:
             rank = next(iter(self._items))
@@ -104,12 +114,12 @@ class Backlog:
                     self._text[rank] -= len(output.text)
                 else:
                     self._shown -= size_of(output)
-            if rest := items[count:]:  # it has its next turn after the others
+            if rest := items[count:]:  # at the end of the dict, so that the other ranks come first
                 self._items[rank] = rest
         return batch
 
     def _forget_update(self, items: list[tuple[str, Output]], display: str) -> None:
-        """Leave out the update that the next one of this display replaces."""
+        """Remove the pending update of a display that is about to get a newer update."""
         for at in reversed(range(len(items))):
             match items[at][1]:
                 case Update(display_id=found) as update if found == display:
@@ -120,7 +130,7 @@ class Backlog:
                     return
 
     def _skip_older(self, rank: int) -> None:
-        """Replace the older half of a rank's text by a note of its size."""
+        """Replace the oldest text of a rank by `Skipped`, down to half of the limit."""
         too_many = self._text[rank] - self._most_text // 2
         kept: list[tuple[str, Output]] = []
         for cell_id, output in self._items[rank]:
@@ -136,16 +146,16 @@ class Backlog:
         self._items[rank] = kept
 
     def _leave_out(self) -> None:
-        """Leave out what is no text of ranks that have more than their share of half the room."""
+        """Drop the oldest non-text output of each rank that exceeds its share of half the limit."""
         share = self._most_shown // 2 // len(self._items)
         for rank, items in self._items.items():
             shown = sum(size_of(output) for _, output in items if not isinstance(output, Text))
             newest = {(cell_id, type(output)): at for at, (cell_id, output) in enumerate(items)}
             kept: list[tuple[str, Output]] = []
             for at, (cell_id, output) in enumerate(items):
-                # How a cell failed is said by its last error, what is there by the last clearing.
+                # The last error of a cell says how it failed; the last `Clear` hides all before it.
                 is_over = at != newest[cell_id, type(output)]
-                # Without the message that opens it a widget cannot be shown at all.
+                # A `comm_open` stays: without it the page cannot show the widget at all.
                 is_change = isinstance(output, Comm) and output.kind == "comm_msg"
                 can_go = (
                     isinstance(output, Display | Update | Record | Moved | Tracked)
@@ -163,7 +173,7 @@ class Backlog:
 
 
 def _append(items: list[tuple[str, Output]], cell_id: str, output: Output) -> None:
-    """Add it; what is skipped is one with what was skipped just before it."""
+    """Append an output; two consecutive `Skipped` of a cell become one."""
     match output, items[-1:]:
         case Skipped(), [(last_cell, Skipped() as last)] if last_cell == cell_id:
             items[-1] = cell_id, last + output
@@ -171,15 +181,18 @@ def _append(items: list[tuple[str, Output]], cell_id: str, output: Output) -> No
             items.append((cell_id, output))
 
 
-# --- what is sent -----------------------------------------------------------------------------
+# --- sending ----------------------------------------------------------------------------------
 
-BATCH_SECONDS = 0.02
-BATCHES_UNDER_WAY = 4  # that may be unacknowledged; then the notebook is too slow for more
-ENOUGH_IN_A_BATCH = 8 << 20  # characters of a full batch: the answer to Stop waits behind these
+BATCH_SECONDS = 0.02  # how long an output that is not urgent waits for others
+BATCHES_UNDER_WAY = 4  # unacknowledged batches; with so many, outputs wait in the backlog
+ENOUGH_IN_A_BATCH = 8 << 20  # characters; the answer to Stop waits behind the batches in flight
 
 
 class Outbox:
-    """Collects outputs of all ranks and sends them in batches, each rank's in order."""
+    """Sends the outputs of all ranks in batches, in order within each rank.
+
+    While `BATCHES_UNDER_WAY` batches are unacknowledged, outputs wait in a `Backlog`.
+    """
 
     def __init__(self, send: Callable[[Outputs], None]) -> None:
         self._send = send
@@ -193,16 +206,24 @@ class Outbox:
         return f"<Outbox {len(self._waiting)} items, {self._under_way} batches under way>"
 
     def begin(self, ranks: Iterable[int]) -> None:
-        """Note that these ranks run a cell from now on."""
+        """Record that these ranks run a task: the `Done` of the last rank is sent immediately."""
         self._running.update(ranks)
 
     def forget(self) -> None:
-        """Drop what waits: all workers have ended, and later ones are not to be taken for them."""
+        """Drop all pending output.
+
+        The agent calls this after all workers have exited, because the next workers get the same
+        rank numbers.
+        """
         self._waiting = Backlog()
         self._running.clear()
 
     def add(self, rank: int, cell_id: str, output: Output) -> None:
-        """Take an output; ends, failures, deaths and what waits for input leave at once."""
+        """Queue an output.
+
+        Failures, deaths, input requests and the last `Done` of the running ranks are sent
+        immediately, with all that is pending; other outputs within `BATCH_SECONDS`.
+        """
         if isinstance(output, Done | Died):
             self._running.discard(rank)
         self._waiting.add(rank, cell_id, output)
@@ -211,7 +232,10 @@ class Outbox:
         self._schedule(0.0 if at_once else BATCH_SECONDS)
 
     def acknowledge(self) -> None:
-        """Note that the notebook has taken in one batch; after a flood give memory back."""
+        """Record that the notebook has processed a batch, and send pending output.
+
+        After a large backlog has been sent, return its memory to the machine.
+        """
         self._under_way -= 1
         if self._waiting:
             self._schedule(0.0)
@@ -221,7 +245,7 @@ class Outbox:
 
     def _schedule(self, delay: float) -> None:
         if self._under_way >= BATCHES_UNDER_WAY:
-            return  # the next acknowledgement sends
+            return  # `acknowledge` schedules the next batch
         loop = asyncio.get_running_loop()
         when = loop.time() + delay
         if self._timer is not None:
@@ -242,7 +266,7 @@ class Outbox:
 
 
 def folded(items: Iterable[Item]) -> tuple[Item, ...]:
-    """Make equal outputs of several ranks one object, so that a pickle has it once."""
+    """Replace equal texts and equal display data by one object, so that a pickle has it once."""
     texts: dict[Text, Text] = {}
     values: dict[str, str] = {}
 

@@ -1,6 +1,7 @@
-"""What an agent, or a head, has read of its world from a notebook's messages.
+"""What an agent or head records of its world from the messages to and from the notebook.
 
-The next notebook gets it, and `nbdist mcp` the task that was last and the last one that failed.
+`NotebookLink` keeps the record.  The next notebook that attaches gets it, and `nbdist mcp` gets
+the last task and the last task that failed.
 """
 
 from __future__ import annotations
@@ -19,46 +20,48 @@ from nbdist.wire.views import Findings, Place, Stack, TaskSeen, Trouble
 from nbdist.wire.work import task_from
 
 TEXT_OF_ALL, TEXT_AT_LEAST = 256 << 20, 1 << 16
-"""Characters of all ranks' text that are kept; of one rank's at least that, at most `TEXT_KEPT`."""
+"""Characters of text to replay: of all ranks together, and the least of one rank.
+
+A rank's share is at most `TEXT_KEPT`."""
 
 Changing = messages.StartWorld | messages.StopWorld | messages.Heal | messages.Scale | messages.Grow
-"""What makes the workers others."""
+"""The calls after which the world has other workers."""
 
 
 class WorldRecord:
-    """A world as the agent has it, and what its last task has shown until it was seen to its end.
+    """The state of a world, and the outputs of its last task that no notebook has acknowledged.
 
-    `known` is what the next notebook gets.
+    Outputs are only recorded if the world has the `detach` option.
     """
 
     def __init__(self) -> None:
-        self.known = messages.Attached(messages.Remember())
-        self.began = time.time()
-        self.unfinished: set[int] = set()
-        self.changing: dict[int, Changing] = {}  # the calls that are under way, by number
-        self._tasks = 0
+        self.known = messages.Attached(messages.Remember())  # sent to the next notebook
+        self.began = time.time()  # when the world or its last task was started
+        self.unfinished: set[int] = set()  # ranks that still run the last task
+        self.changing: dict[int, Changing] = {}  # unanswered calls, by number
+        self._tasks = 0  # since the world was started
         self._backlog = Backlog()
-        self._lent: dict[str, set[int]] = {}
+        self._lent: dict[str, set[int]] = {}  # by task: ranks whose values no notebook has released
         self._last: _TaskRecord | None = None
-        self._failed: _TaskRecord | None = None
+        self._failed: _TaskRecord | None = None  # the last failed task before `_last`
 
     def __repr__(self) -> str:
         return f"<WorldRecord of {sorted(self.known.pids)}, {len(self._backlog)} outputs>"
 
     @property
     def detach(self) -> bool:
-        """Whether the world is to outlive its notebook."""
+        """Whether the world keeps running after its notebook has ended."""
         return self.known.memory.config.detach
 
     @property
     def has_world(self) -> bool:
-        """Whether there are workers, or will be."""
+        """Whether the world has workers, or is starting them."""
         starts = any(isinstance(each, messages.StartWorld) for each in self.changing.values())
         return bool(self.known.pids) or starts
 
     @property
     def state(self) -> str:
-        """What the world is doing, in words."""
+        """What the world is doing: "changing", "no workers", "busy", "ready" or "broken"."""
         if self.changing:
             return "changing"
         if not self.known.pids:
@@ -68,7 +71,7 @@ class WorldRecord:
         return "ready" if self.known.is_whole and not self.known.dead else "broken"
 
     def take_down(self, message: messages.Down) -> None:
-        """Take in what the notebook has sent."""
+        """Update the record from a message of the notebook."""
         match message:
             case messages.Remember():
                 self.known.memory = message
@@ -86,7 +89,7 @@ class WorldRecord:
                 self._lent.get(task_id, set()).difference_update(ranks)
 
     def take_up(self, message: messages.Up) -> None:
-        """Take in what the notebook gets, or would get if there was one."""
+        """Update the record from a message to the notebook, also while no notebook gets it."""
         match message:
             case messages.Answer(number, reply) if number in self.changing:
                 self._take_change(self.changing.pop(number), reply)
@@ -103,13 +106,16 @@ class WorldRecord:
                 self.known.came += (host,)
 
     def seen(self) -> None:
-        """Note that the notebook has seen all that has come up so far."""
+        """Handle that the notebook has acknowledged every batch.
+
+        A world with the `detach` option forgets its last task's outputs if the task has finished.
+        """
         if self.detach and not self.unfinished:
             self._forget()
 
     @property
     def tasks(self) -> Findings:
-        """The task that runs, or ran last, and the last in which, or after which, a rank failed."""
+        """The running or last task, and the last task in which, or after which, a rank failed."""
         last, failed = self._last, self._last_failed
         return Findings(
             last=last.seen() if last else None, failed=failed.seen() if failed else None
@@ -162,7 +168,7 @@ class WorldRecord:
         bound.update((name, done.imported.get(name)) for name in done.bound)
         if refs_in(done.values):
             self._lent.setdefault(task_id, set()).add(rank)
-        # Tasks are dropped whose values all ranks have let go.
+        # Drop the tasks whose values are released on all ranks.
         self._lent = {task: ranks for task, ranks in self._lent.items() if ranks}
 
     def _take_change(self, request: messages.Request, reply: messages.Reply) -> None:
@@ -190,7 +196,7 @@ class WorldRecord:
         known.spec, known.pids, known.logs = healed.spec, healed.pids, healed.logs
         known.hosts, known.is_whole = healed.hosts, not healed.problem
         known.bound = {rank: known.bound.get(old, {}) for rank, old in was.items()}
-        # Those that have died again meanwhile are dead.
+        # A rank whose new process has died meanwhile stays dead.
         known.dead = {r: died for r, died in known.dead.items() if died.pid == healed.pids.get(r)}
 
     def _end_world(self) -> None:
@@ -205,12 +211,12 @@ class WorldRecord:
         self.unfinished, self._tasks = set(), 0
 
     def attached(self, since: float) -> messages.Attached:
-        """Return the message that says it all, but for what was shown: `again` has that."""
+        """Return the state for a notebook that attaches; `again` has the outputs."""
         forgotten = max(0, self._tasks - (self.known.run is not None))
         return replace(self.known, forgotten=forgotten, since=since)
 
     def again(self) -> list[Outputs]:
-        """Return what has been shown and not been seen, in batches."""
+        """Return the recorded outputs in batches, to replay them to a notebook that attaches."""
         batches: list[list[Item]] = [[]]
         size = 0
         for item in self._backlog.items:
@@ -222,43 +228,51 @@ class WorldRecord:
         return [Outputs(tuple(batch)) for batch in batches if batch]
 
     def unread(self) -> list[messages.ReleaseValues]:
-        """Return what has workers release values that went to a notebook which is gone."""
+        """Pop messages by which workers release the values of finished tasks.
+
+        Called when the notebook that was sent these values has ended.
+        """
         running = self.known.run.id if self.known.run else ""
         over = [task for task in self._lent if task != running]
         return [messages.ReleaseValues(task, tuple(self._lent.pop(task))) for task in over]
 
 
-# --- a task, as assistants are told of it --------------------------------------------------------
+# --- tasks, for `nbdist mcp` ----------------------------------------------------------------------
 
 MOST_LINES, LONGEST_LINE, LONGEST_MESSAGE = 60, 400, 2000
 WITH_LINES, MOST_TROUBLES = 8, 256
-"""Ranks whose lines are kept: the first to fail, of which the cause is one; and ranks at all."""
+"""Failed ranks whose lines are kept, and failed ranks that are kept at all: the first to fail.
+
+The rank whose failure caused the others is among the first."""
 
 
 @dataclass(slots=True)
 class _TaskRecord:
-    """A task in a world of `size` ranks, still packed, and how it went."""
+    """A task, still packed, in a world of `size` ranks, and how its ranks failed."""
 
     run: messages.Run
     size: int
     began_ns: int = field(default_factory=time.time_ns)
-    places: Mapping[int, Place] = field(default_factory=dict)
-    aborted: dict[int, Place] = field(default_factory=dict)
+    places: Mapping[int, Place] = field(default_factory=dict)  # from the last answer to `Locate`
+    aborted: dict[int, Place] = field(default_factory=dict)  # ranks released from a collective
     troubles: dict[int, Trouble] = field(default_factory=dict)
 
     def abort(self, ranks: tuple[int, ...]) -> None:
-        """Note which of these were in a collective before the notebook aborted it."""
+        """Record which of these ranks were in a collective that the notebook aborts."""
         places = {rank: self.places.get(rank, Place()) for rank in ranks}
         self.aborted.update((rank, place) for rank, place in places.items() if place.operation)
 
     def fail(self, rank: int, task_id: str, error: Failure | Died) -> None:
-        """Note how a rank failed in it, or, without a task, after it."""
+        """Record how a rank failed in this task, or without a task after it.
+
+        Later failures of the same rank, and failures in other tasks, are ignored.
+        """
         if task_id in ("", self.run.id) and len(self.troubles) < MOST_TROUBLES:
             kept = shortened(error, has_lines=len(self.troubles) < WITH_LINES)
             self.troubles.setdefault(rank, Trouble(rank, kept, is_idle=not task_id))
 
     def seen(self) -> TaskSeen:
-        """Return what is said of it."""
+        """Return the summary that `nbdist mcp` gets."""
         task = task_from(self.run.task)
         return TaskSeen(
             title=task.title[:LONGEST_LINE],
@@ -277,7 +291,7 @@ def _as_stacks(places: Mapping[int, Place]) -> tuple[Stack, ...]:
 
 
 def shortened(error: RankError, *, has_lines: bool) -> RankError:
-    """Keep what is said of an error, of its lines the last ones."""
+    """Return an error with a short message, and with its last lines if `has_lines`."""
     if isinstance(error, Died):
         return error._replace(last_lines=_cut(error.last_lines) if has_lines else ())
     lines = [line for frame in error.traceback for line in frame.splitlines()]
