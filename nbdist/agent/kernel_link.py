@@ -1,6 +1,7 @@
-"""An agent's connections to one worker's kernel, on unix sockets: tasks, iopub, control.
+"""An agent's connections to one worker's kernel, on unix sockets: tasks, iopub, control, shell.
 
-Jupyter messages from it are read, and turned into the classes of `nbdist.output.events`.
+Jupyter messages of the kernel are validated and turned into the classes of
+`nbdist.output.events`.  `nbdist.agent.worker` uses this file; it runs in the agent.
 """
 
 from __future__ import annotations
@@ -33,33 +34,34 @@ from nbdist.words import one_line
 log = logging.getLogger("nbdist.agent")
 
 OURS = (
-    os.path.join("nbdist", "worker", "group", "gloo.py"),  # by which a worker knows that it waits
+    os.path.join("nbdist", "worker", "group", "gloo.py"),  # wraps torch's `Work.wait`
     os.path.join("nbdist", "worker", "ops", "run.py"),
-    os.path.join("nbdist", "worker", "kernel.py"),  # which is what `input` is there
+    os.path.join("nbdist", "worker", "kernel.py"),  # replaces `input`
     os.path.join("nbdist", "worker", "main.py"),
 )
-"""What frames of a traceback that are not of interest have in them."""
+"""Files of nbdist whose frames are removed from tracebacks."""
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
-WIDGETS = "jupyter.widget"  # how the names of connections begin that belong to widgets
+WIDGETS = "jupyter.widget"  # the comm targets of widgets begin with this
 NO_COMM = "(`{}` wants a connection to the page, which ranks cannot open)"
 BAD_WIDGET = "(a message of a widget was dropped: {})"
 TOO_DEEP = "(a `{}` was dropped: it has more than {} levels of lists and dictionaries)"
 MODEL_NAMES = ("_model_name", "_model_module", "_model_module_version")
-"""What the state of each widget has as text: a page finds the widget's class by it."""
+"""Entries that must be strings in a widget's state: by them a page finds the widget's class."""
 
 MAX_LEVELS = 100
-"""Levels of JSON in one another: `pickle` and `json` fail at some hundreds."""
+"""The deepest nesting of JSON that is relayed: `pickle` and `json` fail at some hundreds."""
 
 ENDING = "`%dist_shutdown` ends all workers."
 
 
 class Message(NamedTuple):
-    """A whole message; `number` is its place among those with marks, 0 for none.
+    """A Jupyter message of a worker.
 
-    `ours` is what the worker has added to its metadata: of an error, when and why it was raised;
-    `metadata` is the rest of it.
+    `number` counts the messages that have a mark in the worker's stdout, 0 for a message without.
+    `answers` is the id of the request that it answers.  `ours` is what nbdist's worker has added to
+    the metadata, such as the time of an error; `metadata` is the rest.
     """
 
     kind: str
@@ -73,16 +75,16 @@ class Message(NamedTuple):
 
 
 class BadWidgetMessage(ValueError):
-    """A widget's message that no page could use; the message says why."""
+    """Raised for a widget's message that no page could use; the text says why."""
 
 
 def message_from(session: Session, frames: list[bytes]) -> Message | None:
-    """Read a message; None, and a line in the log, for bytes that are none."""
+    """Read a Jupyter message; log a warning and return None if the bytes are none."""
     try:
         raw = session.deserialize(session.feed_identities(frames)[1], content=False)
         metadata = {**raw["metadata"]}
         ours = metadata.pop("nbdist", {})
-        # The message keeps its number even if the content is dropped: later output waits for it.
+        # A message keeps its number even if its content is dropped: later output waits for it.
         content = _unpacked(session, raw["content"])
         is_too_deep = content is None or is_deeper(metadata, MAX_LEVELS)
         return Message(
@@ -101,7 +103,7 @@ def message_from(session: Session, frames: list[bytes]) -> Message | None:
 
 
 def _unpacked(session: Session, content: bytes) -> Any:
-    """Return the content of a message; None if it has more than `MAX_LEVELS`."""
+    """Return the content of a message; None if it is nested deeper than `MAX_LEVELS`."""
     try:
         found = session.unpack(content)
     except RecursionError:
@@ -110,7 +112,7 @@ def _unpacked(session: Session, content: bytes) -> Any:
 
 
 def is_deeper(value: object, levels: int) -> bool:
-    """Return True if JSON has more levels of lists and dictionaries in one another."""
+    """Return True if lists and dictionaries are nested deeper than `levels`."""
     level: list[Any] = [[value]]
     for _ in range(levels + 1):
         parts = (each.values() if isinstance(each, dict) else each for each in level)
@@ -121,9 +123,10 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def output_from(message: Message) -> events.Output | None:
-    """Read it as an output; None for kinds that nbdist does not relay, and for malformed ones.
+    """Turn a message into an output; None for kinds that are not relayed, and if it is malformed.
 
-    A malformed message of a widget, and one of too many levels, become a line that says so.
+    A malformed message of a widget, and a message that is nested too deep, become a line of output
+    that says so.
     """
     if message.is_too_deep:
         return _line(TOO_DEEP.format(message.kind, MAX_LEVELS))
@@ -183,7 +186,8 @@ def _tracked(content: Mapping[str, Any]) -> events.Tracked:
         if len(flat) % events.OF_POINT or not all(map(math.isfinite, flat)):
             raise ValueError("points are no numbers")
         steps, *_, odd = (flat[at :: events.OF_POINT] for at in range(events.OF_POINT))
-        if any(abs(step) > 4 * events.MAX_STEP for step in steps):  # of merged steps it is lower
+        # A point of merged steps begins at a multiple of its width, maybe below the limit of steps.
+        if any(abs(step) > 4 * events.MAX_STEP for step in steps):
             raise ValueError("too large a step")
         if any(number < 0 for number in (*flat[1 :: events.OF_POINT], *odd)):
             raise ValueError("a negative count")
@@ -194,7 +198,7 @@ def _tracked(content: Mapping[str, Any]) -> events.Tracked:
 
 
 def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.MimeBundle]:
-    """Return the data, whose text is text, and the metadata."""
+    """Return the data by mime type and the metadata; text that is no string becomes one."""
     data: dict[str, Any] = {**content["data"]}
     for mime, value in data.items():
         lines = value if isinstance(value, list) else [value]
@@ -204,7 +208,10 @@ def _bundles(content: Mapping[str, Any]) -> tuple[events.MimeBundle, events.Mime
 
 
 def _comm(message: Message) -> events.Output:
-    """Read what a widget says to its model; other connections become a line that refuses them."""
+    """Read a widget's message to its model in the page.
+
+    Opening a connection that belongs to no widget becomes a line of output that refuses it.
+    """
     content, kind = message.content, message.kind
     target = str(content["target_name"]) if kind == "comm_open" else ""
     if target and not target.startswith(WIDGETS):
@@ -217,7 +224,7 @@ def _comm(message: Message) -> events.Output:
 
 
 def _check_widget(data: object, *, is_open: bool) -> None:
-    """Raise BadWidgetMessage for data by which the notebook could not keep the widget's state."""
+    """Raise BadWidgetMessage if the notebook could not update the widget's state from this data."""
     if not isinstance(data, dict):
         raise BadWidgetMessage("its data is no dictionary")
     state = data.get("state", None if is_open else {})
@@ -232,7 +239,7 @@ def _check_widget(data: object, *, is_open: bool) -> None:
 
 
 def _is_path(path: object) -> bool:
-    """Return True for the place of a buffer in a state: `["image", "data", 0]`."""
+    """Return True for the path of a buffer in a widget's state, such as `["image", "data", 0]`."""
     return isinstance(path, list) and path != [] and all(isinstance(x, str | int) for x in path)
 
 
@@ -241,12 +248,12 @@ def _line(text: str) -> events.Display:
 
 
 def as_shown(failure: events.Failure) -> events.Failure:
-    """Return the failure without the frames of nbdist, and with a SystemExit in a sentence."""
+    """Return the failure as users see it: without nbdist's frames, and SystemExit as a sentence."""
     plain = ((frame, ANSI.sub("", frame)) for frame in failure.traceback)
     traceback = tuple(frame for frame, said in plain if not any(part in said for part in OURS))
     if failure.name != "SystemExit":
         return failure._replace(traceback=traceback)
-    # IPython explains at length how to leave a terminal.
+    # IPython's own text explains how to leave a terminal, which does not apply here.
     message = "" if failure.message == "None" else failure.message
     said = f"sys.exit({message}) ended the cell on this rank; the worker is still running."
     traceback = (f"{said} {ENDING}",)
@@ -255,14 +262,18 @@ def as_shown(failure: events.Failure) -> events.Failure:
 
 # --- connections ------------------------------------------------------------------------------
 
-PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}  # ends of socket names
+PORTS = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}  # suffixes of socket names
 
-SUBSCRIBE_TIMEOUT = 10.0
-RETRY_SECONDS = 0.02
+SUBSCRIBE_TIMEOUT = 10.0  # seconds for the iopub subscription to take effect
+RETRY_SECONDS = 0.02  # between requests that make the kernel publish its status
 
 
 class TaskConnection(asyncio.Protocol):
-    """Hands on what a worker says of its tasks; `lose` is called with why no more can come."""
+    """The agent's side of a worker's task socket.
+
+    `hear` gets the worker's messages about its tasks.  `lose` is called once, when no more can
+    come: with a BadFrame if a message could not be read, with None if the connection was closed.
+    """
 
     def __init__(
         self, hear: Callable[[Said], None], lose: Callable[[BadFrame | None], None]
@@ -289,7 +300,10 @@ class TaskConnection(asyncio.Protocol):
 
 
 class KernelClient:
-    """Writes the connection file, connects, asks, and hands on numbered messages to `read`."""
+    """All connections to one worker's kernel.
+
+    `read` gets each numbered iopub message, as an output or None if the message shows nothing.
+    """
 
     def __init__(
         self, start: WorkerStart, read: Callable[[int, events.Output | None], None]
@@ -300,12 +314,12 @@ class KernelClient:
         self._session = Session()
         self._iopub: ZMQStream | None = None
         self._control: ZMQStream | None = None
-        self._shell: ZMQStream | None = None  # once a page has something to say to a widget
+        self._shell: ZMQStream | None = None  # opened for the first message to a widget
         self._tasks: asyncio.WriteTransport | None = None
         self._answers: dict[str, asyncio.Future[control.Answer | None]] = {}
 
     def write_connection_file(self) -> None:
-        """Write it for the worker's kernel.  Raises ChildProcessError where that cannot be."""
+        """Write the kernel's connection file.  Raises ChildProcessError if that fails."""
         ports: dict[str, Any] = {f"{channel}_port": port for channel, port in PORTS.items()}
         try:
             write_connection_file(
@@ -316,12 +330,15 @@ class KernelClient:
                 signature_scheme=self._session.signature_scheme,
                 **ports,
             )
-        except OSError as error:  # there is no room, for one
+        except OSError as error:  # such as a full disk
             folder = Path(self._start.connection_file).parent
             raise ChildProcessError(f"{error.strerror} in {folder}") from error
 
     async def connect(self, tasks: TaskConnection) -> None:
-        """Connect to the kernel; on return no message of it can be missed."""
+        """Connect to the kernel; on return iopub is subscribed, so no output can be missed.
+
+        If the subscription is not confirmed within `SUBSCRIBE_TIMEOUT`, logs a warning and goes on.
+        """
         loop, subscribed = asyncio.get_running_loop(), asyncio.Event()
         self._tasks, _ = await loop.create_unix_connection(lambda: tasks, self._start.task_socket)
         self._iopub = iopub = self._stream("iopub", zmq.SUB)
@@ -334,7 +351,7 @@ class KernelClient:
         deadline = time.monotonic() + SUBSCRIBE_TIMEOUT
         while not subscribed.is_set() and time.monotonic() < deadline:
             self._request("kernel_info_request")
-            with suppress(TimeoutError):  # subscribed after that status: ask again
+            with suppress(TimeoutError):  # published before the subscription: ask again
                 async with asyncio.timeout(RETRY_SECONDS):
                     await subscribed.wait()
         if not subscribed.is_set():
@@ -343,20 +360,20 @@ class KernelClient:
         iopub.on_recv(self._read_message)
 
     def _stream(self, channel: str, kind: int) -> ZMQStream:
-        # In the one context: each of its own has two threads, and where there can be none zmq
-        # aborts the process.
+        # All sockets share one context.  Each further context would start two threads, and zmq
+        # aborts the process if a thread cannot be started.
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         socket.rcvhwm = socket.sndhwm = 0
         socket.connect(f"ipc://{self._base}-{PORTS[channel]}")
         return ZMQStream(socket)
 
     def send(self, said: bytes | InputReply | SigintSent | CommSent) -> None:
-        """Send a packed task, or what is to be known of the one that runs."""
+        """Send a packed task, or a message about the running task, on the task socket."""
         if self._tasks is not None:
             self._tasks.write(framed(said if isinstance(said, bytes) else pack(said)))
 
     def send_comm(self, comm: events.Comm) -> None:
-        """Send what a page says to a widget: the kernel takes it between two cells."""
+        """Send a page's message to a widget; the kernel handles it between two tasks."""
         if self._control is None:
             return
         if self._shell is None:
@@ -369,7 +386,10 @@ class KernelClient:
     async def ask(
         self, request: control.Request, timeout: float, ended: asyncio.Future[int]
     ) -> control.Answer | None:
-        """Return the control thread's answer; None if it gives none in time, or has ended."""
+        """Return the control thread's answer.
+
+        Returns None if there is no answer within `timeout` or before `ended`, the worker's exit.
+        """
         if self._control is None:
             return None
         number = self._request(control.REQUEST, buffers=[pack(request)])
@@ -382,24 +402,24 @@ class KernelClient:
             del self._answers[number]
 
     def shut_down(self) -> None:
-        """Ask the kernel to end."""
+        """Ask the kernel to shut down."""
         if self._control is not None:
             self._request("shutdown_request", {"restart": False})
 
     def close(self) -> None:
-        """Close all connections, and leave nothing of them in the folder."""
+        """Close all connections, and remove their sockets and the connection file."""
         if self._tasks is not None:
             self._tasks.close()
         for stream in (self._iopub, self._control, self._shell):
             if stream is not None:
                 stream.close(linger=0)
-        self._control = None  # what is asked from now on gets no answer
+        self._control = None  # from now on `ask` returns None
         files = [f"{self._base}-{port}" for port in PORTS.values()]
         for file in (*files, self._start.connection_file, self._start.task_socket):
             Path(file).unlink(missing_ok=True)
 
     def _request(self, kind: str, content: Mapping[str, Any] | None = None, **options: Any) -> str:
-        """Send a request to the control channel; return its id."""
+        """Send a request on the control channel; return its id."""
         message = self._session.msg(kind, dict(content or {}))
         self._session.send(self._control, message, **options)
         request_id: str = message["header"]["msg_id"]

@@ -1,4 +1,7 @@
-"""One worker as its agent knows it: process, kernel, pipes, log, and what it is doing."""
+"""One worker as its agent knows it: process, kernel, pipes, log, and its running task.
+
+Runs in the agent; `nbdist.agent.worker_group` makes a `Worker` for each rank of the machine.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +33,25 @@ from nbdist.words import word_exit
 
 log = logging.getLogger("nbdist.agent")
 
-KILL_TIMEOUT = 5.0
-LOCATE_TIMEOUT = 0.5
-LOST_GRACE = 1.0  # seconds for a worker to end by itself whose tasks' connection has ended
+KILL_TIMEOUT = 5.0  # seconds for a killed process to exit
+LOCATE_TIMEOUT = 0.5  # seconds for a worker to say where it is; else it counts as holding the GIL
+LOST_GRACE = 1.0  # seconds for a worker to exit by itself after its task connection was closed
 UNREADABLE = "the agent could not read what it sent"
 UNREACHABLE = "it closed the connection to its agent"
 
 NO_CELL = "no cell is running that could read input"
 
 UNFIT = "this rank cannot take part in the group, so its process is restarted"
-COUNT_AFTER = 0.05  # seconds into a cell: short ones do without, it takes 0.4 ms for each rank
+COUNT_AFTER = 0.05
+"""Seconds into a task until OOM kills are counted, which takes 0.4 ms for each rank."""
 TOO_MUCH = re.compile(r"gloo/\S*pair\.cc:\d+\] op\.preamble\.length <= op\.nbytes")
-"""What gloo writes as it ends the process of a rank that receives more than its tensor holds."""
+"""The line that gloo writes when it aborts a rank that received more than its tensor holds."""
 
 Emit = Callable[[int, str, Output], None]
 
 
 class Worker:
-    """A worker and everything that belongs to it; `emit` takes what it shows, in order."""
+    """A worker process and all that belongs to it; `emit` gets its outputs, in order."""
 
     def __init__(
         self, start: WorkerStart, source: ProcessSource, log_folder: Path | None, emit: Emit
@@ -55,23 +59,23 @@ class Worker:
         self.rank = start.rank
         self.given, self.source = start, source
         self.process: WorkerProcess | None = None
-        self.task_id = ""  # of the task that it does
-        self._packed = b""
-        # Id and optimizer steps of the last task; the count is None unless the task ended well.
+        self.task_id = ""  # of the running task
+        self._packed = b""  # the running task
+        # Id and optimizer steps of the last task; the count is None unless the task succeeded.
         self.finished: tuple[str, control.StepCount | None] = ("", None)
         self.log = WorkerLog(log_folder, start.world.log_limit)
         self.output = WorkerOutput(start.token, self.log, self._take)
         self.stacks = StackFile(start.stack_file)
-        self.last_collective: asyncio.Task[Any] | None = None  # while it is being asked for
-        self.asks: dict[int, InputRequest] = {}  # what it waits to be typed
+        self.last_collective: asyncio.Task[Any] | None = None  # the last query, see `inspect`
+        self.asks: dict[int, InputRequest] = {}  # unanswered input requests, by number
         self._emit = emit
-        self._errors_sent: set[int] = set()  # the numbers of the cell's error messages
-        self._stopped_task = ""
+        self._errors_sent: set[int] = set()  # the numbers of the task's error messages
+        self._stopped_task = ""  # the task that gets no more input, because Stop was pressed
         self._busy_since = 0.0
         self._oom_kills: OomKills | None = None
         self._counting: asyncio.TimerHandle | None = None
         self.is_killed = False
-        """Whether its agent has ended it, though its process may still be there."""
+        """Whether the agent has killed the worker, though its process may still exist."""
         self._is_ending = False
         self._why = ""
         self._died: Died | None = None
@@ -83,12 +87,12 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The worker's process, 0 before it has one."""
+        """The worker's process id, 0 before it has a process."""
         return self.process.pid if self.process else 0
 
     @property
     def state(self) -> RankState:
-        """What `%dist_status` shows."""
+        """What `%dist_status` shows; "starting" until the worker's group is formed."""
         if self.process is None or not self.output.ready.is_set():
             return "starting"
         if self.process.exited.done():
@@ -96,7 +100,10 @@ class Worker:
         return "busy" if self.task_id else "idle"
 
     async def start(self) -> None:
-        """Start it and wait until its group is formed; ChildProcessError if it ends before."""
+        """Start the worker and wait until its group is formed.
+
+        Raises ChildProcessError if the worker exits before, cannot be started or not be reached.
+        """
         try:
             self._kernel.write_connection_file()
             process = await self.source.start(self.given, *self.output.write_ends)
@@ -118,17 +125,20 @@ class Worker:
         self._count_kills()
         try:
             await self._kernel.connect(TaskConnection(self.output.place, self._lose))
-        except OSError as error:  # its process has ended in this moment, or is about to
+        except OSError as error:  # the process has just exited, or is about to
             self.kill()
             raise ChildProcessError(f"it cannot be reached: {error}") from error
 
     @property
     def task(self) -> Task | None:
-        """The task that it does: unpacked when it is read."""
+        """The running task, unpacked again at each call; None while idle."""
         return task_from(self._packed) if self.task_id else None
 
     def run(self, run: Run) -> None:
-        """Pass on the task as it came; outputs follow, then `Done`, or `Died`."""
+        """Send a task, still packed, to the worker; outputs follow, then `Done` or `Died`.
+
+        If the worker has exited, `Died` is emitted again.
+        """
         if self._died is not None:
             self._emit(self.rank, run.id, self._died)
             return
@@ -139,7 +149,7 @@ class Worker:
         self._kernel.send(run.task)
 
     def enter(self, reply: InputReply) -> None:
-        """Pass on what was typed for it, if it still waits for that."""
+        """Send a typed reply to the worker, if its input request is still unanswered."""
         if (request := self.asks.pop(reply.number, None)) is None:
             return
         self._kernel.send(reply)
@@ -147,62 +157,65 @@ class Worker:
             self.output.pass_on(Typed("" if request.secret else reply.text))
 
     def send_comm(self, comm: Comm) -> None:
-        """Pass on what a page says to one of its widgets."""
+        """Send a page's message to one of the worker's widgets."""
         self._kernel.send_comm(comm)
 
     async def ask(self, request: control.Request, timeout: float) -> control.Answer | None:
-        """Return the answer of its control thread; None if it gives none in time, or ends."""
+        """Return the answer of the worker's control thread; None if there is none in time."""
         if self.process is None:
             return None
         return await self._kernel.ask(request, timeout, self.process.exited)
 
     async def ask_or_end(self, request: control.Request, timeout: float) -> control.Answer | None:
-        """Ask; end it where it answers that only another process could do that."""
+        """Ask the worker; kill it if it answers that only a new process could do this."""
         answer = await self.ask(request, timeout)
         if isinstance(answer, control.Failed) and answer.unfit:
             await self.end_unfit(answer.error)
         return answer
 
     async def end_unfit(self, why: str) -> None:
-        """End the process, which can take no part in the group, and say so."""
+        """Kill the worker, which cannot take part in the group; its stderr says why."""
         if self.process is not None and not self.process.exited.done():
             self.say(f"{UNFIT}: {why}\n")
             self.kill()
             await asyncio.wait([self.process.exited], timeout=KILL_TIMEOUT)
 
     async def locate(self) -> Place:
-        """Ask where it is."""
+        """Ask the worker where it is; without an answer it counts as holding the GIL."""
         seen = await self.ask(control.Locate(), LOCATE_TIMEOUT)
         if not isinstance(seen, Place):
             seen = Place(holds_gil=True, is_stopped=is_stopped(self.pid))
         return replace(seen, asks=bool(self.asks))
 
     def say(self, text: str) -> None:
-        """Show something as its stderr."""
+        """Emit and log a text as the worker's stderr."""
         self.output.pass_on(Text("stderr", text))
 
     def kill(self, why: str = "") -> None:
-        """End the process; `Died` follows, and says why."""
+        """Kill the worker and what it started; `Died` follows with the first `why`."""
         self.is_killed, self._why = True, self._why or why
         if self.process is not None:
             self.process.kill()
 
     def interrupt(self) -> None:
-        """Send SIGINT to it and what it started; its task can ask for no more input."""
+        """Send SIGINT to the worker and what it started; its task gets no more input."""
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
             self._kernel.send(SigintSent())
         self.refuse_input()
 
     def refuse_input(self) -> None:
-        """End each wait for input of its task, now and later: the task is to end."""
+        """Let each `input` of the running task raise EOFError, now and later.
+
+        Called when the task was stopped, by SIGINT or at an optimizer step.
+        """
         self._stopped_task = self.task_id
-        # Of the main thread it has been given up by then; another would wait on.
+        # KeyboardInterrupt ends an `input` of the main thread; in another thread it would wait on.
         for number in [*self.asks]:
             self.enter(InputReply(number))
 
     def status(self) -> WorkerStatus:
-        """Return what is known of it without asking; `nbdist.agent.inspect` finds out the rest."""
+        """Return what is known without asking the worker; `nbdist.agent.inspect` adds the rest."""
         return WorkerStatus(
             rank=self.rank,
             pid=self.pid,
@@ -216,16 +229,20 @@ class Worker:
         )
 
     def renumber(self, rank: int, log_folder: Path | None) -> None:
-        """Become this rank, and write there."""
+        """Give the worker another rank and log folder; it learns of its rank by `Resize`."""
         self.log.move(log_folder, self.rank)
         self.rank = rank
 
     def sit(self, world: WorldSpec) -> None:
-        """Take its slot in a world that has others, or more or fewer of them."""
+        """Record the world's present spec, which may have another size or other slots."""
         self.given = replace(self.given, rank=self.rank, world=world)
 
     async def stop(self, grace: float) -> None:
-        """End the worker: politely for `grace` own seconds, then by SIGKILL; free all."""
+        """Stop the worker and release everything that belongs to it; no `Died` follows.
+
+        An idle worker is asked to shut down and has `grace` seconds of its own time
+        (`WorkerProcess.exit_within`) before it is killed.  Any other worker is killed at once.
+        """
         self._is_ending = True
         if (process := self.process) is not None:
             process.exited.remove_done_callback(self._ended)
@@ -243,11 +260,11 @@ class Worker:
         self.stacks.remove()
 
     def _count_kills(self) -> None:
-        """Note how often the kernel has killed so far, to compare with after a death."""
+        """Record the number of OOM kills so far, to tell after a death whether it was one."""
         self._oom_kills = OomKills(self.pid)
 
     def _ended(self, exited: asyncio.Future[int]) -> None:
-        """Pass on all that it said, then that it died."""
+        """Emit the worker's remaining output, then `Died`."""
         self.output.drain()
         code = exited.result()
         found = self.stacks.crash_text(code, self.task)
@@ -264,7 +281,7 @@ class Worker:
         self._forget_task()
 
     def _lose(self, problem: BadFrame | None) -> None:
-        """End it, which can be given no more tasks, unless it is ending anyway."""
+        """Kill the worker, which can get no more tasks, unless it is exiting already."""
         if self._is_ending:
             return
         if problem is not None:
@@ -273,7 +290,7 @@ class Worker:
         self._losing = asyncio.get_running_loop().call_later(grace, self._end_for, why)
 
     def _end_for(self, why: str) -> None:
-        # A connection also ends with its process, whose end the agent may notice later.
+        # The connection also closes when the process exits; then its own exit code says why.
         if not is_exiting(self.pid):
             self.kill(why)
 
@@ -295,7 +312,10 @@ class Worker:
                 self._show(item)
 
     def _take_request(self, request: InputRequest) -> None:
-        """Pass it on; after Stop, or without a task, it ends as at the end of a file."""
+        """Emit an input request.
+
+        After Stop it is answered by the end of input, and without a running task by a refusal.
+        """
         self.asks[request.number] = request
         if not self.task_id:
             self.enter(InputReply(request.number, problem=NO_CELL))
@@ -305,11 +325,14 @@ class Worker:
             self._show(request)
 
     def _end_task(self, done: Done) -> None:
-        """Note its end, and its error where no message brought that."""
+        """Emit the end of the task, and its error if no message with the traceback came.
+
+        A worker that its task has made unfit is killed instead, and `Died` ends the task.
+        """
         if done.failure is not None and done.error_number not in self._errors_sent:
             self._show(as_shown(done.failure))
         if done.unfit:
-            self.kill(done.unfit)  # `Died` follows, in the place of `Done`
+            self.kill(done.unfit)  # `Died` follows instead of `Done`
             return
         self._errors_sent.clear()
         count = control.StepCount(done.steps) if done.status == "ok" else None
@@ -320,7 +343,7 @@ class Worker:
             self._counting.cancel()
 
     def _forget_task(self) -> None:
-        for number in [*self.asks]:  # of a thread that lives on
+        for number in [*self.asks]:  # by threads that outlive the task
             self.enter(InputReply(number, problem=NO_CELL))
         self.task_id, self._packed = "", b""
 
