@@ -1,4 +1,8 @@
-"""The workers of one machine: started, made whole and ended as `nbdist.agent.forming` asks."""
+"""The workers of one machine, and the store by which they find one another.
+
+Runs in the agent.  `WorkerGroup` carries out the requests of `nbdist.agent.forming`: starts
+workers, has them form their groups, and stops them.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +32,20 @@ from nbdist.wire.messages import StartFailure, Starting, WorldStarted
 from nbdist.wire.node_messages import Form, Formed, Groups, Held
 from nbdist.wire.spec import WorkerStart, WorldSpec, cancel_file, torchrun_variables
 
-START_TIMEOUT = 180.0  # seconds for all workers to start and meet; a busy disk makes it slow
-HEAL_TIMEOUT = 30.0  # seconds for survivors and new workers to meet
-HELD_TIMEOUT = 10.0  # seconds for a worker to say what groups it holds; else none are kept
+START_TIMEOUT = 180.0  # seconds to start all workers and form their group; a busy disk is slow
+HEAL_TIMEOUT = 30.0  # seconds for survivors and new workers to form their groups
+HELD_TIMEOUT = 10.0  # seconds for a worker to list its groups; a silent worker's are ignored
 
 SILENT = "it did not answer while the group was formed"
-ABORT_TIMEOUT = 1.0  # seconds in which workers abort collectives, and other steps wait for that
-HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to say that nccl's abort hangs: it waits for 60
-CHECK_TIMEOUT = 1.0  # seconds for a worker to say what its libraries lack; else it is not said
+ABORT_TIMEOUT = 1.0  # seconds for which `abort` waits for the workers' answers
+HUNG_ABORT_TIMEOUT = 75.0  # seconds for a worker to answer; it waits 60 for an abort of nccl
+CHECK_TIMEOUT = 1.0  # seconds for a worker to say what its libraries lack; else nothing is reported
 
 
 class WorkerGroup:
-    """All workers that an agent has; `all` has them by number, `code` what they were sent to run.
+    """All workers of an agent: `all` has them by rank, `code` is the copy of the notebook's files.
 
-    `emit` takes what they show, `report` how their start goes on.
+    `emit` gets the workers' outputs, `report` the progress of their start.
     """
 
     def __init__(
@@ -63,13 +67,13 @@ class WorkerGroup:
         self._store = store
         self._rendezvous = Rendezvous(runtime, port or HeldPort(), str(store.path) if store else "")
         self.spec: WorldSpec | None = None
-        """What the workers have in common, None before the first start."""
+        """The world's spec, adapted to this machine; None before the first start."""
         self._run: RunFolder | None = None
         self._logs: Path | None = None
         self._aborting: set[asyncio.Task[control.Answer | None]] = set()
 
     def alive(self, ranks: Iterable[int] | None = None) -> list[Worker]:
-        """Return those of them, or of all, whose process is there and ready."""
+        """Return the workers of these ranks, or all, that have started and not exited."""
         asked = self.all if ranks is None else ranks
         found = (self.all[rank] for rank in asked if rank in self.all)
         return [worker for worker in found if worker.state in ("idle", "busy")]
@@ -77,13 +81,13 @@ class WorkerGroup:
     async def ask(
         self, ranks: Iterable[int], request: control.Request, timeout: float
     ) -> dict[Worker, control.Answer | None]:
-        """Ask these, as far as they are alive, at once; None where one gives no answer in time."""
+        """Ask the live workers of these ranks, all at once; None stands for no answer in time."""
         alive = self.alive(ranks)
         answers = await asyncio.gather(*(worker.ask(request, timeout) for worker in alive))
         return dict(zip(alive, answers, strict=True))
 
     async def do(self, request: node_messages.PartRequest[Any]) -> Any:
-        """Do what `nbdist.agent.forming` asks of the workers of one machine."""
+        """Carry out a request of `nbdist.agent.forming` to this machine; return its answer."""
         match request:
             case node_messages.StartPart(spec, ranks, attempt):
                 return await self._start(self._here(spec), ranks, attempt)
@@ -101,7 +105,8 @@ class WorkerGroup:
             case node_messages.CallOff(generation) if generation == self._rendezvous.generation:
                 self._rendezvous.cancel_file.touch()
                 for worker in self.all.values():
-                    if worker.state == "starting":  # it waits in C++
+                    # A worker that starts waits for the others in C++ code: only a kill ends that.
+                    if worker.state == "starting":
                         worker.kill()
             case node_messages.EndRanks(ranks, grace, _):
                 await self._end(ranks, grace)
@@ -114,7 +119,7 @@ class WorkerGroup:
         return None
 
     def _here(self, spec: WorldSpec) -> WorldSpec:
-        """Make of the spec that all nodes share the one for this."""
+        """Adapt the spec that all nodes share to this node."""
         spec = self.code.moved(spec)
         if spec.node is None:
             return spec
@@ -134,30 +139,30 @@ class WorkerGroup:
             lines = worker.output.last_lines or worker.source.last_lines()
             await self.stop(grace=0.0)
             return _failure(spec, worker.rank, str(why), lines)
-        # All have the same libraries.
+        # One rank is enough, because all ranks of a machine have the same libraries.
         checked = await self.all[ranks[0]].ask(control.Check(), CHECK_TIMEOUT)
         missing = checked if isinstance(checked, tuple) else ()
         return WorldStarted(*self._whereabouts(), missing)
 
     def _begin(self, spec: WorldSpec, attempt: int) -> None:
-        """Make a store and a log folder for this start of the world."""
+        """Make a new store and a new log folder for this start of the world."""
         self._rendezvous.begin_world(attempt)
         if self._run:
             self._run.close()
-        # Machines can have one home folder, and each numbers its starts by itself.
+        # Machines may share a home folder, and each of them numbers its starts by itself.
         name = spec.name if spec.node is None else f"{spec.name}/{socket.gethostname()}"
         folder = spec.config.log_dir
         self._run = RunFolder(Path(folder).expanduser(), name) if folder else None
         self._logs = self._run.new_attempt(attempt - 1) if self._run else None
 
     async def _make_folder(self) -> None:
-        """Make the runtime folder, and the store's socket in it, where they were removed."""
+        """Make the runtime folder and the store's socket in it again if they were removed."""
         self._rendezvous.make_folder()
         if self._store is not None:
             await self._store.open()
 
     async def _start_all(self) -> tuple[Worker, OSError] | None:
-        """Return one that could not be started, or was not ready in time, and why."""
+        """Start all workers; return the first that did not become ready, and why, or None."""
         workers = self.all.values()
         reports = [asyncio.create_task(self._report_up(each)) for each in workers]
         try:
@@ -175,7 +180,7 @@ class WorkerGroup:
         self._report(Starting(sum(each.output.up.is_set() for each in self.all.values())))
 
     async def stop(self, grace: float) -> None:
-        """End all workers: politely for `grace` seconds, then by force."""
+        """Stop all workers as `Worker.stop` does."""
         await self._end(tuple(self.all), grace)
 
     async def _end(self, ranks: Sequence[int], grace: float) -> None:
@@ -183,7 +188,7 @@ class WorkerGroup:
         await asyncio.gather(*(worker.stop(grace) for worker in leaving))
 
     def close(self) -> None:
-        """Close what is kept from world to world, after the workers have been stopped."""
+        """Close the store, the port and the code folder, after the workers have been stopped."""
         self._rendezvous.close()
         self.code.close()
 
@@ -210,7 +215,7 @@ class WorkerGroup:
         for worker in survivors:
             worker.sit(spec)
         new = {rank: self._worker(spec, rank, plan.groups or {}) for rank in missing}
-        # In the order of their numbers: what is said of all has that too.
+        # In the order of ranks, because reports about all workers follow the order of this dict.
         self.all = dict(sorted({**self.all, **new}.items()))
         forms = {each: self._request_of(plan, each.rank) for each in survivors}
         problem = await self._have_meet(forms, [*new.values()])
@@ -220,7 +225,10 @@ class WorkerGroup:
     async def _have_meet(
         self, forms: Mapping[Worker, control.Request], new: Sequence[Worker]
     ) -> str:
-        """Form the survivors' groups, and start new workers that join; return a problem or ""."""
+        """Have survivors form their groups, and start new workers, all at once.
+
+        Returns what prevented the group, or "".  Survivors that do not answer are killed.
+        """
         ends = [worker.process.exited for worker in forms if worker.process is not None]
         with CallOff(self._rendezvous.cancel_file, ends) as call_off:
             answers, errors = await asyncio.gather(
@@ -233,7 +241,7 @@ class WorkerGroup:
         return problem_in((_word_failed(*each) for each in failed), answers)
 
     def _request_of(self, plan: Form, rank: int) -> control.Request:
-        """Return what makes a survivor's groups whole, or its world one of another size."""
+        """Return the request by which a survivor reconnects its groups, or joins another size."""
         spec = plan.spec
         environ = self._rendezvous.environ_of(spec, rank, self._logs_of(rank))
         if plan.groups is not None:
@@ -241,9 +249,9 @@ class WorkerGroup:
         return control.Resize(plan.generation, rank, spec, plan.missing, environ)
 
     async def abort(self, ranks: Iterable[int]) -> bool:
-        """Abort the collectives of these; return True if all have answered in time.
+        """Abort the collectives of these ranks; return True if all answer within `ABORT_TIMEOUT`.
 
-        One that cannot is ended, which does that too, also when it says so later.
+        A worker that answers that it cannot abort is killed, also if it answers later.
         """
         asked = {
             asyncio.create_task(each.ask_or_end(control.Abort(), HUNG_ABORT_TIMEOUT))
@@ -275,7 +283,10 @@ class WorkerGroup:
 
 
 def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldSpec:
-    """Give the spec that all nodes share this node's environment, folder, interpreter and GPUs."""
+    """Return the spec with this node's environment, folder, interpreter, GPUs and threads.
+
+    `own` is the agent's environment, `interface` the network interface that reaches the others.
+    """
     environ = {**own, **spec.environ}
     cwd = spec.cwd if Path(spec.cwd).is_dir() else str(Path.home())
     here, visible = max(1, len(spec.here)), visible_gpus(environ)
@@ -291,7 +302,7 @@ def spec_here(spec: WorldSpec, own: Mapping[str, str], interface: str) -> WorldS
 
 
 def interface_of(address: str) -> str:
-    """Name the network interface that has this address, "" for none."""
+    """Return the name of the network interface that has this address, or ""."""
     for name, found in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == address for each in found):
             return name
@@ -299,7 +310,10 @@ def interface_of(address: str) -> str:
 
 
 def problem_in(starts: Iterable[str], answers: Iterable[control.Answer | None]) -> str:
-    """Return what kept ranks from forming their groups, "" for nothing; first of all a lack."""
+    """Return what kept ranks from forming their groups, or ""; a reached limit comes first.
+
+    `starts` are the problems of new workers, `answers` those of survivors.
+    """
     found = [*starts]
     for answer in answers:
         if answer is None or isinstance(answer, control.Failed):
@@ -313,26 +327,28 @@ def _word_failed(worker: Worker, error: OSError) -> str:
 
 
 def _failure(spec: WorldSpec, rank: int, why: str, lines: tuple[str, ...]) -> StartFailure:
-    if why in lines[-1:]:  # it says all
+    if why in lines[-1:]:  # the last line is the reason: neither command nor lines add to it
         return StartFailure(rank, socket.gethostname(), "", why, ())
     return StartFailure(rank, socket.gethostname(), shlex.join(spec.command), why, lines)
 
 
-# --- where ranks meet -------------------------------------------------------------------------
+# --- rendezvous -------------------------------------------------------------------------------
 
 ASKS_ONCE = {"GLOO_ENABLE_STORE_V2_API": "1"}
-"""Has gloo ask a store for the addresses of all ranks at once, not for one after the other: for
-a group of 32 on 2 cores 64 questions instead of 2,080, and 90 ms instead of 350 (torch 2.13)."""
+"""Makes gloo ask the store for the addresses of all ranks at once.
 
-CALLED_OFF_GRACE = 3.0  # seconds for a rank to come back from a forming that has been called off
-KILL_STEP = 0.05  # seconds between two looks whether a starting worker has a process
+For a group of 32 ranks on 2 cores that takes 64 requests instead of 2,080, and 90 ms instead of
+350 (torch 2.13)."""
+
+CALLED_OFF_GRACE = 3.0  # seconds for a rank to answer after the forming was called off
+KILL_STEP = 0.05  # seconds between attempts to kill a worker that is still starting
 
 
 class HeldPort:
-    """MASTER_PORT: for stores that user code or its child processes make.
+    """The port of MASTER_PORT, reserved for stores that user code or its child processes make.
 
-    It is bound, and so no other program gets it; and since both sides say SO_REUSEADDR, as
-    torch's TCPStore does, rank 0 can listen on it, again and again.
+    The port is bound here, so no other program gets it.  Rank 0 can still listen on it, again and
+    again, because both sides set SO_REUSEADDR, as torch's TCPStore does.
     """
 
     def __init__(self, address: str = "127.0.0.1") -> None:
@@ -344,15 +360,16 @@ class HeldPort:
         self.number = int(self._socket.getsockname()[1])
 
     def close(self) -> None:
-        """Let other programs have it."""
+        """Release the port to other programs."""
         self._socket.close()
 
 
 class Rendezvous:
-    """What the ranks of a world meet by: store, port, files, and the generation of their group.
+    """The store, port and files by which ranks form their group, and the group's generation.
 
-    The agent's worlds are counted by `attempt`; the group has its size since `sized_in`.  Without a
-    `store_socket` the store is a file.
+    `attempt` counts the starts of a world, `generation` the formings of its group.  `sized_in` is
+    the generation in which the group got its present size.  Without a `store_socket` the store is
+    a file.
     """
 
     def __init__(self, runtime: Path, port: HeldPort, store_socket: str) -> None:
@@ -369,7 +386,7 @@ class Rendezvous:
         self.attempt = attempt
         self.generation = self.sized_in = 1
         self._over = self._runtime / f"world{attempt}"
-        # A file without a name: the world must outlive the cleaning of /tmp.
+        # A file without a name, because programs that clean /tmp would remove a named file.
         self._store = os.memfd_create(f"nbdist-store{self.attempt}")
 
     def make_folder(self) -> None:
@@ -382,7 +399,7 @@ class Rendezvous:
             folders.claim(self._runtime, folders.runtime(self._runtime))
 
     def close(self) -> None:
-        """End; the workers have been stopped."""
+        """Release the port and the store, after the workers have been stopped."""
         self.port.close()
         self._drop_store()
 
@@ -393,13 +410,16 @@ class Rendezvous:
 
     @property
     def cancel_file(self) -> Path:
-        """The file by which the forming of this generation is called off."""
+        """The file that is created to call off the forming of this generation."""
         return cancel_file(self._over, self.generation)
 
     def start_of(
         self, spec: WorldSpec, rank: int, log_folder: Path | None, joins: Groups | None = None
     ) -> WorkerStart:
-        """Return what a worker starts with; `joins` are the groups that a later one joins."""
+        """Return what a worker starts with.
+
+        `joins` are the groups, besides the world's, that a replaced or added worker joins.
+        """
         return WorkerStart(
             rank=rank,
             world=spec,
@@ -416,7 +436,7 @@ class Rendezvous:
         )
 
     def environ_of(self, spec: WorldSpec, rank: int, log_folder: Path | None) -> Mapping[str, str]:
-        """Work out the rank's part of the environment."""
+        """Return the environment variables that are the rank's own."""
         in_logs = log_folder and str(log_folder / "error.json")
         error_file = in_logs or f"{self._name_of(rank)}.error.json"
         variables = torchrun_variables(spec, rank, self.port.number, error_file)
@@ -427,10 +447,11 @@ class Rendezvous:
 
 
 class CallOff:
-    """Calls the forming of a group off when a worker that is to take part cannot.
+    """Calls off the forming of a group when a worker cannot take part.
 
-    That is a worker that dies (`ends`), does not form its groups, or does not start.  `file` is for
-    those that wait in the store.  A new one waits there in C++: it is killed.
+    The reasons are a survivor that exits (`ends`) or does not form its groups, and a new worker
+    that does not start.  Survivors that wait for others in the store see `file` and give up.  A new
+    worker waits there in C++ code, so it is killed.
     """
 
     def __init__(self, file: Path, ends: Sequence[asyncio.Future[int]] = ()) -> None:
@@ -450,7 +471,10 @@ class CallOff:
     async def ask(
         self, worker: Worker, request: control.Request, timeout: float
     ) -> control.Answer | None:
-        """Ask one that lives to form its groups; the others are told where it does not."""
+        """Ask a survivor to form its groups; return its answer.
+
+        If it fails, or gives no answer within `timeout`, the forming is called off.
+        """
         asked = asyncio.ensure_future(worker.ask_or_end(request, timeout + CALLED_OFF_GRACE))
         await asyncio.wait({asked}, timeout=timeout)
         if not (asked.done() and isinstance(asked.result(), control.Ok)):
@@ -458,7 +482,10 @@ class CallOff:
         return await asked
 
     async def start(self, worker: Worker, timeout: float) -> OSError | None:
-        """Start a worker; return what kept it from that, None too where another is the cause."""
+        """Start a worker; return why it failed, and call off the forming then.
+
+        Returns None on success, and if the forming was called off because of another worker.
+        """
         start = asyncio.ensure_future(worker.start())
         over = asyncio.ensure_future(self._event.wait())
         try:

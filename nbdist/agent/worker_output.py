@@ -1,6 +1,8 @@
-"""What one worker writes and shows, in the order in which it did; and its log files.
+"""A worker's text and messages, merged into one stream in their original order; and its log files.
 
-The log files are ROOT/NAME/attempt_N/RANK/{stdout.log, stderr.log, and ".1" of each}.
+Text comes through pipes, messages through sockets; marks in the text say where messages belong.
+Runs in the agent; `Worker` uses it.  The log files are ROOT/NAME/attempt_N/RANK/stdout.log and
+stderr.log, and older text is in stdout.log.1 and stderr.log.1.
 """
 
 from __future__ import annotations
@@ -28,18 +30,19 @@ log = logging.getLogger("nbdist.agent")
 READ_SIZE = 1 << 18
 PIPE_SIZE = 1 << 18  # bytes a rank can write ahead of its agent; all pipes of a user share a quota
 LAST_LINES, LONGEST_LAST, LONGEST_LINE = 20, 4096, 400
+"""Lines to say why a worker ended, characters of each text kept for them, and of `last_line`."""
 
-LOST_AFTER = 5.0  # seconds until a marked message that does not come counts as lost
-MARK_READS = 16  # reads that hold whatever was in the pipe, and so the mark that was written before
+LOST_AFTER = 5.0  # seconds until a message whose mark has come, but which itself has not, is lost
+MARK_READS = 16  # reads that empty any pipe, so that a mark that was written before is found
 
 Message = TypeVar("Message")
 
 
 class WorkerOutput:
-    """Reads what a worker writes, takes in what it sends, and hands both on in order.
+    """Merges a worker's text and messages, and calls `hand_on` with each item in order.
 
-    Text is in the log file and among the last lines then.  `up` and `ready` are set when the
-    worker says so.
+    Text is written to the log file first.  `up` is set when the worker's kernel has started,
+    `ready` when its group is formed.
     """
 
     def __init__(
@@ -55,33 +58,37 @@ class WorkerOutput:
 
     @property
     def last_lines(self) -> tuple[str, ...]:
-        """The end of what the worker has written, to say why it ended."""
+        """The last lines that the worker has written, to say why it ended."""
         return tuple("".join(self._last).splitlines()[-LAST_LINES:])
 
     @property
     def last_line(self) -> str:
-        """The last one that has something in it, as much as people read of it."""
-        end = "".join(self._last)[-LONGEST_LAST:]  # what was read may be a part of a line
+        """The beginning of the last line that is not blank, or ""."""
+        end = "".join(self._last)[-LONGEST_LAST:]  # an entry may be a part of a line
         line = next((each for each in reversed(end.splitlines()) if each.strip()), "")
         return line[:LONGEST_LINE]
 
     @property
     def write_ends(self) -> tuple[int, int]:
-        """For the worker's stdout and stderr."""
+        """The pipes' write ends, for the worker's stdout and stderr."""
         return self._stdout.write_end, self._stderr.write_end
 
     def close_write_ends(self) -> None:
-        """Close them once the worker has its copies, so that its end is the pipes' end."""
+        """Close the write ends here once the worker has copies; the pipes end with the worker."""
         for end in self.write_ends:
             os.close(end)
 
     def receive(self, number: int, output: Output | None) -> None:
-        """Take in a message that has a number; None for one of which nothing is shown."""
+        """Add a numbered message; None stands for a message that shows nothing."""
         self._merger.receive_message(number, output, time.monotonic())
         self._pass_on_all()
 
     def place(self, end: work.Said) -> None:
-        """Take in the end of a cell, or its prompt, whose mark is in the pipe if that is open."""
+        """Add the end of a task, an input request or a `CatchUp`, and place it.
+
+        The worker has written its mark to stdout before, so the mark is found by reading now.  If
+        user code has closed stdout, the item is placed without a mark.
+        """
         now = time.monotonic()
         self._merger.receive_message(end.number, end, now)
         for _ in range(MARK_READS):
@@ -91,7 +98,7 @@ class WorkerOutput:
         self._pass_on_all()
 
     def drain(self) -> None:
-        """Pass on all that is left of a worker that has ended."""
+        """Hand on all remaining text and messages of a worker that has exited."""
         for pipe in (self._stdout, self._stderr):
             while pipe.read():
                 pass
@@ -99,12 +106,15 @@ class WorkerOutput:
             self.pass_on(item)
 
     def pass_on(self, item: Output | work.Said | None) -> None:
-        """Pass it on at once."""
+        """Log an item if it is text, and hand it on at once.
+
+        Before the end of a task and before a prompt, the text of stderr is read and handed on.
+        """
         match item:
             case None:
                 return
             case work.Finished():
-                self._stderr.read()  # it has no order with the other, but with the end
+                self._stderr.read()  # not ordered with stdout, but it was written before the end
                 for text in self._merger.take_cut_off():
                     self.pass_on(text)
             case InputRequest(prompt=prompt):
@@ -118,7 +128,7 @@ class WorkerOutput:
         self._hand_on(item)
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading, and close the pipes; text in them is lost."""
         if self._retry is not None:
             self._retry.cancel()
         self._stdout.close()
@@ -139,37 +149,37 @@ class WorkerOutput:
     def _pass_on_all(self) -> None:
         for item in self._merger.take(time.monotonic()):
             self.pass_on(item)
-        if self._merger.queue and self._retry is None:  # a message may have been lost
+        if self._merger.queue and self._retry is None:  # the awaited message may be lost
             self._retry = asyncio.get_running_loop().call_later(LOST_AFTER, self._pass_on_late)
 
     def _pass_on_late(self) -> None:
-        """Go on without a message that was lost, where the worker says nothing more."""
+        """Hand on what waits for a lost message, even if the worker sends nothing more."""
         self._retry = None
         self._pass_on_all()
 
 
 class OutputPipe:
-    """Hands what arrives to `read`, on the running loop, until closed or at its end."""
+    """A pipe from the worker; the event loop calls `read` with what arrives, until its end."""
 
     def __init__(self, read: Callable[[bytes], None]) -> None:
         self._read = read
         self._end, self.write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._end, False)
-        with suppress(PermissionError):  # over the quota: the usual 64 KiB serve too
+        with suppress(PermissionError):  # the quota is reached: the default of 64 KiB will do
             fcntl.fcntl(self._end, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._end, self.read)
         self._open = True
 
     def close(self) -> None:
-        """Stop listening; what is still in the pipe is lost."""
+        """Stop reading and close the pipe; text that is still in it is lost."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._end)
             os.close(self._end)
 
     def read(self) -> bool:
-        """Read once, without waiting for the loop to find that there is something."""
+        """Read once without blocking, or close the pipe at its end; return True if text came."""
         data = b""
         if self._open:
             try:
@@ -184,28 +194,28 @@ class OutputPipe:
 
 
 class Merger(Generic[Message]):
-    """Puts the numbered messages of one worker where their marks are in its stdout; pure.
+    """Puts the numbered messages of a worker where their marks are in its stdout; pure.
 
-    `up` and `ready` turn true when the worker says so.
+    `up` and `ready` turn True when the worker's mark of this name is read.
     """
 
     def __init__(self, token: str) -> None:
         self.up = self.ready = False
         self._pattern, self._cut_off = work.mark_pattern(token), work.cut_off_pattern(token)
-        self.queue: deque[Text | int] = deque()  # text, and numbers where messages belong
-        self._messages: dict[int, Message] = {}
-        self.placed = 0  # the last number whose place is known; a worker counts them one by one
-        self._awaited: dict[int, float] = {}  # numbers in the queue, and since when
-        self._arrived = 0.0  # when a message last had its turn
-        self._rest = b""
-        self._stream: StreamName = "stdout"
+        self.queue: deque[Text | int] = deque()  # text, and the numbers of messages at their places
+        self._messages: dict[int, Message] = {}  # arrived, by number
+        self.placed = 0  # the last number whose place is known; a worker counts from 1
+        self._awaited: dict[int, float] = {}  # the numbers in the queue, and since when
+        self._arrived = 0.0  # when a message was last taken from the queue
+        self._rest = b""  # the beginning of a mark that is not complete yet
+        self._stream: StreamName = "stdout"  # the stream of the text that follows
         self._decoders = {
             name: codecs.getincrementaldecoder("utf-8")("replace")
             for name in ("stdout", "stderr", "pipe")
         }
 
     def receive_stdout(self, data: bytes, now: float) -> None:
-        """Take in what was read from the worker's file descriptor 1."""
+        """Add bytes from the worker's file descriptor 1: text of both streams, and marks."""
         *pieces, last = self._pattern.split(self._rest + data)
         cut = self._cut_off.search(last, max(0, len(last) - work.LONGEST_MARK))
         end = cut.start() if cut else len(last)
@@ -217,25 +227,34 @@ class Merger(Generic[Message]):
                 self._add(piece)
 
     def receive_stderr(self, data: bytes) -> None:
-        """Take in what was read from file descriptor 2, which has no order with the other."""
+        """Add bytes from file descriptor 2, which are not ordered with those of descriptor 1.
+
+        Their text comes before the first message that has yet to arrive.
+        """
         if text := self._decoders["pipe"].decode(data):
             places = (i for i, item in enumerate(self.queue) if isinstance(item, int))
             self.queue.insert(next(places, len(self.queue)), Text("stderr", text))
 
     def receive_message(self, number: int, message: Message, now: float) -> None:
-        """Take in a numbered message, which waits for its mark, unless that was given up before."""
+        """Add a numbered message; it waits for its mark, unless the message counted as lost."""
         self._messages[number] = message
         if number <= self.placed and number not in self._awaited:
             self._add_place(number, now)
 
     def place_up_to(self, number: int, now: float) -> None:
-        """Expect no more marks of messages up to this one: a worker can lose its stdout."""
+        """Place the arrived messages up to this number now, and expect no more marks of them.
+
+        User code may have closed the worker's stdout, and the marks were lost then.
+        """
         for lost in sorted(lost for lost in self._messages if self.placed < lost <= number):
             self._add_place(lost, now)
         self.placed = max(self.placed, number)
 
     def take(self, now: float) -> list[Text | Message]:
-        """Return all items whose turn has come."""
+        """Remove and return all items before the first message that has yet to arrive.
+
+        A message that does not arrive within `LOST_AFTER` is skipped.
+        """
         items: list[Text | Message] = []
         while self.queue:
             head = self.queue[0]
@@ -252,13 +271,13 @@ class Merger(Generic[Message]):
         return items
 
     def take_cut_off(self) -> list[Text]:
-        """Return what is left of characters that were cut off, once a cell has ended."""
+        """Return incomplete UTF-8 characters as text, after a task has ended."""
         ends = ((name, each.decode(b"", final=True)) for name, each in self._decoders.items())
         said = ((name, text) for name, text in ends if text)
         return [Text("stdout" if name == "stdout" else "stderr", text) for name, text in said]
 
     def take_all(self) -> list[Text | Message]:
-        """Return everything that is left of a worker that has ended, arrived messages last."""
+        """Return everything that is left of a worker that has exited, unplaced messages last."""
         self._add(self._rest)
         self._rest = b""
         items: list[Text | Message] = self.take(now=float("inf"))
@@ -273,7 +292,7 @@ class Merger(Generic[Message]):
             self.ready = True
         elif value == "stdout" or value == "stderr":
             self._stream = value
-        elif value == self.placed + 1:  # any other is none of the worker's
+        elif value == self.placed + 1:  # user code may print other numbers
             self.placed = value
             self._add_place(value, now)
 
@@ -288,23 +307,25 @@ class Merger(Generic[Message]):
 
 # --- log files ------------------------------------------------------------------------------
 
-RUNS_KEPT = 20
-LONGEST_LOGGED = 1 << 20  # bytes that a file may be longer than its share so that a line is whole
+RUNS_KEPT = 20  # the newest runs below a log folder; older runs are removed
+LONGEST_LOGGED = 1 << 20  # bytes by which a file may exceed its share to complete a line
 
 RUN = re.compile(
     r"attempt_\d+/(\d+/"
     r"((stdout|stderr)\.log(\.1)?|error\.json|cut|(display|error)-\d+\.[a-z\d.]+|figure-[\da-f]{12}\.[a-z]+)?)?",
     re.ASCII,
 )
-"""What nbdist, and torch's `@record`, write into the folder of a run; figures the notebook."""
+"""The paths that nbdist and torch's `@record` write into the folder of a run.
+
+A run that holds any other file is not removed.  The notebook writes the figures."""
 
 
 class WorkerLog:
-    """`stdout.log` and `stderr.log` of one rank, appended to, with about `limit` bytes each.
+    """Appends to `stdout.log` and `stderr.log` of one rank, with about `limit` bytes for each.
 
-    Half of it is in the file, half in that with what was written before; 0 is no limit.
-    Text is in the file at once: `tail -f` shows it, and no process's death loses it.  A full
-    disk ends the log with one warning, never the cell.
+    Half of the bytes are in the file and half in the earlier file (`.1`); 0 is no limit.  Text is
+    written to the file at once, so `tail -f` shows it and it survives the death of any process.
+    After a failed write, as on a full disk, there is one warning and no more log; tasks go on.
     """
 
     def __init__(self, folder: Path | None, limit: int = 0) -> None:
@@ -313,7 +334,10 @@ class WorkerLog:
         self._open(folder)
 
     def move(self, folder: Path | None, rank: int) -> None:
-        """Go on in another folder: what was this rank is another one from now on."""
+        """Continue in another folder, because the worker, until now `rank`, gets another rank.
+
+        The first line of the new files names the old ones.
+        """
         before = self.folder
         self.close()
         self._open(folder)
@@ -333,7 +357,7 @@ class WorkerLog:
             self._give_up(error)
 
     def write(self, stream: StreamName, text: str) -> None:
-        """Append; readable for others when this returns."""
+        """Append text, without a buffer; does nothing once the log was given up or closed."""
         if stream in self._files:
             try:
                 self._files[stream].write(text.encode("utf-8", "surrogatepass"))
@@ -341,7 +365,7 @@ class WorkerLog:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Close it: nothing more comes."""
+        """Close the files; later text is dropped."""
         files, self._files = self._files, {}
         for file in files.values():
             file.close()
@@ -351,13 +375,13 @@ class WorkerLog:
         self.close()
         if self.folder is not None:
             flags = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW
-            with suppress(OSError):  # an empty file has room on most full disks
+            with suppress(OSError):  # most full disks still have room for an empty file
                 os.close(folders.open_private(self.folder / CUT_MARK, flags))
         self.folder = None
 
 
 class _File:
-    """A log file that is rotated when it has its `share` of bytes; 0: never."""
+    """A log file that is rotated when it would exceed `share` bytes; never if that is 0."""
 
     def __init__(self, path: Path, share: int) -> None:
         self._path = path
@@ -371,7 +395,7 @@ class _File:
 
     def write(self, data: bytes) -> None:
         if self._share and self._size + len(data) > self._share:
-            # The line that is under way ends where it began.
+            # Complete the last line in the old file, so that no line is split between the files.
             rest = data.find(b"\n") + 1
             if rest or self._size > self._share + LONGEST_LOGGED:
                 self._append(data[:rest])
@@ -395,33 +419,39 @@ class _File:
         self._append(moved_line(earlier, self._share * 2).encode())
 
     def close(self) -> None:
-        with suppress(OSError):  # a network's file system can say here that it failed before
+        with suppress(OSError):  # a network file system may only report here that a write failed
             os.close(self._fd)
 
 
 class RunFolder:
-    """The log folder of a run, ROOT/NAME, held while it is open: no agent removes it meanwhile."""
+    """The log folder of a run, ROOT/NAME; while this is open, no agent removes the folder.
+
+    Makes the folder, and removes old runs below ROOT (`drop_old_runs`).
+    """
 
     def __init__(self, root: Path, name: str) -> None:
         self.path = root / name
         self._claims: list[int] = []
-        # Where a folder cannot be made there are no logs: `WorkerLog` warns of it.
+        # If a folder cannot be made, there are no logs, and `WorkerLog` warns about that.
         with suppress(OSError):
             folders.make_private(root)
             for folder in (*reversed(self.path.parents), self.path):
                 if folder.is_relative_to(root) and folder != root:
                     self._enter(folder)
-        with suppress(OSError):  # also where the disk is full
+        with suppress(OSError):  # also if no folder could be made, as on a full disk
             drop_old_runs(root)
 
     def close(self) -> None:
-        """Release it: it may be removed from now on, when it is old."""
+        """Release the folder; a later run may remove it when it is old."""
         for claim in self._claims:
             os.close(claim)
         self._claims.clear()
 
     def _enter(self, folder: Path) -> None:
-        """Make it and hold it, or hold one of ours; another one is left as it is."""
+        """Make a folder and lock it, or lock a folder that nbdist has made before.
+
+        A folder of somebody else is used without a lock, and is never removed.
+        """
         try:
             folder.mkdir(mode=folders.PRIVATE_FOLDER)
         except FileExistsError:
@@ -432,7 +462,10 @@ class RunFolder:
             self._claims.append(held)
 
     def new_attempt(self, number: int) -> Path:
-        """Make a folder for a start of the workers: this number from 0 on, or the next free."""
+        """Make a folder for a start of the workers, with this number or the next free number.
+
+        If it cannot be made, its path is returned all the same, and `WorkerLog` warns about it.
+        """
         while True:
             folder = self.path / f"attempt_{number}"
             try:
@@ -446,17 +479,20 @@ class RunFolder:
 
 
 def drop_old_runs(root: Path) -> None:
-    """Remove old runs that nbdist alone made and no agent uses; raises OSError in a race."""
+    """Remove all but the `RUNS_KEPT` newest runs that nbdist made and no agent uses.
+
+    Raises OSError if another process removes a folder at the same time.
+    """
     ours = [*_ours_in(root)]
     runs = [folder for folder in ours if any(folder.glob("attempt_*"))]
     newest = {*sorted(runs, key=lambda run: run.stat().st_mtime)[-RUNS_KEPT:]}
-    for folder in reversed(ours):  # what lies in another folder of ours comes first
+    for folder in reversed(ours):  # inner folders come before the folders around them
         if folder not in newest:
             folders.remove(folder, _what(folder), RUN)
 
 
 def _ours_in(folder: Path) -> Iterator[Path]:
-    """Yield runs, and the folders above runs with a name such as `exp/run`."""
+    """Yield the marked folders: runs, and for a run with a name such as `exp/run` also `exp`."""
     for each in folder.iterdir():
         if folders.is_ours(each, _what(each)):
             yield each
