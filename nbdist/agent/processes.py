@@ -1,4 +1,8 @@
-"""The agent's side of worker processes: how they are started, and how it learns of their ends."""
+"""How the agent starts worker processes, and how it learns that they have exited.
+
+A `Forker` has the fork server fork workers; a `Spawner` starts new interpreters.  `Children` reaps
+all child processes of the agent.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +39,19 @@ from nbdist.wire.frames import FrameCutter, framed, pack, unpack
 from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
 
-LONGEST_EXIT, EXIT_STEP = 10.0, 0.05  # seconds; less than a notebook waits for its agent
+LONGEST_EXIT, EXIT_STEP = 10.0, 0.05
+"""Seconds that `exit_within` waits at most for a short `seconds`, and least between two checks.
+
+The notebook waits longer for its agent."""
 
 OnExit = Callable[[int], None]
 
 
 class Children:
-    """Reaps all children of the agent, orphans too, and reports the exits that are expected.
+    """Reaps all children of the agent, adopted orphans too, and reports the expected ones' exits.
 
-    `look_for_more` is called before: it finds those that are to be expected too.
+    `look_for_more` is called first each time: the `Forker` reads there which workers it now has,
+    so that a worker which exits at once is already expected.
     """
 
     def __init__(self) -> None:
@@ -51,17 +59,20 @@ class Children:
         self.look_for_more: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
-        """Begin to reap."""
+        """Begin to reap; needs the running event loop."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self._reap)
 
     def expect(self, pid: int, on_exit: OnExit) -> None:
-        """Call this with the exit code of a child, negative for a signal."""
+        """Call `on_exit` once with the exit code of this child, negative for a signal.
+
+        When the child exits, its process group and the programs that it has left are killed.
+        """
         self._expected[pid] = on_exit
-        # It may have ended before SIGCHLD had a handler.
+        # The child may have exited before SIGCHLD had a handler.
         asyncio.get_running_loop().call_soon(self._reap)
 
     def close(self) -> None:
-        """Kill and reap all that are expected."""
+        """Kill and reap all expected children; waits at most `END_TIMEOUT` seconds."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
         for pid in self._expected:
             end_group(pid)
@@ -76,11 +87,11 @@ class Children:
 
     def _reap(self) -> None:
         self.look_for_more()
-        with suppress(ChildProcessError):  # there are none
+        with suppress(ChildProcessError):  # raised if there are no children
             while child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 pid = child.si_pid
                 if on_exit := self._expected.pop(pid, None):
-                    # Before it is reaped: until then no other group can have its number.
+                    # The child is reaped later: until then no other group can have its number.
                     end_group(pid)
                     end_adopted(pid)
                 exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -89,7 +100,7 @@ class Children:
 
 
 class WorkerProcess:
-    """A running worker: the leader of a session and a process group of its own."""
+    """A worker's process, which leads a session and a process group; `exited` has its exit code."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -100,20 +111,23 @@ class WorkerProcess:
         return f"<WorkerProcess {self.pid} {state}>"
 
     def send_signal(self, number: int) -> None:
-        """Signal it and what it started; one that has just ended is no error."""
+        """Signal the worker's process group; does nothing if the worker has exited."""
         if not self.exited.done():
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it and what it started, also before it leads a group."""
+        """Kill the worker and its process group; works also before the worker leads a group."""
         if not self.exited.done():
             end_group(self.pid)
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     async def exit_within(self, seconds: float) -> None:
-        """Wait for its end, at most so many seconds of its own (`OwnTime`), and `LONGEST_EXIT`."""
+        """Wait until the worker exits, but at most `seconds` of its own time (`OwnTime`).
+
+        On a busy machine this takes at most `LONGEST_EXIT`, or `seconds` if that is longer.
+        """
         loop, own = asyncio.get_running_loop(), OwnTime(self.pid)
         end = loop.time() + max(seconds, LONGEST_EXIT)
         while not self.exited.done():
@@ -123,30 +137,30 @@ class WorkerProcess:
             await asyncio.wait([self.exited], timeout=max(left, EXIT_STEP))
 
     def set_exited(self, exit_code: int) -> None:
-        """Note its end; called once by the source that started it."""
+        """Record the exit code; `Children` calls this."""
         if not self.exited.done():
             self.exited.set_result(exit_code)
 
 
 class Spawner:
-    """Starts each worker as a new interpreter: slower, and free of all that fork inherits."""
+    """Starts each worker as a new interpreter, which is slower, but inherits no state by fork."""
 
     def __init__(self, children: Children) -> None:
         self._children = children
 
     def last_lines(self) -> tuple[str, ...]:
-        """Return none: what each of them writes is its worker's."""
+        """Return nothing: a spawned worker's output belongs to the worker."""
         return ()
 
     async def prepare(self) -> None:
-        """Do nothing: nothing has to be there."""
+        """Do nothing: a spawned worker needs no other process."""
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
-        """Start the process of a worker, with copies of these; raises ChildProcessError."""
+        """Start a worker, which gets copies of these descriptors; raises ChildProcessError."""
         environ = {**start.world.environ, **start.environ}
         try:
             with os.fdopen(os.memfd_create("nbdist-start"), "w+b") as stdin:
-                pickle.dump(start, stdin)  # a pipe could be full before anything is read
+                pickle.dump(start, stdin)  # a pipe could fill up before the worker reads from it
                 stdin.seek(0)
                 child = subprocess.Popen(  # noqa: ASYNC220 (its pid is needed at once)
                     command_of(start.world, environ.get("PATH")),
@@ -171,7 +185,10 @@ class Spawner:
 
 
 def command_of(spec: WorldSpec, path: str | None) -> list[str]:
-    """Return the command line of a spawned worker, whose wrapper dies with this process."""
+    """Return the command line of a spawned worker; a wrapper (`--wrap`) dies with this process.
+
+    Raises FileNotFoundError if the wrapper is not in `path`.
+    """
     if not spec.wrap:
         return [*spec.command]
     wrapper = shutil.which(spec.wrap[0], path=path)
@@ -182,32 +199,38 @@ def command_of(spec: WorldSpec, path: str | None) -> list[str]:
 
 # --- forked workers ---------------------------------------------------------------------------
 
-IMPORT_TIMEOUT = 180.0
-FORK_TIMEOUT = 20.0  # seconds for an answer, which waits at most for one import
+IMPORT_TIMEOUT = 180.0  # seconds for the fork server to import torch
+FORK_TIMEOUT = 20.0  # seconds for a fork, which waits for at most one import
 
 READ_ON_IMPORT = re.compile(
     r"(?!TORCHINDUCTOR_CACHE_DIR$)TORCH_?(DYNAMO|INDUCTOR|COMPILE|CACHING|FAKE_TENSOR|FX|LOGS)\w*|TORCH_CPP_LOG_LEVEL"
     r"|TORCH_SHOW_CPP_STACKTRACES"
 )
-"""Variables that torch reads when it is imported, so that a fork's own come too late.
+"""Variables that torch reads when it is imported, so setting them in a forked worker is too late.
 
-Where the inductor has its cache is read whenever it is used, and set by torch itself in a process
-that has compiled something: a notebook that has can still fork its workers.
+TORCHINDUCTOR_CACHE_DIR is left out: torch reads it at each use, and sets it in a process that has
+compiled something.  So workers can be forked also if the notebook has compiled something.
 """
 
 
 def can_fork_with(environ: Mapping[str, str]) -> bool:
-    """Return True if what torch reads is here, in the fork server's environment, as it is there."""
+    """Return True if `environ` agrees with this process, and so with the fork server it started.
+
+    Compared are only the variables that torch reads when it is imported.
+    """
     names = filter(READ_ON_IMPORT.fullmatch, {*os.environ, *environ})
     return all(os.environ.get(name) == environ.get(name) for name in names)
 
 
 class ForkServerLost(ChildProcessError):
-    """The fork server has ended, for whatever reason; another one can be started."""
+    """The fork server has exited or hangs, for whatever reason; another one can be started."""
 
 
 class Forker:
-    """Starts workers as forks of a process with torch, which is restarted when it has ended."""
+    """Starts workers as forks of a process that has imported torch, the fork server.
+
+    If the fork server has exited, `prepare` starts another one.
+    """
 
     def __init__(
         self, runtime: Path, children: Children, started: fork_server.ForkServerProcess
@@ -221,17 +244,20 @@ class Forker:
         self._asked: dict[int, asyncio.Future[WorkerProcess]] = {}
 
     def attach(self) -> None:
-        """Listen to the fork server."""
+        """Listen to the fork server; needs the running event loop."""
         if self._server is not None:
             self._listen(self._server)
 
     def last_lines(self) -> tuple[str, ...]:
-        """Return what the fork server itself has written: why it could not import torch."""
+        """Return the fork server's own output, such as why it could not import torch."""
         log = self._runtime / fork_server.LOG
         return tuple(log.read_text(errors="replace").splitlines()) if log.exists() else ()
 
     async def prepare(self) -> None:
-        """Be ready to start workers, once torch is imported; raises ChildProcessError."""
+        """Wait until a fork server has imported torch, and start one if necessary.
+
+        Raises ChildProcessError.
+        """
         if self._server is None:
             try:
                 self._server = fork_server.start_fork_server(self._runtime)
@@ -242,16 +268,19 @@ class Forker:
         self._imported.result()
 
     async def start(self, start: WorkerStart, stdout: int, stderr: int) -> WorkerProcess:
-        """Fork a process that becomes the worker, as `Spawner.start` says."""
+        """Fork a process that becomes the worker, as `Spawner.start` says.
+
+        If the fork server turns out to be lost, tries once more with a new one.
+        """
         await self.prepare()
         try:
             return await self._ask(start, stdout, stderr)
-        except ForkServerLost:  # in this moment, or it was not noticed before
+        except ForkServerLost:
             await self.prepare()
             return await self._ask(start, stdout, stderr)
 
     def close(self) -> None:
-        """End the fork server, which is an expected child of this process."""
+        """Kill the fork server; `Children` reaps it."""
         if self._server is not None:
             self._stop_listening(self._server)
             self._kill(self._server)
@@ -264,12 +293,12 @@ class Forker:
         self._asked[number] = forked
         frame = framed(pack(fork_server.Fork(number, start)))
         try:
-            if self._server.socket.fileno() >= 0:  # else its end was read, as that below
-                # Blocks only while its buffer is full: until the server's present import is done.
+            if self._server.socket.fileno() >= 0:  # else `_lose` fails the request in a moment
+                # Blocks only if the socket's buffer is full, until the server's import is done.
                 sent = socket.send_fds(self._server.socket, [frame], [stdout, stderr])
                 self._server.socket.sendall(frame[sent:])
         except ConnectionError:
-            pass  # it has ended, which is noticed in a moment
+            pass  # the fork server has exited, and `_lose` fails the request in a moment
         except OSError as error:
             del self._asked[number]
             raise ChildProcessError(f"its fork server cannot be asked: {error}") from error
@@ -277,10 +306,13 @@ class Forker:
             await self._wait(forked, FORK_TIMEOUT)
             return forked.result()
         finally:
-            forked.cancel()  # given up: a worker that comes later is ended
+            forked.cancel()  # `_add_worker` kills a worker that comes after this
 
     async def _wait(self, answer: asyncio.Future[Any], timeout: float) -> None:
-        """Wait for an answer; a fork server that hangs is killed, for another to take its place."""
+        """Wait for an answer; after `timeout` kill the fork server, which then hangs.
+
+        Raises ForkServerLost if there is no answer even then.
+        """
         await asyncio.wait([answer], timeout=timeout)
         if not answer.done() and self._server:
             self._kill(self._server)
@@ -289,7 +321,7 @@ class Forker:
             raise ForkServerLost("the fork server does not answer")
 
     def _kill(self, server: fork_server.ForkServerProcess) -> None:
-        if server.popen.returncode is None:  # `Children` alone reaps it
+        if server.popen.returncode is None:  # only `_exited` sets it, after `Children` reaped it
             os.kill(server.popen.pid, signal.SIGKILL)
 
     def _listen(self, server: fork_server.ForkServerProcess) -> None:
@@ -297,7 +329,8 @@ class Forker:
         self._imported, self._replies = loop.create_future(), FrameCutter()
         loop.add_reader(server.socket, self._read, server)
         self._children.expect(server.popen.pid, partial(self._exited, server))
-        # A worker may end at once: `Forked` names it before this process gets its SIGCHLD.
+        # A worker may exit at once.  The fork server sends `Forked` before, so reading here lets
+        # `Children` expect the worker before it reaps it.
         self._children.look_for_more = partial(self._read, server)
 
     def _read(self, server: fork_server.ForkServerProcess) -> None:
@@ -305,12 +338,12 @@ class Forker:
             data = server.socket.recv(fork_server.READ_SIZE, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
-        except ConnectionResetError:  # it has ended before it had read a request
+        except ConnectionResetError:  # the fork server exited before it had read a request
             data = b""
         for frame in self._replies.feed(data):
             self._receive(unpack(frame))
         if not data:
-            # Only when no process has the other end any more: no further answer can come.
+            # No process has the other end any more, so no further answer can come.
             self._stop_listening(server)
             self._lose(server)
 
@@ -348,7 +381,7 @@ class Forker:
         self._lose(server)
 
     def _lose(self, server: fork_server.ForkServerProcess) -> None:
-        """Let it go once its exit code is known, and all that it has sent is read."""
+        """Fail all open requests, once the exit code is known and all answers are read."""
         code = server.popen.returncode
         if code is None or server.socket.fileno() >= 0:
             return
@@ -356,7 +389,7 @@ class Forker:
         gone = ForkServerLost(f"the fork server has ended: it {word_exit(code)}")
         if not self._imported.done():
             self._imported.set_exception(gone)
-            self._imported.exception()  # `prepare` raises it too, if it is called
+            self._imported.exception()  # avoids asyncio's warning if nobody calls `prepare`
         for number in list(self._asked):
             self._fail(number, gone)
 

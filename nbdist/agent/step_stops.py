@@ -5,6 +5,8 @@ made a step more than others, and their replicas would differ from then on.  So 
 stepped lately are held at the beginning of their next step, and counted; the step after the largest
 count is where all of them raise KeyboardInterrupt.  On the way there every collective has all of
 its members.  A rank that does not come there in time is interrupted wherever it is.
+
+Runs in each agent.  With ranks on several machines the head collects their counts and decides.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ A rank counts as training if its next step is due within this time, or overdue b
 ANSWER_TIMEOUT = 0.6  # seconds for a rank to say how many steps it has begun
 NODE_TIMEOUT = 1.0  # the same for all ranks of a machine, on the way to the head and back
 
-POLL_INTERVAL = 0.02  # seconds between two looks whether ranks have left the task
+POLL_INTERVAL = 0.02  # seconds between checks whether ranks have left the task
 
 
 def find_stop_step(counts: Iterable[StepCount | None]) -> int:
@@ -61,7 +63,10 @@ def is_training(count: StepCount) -> bool:
 async def collect_counts(
     asked: Mapping[Key, Coroutine[Any, Any, StepCount | None]],
 ) -> dict[Key, StepCount | None]:
-    """Wait for the counts of all ranks; if a rank does not train, give those still asked None."""
+    """Wait for the counts of all ranks.
+
+    As soon as a rank turns out not to train, stop waiting: ranks that have not answered get None.
+    """
     tasks = {key: asyncio.ensure_future(each) for key, each in asked.items()}
     waiting = {*tasks.values()}
     try:
@@ -91,7 +96,7 @@ class StepStops:
         self._stopping = stopping
         self._all_ranks = all_ranks
         self._run = run
-        self._pending: dict[Worker, str] = {}  # the tasks of ranks that are to stop at a step
+        self._pending: dict[Worker, str] = {}  # tasks that will stop at a step, by rank
 
     def stop(self, ranks: Collection[Worker]) -> None:
         """Stop the tasks of ranks: at a common step if all train; at once on a second Stop."""
@@ -146,7 +151,7 @@ class StepStops:
         """Let ranks go on to this step; after the deadline interrupt those that did not stop."""
         await _ask_all({rank: StopAtStep(task_id, step) for rank, task_id in busy.items()})
         while (left := self._left(busy)) and time.monotonic() < deadline:
-            if any(rank.state == "dead" for rank in busy):  # others may wait for it
+            if any(rank.state == "dead" for rank in busy):  # other ranks may wait for it for ever
                 break
             await asyncio.sleep(POLL_INTERVAL)
         answers = await _ask_all({rank: ReleaseSteps(busy[rank]) for rank in left})
@@ -168,7 +173,7 @@ class StepStops:
 
 
 async def _hold(rank: Worker, task_id: str) -> StepCount | None:
-    if not task_id or rank.asks:  # it waits for input, for as long as people need
+    if not task_id or rank.asks:  # a person may take long to answer an input request
         return None
     said = await rank.ask(HoldSteps(task_id), ANSWER_TIMEOUT)
     return said if isinstance(said, StepCount) else None

@@ -1,6 +1,7 @@
-"""Stop: ranks are interrupted, their collectives aborted; what provably never leaves is killed.
+"""Stop: ranks get SIGINT and their collectives are aborted; a rank that is stuck is killed.
 
-Seconds are a rank's own (`OwnTime`): a rank that is slow because the machine is busy is not stuck.
+Runs in the agent; `StepStops` decides when a rank is interrupted.  The seconds of a rank are its
+own time (`OwnTime`): a rank that is slow because the machine is busy does not count as stuck.
 """
 
 from __future__ import annotations
@@ -27,40 +28,38 @@ from nbdist.wire.views import Place
 if TYPE_CHECKING:
     from nbdist.agent.worker import Worker
 
-LOCATE_EVERY = 0.1
-ABORT_EVERY = 0.4
+LOCATE_EVERY = 0.1  # seconds between checks where interrupted ranks are
+ABORT_EVERY = 0.4  # seconds between aborts of all collectives
 
 IGNORES_GRACE = 2.0
-"""Own seconds for a rank that ignores SIGINT, or that no abort brings back; also once Stop
-has been pressed again."""
+"""Own seconds until a rank is stuck that ignores SIGINT, or whose collective no abort ends.
+
+Also for a rank that still runs its code when Stop was pressed a second time."""
 
 C_GRACE = 2.5
-"""Own seconds for C code to come back to Python.  More than it takes, nearly always, and less
-than the 5 s after which the notebook has control whatever happens."""
+"""Own seconds for C code to return to Python.
 
-ABORTS = 3  # times that all ranks have aborted collectives, and one waits in the same one still
+Nearly always C code needs less.  The notebook has control after 5 s, whatever happens."""
+
+ABORTS = 3  # successful aborts on all ranks after which a rank that waits on is stuck
 ASLEEP, WAKES = 0.05, 20
-"""Seconds of processor time, and how often it was given some: more than C code that only waits
-has in `C_GRACE`."""
+"""A thread sleeps if it has run for fewer seconds, and begun to run fewer times.
+
+Code that only waits uses less than that within `C_GRACE`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What is known of a rank that has been interrupted; `own` are seconds since.
-
-    `again`: Stop was pressed again.  `is_asleep`: its main thread has hardly run since.
-    `aborts` and `aborted_for`: how often, and for how many own seconds, its collective has
-    been aborted in vain.  `is_spared`: it was said that it will not be ended.
-    """
+    """What is known about a rank that has been interrupted."""
 
     place: Place
-    own: float
-    ignores: bool = False
-    again: bool = False
-    is_asleep: bool = False
-    aborts: int = 0
-    aborted_for: float = 0.0
-    is_spared: bool = False
+    own: float  # the rank's own seconds since it was interrupted last
+    ignores: bool = False  # the process ignores SIGINT
+    again: bool = False  # Stop was pressed again
+    is_asleep: bool = False  # the main thread has hardly run since
+    aborts: int = 0  # how often the rank's present collective was aborted in vain
+    aborted_for: float = 0.0  # own seconds since the first of these aborts
+    is_spared: bool = False  # the notebook has asked not to kill the rank
 
 
 def is_stuck(sight: Sight) -> bool:
@@ -94,7 +93,7 @@ def has_missed_it(sight: Sight) -> bool:
 
 
 class _Stopped:
-    """A rank that has been interrupted in a cell."""
+    """The state of a rank that has been interrupted in a task."""
 
     def __init__(self, rank: Worker, task_id: str) -> None:
         self.rank = rank
@@ -116,25 +115,25 @@ class _Stopped:
 
     @property
     def is_over(self) -> bool:
-        """Whether it runs that cell no more, or is no more."""
+        """Whether the rank no longer runs the task, or has exited."""
         return self.rank.state != "busy" or self.rank.task_id != self._task_id
 
     @property
     def waits(self) -> Place | None:
-        """Where it waits in a collective, if it does."""
+        """The rank's place if it waits in a collective, else None."""
         return self._place if self._place.operation and not self.is_over else None
 
     @property
     def may_wait(self) -> bool:
-        """Whether it does not answer and has hardly run since it was interrupted.
+        """Whether the rank does not answer and has hardly run since it was interrupted.
 
-        On a very busy machine a rank in a collective is seen in this way.  Or it sleeps in C code
-        that holds its GIL, and others wait for it.
+        Such a rank may wait in a collective on a very busy machine.  Or it sleeps in C code that
+        holds its GIL, and other ranks wait for it.
         """
         return self._place.holds_gil and self._is_asleep and not self.is_over
 
     def see(self, place: Place) -> Sight:
-        """Note where it is now, and return what is known."""
+        """Record where the rank is now, and return what is known about it."""
         before, self._place = self._place, place
         own = self._own.seconds()
         if (place.operation, place.counts) != (before.operation, before.counts):
@@ -160,10 +159,11 @@ class _Stopped:
 
 
 class Stopping:
-    """Has ranks leave what they run.
+    """Interrupts ranks, and follows each until it has left its task or is killed.
 
-    `abort_all` aborts the collectives of all, and returns whether all have answered; `report` is
-    called before, with the places of the ranks that are known to wait in a collective.
+    `abort_all` aborts the collectives of all ranks, and returns whether all have answered.
+    `report` is called before each abort, with the places of the ranks that are known to wait in a
+    collective.
     """
 
     def __init__(
@@ -176,16 +176,17 @@ class Stopping:
         self._stopped: dict[int, _Stopped] = {}
 
     def is_stopping(self, ranks: Iterable[Worker]) -> bool:
-        """Return True if any of these ranks has been interrupted in what it runs."""
+        """Return True if any of these ranks has been interrupted in the task that it still runs."""
         found = ((rank, self._stopped.get(rank.rank)) for rank in ranks)
         return any(each and each.rank is rank and not each.is_over for rank, each in found)
 
     def begin(
         self, ranks: Iterable[Worker], have_stopped: Collection[Worker] = ()
     ) -> Iterator[Coroutine[Any, Any, None]]:
-        """Send SIGINT to these ranks; yields what is to be run beside all else.
+        """Send SIGINT to these ranks; yield coroutines that the caller must run concurrently.
 
-        Those that `have_stopped` get none: they have raised KeyboardInterrupt by themselves.
+        The caller must exhaust the generator, because it sends the signals while it is iterated.
+        Ranks that `have_stopped` get no SIGINT: they have raised KeyboardInterrupt at their step.
         """
         is_aborting = bool(self._stopped)
         for rank in ranks:
@@ -203,13 +204,16 @@ class Stopping:
             yield self._abort()
 
     def spare(self, ranks: Iterable[int]) -> None:
-        """End none of these before they are interrupted again."""
+        """Do not kill these ranks unless they are interrupted again."""
         for rank in ranks:
             if rank in self._stopped:
                 self._stopped[rank].is_spared = True
 
     async def _follow(self, stopped: _Stopped) -> None:
-        """Wait until it has left, and kill it where it never will."""
+        """Wait until the rank has left its task; kill it if it is stuck.
+
+        A rank that seems not to have noticed its SIGINT gets one more.
+        """
         rank = stopped.rank
         while not stopped.is_over:
             await asyncio.sleep(LOCATE_EVERY)
@@ -226,7 +230,7 @@ class Stopping:
             del self._stopped[rank.rank]
 
     async def _abort(self) -> None:
-        """Abort all collectives while any rank waits in one, or may do so."""
+        """Abort all collectives again and again while an interrupted rank waits in one, or may."""
         while self._stopped:
             await asyncio.sleep(LOCATE_EVERY)
             found = {number: stopped.waits for number, stopped in self._stopped.items()}
@@ -241,11 +245,12 @@ class Stopping:
 
 
 async def _place_of(rank: Worker) -> Place:
-    """Find where the rank is, from its memory where it does not answer."""
+    """Return where the rank is; read that from its memory if it does not answer."""
     place = await rank.locate()
     if not place.holds_gil or place.is_stopped:
         return place
     found, frames = await place_from_outside(rank, SAMPLE_TIMEOUT)
-    # Of one that gets no processor nothing can be read either, and it has no time of its own.
+    # Frames without the rank's code show that it has left it, so nothing is stuck.  No frames show
+    # nothing: then the rank counts as holding the GIL, and its own time decides.
     is_outside = frames and not (found.line or found.file)
     return replace(found, holds_gil=False) if is_outside else found
