@@ -1,4 +1,8 @@
-"""What the agent says of where a worker is, and of the memory and GPU that it uses."""
+"""Where the workers of a machine are, and the memory and GPUs that they use.
+
+Runs in the agent, which answers `%dist_status`, `world.stacks`, completions and `nbdist mcp` by
+this.  A worker's control thread is asked first; if it does not answer, its memory is read.
+"""
 
 from __future__ import annotations
 
@@ -35,25 +39,25 @@ if TYPE_CHECKING:
     from nbdist.agent.worker import Worker
 
 
-FRESH_SECONDS = 1.0  # for so long a count of pages holds; private pages are read each time
+FRESH_SECONDS = 1.0  # how long a count of pages is used again; private pages are read each time
 STACK_TIMEOUT = 0.3  # seconds in which a worker answers unless C code holds the GIL
-STATUS_TIMEOUT = 0.12
-SECRETS_TIMEOUT = 3.0
-LAST_TIMEOUT = 2.0
-BRIEF_SAMPLE_TIMEOUT = 0.04
-SAMPLE_TIMEOUT = 0.4
+STATUS_TIMEOUT = 0.12  # seconds for each answer that `%dist_status` waits for
+SECRETS_TIMEOUT = 3.0  # seconds for a worker to list the secrets of its environment
+LAST_TIMEOUT = 2.0  # seconds until a worker is asked for its last collective again
+BRIEF_SAMPLE_TIMEOUT = 0.04  # seconds to read a stack from memory, for `%dist_status`
+SAMPLE_TIMEOUT = 0.4  # seconds to read a stack from memory, for `world.stacks` and Stop
 
 CONSULT_TIMEOUT = 0.4  # seconds for each of two ranks; the notebook waits for 0.9
 
-IN_TORCH = "/torch/distributed/"
-CALLS = "/nbdist/worker/ops/run.py"
+IN_TORCH = "/torch/distributed/"  # in the file of the innermost frame of a waiting collective
+CALLS = "/nbdist/worker/ops/run.py"  # its function `call` calls a function instead of a cell
 
 NO_ANSWER = "it does not answer, and its stack cannot be read"
 NO_LINE = "no line of the cell runs: variables are being received or sent"
 
 
 async def stack_of(worker: Worker) -> Stack:
-    """Return where it is and its calls, also where C code holds the GIL."""
+    """Return the worker's place and calls, read from its memory if it does not answer."""
     state = worker.state
     if state in ("starting", "dead"):
         return Stack(worker.rank, worker.pid, state, Place())
@@ -75,9 +79,9 @@ async def stack_of(worker: Worker) -> Stack:
 
 
 async def secrets_of(worker: Worker) -> RankSecrets:
-    """Return the secrets of a rank's environment: those that it was given, and its own.
+    """Return the secrets in a rank's environment, both those it was given and those it has set.
 
-    A rank whose C code holds the GIL cannot say which variables its own cells have set.
+    If the rank does not answer, secrets that its own cells have set are missing.
     """
     start, task = worker.given, worker.task
     changed = task.around.environ if task and task.around else {}
@@ -91,7 +95,10 @@ async def secrets_of(worker: Worker) -> RankSecrets:
 async def consulted(
     workers: Sequence[Worker], question: Question
 ) -> Completions | Description | None:
-    """Return what an idle one of them answers; None where neither of the first two does in time."""
+    """Return the answer of an idle worker to a question of a front end.
+
+    At most two idle workers are asked, one after the other; None if neither answers in time.
+    """
     for worker in [each for each in workers if each.state == "idle"][:2]:
         answer = await worker.ask(question, CONSULT_TIMEOUT)
         if isinstance(answer, Completions | Description):
@@ -102,13 +109,16 @@ async def consulted(
 async def status_of(
     workers: Sequence[Worker], usage: UsageWatch, fresh: float = FRESH_SECONDS
 ) -> tuple[WorkerStatus, ...]:
-    """Return what `%dist_status` shows of them, with memory counted at most `fresh` seconds ago."""
+    """Return what `%dist_status` shows about these workers.
+
+    Pages of memory that were counted less than `fresh` seconds ago are not counted again.
+    """
     memory, gpus, rows = await asyncio.gather(
         usage.memory.read([worker.pid for worker in workers], STATUS_TIMEOUT, fresh),
         usage.gpus(workers, STATUS_TIMEOUT),
         asyncio.gather(*map(_status_of, workers)),
     )
-    # A rank that was replaced meanwhile has another process, whose memory is not known yet.
+    # The memory of a rank that was replaced meanwhile is 0: that of its new process is unknown.
     return tuple(
         replace(row, memory=memory.get(row.pid, 0), gpu=gpus.get(row.rank)) for row in rows
     )
@@ -122,9 +132,9 @@ async def _status_of(worker: Worker) -> WorkerStatus:
         with _Turn(worker, STATUS_TIMEOUT) as turn:
             answer = await _last_collective(worker)
         place = await _of_silent(worker, turn) if answer is None else Place()
-        if place.holds_gil:  # if it is not only slow: it can have waited for a disk or a lock
+        if place.holds_gil:  # the worker may only have been slow, waiting for a disk or a lock
             answer = await _last_collective(worker, BRIEF_SAMPLE_TIMEOUT)
-        if answer is not None:  # C code does not hold its GIL, but it may be stopped by now
+        if answer is not None:  # so C code does not hold the GIL; but the process may be stopped
             place = Place(is_stopped=is_stopped(worker.pid))
     else:
         place, answer = await asyncio.gather(_place(worker), _last_collective(worker))
@@ -139,7 +149,7 @@ async def _status_of(worker: Worker) -> WorkerStatus:
 
 
 async def _ask(worker: Worker, request: control.Request, timeout: float) -> control.Answer | None:
-    """Return the rank's answer; a `Place` if its process is stopped, None where it gives none."""
+    """Return the rank's answer; a `Place` if its process is stopped, None if there is no answer."""
     if not is_stopped(worker.pid):
         answer = await worker.ask(request, timeout)
         if answer is not None or not is_stopped(worker.pid):
@@ -148,21 +158,24 @@ async def _ask(worker: Worker, request: control.Request, timeout: float) -> cont
 
 
 async def place_from_outside(worker: Worker, timeout: float) -> tuple[Place, list[StackFrame]]:
-    """Return what the memory of a rank that cannot answer says of it, from the innermost out."""
+    """Return the place and frames of a rank that cannot answer, as read from its memory.
+
+    The frames begin with the innermost; there are none if the memory cannot be read.
+    """
     task = worker.task
     frames = frames_of(await worker.stacks.sample(worker.pid, timeout), task)
     line, file = _line_of(frames), ""
     if task and task.script:
         file = os.path.basename(task.script.file)
         line = next((frame.line for frame in frames if frame.file == task.script.file), 0)
-    # What waits in a collective does not hold the GIL: the machine is busy.
+    # A rank that waits in a collective does not hold the GIL: it is silent because it is slow.
     waits = bool(frames) and IN_TORCH in frames[0].file
     operation = frames[0].function if waits else ""
     return Place(line=line, operation=operation, holds_gil=not waits, file=file), frames
 
 
 def _line_of(frames: Sequence[StackFrame]) -> int:
-    """Find the line of the cell, or of the function called in its place; 0 for neither."""
+    """Return the line of the cell, or of the function that is called instead; 0 if unknown."""
     for inner, frame in pairwise(frames):
         if frame.file.endswith(CALLS) and frame.function == "call":
             return inner.line
@@ -183,11 +196,12 @@ async def _of_silent(worker: Worker, turn: _Turn) -> Place:
 
 
 class _Turn:
-    """Whether a rank that does not answer in time has had a processor for it.
+    """Decides whether a rank that does not answer in time has had enough processor time to answer.
 
-    One that is silent while others have the processors need not hold the GIL; nor where this
-    process has had none, which takes the answer.  Threads that answer wait one after the other.
-    Nothing is read of those that answer at once.
+    A rank need not hold the GIL if it is silent while other processes have the processors, or
+    while this process, which reads the answer, has had none.  The waits of all threads are added
+    up, because an answer may need several threads one after the other.  Measuring begins after a
+    quarter of the timeout, so it costs nothing for ranks that answer at once.
     """
 
     def __init__(self, worker: Worker, timeout: float) -> None:
@@ -207,7 +221,7 @@ class _Turn:
         self._clocks = [OwnTime(self._pid), OwnTime(os.getpid())]
 
     def judged(self, place: Place) -> Place:
-        """Return the place of one that was silent."""
+        """Return the place of a silent rank; `holds_gil` stays True only if it had time."""
         if not (place.holds_gil and self._clocks):
             return replace(place, holds_gil=False)
         waited = sum(sum(clock.waits()) for clock in self._clocks)
@@ -218,7 +232,10 @@ class _Turn:
 async def _last_collective(
     worker: Worker, timeout: float = STATUS_TIMEOUT
 ) -> Collective | control.Ok | None:
-    """Ask for it; None where it takes too long; not again before the answer is there."""
+    """Return the worker's last collective, `Ok` if it has begun none, None if it is too slow.
+
+    The worker is not asked again while an earlier question is unanswered.
+    """
     if worker.last_collective is None or worker.last_collective.done():
         asking = _ask(worker, control.LastCollective(), LAST_TIMEOUT)
         worker.last_collective = asyncio.ensure_future(asking)
@@ -227,23 +244,23 @@ async def _last_collective(
     return seen if isinstance(seen, Collective | control.Ok) else None
 
 
-# --- what the workers of a machine use --------------------------------------------------------
+# --- memory and GPUs --------------------------------------------------------------------------
 
 
 class _Count(NamedTuple):
-    """Bytes of a process, how many of them were private, when, and how long counting took."""
+    """The memory of a process when its pages were last counted."""
 
-    pss: int = 0
-    private: int = 0
-    at: float = float("-inf")
-    seconds: float = 0.0
+    pss: int = 0  # bytes
+    private: int = 0  # bytes
+    at: float = float("-inf")  # monotonic time
+    seconds: float = 0.0  # processor time that the count took
 
 
 class MemoryGauge:
-    """Remembers what it found of each process, for when there is no time to look again.
+    """Counts the memory of processes, and remembers each count because counting is slow.
 
-    Counting pages takes 6 ms for each process of 200 MB, and 15 ms more for each GB; to read
-    how many pages are private takes 0.1 ms.
+    Counting the pages of a process takes 6 ms for 200 MB, and 15 ms more for each GB.  Reading how
+    many pages are private takes 0.1 ms.
     """
 
     def __init__(self) -> None:
@@ -253,17 +270,18 @@ class MemoryGauge:
     async def read(
         self, pids: Sequence[int], timeout: float, fresh: float = FRESH_SECONDS
     ) -> dict[int, int]:
-        """Return bytes by process: PSS, in which a page that n processes share counts 1/n for each.
+        """Return the bytes of each process: its PSS, where a page shared by n processes counts 1/n.
 
-        Of those that take too long, or were counted less than `fresh` seconds ago, what it was
-        the last time, with what is private by now; else their private pages.
+        A process that was counted less than `fresh` seconds ago, or not within `timeout` seconds,
+        gets its last count, corrected by the change of its private pages.  A process that was
+        never counted gets its private pages.
         """
         known, now = list(self._found.items()), time.monotonic()
         self._found = {pid: found for pid, found in known if pid in pids}
         old = [pid for pid in pids if now - self._last(pid).at > fresh]
         if old and (self._counting is None or self._counting.done()):
             loop = asyncio.get_running_loop()
-            with suppress(RuntimeError):  # no further thread can be started
+            with suppress(RuntimeError):  # raised if no further thread can be started
                 self._counting = loop.run_in_executor(None, self._count, old, now + timeout)
         if self._counting is not None:
             await asyncio.wait([self._counting], timeout=timeout)
@@ -271,14 +289,14 @@ class MemoryGauge:
 
     @property
     def cost(self) -> float:
-        """How many seconds of a core it takes to count all of them."""
+        """The processor time in seconds that counting all processes takes."""
         return sum(found.seconds for found in [*self._found.values()])
 
     def _now(self, pid: int) -> int:
         last = self._last(pid)
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # the process has exited
             memory = psutil.Process(pid).memory_info()
-            if private := int(memory.rss - memory.shared):  # pages of no file, and not shared
+            if private := int(memory.rss - memory.shared):  # pages of no file and no shared memory
                 return last.pss + max(private - last.private, -last.pss)
         return 0
 
@@ -286,12 +304,12 @@ class MemoryGauge:
         return self._found.get(pid, _Count())
 
     def _count(self, pids: Sequence[int], deadline: float) -> None:
-        """Count, in a thread of its own; those never counted come first."""
+        """Count the pages of processes until the deadline, the never counted first; in a thread."""
         for pid in sorted(pids, key=lambda pid: pid in self._found):
             if time.monotonic() > deadline:
                 return
             began = time.thread_time()
-            with suppress(psutil.Error):  # it has ended
+            with suppress(psutil.Error):  # the process has exited
                 found = psutil.Process(pid).memory_full_info()
                 took = time.thread_time() - began
                 private = found.rss - found.shared
@@ -299,14 +317,14 @@ class MemoryGauge:
 
 
 class GpuGauge:
-    """Reads GPUs by the names that CUDA_VISIBLE_DEVICES has for them."""
+    """Reads the memory and load of GPUs, which are named as CUDA_VISIBLE_DEVICES names them."""
 
     def __init__(self) -> None:
         self._handles: dict[str, Any] = {}
 
     @cached_property
     def _nvml(self) -> Any:
-        """The driver's library; None where it or the driver is missing."""
+        """The `pynvml` module, initialised; None if it or the driver is missing."""
         try:
             import pynvml
         except ImportError:
@@ -317,10 +335,13 @@ class GpuGauge:
         return None
 
     def read(self, names: Iterable[str], environ: Mapping[str, str]) -> dict[str, Gpu]:
-        """Return what is known of these; takes a millisecond each, and the first time more."""
+        """Return the state of these GPUs, as far as known; takes a millisecond each, at first more.
+
+        `environ` is the workers' environment, which may set CUDA_DEVICE_ORDER.
+        """
         found: dict[str, Gpu] = {}
         for name in sorted({*names}) if self._nvml else ():
-            # LookupError: it is not known which one CUDA means.
+            # LookupError: it is unknown which GPU CUDA means by this name.
             with suppress(self._nvml.NVMLError, LookupError):
                 if name not in self._handles:
                     self._handles[name] = self._find(name, environ)
@@ -328,7 +349,7 @@ class GpuGauge:
         return found
 
     def close(self) -> None:
-        """Release the driver, if it was asked."""
+        """Release the driver if it was used; later reads find nothing."""
         if nvml := vars(self).get("_nvml"):
             nvml.nvmlShutdown()
         self._nvml = None
@@ -338,10 +359,11 @@ class GpuGauge:
         if name.startswith("MIG-"):
             return nvml.nvmlDeviceGetHandleByUUID(name)
         every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        if not name.isdigit():  # the beginning of an UUID is enough for CUDA
+        if not name.isdigit():  # CUDA accepts the beginning of a UUID
             uuids = {_text(nvml.nvmlDeviceGetUUID(each)): each for each in every}
             return uuids[next((uuid for uuid in uuids if uuid.startswith(name)), name)]
-        # CUDA counts the fastest first, unless told otherwise; the driver by their places.
+        # CUDA numbers GPUs from the fastest on unless CUDA_DEVICE_ORDER says otherwise; the driver
+        # numbers them by bus address.  The numbers agree if all GPUs are of one model.
         in_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         if in_order or len({_text(nvml.nvmlDeviceGetName(each)) for each in every}) == 1:
             return every[int(name)]
@@ -350,26 +372,26 @@ class GpuGauge:
     def _gpu(self, handle: Any) -> Gpu:
         memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
         busy = None
-        with suppress(self._nvml.NVMLError):  # a slice of a GPU counts no time
+        with suppress(self._nvml.NVMLError):  # a MIG slice has no utilisation
             busy = int(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         return Gpu(int(memory.used), int(memory.total), busy)
 
 
 def _text(said: str | bytes) -> str:
-    return said.decode() if isinstance(said, bytes) else said  # bytes: of pynvml before 11
+    return said.decode() if isinstance(said, bytes) else said  # pynvml before 11 returns bytes
 
 
-# --- telling it -------------------------------------------------------------------------------
+# --- reports to the notebook --------------------------------------------------------------------
 
-FIRST_AFTER = 1.0  # seconds into a task: shorter ones cost nothing
-EVERY = 2.0
-COUNT_TIMEOUT = 1.0
+FIRST_AFTER = 1.0  # seconds into a task; nothing is read during shorter tasks
+EVERY = 2.0  # seconds between reports
+COUNT_TIMEOUT = 1.0  # seconds for a count of pages, and for reading GPUs
 FEWEST_SECONDS, LARGEST_SHARE = 10.0, 0.005
-"""For how long a count of pages holds at least; of a core's time for counting again and again."""
+"""Least seconds that a count of pages is used, and the share of a core that counting may take."""
 
 
 class UsageWatch:
-    """Reads it, on a timer of the agent's loop, and has it sent."""
+    """Reports memory and GPUs of busy workers to the notebook every few seconds, by `send`."""
 
     def __init__(self, send: Callable[[Used], None]) -> None:
         self.memory = MemoryGauge()
@@ -379,7 +401,7 @@ class UsageWatch:
         self.is_on = False
 
     async def watch(self, busy: Callable[[], Sequence[Worker]]) -> None:
-        """Tell what those use that are busy, until none is."""
+        """Report what the workers that `busy` returns use, until no worker is busy."""
         self.is_on = True
         try:
             await asyncio.sleep(FIRST_AFTER)
@@ -395,11 +417,11 @@ class UsageWatch:
 
     @property
     def fresh_seconds(self) -> float:
-        """For how long a count of pages stands where it is asked for again and again."""
+        """How many seconds a count of pages is used, so that repeated counts stay cheap."""
         return max(FEWEST_SECONDS, self.memory.cost / LARGEST_SHARE)
 
     async def gpus(self, workers: Sequence[Worker], timeout: float) -> dict[int, Gpu]:
-        """Return the GPUs of those that have one of which anything is known, in time."""
+        """Return the GPUs of workers by rank; a GPU that cannot be read in time is left out."""
         named = {worker.rank: worker.given.gpu for worker in workers if worker.given.gpu}
         if not named:
             return {}
@@ -412,5 +434,5 @@ class UsageWatch:
         return {rank: found[name] for rank, name in named.items() if name in found}
 
     def close(self) -> None:
-        """Release the driver."""
+        """Release the GPU driver."""
         self._gpus.close()
