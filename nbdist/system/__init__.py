@@ -1,1 +1,1 @@
-"""The machine below all processes of ours: folders, processes, and what the kernel says of them."""
+"""Folders, processes and limits of the machine, for all processes of nbdist."""

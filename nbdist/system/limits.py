@@ -1,7 +1,8 @@
-"""The machine's limits, with name and remedy: processes and threads, open files, memory.
+"""The machine's limits, with names and remedies: processes and threads, open files, memory.
 
-In a container or a Slurm job a control group (cgroups(7)) limits memory, not the machine: beyond it
-the kernel kills as a rule the biggest process, the notebook.  Asked before memory is shared.
+In a container or a Slurm job the memory is limited by a control group (cgroups(7)), not by the
+machine.  Beyond that limit the kernel usually kills the biggest process, the notebook.  So every
+process of nbdist checks the limit before it shares or pickles big values.
 """
 
 from __future__ import annotations
@@ -19,28 +20,35 @@ from typing import NamedTuple
 from nbdist.words import LACKED_MEMORY
 
 SIGNS = ("can't start new thread", os.strerror(errno.EAGAIN), "pthread_create")
-"""What C code and Python write where they get no thread."""
+"""Parts of the messages of C code and Python if a thread could not be started."""
 
 NOT_RUNNABLE = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
-"""Where it is the program that is wrong, and no limit."""
+"""Errors that mean a wrong program, not a limit."""
 
 AGENT_FILES, FILES_OF_RANK = 64, 20
-"""What an agent has open (32 before there is a rank, and what it reads now and then), and for each
-rank: 16 of zmq's, pipes and logs, and four while it starts."""
+"""Open files of an agent: without ranks, and more for each rank.
+
+32 are open before there are ranks, and some more now and then.  A rank needs 16 for zmq, pipes and
+logs, and four more while it starts."""
 
 WORKER_FILES, FILES_OF_PEER = 128, 2
-"""What a worker has open: 60, a reserve of 48 and some; for each other rank: gloo's connections."""
+"""Open files of a worker: alone, and more for each other rank, for gloo's connections.
+
+60 are open in a worker, 48 are a reserve, and some are spare."""
 
 
 class Lack(ChildProcessError):
-    """A process could not be started, or not live, for a reason, which it names: a limit mostly."""
+    """A process could not start or stay alive, for the reason in the text: mostly a limit."""
 
 
 # --- processes and threads ------------------------------------------------------------------
 
 
 def word_lack(code: int | None) -> str:
-    """Word why a process could not be started: the limit that is in the way, and the remedy."""
+    """Return the message why a process could not be started: the reached limit and the remedy.
+
+    `code` is the errno.
+    """
     if code in NOT_RUNNABLE:
         return os.strerror(code or 0)
     if code != errno.EAGAIN:
@@ -52,24 +60,24 @@ def word_lack(code: int | None) -> str:
 
 
 def lack_in(last_lines: Iterable[str]) -> str:
-    """Word the same; "" where nothing of it is in the last lines of a process."""
+    """Return the message about a reached limit if the last lines of a process show one, else ""."""
     has_lacked = any(sign in line for line in last_lines for sign in SIGNS)
     return word_lack(errno.EAGAIN) if has_lacked else ""
 
 
 def process_limits() -> list[tuple[str, int, int]]:
-    """Find all limits of processes and threads: name, limit, how many there are; tightest first."""
+    """Return all limits of processes and threads: name, limit, present number; tightest first."""
     found = []
     allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if os.getuid() != 0 and allowed != resource.RLIM_INFINITY:  # root is free of it
+    if os.getuid() != 0 and allowed != resource.RLIM_INFINITY:  # the limit does not hold for root
         own = 0
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended, or shows nothing of itself
+            with suppress(OSError):  # the process has exited, or its threads may not be listed
                 if process.stat().st_uid == os.getuid():
                     own += len(os.listdir(process / "task"))
         found.append(("`ulimit -u`", allowed, own))
     for group in control_groups("pids"):
-        with suppress(OSError, ValueError):  # it has none, or it is "max"
+        with suppress(OSError, ValueError):  # the group has no limit, or the limit is "max"
             most, there = (group.folder / name for name in ("pids.max", "pids.current"))
             name = f"pids.max of {group.folder}"
             found.append((name, int(most.read_text()), int(there.read_text())))
@@ -80,13 +88,13 @@ def process_limits() -> list[tuple[str, int, int]]:
 
 
 def raise_file_limit() -> None:
-    """Have as many open files as the hard limit allows; for this process and its children."""
+    """Raise the soft limit of open files to the hard limit, for this process and its children."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def word_lack_of_files(workers: int) -> str:
-    """Word why there cannot be so many workers; "" where the limit of open files allows them."""
+    """Return the message that so many workers need too many open files, or "" if they do not."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     of_agent = AGENT_FILES + FILES_OF_RANK * workers
     needed = max(of_agent, WORKER_FILES + FILES_OF_PEER * (workers - 1))
@@ -104,7 +112,8 @@ def word_lack_of_files(workers: int) -> str:
 
 
 ASKED_FROM, UNLIMITED = 32 << 20, 1 << 60
-"""Bytes: less than that is not looked at, which takes 0.2 ms; no limit from that on."""
+"""Bytes: the smallest size for which `require_memory` reads the limits, which takes 0.2 ms, and the
+smallest limit that counts as no limit."""
 
 OOM_KILL = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
@@ -117,11 +126,13 @@ _MEMORY_FILES = {
         *("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),
     ),
 }
-"""By version: limit and use of memory, then of swap, in version 1 of both together."""
+"""Files by version of control groups: limit and use of memory, then of swap.
+
+In version 1 the last two count memory and swap together."""
 
 
 class ControlGroup(NamedTuple):
-    """A group of processes for which the kernel counts, and limits, what they use."""
+    """A control group: processes whose use of the machine the kernel counts and limits together."""
 
     version: int
     folder: Path
@@ -130,14 +141,14 @@ class ControlGroup(NamedTuple):
 def control_groups(
     controller: str, pid: int | str = "self", proc: Path = _PROC
 ) -> Iterator[ControlGroup]:
-    """Find the groups with this controller that a process is in, innermost first.
+    """Yield the control groups of a process that may have this controller, innermost first.
 
-    Those of version 2 are among them even where it is version 1 that has the controller: the
-    files of the controller are missing there.
+    Groups of version 2 are always among them.  If version 1 has the controller, its files are
+    missing in the groups of version 2.
     """
     try:
         entries = (proc / str(pid) / "cgroup").read_text().splitlines()
-        # As they are seen from here: a worker that is wrapped can have mounts of its own.
+        # This process's mounts, because paths must be valid here: a wrapped worker may have others.
         mounts = [line.split() for line in (proc / "self" / "mountinfo").read_text().splitlines()]
     except OSError:
         return
@@ -155,10 +166,10 @@ def control_groups(
 
 
 def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
-    """Yield the group's folder and those above it, as far as they are mounted here."""
+    """Yield the group's folder and the folders above it, as far as they are mounted here."""
     if path is None:
         return
-    # In a container the path can be the one outside.
+    # In a container the path may be the one outside of it, which does not exist here.
     below = os.path.relpath(path, root)
     folder = mounted if below.startswith("..") else mounted / below
     yield folder
@@ -169,7 +180,7 @@ def _upwards(mounted: Path, root: str, path: str | None) -> Iterator[Path]:
 
 
 class MemoryLimit(NamedTuple):
-    """Bytes that a group of processes has, and how many of them are free; `where` is its name."""
+    """A limit of memory in bytes, and how many of them are free; `where` says whose limit it is."""
 
     where: str
     limit: int
@@ -177,23 +188,23 @@ class MemoryLimit(NamedTuple):
 
 
 def require_memory(size: int) -> None:
-    """Raise NotEnoughMemory where as many bytes more would be too many."""
+    """Raise NotEnoughMemory if `size` more bytes would exceed a limit; small sizes always pass."""
     if size < ASKED_FROM:
         return
     for found in memory_limits():
         if size > found.free:
-            # Not at the top: the agent imports this before it starts the fork server.
+            # Imported here, because the agent imports this file before it starts the fork server.
             from nbdist.errors import NotEnoughMemory
 
             raise NotEnoughMemory(size, found.where, found.limit, max(0, found.free))
 
 
 def memory_limits(proc: Path = _PROC) -> Iterator[MemoryLimit]:
-    """Find those of each group with a limit that this process is in, and of the machine."""
+    """Yield the memory limits of this process: those of its control groups and of the machine."""
     machine = _fields(proc / "meminfo")
     swap = machine.get("SwapFree:", 0) << 10
     for group in control_groups("memory", proc=proc):
-        # What cannot be read is no limit that is known.
+        # A group whose files cannot be read has no known limit.
         with suppress(OSError, ValueError):
             yield from _limit_of(group, swap)
     if "MemAvailable:" in machine:
@@ -208,10 +219,10 @@ def _limit_of(group: ControlGroup, swap: int) -> Iterator[MemoryLimit]:
         return
     stat = _fields(group.folder / "memory.stat")
     prefix = "" if group.version == 2 else "total_"
-    # What files have been read into can be had back.
+    # Memory that caches files counts as free: the kernel reclaims it when it is needed.
     cached = sum(stat.get(f"{prefix}{name}_file", 0) for name in ("inactive", "active"))
     free = limit - _number(used) + cached
-    with suppress(OSError):  # a kernel that does not count swap
+    with suppress(OSError):  # raised if the kernel does not count swap
         if group.version == 2:
             swap = min(swap, _number(more) - _number(more_used))
         else:
@@ -233,10 +244,14 @@ def _fields(file: Path) -> dict[str, int]:
 
 
 class OomKills:
-    """Counts the processes killed for lack of memory in a process's control group, or anywhere."""
+    """Tells whether a worker died because the kernel killed processes for lack of memory.
+
+    It compares the number of such kills before and after the death, in the innermost of the
+    worker's control groups that counts them, else on the whole machine.
+    """
 
     def __init__(self, pid: int) -> None:
-        """Count those of this process's groups by now; the most special group comes first."""
+        """Record the number of kills so far."""
         names = {2: "memory.events", 1: "memory.oom_control"}  # cgroups(7), proc(5)
         groups = control_groups("memory", pid)
         files = (*(group.folder / names[group.version] for group in groups), Path("/proc/vmstat"))
@@ -244,7 +259,7 @@ class OomKills:
         self.file, self._before = next((each for each in counts if each[1] >= 0), (files[-1], 0))
 
     def text(self, exit_code: int) -> str:
-        """Word a line on that one once it has died, "" where lack of memory is not why."""
+        """Return a line that the process was killed for lack of memory, or "" if it was not."""
         now = _oom_kills_in(self.file)
         if exit_code != -signal.SIGKILL or now <= self._before:
             return ""
@@ -252,7 +267,7 @@ class OomKills:
 
 
 def _oom_kills_in(file: Path) -> int:
-    """Read the count of such kills; -1 where there is none."""
+    """Return the number of kills for lack of memory that a file counts; -1 if it counts none."""
     with suppress(OSError):
         found = OOM_KILL.search(file.read_text(encoding="utf-8", errors="replace"))
         return int(found[1]) if found else -1

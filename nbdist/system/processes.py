@@ -1,8 +1,8 @@
-"""Processes of our own: how interpreters are started, what the kernel says of them, their ends.
+"""How nbdist starts, observes and ends processes: command lines, /proc, prctl, guards, children.
 
-Little is imported here, and nothing of nbdist: the agent has this before it starts the fork server.
-It is also a script, with no package around it: `python -IS processes.py COMMAND ...` becomes the
-command that wraps a worker (`--wrap`), which then dies with its agent.
+Little is imported here, and nothing of nbdist, because the agent imports this file before it starts
+the fork server.  It is also a script without a package: `python -IS processes.py COMMAND ...`
+becomes the command that wraps a worker (`--wrap`) and dies with the agent.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
 MODULE = ("-P", "-m")
-"""Options before a module to run: a `random.py` in the working directory is the user's."""
+"""Options before a module to run.
+
+With `-P` a file of the user's in the working directory, such as `random.py`, is not imported."""
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 
 def agent_command(python: str | None, number: int = -1) -> list[str]:
-    """Return the command that runs an agent; `number` is the node's, where one is known."""
+    """Return the command that runs an agent of a head; `number` is the node's, -1 if unknown."""
     node = [] if number < 0 else ["--node", str(number)]
     return [python or sys.executable, *MODULE, "nbdist.agent", "--ticket", *node]
 
 
 def safe_path(environ: Mapping[str, str], folder: str) -> str:
-    """Take from PYTHONPATH what leads to this working directory: it, "", and relative entries.
+    """Return PYTHONPATH without entries that lead to the working directory `folder`.
 
-    An entry that nbdist itself was imported from stays.
+    Such entries are the folder itself, "" and relative paths.  The folder that nbdist itself was
+    imported from stays.
     """
     entries = environ.get("PYTHONPATH", "").split(os.pathsep)
     unsafe = {os.path.realpath(folder)} - {_ROOT}
@@ -48,7 +51,7 @@ def safe_path(environ: Mapping[str, str], folder: str) -> str:
 
 
 def safe_environ(environ: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Make the environment of an interpreter that will have this working directory."""
+    """Return the environment for an interpreter with this working directory, see `safe_path`."""
     rest = {name: value for name, value in environ.items() if name != "PYTHONPATH"}
     path = safe_path(environ, folder)
     return {**rest, "PYTHONPATH": path} if path else rest
@@ -61,23 +64,26 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def signal_on_parents_end(number: signal.Signals, parent: int) -> bool:
-    """Let the kernel send this process the signal when its parent ends; False if it has."""
+    """Let the kernel signal this process when its parent exits; return False if it has already."""
     _prctl(PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
 
 
 def adopt_orphans(*, adopts: bool = True) -> None:
-    """Become the parent of descendants whose parents end, so that this process can end them."""
+    """Become the parent of descendants whose parents exit, so that this process can kill them.
+
+    With `adopts=False`, no longer.
+    """
     _prctl(PR_SET_CHILD_SUBREAPER, int(adopts))
 
 
 def children_of(pid: int) -> list[int]:
-    """List the processes whose parent it is."""
+    """Return the child processes of a process."""
     return [process for process, stat in _processes() if stat[1:2] == [str(pid)]]
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:
-    """Yield all processes, each with what `_stat` reads: its state, parent, group and so on."""
+    """Yield all processes of the machine, each with the fields of `_stat`: state, parent, group."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         yield int(pid), _stat(pid)
 
@@ -86,35 +92,35 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
-# --- what the kernel says of a process (proc(5)) ------------------------------------------------
+# --- the state of a process (proc(5)) -----------------------------------------------------------
 
 
 PF_EXITING = 0x4
-"""In a thread's flags (include/linux/sched.h): it is being ended, and runs no more code."""
+"""A bit in a thread's flags (include/linux/sched.h): the thread exits and runs no more code."""
 
 
 def thread_state(pid: int, tid: int | str = "") -> str:
-    """Return `R`: a thread is to run, `S`: sleeps, `T`: is stopped (proc(5)); `X`: has ended.
+    """Return the state of a thread, or of the main thread: a letter as in proc(5).
 
-    Of the main thread, where none is named.
+    `R` is running or ready to run, `S` sleeping, `T` stopped, and `X` has exited.
     """
     return _stat(f"{pid}/task/{tid or pid}")[0]
 
 
 def is_exiting(pid: int) -> bool:
-    """Return True if the kernel is taking the process down, or has, which can take long."""
+    """Return True if the process has exited, or is exiting in the kernel, which can take long."""
     stat = _stat(pid)
     return len(stat) <= 6 or bool(int(stat[6]) & PF_EXITING)
 
 
 def identify(pid: int) -> str:
-    """Return the machine, the number and the start time of a process; "" if it has ended."""
+    """Return the machine, number and start time of a process as a text; "" if it has exited."""
     stat = _stat(pid)
     return f"{os.uname().nodename} {pid} {stat[19]}" if len(stat) > 19 else ""
 
 
 def may_run(identity: str) -> bool:
-    """Return True if a process that `identify` has identified runs, or is on another machine."""
+    """Return True if the process that `identify` described is running, or is on another machine."""
     match identity.split():
         case [host, pid, _]:
             return host != os.uname().nodename or identify(int(pid)) == identity
@@ -122,13 +128,13 @@ def may_run(identity: str) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Read what all threads of a process have run so far; 0 of one that has ended."""
+    """Return the processor time that all threads of a process have used; 0 if it has exited."""
     stat = _stat(pid)
     return sum(map(int, stat[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Read `stat` from the thread's state on; that it has ended, if it has."""
+    """Return the fields of `stat` from the state on; only `X` if the process has exited."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(") ")[2].split()
@@ -142,7 +148,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def ignores(pid: int, number: int) -> bool:
-    """Return True if the signal does nothing to the process; one that has ended ignores none."""
+    """Return True if the process ignores the signal; False if it has exited."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as status:
             found = next((line for line in status if line.startswith("SigIgn:")), "SigIgn: 0")
@@ -152,15 +158,15 @@ def ignores(pid: int, number: int) -> bool:
 
 
 class Schedule(NamedTuple):
-    """Seconds that a thread has run, and has been ready to and has not; how often it has begun."""
+    """How the kernel has scheduled a thread so far."""
 
-    ran: float = 0.0
-    waited: float = 0.0
-    wakes: int = 0
+    ran: float = 0.0  # seconds
+    waited: float = 0.0  # seconds in which the thread was ready to run and did not
+    wakes: int = 0  # how often the thread has begun to run
 
 
 def schedule(pid: int, tid: int | str) -> Schedule:
-    """Read what the kernel has counted (sched-stats.rst); zeros where it does not, as gVisor's."""
+    """Read a thread's schedule (sched-stats.rst); zeros if the kernel counts none, as in gVisor."""
     try:
         with open(f"/proc/{pid}/task/{tid}/schedstat", encoding="ascii") as file:
             ran, waited, wakes = map(int, file.read().split())
@@ -170,9 +176,10 @@ def schedule(pid: int, tid: int | str) -> Schedule:
 
 
 class OwnTime:
-    """Counts the seconds of a process from now on, without those it has waited for a processor.
+    """Counts the seconds from now on in which a process was not kept waiting for a processor.
 
-    The wait of the thread that waited longest: threads wait for one another, too, for the GIL.
+    The wait of the process is that of its longest waiting thread, because threads also wait for
+    one another, for the GIL.
     """
 
     def __init__(self, pid: int) -> None:
@@ -182,68 +189,68 @@ class OwnTime:
         self._most = 0.0
 
     def seconds(self) -> float:
-        """Count them; all that pass, where the kernel does not count how long threads wait.
+        """Return the counted seconds; all seconds if the kernel does not count threads' waits.
 
-        The number never falls.  A thread that is about to run may have slept until now, or may have
-        waited for a processor all the time: the latter is assumed until it is known.
+        The number never falls.  A thread that is ready to run may have slept until now, or may have
+        waited for a processor all the time.  The latter is assumed until the thread has run.
         """
         seconds = time.monotonic() - self.since - max(self.waits(), default=0.0)
         self._most = max(self._most, seconds)
         return self._most
 
     def waits(self) -> list[float]:
-        """Return how many seconds each thread has waited for a processor."""
+        """Return how many seconds each thread has waited for a processor since the start."""
         passed, now = time.monotonic() - self.since, _schedules(self._pid)
         return [self._wait(tid, each, passed) for tid, each in now.items() if each.wakes]
 
     def _wait(self, tid: str, now: Schedule, passed: float) -> float:
         before = self._before.get(tid, Schedule())
-        # A wait is counted once it is over, as that of the thread which asks is.
+        # The kernel adds a wait once it is over.  For the calling thread, which runs, it is over.
         is_over = thread_state(self._pid, tid) != "R" or int(tid) == threading.get_native_id()
         return now.waited - before.waited if is_over else passed - (now.ran - before.ran)
 
 
 def _schedules(pid: int) -> dict[str, Schedule]:
-    """Read that of each thread."""
-    with suppress(OSError):  # it has ended
+    """Read the schedule of each thread, by its number."""
+    with suppress(OSError):  # the process has exited
         return {tid: schedule(pid, tid) for tid in os.listdir(f"/proc/{pid}/task")}
     return {}
 
 
 def trim_memory() -> None:
-    """Return what the C library keeps of freed memory to the machine, where it is glibc."""
+    """Return freed memory that the C library has kept to the machine; only glibc can do that."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 # --- the guard above an agent -----------------------------------------------------------------
 
-# The process that a launcher starts forks the agent, or a head, before anything else is imported,
-# and waits for its end: this is the guard, which stays when the agent is killed, and then ends all
-# that is left.  As a child subreaper it becomes the parent of what the agent leaves behind, workers
-# and what they started included; of a guard that is killed the agent gets a SIGTERM, and ends in
-# order.  An agent that hangs after its notebook's end is killed, unless it has said that it stays.
+# The process of an agent, or of a head, forks before it imports anything else.  The child becomes
+# the agent, and the parent becomes the guard, which only waits for the agent to exit.  Then, also
+# if the agent was killed, the guard kills all processes that are left.  It is their parent, because
+# it is a child subreaper.  If the guard is killed, the agent gets a SIGTERM and exits in order.  An
+# agent that hangs after its notebook's end is killed, unless it has told the guard that it stays.
 
 
 END_TIMEOUT, END_STEP = 5.0, 0.005
-"""Seconds for killed processes to be gone, and between two looks."""
+"""Seconds for killed processes to exit, and between two checks."""
 
 AGENT_GRACE = 15.0
-"""Seconds for an agent to end when its notebook has: it may still import, beside others."""
+"""Seconds for an agent to exit after its notebook: it may still be importing on busy cores."""
 
 STAYS, LEAVES, LONGEST_TOLD = b"s", b"l", 1 << 16
-"""Whether an agent outlives its notebook, as it tells its guard; bytes that a pipe holds."""
+"""What an agent tells its guard: it outlives its notebook, or not; and bytes that a pipe holds."""
 
 
 class Guard:
-    """The guard as the agent has it."""
+    """The agent's connection to its guard."""
 
     def __init__(self, end: int) -> None:
         self.pid = os.getppid()
         self._end = end
 
     def tell(self, word: bytes) -> None:
-        """Tell it `STAYS` or `LEAVES`, or what `after_kill` gets if this process is killed."""
+        """Tell the guard `STAYS` or `LEAVES`, or a last word for `after_kill`."""
         with suppress(BrokenPipeError):  # the guard is being killed
             os.write(self._end, word)
 
@@ -254,12 +261,13 @@ def go_below_guard(
     grace: float = 0.0,
     after_kill: Callable[[bytes], None] = lambda last_word: None,
 ) -> Guard:
-    """Fork: the parent becomes the guard and never returns, the child is to be the agent.
+    """Fork: the parent becomes the guard and never returns, the child becomes the agent.
 
-    What that leaves behind has `grace` seconds to end by itself, as its stdin has, and as many
-    after a SIGTERM; for these the agent itself may wait.  The guard of an agent that is killed
-    calls `after_kill` with its last word.
-    Raises OSError where there can be no further process.
+    Processes that the agent leaves behind have `grace` seconds to exit by themselves, because their
+    stdin has closed, and as many after a SIGTERM; then they are killed.  The agent itself may also
+    wait so long, so the guard gives it that much more time after the notebook's end.  If the agent
+    was killed by a signal, the guard calls `after_kill` with everything that the agent told it.
+    Raises OSError if no further process can be started.
     """
     guard = os.getpid()
     adopt_orphans()
@@ -275,22 +283,25 @@ def go_below_guard(
 
 
 TRACKERS = (b"resource_tracker import main", b"torch_shm_manager")
-"""In command lines of processes that remove what others have left in /dev/shm: the resource
-trackers of multiprocessing and of joblib's loky, and torch's, which shares tensors by files."""
+"""Parts of the command lines of trackers: processes that clean /dev/shm after other processes.
+
+These are the resource trackers of multiprocessing and of joblib's loky, and the manager of torch's
+shared tensors."""
 
 TRACKED = ("sem.mp-", "psm_", "sem.loky-", "joblib_memmapping_folder_", "torch_")
-"""What the names of semaphores, memory and folders there begin with."""
+"""The beginnings of the names in /dev/shm that trackers clean up."""
 
 TRACKER_GRACE = 3.0
-"""Seconds for trackers to remove what killed processes left there, once they have seen it."""
+"""Seconds for trackers to notice that processes were killed, and to clean up after them."""
 
-MOST_LOOKS = 20  # for members of a group that started more meanwhile
+MOST_LOOKS = 20  # rounds in which processes are killed that others started meanwhile
 
 
 def end_group(pid: int) -> None:
-    """Kill the process group that a worker leads: itself and what it started.
+    """Kill the process group that a worker leads: the worker and what it started.
 
-    A resource tracker is spared: it ends by itself then, and first removes what they left.
+    If there may be something to clean up in /dev/shm, trackers are spared: they exit by themselves
+    afterwards, and clean up first.
     """
     if not _has_tracked():
         with suppress(ProcessLookupError, PermissionError):
@@ -309,14 +320,14 @@ def end_group(pid: int) -> None:
 
 
 WORKER_PID = "NBDIST_WORKER_PID"
-"""Set by a worker in its environment, which the programs that it starts get."""
+"""A variable that a worker sets in its environment, and that the programs it starts inherit."""
 
 
 def end_adopted(worker: int) -> None:
-    """Kill what a dead worker has started in sessions of its own, and the children of that.
+    """Kill the programs that a dead worker started in sessions of their own, and their children.
 
-    This process has adopted these programs.  A program that was started with another environment
-    cannot be recognised, and runs on until this process ends.
+    This process has adopted these programs, and recognises them by `WORKER_PID`.  A program that
+    was started without this variable keeps running until this process exits.
     """
     mark, killed = f"{WORKER_PID}={worker}".encode(), set[int]()
     for _ in range(MOST_LOOKS):
@@ -334,7 +345,7 @@ def end_adopted(worker: int) -> None:
 
 
 def _has_variable(pid: int, variable: bytes) -> bool:
-    """Return True if a program was started with this in its environment."""
+    """Return True if a program was started with this variable, `NAME=VALUE`, in its environment."""
     with suppress(OSError):
         return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return False
@@ -354,7 +365,10 @@ def _is_tracker(pid: int) -> bool:
 
 
 def end_descendants() -> None:
-    """Kill and reap all that descends from this process, which adopts orphans."""
+    """Kill and reap all descendants of this process, which must adopt orphans.
+
+    Trackers are spared for `TRACKER_GRACE`.  Waits at most `END_TIMEOUT` seconds.
+    """
     spared_until = time.monotonic() + TRACKER_GRACE
 
     def end_children() -> bool:
@@ -367,14 +381,14 @@ def end_descendants() -> None:
 
 
 def await_end(have_ended: Callable[[], bool], timeout: float = END_TIMEOUT) -> None:
-    """Look until processes have ended, at most `timeout` seconds."""
+    """Call `have_ended` again and again until it returns True, at most for `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not have_ended() and time.monotonic() < deadline:
         time.sleep(END_STEP)
 
 
 def _reap_children() -> bool:
-    """Reap those that have ended; return True if none is left."""
+    """Reap the children that have exited; return True if no child is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -397,7 +411,7 @@ def _watch(
     grace: float,
     after_kill: Callable[[bytes], None],
 ) -> NoReturn:
-    """Wait for the agent, end what it has left, and end as it did."""
+    """Be the guard: wait for the agent, kill what it has left, and exit as it did."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(agent, signal.SIGTERM))
     status, last_word = _wait_for(agent, notebook, told, AGENT_GRACE + 2 * grace)
@@ -411,15 +425,18 @@ def _watch(
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         after_kill(last_word)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the agent has left one, if any
-        with suppress(OSError):  # it is so already for SIGKILL
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core file, the agent's, is enough
+        with suppress(OSError):  # raised for SIGKILL, which has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
 
 
 def _wait_for(agent: int, notebook: int | None, told: int, grace: float) -> tuple[int, bytes]:
-    """Return the agent's status and what it told; kill one that hangs after its notebook's end."""
+    """Return the agent's wait status and all that it told; kill it if it hangs.
+
+    It hangs if it has not exited `grace` seconds after its notebook, unless it said that it stays.
+    """
     ended, ends = os.pidfd_open(agent), select.poll()
     ends.register(ended, select.POLLIN)
     ends.register(sys.stdin, 0)  # a pipe's hang-up
@@ -428,30 +445,33 @@ def _wait_for(agent: int, notebook: int | None, told: int, grace: float) -> tupl
             ends.register(os.pidfd_open(notebook), select.POLLIN)
         ends.poll()
     except ProcessLookupError:
-        pass  # it has ended already
+        pass  # the notebook has exited already
     said = b""
-    with suppress(BlockingIOError):  # it has told nothing
+    with suppress(BlockingIOError):  # raised if the agent has told nothing
         said = os.read(told, LONGEST_TOLD)
     if said[-1:] != STAYS and not select.select([ended], [], [], grace)[0]:
         os.kill(agent, signal.SIGKILL)
     return os.waitpid(agent, 0)[1], said
 
 
-# --- a process that connects to this one ------------------------------------------------------
+# --- a child process with a log ---------------------------------------------------------------
 
 
 LAST_BYTES, LEFT = 4096, "nbdist left behind: "
-"""Of a log; begins a line of it that says what its process could not end."""
+"""Bytes at a log's end that are read, and the beginning of a line that names what still runs."""
 
 
 def last_lines_of(log: BinaryIO) -> list[str]:
-    """Return the end of a log that is open."""
+    """Return the last lines of an open log file."""
     log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_BYTES))
     return log.read().decode(errors="replace").splitlines()
 
 
 class Child:
-    """A command that runs here, in a session of its own; `host` is where its work is done."""
+    """A command that runs on this machine, in a session of its own, with a log file.
+
+    `host` is the machine on which its work is done, for messages.
+    """
 
     def __init__(
         self,
@@ -462,15 +482,15 @@ class Child:
         stdout: int | None = None,
         folder: str | None = None,
     ) -> None:
-        """Start it, by default in this process's folder; raises OSError if that fails.
+        """Start the command; raises OSError if that fails.
 
-        By default its stdout goes to the log too.
+        By default it runs in this process's folder, and its stdout goes to the log, as its stderr.
         """
         self.host = host
         self.command = shlex.join(command)
         self._log = log.open("w+b")
         try:
-            # A session of its own: Stop signals the notebook's whole process group.
+            # A new session, because the Stop button signals the notebook's whole process group.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -490,29 +510,32 @@ class Child:
         return f"<{type(self).__name__} {self.pid} exit code {self.exit_code()}>"
 
     def fileno(self) -> int:
-        """Return a descriptor that turns readable when it has ended."""
+        """Return a descriptor that becomes readable when the process has exited."""
         return self._pidfd
 
     def exit_code(self) -> int | None:
-        """Return how it ended; None while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         return self._process.poll()
 
     def last_lines(self) -> list[str]:
-        """Return the end of what it wrote to its log."""
+        """Return the last lines of the log."""
         return last_lines_of(self._log)
 
     def close(self) -> None:
-        """Let go of all descriptors; of stdin too, after which most of them end."""
+        """Close all descriptors, without waiting for the process to exit.
+
+        Most commands exit when their stdin closes.
+        """
         self._end_stdin()
         if self._process.poll() is None:
-            # It outlives this process, and is not to be taken for forgotten.
+            # The process may outlive this one; a set code keeps subprocess from warning about that.
             self._process.returncode = 0
         os.close(self._pidfd)
         self._log.close()
 
     def _end_stdin(self) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has not read all of it
+        with suppress(BrokenPipeError):  # the process has exited without reading all of it
             self._process.stdin.close()
 
     def _ends_in(self, timeout: float) -> bool:
@@ -524,7 +547,7 @@ class Child:
 
 
 def left_behind(lines: Sequence[str]) -> str:
-    """Return what a log says last that could not be ended, "" for nothing."""
+    """Return what a process could not end, from the last such line of its log; "" if nothing."""
     return next((line.removeprefix(LEFT) for line in [*lines][::-1] if line.startswith(LEFT)), "")
 
 
@@ -532,10 +555,13 @@ def left_behind(lines: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Become the command that wraps a worker, and let it die with the agent: that survives exec."""
+    """Become the command that wraps a worker, and let the kernel kill it with the agent.
+
+    The request to the kernel, and the ignored signal, survive `exec`.
+    """
     signal_on_parents_end(signal.SIGKILL, os.getppid())
-    # Stop is not meant for the wrapper, which is in the worker's process group; a kernel has a
-    # handler of its own while it runs a cell.
+    # Stop sends SIGINT to the worker's process group, to which the wrapper belongs.  It must ignore
+    # the signal; the worker's kernel sets a handler of its own while it runs a cell.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.execv(sys.argv[1], sys.argv[1:])
 
