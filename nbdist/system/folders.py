@@ -1,8 +1,9 @@
-"""Folders that nbdist makes: private from their first moment on, removed only with proof.
+"""Folders that nbdist makes: private from the start, and removed only if nbdist made them.
 
-A folder that may be removed one day has a marker, a file with the folder's purpose and inode: no
-copy passes for it.  Processes that use the folder lock the marker, so that none in use is removed,
-whatever a cleaner of /tmp took away.  Without a marker nothing is removed.
+A folder that nbdist may remove has a marker, a file with the folder's purpose and inode number, so
+that a copy of the folder does not count.  Processes that use the folder lock the marker, and a
+locked folder is not removed.  Nor is a folder without a marker.  All processes of nbdist use this
+file.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ MARKER = ".nbdist"
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A pipe in a file's place must not keep us waiting for its other end.
+# O_NONBLOCK, because opening a named pipe in the file's place would wait for its other end.
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Untrusted(Exception):
-    """What others could have written; the message says which file or folder, and why."""
+    """Raised for a file that other users could have written; the text says which, and why."""
 
 
 # --- the working directory --------------------------------------------------------------
@@ -57,7 +58,7 @@ def removed_folder() -> str:
 
 
 def nearest_folder(path: str) -> str:
-    """Return this folder, or the nearest one above it that exists and can be entered."""
+    """Return this folder, or the nearest folder above it that exists and can be entered."""
     folders = (Path(path), *Path(path).parents)
     return next((str(each) for each in folders if os.access(each, os.X_OK) and each.is_dir()), "/")
 
@@ -66,15 +67,18 @@ def nearest_folder(path: str) -> str:
 
 
 def make_private(folder: Path) -> None:
-    """Make what is missing of a path, for this user alone; what is there stays.  Raises OSError."""
+    """Make a folder, and missing folders above it, that only this user can open.
+
+    Existing folders stay as they are.  Raises OSError, but not for a file in the folder's place.
+    """
     if not folder.is_dir():
         make_private(folder.parent)
-        with suppress(FileExistsError):  # another process was quicker, or it is a file: seen in use
+        with suppress(FileExistsError):  # another process was quicker, or there is a file
             folder.mkdir(mode=PRIVATE_FOLDER)
 
 
 def check_private(folder: Path) -> None:
-    """Raise PermissionError for a folder that others can open."""
+    """Raise PermissionError unless this is a folder of this user that no other user can open."""
     found = os.lstat(folder)
     is_open = not stat.S_ISDIR(found.st_mode) or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     if is_open or found.st_uid != os.geteuid():
@@ -82,20 +86,20 @@ def check_private(folder: Path) -> None:
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """Open files, as their `opener`, that only this user can read, whatever the umask."""
+    """Open a file; a new file can only be read by this user.  Also an `opener` for `open`."""
     return os.open(path, flags | os.O_CLOEXEC, PRIVATE_FILE)
 
 
 @contextmanager
 def whole_file(path: Path, mode: int = 0o666, part: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a new file that takes the place of `path` once it is written, or else is removed.
+    """Open a new file that replaces `path` when the block ends, and is removed if that raises.
 
-    Meanwhile it is hidden beside it, or is `part`.  Raises OSError.
+    Until then it is the file `part`, or a hidden file beside `path`.  Raises OSError.
     """
-    # No other process has a thread of this number.
+    # No other thread of this machine has this number.
     part = part or path.with_name(f".{path.name}.{threading.get_native_id()}")
     try:
-        part.unlink(missing_ok=True)  # a process that was killed may have left it
+        part.unlink(missing_ok=True)  # left by a process that was killed
         with open(part, "xb", opener=partial(os.open, mode=mode)) as file:
             yield file
         part.replace(path)
@@ -119,7 +123,10 @@ def _user_name(number: int) -> str:
 
 
 def claim(folder: Path, what: str) -> int:
-    """Mark a folder just made; the descriptor holds it until it is closed.  Raises OSError."""
+    """Mark a folder that was just made, and lock it.
+
+    Returns a descriptor; the folder is locked until it is closed.  Raises OSError.
+    """
     flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW
     marker = open_private(folder / MARKER, flags)
     _lock(marker, fcntl.LOCK_SH)
@@ -128,9 +135,10 @@ def claim(folder: Path, what: str) -> int:
 
 
 def join(folder: Path, what: str, lock: int = fcntl.LOCK_SH) -> int | None:
-    """Hold a folder that `claim` has marked; None for one that is not ours, or is going.
+    """Lock a folder that `claim` has marked for the same purpose; return a descriptor.
 
-    With LOCK_EX alone: None too for one in use, or where there are no locks.
+    Returns None if the folder has no such marker or is being removed.  With LOCK_EX also if another
+    process has locked it, or if the file system has no locks.
     """
     with suppress(OSError), _opened(folder) as at:
         return _held(at, what, lock)
@@ -141,7 +149,7 @@ def _lock(marker: int, lock: int) -> bool:
     try:
         fcntl.flock(marker, lock | fcntl.LOCK_NB)
     except OSError as error:
-        # On a file system without locks nothing is removed: there it needs none.
+        # On a file system without locks nothing is ever removed, so a shared lock is not needed.
         return lock == fcntl.LOCK_SH and not isinstance(error, BlockingIOError)
     return True
 
@@ -151,12 +159,12 @@ def _text(what: str, inode: int) -> bytes:
 
 
 def runtime(folder: Path) -> str:
-    """Word the purpose of a folder of a world's sockets."""
+    """Return the purpose that the marker of a world's runtime folder has."""
     return f"sockets of {folder.name}"
 
 
 def state_folder() -> str:
-    """Find where the user keeps what outlives a run."""
+    """Return the folder for what outlives a run, such as logs and snapshots."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return str(Path(state).expanduser() / "nbdist")
 
@@ -165,7 +173,7 @@ def state_folder() -> str:
 
 
 def is_ours(folder: Path, what: str, lock: int = fcntl.LOCK_SH) -> bool:
-    """Return True if it has the marker that `claim` wrote; with LOCK_EX if it is unused, too."""
+    """Return True if `join` could lock the folder: it is ours, and with LOCK_EX also unused."""
     marker = join(folder, what, lock)
     if marker is not None:
         os.close(marker)
@@ -175,21 +183,22 @@ def is_ours(folder: Path, what: str, lock: int = fcntl.LOCK_SH) -> bool:
 def remove(
     folder: Path, what: str, contents: re.Pattern[str] | None, aside: Path | None = None
 ) -> bool:
-    """Remove a folder of ours that is not in use and holds nothing else; return True if it went.
+    """Remove a folder that nbdist made, if it is unused and holds nothing else.
 
-    `contents` match the paths in it, relative to it, those of folders with a slash at their
-    end; None for whatever is there.  What does not match, a symbolic link, another user's
-    file or a folder in which others can write keeps all as it is.  It gets the name `aside`
-    before, where half of it must not be taken for the whole.
+    `contents` must match each relative path in the folder, with a slash after a folder; None allows
+    all files.  The folder also stays if it holds a symbolic link or another user's file, unless
+    `contents` is None, or a folder in which other users can write.  With `aside` it is first
+    renamed, so that nobody reads a folder that is half removed.  Returns True if it was removed.
     """
     with suppress(OSError), _opened(folder) as at:
         marker = _held(at, what, fcntl.LOCK_EX)
         if marker is None:
             return False
         try:
-            # The folder that was proved, whatever has its name now; below it names hold still.
+            # The folder that was checked, even if another folder has its name now.
             here = Path(f"/proc/self/fd/{at}")
-            # Of what is ours the marker is last: a removal that is cut off can be taken up again.
+            # In this order the marker is removed last: a later call can complete a removal that was
+            # interrupted.
             found = sorted(here.rglob("*"), reverse=True)
             if not all(_is_known(each, str(each.relative_to(here)), contents) for each in found):
                 return False
@@ -205,7 +214,10 @@ def remove(
 
 
 def _held(at: int, what: str, lock: int) -> int | None:
-    """Return the locked marker of an open folder, None where it has none of ours; or OSError."""
+    """Return the locked marker of an open folder; None if `claim` did not write it or it is locked.
+
+    Raises OSError if there is no marker.
+    """
     marker = os.open(MARKER, os.O_RDWR | _FILE, dir_fd=at)
     found, folder = os.fstat(marker), os.fstat(at)
     is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and _is_closed(folder)
@@ -226,7 +238,7 @@ def _is_known(path: Path, name: str, contents: re.Pattern[str] | None) -> bool:
 
 
 def _is_closed(folder: os.stat_result) -> bool:
-    """Return True for a folder that this user can list and change, and no other user change."""
+    """Return True for a folder that this user can list and change, and no other user can change."""
     return folder.st_uid == os.geteuid() and folder.st_mode & 0o722 == stat.S_IRWXU
 
 
@@ -234,9 +246,10 @@ def _is_closed(folder: os.stat_result) -> bool:
 
 
 def open_trusted(path: Path) -> int:
-    """Open a plain file that only this user can have written, as the two folders it is in.
+    """Open a plain file that only this user can have written; return its descriptor.
 
-    Symbolic links count for none.  Raises Untrusted, and OSError.
+    The two folders above it are checked too.  Raises Untrusted, also for a symbolic link, and
+    OSError.
     """
     with ExitStack() as opened:
         at = None
@@ -247,7 +260,10 @@ def open_trusted(path: Path) -> int:
 
 
 def _open_own(path: Path, above: int | None, flags: int) -> int:
-    """Raise where others can write: an access list that allows it shows in the group's bits."""
+    """Open a file or folder of this user; raise Untrusted if another user can write to it.
+
+    An access control list that lets others write also shows in the group's permission bits.
+    """
     name = path if above is None else path.name
     if stat.S_ISLNK(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode):
         raise Untrusted(f"{path} is a symbolic link")
@@ -274,28 +290,34 @@ def _opened(folder: Path) -> Iterator[int]:
         os.close(fd)
 
 
-# --- folders of worlds' sockets ---------------------------------------------------------------
+# --- runtime folders --------------------------------------------------------------------------
 
 
 PREFIX, SOCKET = "nbdist-", "notebook.sock"
 
 LAST_PLACES = ("/tmp", "/var/tmp")
-"""Where it goes when the environment names no place that can hold it."""
+"""Where runtime folders are made if the environment names no usable place."""
 
 LONGEST_NAME, SOCKET_PATH_LIMIT = "a123456g1234r123456.tasks", 107
-"""No socket's name in the folder is longer; bytes of a path (unix(7), without the final zero)."""
+"""The longest name of a socket in the folder, and the most bytes in the path of a socket.
+
+The kernel allows 108 bytes, with a final zero (unix(7))."""
 
 ROOM = 1 << 18
-"""Bytes that a world's small files take, at most."""
+"""Bytes that must be free: the small files of a world take at most so much."""
 
 
 class RuntimeFolder:
-    """A new folder, held by this process; NoRuntimeFolder says what is wrong with each place."""
+    """A new folder for a world's sockets, locked by this process.
+
+    Raises NoRuntimeFolder if no place can hold it, with the reason for each.  Also removes the
+    runtime folders of processes that were killed.
+    """
 
     def __init__(self) -> None:
-        # In all places: the session that left one may have had another environment.  Others begin
-        # with this name that are users' data, or a running world's from which a cleaner of /tmp
-        # took files: these have no marker of ours, or it is held.
+        # Old folders are removed from all places, because an earlier session may have had another
+        # environment.  A folder of this name may also hold a user's data, which has no marker, or
+        # belong to a running world, which has locked it.
         for folder in (each for parent in places() for each in parent.glob(PREFIX + "*")):
             remove(folder, runtime(folder), None)
         problems = {}
@@ -310,17 +332,20 @@ class RuntimeFolder:
         self._claim = claim(self.path, runtime(self.path))
 
     def close(self) -> None:
-        """Remove it, which an agent that was killed could not, and let go of it."""
+        """Remove the folder, if its agent was killed before it could, and unlock it."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
     def release(self) -> None:
-        """Leave it to the agents that use it."""
+        """Unlock the folder without removing it: agents still use it."""
         os.close(self._claim)
 
 
 class JoinedFolder:
-    """The folder of a world that another notebook has left; OSError for one not ours, or going."""
+    """The runtime folder of a running world to which this notebook attaches, locked here too.
+
+    Raises OSError if the folder is not ours or is being removed.
+    """
 
     def __init__(self, path: Path) -> None:
         check_private(path)
@@ -331,7 +356,7 @@ class JoinedFolder:
         self._claim = claim
 
     def close(self) -> None:
-        """Take out of it what is this process's; its agents remove it."""
+        """Remove this process's socket and unlock the folder, which its agents will remove."""
         (self.path / self.socket).unlink(missing_ok=True)
         os.close(self._claim)
 
@@ -339,7 +364,7 @@ class JoinedFolder:
 
 
 def problem_of(parent: Path) -> str:
-    """Return why no runtime folder can lie there, "" if one can."""
+    """Return why no runtime folder can be made in this place, or ""."""
     try:
         shutil.rmtree(_make_folder_in(parent))
     except OSError as error:
@@ -348,16 +373,20 @@ def problem_of(parent: Path) -> str:
 
 
 def places() -> list[Path]:
-    """Return where runtime folders may lie, in the order in which they are tried."""
+    """Return the places for runtime folders, in the order in which they are tried."""
     asked = (os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR"))
     return [Path(place) for place in dict.fromkeys((*asked, *LAST_PLACES)) if place]
 
 
 def _make_folder_in(parent: Path) -> Path:
-    """Make it; OSError where it cannot hold a socket's path, or sockets, or is full."""
+    """Make a runtime folder in this place.
+
+    Raises OSError if the path is too long for a socket, the disk is full, or its file system does
+    not support sockets.
+    """
     if not parent.is_absolute():
         raise OSError("it is no absolute path")
-    # In bytes, as the kernel counts: a letter can be four.
+    # In bytes, because the kernel limits these, and a letter may take four.
     longest = len(os.fsencode(parent / f"{PREFIX}12345678" / LONGEST_NAME))
     if longest > SOCKET_PATH_LIMIT or not str(parent).isprintable():
         raise OSError("its path is too long for a socket's, or has signs that it cannot have")

@@ -1,6 +1,6 @@
 """Which environment variables are secrets, by the words in their names; pure.
 
-The values of such variables are hidden in what `nbdist mcp` tells an assistant.
+`nbdist mcp` hides their values in all texts that it returns to an assistant.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ WORDS = (
     "(?<=_)PWD(?![A-Za-z])",
 )
 SECRET = re.compile("|".join(WORDS), re.IGNORECASE)
-"""A part of the name of an environment variable whose value stays hidden.
+"""Matches a part of the name of an environment variable whose value stays hidden.
 
 `KEY`, `PASS` and `PWD` are whole words of such a name: `KEYBOARD` and `PWD` hide nothing.
 """
 
 MIN_CHARACTERS = 6
-"""Of a value that is hidden: shorter ones, such as `1` or `true`, are parts of other words."""
+"""The length from which a value is hidden: `1` or `true` are also parts of other words."""
 
 
 def secret_values(environ: Mapping[str, str]) -> set[str]:
-    """Return the values of the variables whose names say that they are secrets."""
+    """Return the values of all variables that are secrets by their names, but no short values."""
     return {
         value
         for name, value in environ.items()
