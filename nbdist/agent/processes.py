@@ -366,7 +366,7 @@ class Forker:
         process = WorkerProcess(pid)
         self._children.expect(pid, process.set_exited)
         asked = self._asked.pop(number)
-        if asked.done():  # the start was called off meanwhile
+        if asked.done():  # the caller has given up meanwhile
             process.kill()
         else:
             asked.set_result(process)

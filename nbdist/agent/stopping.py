@@ -65,9 +65,10 @@ class Sight:
 def is_stuck(sight: Sight) -> bool:
     """Return True if the rank will provably not leave what it runs; pure.
 
-    A rank is not stuck if it has left the code and reports so, if it cleans up after
-    KeyboardInterrupt, or if its code has caught KeyboardInterrupt and goes on.  In the latter two
-    cases it counts as stuck once Stop has been pressed again.
+    A rank is stuck if, for its grace, it was stopped by a signal or held the GIL in C code, waited
+    in a collective that no abort ended, ignored SIGINT, or slept without reacting to SIGINT.  Any
+    other rank in its code, such as one that cleans up after KeyboardInterrupt, has caught it or
+    computes, is stuck only once Stop was pressed again.
     """
     place = sight.place
     if sight.is_spared or not place.is_in_code:

@@ -111,7 +111,7 @@ class Worker:
             self.output.close_write_ends()
         self.process = process
         process.exited.add_done_callback(lambda _: self.output.ready.set())
-        if self.is_killed:  # before it had a process
+        if self.is_killed:  # `kill` was called before there was a process
             process.kill()
         await self.output.ready.wait()
         if process.exited.done():
