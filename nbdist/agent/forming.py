@@ -79,8 +79,8 @@ class Forming:
     async def heal(self, spec: WorldSpec | None = None) -> Healed:
         """Start the ranks that have no live process, and form the group of all ranks again.
 
-        If more workers die meanwhile, the forming is tried `HEAL_TRIES` times.  A given `spec`
-        replaces the world's.
+        If more workers die meanwhile, it tries again, at most `HEAL_TRIES` times in all.  A given
+        `spec` replaces the world's.
         """
         self.spec = spec or self.spec
         assert self.spec is not None
@@ -200,7 +200,7 @@ class Forming:
 
 
 def nodes_of(spec: WorldSpec) -> dict[int, int]:
-    """Return the number of each rank's node, 0 on a single machine."""
+    """Return the number of each rank's node; 0 for all ranks of a world without slots."""
     return dict(enumerate(spec.nodes))
 
 

@@ -40,7 +40,7 @@ from nbdist.wire.spec import WorkerStart, WorldSpec
 from nbdist.words import word_exit
 
 LONGEST_EXIT, EXIT_STEP = 10.0, 0.05
-"""Seconds that `exit_within` waits at most for a short `seconds`, and least between two checks.
+"""Seconds that `exit_within` waits at most unless `seconds` is longer, and least for a check.
 
 The notebook waits longer for its agent."""
 

@@ -35,8 +35,8 @@ STEP_TIMEOUT = 2.0
 
 A rank counts as training if its next step is due within this time, or overdue by less."""
 
-ANSWER_TIMEOUT = 0.6  # seconds for a rank to say how many steps it has begun
-NODE_TIMEOUT = 1.0  # the same for all ranks of a machine, on the way to the head and back
+ANSWER_TIMEOUT = 0.6  # seconds for a rank to answer how many steps it has begun
+NODE_TIMEOUT = 1.0  # seconds for the head to get the counts of all machines
 
 POLL_INTERVAL = 0.02  # seconds between checks whether ranks have left the task
 

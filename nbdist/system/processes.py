@@ -72,7 +72,7 @@ def signal_on_parents_end(number: signal.Signals, parent: int) -> bool:
 def adopt_orphans(*, adopts: bool = True) -> None:
     """Become the parent of descendants whose parents exit, so that this process can kill them.
 
-    With `adopts=False`, no longer.
+    With `adopts=False` this process stops adopting orphans.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, int(adopts))
 
@@ -462,7 +462,7 @@ LAST_BYTES, LEFT = 4096, "nbdist left behind: "
 
 
 def last_lines_of(log: BinaryIO) -> list[str]:
-    """Return the last lines of an open log file."""
+    """Return the lines in the last `LAST_BYTES` of an open log file; the first may be cut."""
     log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_BYTES))
     return log.read().decode(errors="replace").splitlines()
 
