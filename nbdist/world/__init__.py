@@ -1,1 +1,1 @@
-"""The heart of the house: N workers as one, and what a cell on them says."""
+"""The engine in the notebook's process: it starts the workers of a world and runs tasks on them."""

@@ -1,4 +1,7 @@
-"""The states of a world as one table, on which machine each rank is, prompts of ranks.  Pure."""
+"""Small tables about a world: its states, the machine and number of each rank, open prompts.
+
+`Workers` and `TaskRun` use this module in the notebook's process.  Nothing in it does I/O.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from nbdist.words import count, format_ranks, name_ranks
 
 
 class State(Enum):
-    """What a world is doing; the value is what people read."""
+    """The state of a world.  The value is the text that users read."""
 
     STOPPED = "stopped"
     STARTING = "starting"
@@ -30,12 +33,12 @@ class State(Enum):
 
     @property
     def has_workers(self) -> bool:
-        """Whether there are worker processes to look at or to end."""
+        """Whether the world has worker processes that can be asked or ended."""
         return self not in (State.STOPPED, State.STOPPING, State.STARTING, State.LOST)
 
 
 class Event(Enum):
-    """What can happen to a world."""
+    """An event that can change the state of a world."""
 
     START = "start"
     STARTED = "started"
@@ -56,7 +59,7 @@ class Event(Enum):
 
 
 FORMED = (State.READY, State.RUNNING, State.INTERRUPTING, State.STUCK, State.BROKEN)
-"""Those in which the workers have a group, whole or broken."""
+"""States in which the workers have been started and have a process group, whole or broken."""
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.STOPPED, Event.START): State.STARTING,
@@ -70,7 +73,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.INTERRUPTING, Event.GAVE_UP): State.STUCK,
     (State.STUCK, Event.INTERRUPT): State.STUCK,
     (State.STUCK, Event.GAVE_UP): State.STUCK,
-    # The ranks that did not stop have come back after all.
+    # The ranks that ignored Stop have finished the task after all.
     (State.STUCK, Event.TASK_DONE): State.READY,
     (State.BROKEN, Event.TASK_DONE): State.BROKEN,
     (State.BROKEN, Event.HEAL): State.HEALING,
@@ -81,13 +84,13 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.BROKEN, Event.INTERRUPT): State.BROKEN,
     (State.BROKEN, Event.GAVE_UP): State.BROKEN,
     (State.STOPPING, Event.STOPPED): State.STOPPED,
-    # What was not read before Stop came while they were ended.
+    # Messages of the workers that were still unread when their end was requested.
     (State.STOPPING, Event.RANK_DIED): State.STOPPING,
     (State.STOPPING, Event.ABORTED): State.STOPPING,
     (State.STOPPING, Event.TASK_DONE): State.STOPPING,
     (State.LOST, Event.START): State.STARTING,
     **{(state, Event.RANK_DIED): State.BROKEN for state in FORMED},
-    # A failed task had left collectives under way.
+    # A failed task left collectives in flight, which were aborted.
     **{(state, Event.ABORTED): State.BROKEN for state in FORMED},
     **{(state, Event.STOP): State.STOPPING for state in State},
     **{(state, Event.AGENT_LOST): State.LOST for state in State},
@@ -95,7 +98,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 
 
 def next_state(state: State, event: Event) -> State:
-    """Return where `event` leads from `state`; RuntimeError for one that cannot happen there."""
+    """Return the state after `event`; RuntimeError if it cannot happen in `state`."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
@@ -104,18 +107,21 @@ def next_state(state: State, event: Event) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machine of each rank, and its number there, from 0 on."""
+    """The machine of each rank, and the rank's number on that machine, counted from 0."""
 
     by_rank: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, hosts: Mapping[int, str], spec: WorldSpec) -> Machines:
-        """Take them from the slots of a world on several machines, named by rank in `hosts`."""
+        """Return the table of a world on several machines.
+
+        `hosts` names the machine of each rank; the slots of `spec` have the local numbers.
+        """
         return cls({rank: (host, spec.slot(rank).local_rank) for rank, host in hosts.items()})
 
     @classmethod
     def one(cls, host: str, size: int) -> Machines:
-        """Return those of ranks that are on one machine, whatever nodes are simulated there."""
+        """Return the table of a world on one machine, even if it simulates several nodes."""
         return cls({rank: (host, rank) for rank in range(size)})
 
     @property
@@ -124,7 +130,7 @@ class Machines:
         return tuple(dict.fromkeys(self.by_rank[rank][0] for rank in sorted(self.by_rank)))
 
     def name(self, rank: int) -> str:
-        """Name the machine of a rank; "" for one that is not known."""
+        """Return the name of a rank's machine; "" if the rank is not known."""
         return self.by_rank.get(rank, ("", 0))[0]
 
     def who(self, ranks: Iterable[int]) -> str:
@@ -146,12 +152,16 @@ class Machines:
         return ", ".join([first, *others[:-1]]) + (f" and {others[-1]}" if others else "")
 
 
-MOST_NAMED = 3  # machines besides the first that a line has room for
+MOST_NAMED = 3  # machines that a line names besides the first; if there are more, it counts them
 
 
 @dataclass(frozen=True)
 class Renumbering:
-    """How many ranks there were, how many there are, and what became of those that stayed."""
+    """A change of the ranks' numbers.
+
+    `before` and `after` are numbers of ranks.  `became` has the new number of each old rank that is
+    still there; a rank that was restarted in place counts as the same rank.
+    """
 
     before: int
     after: int
@@ -159,7 +169,7 @@ class Renumbering:
 
     @property
     def moved(self) -> Mapping[int, int]:
-        """The ranks that have another number now, by the old one."""
+        """The new numbers of the ranks whose number has changed, by their old number."""
         return {old: new for old, new in self.became.items() if old != new}
 
     @property
@@ -169,21 +179,24 @@ class Renumbering:
 
     @property
     def new(self) -> tuple[int, ...]:
-        """The ranks that were not there before."""
+        """The ranks that were added."""
         return tuple(rank for rank in range(self.after) if rank not in self.was)
 
     def then(self, later: Renumbering) -> Renumbering:
-        """Return this and a later one as one."""
+        """Combine this change and a later one into one change."""
         became = {old: later.became[now] for old, now in self.became.items() if now in later.became}
         return Renumbering(self.before, later.after, became)
 
     def of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return which ranks these are now, without those that are gone."""
+        """Return the new numbers of old ranks, in order, without the ranks that are gone."""
         return tuple(sorted(self.became[rank] for rank in ranks if rank in self.became))
 
 
 def compare(before: Processes, after: Processes) -> Renumbering:
-    """Find what became of each rank; a new process in the place of one keeps its number."""
+    """Find the new number of each rank, by its process.
+
+    A new process that has the number of a process that is gone counts as the same rank.
+    """
     now = {process: rank for rank, process in after.items()}
     became = {rank: now[process] for rank, process in before.items() if process in now}
     taken = {*became.values()}
@@ -205,9 +218,9 @@ def moved_text(moved: Mapping[int, int]) -> str:
     return f"{name_ranks(old)} are now {name_ranks(new)}"
 
 
-SETTLE_SECONDS = 0.1  # seconds that a rank is given to ask before one that comes after it
+SETTLE_SECONDS = 0.1  # seconds after a prompt: a lower rank that asks within them is answered first
 
-STAY_SECONDS = 0.3  # seconds for the rank that was answered last to ask again before others
+STAY_SECONDS = 0.3  # seconds after an answer: the same rank, if it asks again, comes before others
 
 NO_INPUT = (
     "input() and breakpoint() need JupyterLab or a terminal; this run has neither (nbclient, "
@@ -218,10 +231,10 @@ TO_RANKS = "-r"
 
 
 class Prompts:
-    """Those at which ranks of a task wait, one a rank; times are monotonic seconds.
+    """The open prompts of a task: at most one per rank.  Times are monotonic seconds.
 
-    What is typed is for one rank, as its prompt says; they are answered in the order of the ranks.
-    But a rank that asks again soon comes first: a debugger's conversation is not torn apart.
+    The user answers one rank at a time, the lowest rank first.  But a rank that asks again soon
+    after its answer comes before the others, so that a debugger session is not interrupted.
     """
 
     def __init__(self) -> None:
@@ -233,33 +246,36 @@ class Prompts:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that ask."""
+        """The ranks that wait for input."""
         return tuple(sorted(self._open))
 
     def __getitem__(self, rank: int) -> InputRequest:
         return self._open[rank]
 
     def seconds(self, now: float) -> float:
-        """Return how long any rank has waited for input."""
+        """Return the total time during which at least one rank waited for input."""
         return self._seconds + (now - self._changed if self._open else 0.0)
 
     def receive(self, rank: int, request: InputRequest, now: float) -> None:
-        """Take in what a rank asks, in place of what it asked before."""
+        """Record a rank's prompt, in place of an earlier prompt of that rank."""
         self._count(now)
         self._open[rank] = request
 
     def drop(self, rank: int, now: float) -> None:
-        """Forget what it asks: it has ended, or has its input."""
+        """Remove the prompt of a rank that has finished or has got its input."""
         self._count(now)
         self._open.pop(rank, None)
 
     def answered(self, rank: int, now: float) -> None:
-        """Note that it has been answered."""
+        """Remove the prompt of a rank that the user has answered; see `STAY_SECONDS`."""
         self.drop(rank, now)
         self._last, self._answered = rank, now
 
     def next(self, now: float, unfinished: Collection[int]) -> int | None:
-        """Return the rank to answer now; None where one that comes before may ask soon."""
+        """Return the rank whose prompt the user should answer now.
+
+        None if there is no prompt, or if a rank that would come first may still ask.
+        """
         if not self._open:
             return None
         if self._last in self._open:
@@ -274,13 +290,15 @@ class Prompts:
         self._changed = now
 
     def prompt(self, rank: int) -> str:
-        """Write what stands before the input box: `[rank 3] ipdb> `."""
+        """Write the text in front of the input box: `[rank 3] ipdb> `."""
         return f"[rank {rank}] {self._open[rank].prompt}"
 
     def answers(self, rank: int, typed: str, size: int) -> dict[int, str]:
-        """Return which ranks get what of a line that was typed for this one.
+        """Return by rank the input that follows from a line that was typed at a rank's prompt.
 
-        `-r all c`, in a debugger, is for all that wait in one now; UsageError for unknown ranks.
+        Usually that is the line, for this rank.  In a debugger, `-r all c` sends `c` to all ranks
+        that wait in a debugger now.  Raises UsageError if none of them does, or if they are no
+        ranks of this world.
         """
         words = typed.split(maxsplit=2)
         if not self._open[rank].by_debugger or len(words) < 2 or words[0] != TO_RANKS:
@@ -293,7 +311,7 @@ class Prompts:
 
     @property
     def text(self) -> str:
-        """`rank 3 waits for your input`, and how to answer several at once; "" for none."""
+        """`rank 3 waits for your input`, and how to answer several at once; "" if no rank waits."""
         ranks = self.ranks
         if not ranks:
             return ""

@@ -1,6 +1,7 @@
-"""World: N workers as one, the public face of a session; and the public functions beside it.
+"""The public Python interface: `World`, `nbdist.run`, `nbdist.distributed` and `nbdist.attach`.
 
-On the notebook's thread, or that of a script.
+A script or a notebook cell calls it, on the thread that made the world.  The work is done by
+`nbdist.world.session`.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class World:
     process.  Not for use from several threads at once.
 
     Raises:
-        UsageError: before anything is started, for arguments that cannot be.
+        UsageError: an argument is not valid; nothing has been started.
     """
 
     @takes_options(WorldConfig)
     def __init__(self, config: WorldConfig) -> None:
-        """Work out what the workers have in common, with nothing started.
+        """Check the options and prepare the workers' specification; start nothing.
 
         Args:
         """
@@ -70,17 +71,17 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many workers there are, or will be once it is started."""
+        """The number of workers; before the start, how many there will be."""
         return self.session.size
 
     @property
     def state(self) -> State:
-        """What it is doing: stopped, ready, running a task, ..."""
+        """The state of the world: stopped, ready, running a task, ..."""
         return self.session.state
 
     @property
     def pids(self) -> Mapping[int, int]:
-        """The process of each rank."""
+        """The process id of each rank."""
         return self.session.pids
 
     @property
@@ -89,12 +90,18 @@ class World:
         return self.session.logs
 
     def status(self) -> tuple[WorkerStatus, ...]:
-        """Return one row per rank, from the agent; answers while ranks are busy."""
+        """Return the status of the ranks, a row for each, also while they are busy.
+
+        Without workers the result is empty.
+        """
         rows: tuple[WorkerStatus, ...] = self.session.ask(GetStatus())
         return rows
 
     def stacks(self, ranks: Sequence[int] | None = None) -> tuple[Stack, ...]:
-        """Return where the main thread of each rank is, now; answers whatever they are doing."""
+        """Return the current stack of each rank's main thread, also while the ranks are busy.
+
+        By default of all ranks; empty without workers.
+        """
         on = self.session.everyone if ranks is None else tuple(ranks)
         stacks: tuple[Stack, ...] = self.session.ask(GetStacks(on))
         return stacks
@@ -102,30 +109,31 @@ class World:
     # --- start and end --------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the workers and form their group; does nothing when they are there.
+        """Start the workers and form their process group; do nothing if they are running.
 
-        A slow start is shown on stderr, if that is a terminal.  Raises StartError with the rank's
-        last lines; nothing of the world is left then.
+        The progress of a slow start is shown on stderr, if that is a terminal.  Raises StartError
+        with the last lines of the rank that failed; then no process of the world is left.
         """
         self.session.start()
 
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
-        """End all workers and start new ones, out of every state; only `keep` outlives that.
+        """End all workers and start new ones; works in every state if `keep` is empty.
 
-        Each rank has to be ready to give these variables away; CUDA tensors come back on the CPU.
-        `changes` are arguments of `World` that describe the workers; the others stay as they are.
+        Only the variables in `keep` survive.  To read them the ranks have to be ready for a task.
+        CUDA tensors among them come back on the CPU.  `changes` are arguments of `World` that
+        describe the workers; the other arguments stay as they are.
         """
         self.session.restart(n, keep, **changes)
 
     @property
     def _started(self) -> Session:
-        """Its session, with workers; one that was shut down stays so until `start`."""
+        """The session, whose workers are started now unless `shutdown` has ended them."""
         if self.state is State.STOPPED and not self.pids:
             self.start()
         return self.session
 
     def shutdown(self) -> None:
-        """End all workers and their agent; a warning says what is left of them elsewhere."""
+        """End all workers and their agent; log a warning if processes are left elsewhere."""
         if left := self.session.shutdown():
             log.warning("%s", left)
 
@@ -147,16 +155,16 @@ class World:
         fetch: Sequence[str] = (),
         setup: bool = False,
     ) -> CellResult[Any]:
-        """Run source on all ranks, or some, and wait for it.
+        """Run source code on all ranks, or on some, and wait until they have finished.
 
         Args:
-            source: what a cell could hold, magics and top-level `await` included.
+            source: the text of a cell; magics and top-level `await` are allowed.
             ranks: by default all.
-            names: bound on the ranks first.
-            fetch: names (or expressions) whose values come back: `result[i]` is the value on rank i
-                when there is one, else a mapping.  Without `fetch` it is the value of the last
-                expression, if that is small: less than 64 KiB, and not on a GPU.
-            setup: run it again in every new worker, with the same names.
+            names: variables that are bound on the ranks before.
+            fetch: names or expressions whose values are returned.  `result[i]` is the value on rank
+                i for a single name, a mapping from name to value for several.  Without `fetch` it
+                is the value of the last expression, if that is less than 64 KiB and not on a GPU.
+            setup: run the source again in every new worker, with the same variables.
 
         Raises:
             WorkerError: the source raised on a rank; WorkerDied: a rank's process ended.
@@ -181,16 +189,17 @@ class World:
         return result
 
     def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellResult[R]:
-        """Call a function on all ranks at once: `.rank(i)` is what it returned there.
+        """Call a function on all ranks at once; `.rank(i)` of the result is its value on rank i.
 
-        It, its arguments and the names of `__main__` that it uses are sent, and are gone from the
-        workers afterwards; it finds names that the workers have bound as they are there.  What it
-        binds by `global` stays.
+        The function, its arguments and the variables of `__main__` that it uses are sent to the
+        workers, and removed there after the call.  For a name that the workers have bound, the
+        function sees the workers' own value.  Variables that it binds by `global` stay.
 
         Raises:
-            VariableNotSent: something of it cannot be pickled; nothing has run.
-            WorkerError: it raised on a rank; `except ValueError` catches it too, where that
-                is what it raised.  WorkerDied: a rank's process ended.
+            VariableNotSent: the function or a value that it needs cannot be pickled; nothing has
+                run.
+            WorkerError: the function raised on a rank.  If it raised ValueError,
+                `except ValueError` catches the error too.  WorkerDied: a rank's process ended.
         """
         try:
             return calling.run_call(self._started, function, args, kwargs)
@@ -205,9 +214,10 @@ class World:
         ranks: Sequence[int] | None = None,
         max_restarts: int = 0,
     ) -> CellResult[Any]:
-        """Run a script, or a module by its name, in the workers' own `__main__`.
+        """Run a script, or a module by its name, as `__main__` of the workers.
 
-        Raises as `execute` does; where it fails it is run again `max_restarts` times before.
+        If it fails it is run again, at most `max_restarts` times.  Raises the errors of `execute`,
+        if the last attempt has failed too.
         """
         script = find_script("module" if module else "file", program, args)
         task = self._started.task(script, ranks=ranks)
@@ -216,9 +226,9 @@ class World:
     def call(
         self, op: str, ranks: Sequence[int] | None = None, **arguments: Any
     ) -> CellResult[Any]:
-        """Call an op of nbdist, such as `clean`, on all ranks or some: see `nbdist.worker.ops`.
+        """Call an op of nbdist, such as `memory.clean`, on all ranks or some: `nbdist.worker.ops`.
 
-        `.rank(i)` is what it returned there.  Raises as `execute` does.
+        `.rank(i)` of the result is the op's value on rank i.  Raises the errors of `execute`.
         """
         return calling.run(self._started, self.session.task(Call(op, arguments), ranks=ranks))
 
@@ -231,21 +241,23 @@ class World:
         join: Joining | None = None,
         dim: int = 0,
     ) -> Any:
-        """Return the value of a name on each rank, in rank order; tensors arrive on the CPU.
+        """Return the value of a variable on each rank, in rank order; tensors arrive on the CPU.
 
         Args:
-            name: or an expression; of several a tuple comes, with what is said here of each.
+            name: a variable or an expression.  For several names a tuple is returned, with one
+                result for each.
             ranks: by default all.
-            rank: the value of one rank instead of a list.
-            join: "stack" for one tensor or array with a dimension more, "cat" for the values
-                end to end, in place of a list.
-            dim: along which dimension.
+            rank: return the value of this one rank instead of a list.
+            join: "stack" returns one tensor or array with an additional dimension, "cat" the
+                concatenated values, instead of a list.
+            dim: the dimension along which the values are joined.
 
         Raises:
-            UsageError: a rank has no such name, with who has it; or they do not fit together.
+            UsageError: a rank has no such variable (the message says which ranks have it), or
+                the values cannot be joined.
         """
         names = (name,) if isinstance(name, str) else tuple(name)
-        exchange.check_expressions(names)  # before workers are started for it
+        exchange.check_expressions(names)  # first: a bad expression starts no workers
         if join not in (None, *get_args(Joining)):
             raise UsageError(f'`join={join!r}`: use "stack" or "cat".')
         session, asked = self._started, ranks if rank is None else (rank,)
@@ -261,19 +273,20 @@ class World:
         *,
         dim: int | None = None,
     ) -> None:
-        """Bind a name on each rank to its own part of a value: tensor, array, list, table.
+        """Split a tensor, array, list or table, and bind a name on each rank to its own part.
 
-        On all of them or on none, also where Ctrl-C comes in the middle.
+        Either all ranks bind the name or none, also if Ctrl-C interrupts the call.
 
         Args:
-            name: what the parts are called there.
-            value: as long as there are elements; where parts cannot be equal, the first ones
-                have one more, as with torch.tensor_split.
+            name: the variable's name on the ranks.
+            value: the value to split.  If its length is not divisible, the first parts have one
+                element more, as with torch.tensor_split.
             ranks: by default all.
-            dim: the dimension of a tensor or array that is cut, by default the first.
+            dim: the dimension along which a tensor or array is split, by default the first.
 
         Raises:
-            UsageError: it cannot be cut, or an element cannot be pickled; nothing is bound.
+            UsageError: the value cannot be split, or an element cannot be pickled; nothing is
+                bound.
         """
         with closing(Scatter(self._started, name, value, ranks, dim)) as scatter:
             for _ in scatter.packing():
@@ -290,24 +303,28 @@ class World:
         execution_count: int | None = None,
         key: str = "",
     ) -> Task:
-        """Make a task to `submit`, on all ranks by default; a text is a cell's source."""
+        """Return a new task for `submit`, by default on all ranks; a text is a cell's source."""
         fields = {"plain": names, "fetch": fetch, "execution_count": execution_count}
         return self.session.task(work, ranks=ranks, key=key, **fields)
 
     def submit(self, task: Task, patience: Patience | None = None) -> TaskRun:
-        """Send a task to all of its ranks at once, and `follow` what is returned.
+        """Send a task to its ranks and return at once; pass the returned run to `follow`.
 
-        `patience` is for this task alone, the world's own by default.  Raises as `Session.submit`.
+        `patience` is for this task alone, by default the world's.  Raises the errors of
+        `Session.submit`.
         """
         before, session = self.session.everyone, self._started
         return session.submit(session.of_those_there(task, before), patience)
 
     def follow(self, running: TaskRun, *, answers: bool = False) -> Following:
-        """Yield output until the task has ended, as `Session.follow`; then ask for `error()`."""
+        """Yield output until the task has ended, as `Session.follow`; then check `error()`."""
         return self.session.follow(running, answers=answers)
 
     def catch_up(self) -> CellResult[Any] | None:
-        """Show and await what ran when it was attached to, as `execute`; None where nothing did."""
+        """Show the output of the task that ran when this world was attached, and wait for it.
+
+        Returns and raises as `execute`; returns None if no task ran then, or if it is over.
+        """
         running = self.session.running
         if running is None or running.is_over:
             return None
@@ -317,72 +334,75 @@ class World:
             self.session.release_values(running)
 
     def interrupt(self) -> None:
-        """Send SIGINT to the ranks that run a task; does nothing when none does."""
+        """Interrupt the ranks that run a task; do nothing if none does."""
         self.session.interrupt()
 
     # --- the group ------------------------------------------------------------------------
 
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
-        """Restart these ranks with the variables of `keep`; the other ranks keep theirs.
+        """Restart these ranks with the variables in `keep`; the other ranks keep all variables.
 
-        Raises WorldNotStarted, and WorldBusy while a task runs on others.
+        Raises WorldNotStarted, and WorldBusy while a task runs on other ranks.
         """
         self.session.replace(ranks, keep)
 
     def scale(self, n: int | str | None = None, *, ranks: Sequence[int] | None = None) -> None:
-        """Change the number of workers: 3, or "+2", or "-1"; or keep only these ranks.
+        """Change the number of workers to 3, by "+2" or by "-1"; or keep only these `ranks`.
 
-        The others keep process and variables, and all share a group of the new size.  They
-        keep their ranks too, but where one before them was ended: with `ranks=[0, 2, 3]` rank
-        2 is rank 1 from then on, and 3 is 2; where there are GPUs, each keeps its own.
-        DDP modules on the world's group go on in it; what was made with other groups (FSDP2,
-        DeviceMesh, `new_group`) raises at its next use.  New ranks run the set-up cells;
-        `sync` copies to them.  When more cannot be had, the world is as before.
+        Ranks that stay keep their process, their variables and their GPU, and all ranks share a
+        process group of the new size.  Ranks after one that was ended get a new number: with
+        `ranks=[0, 2, 3]` rank 2 is rank 1 from then on, and rank 3 is rank 2.
+        DDP modules on the world's group can be used in the new group; objects made with other
+        groups (FSDP2, DeviceMesh, `new_group`) raise at their next use.  New ranks run the
+        set-up cells; `sync` copies variables to them.
 
         Raises:
-            UsageError: n cannot be; nothing has changed.
-            ScaleError: a new rank did not start.
-            WorldBroken: the ranks do not meet; `restart` is the way out.
+            UsageError: n or ranks are not valid; nothing has changed.
+            ScaleError: a new rank could not be started; the world is as before.
+            WorldBroken: the ranks could not form a group; `restart` is the remedy.
         """
         self.session.scale(n, ranks)
 
     def sync(
         self, names: Sequence[str], source: int = 0, ranks: Sequence[int] | None = None
     ) -> tuple[int, ...]:
-        """Copy names from one rank to others, through the group; which ranks have got them.
+        """Copy variables from one rank to others, through the process group.
 
-        By default to those that lack one of the names; with `ranks` to these, which may have
-        other values.  They arrive together: a model and its optimizer share parameters.
-        CUDA tensors arrive on the rank's own GPU.  UsageError for a name that cannot be copied.
+        Returns the ranks that have received them.  By default the receivers are the ranks that
+        lack one of the variables; with `ranks` they are these ranks, whatever they have.  All
+        variables are copied together: a model and its optimizer still share parameters.  CUDA
+        tensors arrive on the rank's own GPU.  Raises UsageError for a name that cannot be copied.
         """
         return exchange.sync(self.session, names, source, ranks)
 
     def tracked(self, name: str) -> Any:
-        """Return what ranks have tracked under a name, as a pandas DataFrame: a column for each.
+        """Return the values that ranks have tracked under a name, as a pandas DataFrame.
 
-        Its rows are steps.  Where a step has gone back there is a column `run`; of curves that
-        have very many points neighbours are one, and this is their mean.
+        Its columns are `step` and one for each rank.  If the steps have begun again, a column `run`
+        numbers the runs.  Of curves with very many points, neighbouring points are one row, with
+        their mean.
 
-        Raises UsageError where nothing was tracked under this name, or pandas is missing.
+        Raises UsageError if nothing was tracked under this name, or if pandas is missing.
         """
         return self.session.curves.table(name)
 
     # --- what workers have ----------------------------------------------------------------
 
     def clean(self, ranks: Sequence[int] | None = None) -> CellResult[Cleaned]:
-        """Release memory that workers do not need; return how much they had and have.
+        """Release memory that workers do not need; return how much they used before and after.
 
-        That of the last exception's frames, of what cells have shown (`Out`, `_`), of cycles, and
-        the GPU memory that torch keeps for the next tensors.
+        Releases the frames of the last exception, the results of cells (`Out`, `_`), reference
+        cycles, and the GPU memory that torch caches.
         """
         return self.call("memory.clean", ranks)
 
     def snapshot(self, *variables: str | Sequence[str], name: str | None = None) -> Snapshot:
         """Write variables of each rank to the disk: `world.snapshot("model", "step", name="a")`.
 
-        By default all that cells have bound, under the name of the notebook.  With the random
-        states, for `restore` in this world or a later one.  The notebook's 3 newest of a name are
-        kept.  Raises UsageError where it cannot be written, with nothing changed.
+        By default all variables that cells have bound or changed, under the name of the notebook.
+        The states of the random number generators are saved with them.  `restore` reads the
+        snapshot, in this world or a later one.  Of each name the notebook's 3 newest snapshots are
+        kept.  Raises UsageError if the snapshot cannot be written; nothing has changed then.
         """
         return exchange.save(self.session, self.snapshot_store, _names_in(variables), name)
 
@@ -393,19 +413,19 @@ class World:
         ranks: Sequence[int] | None = None,
         from_rank: int | None = None,
     ) -> exchange.Restored:
-        """Bind what a snapshot has, by default all of it, on all ranks or some.
+        """Bind the variables of a snapshot, by default all, on all ranks or some.
 
-        By default this notebook's newest, or the newest of a `name`.  With `from_rank` every
-        rank gets the variables of that one.  Raises UsageError for a snapshot that is damaged
-        or of another size, with nothing bound.
+        By default of this notebook's newest snapshot; `name` selects the newest of that name.
+        With `from_rank` every rank gets the variables of that rank.  Raises UsageError if the
+        snapshot is damaged or of a world of another size; then nothing is bound.
         """
         store, wanted = self.snapshot_store, _names_in(variables)
-        found = store.find(name)  # before workers are started for it
+        found = store.find(name)  # first: a missing snapshot starts no workers
         return exchange.restore(self._started, store, found, wanted, ranks, from_rank)
 
     @property
     def snapshot_store(self) -> SnapshotStore:
-        """Where its snapshots lie."""
+        """The store of this notebook's snapshots, below the log folder."""
         config = self.session.config
         return SnapshotStore(
             root_folder(self.session.spec.config.log_dir or ""), owner_of(config.pool)
@@ -421,10 +441,11 @@ def _names_in(given: Sequence[str | Sequence[str]]) -> list[str] | None:
 
 
 def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellResult[R]:
-    """Call a function on new workers, one per GPU; they end with the call.
+    """Call a function on new workers, one per GPU; the workers end with the call.
 
-    Without GPUs one per core, at most 4.  `distributed` says how many, and more; with
-    `World` they stay.  Raises what `World.start` and `World.run` raise.
+    Without GPUs there is one worker per core, at most 4.  `distributed` takes their number and
+    other options; with `World` the workers stay.  Raises the errors of `World.start` and
+    `World.run`.
     """
     if options := _options_of_world(function, kwargs):
         said = ", ".join(f"{name}={value!r}" for name, value in options.items())
@@ -438,10 +459,10 @@ def run(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> CellR
 def _options_of_world(
     function: Callable[..., Any], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the arguments that are options of `World` and not arguments of the function."""
+    """Return the keyword arguments that `World` accepts and the function does not."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of one in C
+    except (TypeError, ValueError):  # a function in C may have no signature
         return {}
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return {}
@@ -459,15 +480,15 @@ def distributed(
 
 
 def distributed(function: Any = None, /, **options: Any) -> Any:
-    """Decorate a function: each call of it is made on new workers, which end with it.
+    """Decorate a function: each call of it runs on new workers, which end with the call.
 
         @nbdist.distributed(n=4)
         def train(model, steps): ...
 
         trained = train(model, 100).rank(0)
 
-    `options` are those of `World`; without any, `@nbdist.distributed` will do.  The function
-    itself is its `__wrapped__`.  Raises UsageError for options that can never be.
+    `options` are arguments of `World`; without any, write `@nbdist.distributed`.  The attribute
+    `__wrapped__` is the undecorated function.  Raises UsageError for options that are not valid.
     """
     if function is None:
         return functools.partial(distributed, **options)
@@ -485,10 +506,11 @@ def distributed(function: Any = None, /, **options: Any) -> Any:
 
 
 def attach(name: str | None = None) -> World:
-    """Take over a world that was started with `detach=True` and whose process has gone.
+    """Take over a world that was started with `detach=True` and whose notebook has ended.
 
-    By its name, its pool's, or the number of its agent's process; without, the only one that
-    is detached.  What it runs goes on: `world.catch_up()` shows what was missed, and waits.
+    `name` is the world's name, its pool, or the process id of its agent; by default the only
+    detached world is taken.  A task that runs there goes on: `world.catch_up()` shows the output
+    that was missed, and waits for the task.
 
     Raises:
         UsageError: there is no such world, or a notebook still uses it.
@@ -497,7 +519,10 @@ def attach(name: str | None = None) -> World:
 
 
 def take_over(found: Found, namespace: dict[str, Any]) -> World:
-    """Take this one over, with its names in this namespace; raises UsageError as `attach` does."""
+    """Take over a world that was found; its session reads and binds names in `namespace`.
+
+    Raises UsageError if the world refuses, as `attach` does.
+    """
     try:
         folder = JoinedFolder(found.folder)
         link = Link(folder=folder)  # its socket is bound before the agent is asked to connect
