@@ -1,6 +1,7 @@
-"""The engine of a world: a task from `submit` to its end, on workers that it keeps whole.
+"""The engine of a world: sends tasks to its workers, waits for them, and keeps the group whole.
 
-In the notebook's process, on the thread that made the world; `nbdist.world.recovery` is below it.
+Runs in the notebook's process, on the thread that made the world.  `World` and the notebook's
+magics call it; `nbdist.world.recovery` has the loop over a task and the healing of the group.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from nbdist.world.workers import Workers
 
 LOOK_TIMEOUT = 10.0
 KILL_TIMEOUT = 60.0  # a killed process ends soon, but its agent may get no processor
-LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped one
+LATE_TIMEOUT = 30.0  # seconds that the next task waits for ranks that have not left a stopped task
 
-Kept = dict[int, list[bytes]]  # by rank, the frames of a pickle of what outlives its worker
+Kept = dict[int, list[bytes]]  # by rank, the frames of a pickle of variables that a restart keeps
 
 
 class Session(Workers):
-    """What `World` and the notebook work with: tasks, and the group that they run in."""
+    """The workers of a world with operations on them: run tasks, restart, replace, scale, ask."""
 
     def __repr__(self) -> str:
         running = f" {self.running}" if self.unfinished else ""
@@ -62,13 +63,17 @@ class Session(Workers):
     def task(
         self, work: Work | str = "", *, ranks: Sequence[int] | None = None, **fields: Any
     ) -> Task:
-        """Make a task with such `fields`, on all ranks by default; a text is a cell's source."""
-        # Before the start it is not known yet how many there will be.
+        """Return a new task with these `fields`, by default on all ranks.
+
+        A text as `work` is the source of a cell.  Raises BadRanks, or UsageError if `ranks` is a
+        number.
+        """
+        # Before the start, other machines may still determine the size.
         most = self.size if self.state.has_workers else sys.maxsize
         if hasattr(ranks, "__index__") and not getattr(ranks, "shape", ()):
             raise UsageError(f"`ranks={ranks}`: give a list of ranks, such as `ranks=[{ranks}]`.")
         for rank in () if ranks is None else ranks:
-            if not (hasattr(rank, "__index__") and 0 <= rank < most):  # numpy's too
+            if not (hasattr(rank, "__index__") and 0 <= rank < most):  # also numpy's integers
                 raise BadRanks(str(ranks), self.size, f"{rank!r} is none of them, by its number")
         on = self.everyone if ranks is None else tuple(map(operator.index, ranks))
         work = Source(work) if isinstance(work, str) else work
@@ -80,10 +85,11 @@ class Session(Workers):
         patience: Patience | None = None,
         shipped: Mapping[int, Parcel] | None = None,
     ) -> TaskRun:
-        """Send a task to all of its ranks at once, which are made ready first.
+        """Send a task to all of its ranks at once, after the group was healed if necessary.
 
-        `shipped` is by rank what its names and objects are.  Raises what keeps it from
-        running, with nothing sent: WorldNotStarted, WorldBusy, WorkerDied, AgentLost, CodeNotSent.
+        `shipped` has by rank the names and objects that the task brings to the rank.  If the task
+        cannot run, nothing is sent, and this raises the reason: WorldNotStarted, WorldBusy,
+        WorkerDied, WorldBroken, AgentLost or CodeNotSent.
         """
         self.receive_waiting()
         if damage := self.wait_for_stop():
@@ -98,7 +104,11 @@ class Session(Workers):
         return self.send(self.of_those_there(task, before), patience, shipped)
 
     def of_those_there(self, task: Task, before: Sequence[int]) -> Task:
-        """Return a task with its ranks limited to the world's present size."""
+        """Return the task for the present size of the world, which healing may have changed.
+
+        A task on all ranks `before` is on all ranks now.  Raises BadRanks for another task that
+        names a rank which does not exist any more.
+        """
         if task.ranks == before:
             return replace(task, ranks=self.everyone)
         if missing := [rank for rank in task.ranks if rank >= self.size]:
@@ -108,7 +118,11 @@ class Session(Workers):
     follow = recovery.follow
 
     def meet_stop(self, task: Task) -> bool:
-        """Count a Stop for `follow`, for a handler of signals; False where it is to be raised."""
+        """Count a Stop that came during a task, and wake `follow`; for a signal handler.
+
+        Returns False if the handler has to raise KeyboardInterrupt instead: `task` is not the one
+        that was sent last, or the block that runs now may be interrupted.
+        """
         running = self.running
         if running is None or running.task.id != task.id or running.raises_stops:
             return False
@@ -118,13 +132,16 @@ class Session(Workers):
         return True
 
     def reply(self, running: TaskRun, answers: Mapping[int, str | None]) -> None:
-        """Send each of these ranks what was typed for it, None for the end of all input."""
+        """Send each rank its answer to its prompt; None means the end of input (EOF)."""
         for rank, text in answers.items():
             self.link.send(SendInput(rank, InputReply(running.prompts[rank].number, text)))
             running.prompts.answered(rank, time.monotonic())
 
     def attempts(self, task: Task, most: int) -> Iterator[Task]:
-        """Yield the task to submit and follow, at most `most` times more where `restart` is set."""
+        """Yield the task to submit and follow, then again as long as its run has to be restarted.
+
+        At most `most` restarts follow the first attempt; see `TaskRun.restart`.
+        """
         for number in range(read_restarts(most) + 1):
             yield replace(task, id=uuid.uuid4().hex, attempt=Attempt(number, most))
             if self.running is None or not self.running.restart:
@@ -135,13 +152,13 @@ class Session(Workers):
         return self.finish(self.submit(task))
 
     def finish(self, running: TaskRun) -> CellResult[Any]:
-        """Wait for a task that has been sent; raises as `run`."""
+        """Wait for a task that has been sent; return and raise as `run`."""
         self.wait(running)
         self.check(running)
         return running.result()
 
     def wait(self, running: TaskRun) -> None:
-        """Follow a task to its end, without a look at what it shows."""
+        """Follow a task to its end and ignore its output."""
         for _ in self.follow(running):
             pass
 
@@ -157,22 +174,23 @@ class Session(Workers):
             raise error
 
     def interrupt(self) -> None:
-        """Interrupt the ranks that run a task; does nothing when none does."""
+        """Interrupt the ranks that run a task; do nothing if none does."""
         if self.running is not None:
             recovery.interrupt(self, self.running)
 
     @property
     def stopped_task(self) -> TaskRun | None:
-        """The stopped task that was not followed to its end, as Stop gave control back; or None."""
+        """The stopped task that has not ended, because Stop returned control before; or None."""
         running = self.running
         is_left = running is not None and running.is_stopping and not running.is_over
         return running if is_left else None
 
     def wait_for_stop(self) -> str:
-        """Wait again for ranks that had not left yet when Stop gave control back.
+        """Wait for ranks that were still in a stopped task when Stop returned control.
 
-        Return what the stopped task has left wrong on its ranks, which nobody has been told yet:
-        `TaskRun.damage`, "" for nothing.
+        Waits at most `LATE_TIMEOUT` seconds.  Returns the stopped task's `TaskRun.damage`, which
+        the user has not been told yet; "" for none.  Another Stop interrupts the ranks again, and
+        raises KeyboardInterrupt.
         """
         if (running := self.stopped_task) is None:
             return ""
@@ -193,26 +211,27 @@ class Session(Workers):
         packed: Payload | None = None,
         parcel: Parcel | None = None,
     ) -> None:
-        """Run this cell in every new worker too; the segment with its names stays open for that.
+        """Run this cell in every new worker too.
 
-        `packed` is what every new worker gets, and `parcel` says what that is.
+        `segment` has the cell's names in shared memory, and stays open for that.  `packed` are the
+        names and objects that every new worker gets, and `parcel` records them.
         """
         task = replace(task, forget={}, deleted={}, names={} if packed is None else {ANY: packed})
         self.setup.keep(key, task, segment, parcel)
         self.remember()
 
     def release_values(self, running: TaskRun) -> None:
-        """Let workers release the values that it fetched, which have been read."""
+        """Let the ranks release the values that the task fetched: this process has read them."""
         payloads = running.payloads().items()
         self.let_go_of(running.task, (rank for rank, payload in payloads if payload.segment))
 
     def let_go_of(self, task: Task, ranks: Iterable[int]) -> None:
-        """Let these ranks release values that were lent inside of what they returned."""
+        """Let these ranks release the memory of the values that they returned for a task."""
         if lent := tuple(ranks):
             self.link.send(ReleaseValues(task.id, lent))
 
     def check_ready(self) -> None:
-        """Raise the error that says why no task can be sent now, with the remedy."""
+        """Raise the error that says why no task can be sent now, with the remedy, if none can."""
         running = self.running
         if self.state is State.READY:
             return
@@ -224,7 +243,7 @@ class Session(Workers):
             if running.is_stopping:
                 raise running.not_stopped
             raise errors.WorldBusy(running.unfinished, running.age)
-        # Why they share no group is said again for every task until a restart.
+        # The reason why the ranks share no group is repeated for every task until a restart.
         if running is not None and running.deaths:
             running.fate = recovery.healing_text(self, running.deaths)
             if error := running.error():
@@ -232,27 +251,31 @@ class Session(Workers):
         raise recovery.death(self, self.dead) if self.dead else errors.WorldBroken(self.problem)
 
     def heal(self) -> None:
-        """Do about deaths and broken collectives what `on_failure` says; take in new machines."""
+        """Repair a broken group as `on_failure` says, then let machines that have come join it."""
         recovery.heal(self)
         if self.joined and self.state is State.READY:
             self.joined = {}
             recovery.regroup(self, Grow())
 
     def restart(self, n: int | str | None = None, keep: Sequence[str] = (), **changes: Any) -> None:
-        """End all workers and start new ones, out of every state; with what `keep` names."""
+        """End all workers and start new ones, with the variables in `keep`; see `World.restart`.
+
+        If the start fails with the new options, the old ones are valid again.  Raises the error of
+        a set-up cell that failed in the new workers.
+        """
         kept = self.take(keep, self.everyone)
         # The notebook's environment, path and folder may have changed meanwhile.
         before, size = self.config, self.size
         after = before.but(n, **changes)
         if is_moved := after.machines != before.machines:
-            module_of(after.launched_by)  # UsageError, with all workers left as they are
+            module_of(after.launched_by)  # raises UsageError before any worker is ended
         self.configure(after, name=self.spec.name)
         try:
             self.start_anew(agent_too=is_moved)
         except errors.StartError:
             self.configure(before, name=self.spec.name)
             raise
-        # Only now: on other machines it is known late how many there are.
+        # Only now, since other machines determine the size during the start.
         self.setup.renumber(Renumbering(size, self.size, {}))
         error = recovery.replay(self, self.everyone)
         self.give_back(kept)
@@ -260,7 +283,7 @@ class Session(Workers):
             raise error
 
     def replace(self, ranks: Sequence[int], keep: Sequence[str] = ()) -> None:
-        """Restart these ranks in place, with the variables of `keep`."""
+        """Restart these ranks in place, with the variables in `keep`; see `World.replace`."""
         self.receive_waiting()
         others = set(self.unfinished) - set(ranks)
         if others or self.state not in (State.READY, State.BROKEN, State.STUCK):
@@ -276,7 +299,7 @@ class Session(Workers):
         self.give_back(kept)
 
     def scale(self, n: int | str | None = None, ranks: Sequence[int] | None = None) -> None:
-        """Change the number of workers to `n`, or keep these ranks; ScaleError, or WorldBroken."""
+        """Change the number of workers to `n`, or keep only these ranks; see `World.scale`."""
         self.receive_waiting()
         if self.is_idle:
             self.heal()
@@ -299,7 +322,7 @@ class Session(Workers):
         _, why = recovery.regroup(self, Scale(spec, keep))
         if self.lost is not None:
             raise self.lost
-        if self.is_elsewhere:  # machines come and go, and the size changes without being asked for
+        if self.is_elsewhere:  # `take_healed` leaves the config alone there: machines come and go
             self.config = self.config.of_size(self.size)
         if self.state is State.BROKEN:
             raise errors.WorldBroken(self.problem)
@@ -307,7 +330,10 @@ class Session(Workers):
             raise errors.ScaleError(before, size, why)
 
     def take(self, names: Sequence[str], ranks: Iterable[int]) -> Kept:
-        """Fetch these names from these ranks, to outlive their workers; raises as `run` does."""
+        """Return these variables of these ranks, pickled, for workers that will replace them.
+
+        Raises as `run`, and UsageError if no rank has one of the variables.
+        """
         if not names:
             return {}
         keep = Call("values.keep", {"names": tuple(names)})
@@ -325,7 +351,7 @@ class Session(Workers):
         return kept
 
     def give_back(self, kept: Kept) -> None:
-        """Bind it again; ranks that there are no more are left out."""
+        """Bind variables that `take` has returned; skip ranks that do not exist any more."""
         for rank, frames in kept.items():
             if rank >= self.size:
                 continue
@@ -339,7 +365,10 @@ class Session(Workers):
     # --- the agent ------------------------------------------------------------------------
 
     def ask(self, request: Request) -> Any:
-        """Ask the agent for rows on its ranks, also while they are busy; none without workers."""
+        """Ask the agent about its ranks, also while they are busy, and return the reply.
+
+        Returns an empty tuple if there are no workers or if the agent has ended.
+        """
         self.receive_waiting()
         if not self.state.has_workers:
             return ()
@@ -350,7 +379,10 @@ class Session(Workers):
             return ()
 
     def look(self, request: Request) -> Any:
-        """Ask the same from any thread, which takes in nothing of what ranks have said."""
+        """Ask as `ask`, but from any thread: messages that have arrived are not handled.
+
+        Also returns an empty tuple if the agent does not answer within `LOOK_TIMEOUT`.
+        """
         asked = self._asked(request)
         try:
             return () if asked is None else self._named(asked.result(LOOK_TIMEOUT))
@@ -358,7 +390,7 @@ class Session(Workers):
             return ()
 
     def _named(self, reply: Reply) -> Any:
-        """Name machines in the rows of a status as elsewhere."""
+        """Replace the host names in a status by the names that the other messages use."""
         match reply:
             case (WorkerStatus(), *_):
                 name = self.machines.name
@@ -366,9 +398,10 @@ class Session(Workers):
         return reply
 
     def consult(self, question: Question, ranks: Iterable[int]) -> Future[Reply] | None:
-        """Put a question about names to one of these ranks, from any thread; None without workers.
+        """Ask one of these ranks a question about names, from any thread.
 
-        The reply is None where no rank has answered in time; wait for it with a bound.
+        Returns a future, or None without workers.  Its result is None if no rank has answered in
+        time; wait for it with a timeout.
         """
         return self._asked(Consult(tuple(ranks), question))
 

@@ -1,6 +1,7 @@
-"""The workers of a world: what is known of them, their start and end, what comes up from them.
+"""The workers of a world: their state, their start and end, and the messages that come from them.
 
-In the notebook's process, on the thread that made the world.
+Runs in the notebook's process, on the thread that made the world.  `Session` extends `Workers`, and
+`nbdist.world.recovery` has the loop that waits for a task.
 """
 
 from __future__ import annotations
@@ -57,42 +58,43 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nbdist.world")
 
-COMING_TIMEOUT = 86_400.0  # seconds for machines to come out of queues; their head waits less long
+COMING_TIMEOUT = 86_400.0  # seconds to wait for queued machines; must exceed their head's timeout
 STOP_GRACE, RESTART_GRACE = 2.0, 0.3  # seconds that idle workers have to run their exit handlers
-STOP_TIMEOUT = 20.0  # seconds for an agent to have ended them; one that hangs is ended with them
-QUIET_SECONDS = 2.0  # of a start, before anything is said of it
+STOP_TIMEOUT = 20.0  # seconds for an agent to end the workers; then it is ended, with them
+QUIET_SECONDS = 2.0  # a start that takes less time shows no line
 FOLDER_REMOVED = "the notebook's folder {} was removed: the workers start in {}"
-LATE_KEPT = 1000  # outputs of threads that outlived their task; all text is in the log files too
+LATE_KEPT = 1000  # outputs outside of tasks, such as of threads; the log files have all text
 
 
 class Workers:
-    """The workers of a world; the loop over a task and what heals their group act on them.
+    """The workers of a world, and the connection to their agent.
 
-    `state` changes through `advance` alone.  `kernel_exiting` is set, in any thread, when this
-    process is about to end.
+    `Session` is the subclass that runs tasks.  `state` changes in `advance` alone.  Any thread may
+    set `kernel_exiting` when this process is about to end.
     """
 
     def __init__(self, config: WorldConfig, there: Attached | None = None) -> None:
-        """Work out the spec of a new world, with nothing started; or take in one that is there."""
+        """Make the spec of a new world and start nothing; or use the spec of an attached world."""
         self.state = State.STOPPED
         self.namespace: dict[str, Any] = sys.modules["__main__"].__dict__
         self.pids: Mapping[int, int] = {}
         self.logs: Mapping[int, str] = {}
-        self.missing: tuple[str, ...] = ()  # what is missing in their libraries
-        self.problem = self.rejoin_hint = self.warning = ""  # why no group, how machines come back
+        self.missing: tuple[str, ...] = ()  # sentences about features that their libraries lack
+        # Why the ranks share no group, how lost machines come back, a warning about the options.
+        self.problem = self.rejoin_hint = self.warning = ""
         self.folder_note = ""  # where workers start if the notebook's folder was removed
         self.machines = Machines()
-        self.is_elsewhere = False  # not, or not all, on the notebook's machine
-        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)  # shown outside of tasks
-        self.curves = Curves()  # of all tasks, whatever workers they ran on
+        self.is_elsewhere = False  # True if a head manages the workers, on one machine or several
+        self.late: deque[tuple[int, Any]] = deque(maxlen=LATE_KEPT)  # rank, output outside of tasks
+        self.curves = Curves()  # of all tasks, also of tasks before a restart
         self.names = NameTable(self.namespace)
         self.dead: dict[int, Died] = {}
-        self.replaced: dict[int, Died] = {}  # those that died, and where others are now
+        self.replaced: dict[int, Died] = {}  # deaths of restarted ranks, until the user is told
         self.setup, self.past = Setup(), Past()
-        self.renumbering = Renumbering(0, 0, {})  # by the last forming of the group
-        self._renumbered: Renumbering | None = None  # since `take_moved`
-        self.joined: dict[str, None] = {}  # machines that could be taken in
-        self.widgets: Widgets | None = None  # from the first one on, where a page can show them
+        self.renumbering = Renumbering(0, 0, {})  # of the last time that the group was formed
+        self._renumbered: Renumbering | None = None  # all changes since `take_moved`
+        self.joined: dict[str, None] = {}  # machines that have come, and could have ranks
+        self.widgets: Widgets | None = None  # made for the first widget that a page can show
         self.shows_widgets = False
         self.lost: AgentLost | None = None
         self.running: TaskRun | None = None
@@ -104,17 +106,17 @@ class Workers:
 
     @property
     def size(self) -> int:
-        """How many there are, or will be."""
+        """The number of workers; before the start, how many there will be."""
         return self.spec.world_size
 
     @property
     def backend(self) -> str:
-        """That of their group; `none` where they share none."""
+        """The backend of the process group; "none" for workers without a group."""
         return self.spec.backend or "none"
 
     @property
     def layout(self) -> str:
-        """`1x4`; simulated nodes and workers on each, `2x4`."""
+        """The layout: `1x4`, or `2x4` for two simulated nodes with four workers each."""
         slot = self.spec.slot(0)
         return f"{slot.nodes}x{slot.local_world_size}"
 
@@ -130,25 +132,25 @@ class Workers:
         return tuple(range(self.size))
 
     def resolve(self, n: int | str) -> int:
-        """Return how many workers `n` means here."""
+        """Return the number of workers that `n`, such as "auto", means for this world."""
         workers = topology.parse_workers(str(n))
         if self.config.launched_by != LOCAL and not isinstance(workers, int):
-            return self.size  # other machines have been asked
+            return self.size  # which the other machines have already determined
         return topology.resolve(workers, len(self.spec.gpus), topology.usable_cores())
 
     @property
     def unfinished(self) -> tuple[int, ...]:
-        """The ranks that have something of a task left to do."""
+        """The ranks that have not finished the last task."""
         return () if self.running is None else self.running.unfinished
 
     @property
     def is_idle(self) -> bool:
-        """Whether no rank has anything of a task left to do."""
+        """Whether all ranks have finished the last task."""
         return not self.unfinished
 
     @property
     def link(self) -> Link:
-        """The connection to the agents of a world that has workers."""
+        """The connection to the agent; raises WorldNotStarted, and ForkedProcess in a fork."""
         if self._link is None:
             raise WorldNotStarted("This")
         self._link.check_process()
@@ -156,7 +158,7 @@ class Workers:
 
     @property
     def on_failure(self) -> OnFailure:
-        """What the death of a worker leads to."""
+        """The policy for the death of a worker: "heal", "stop" or "restart-all"."""
         return self.config.on_failure
 
     @on_failure.setter
@@ -164,17 +166,24 @@ class Workers:
         self.config = self.config.but(on_failure=policy)
 
     def outlives_kernel(self, seconds: float = 0.0) -> bool:
-        """Return True if this process ends and the workers stay; wait for that, in seconds."""
+        """Return True if this process is about to end and the workers stay.
+
+        Waits at most `seconds` for the end to be announced.
+        """
         return self.config.detach and self.kernel_exiting.wait(seconds)
 
     # --- what changes ---------------------------------------------------------------------
 
     def advance(self, event: Event) -> None:
-        """Go to another state: there is no other door."""
+        """Change the state according to an event.  No other function changes it."""
         self.state = next_state(self.state, event)
 
     def configure(self, config: WorldConfig, spec: WorldSpec | None = None, name: str = "") -> None:
-        """Take or work out the spec of the workers, with this name; UsageError for a bad config."""
+        """Use this config and this spec for the next start.
+
+        Without `spec`, one is made from the config, with this name.  Raises UsageError if the
+        config is not valid here.
+        """
         if spec is None:
             spec, self.warning = make_spec(config, name)
             gone = removed_folder()
@@ -184,7 +193,10 @@ class Workers:
         self.surroundings = NotebookSurroundings(spec)
 
     def remember(self, patience: Patience | None = None) -> None:
-        """Send the agent what only this process knows, where another may take the world over."""
+        """Send the agent the data that another notebook needs to take the world over.
+
+        Does nothing if the world cannot be detached, or if the agent has the data already.
+        """
         may_be = self.config.detach or self._remembered.config.detach
         if self._link is None or not self._link.is_up or not may_be:
             return
@@ -194,12 +206,18 @@ class Workers:
             self._link.send(memory)
 
     def memory(self, patience: Patience) -> Remember:
-        """Return what another notebook has to know, whose usual launcher may be another."""
+        """Return the data that another notebook needs to take the world over.
+
+        The config names the launcher: the other notebook may have another default.
+        """
         config = replace(self.config, launcher=self.config.launched_by)
         return Remember(config, patience, (*self.setup.tasks.items(),))
 
     def take_healed(self, healed: Healed) -> None:
-        """Take in what the agent says of the workers there are now, more or fewer."""
+        """Update processes, spec and all tables by rank after the group was formed again.
+
+        There may be more or fewer workers than before, and ranks may have other numbers.
+        """
         now = processes(healed.pids, healed.spec.slots)
         found = compare(processes(self.pids, self.spec.slots), now)
         self.problem, self.rejoin_hint, after = healed.problem, healed.rejoin_hint, found.after
@@ -213,7 +231,8 @@ class Workers:
                 self.widgets.renumber(found.became)
             self.setup.renumber(found)
             self.past.renumber(found)
-        # One that was to be added may have died instead, and numbers are others' now.
+        # Forget deaths of ranks beyond the new size, such as of a rank that could not be added; and
+        # if numbers have changed, deaths whose number belongs to another process now.
         self.dead = {
             rank: died
             for rank, died in self.dead.items()
@@ -223,13 +242,19 @@ class Workers:
         self._renumbered = self._renumbered.then(found) if self._renumbered else found
 
     def _take_there(self, there: messages.WorldStarted | Healed | Attached, host: str) -> None:
-        """Note processes, log folders and machines of all ranks; they are on `host` by default."""
+        """Store the processes, log folders and machines of all ranks.
+
+        All ranks are on `host` unless the message names their machines.
+        """
         self.pids, self.logs, self.is_elsewhere = there.pids, there.logs, bool(there.hosts)
         one = Machines.one(host, self.size)
         self.machines = Machines.of(there.hosts, self.spec) if there.hosts else one
 
     def replace_dead(self, made: Collection[str]) -> tuple[int, ...]:
-        """Note that the dead were replaced, and lack what the cell in which they died `made`."""
+        """Record that dead ranks were replaced by new processes, and return these ranks.
+
+        They lack the variables that they had, and those that the cell in which they died `made`.
+        """
         ranks = tuple(self.dead)
         self.names.replaced(ranks, made)
         self.replaced |= self.dead
@@ -237,17 +262,17 @@ class Workers:
         return ranks
 
     def take_replaced(self) -> dict[int, Died]:
-        """Return the ranks that have died and been replaced since this was last asked, and how."""
+        """Return the deaths of the ranks that were replaced since the last call, and clear them."""
         replaced, self.replaced = self.replaced, {}
         return replaced
 
     def told(self, ranks: Iterable[int]) -> None:
-        """Note that an error has said that these were replaced."""
+        """Record that an error has told the user that these ranks were replaced."""
         for rank in ranks:
             self.replaced.pop(rank, None)
 
     def take_moved(self) -> Mapping[int, int]:
-        """Return what ranks have become that have other numbers since this was last asked."""
+        """Return the new numbers of ranks by their old number at the last call, and clear them."""
         found, self._renumbered = self._renumbered, None
         return found.moved if found else {}
 
@@ -259,7 +284,10 @@ class Workers:
         patience: Patience | None = None,
         shipped: Mapping[int, Parcel] | None = None,
     ) -> TaskRun:
-        """Send a task to its ranks, which are ready; `shipped` is by rank what it brings there."""
+        """Send a task to its ranks; the state has to be READY.
+
+        `shipped` has by rank the names and objects that the task brings to the rank.
+        """
         imports = self.names.take_lost_imports(task.ranks)
         around = self.surroundings.now()
         level = wanted_level(is_shown=self.config.show)
@@ -282,14 +310,17 @@ class Workers:
         self.advance(Event.TASK)
         self.running = running
         running.sent_at = self.names.sent(running.shipped_names())
-        with running.counting_stops():  # ranks may have begun when it comes
+        with running.counting_stops():  # Stop may come when ranks have begun already
             link.send(packed)
         return running
 
     # --- start and end --------------------------------------------------------------------
 
     def starting(self) -> Iterator[Starting]:
-        """Start them, unless they are there; says now and then how far they are."""
+        """Start the workers unless they are running; yield the progress of the start.
+
+        Raises StartError; then everything that was started has been ended.
+        """
         if self.state not in (State.STOPPED, State.LOST):
             return
         self.advance(Event.START)
@@ -297,7 +328,7 @@ class Workers:
         if self.widgets is not None:
             self.widgets.end()
         self.joined = {}
-        # Objects keep their keys: what a restart keeps has them too.
+        # Objects keep their keys, which variables that a restart has kept refer to.
         before = self.names.objects
         self.names, self.past = NameTable(self.namespace), Past()
         self.names.objects.follow(before)
@@ -317,7 +348,7 @@ class Workers:
             match started := (yield from self._link.calling(request, timeout)):
                 case messages.StartFailure(rank, host, command, reason, last_lines):
                     raise StartError(rank, host, command, reason, last_lines)
-        except BaseException:  # Stop too: whatever has been started is ended
+        except BaseException:  # Stop too: everything that has been started is ended
             self.advance(Event.START_FAILED)
             if left := self.close_link():
                 log.warning("%s", left)
@@ -326,19 +357,22 @@ class Workers:
         self.spec, self.missing = (
             started.spec or self.spec,
             started.missing,
-        )  # other machines decide
+        )  # a head returns the spec, since its machines determine the size
         self._take_there(started, self._link.agent.host)
-        if self.code is not None and self.is_elsewhere:  # now that it is known who shares it
+        if self.code is not None and self.is_elsewhere:  # for machines that do not share the folder
             yield from self.code.bringing(self._link.calling, to_new=True)
         self.advance(Event.STARTED)
 
     def starting_texts(self) -> Iterator[str]:
-        """Start them; yield `starting 4 workers: 2 ready` when that changes, else ""."""
+        """Start the workers; yield `starting 4 workers: 2 ready`, or "" if the line is unchanged.
+
+        A start that takes less than `QUIET_SECONDS` yields no line.
+        """
         said, begun = "", time.monotonic()
         for far in self.starting():
             ready = f"{far.up} ready" if far.up < self.size else "forming their group"
             text = f"starting {count(self.size, 'worker')}: {ready}"
-            if far.text:  # how many there will be, machines that come decide
+            if far.text:  # of other machines, which determine the number of workers
                 text = f"starting: {far.text}" + (f" · {far.up} ready" if far.up else "")
             elif time.monotonic() - begun < QUIET_SECONDS:
                 text = ""
@@ -346,7 +380,7 @@ class Workers:
             said = text or said
 
     def start(self) -> None:
-        """Start them, unless they are there; where it takes long a terminal's stderr says so."""
+        """Start the workers unless they are running; in a terminal, stderr shows a slow start."""
         line, said = MovingLine(sys.stderr), ""
         try:
             for text in self.starting_texts():
@@ -355,14 +389,17 @@ class Workers:
             line.clear()
 
     def start_anew(self, *, agent_too: bool = False) -> None:
-        """End them all, with their agent if so wanted, and start as many; no set-up tasks."""
-        # Where Stop has cut their end short, it is asked for again.
+        """End all workers, with `agent_too` also their agent, and start as many new workers.
+
+        The set-up cells are not run here.
+        """
+        # STOPPING: Stop has interrupted the wait for their end, so it is requested again.
         are_there = self.state.has_workers or self.state is State.STOPPING
         if self._link is not None and self._link.is_up and are_there:
             self.advance(Event.STOP)
             self._stop(RESTART_GRACE)
             self.advance(Event.STOPPED)
-        self.running = None  # what the workers before had still to say is dropped
+        self.running = None  # drop all messages of the old workers
         self.late.clear()
         while self._link is not None and self._link.arrived:
             item = self._link.arrived.popleft()
@@ -373,7 +410,10 @@ class Workers:
         self.start()
 
     def shutdown(self) -> str:
-        """End them all and their agent; return what of them is left elsewhere, "" for nothing."""
+        """End all workers and their agent, and forget the set-up cells.
+
+        Returns a sentence about processes that are left on other machines, "" for none.
+        """
         self.setup.forget()
         self.advance(Event.STOP)
         left = self._stop(STOP_GRACE) if self._link is not None and self._link.is_up else ""
@@ -382,7 +422,10 @@ class Workers:
         return left
 
     def _stop(self, grace: float) -> str:
-        """Let the agent end them; one that cannot is ended too, as by `close_link`."""
+        """Let the agent end the workers; if it does not, end the agent too.
+
+        Returns a sentence about processes that are left on other machines, "" for none.
+        """
         try:
             self.link.call(messages.StopWorld(grace), STOP_TIMEOUT)
         except (AgentLost, StartError):
@@ -390,14 +433,17 @@ class Workers:
         return ""
 
     def attach(self, link: Link, there: Attached, namespace: dict[str, Any]) -> None:
-        """Take over the workers at the other end of this link, as they are."""
+        """Take over the running workers of an agent that another notebook has started.
+
+        `there` is the agent's description of their state; `namespace` has the notebook's variables.
+        """
         self._link, self.namespace = link, namespace
         self.names = NameTable(namespace)
         self.names.found(there.bound, there.pids)
         self.missing, self.dead = there.missing, dict(there.dead)
         self.joined = dict.fromkeys(there.came)
         self.past.forgotten = there.forgotten
-        self.setup.tasks |= dict(there.memory.setup)  # the agent holds their names
+        self.setup.tasks |= dict(there.memory.setup)  # the agent holds the memory with their names
         self._take_there(there, link.agent.host)
         self.advance(Event.START)
         self.advance(Event.STARTED)
@@ -410,36 +456,42 @@ class Workers:
             self.advance(Event.ABORTED)
 
     def adopt(self, link: Link) -> None:
-        """Use the agent at the other end of this link for the start."""
+        """Use the agent of this link for the next start, instead of a new agent."""
         self._link = link
 
     def detach_link(self) -> Link | None:
-        """Return the link, for the caller to end."""
+        """Remove and return the link, which the caller has to close; None if there is none."""
         link, self._link = self._link, None
         return link
 
     def close_link(self) -> str:
-        """End the agents, if there are any; return what is left elsewhere, "" for nothing."""
+        """Close the link and end the agent, if there is one.
+
+        Returns a sentence about processes that are left on other machines, "" for none.
+        """
         link = self.detach_link()
         return link.close() if link is not None else ""
 
     def refuse(self, running: TaskRun) -> None:
-        """Answer all ranks that ask for input that there is none."""
+        """Answer all open prompts with an error: this front end cannot ask for input."""
         for rank in running.prompts.ranks:
             self.link.send(
                 SendInput(rank, InputReply(running.prompts[rank].number, problem=NO_INPUT))
             )
             running.prompts.drop(rank, time.monotonic())
 
-    # --- what comes up --------------------------------------------------------------------
+    # --- messages from the agent ----------------------------------------------------------
 
     def receive(self, timeout: float) -> None:
-        """Take in what ranks have shown; wait for the first of it, at most `timeout` seconds."""
+        """Wait at most `timeout` seconds for a message, then handle all that have arrived."""
         self.link.wait(timeout)
         self.receive_waiting()
 
     def receive_waiting(self) -> None:
-        """Take in all that has arrived so far; not what comes meanwhile, which may have no end."""
+        """Handle the messages that have arrived; not messages that arrive meanwhile.
+
+        Ranks that print without end would otherwise keep this function busy for ever.
+        """
         if (link := self._link) is None:
             return
         for _ in range(len(link.arrived)):
@@ -461,12 +513,12 @@ class Workers:
                 return
 
     def take_late(self) -> list[tuple[int, Any]]:
-        """Return what ranks have said outside of tasks since this was last asked."""
+        """Return the outputs outside of tasks since the last call, with their ranks."""
         late, self.late = [*self.late], deque(maxlen=LATE_KEPT)
         return late
 
     def take_loss(self, lost: AgentLost) -> None:
-        """Note that the agent has ended, and its workers with it."""
+        """Record that the agent has ended, and its workers with it; close the link."""
         self.lost = lost
         if self.widgets is not None:
             self.widgets.end()
@@ -499,7 +551,7 @@ class Workers:
                 running.transcript.warn(output.text)
             return
         if running is not None and task_id != running.task.id:
-            # A rank that is done can say more while others still run it.
+            # Output outside of tasks counts as output of the cell that other ranks still run.
             is_more = isinstance(output, Visible) and not task_id and running.waits_after(rank)
             running = running if is_more else None
         if isinstance(output, Done):
@@ -514,7 +566,7 @@ class Workers:
         elif isinstance(output, Moved):
             running.moved[rank] = output
         else:
-            # Gloo's connections have ended, by us, with a dead rank, or by gloo itself.
+            # The group is broken: connections were closed by an abort, a death or gloo itself.
             if isinstance(output, Failure) and output.connections and running.members.has_group:
                 self.advance(Event.ABORTED)
             if running.is_of_another(rank, output):
@@ -524,11 +576,14 @@ class Workers:
                 self.advance(Event.TASK_DONE)
 
     def _take_of_widgets(self, rank: int, output: Output) -> Output | None:
-        """Return what is not for widgets, as the cell shows it; these are made for the first."""
+        """Pass an output to the table of widgets; return what the cell shows of it, or None.
+
+        The first message of a widget makes the table, if a page can show widgets.
+        """
         if self.widgets is None:
             if not self.shows_widgets:
                 return None
-            # Most worlds have none.
+            # Imported here since most worlds have no widgets.
             from nbdist.world.widgets import Widgets
 
             self.widgets = Widgets()
@@ -539,37 +594,40 @@ REDRAW_SECONDS = 0.25
 
 
 class MovingLine:
-    """Shows one line at a time, in a terminal only; `clear` it before other lines are written."""
+    """A line in a terminal that is drawn again and again; nothing is drawn if it is no terminal.
+
+    Call `clear` before other lines are written.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        # What people put in the place of stdout need not know what it is.
+        # An object that a user puts in the place of stdout may lack `isatty`.
         self._is_terminal = bool(getattr(stream, "isatty", bool)())
         self._shown = ""
         self._draw_at = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Return True if it may be drawn: four times a second, and after `clear`."""
+        """Return True if the line may be drawn now: four times a second, and after `clear`."""
         return self._is_terminal and now >= self._draw_at
 
     def show(self, text: str, now: float) -> None:
-        """Draw this in place of the last, where it `is_due`; `now` is monotonic seconds."""
+        """Draw this text in place of the last one if it `is_due`; `now` is monotonic seconds."""
         if not self.is_due(now):
             return
         self._draw_at = now + REDRAW_SECONDS
-        # In the last column a terminal may go on to the next line.
+        # A character in the last column can move some terminals' cursor to the next line.
         text = text[: max(1, shutil.get_terminal_size().columns - 1)]
         if text or self._shown:
             self._draw(text)
 
     def clear(self) -> None:
-        """Erase it, so that what is written next begins at the line's start."""
+        """Erase the line, so that the next output begins at the start of the line."""
         if self._shown:
             self._draw("")
             self._draw_at = 0.0
 
     def _draw(self, text: str) -> None:
-        # Spaces, since not every terminal erases a line when told to.
+        # Overwrite with spaces, since not every terminal supports an escape sequence to erase.
         self._stream.write(f"\r{text.ljust(len(self._shown))}" + ("" if text else "\r"))
         self._stream.flush()
         self._shown = text
